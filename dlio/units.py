@@ -1,0 +1,30 @@
+"""Bytes as people write and read them."""
+
+import re
+
+from dlio.errors import UsageError
+
+_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def parse_bytes(text: str) -> int:
+    """Parse a capacity such as `20GiB`, `1.5 TiB` or `4096B` into bytes.
+
+    Raises UsageError for anything else, negative numbers and unknown units included.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(B|[KMGT]iB)\s*", text)
+    if match is None:
+        raise UsageError(
+            f"{text!r} is no size: write a number and one of {', '.join(_UNITS)}, such as 20GiB"
+        )
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def format_bytes(count: float) -> str:
+    """Write a byte count with the largest unit that leaves at least 1, as in `1.5 GiB`."""
+    unit = "B"
+    for name, size in _UNITS.items():
+        if abs(count) >= size:
+            unit = name
+    value = count / _UNITS[unit]
+    return f"{value:.0f} {unit}" if unit == "B" or abs(value) >= 100 else f"{value:.3g} {unit}"
