@@ -8,8 +8,7 @@
     ├── TierError             a tier that cannot be used: not writable, not ours, wrong owner
     │   └── TierFull          a tier, or the disk below it, has no room
     └── CommError             between ranks
-        ├── CommTimeout       a deadline passed; says who was waited for
-        └── PeerStopped       another rank failed and said so
+        └── CommTimeout       a deadline passed; says who was waited for
 
 Each message says what, where (path, block, sample, rank) and what to do.
 """
@@ -49,7 +48,3 @@ class CommError(DlioError, RuntimeError):
 
 class CommTimeout(CommError, TimeoutError):
     """A deadline passed while waiting for other ranks."""
-
-
-class PeerStopped(CommError):
-    """Another rank failed and said so before it stopped."""

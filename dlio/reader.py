@@ -6,8 +6,7 @@ do that for all formats alike. Readers plug in through the entry-point group `dl
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -16,11 +15,14 @@ import numpy.typing as npt
 from dlio.errors import SourceError
 from dlio.order import Order
 from dlio.storage.schema import Schema
+from dlio.storage.source import Source
 
 MAX_BLOCK_BYTES = 8 << 20
 """Blocks aim at this many payload bytes …"""
 MIN_BLOCKS = 512
-"""… or fewer, so that a small data set still has about this many, enough to share out evenly."""
+"""… or fewer, so that a small data set still has about this many, enough to share out evenly …"""
+MIN_BLOCK_BYTES = 1 << 15
+"""… but not so small that a block's file is mostly its header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,3 +100,41 @@ class ReaderType(Protocol):
 
     def recognises(self, path: str) -> str | None:
         """None when `path` is of this format; otherwise in a few words why it is not."""
+
+
+def open_reader(path: str) -> Reader:
+    """Find the reader that recognises `path`, and open it.
+
+    Raises SourceError that says what was tried when none does, or when the path does not exist.
+    """
+    source = Source(path)
+    if not source.exists():
+        raise SourceError(f"{path}: no such file or folder: check the path")
+    reasons = []
+    for entry in sorted(entry_points(group="dlio.readers"), key=lambda entry: entry.name):
+        kind: ReaderType = entry.load()
+        reason = kind.recognises(path)
+        if reason is None:
+            return kind(path)
+        reasons.append(f"{entry.name}: {reason}")
+    if not reasons:
+        raise SourceError("dlio finds no readers: install it (pip install dlio) to have them")
+    raise SourceError(f"{path} is no data set that dlio can read ({'; '.join(reasons)})")
+
+
+def cut_blocks(sizes: npt.NDArray[np.int64], order: Order) -> Layout:
+    """Cut a data set into blocks of about even bytes, along a storage order.
+
+    Args:
+        sizes: payload bytes of each sample; shape (samples,).
+        order: storage position -> sample index.
+    """
+    total = int(sizes.sum())
+    target = min(MAX_BLOCK_BYTES, max(MIN_BLOCK_BYTES, total // MIN_BLOCKS))
+    count = max(1, min(len(sizes), round(total / target)))
+    ends = np.cumsum(sizes[order.samples(np.arange(len(sizes), dtype=np.int64))])
+    # Block k begins with the first sample that starts at or behind k/count of the bytes.
+    marks = total * np.arange(1, count, dtype=np.float64) / count
+    inner = np.searchsorted(ends, marks, side="left") + 1
+    starts = np.unique(np.concatenate([[0], inner[inner < len(sizes)], [len(sizes)]]))
+    return Layout(starts.astype(np.int64), order)

@@ -1,8 +1,12 @@
 """Fixtures that several rooms' tests share."""
 
 import os
+import shutil
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
@@ -33,3 +37,45 @@ def imagenet(real_images: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
             assert stream is not None
             (class_folder / name).write_bytes(stream.read())
     return folder
+
+
+class MpiRun(Protocol):
+    """Run a Python program on several ranks; raises when it outlasts its deadline."""
+
+    def __call__(
+        self, ranks: int, *args: str, env: dict[str, str] | None = None, timeout_s: float = 120
+    ) -> subprocess.CompletedProcess[str]: ...
+
+
+@pytest.fixture(scope="session")
+def mpirun() -> MpiRun:
+    """`mpirun(4, "script.py", "arg")` runs `python script.py arg` on 4 ranks."""
+    beside_python = Path(sys.executable).parent / "mpirun"
+    found = str(beside_python) if beside_python.exists() else shutil.which("mpirun")
+    if found is None:
+        pytest.skip("no mpirun: pip install 'dlio[mpi]'")
+
+    def run(
+        ranks: int, *args: str, env: dict[str, str] | None = None, timeout_s: float = 120
+    ) -> subprocess.CompletedProcess[str]:
+        paths = [str(ROOT), *(str(ROOT / room) for room in ("readers", "staging", "bench"))]
+        full = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "OMP_NUM_THREADS": "1",
+            "DLIO_TIMEOUT": "60",
+            **(env or {}),
+        }
+        command = [found, "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
+        return subprocess.run(
+            [*command, sys.executable, *args],
+            env=full,
+            timeout=timeout_s,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return run

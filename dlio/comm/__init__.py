@@ -1,0 +1,103 @@
+"""Communication between ranks: one protocol, one implementation a file.
+
+`world()` is the process's own communicator: MPI when the process was started by mpirun or
+srun (or has initialised MPI itself), otherwise one process on its own.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.comm.launch import under_mpi
+
+Buffer = bytearray | memoryview | npt.NDArray[np.uint8]
+Json = Any
+"""What json.dumps takes and json.loads gives back."""
+
+
+class Request(Protocol):
+    """A message or reduction under way. Its buffers are not to be touched until it is done."""
+
+    def done(self) -> bool:
+        """Whether it has completed; also moves it on."""
+
+    def cancel(self) -> None:
+        """Give up a receive that nobody will answer. Its buffer is free afterwards."""
+
+
+class Communicator(Protocol):
+    """A group of ranks that exchange messages.
+
+    Thread-safe when each thread uses a communicator of its own (`dup`). Collectives
+    (`allgather`, `barrier`, `bcast`, `iallreduce`, `dup`) are called by all ranks in the same
+    order; they are for set-up and gradients, never for feeding data.
+    """
+
+    rank: int
+    size: int
+
+    def allgather(self, value: Json) -> list[Json]:
+        """Every rank's value, by rank. Values travel as JSON."""
+
+    def barrier(self) -> None: ...
+
+    def bcast(self, array: npt.NDArray[Any], root: int = 0) -> None:
+        """Overwrite a contiguous array with `root`'s."""
+
+    def isend(self, data: Buffer, dest: int, tag: int) -> Request: ...
+
+    def irecv(self, into: Buffer, source: int, tag: int) -> Request:
+        """Receive at most len(into) bytes."""
+
+    def iallreduce(self, array: npt.NDArray[Any]) -> Request:
+        """Sum a contiguous float32, float64 or int64 array over all ranks, in place."""
+
+    def wait(self, requests: Sequence[Request], what: str, timeout_s: float | None = None) -> None:
+        """Wait for all requests. Raises CommTimeout, naming `what`, after the deadline.
+
+        The default deadline is DLIO_TIMEOUT seconds, 300 when unset.
+        """
+
+    def dup(self) -> "Communicator":
+        """A communicator of the same ranks whose messages never meet this one's. Collective."""
+
+    def close(self) -> None:
+        """Give a duplicate back. Collective; the world's communicator stays open."""
+
+
+_world: Communicator | None = None
+
+
+def world() -> Communicator:
+    """This process's place among its ranks, found once.
+
+    Raises CommError when the process runs under MPI but no MPI library can be loaded.
+    """
+    global _world
+    if _world is None:
+        mpi = sys.modules.get("mpi4py.MPI")
+        if under_mpi() or (mpi is not None and mpi.Is_initialized()):
+            from dlio.comm.mpi import mpi_world
+
+            _world = mpi_world()
+        else:
+            from dlio.comm.single import SingleCommunicator
+
+            _world = SingleCommunicator()
+    return _world
+
+
+def abort(code: int) -> None:
+    """End the other ranks too, when there are any. Returns otherwise.
+
+    For the top level of a program, after its error has been printed.
+    """
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        if mpi.COMM_WORLD.size > 1:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            mpi.COMM_WORLD.Abort(code)

@@ -1,0 +1,42 @@
+"""dlio feeds distributed deep learning from a deep memory hierarchy.
+
+    import dlio
+
+    with dlio.open("/data/imagenet/train", tiers="ram:8GiB,/local/scratch:200GiB") as data:
+        for images, labels in dlio.DataLoader(data, batch_size=64, shuffle=True):
+            ...
+
+Importing it starts no MPI, no thread and no process; the names below load what they need.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dlio.dataset import Dataset
+    from dlio.dataset import open_dataset as open
+    from dlio.loader import DataLoader
+
+__all__ = ["DataLoader", "Dataset", "__version__", "open"]
+
+_WHERE = {
+    "DataLoader": ("dlio.loader", "DataLoader"),
+    "Dataset": ("dlio.dataset", "Dataset"),
+    "open": ("dlio.dataset", "open_dataset"),
+}
+
+
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("dlio")
+    if name not in _WHERE:
+        raise AttributeError(f"module 'dlio' has no attribute {name!r}")
+    module, attribute = _WHERE[name]
+    value = globals()[name] = getattr(import_module(module), attribute)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

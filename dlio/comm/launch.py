@@ -1,0 +1,202 @@
+"""Starting ranks: the mpirun command that `dlio train -n 4` runs for its user."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import IO
+
+from dlio.errors import UsageError
+
+_RANK_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALNRANKS")
+_LAUNCHER = "DLIO_LAUNCHER_PID"
+_END_TIMEOUT_S = 10.0
+_WATCH_S = 0.5
+_RULE = "-" * 20
+_ERROR = "dlio: error:"
+_BANNERS = (
+    "MPI_ABORT was invoked",
+    "has exited due to process rank",
+    "exited with non-zero status",
+    "exiting without calling",
+    "noticed that process rank",
+)
+
+
+def under_mpi() -> bool:
+    """Whether mpirun, or srun with an MPI plug-in, started this process as a rank."""
+    return any(name in os.environ for name in _RANK_VARIABLES)
+
+
+def run_ranks(ranks: int, argv: Sequence[str]) -> int:
+    """Run `dlio argv...` on `ranks` ranks of this machine; returns the exit code.
+
+    mpirun gets what it needs: as root, with more ranks than cores, and no binding of a rank's
+    threads to one core. Ctrl-C and SIGTERM end the ranks; if this process is killed, they notice
+    (`watch_launcher`). What the ranks print is passed on as it comes, but for Open MPI's banners
+    on top of an error that a rank has explained itself.
+
+    Raises UsageError when there is no mpirun.
+    """
+    mpirun = find_mpirun()
+    environment = {
+        **os.environ,
+        "PYTHONUNBUFFERED": "1",
+        _LAUNCHER: str(os.getpid()),
+    }
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // ranks)))
+    if sys.stdout.isatty():
+        size = shutil.get_terminal_size()
+        environment.update(DLIO_TERMINAL="1", COLUMNS=str(size.columns), LINES=str(size.lines))
+    command = [mpirun]
+    if _is_open_mpi(mpirun):
+        command += ["--bind-to", "none"]
+        if ranks > _cores():
+            command.append("--oversubscribe")
+        if os.geteuid() == 0:
+            environment.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+    command += ["-n", str(ranks), sys.executable, "-m", "dlio.cli", *argv]
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    assert process.stderr is not None
+    relay = threading.Thread(target=_relay, args=(process.stderr, sys.stderr), daemon=True)
+    relay.start()
+    previous = signal.signal(signal.SIGTERM, _raise_interrupt)
+    try:
+        return _exit_code(process.wait())
+    except KeyboardInterrupt:
+        _end(process)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+        relay.join(_END_TIMEOUT_S)
+        process.stderr.close()
+
+
+def find_mpirun() -> str:
+    """mpirun of this Python's environment, else the one on PATH. Raises UsageError."""
+    beside_python = os.path.join(os.path.dirname(sys.executable), "mpirun")
+    found = beside_python if os.access(beside_python, os.X_OK) else shutil.which("mpirun")
+    if found is None:
+        raise UsageError(
+            "ranks were asked for (-n), but there is no mpirun: pip install 'dlio[mpi]', or load "
+            "your site's MPI module"
+        )
+    return found
+
+
+def watch_launcher() -> None:
+    """In a rank that `run_ranks` started: end it when the launcher has died.
+
+    A launcher that is killed cannot end its ranks, and mpirun does not mind the death of its
+    parent.
+    """
+    text = os.environ.get(_LAUNCHER)
+    if text is None or not under_mpi():
+        return
+    launcher = int(text)
+
+    def watch() -> None:
+        while True:
+            try:
+                os.kill(launcher, 0)
+            except ProcessLookupError:
+                os.kill(os.getpid(), signal.SIGKILL)
+            except PermissionError:
+                return  # Another user's process has the number now, on another machine perhaps.
+            time.sleep(_WATCH_S)
+
+    threading.Thread(target=watch, name="dlio-launcher-watch", daemon=True).start()
+
+
+def filter_banners(lines: Sequence[str], errors: set[str]) -> list[str]:
+    """The lines of one batch of standard error that are worth showing.
+
+    Args:
+        errors: the ranks' own error lines so far; each is shown once.
+    """
+    shown = []
+    block: list[str] | None = None
+    for line in lines:
+        if line.startswith(_RULE):
+            if block is None:
+                block = [line]
+                continue
+            block.append(line)
+            if not (errors and any(words in row for row in block for words in _BANNERS)):
+                shown += block
+            block = None
+        elif block is not None:
+            block.append(line)
+        elif line.startswith(_ERROR):
+            if line not in errors:
+                errors.add(line)
+                shown.append(line)
+        else:
+            shown.append(line)
+    return shown + (block or [])
+
+
+def _relay(stream: IO[str], to: IO[str]) -> None:
+    """Pass lines on; those of a block between rules wait for its end."""
+    errors: set[str] = set()
+    held: list[str] = []
+    for line in stream:
+        opens = line.startswith(_RULE)
+        if not held and not opens:
+            to.writelines(filter_banners([line], errors))
+        else:
+            held.append(line)
+            if opens and len(held) > 1:
+                to.writelines(filter_banners(held, errors))
+                held = []
+        to.flush()
+    to.writelines(filter_banners(held, errors))
+    to.flush()
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End mpirun and its ranks: politely, then for good."""
+    for number, patience_s in ((signal.SIGTERM, _END_TIMEOUT_S), (signal.SIGKILL, None)):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            pass
+        try:
+            process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            continue
+        return
+
+
+def _exit_code(code: int) -> int:
+    return 128 - code if code < 0 else code
+
+
+def _raise_interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _is_open_mpi(mpirun: str) -> bool:
+    try:
+        done = subprocess.run(
+            [mpirun, "--version"], capture_output=True, text=True, timeout=30, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return "Open MPI" in done.stdout
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,124 @@
+"""MPI through mpi4py: two-sided messages and non-blocking collectives.
+
+Waiting never spins: a rank shares its cores with its own decode threads, so a wait tests and
+sleeps, from 20 µs up to 1 ms. Every wait has a deadline.
+"""
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+try:
+    from mpi4py import MPI
+except (ImportError, RuntimeError) as error:
+    from dlio.errors import CommError as _CommError
+
+    raise _CommError(
+        f"this process was started as an MPI rank, but no MPI library can be loaded ({error}): "
+        "pip install 'dlio[mpi]', or load your site's MPI module"
+    ) from error
+
+from dlio.comm import Buffer, Communicator, Json, Request
+from dlio.comm.single import SingleCommunicator
+from dlio.errors import CommError, CommTimeout
+
+_SHORTEST_SLEEP_S = 20e-6
+_LONGEST_SLEEP_S = 1e-3
+
+
+def mpi_world() -> Communicator:
+    """MPI's world, or a single process where it holds one rank."""
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise CommError(
+            "this MPI library gives less than MPI_THREAD_MULTIPLE, which the background shuffle "
+            "needs: use Open MPI 5 (pip install 'dlio[mpi]') or an MPI built with thread support"
+        )
+    if MPI.COMM_WORLD.size == 1:
+        return SingleCommunicator()
+    # A duplicate, so that the user's own messages on COMM_WORLD never meet ours.
+    return MpiCommunicator(MPI.COMM_WORLD.Dup())
+
+
+class _MpiRequest:
+    def __init__(self, request: "MPI.Request", receives: bool = False) -> None:
+        self._request = request
+        self._receives = receives
+
+    def done(self) -> bool:
+        return bool(self._request.Test())
+
+    def cancel(self) -> None:
+        if self._receives and not self._request.Test():
+            self._request.Cancel()
+            self._request.Wait()
+
+
+class MpiCommunicator:
+    """The ranks of one MPI communicator, which it owns."""
+
+    def __init__(self, comm: "MPI.Intracomm") -> None:
+        self._comm = comm
+        self.rank = comm.rank
+        self.size = comm.size
+        self._timeout_s = float(os.environ.get("DLIO_TIMEOUT", "300"))
+
+    def allgather(self, value: Json) -> list[Json]:
+        mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
+        lengths = np.zeros(self.size, np.int64)
+        lengths[self.rank] = len(mine)
+        self._join(
+            self._comm.Iallgather(MPI.IN_PLACE, [lengths, 1, MPI.INT64_T]), "allgather of lengths"
+        )
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        everything = np.empty(int(starts[-1]), np.uint8)
+        layout = (lengths.tolist(), starts[:-1].tolist())
+        self._join(self._comm.Iallgatherv(mine, [everything, layout, MPI.BYTE]), "allgather")
+        return [
+            json.loads(everything[starts[k] : starts[k + 1]].tobytes()) for k in range(self.size)
+        ]
+
+    def barrier(self) -> None:
+        self._join(self._comm.Ibarrier(), "barrier")
+
+    def bcast(self, array: npt.NDArray[Any], root: int = 0) -> None:
+        self._join(self._comm.Ibcast(array, root), "broadcast")
+
+    def isend(self, data: Buffer, dest: int, tag: int) -> Request:
+        return _MpiRequest(self._comm.Isend([data, MPI.BYTE], dest, tag))
+
+    def irecv(self, into: Buffer, source: int, tag: int) -> Request:
+        return _MpiRequest(self._comm.Irecv([into, MPI.BYTE], source, tag), receives=True)
+
+    def iallreduce(self, array: npt.NDArray[Any]) -> Request:
+        if array.dtype not in (np.float32, np.float64, np.int64):
+            # Open MPI sums types it does not know, bfloat16 above all, into garbage.
+            raise CommError(f"cannot sum {array.dtype}: convert it to float32 first")
+        return _MpiRequest(self._comm.Iallreduce(MPI.IN_PLACE, array, MPI.SUM))
+
+    def wait(self, requests: Sequence[Request], what: str, timeout_s: float | None = None) -> None:
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s
+        sleep_s = _SHORTEST_SLEEP_S
+        left = list(requests)
+        while left := [request for request in left if not request.done()]:
+            if time.monotonic() > deadline:
+                raise CommTimeout(
+                    f"rank {self.rank} of {self.size} waited {limit_s:.0f} s for {what}: another "
+                    "rank is stopped, far behind, or left the run (DLIO_TIMEOUT sets the deadline)"
+                )
+            time.sleep(sleep_s)
+            sleep_s = min(1.5 * sleep_s, _LONGEST_SLEEP_S)
+
+    def dup(self) -> "MpiCommunicator":
+        return MpiCommunicator(self._comm.Dup())
+
+    def close(self) -> None:
+        self._comm.Free()
+
+    def _join(self, request: "MPI.Request", what: str) -> None:
+        self.wait([_MpiRequest(request)], what)

@@ -1,0 +1,53 @@
+"""Which ranks share a node."""
+
+import os
+import socket
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.comm import Communicator
+from dlio.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """The nodes of a job, numbered by first appearance among the ranks."""
+
+    names: tuple[str, ...]
+    node_of: npt.NDArray[np.int32]
+    """Node number of each rank; shape (ranks,)."""
+    here: int
+    """Node number of this rank."""
+    machines: int
+    """Machines below the nodes: fewer than nodes when nodes are pretended."""
+
+    @property
+    def per_machine(self) -> int:
+        return -(-len(self.names) // self.machines)
+
+
+def find_nodes(comm: Communicator, pretend: int | None = None) -> Nodes:
+    """Ask every rank for its node. Collective.
+
+    A node is a host, or what DLIO_NODE says in the rank's environment, or, with `pretend`, one
+    of that many equal runs of consecutive ranks.
+
+    Raises UsageError when more nodes than ranks are to be pretended.
+    """
+    if pretend is not None and not 1 <= pretend <= comm.size:
+        raise UsageError(
+            f"cannot pretend {pretend} nodes with {comm.size} rank(s): a node has at least one "
+            "rank (start more ranks with -n)"
+        )
+    host = socket.gethostname()
+    name = os.environ.get("DLIO_NODE", host)
+    if pretend is not None and pretend > 1:
+        name = f"{name}.{comm.rank * pretend // comm.size}"
+    if not name or "/" in name or name.startswith("."):
+        raise UsageError(f"node name {name!r} (DLIO_NODE) must be usable as a folder's name")
+    everyone = comm.allgather([name, host])
+    names = tuple(dict.fromkeys(each[0] for each in everyone))
+    node_of = np.array([names.index(each[0]) for each in everyone], np.int32)
+    return Nodes(names, node_of, names.index(name), len({each[1] for each in everyone}))

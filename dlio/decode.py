@@ -1,0 +1,268 @@
+"""From an image file's bytes to pixels in the batch's own memory.
+
+JPEGs go through libjpeg-turbo (simplejpeg), everything else through OpenCV. The crop is drawn
+before decoding, from random numbers that belong to the sample (seed, epoch, sample), so a run
+gives the same pixels on any number of ranks and threads; and because it is known, a crop that is
+at least twice the size it is shrunk to is decoded at a half, a quarter or an eighth, which the
+inverse DCT does for less than nothing. All the work releases the GIL.
+"""
+
+import math
+import os
+import struct
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.errors import DecodeError
+from dlio.order import keyed_uniforms
+from dlio.storage.schema import Buffer
+
+MAX_PIXELS: Final = 178_956_970
+"""Of one image: half a gigabyte of RGB. Pillow warns of a decompression bomb beyond half of it."""
+
+_SCALE = (0.08, 1.0)
+_RATIO = (3 / 4, 4 / 3)
+_TRIES = 10
+_DRAWS = 2 * _TRIES + 3
+"""Random numbers a sample: (area, ratio) a try, then row, column, flip."""
+_EVAL_RESIZE = 8 / 7
+"""An evaluated image is resized to this times the crop: 256 for 224."""
+_FACTORS = (8, 4, 2)
+"""Fractions at which libjpeg-turbo has fast inverse transforms; the others are slower than 1/1."""
+_HARMLESS = ("extraneous bytes",)
+"""Warnings of libjpeg that lose no pixel."""
+
+
+@dataclass(frozen=True, slots=True)
+class Crop:
+    """What is cut out of an image.
+
+    In training torchvision's RandomResizedCrop(size) with its default scale and ratio, and a flip
+    of every second image; otherwise Resize(size · 8 / 7) and CenterCrop(size).
+    """
+
+    size: int
+    train: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A part of an image, in its pixels."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+    flip: bool
+
+
+class Decoder:
+    """Decodes images into crops. Thread-safe; picklable.
+
+    Args:
+        seed: of the crops.
+    """
+
+    def __init__(self, crop: Crop, seed: int) -> None:
+        self.crop = crop
+        self.seed = seed
+
+    def draw(self, epoch: int, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """The random numbers of samples' crops, for `decode`; shape (n, numbers a sample)."""
+        if not self.crop.train:
+            return np.zeros((len(samples), 0))
+        return keyed_uniforms(self.seed, epoch, samples, _DRAWS)
+
+    def decode(
+        self,
+        image: Buffer,
+        name: str,
+        uniforms: npt.NDArray[np.float64],
+        out: npt.NDArray[np.uint8],
+    ) -> None:
+        """Decode, crop and resize one image into `out`.
+
+        Args:
+            image: the file's bytes.
+            name: what to call it in errors.
+            uniforms: its row of `draw`.
+            out: RGB, shape (size, size, 3), contiguous.
+
+        Raises DecodeError when it is no image, a damaged or truncated one, or too large.
+        """
+        cv2 = _opencv()
+        height, width, is_jpeg = _dimensions(image, name)
+        box = self.box(height, width, uniforms.tolist())
+        if is_jpeg:
+            pixels = _decode_jpeg(image, name, height, width, self._factor(box))
+        else:
+            pixels = _decode_other(image, name)
+        box = _scaled(box, height, width, pixels.shape)
+        part = pixels[box.top : box.top + box.height, box.left : box.left + box.width]
+        shrinks = min(box.height, box.width) >= 2 * self.crop.size
+        cv2.resize(
+            part,
+            (self.crop.size, self.crop.size),
+            dst=out,
+            interpolation=cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR,
+        )
+        if box.flip:
+            cv2.flip(out, 1, dst=out)
+
+    def box(self, height: int, width: int, uniforms: Sequence[float]) -> Box:
+        """The part of an image of this size that is cut out; pure."""
+        if not self.crop.train:
+            side = max(1, round(min(height, width) / _EVAL_RESIZE))
+            return Box((height - side) // 2, (width - side) // 2, side, side, False)
+        flip = uniforms[-1] < 0.5
+        area = height * width
+        log_low, log_high = math.log(_RATIO[0]), math.log(_RATIO[1])
+        for k in range(_TRIES):
+            target = area * (_SCALE[0] + (_SCALE[1] - _SCALE[0]) * uniforms[2 * k])
+            ratio = math.exp(log_low + (log_high - log_low) * uniforms[2 * k + 1])
+            w, h = round(math.sqrt(target * ratio)), round(math.sqrt(target / ratio))
+            if 0 < w <= width and 0 < h <= height:
+                top = int(uniforms[-3] * (height - h + 1))
+                left = int(uniforms[-2] * (width - w + 1))
+                return Box(top, left, h, w, flip)
+        # No try fitted a very long image: its middle, as near to the ratios as it gets.
+        if width / height < _RATIO[0]:
+            h, w = min(height, round(width / _RATIO[0])), width
+        elif width / height > _RATIO[1]:
+            h, w = height, min(width, round(height * _RATIO[1]))
+        else:
+            h, w = height, width
+        return Box((height - h) // 2, (width - w) // 2, h, w, flip)
+
+    def _factor(self, box: Box) -> int:
+        for factor in _FACTORS:
+            if min(box.height, box.width) >= factor * self.crop.size:
+                return factor
+        return 1
+
+
+def decode_whole(image: Buffer, name: str) -> npt.NDArray[np.uint8]:
+    """All of an image, RGB, shape (height, width, 3). Raises DecodeError."""
+    height, width, is_jpeg = _dimensions(image, name)
+    if is_jpeg:
+        return _decode_jpeg(image, name, height, width, 1).copy()
+    return _decode_other(image, name)
+
+
+def _scaled(box: Box, height: int, width: int, shape: tuple[int, ...]) -> Box:
+    """The box in an image that was decoded at a fraction, as near as whole pixels are."""
+    if shape[0] == height and shape[1] == width:
+        return box
+    y, x = shape[0] / height, shape[1] / width
+    top, left = round(box.top * y), round(box.left * x)
+    return Box(
+        top,
+        left,
+        max(1, min(round(box.height * y), shape[0] - top)),
+        max(1, min(round(box.width * x), shape[1] - left)),
+        box.flip,
+    )
+
+
+def _dimensions(image: Buffer, name: str) -> tuple[int, int, bool]:
+    """(height, width, whether it is a JPEG for simplejpeg), from the header alone."""
+    head = bytes(image[:32])
+    if head[:2] == b"\xff\xd8":
+        try:
+            height, width, colours, _ = _simplejpeg().decode_jpeg_header(image)
+        except ValueError as error:
+            raise _damaged(name, f"its JPEG header cannot be read: {error}") from error
+        is_jpeg = colours not in ("CMYK", "YCCK")
+    elif head[:8] == b"\x89PNG\r\n\x1a\n" and len(head) >= 24:
+        (width, height), is_jpeg = struct.unpack(">II", head[16:24]), False
+    elif head[:2] == b"BM" and len(head) >= 26:
+        width, height = struct.unpack("<ii", head[18:26])
+        height, is_jpeg = abs(height), False
+    elif (
+        head[:4] == b"RIFF"
+        and head[8:12] == b"WEBP"
+        or head[:2] in (b"II", b"MM")
+        or (head[:1] == b"P" and head[1:2] in b"123456")
+    ):
+        # No size at a fixed place; OpenCV refuses what is larger than MAX_PIXELS.
+        pixels = _decode_other(image, name)
+        return pixels.shape[0], pixels.shape[1], False
+    else:
+        what = "it is empty" if not len(image) else "it is no image that dlio knows"
+        raise _damaged(name, what)
+    if height <= 0 or width <= 0 or height * width > MAX_PIXELS:
+        raise _damaged(name, f"{width} x {height} pixels are not within 1 to {MAX_PIXELS}")
+    return height, width, is_jpeg
+
+
+_threads = threading.local()
+
+
+def _decode_jpeg(
+    image: Buffer, name: str, height: int, width: int, factor: int
+) -> npt.NDArray[np.uint8]:
+    """The whole image at 1/factor, in memory of this thread that its next decode overwrites."""
+    options: dict[str, Any] = {"fastdct": True, "fastupsample": True}
+    if factor > 1:
+        options.update(min_height=height // factor, min_width=width // factor, min_factor=factor)
+    need = (height // factor + 1) * (width // factor + 1) * 3
+    memory: npt.NDArray[np.uint8] | None = getattr(_threads, "memory", None)
+    if memory is None or len(memory) < need:
+        memory = _threads.memory = np.empty(need + need // 4, np.uint8)
+    decode = _simplejpeg().decode_jpeg
+    try:
+        pixels: npt.NDArray[np.uint8] = decode(image, "RGB", buffer=memory, **options)
+    except ValueError as error:
+        if not any(words in str(error) for words in _HARMLESS):
+            raise _damaged(name, str(error)) from error
+        pixels = decode(image, "RGB", buffer=memory, strict=False, **options)
+    return pixels
+
+
+def _decode_other(image: Buffer, name: str) -> npt.NDArray[np.uint8]:
+    """PNG, WebP, TIFF, BMP, PPM, and JPEGs in CMYK. EXIF rotation is ignored, as torchvision's
+    loader does."""
+    cv2 = _opencv()
+    flags = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
+    try:
+        pixels = cv2.imdecode(np.frombuffer(image, np.uint8), flags)
+    except cv2.error as error:
+        raise _damaged(name, str(error).strip().splitlines()[-1]) from error
+    if pixels is None:
+        raise _damaged(name, "OpenCV cannot decode it")
+    rgb: npt.NDArray[np.uint8] = cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB)
+    return rgb
+
+
+def _damaged(name: str, reason: str) -> DecodeError:
+    return DecodeError(
+        f"{name} cannot be decoded: {reason} (repair or remove it; `dlio verify` lists all such "
+        "files, --on-error skip leaves them out)"
+    )
+
+
+_cv2: ModuleType | None = None
+
+
+def _opencv() -> Any:
+    """OpenCV, loaded at first use, without threads of its own."""
+    global _cv2
+    if _cv2 is None:
+        os.environ.setdefault("OPENCV_IO_MAX_IMAGE_PIXELS", str(MAX_PIXELS))
+        import cv2
+
+        cv2.setNumThreads(0)
+        _cv2 = cv2
+    return _cv2
+
+
+def _simplejpeg() -> Any:
+    import simplejpeg
+
+    return simplejpeg

@@ -1,0 +1,367 @@
+"""The shuffle: plans windows of steps ahead and moves payloads between nodes, unasked.
+
+One thread per rank and epoch. For each window it plans what this rank consumes and sends, posts
+the receives, packs and pushes the messages, one per pair of ranks, and hands each step's samples
+on. Both sides compute the same plan, so nothing is requested, and nothing collective happens
+between the first window and the last.
+
+Two windows are under way at most: the one that is being consumed and the next. No rank waits
+for another to make room: a rank that has planned window w needs others to have planned w, which
+they do before they consume w - 1.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.comm import Communicator, Request
+from dlio.errors import DlioError
+from dlio.order import Order
+from dlio.schedule import Mode, Ranks, Window, plan_window, window_steps
+from dlio.storage.hierarchy import Hierarchy
+from dlio.storage.schema import Buffer
+from dlio.wire import message_bytes, pack_message, unpack_message
+
+_FIRST_WINDOW_STEPS = 2
+"""Short, so that the first batch does not wait for a long window's messages."""
+_MOST_WINDOW_STEPS = 32
+_WINDOW_TAGS = 2047
+_GENERATIONS = 16
+"""Tags stay below the 32,767 that MPI grants."""
+_IDLE_S = 0.001
+_CLOSE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class EpochPlan:
+    """What all ranks agree on for one pass over the data."""
+
+    order: Order
+    position: int
+    """First position to consume."""
+    batch_size: int
+    """Per rank."""
+    steps: int
+    mode: Mode
+    ranks: Ranks
+    rank: int
+    home: npt.NDArray[np.int32]
+    """Home node of each block, -1 for the source; shape (blocks,)."""
+    window_bytes: int = 16 << 20
+    """Payload bytes of a rank's window, about."""
+
+
+@dataclass(slots=True)
+class Step:
+    """One rank's samples of one step, and what has come of them."""
+
+    number: int
+    samples: npt.NDArray[np.int64]
+    blocks: npt.NDArray[np.int64]
+    places: npt.NDArray[np.int64]
+    senders: npt.NDArray[np.int32]
+    """Rank that pushes each sample, -1 where this rank reads it itself."""
+    payloads: list[Buffer | None]
+    """What has arrived from peers, by slot."""
+    ready: list[int] = field(default_factory=list)
+    """Slots that can be decoded, as long as nobody listens."""
+    listener: Callable[[list[int]], None] | None = None
+
+
+@dataclass(slots=True)
+class _Receive:
+    request: Request
+    buffer: bytearray
+    window: int
+    sender: int
+    steps: list[Step]
+
+
+class Shuffle:
+    """Carries out an epoch's plan for one rank. Owner: the pipeline, which closes it.
+
+    Args:
+        comm: for this shuffle's messages alone, used only by its thread.
+        hierarchy: of this rank's node.
+        generation: number of this pass over the loader, the same on all ranks.
+    """
+
+    def __init__(
+        self, comm: Communicator, hierarchy: Hierarchy, plan: EpochPlan, generation: int
+    ) -> None:
+        self._comm = comm
+        self._hierarchy = hierarchy
+        self._plan = plan
+        self._tag_base = (generation % _GENERATIONS) * (_WINDOW_TAGS + 1)
+        self._windows = _windows(plan, float(hierarchy.reader.sizes.mean()))
+        self._moves = plan.ranks.nodes > 1
+        self._condition = threading.Condition()
+        self._steps: dict[int, Step] = {}
+        self._planned = 0
+        self._consumed_step = 0
+        self._receives: list[_Receive] = []
+        self._sends: list[tuple[Request, bytearray]] = []
+        self._give_up = -1
+        self._closing = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="dlio-shuffle", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def attach(
+        self, number: int, listen: Callable[[Step], Callable[[list[int]], None]], timeout_s: float
+    ) -> None:
+        """Take step `number`, once it is planned.
+
+        `listen` gets the step and returns what is to be told, now and later, from this thread
+        and from the shuffle's, which slots can be decoded.
+
+        Raises what ended the shuffle's thread, if something did.
+        """
+        with self._condition:
+            planned = self._condition.wait_for(
+                lambda: number in self._steps or self._error is not None, timeout_s
+            )
+            if self._error is not None:
+                raise self._error
+            if not planned:
+                raise DlioError(f"step {number} was not planned within {timeout_s:.0f} s")
+            step = self._steps.pop(number)
+            listener = step.listener = listen(step)
+            ready, step.ready = step.ready, []
+        if ready:
+            listener(ready)
+
+    def check(self) -> None:
+        """Raise what ended the shuffle's thread, if something did."""
+        if self._error is not None:
+            raise self._error
+
+    def consumed(self, number: int) -> None:
+        """Step `number` has been handed to the user: another window may be planned."""
+        with self._condition:
+            self._consumed_step = number + 1
+            self._condition.notify_all()
+
+    def give_up(self, number: int) -> None:
+        """Stop waiting for what peers owe up to step `number`; it is read from the source."""
+        with self._condition:
+            self._give_up = max(self._give_up, number)
+            self._condition.notify_all()
+
+    def close(self) -> None:
+        """End the thread; messages under way are finished first, within a deadline."""
+        with self._condition:
+            self._closing = True
+            self._condition.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while self._planned < len(self._windows) and self._wait_for_turn():
+                self._start(self._planned)
+                with self._condition:
+                    self._planned += 1
+                    self._condition.notify_all()
+            while not self._closing and (self._receives or self._sends):
+                self._progress()
+                self._pause()
+            self._finish()
+        except BaseException as error:  # noqa: BLE001 - raised again where a step is awaited
+            with self._condition:
+                self._error = error
+                self._condition.notify_all()
+
+    def _wait_for_turn(self) -> bool:
+        """Until the next window may be planned. False when the shuffle is being closed."""
+        while True:
+            with self._condition:
+                if self._closing:
+                    return False
+                previous = self._windows[max(0, self._planned - 1)]
+                if self._consumed_step >= previous.start or self._planned == 0:
+                    return True
+            self._progress()
+            self._pause()
+
+    def _pause(self) -> None:
+        busy = bool(self._receives or self._sends)
+        with self._condition:
+            if not self._closing:
+                self._condition.wait(_IDLE_S if busy else 0.1)
+
+    def _start(self, number: int) -> None:
+        steps = self._windows[number]
+        window = self._window(number)
+        blocks, places = self._hierarchy.reader.layout.locate(window.samples)
+        made = []
+        for k, step in enumerate(steps):
+            part = slice(window.starts[k], window.starts[k + 1])
+            senders = window.senders[part]
+            made.append(
+                Step(
+                    step,
+                    window.samples[part],
+                    blocks[part],
+                    places[part],
+                    senders,
+                    [None] * len(senders),
+                    ready=np.flatnonzero(senders < 0).tolist(),
+                )
+            )
+        tag = self._tag_base + number % _WINDOW_TAGS
+        sizes = self._hierarchy.reader.sizes
+        for sender in np.unique(window.senders[window.senders >= 0]):
+            expected = sizes[window.samples[window.senders == sender]]
+            buffer = bytearray(message_bytes(expected))
+            request = self._comm.irecv(buffer, int(sender), tag)
+            self._receives.append(_Receive(request, buffer, number, int(sender), made))
+        with self._condition:
+            self._steps.update((step.number, step) for step in made)
+            self._condition.notify_all()
+        for dest, samples in window.sends.items():
+            message = self._pack(samples)
+            self._sends.append((self._comm.isend(message, dest, tag), message))
+            self._progress()
+
+    def _window(self, number: int) -> Window:
+        plan, layout = self._plan, self._hierarchy.reader.layout
+        return plan_window(
+            plan.order,
+            plan.position,
+            plan.batch_size,
+            self._windows[number],
+            lambda samples: plan.home[layout.block_of(samples)],
+            plan.ranks,
+            plan.rank,
+            plan.mode,
+        )
+
+    def _pack(self, samples: npt.NDArray[np.int64]) -> bytearray:
+        blocks, places = self._hierarchy.reader.layout.locate(samples)
+        payloads: list[Buffer | None] = []
+        for sample, block, place in zip(samples, blocks, places, strict=True):
+            try:
+                payload, _ = self._hierarchy.read(int(sample), int(block), int(place))
+            except DlioError:
+                payloads.append(None)  # The receiver will meet the error, and name the sample.
+            else:
+                payloads.append(payload)
+        counters = self._hierarchy.counters
+        counters.add("sent", sum(len(payload) for payload in payloads if payload is not None))
+        counters.add("messages")
+        return pack_message(payloads)
+
+    def _progress(self) -> None:
+        self._sends = [send for send in self._sends if not send[0].done()]
+        waiting = []
+        for receive in self._receives:
+            if receive.request.done():
+                self._deliver(receive, receive.buffer)
+            elif receive.steps and receive.steps[0].number <= self._give_up:
+                receive.request.cancel()
+                self._deliver(receive, None)
+            else:
+                waiting.append(receive)
+        self._receives = waiting
+
+    def _deliver(self, receive: _Receive, message: bytearray | None) -> None:
+        """Hand a message's samples on; without one, as samples to be read from the source."""
+        if not receive.steps:
+            return  # Taken off the peer's hands after an early end; nobody wants it.
+        slots = [np.flatnonzero(step.senders == receive.sender) for step in receive.steps]
+        samples = [step.samples[here] for step, here in zip(receive.steps, slots, strict=True)]
+        count = sum(len(here) for here in slots)
+        payloads: list[memoryview | None] = [None] * count
+        if message is not None:
+            sizes = self._hierarchy.reader.sizes[np.concatenate(samples)]
+            payloads = unpack_message(message, sizes)
+        self._hierarchy.counters.add("late", payloads.count(None))
+        arrived = iter(payloads)
+        for step, here in zip(receive.steps, slots, strict=True):
+            if not len(here):
+                continue
+            with self._condition:
+                for slot in here:
+                    step.payloads[slot] = next(arrived)
+                listener = step.listener
+                if listener is None:
+                    step.ready.extend(here.tolist())
+            if listener is not None:
+                listener(here.tolist())
+
+    def _finish(self) -> None:
+        """Leave no message under way behind.
+
+        After a whole epoch every message has been planned by both sides. After an early end
+        ranks may have planned differently far: they tell each other how far, receive what the
+        others have sent beyond, and cancel what the others never will.
+        """
+        if not self._moves:
+            return
+        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
+        if self._planned < len(self._windows) or self._receives:
+            self._agree_on_end(deadline)
+        while (self._sends or self._receives) and time.monotonic() < deadline:
+            self._progress()
+            time.sleep(_IDLE_S)
+        for receive in self._receives:
+            receive.request.cancel()
+        if self._sends:
+            # MPI still reads these buffers: they must outlive this object.
+            _abandoned.extend(self._sends)
+
+    def _agree_on_end(self, deadline: float) -> None:
+        plan, tag = self._plan, self._tag_base + _WINDOW_TAGS
+        here = plan.ranks.node_of[plan.rank]
+        peers = np.flatnonzero(plan.ranks.node_of != here).tolist()
+        mine = bytearray(self._planned.to_bytes(8, "little"))
+        self._sends.extend((self._comm.isend(mine, peer, tag), mine) for peer in peers)
+        answers = {peer: bytearray(8) for peer in peers}
+        asked = {peer: self._comm.irecv(answers[peer], peer, tag) for peer in peers}
+        while asked and time.monotonic() < deadline:
+            self._progress()
+            for peer in [peer for peer, request in asked.items() if request.done()]:
+                del asked[peer]
+                self._settle(peer, int.from_bytes(answers[peer], "little"))
+            time.sleep(_IDLE_S)
+        for request in asked.values():
+            request.cancel()
+
+    def _settle(self, peer: int, planned: int) -> None:
+        """Meet a peer that planned `planned` windows where this rank planned fewer or more."""
+        for receive in [r for r in self._receives if r.sender == peer and r.window >= planned]:
+            receive.request.cancel()
+            self._receives.remove(receive)
+        for number in range(self._planned, planned):
+            window = self._window(number)
+            owed = window.samples[window.senders == peer]
+            if len(owed):
+                buffer = bytearray(message_bytes(self._hierarchy.reader.sizes[owed]))
+                request = self._comm.irecv(buffer, peer, self._tag_base + number % _WINDOW_TAGS)
+                self._receives.append(_Receive(request, buffer, number, peer, []))
+
+
+_abandoned: list[tuple[Request, bytearray]] = []
+"""Messages that no peer took before the deadline of an early end."""
+
+
+def _windows(plan: EpochPlan, mean_bytes: float) -> list[range]:
+    """The steps of each window; the same on all ranks."""
+    length = window_steps(mean_bytes, plan.batch_size, plan.window_bytes)
+    length = min(length, _MOST_WINDOW_STEPS)
+    first = min(length, _FIRST_WINDOW_STEPS, plan.steps)
+    starts = [0, *range(first, plan.steps, length)] if plan.steps else []
+    return [
+        range(start, stop) for start, stop in zip(starts, [*starts[1:], plan.steps], strict=True)
+    ]

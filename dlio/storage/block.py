@@ -1,0 +1,254 @@
+"""Blocks: runs of samples with a header that says where each is and what it must hash to.
+
+The format is specified in FORMAT.md beside this file. A block is the same in a shard, on a disk
+tier and in shared memory. Nothing in it is believed: every length is checked against the bytes
+that are there before memory is allocated for it, and every payload against its checksum.
+"""
+
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import lz4.block
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from dlio.errors import CorruptBlock
+from dlio.storage.schema import Buffer, Schema
+
+MAGIC: Final = b"DLIOBLK1"
+VERSION: Final = 1
+MAX_SAMPLE_BYTES: Final = 2**31 - 1
+"""Raw bytes of one sample: what one LZ4 call takes."""
+MAX_SCHEMA_BYTES: Final = 1 << 16
+MAX_SAMPLES: Final = 1 << 24
+"""Samples in one block."""
+_LZ4_LIMIT: Final = 256
+"""LZ4 cannot expand by more than about 255; a claim beyond that is a bomb or damage."""
+
+_HEADER: Final = struct.Struct("<8sHHIQQ16sII Q")
+_ENTRY: Final = np.dtype([("offset", "<u8"), ("stored", "<u4"), ("raw", "<u4"), ("xxh3", "<u8")])
+_ALIGN: Final = 8
+
+
+class Scratch:
+    """Memory that one thread reads payload after payload into; grows to the largest."""
+
+    __slots__ = ("_memory",)
+
+    def __init__(self) -> None:
+        self._memory = bytearray(1 << 16)
+
+    def view(self, count: int) -> memoryview:
+        """`count` bytes; what was read into an earlier view is overwritten."""
+        if len(self._memory) < count:
+            # Earlier views keep the smaller memory alive; it cannot be resized under them.
+            self._memory = bytearray(count + count // 4)
+        return memoryview(self._memory)[:count]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockInfo:
+    """A block's header and table, checked; its payloads are read from an open file."""
+
+    path: str
+    """Of the file, for messages."""
+    start: int
+    """File offset of the block."""
+    block: int
+    fingerprint: str
+    schema: Schema
+    length: int
+    """Bytes of the whole block."""
+    table: npt.NDArray[np.void]
+    """Fields offset (from `start`), stored, raw, xxh3; shape (samples,)."""
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def read(self, descriptor: int, place: int, scratch: Scratch | None = None) -> memoryview:
+        """The raw payload at `place`, checked.
+
+        Args:
+            scratch: memory to read into; without it the payload has memory of its own.
+
+        Raises CorruptBlock when bytes are missing or differ from what was written.
+        """
+        if not 0 <= place < len(self.table):
+            raise CorruptBlock(f"{self.path}: block {self.block} has no sample {place}")
+        entry = self.table[place]
+        stored = int(entry["stored"])
+        view = memoryview(bytearray(stored)) if scratch is None else scratch.view(stored)
+        read_exactly(descriptor, view, self.start + int(entry["offset"]), self._where(place))
+        return self.check(view, place)
+
+    def check(self, stored: memoryview, place: int) -> memoryview:
+        """The raw payload of what is stored at `place`: decompressed if need be, checked."""
+        entry = self.table[place]
+        raw = stored
+        if entry["stored"] != entry["raw"]:
+            try:
+                # LZ4 writes into memory of this size and no more.
+                text = lz4.block.decompress(stored, uncompressed_size=int(entry["raw"]))
+            except lz4.block.LZ4BlockError as error:
+                raise CorruptBlock(f"{self._where(place)}: LZ4 data is damaged{_REMEDY}") from error
+            raw = memoryview(text)
+        if len(raw) != entry["raw"] or xxhash.xxh3_64_intdigest(raw) != entry["xxh3"]:
+            raise CorruptBlock(f"{self._where(place)}: its checksum does not match{_REMEDY}")
+        return raw
+
+    def _where(self, place: int) -> str:
+        return f"{self.path}, block {self.block}, sample {place} of it"
+
+
+_REMEDY: Final = " (the file is damaged: restore it, or make it again)"
+
+
+def encode_block(
+    payloads: Sequence[Buffer],
+    *,
+    block: int,
+    fingerprint: str,
+    schema: Schema,
+    compress: bool = False,
+) -> list[Buffer]:
+    """A block as pieces to be written one after another; payloads are not copied.
+
+    Args:
+        fingerprint: of the data set, 32 hex digits.
+        compress: with LZ4, each sample for which that saves a sixteenth.
+
+    Raises ValueError when a payload is too large for the format.
+    """
+    schema_text = schema.to_json().encode()
+    table = np.zeros(len(payloads), _ENTRY)
+    head = _HEADER.size + len(schema_text)
+    padding = -head % _ALIGN
+    at = head + padding + table.nbytes
+    pieces: list[Buffer] = []
+    for place, payload in enumerate(payloads):
+        if len(payload) > MAX_SAMPLE_BYTES:
+            raise ValueError(f"sample {place} of block {block} has {len(payload)} bytes")
+        stored = payload
+        if compress:
+            packed = lz4.block.compress(payload, store_size=False)
+            if len(packed) <= len(payload) - len(payload) // 16 - 1:
+                stored = packed
+        table[place] = (at, len(stored), len(payload), xxhash.xxh3_64_intdigest(payload))
+        gap = -len(stored) % _ALIGN
+        pieces.append(stored)
+        if gap:
+            pieces.append(bytes(gap))
+        at += len(stored) + gap
+    fields = (
+        MAGIC,
+        VERSION,
+        0,
+        len(payloads),
+        block,
+        at,
+        bytes.fromhex(fingerprint),
+        len(schema_text),
+        0,
+    )
+    rest = schema_text + bytes(padding) + table.tobytes()
+    digest = xxhash.xxh3_64_intdigest(_HEADER.pack(*fields, 0) + rest)
+    return [_HEADER.pack(*fields, digest) + rest, *pieces]
+
+
+def block_size(sizes: npt.NDArray[np.int64], schema: Schema) -> int:
+    """Bytes of an uncompressed block with payloads of these sizes; compressed, at most that."""
+    head = _HEADER.size + len(schema.to_json().encode())
+    aligned = (sizes + _ALIGN - 1) // _ALIGN * _ALIGN
+    return head + -head % _ALIGN + _ENTRY.itemsize * len(sizes) + int(aligned.sum())
+
+
+def read_info(descriptor: int, path: str, start: int = 0, length: int | None = None) -> BlockInfo:
+    """Read and check the header and table of the block at `start` of an open file.
+
+    Args:
+        length: bytes that the block has according to an index; None: up to the file's end.
+
+    Raises CorruptBlock when it is no block, or a damaged or truncated one.
+    """
+    where = path if start == 0 else f"{path} at {start}"
+    available = os.fstat(descriptor).st_size - start
+    if length is None:
+        length = available
+    if length > available or length < _HEADER.size:
+        raise CorruptBlock(f"{where}: truncated: {available} bytes are there{_REMEDY}")
+    header = bytearray(_HEADER.size)
+    read_exactly(descriptor, memoryview(header), start, where)
+    magic, version, flags, count, block, claimed, fingerprint, schema_bytes, zero, digest = (
+        _HEADER.unpack(header)
+    )
+    if magic != MAGIC:
+        raise CorruptBlock(f"{where}: is no block of dlio{_REMEDY}")
+    if version != VERSION or flags or zero:
+        raise CorruptBlock(
+            f"{where}: block format {version} (flags {flags}) is not known to this version of "
+            "dlio: upgrade it"
+        )
+    rest_bytes = schema_bytes + -(_HEADER.size + schema_bytes) % _ALIGN + count * _ENTRY.itemsize
+    if (
+        claimed != length
+        or schema_bytes > MAX_SCHEMA_BYTES
+        or count > MAX_SAMPLES
+        or _HEADER.size + rest_bytes > length
+    ):
+        raise CorruptBlock(f"{where}: its header claims more than its {length} bytes{_REMEDY}")
+    rest = bytearray(rest_bytes)
+    read_exactly(descriptor, memoryview(rest), start + _HEADER.size, where)
+    header[-8:] = bytes(8)
+    if xxhash.xxh3_64_intdigest(bytes(header + rest)) != digest:
+        raise CorruptBlock(f"{where}: its header does not match its checksum{_REMEDY}")
+    table = np.frombuffer(bytes(rest[rest_bytes - count * _ENTRY.itemsize :]), _ENTRY)
+    _check_table(table, _HEADER.size + rest_bytes, length, where)
+    schema = Schema.from_json(bytes(rest[:schema_bytes]))
+    return BlockInfo(path, start, block, fingerprint.hex(), schema, length, table)
+
+
+def read_exactly(descriptor: int, into: memoryview, offset: int, what: str) -> None:
+    """Fill `into` from a file. Raises CorruptBlock, naming `what`, when the file is shorter."""
+    done = 0
+    while done < len(into):
+        count = os.preadv(descriptor, [into[done:]], offset + done)
+        if count == 0:
+            raise CorruptBlock(f"{what}: truncated: {len(into) - done} bytes are missing{_REMEDY}")
+        done += count
+
+
+def write_all(descriptor: int, pieces: Sequence[Buffer]) -> None:
+    """Write all pieces in order, however short the kernel's writes are."""
+    left = [memoryview(piece) for piece in pieces if len(piece)]
+    while left:
+        # 1,024 is the least IOV_MAX of the systems we know.
+        written = os.writev(descriptor, left[:1024])
+        while left and written >= len(left[0]):
+            written -= len(left.pop(0))
+        if left and written:
+            left[0] = left[0][written:]
+
+
+def _check_table(table: npt.NDArray[np.void], head: int, length: int, where: str) -> None:
+    """Every payload lies behind the table, behind its predecessor and inside the block."""
+    if not len(table):
+        return
+    offsets = table["offset"].astype(np.int64)
+    stored = table["stored"].astype(np.int64)
+    raw = table["raw"].astype(np.int64)
+    ends = offsets + stored
+    sound = (
+        offsets[0] >= head
+        and (offsets >= 0).all()
+        and (ends <= length).all()
+        and (offsets[1:] >= ends[:-1]).all()
+        and (stored <= raw).all()
+        and (raw <= MAX_SAMPLE_BYTES).all()
+        and (raw <= _LZ4_LIMIT * stored).all()
+    )
+    if not sound:
+        raise CorruptBlock(f"{where}: its table points outside of it{_REMEDY}")

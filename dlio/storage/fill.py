@@ -1,0 +1,96 @@
+"""Filling tiers from the source in the background, in the order in which blocks are needed."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.order import Order
+from dlio.reader import Layout
+from dlio.storage.hierarchy import Hierarchy
+
+_CHUNK = 1 << 14
+_WAIT_S = 0.05
+
+
+def blocks_in_order(layout: Layout, order: Order, wanted: npt.NDArray[np.bool_]) -> Iterator[int]:
+    """The wanted blocks, by their first use in an epoch; evaluated as far as it is consumed.
+
+    Args:
+        wanted: shape (blocks,).
+    """
+    left = wanted.copy()
+    for start in range(0, len(order), _CHUNK):
+        if not left.any():
+            return
+        positions = np.arange(start, min(start + _CHUNK, len(order)), dtype=np.int64)
+        blocks = layout.block_of(order.samples(positions))
+        found, first = np.unique(blocks, return_index=True)
+        for block in found[np.argsort(first)]:
+            if left[block]:
+                left[block] = False
+                yield int(block)
+
+
+class Filler:
+    """Threads that bring blocks into a hierarchy until all are there, or it is closed.
+
+    Ranks of a node each have one and walk the same list; a block that another rank is filling
+    is passed over and looked at again at the end, so that nobody waits while there is work.
+    """
+
+    def __init__(
+        self, hierarchy: Hierarchy, blocks: Callable[[], Iterator[int]], threads: int = 2
+    ) -> None:
+        self._hierarchy = hierarchy
+        self._blocks = blocks
+        self._lock = threading.Lock()
+        self._work: Iterator[int] | None = None
+        self._closing = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"dlio-fill-{k}", daemon=True)
+            for k in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait until all that can be brought is there. False when the time was too short."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def close(self) -> None:
+        """Stop after the blocks that are being filled now."""
+        self._closing.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _next(self) -> int | None:
+        with self._lock:
+            if self._work is None:
+                self._work = self._blocks()
+            return next(self._work, None)
+
+    def _run(self) -> None:
+        fill = self._hierarchy.fill
+        busy: list[int] = []
+        while not self._closing.is_set() and (block := self._next()) is not None:
+            if not fill(block, timeout_s=0):
+                busy.append(block)
+        while busy and not self._closing.wait(_WAIT_S):
+            busy = [
+                block
+                for block in busy
+                if not fill(block, timeout_s=0) and self._hierarchy.fillable(block)
+            ]

@@ -1,0 +1,96 @@
+"""Private folders on shared scratch: ours alone, or refused.
+
+Scratch is shared with other users: `makedirs(exist_ok=True)` would accept a folder that a
+stranger has put there first. So each step below the user's own root is made with mode 0700,
+opened without following links, and checked for owner and mode on the open descriptor.
+"""
+
+import fcntl
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from dlio.errors import TierError
+
+
+def open_private(root: str, *names: str) -> int:
+    """Open `root`/names... as a directory descriptor, making what is missing below `root`.
+
+    `root` itself is the user's and must exist. Raises TierError when it does not, cannot be
+    written, or when a folder below it belongs to somebody else, is a link, or is open to others.
+    """
+    path = root
+    try:
+        descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise TierError(
+            f"tier folder {root} cannot be opened ({error.strerror}): create it, or name another "
+            "one in --tiers"
+        ) from error
+    for name in names:
+        path = os.path.join(path, name)
+        parent = descriptor
+        try:
+            try:
+                os.mkdir(name, 0o700, dir_fd=parent)
+            except FileExistsError:
+                pass
+            descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+        except OSError as error:
+            raise TierError(
+                f"tier folder {path} cannot be used ({error.strerror}): make {root} writable, or "
+                "name another folder in --tiers"
+            ) from error
+        finally:
+            os.close(parent)
+        status = os.fstat(descriptor)
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+            os.close(descriptor)
+            raise TierError(
+                f"tier folder {path} belongs to user {status.st_uid} with mode "
+                f"{stat.S_IMODE(status.st_mode):o}: it must be yours alone (0700); remove it, or "
+                "name another folder in --tiers"
+            )
+    return descriptor
+
+
+@contextmanager
+def locked(directory: int, name: str) -> Iterator[None]:
+    """Hold the lock file `name` in a directory. The kernel drops it when the process dies."""
+    descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=directory)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def hold_shared(directory: int, name: str) -> int:
+    """Take a shared lock on the file `name` and return its descriptor; closing it lets go."""
+    descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=directory)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return descriptor
+
+
+def remove_if_unheld(directory: int, name: str, lock: str) -> bool:
+    """Remove the folder `name` unless a live process holds `name`/`lock`. True when removed."""
+    try:
+        inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    try:
+        held = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=inner)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        else:
+            # Under the lock: whoever else looks at this folder now sees it held.
+            shutil.rmtree(name, dir_fd=directory)
+            return True
+        finally:
+            os.close(held)
+    finally:
+        os.close(inner)

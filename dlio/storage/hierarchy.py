@@ -1,0 +1,216 @@
+"""The hierarchy: a node's tiers, fastest first, and the source last.
+
+A sample is read from the tier that its block is pinned in. Until the block has arrived there,
+the reader of the sample brings it: it fills the block itself, or waits for whoever is filling
+it, so that the job reads each pinned block from the source once. The first few samples are
+impatient: while a small budget lasts (half a percent of the data set over all ranks) they are
+read on their own, so that the first batch does not wait for as many whole blocks as it has
+samples.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.errors import CorruptBlock, SourceError, TierError
+from dlio.reader import Reader
+from dlio.storage.block import Scratch, encode_block
+from dlio.storage.counters import Counters
+from dlio.storage.schema import Buffer
+from dlio.storage.tier import Tier
+
+_IMPATIENT_SHARE = 0.005
+_POLL_S = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class Pins:
+    """Which tier of this node holds each block."""
+
+    tier: npt.NDArray[np.int8]
+    """Number of the tier that pins the block here, -1 where this node does not; (blocks,)."""
+
+
+class Hierarchy:
+    """Reads samples from the fastest place of this node that holds them. Thread-safe.
+
+    Owns its tiers: `close` closes them. Does not own the reader.
+
+    Args:
+        reader: the source.
+        tiers: fastest first.
+        pins: what each of them is to hold.
+        ranks: number of ranks in the job, which share the budget of impatient reads.
+        fill_timeout_s: how long to wait for another process that fills a block, before its
+            sample is read from the source instead. Default: DLIO_FILL_TIMEOUT or 60.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        tiers: Sequence[Tier],
+        pins: Pins,
+        *,
+        ranks: int = 1,
+        fill_timeout_s: float | None = None,
+    ) -> None:
+        self.reader = reader
+        self.tiers = list(tiers)
+        self.pins = pins
+        self.counters = Counters()
+        self._full = [False] * len(self.tiers)
+        self._broken: set[int] = set()
+        self._events: list[str] = []
+        self._arrived: set[int] = set()
+        self._filling: dict[int, threading.Event] = {}
+        self._lock = threading.Lock()
+        self._impatience = int(_IMPATIENT_SHARE * int(reader.sizes.sum()) / ranks)
+        if fill_timeout_s is None:
+            fill_timeout_s = float(os.environ.get("DLIO_FILL_TIMEOUT", "60"))
+        self._fill_timeout_s = fill_timeout_s
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def read(
+        self, sample: int, block: int, place: int, scratch: Scratch | None = None
+    ) -> tuple[Buffer, str]:
+        """A sample's payload and where it came from: `ram`, `disk` or `source`.
+
+        Args:
+            sample: index; (block, place) is where the layout locates it.
+            scratch: memory that the payload may be read into; it is valid until the next read.
+
+        Raises SourceError when the last place, the source, fails too.
+        """
+        number = int(self.pins.tier[block])
+        if number >= 0 and (block in self._arrived or self._bring(sample, block, number)):
+            tier = self.tiers[number]
+            try:
+                return tier.read(block, place, scratch), tier.kind
+            except FileNotFoundError:
+                self._arrived.discard(block)  # Removed under us, by hand or by an epilog.
+            except CorruptBlock as error:
+                self.counters.add("healed")
+                self._note(f"{error}; read from the source instead")
+        return self.read_source(sample), "source"
+
+    def read_source(self, sample: int) -> Buffer:
+        """The payload as the source has it now; counted."""
+        payload = self.reader.read(np.array([sample], np.int64))[0]
+        self.counters.add_bytes("source", len(payload))
+        return payload
+
+    def fill(self, block: int, timeout_s: float | None = None) -> bool:
+        """Bring a pinned block into its tier, unless it is there; True when it is there now.
+
+        One thread of one process on the node reads it; others wait for that one. False when the
+        block cannot be kept (`fillable`): its tier has no room, or a sample of it cannot be read,
+        so that each sample has to speak for itself; or when the one that fills it did not finish
+        within `timeout_s`.
+        """
+        number = int(self.pins.tier[block])
+        if not self.fillable(block):
+            return False
+        with self._lock:
+            if block in self._arrived:
+                return True
+            under_way = self._filling.get(block)
+            if under_way is None:
+                self._filling[block] = threading.Event()
+        if under_way is not None:
+            under_way.wait(self._fill_timeout_s if timeout_s is None else timeout_s)
+            return block in self._arrived
+        try:
+            if self._fill_or_wait(block, self.tiers[number], timeout_s):
+                self._arrived.add(block)
+                return True
+        except TierError as error:
+            self._full[number] = True
+            self._note(f"{error}; the blocks it was to hold are read from the source")
+        except (SourceError, CorruptBlock) as error:
+            self._broken.add(block)
+            self._note(f"block {block} of {self.reader.path} stays in the source: {error}")
+        finally:
+            with self._lock:
+                self._filling.pop(block).set()
+        return False
+
+    def fillable(self, block: int) -> bool:
+        """Whether a tier of this node is to hold the block, and can."""
+        number = int(self.pins.tier[block])
+        return number >= 0 and not self._full[number] and block not in self._broken
+
+    def missing(self) -> int:
+        """Number of blocks pinned here that are not in their tier."""
+        here = [tier.blocks() for tier in self.tiers]
+        pinned = np.flatnonzero(self.pins.tier >= 0)
+        return sum(int(block) not in here[self.pins.tier[block]] for block in pinned)
+
+    def notes(self) -> list[str]:
+        """What went wrong and was dealt with, in words; each once."""
+        with self._lock:
+            return list(dict.fromkeys(self._events))
+
+    def close(self) -> None:
+        for tier in self.tiers:
+            tier.close()
+
+    def _bring(self, sample: int, block: int, number: int) -> bool:
+        """Have the block here, or decide that this sample is read on its own."""
+        if self.tiers[number].has(block):
+            self._arrived.add(block)
+            return True
+        if not self.fillable(block):
+            return False
+        size = int(self.reader.sizes[sample])
+        starts = self.reader.layout.starts
+        with self._lock:
+            # A block of few samples is no dearer than the sample.
+            if self._impatience >= size and starts[block + 1] - starts[block] > 8:
+                self._impatience -= size
+                return False
+        return self.fill(block)
+
+    def _fill_or_wait(self, block: int, tier: Tier, timeout_s: float | None) -> bool:
+        deadline = time.monotonic() + (self._fill_timeout_s if timeout_s is None else timeout_s)
+        while not tier.claim(block):
+            # Another process of this node is at it; its lock goes with it if it dies.
+            if time.monotonic() > deadline:
+                if timeout_s is None:
+                    self._note(
+                        f"block {block} of {self.reader.path} was not in {tier.path} after "
+                        f"{self._fill_timeout_s:.0f} s: the process that fills it is slow or "
+                        "stopped; its samples are read from the source"
+                    )
+                return False
+            time.sleep(_POLL_S)
+        try:
+            if not tier.has(block):
+                self._copy(block, tier)
+        finally:
+            tier.release(block)
+        return True
+
+    def _copy(self, block: int, tier: Tier) -> None:
+        reader = self.reader
+        payloads = reader.read(reader.layout.samples_of(block))
+        self.counters.add_bytes("source", sum(len(payload) for payload in payloads))
+        pieces = encode_block(
+            payloads, block=block, fingerprint=reader.fingerprint, schema=reader.schema
+        )
+        tier.publish(block, pieces)
+
+    def _note(self, event: str) -> None:
+        with self._lock:
+            if len(self._events) < 1000:
+                self._events.append(event)

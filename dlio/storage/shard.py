@@ -1,0 +1,191 @@
+"""Shards: files of blocks, back to back, with a footer that indexes them.
+
+FORMAT.md beside this file specifies the footer. It holds what a reader needs before it reads a
+block: where blocks are, each sample's size, label and name, the classes and the schema.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from dlio.errors import CorruptBlock
+from dlio.storage.block import read_exactly, write_all
+from dlio.storage.schema import Buffer, Schema
+
+SUFFIX: Final = ".dlio"
+TRAILER_MAGIC: Final = b"DLIOSHRD"
+VERSION: Final = 1
+_TRAILER: Final = struct.Struct("<QQQ8s")
+_META_LENGTH: Final = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class Footer:
+    """The index of one shard of a data set."""
+
+    fingerprint: str
+    """Of the whole data set; the same in all its shards."""
+    schema: Schema
+    classes: tuple[str, ...]
+    shard: int
+    shards: int
+    first: int
+    """Sample index of the shard's first sample."""
+    total: int
+    """Samples in all shards."""
+    offsets: npt.NDArray[np.uint64]
+    """File offset of each block, and of the footer; shape (blocks + 1,)."""
+    counts: npt.NDArray[np.uint32]
+    """Samples in each block; shape (blocks,)."""
+    sizes: npt.NDArray[np.uint32]
+    """Payload bytes of each sample; shape (samples,)."""
+    labels: npt.NDArray[np.int64]
+    names: bytes
+    """Sample names, UTF-8, one after another."""
+    name_ends: npt.NDArray[np.uint64]
+    """End of each name in `names`; shape (samples,)."""
+
+    def encode(self) -> bytes:
+        meta = {
+            "version": VERSION,
+            "fingerprint": self.fingerprint,
+            "schema": [list(field) for field in self.schema.fields],
+            "classes": list(self.classes),
+            "shard": self.shard,
+            "shards": self.shards,
+            "first": self.first,
+            "total": self.total,
+            "blocks": len(self.counts),
+            "samples": len(self.sizes),
+        }
+        text = json.dumps(meta, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        # Widest first, so that every array is aligned.
+        arrays = [
+            self.offsets.astype("<u8"),
+            self.labels.astype("<i8"),
+            self.name_ends.astype("<u8"),
+            self.counts.astype("<u4"),
+            self.sizes.astype("<u4"),
+        ]
+        body = b"".join(array.tobytes() for array in arrays)
+        return _META_LENGTH.pack(len(text)) + text + body + self.names
+
+
+class ShardWriter:
+    """Writes one shard file: blocks as they come, then the footer. Owner: who packs.
+
+    The file is complete only after `finish`; until then it has no trailer, and no reader takes
+    it.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._descriptor = os.open(
+            path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644
+        )
+        self._at = 0
+        self.offsets: list[int] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+    def write_block(self, pieces: Sequence[Buffer]) -> None:
+        self.offsets.append(self._at)
+        write_all(self._descriptor, pieces)
+        self._at += sum(len(piece) for piece in pieces)
+
+    def finish(self, footer: Footer) -> None:
+        """Write footer and trailer, and wait until the disk has it all."""
+        text = footer.encode()
+        trailer = _TRAILER.pack(self._at, len(text), xxhash.xxh3_64_intdigest(text), TRAILER_MAGIC)
+        write_all(self._descriptor, [text, trailer])
+        os.fsync(self._descriptor)
+
+
+def read_footer(descriptor: int, path: str) -> Footer:
+    """Read and check the footer of an open shard file. Raises CorruptBlock."""
+    size = os.fstat(descriptor).st_size
+    if size < _TRAILER.size:
+        raise CorruptBlock(f"{path}: {size} bytes are no shard: it was cut off, or is empty")
+    trailer = bytearray(_TRAILER.size)
+    read_exactly(descriptor, memoryview(trailer), size - _TRAILER.size, path)
+    start, length, digest, magic = _TRAILER.unpack(trailer)
+    if magic != TRAILER_MAGIC:
+        raise CorruptBlock(f"{path}: has no shard's end: it was cut off, or is no shard of dlio")
+    if length > size or start + length + _TRAILER.size != size:
+        raise CorruptBlock(f"{path}: its trailer points outside of it: restore the file")
+    text = bytearray(length)
+    read_exactly(descriptor, memoryview(text), start, path)
+    if xxhash.xxh3_64_intdigest(bytes(text)) != digest:
+        raise CorruptBlock(f"{path}: its footer does not match its checksum: restore the file")
+    try:
+        return _decode(bytes(text), start)
+    except (ValueError, KeyError, TypeError, struct.error) as error:
+        raise CorruptBlock(f"{path}: its footer makes no sense ({error})") from error
+
+
+def _decode(text: bytes, footer_start: int) -> Footer:
+    (meta_length,) = _META_LENGTH.unpack_from(text)
+    if meta_length > len(text) - _META_LENGTH.size:
+        raise ValueError("its head is longer than itself")
+    at = _META_LENGTH.size + meta_length
+    meta = json.loads(text[_META_LENGTH.size : at])
+    if meta["version"] != VERSION:
+        raise ValueError(f"format {meta['version']} is not known to this version of dlio")
+    blocks, samples = _count(meta["blocks"]), _count(meta["samples"])
+    fixed = 8 * (blocks + 1) + 16 * samples + 4 * blocks + 4 * samples
+    if at + fixed > len(text):
+        raise ValueError(f"it is too short for {blocks} blocks and {samples} samples")
+    arrays = {}
+    for name, kind, count in (
+        ("offsets", "<u8", blocks + 1),
+        ("labels", "<i8", samples),
+        ("name_ends", "<u8", samples),
+        ("counts", "<u4", blocks),
+        ("sizes", "<u4", samples),
+    ):
+        arrays[name] = np.frombuffer(text, kind, count, at)
+        at += arrays[name].nbytes
+    names = text[at:]
+    offsets, ends = arrays["offsets"], arrays["name_ends"]
+    if int(arrays["counts"].sum(dtype=np.uint64)) != samples:
+        raise ValueError("its blocks do not add up to its samples")
+    if (offsets[1:] < offsets[:-1]).any() or int(offsets[-1]) != footer_start:
+        raise ValueError("its blocks overlap")
+    if samples and ((ends[1:] < ends[:-1]).any() or int(ends[-1]) != len(names)):
+        raise ValueError("its names do not add up")
+    return Footer(
+        fingerprint=_fingerprint(meta["fingerprint"]),
+        schema=Schema(tuple((str(name), str(kind)) for name, kind in meta["schema"])),
+        classes=tuple(str(name) for name in meta["classes"]),
+        shard=_count(meta["shard"]),
+        shards=_count(meta["shards"]),
+        first=_count(meta["first"]),
+        total=_count(meta["total"]),
+        names=names,
+        **arrays,
+    )
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or not 0 <= value < 2**48:
+        raise ValueError(f"{value!r} is no count")
+    return value
+
+
+def _fingerprint(value: Any) -> str:
+    text = str(value)
+    if len(text) != 32 or set(text) - set("0123456789abcdef"):
+        raise ValueError("its fingerprint is not 32 hex digits")
+    return text

@@ -1,0 +1,85 @@
+"""What the user says of tiers: `ram:2GiB,/local/scratch:20GiB`, fastest first."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dlio.errors import UsageError
+from dlio.units import format_bytes, parse_bytes
+
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 - the kernel's own; folders in it are made private
+
+
+@dataclass(frozen=True, slots=True)
+class TierSpec:
+    """One tier of a node, as asked for."""
+
+    kind: str
+    """`ram` or `disk`; what reports count its bytes under."""
+    root: str
+    """Folder that the tier's own, private folder is made in."""
+    capacity: int
+    """Bytes per node."""
+
+    def __str__(self) -> str:
+        place = "ram" if self.kind == "ram" else self.root
+        return f"{place}:{format_bytes(self.capacity).replace(' ', '')}"
+
+
+def parse_tiers(text: str) -> list[TierSpec]:
+    """Parse a comma-separated list of `ram:SIZE` and `FOLDER:SIZE`; `none` is no tier at all.
+
+    Raises UsageError that quotes the part that cannot be understood.
+    """
+    if text.strip() in ("", "none"):
+        return []
+    specs = []
+    for part in text.split(","):
+        place, colon, size = part.strip().rpartition(":")
+        if not colon or not place:
+            raise UsageError(
+                f"tier {part.strip()!r} has no size: write ram:2GiB or /local/scratch:20GiB"
+            )
+        capacity = parse_bytes(size)
+        if place == "ram":
+            specs.append(TierSpec("ram", SHARED_MEMORY, capacity))
+        else:
+            specs.append(TierSpec("disk", os.path.abspath(os.path.expanduser(place)), capacity))
+    places = [spec.root for spec in specs]
+    if len(set(places)) != len(places):
+        raise UsageError(f"tiers {text!r} name the same place twice: give each place once")
+    return specs
+
+
+def default_tiers(data_bytes: int, nodes_here: int = 1) -> list[TierSpec]:
+    """RAM for the data set, but at most a quarter of what this machine has free.
+
+    Args:
+        data_bytes: the data set's payload bytes.
+        nodes_here: pretended nodes that share this machine.
+    """
+    available = _available_memory()
+    shared = os.statvfs(SHARED_MEMORY)
+    room = min(available // 4, shared.f_bavail * shared.f_frsize // 2) // nodes_here
+    wanted = data_bytes + data_bytes // 16 + (1 << 20)
+    return [TierSpec("ram", SHARED_MEMORY, min(room, wanted))]
+
+
+def choose_tiers(
+    tiers: str | Sequence[TierSpec] | None, data_bytes: int, nodes_here: int = 1
+) -> list[TierSpec]:
+    """The tiers that were given, else those of DLIO_TIERS, else the default."""
+    if tiers is None:
+        tiers = os.environ.get("DLIO_TIERS")
+    if tiers is None:
+        return default_tiers(data_bytes, nodes_here)
+    return parse_tiers(tiers) if isinstance(tiers, str) else list(tiers)
+
+
+def _available_memory() -> int:
+    """Bytes of memory that can be used without swapping; of the machine, not of a cgroup."""
+    with open("/proc/meminfo", encoding="ascii") as table:
+        for line in table:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

@@ -1,0 +1,319 @@
+"""A tier: an append-only store of blocks in one folder, shared by the ranks of a node.
+
+    <root>/dlio-<uid>/<data set>/<node>/          a disk tier; stays for the next job
+    /dev/shm/dlio-<uid>/<job>/                    a RAM tier; gone when the job ends
+        00000042.blk    a published block, complete by construction
+        claims          byte b is locked by the process that is filling block b
+        alive           held by every process of the job that uses a RAM tier
+
+A block appears under its name only when it is whole: written to a temporary name, reserved
+first (touching a full shared memory kills the process), synchronised on disk, renamed. What a
+killed process leaves is a temporary file, which the next one to open the tier removes, and, of
+a RAM tier, the folder, which the next job to start removes: locks belong to the kernel and die
+with their process. Nothing read from a tier is believed without its checksum.
+"""
+
+import errno
+import fcntl
+import os
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Self
+
+from dlio.errors import CorruptBlock, TierError, TierFull
+from dlio.storage.block import BlockInfo, Scratch, read_info, write_all
+from dlio.storage.folders import hold_shared, locked, open_private, remove_if_unheld
+from dlio.storage.reaper import start_reaper
+from dlio.storage.schema import Buffer
+from dlio.storage.spec import TierSpec
+from dlio.units import format_bytes
+
+_OPEN_BLOCKS = 256
+"""Block files that a tier keeps open; below the usual limit of 1,024 descriptors."""
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class Tier:
+    """One tier of a node, opened by one process. Thread-safe. Owner: the hierarchy.
+
+    Args:
+        spec: where, and how many bytes.
+        names: private folders below the root, see above; the first is `dlio-<uid>`.
+
+    Raises TierError when the folder cannot be used.
+    """
+
+    def __init__(self, spec: TierSpec, *names: str) -> None:
+        self.spec = spec
+        self.kind = spec.kind
+        self.path = os.path.join(spec.root, *names)
+        self._names = names
+        self._lock = threading.Lock()
+        self._open: OrderedDict[int, _OpenBlock] = OrderedDict()
+        self._claimed: set[int] = set()
+        self._alive: int | None = None
+        if self.kind == "ram":
+            user = open_private(spec.root, names[0])
+            try:
+                # The lock keeps a sweep from taking a folder that is made but not yet held.
+                with locked(user, "sweep"):
+                    _sweep(user)
+                    first = names[1] not in os.listdir(user)
+                    self._folder = open_private(spec.root, *names)
+                    self._alive = hold_shared(self._folder, "alive")
+            finally:
+                os.close(user)
+            if first:
+                start_reaper(os.path.join(spec.root, names[0]), names[1])
+        else:
+            self._folder = open_private(spec.root, *names)
+        self._claims = os.open(
+            "claims", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=self._folder
+        )
+        self._remove_leftovers()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def free_bytes(self) -> int:
+        """What the file system below still has room for."""
+        status = os.fstatvfs(self._folder)
+        return status.f_bavail * status.f_frsize
+
+    def blocks(self) -> set[int]:
+        """Blocks that are published now."""
+        names = os.listdir(self._folder)
+        return {int(name[:-4]) for name in names if name.endswith(".blk") and name[:-4].isdigit()}
+
+    def has(self, block: int) -> bool:
+        if block in self._open:
+            return True
+        try:
+            os.stat(_name(block), dir_fd=self._folder, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def read(self, block: int, place: int, scratch: Scratch | None = None) -> memoryview:
+        """The payload at `place` of a published block, checked.
+
+        Raises FileNotFoundError when the block is not here, CorruptBlock when it is not what was
+        written.
+        """
+        with self._pinned(block) as opened:
+            return opened.info.read(opened.descriptor, place, scratch)
+
+    def publish(self, block: int, pieces: Sequence[Buffer]) -> None:
+        """Write a block; it appears whole or not at all.
+
+        Raises TierFull, with nothing left behind, when the disk or shared memory has no room.
+        """
+        size = sum(len(piece) for piece in pieces)
+        temporary = f"tmp.{block:08d}.{os.getpid()}.{threading.get_ident()}"
+        descriptor = os.open(
+            temporary,
+            os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW,
+            0o600,
+            dir_fd=self._folder,
+        )
+        try:
+            try:
+                _reserve(descriptor, size)
+                write_all(descriptor, pieces)
+                if self.kind != "ram":
+                    os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            os.rename(temporary, _name(block), src_dir_fd=self._folder, dst_dir_fd=self._folder)
+        except BaseException as error:
+            os.unlink(temporary, dir_fd=self._folder)
+            if isinstance(error, OSError) and error.errno in _NO_ROOM:
+                raise TierFull(
+                    f"tier {self.path} has no room for block {block} "
+                    f"({format_bytes(size)}; {error.strerror}): free space there, or lower its "
+                    "capacity in --tiers"
+                ) from error
+            if isinstance(error, OSError):
+                raise TierError(
+                    f"tier {self.path} cannot be written ({error.strerror}): check the disk, or "
+                    "name another folder in --tiers"
+                ) from error
+            raise
+
+    def discard(self, block: int) -> None:
+        """Remove a block that has failed its checks, so that it can be filled again."""
+        with self._lock:
+            opened = self._open.pop(block, None)
+            if opened is not None:
+                opened.retire()
+        try:
+            os.unlink(_name(block), dir_fd=self._folder)
+        except FileNotFoundError:
+            pass
+
+    def claim(self, block: int) -> bool:
+        """Become the one process that fills `block`. False while another one is."""
+        with self._lock:
+            if block in self._claimed or not _lock_byte(self._claims, block):
+                return False
+            self._claimed.add(block)
+            return True
+
+    def release(self, block: int) -> None:
+        with self._lock:
+            self._claimed.discard(block)
+            _lock_byte(self._claims, block, fcntl.F_UNLCK)
+
+    def close(self) -> None:
+        """Let go. The last process to close a RAM tier removes it."""
+        with self._lock:
+            for opened in self._open.values():
+                opened.retire()
+            self._open.clear()
+            if self._folder < 0:
+                return
+            os.close(self._claims)
+            os.close(self._folder)
+            self._folder = -1
+        if self._alive is not None:
+            os.close(self._alive)
+            user = open_private(self.spec.root, self._names[0])
+            try:
+                with locked(user, "sweep"):
+                    remove_if_unheld(user, self._names[1], "alive")
+            finally:
+                os.close(user)
+
+    @contextmanager
+    def _pinned(self, block: int) -> Iterator["_OpenBlock"]:
+        with self._lock:
+            opened = self._open.get(block)
+            if opened is not None:
+                self._open.move_to_end(block)
+                opened.users += 1
+        if opened is None:
+            opened = self._open_block(block)
+        try:
+            yield opened
+        finally:
+            with self._lock:
+                opened.users -= 1
+                opened.close_if_unused()
+
+    def _open_block(self, block: int) -> "_OpenBlock":
+        path = os.path.join(self.path, _name(block))
+        descriptor = os.open(
+            _name(block), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._folder
+        )
+        try:
+            info = read_info(descriptor, path)
+            if info.block != block:
+                raise CorruptBlock(f"{path} holds block {info.block}: remove it")
+        except BaseException:
+            os.close(descriptor)
+            raise
+        opened = _OpenBlock(descriptor, info)
+        with self._lock:
+            replaced = self._open.pop(block, None)
+            if replaced is not None:
+                replaced.retire()
+            self._open[block] = opened
+            while len(self._open) > _OPEN_BLOCKS:
+                self._open.popitem(last=False)[1].retire()
+        return opened
+
+    def _remove_leftovers(self) -> None:
+        """Remove temporary files whose writers are dead: those whose claim is free."""
+        for name in os.listdir(self._folder):
+            if not name.startswith("tmp."):
+                continue
+            block = int(name.split(".")[1])
+            if self.claim(block):
+                try:
+                    os.unlink(name, dir_fd=self._folder)
+                except FileNotFoundError:
+                    pass
+                self.release(block)
+
+
+class _OpenBlock:
+    """An open block file; closed when retired and no thread reads it. Guarded by the tier."""
+
+    __slots__ = ("descriptor", "info", "retired", "users")
+
+    def __init__(self, descriptor: int, info: BlockInfo) -> None:
+        self.descriptor = descriptor
+        self.info = info
+        self.users = 1
+        self.retired = False
+
+    def retire(self) -> None:
+        self.retired = True
+        self.close_if_unused()
+
+    def close_if_unused(self) -> None:
+        if self.retired and self.users == 0 and self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+def user_folder() -> str:
+    """The private folder of this user below a tier's root."""
+    return f"dlio-{os.geteuid()}"
+
+
+def tier_usage(root: str) -> dict[str, int]:
+    """File bytes per data set in this user's disk tier below `root`; empty when there is none."""
+    base = os.path.join(root, user_folder())
+    usage: dict[str, int] = {}
+    for folder, _, names in os.walk(base):
+        key = os.path.relpath(folder, base).split(os.sep)[0]
+        for name in names:
+            if name.endswith(".blk"):
+                usage[key] = usage.get(key, 0) + os.lstat(os.path.join(folder, name)).st_size
+    return usage
+
+
+def sweep_shared_memory(root: str) -> list[str]:
+    """Remove the RAM tiers of jobs that have died. Returns their names."""
+    if not os.path.isdir(os.path.join(root, user_folder())):
+        return []
+    user = open_private(root, user_folder())
+    try:
+        with locked(user, "sweep"):
+            return _sweep(user)
+    finally:
+        os.close(user)
+
+
+def _sweep(user: int) -> list[str]:
+    names = [entry.name for entry in os.scandir(user) if entry.is_dir(follow_symlinks=False)]
+    return [name for name in names if remove_if_unheld(user, name, "alive")]
+
+
+def _name(block: int) -> str:
+    return f"{block:08d}.blk"
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+
+
+def _lock_byte(descriptor: int, at: int, kind: int = fcntl.F_WRLCK) -> bool:
+    """Lock or unlock one byte for this open file. False when another process holds it."""
+    request = struct.pack("hhqqi4x", kind, os.SEEK_SET, at, 1, 0)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, request)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True

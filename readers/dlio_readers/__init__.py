@@ -1,0 +1,1 @@
+"""Readers: one file a format, found through the entry-point group `dlio.readers`."""

@@ -1,0 +1,1 @@
+"""The staging tool: `dlio pack`, `dlio stage`, `dlio verify`."""

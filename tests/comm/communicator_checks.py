@@ -1,0 +1,59 @@
+"""What every Communicator does; run by one process and under mpirun."""
+
+import numpy as np
+
+from dlio.comm import Communicator, world
+from dlio.comm.nodes import find_nodes
+from dlio.errors import CommTimeout, UsageError
+
+
+def check(comm: Communicator) -> None:
+    values = comm.allgather({"rank": comm.rank, "text": "x" * (100 * comm.rank)})
+    assert [value["rank"] for value in values] == list(range(comm.size))
+    assert [len(value["text"]) for value in values] == [100 * rank for rank in range(comm.size)]
+
+    for kind in (np.float32, np.float64, np.int64):
+        array = np.full(1000, comm.rank + 1, kind)
+        comm.wait([comm.iallreduce(array)], "sum")
+        assert (array == comm.size * (comm.size + 1) // 2).all()
+
+    weights = np.full(10, comm.rank, np.float32)
+    comm.bcast(weights)
+    assert (weights == 0).all()
+
+    other = comm.dup()
+    if comm.size > 1:
+        right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        inbox = [bytearray(8), bytearray(8)]
+        # The same tag on two communicators: messages must not meet.
+        requests = [comm.irecv(inbox[0], left, 5), other.irecv(inbox[1], left, 5)]
+        requests += [other.isend(bytearray(b"other..%d" % comm.rank), right, 5)]
+        requests += [comm.isend(bytearray(b"mine...%d" % comm.rank), right, 5)]
+        comm.wait(requests, "a ring")
+        assert inbox == [b"mine...%d" % left, b"other..%d" % left]
+        never = comm.irecv(bytearray(8), left, 6)
+        try:
+            comm.wait([never], "a message that nobody sends", 0.2)
+        except CommTimeout as error:
+            assert "a message that nobody sends" in str(error)  # noqa: PT017 - runs without pytest
+        else:
+            raise AssertionError("no deadline")
+        never.cancel()
+        pretended = find_nodes(comm, comm.size)
+        assert pretended.node_of.tolist() == list(range(comm.size))
+        assert pretended.here == comm.rank
+        assert pretended.per_machine == comm.size
+    assert len(find_nodes(comm).names) == 1
+    try:
+        find_nodes(comm, comm.size + 1)
+    except UsageError:
+        pass
+    else:
+        raise AssertionError("more nodes than ranks")
+    comm.barrier()
+    other.close()
+
+
+if __name__ == "__main__":
+    check(world())
+    print("kept the contract", flush=True)

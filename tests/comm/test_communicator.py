@@ -1,0 +1,35 @@
+"""One body of checks, on one process and on MPI's ranks."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dlio.comm.single import SingleCommunicator
+from dlio.errors import CommError
+
+BODY = Path(__file__).with_name("communicator_checks.py")
+
+
+def test_one_process_keeps_the_contract(checks: Callable[..., None]) -> None:
+    checks(SingleCommunicator())
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_mpi_keeps_the_contract(mpirun: Callable[..., object], ranks: int) -> None:
+    done = mpirun(ranks, str(BODY))
+    assert done.returncode == 0, done.stderr  # type: ignore[attr-defined]
+    assert done.stdout.count("kept the contract") == ranks  # type: ignore[attr-defined]
+
+
+def test_a_single_process_has_nobody_to_send_to() -> None:
+    with pytest.raises(CommError, match="no rank 1"):
+        SingleCommunicator().isend(bytearray(1), 1, 0)
+
+
+@pytest.fixture
+def checks() -> Callable[..., None]:
+    import runpy
+
+    return runpy.run_path(str(BODY))["check"]  # type: ignore[no-any-return]
