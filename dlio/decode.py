@@ -96,7 +96,7 @@ class Decoder:
 
         Raises DecodeError when it is no image, a damaged or truncated one, or too large.
         """
-        cv2 = _opencv()
+        cv2 = opencv()
         height, width, is_jpeg = _dimensions(image, name)
         box = self.box(height, width, uniforms.tolist())
         if is_jpeg:
@@ -185,8 +185,8 @@ def _dimensions(image: Buffer, name: str) -> tuple[int, int, bool]:
         width, height = struct.unpack("<ii", head[18:26])
         height, is_jpeg = abs(height), False
     elif (
-        head[:4] == b"RIFF"
-        and head[8:12] == b"WEBP"
+        (head[:4] == b"RIFF"
+        and head[8:12] == b"WEBP")
         or head[:2] in (b"II", b"MM")
         or (head[:1] == b"P" and head[1:2] in b"123456")
     ):
@@ -228,7 +228,7 @@ def _decode_jpeg(
 def _decode_other(image: Buffer, name: str) -> npt.NDArray[np.uint8]:
     """PNG, WebP, TIFF, BMP, PPM, and JPEGs in CMYK. EXIF rotation is ignored, as torchvision's
     loader does."""
-    cv2 = _opencv()
+    cv2 = opencv()
     flags = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
     try:
         pixels = cv2.imdecode(np.frombuffer(image, np.uint8), flags)
@@ -250,7 +250,7 @@ def _damaged(name: str, reason: str) -> DecodeError:
 _cv2: ModuleType | None = None
 
 
-def _opencv() -> Any:
+def opencv() -> Any:
     """OpenCV, loaded at first use, without threads of its own."""
     global _cv2
     if _cv2 is None:

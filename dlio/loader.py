@@ -138,6 +138,11 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         """
         return self._stats.as_dict()
 
+    @property
+    def stall_s(self) -> float:
+        """Seconds of the current or last pass that were spent waiting for batches."""
+        return self._stats.stall_s
+
     def close(self) -> None:
         """Close what the loader and its data set hold open."""
         self.data.close()
@@ -261,7 +266,7 @@ class _Stats:
         self._ended: float | None = None
         self._waiting_since = self._started
         self._samples = 0
-        self._stall_s = 0.0
+        self.stall_s = 0.0
         self._first_batch_s: float | None = None
         self._skipped: list[str] = []
 
@@ -270,7 +275,7 @@ class _Stats:
 
     def wait_ends(self, samples: int) -> None:
         now = time.perf_counter()
-        self._stall_s += now - self._waiting_since
+        self.stall_s += now - self._waiting_since
         self._samples += samples
         if self._first_batch_s is None:
             self._first_batch_s = now - self._started
@@ -296,7 +301,7 @@ class _Stats:
         return {
             "samples": self._samples,
             "seconds": (self._ended or time.perf_counter()) - self._started,
-            "stall_s": self._stall_s,
+            "stall_s": self.stall_s,
             "first_batch_s": self._first_batch_s,
             "skipped": list(self._skipped),
             "notes": self._hierarchy.notes() if self._hierarchy is not None else [],

@@ -199,7 +199,7 @@ class Pipeline:
             for slot in slots:
                 try:
                     self._make(batch, slot, scratch)
-                except Exception as error:  # noqa: BLE001 - raised by whoever takes the batch
+                except Exception as error:
                     batch.failed[slot] = error
             batch.finished(len(slots))
 

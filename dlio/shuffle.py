@@ -177,7 +177,7 @@ class Shuffle:
                 self._progress()
                 self._pause()
             self._finish()
-        except BaseException as error:  # noqa: BLE001 - raised again where a step is awaited
+        except BaseException as error:
             with self._condition:
                 self._error = error
                 self._condition.notify_all()

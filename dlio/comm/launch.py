@@ -14,6 +14,7 @@ from dlio.errors import UsageError
 
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALNRANKS")
 _LAUNCHER = "DLIO_LAUNCHER_PID"
+_TERMINAL = "DLIO_TERMINAL"
 _END_TIMEOUT_S = 10.0
 _WATCH_S = 0.5
 _RULE = "-" * 20
@@ -30,6 +31,15 @@ _BANNERS = (
 def under_mpi() -> bool:
     """Whether mpirun, or srun with an MPI plug-in, started this process as a rank."""
     return any(name in os.environ for name in _RANK_VARIABLES)
+
+
+def shows_terminal() -> bool:
+    """Whether what this process prints is looked at on a terminal.
+
+    A rank's standard output may look like one (mpirun gives ranks a pseudo-terminal) and end in
+    a file; `run_ranks` knows, and says so.
+    """
+    return bool(os.environ.get(_TERMINAL)) if under_mpi() else sys.stdout.isatty()
 
 
 def run_ranks(ranks: int, argv: Sequence[str]) -> int:
@@ -51,7 +61,7 @@ def run_ranks(ranks: int, argv: Sequence[str]) -> int:
     environment.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // ranks)))
     if sys.stdout.isatty():
         size = shutil.get_terminal_size()
-        environment.update(DLIO_TERMINAL="1", COLUMNS=str(size.columns), LINES=str(size.lines))
+        environment.update(**{_TERMINAL: "1"}, COLUMNS=str(size.columns), LINES=str(size.lines))
     command = [mpirun]
     if _is_open_mpi(mpirun):
         command += ["--bind-to", "none"]

@@ -5,6 +5,7 @@ tier and in shared memory. Nothing in it is believed: every length is checked ag
 that are there before memory is allocated for it, and every payload against its checksum.
 """
 
+import errno
 import os
 import struct
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ MAX_SAMPLE_BYTES: Final = 2**31 - 1
 MAX_SCHEMA_BYTES: Final = 1 << 16
 MAX_SAMPLES: Final = 1 << 24
 """Samples in one block."""
+NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What the kernel says when a disk, a quota or shared memory is full."""
 _LZ4_LIMIT: Final = 256
 """LZ4 cannot expand by more than about 255; a claim beyond that is a bomb or damage."""
 

@@ -91,8 +91,8 @@ class ShardWriter:
         self._descriptor = os.open(
             path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644
         )
-        self._at = 0
-        self.offsets: list[int] = []
+        self.offsets = [0]
+        """Of the blocks so far, and of what comes next."""
 
     def __enter__(self) -> Self:
         return self
@@ -101,14 +101,15 @@ class ShardWriter:
         os.close(self._descriptor)
 
     def write_block(self, pieces: Sequence[Buffer]) -> None:
-        self.offsets.append(self._at)
         write_all(self._descriptor, pieces)
-        self._at += sum(len(piece) for piece in pieces)
+        self.offsets.append(self.offsets[-1] + sum(len(piece) for piece in pieces))
 
     def finish(self, footer: Footer) -> None:
         """Write footer and trailer, and wait until the disk has it all."""
         text = footer.encode()
-        trailer = _TRAILER.pack(self._at, len(text), xxhash.xxh3_64_intdigest(text), TRAILER_MAGIC)
+        trailer = _TRAILER.pack(
+            self.offsets[-1], len(text), xxhash.xxh3_64_intdigest(text), TRAILER_MAGIC
+        )
         write_all(self._descriptor, [text, trailer])
         os.fsync(self._descriptor)
 

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from typing import Self
 
 from dlio.errors import CorruptBlock, TierError, TierFull
-from dlio.storage.block import BlockInfo, Scratch, read_info, write_all
+from dlio.storage.block import NO_ROOM, BlockInfo, Scratch, read_info, write_all
 from dlio.storage.folders import hold_shared, locked, open_private, remove_if_unheld
 from dlio.storage.reaper import start_reaper
 from dlio.storage.schema import Buffer
@@ -33,7 +33,6 @@ from dlio.units import format_bytes
 
 _OPEN_BLOCKS = 256
 """Block files that a tier keeps open; below the usual limit of 1,024 descriptors."""
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Tier:
@@ -133,7 +132,7 @@ class Tier:
             os.rename(temporary, _name(block), src_dir_fd=self._folder, dst_dir_fd=self._folder)
         except BaseException as error:
             os.unlink(temporary, dir_fd=self._folder)
-            if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            if isinstance(error, OSError) and error.errno in NO_ROOM:
                 raise TierFull(
                     f"tier {self.path} has no room for block {block} "
                     f"({format_bytes(size)}; {error.strerror}): free space there, or lower its "

@@ -249,7 +249,7 @@ def _load(cache: str | None, source: Source) -> _Index | None:
                 file["name_ends"].astype(np.int64),
                 dict(head["folders"]),
             )
-    except Exception:  # noqa: BLE001 - whatever is wrong with it, it is made anew
+    except Exception:
         return None
     count = len(index.labels)
     same = {len(index.file_sizes), len(index.modified_ns), len(index.name_ends)} == {count}

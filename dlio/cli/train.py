@@ -1,0 +1,155 @@
+"""`dlio train`: train on this machine's ranks, or as a rank that mpirun started."""
+
+import os
+from dataclasses import fields
+from typing import Annotated, Literal
+
+import typer
+
+from dlio.errors import UsageError
+from dlio.train.config import TrainConfig
+
+_TRAIN_FOLDERS = ("train", "training")
+_VAL_FOLDERS = ("val", "validation", "valid", "test")
+
+
+def command(
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="Class folders of images, or a packed data set.")
+    ],
+    ranks: Annotated[
+        int | None,
+        typer.Option("-n", "--ranks", help="Start this many ranks on this machine.", min=1),
+    ] = None,
+    val: Annotated[str | None, typer.Option(help="Held-out data set.")] = None,
+    epochs: Annotated[int, typer.Option(help="Passes over the data.")] = 3,
+    batch_size: Annotated[int, typer.Option(help="Samples of a step, per rank.")] = 32,
+    model: Annotated[str, typer.Option(help="resnet: a small one, for 64 to 224 pixels.")] = (
+        "resnet"
+    ),
+    image_size: Annotated[int, typer.Option(help="Side of the crops, in pixels.")] = 64,
+    exchange: Annotated[
+        Literal["allreduce", "gossip"], typer.Option(help="How ranks keep one model.")
+    ] = "allreduce",
+    shuffle: Annotated[
+        Literal["batch", "global"],
+        typer.Option(help="batch: samples are trained where they live; global: anywhere."),
+    ] = "batch",
+    pretend_nodes: Annotated[
+        int | None, typer.Option(help="Behave as if the ranks were on that many nodes.")
+    ] = None,
+    tiers: Annotated[
+        str | None,
+        typer.Option(help="ram:2GiB,/local/scratch:20GiB per node, or none. Or DLIO_TIERS."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of order, crops and initial weights.", min=0)] = 0,
+    lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
+    workers: Annotated[int, typer.Option(help="Decode threads of a rank.", min=1)] = 2,
+    on_error: Annotated[
+        Literal["stop", "skip"], typer.Option(help="At a sample that cannot be decoded.")
+    ] = "stop",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    report: Annotated[str | None, typer.Option(help="Write a JSON report to this file.")] = None,
+    trace: Annotated[
+        str | None, typer.Option(help="Write every step's samples to this file.")
+    ] = None,
+    save: Annotated[str | None, typer.Option(help="Write the weights to this file.")] = None,
+) -> None:
+    """Train a small network on a data set, fed from a hierarchy of tiers."""
+    source, val = find_parts(source, val)
+    config = TrainConfig(
+        source=source,
+        val=val,
+        epochs=epochs,
+        batch_size=batch_size,
+        model=model,
+        image_size=image_size,
+        exchange=exchange,
+        shuffle=shuffle,
+        pretend_nodes=pretend_nodes,
+        tiers=tiers,
+        seed=seed,
+        lr=lr,
+        workers=workers,
+        on_error=on_error,
+        device=device,
+        report=report,
+        trace=trace,
+        save=save,
+    )
+    run(config, ranks)
+
+
+def run(config: TrainConfig, ranks: int | None) -> None:
+    """Train on `ranks` ranks: start them, or be one of them.
+
+    Raises typer.Exit with the ranks' exit code when they failed.
+    """
+    from dlio.comm.launch import run_ranks, under_mpi
+
+    if not under_mpi() and ranks is not None and ranks > 1:
+        _check(config, ranks)
+        code = run_ranks(ranks, ["train", *to_options(config)])
+        if code:
+            raise typer.Exit(code)
+        return
+
+    from dlio.comm import world
+    from dlio.train.trainer import train
+
+    if ranks is not None and ranks != world().size:
+        raise UsageError(
+            f"-n {ranks} under an mpirun that started {world().size}: leave -n out, or mpirun"
+        )
+    done = train(config)
+    if world().rank == 0:
+        done.print()
+
+
+def to_options(config: TrainConfig) -> list[str]:
+    """The command line that asks for `config`."""
+    options = [config.source]
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name != "source" and value is not None:
+            options += [f"--{field.name.replace('_', '-')}", str(value)]
+    return options
+
+
+def find_parts(source: str, val: str | None) -> tuple[str, str | None]:
+    """A folder that holds nothing but train/ and val/ stands for the two."""
+    if not os.path.isdir(source):
+        return source, val
+    inside = sorted(entry.name for entry in os.scandir(source) if entry.is_dir())
+    train = [name for name in inside if name.lower() in _TRAIN_FOLDERS]
+    held_out = [name for name in inside if name.lower() in _VAL_FOLDERS]
+    if len(train) != 1 or len(train) + len(held_out) != len(inside):
+        return source, val
+    if val is None and held_out:
+        # val before test, whatever the alphabet says.
+        val = os.path.join(source, min(held_out, key=lambda n: _VAL_FOLDERS.index(n.lower())))
+    return os.path.join(source, train[0]), val
+
+
+def _check(config: TrainConfig, ranks: int) -> None:
+    """Tell the user what is wrong before ranks are started. Opens, and so lists, the data."""
+    from dlio.reader import open_reader
+    from dlio.storage.spec import choose_tiers
+    from dlio.train.model import MODELS
+    from dlio.train.trace import check_writable
+
+    if config.pretend_nodes is not None and not 1 <= config.pretend_nodes <= ranks:
+        raise UsageError(f"--pretend-nodes {config.pretend_nodes}: 1 to {ranks}, the ranks of -n")
+    if config.model not in MODELS:
+        raise UsageError(f"--model {config.model}: choose one of {', '.join(MODELS)}")
+    for option, path in (
+        ("--report", config.report),
+        ("--trace", config.trace),
+        ("--save", config.save),
+    ):
+        if path is not None:
+            check_writable(option, path)
+    choose_tiers(config.tiers, 0)
+    for path in (config.source, config.val):
+        if path is not None:
+            open_reader(path).close()

@@ -1,0 +1,46 @@
+"""What a training run is asked to do."""
+
+from dataclasses import dataclass
+
+from dlio.errors import UsageError
+from dlio.schedule import Mode
+
+
+@dataclass(frozen=True, slots=True)
+class TrainConfig:
+    """One training run; the options of `dlio train`."""
+
+    source: str
+    val: str | None = None
+    epochs: int = 3
+    batch_size: int = 32
+    """Per rank."""
+    model: str = "resnet"
+    image_size: int = 64
+    exchange: str = "allreduce"
+    shuffle: Mode = "batch"
+    pretend_nodes: int | None = None
+    tiers: str | None = None
+    seed: int = 0
+    lr: float | None = None
+    """Peak learning rate; by default it grows with the root of the global batch."""
+    workers: int = 2
+    """Decode threads of a rank."""
+    on_error: str = "stop"
+    device: str = "auto"
+    report: str | None = None
+    trace: str | None = None
+    save: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size", "image_size"):
+            if getattr(self, name) < 1:
+                option = name.replace("_", "-")
+                raise UsageError(f"--{option} {getattr(self, name)}: give at least 1")
+        if self.lr is not None and not self.lr > 0:
+            raise UsageError(f"--lr {self.lr}: give a number above 0")
+
+    def peak_lr(self, ranks: int) -> float:
+        if self.lr is not None:
+            return self.lr
+        return float(0.1 * (self.batch_size * ranks / 64) ** 0.5)

@@ -1,0 +1,100 @@
+"""Parameters grouped into buckets, each with one flat buffer that messages are made of."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from dlio.comm import Communicator
+
+BUCKET_BYTES = 1 << 20
+
+
+class Bucket:
+    """Some parameters and one flat float32 buffer on the host, with a view for each.
+
+    float32 whatever the parameters are: MPI libraries sum bfloat16 into garbage.
+
+    Args:
+        extra: elements beyond the parameters', at the buffer's end.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], extra: int = 0) -> None:
+        self.parameters = list(parameters)
+        count = sum(parameter.numel() for parameter in parameters)
+        self.flat = torch.zeros(count + extra)
+        ends = np.cumsum([parameter.numel() for parameter in parameters]).tolist()
+        self.views = [
+            self.flat[end - parameter.numel() : end].view(parameter.shape)
+            for parameter, end in zip(parameters, ends, strict=True)
+        ]
+
+    @property
+    def array(self) -> npt.NDArray[np.float32]:
+        """The buffer as numpy has it; the same memory."""
+        array: npt.NDArray[np.float32] = self.flat.numpy()
+        return array
+
+    @property
+    def bytes(self) -> npt.NDArray[np.uint8]:
+        """The buffer as bytes; the same memory."""
+        return self.array.view(np.uint8)
+
+
+def in_buckets(model: nn.Module) -> list[list[nn.Parameter]]:
+    """Trainable parameters, last first as backward makes their gradients, about a MiB together."""
+    buckets: list[list[nn.Parameter]] = []
+    size = BUCKET_BYTES
+    for parameter in reversed([p for p in model.parameters() if p.requires_grad]):
+        if size >= BUCKET_BYTES:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(parameter)
+        size += 4 * parameter.numel()
+    return buckets
+
+
+@torch.no_grad()
+def broadcast_state(model: nn.Module, comm: Communicator) -> None:
+    """Overwrite parameters and buffers with rank 0's. Collective."""
+    for tensor in model.state_dict().values():
+        array = tensor.detach().to("cpu", torch.float64).contiguous().numpy()
+        comm.bcast(array)
+        tensor.copy_(torch.from_numpy(array))
+
+
+@torch.no_grad()
+def averaged_state(model: nn.Module, comm: Communicator) -> dict[str, torch.Tensor]:
+    """The state dict's mean over ranks, on the host; whole numbers are this rank's. Collective."""
+    state: dict[str, Any] = {
+        name: tensor.detach().to("cpu", copy=True).contiguous()
+        for name, tensor in model.state_dict().items()
+    }
+    if comm.size == 1:
+        return state
+    floats = [name for name, tensor in state.items() if tensor.is_floating_point()]
+    flat = torch.cat([state[name].reshape(-1).float() for name in floats])
+    comm.wait([comm.iallreduce(flat.numpy())], "the mean of weights")
+    flat /= comm.size
+    at = 0
+    for name in floats:
+        count = state[name].numel()
+        state[name] = flat[at : at + count].view(state[name].shape).to(state[name].dtype).clone()
+        at += count
+    return state
+
+
+@torch.no_grad()
+def consensus_distance(
+    model: nn.Module, mean: dict[str, torch.Tensor], comm: Communicator
+) -> float:
+    """Root mean square, over ranks and weights, of the distance to the mean. Collective."""
+    sums = np.zeros(2)
+    for name, parameter in model.named_parameters():
+        sums[0] += float((parameter.detach().cpu().float() - mean[name].float()).square().sum())
+        sums[1] += parameter.numel()
+    comm.wait([comm.iallreduce(sums)], "the consensus distance")
+    return float(np.sqrt(sums[0] / max(1.0, sums[1])))

@@ -1,0 +1,96 @@
+"""Live progress: a bar on a terminal, a line now and then in a batch log."""
+
+import time
+from typing import Any, Self
+
+from dlio.comm.launch import shows_terminal
+from dlio.train.report import EpochReport
+
+_LINE_EVERY_S = 10.0
+_REFRESH_S = 0.1
+
+
+class Progress:
+    """Shows where a run is; rank 0 speaks for all. Owns the bar."""
+
+    def __init__(self, epochs: int, steps: int, rank: int, ranks: int) -> None:
+        speaks = rank == 0
+        self._ranks = ranks
+        self._epochs = epochs
+        self._steps = steps
+        self._speaks = speaks
+        self._bar: Any = _make_bar() if speaks and shows_terminal() else None
+        self._task: Any = None
+        self._epoch = -1
+        self._last = self._started = time.perf_counter()
+        self._samples = 0
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def step(self, epoch: int, step: int, samples: int, stall_s: float) -> None:
+        """This rank has done a step with `samples`; it has waited `stall_s` in this epoch."""
+        if not self._speaks:
+            return
+        now = time.perf_counter()
+        if epoch != self._epoch:
+            # The first step is not timed: when it began is not known here.
+            self._epoch, self._samples, self._started = epoch, -samples, now
+            if self._bar is not None:
+                self._task = self._bar.add_task(
+                    f"epoch {epoch + 1}/{self._epochs}", total=self._steps, said=""
+                )
+        self._samples += samples
+        if not self._samples or now - self._last < (
+            _REFRESH_S if self._bar is not None else _LINE_EVERY_S
+        ):
+            return
+        self._last = now
+        seconds = max(now - self._started, 1e-9)
+        rate = self._samples / seconds * self._ranks
+        said = f"{rate:,.0f} samples/s, waited {stall_s:.1f} s for data"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step + 1, said=said)
+        else:
+            print(
+                f"epoch {epoch + 1}/{self._epochs} step {step + 1}/{self._steps}: {said}",
+                flush=True,
+            )
+
+    def epoch_ends(self, report: EpochReport) -> None:
+        if not self._speaks:
+            return
+        held_out = ""
+        if report.val_accuracy is not None:
+            held_out = f", held out {report.val_accuracy:.1%}"
+        loss = "-" if report.loss is None else f"{report.loss:.3f}"
+        said = f"loss {loss}{held_out}, {report.samples_per_s:,.0f} samples/s"
+        if self._bar is not None:
+            if self._task is not None:
+                self._bar.update(self._task, completed=self._steps, said=said)
+        else:
+            print(
+                f"epoch {report.epoch + 1}/{self._epochs}: {said} in {report.seconds:.1f} s",
+                flush=True,
+            )
+
+
+def _make_bar() -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+    from rich.progress import Progress as Bar
+
+    return Bar(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[said]}"),
+        console=Console(force_terminal=True),
+        refresh_per_second=5,
+    )

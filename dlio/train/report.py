@@ -1,0 +1,190 @@
+"""What a run tells at its end: JSON for programs, a page for people."""
+
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from dlio.comm.launch import shows_terminal
+from dlio.storage.counters import PLACES
+from dlio.train.config import TrainConfig
+from dlio.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class EpochReport:
+    """One epoch, over all ranks."""
+
+    epoch: int
+    seconds: float
+    """Of the slowest rank, evaluation aside."""
+    samples: int
+    samples_per_s: float
+    stall_fraction: float
+    """Share of its time that a rank waited for data, mean over ranks."""
+    loss: float | None
+    accuracy: float | None
+    """On the training samples, while training."""
+    val_accuracy: float | None
+    """Of the ranks' mean model on the held-out samples."""
+    bytes: dict[str, int]
+    """Payload bytes by the place they were read from: source, peer, ram, disk."""
+    first_batch_s: float | None
+    """Until the slowest rank had its first batch."""
+    consensus_distance: float
+    """Root mean square distance of the ranks' weights from their mean."""
+    exchange_wait_s: float
+    """Waiting for other ranks' gradients or weights, mean over ranks."""
+    exchange_bytes: int
+    """Gradients or weights handed to the exchange, over all ranks."""
+    peak_lr: float
+    messages: int
+    """Messages with samples, between ranks."""
+    late: int
+    healed: int
+    skipped: list[str]
+    """Samples that could not be read or decoded, with --on-error skip."""
+    notes: list[str]
+
+    @classmethod
+    def of_ranks(
+        cls,
+        epoch: int,
+        ranks: list[dict[str, Any]],
+        val_accuracy: float | None,
+        consensus: float,
+        peak_lr: float,
+    ) -> "EpochReport":
+        loss, correct, count = (sum(rank["sums"][k] for rank in ranks) for k in range(3))
+        seconds = max(rank["seconds"] for rank in ranks)
+        first = [rank["first_batch_s"] for rank in ranks if rank["first_batch_s"] is not None]
+        return cls(
+            epoch=epoch,
+            seconds=seconds,
+            samples=int(count),
+            samples_per_s=count / seconds,
+            stall_fraction=_mean([rank["stall_s"] / rank["seconds"] for rank in ranks]),
+            loss=loss / count if count else None,
+            accuracy=correct / count if count else None,
+            val_accuracy=val_accuracy,
+            bytes={place: sum(rank["bytes"][place] for rank in ranks) for place in PLACES},
+            first_batch_s=max(first, default=None),
+            consensus_distance=consensus,
+            exchange_wait_s=_mean([rank["exchange_wait_s"] for rank in ranks]),
+            exchange_bytes=int(sum(rank["exchange_bytes"] for rank in ranks)),
+            peak_lr=peak_lr,
+            messages=sum(rank["messages"] for rank in ranks),
+            late=sum(rank["late"] for rank in ranks),
+            healed=sum(rank["healed"] for rank in ranks),
+            skipped=sorted({name for rank in ranks for name in rank["skipped"]}),
+            notes=list(dict.fromkeys(note for rank in ranks for note in rank["notes"])),
+        )
+
+
+@dataclass(slots=True)
+class RunReport:
+    """A whole run."""
+
+    dataset: dict[str, int]
+    """`samples` and payload `bytes`."""
+    ranks: int
+    nodes: int
+    tiers: list[str]
+    config: TrainConfig
+    epochs: list[EpochReport] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        from importlib.metadata import version
+
+        return json.dumps(
+            {
+                **asdict(self),
+                "versions": {
+                    "dlio": version("dlio"),
+                    "torch": version("torch"),
+                    "python": platform.python_version(),
+                },
+                "machine": {
+                    "host": platform.node(),
+                    "system": platform.platform(),
+                    "cores": len(os.sched_getaffinity(0)),
+                },
+            },
+            indent=2,
+        )
+
+    def print(self) -> None:
+        """A table of the epochs and what it means, on standard output."""
+        from rich.console import Console
+        from rich.table import Table
+
+        console = Console(force_terminal=shows_terminal(), soft_wrap=True)
+        data_bytes = self.dataset["bytes"]
+        table = Table(
+            title=f"{self.config.source}: {self.dataset['samples']:,} samples, "
+            f"{format_bytes(data_bytes)}; {self.ranks} rank(s) on {self.nodes} node(s), "
+            f"{self.config.exchange}, shuffle {self.config.shuffle}",
+            title_justify="left",
+            caption="source, peer, ram, disk: where samples were read from, as a share of the data",
+            caption_justify="left",
+        )
+        for heading in ("epoch", "loss", "accuracy", "held out", "samples/s", "stalled"):
+            table.add_column(heading, justify="right")
+        for place in PLACES:
+            table.add_column(place, justify="right")
+        for epoch in self.epochs:
+            table.add_row(
+                str(epoch.epoch + 1),
+                "-" if epoch.loss is None else f"{epoch.loss:.3f}",
+                _percent(epoch.accuracy),
+                _percent(epoch.val_accuracy),
+                f"{epoch.samples_per_s:,.0f}",
+                _percent(epoch.stall_fraction),
+                *(_percent(epoch.bytes[place] / data_bytes or None) for place in PLACES),
+            )
+        console.print(table)
+        for sentence in self.sentences():
+            console.print(sentence, highlight=False)
+
+    def sentences(self) -> list[str]:
+        """What the figures say, in words."""
+        first, last, data_bytes = self.epochs[0], self.epochs[-1], self.dataset["bytes"]
+        said = [f"The source was read {first.bytes['source'] / data_bytes:.2f} times in epoch 1"]
+        later = [epoch.bytes["source"] for epoch in self.epochs[1:]]
+        if later and not max(later):
+            said[0] += " and not at all afterwards: the tiers hold it all."
+        elif later:
+            share = sum(later) / len(later) / data_bytes
+            said[0] += f" and {share:.2f} times in each later one: what the tiers cannot hold."
+        else:
+            said[0] += "."
+        if self.nodes > 1:
+            moved = last.bytes["peer"] / data_bytes
+            said.append(
+                f"Between nodes {moved:.1%} of the bytes moved in the last epoch"
+                + (
+                    f"; a shuffle that ignores where samples live moves {1 - 1 / self.nodes:.0%}."
+                    if self.config.shuffle == "batch"
+                    else "."
+                )
+            )
+        if last.val_accuracy is not None:
+            said.append(f"Held-out accuracy is {last.val_accuracy:.1%}.")
+        skipped = sorted({name for epoch in self.epochs for name in epoch.skipped})
+        if skipped:
+            names = ", ".join(skipped[:3]) + (", ..." if len(skipped) > 3 else "")
+            said.append(f"{len(skipped)} sample(s) were skipped: {names}.")
+        healed = sum(epoch.healed for epoch in self.epochs)
+        if healed:
+            said.append(f"{healed} damaged copies in tiers were replaced by the source's.")
+        said += list(dict.fromkeys(note for epoch in self.epochs for note in epoch.notes))[:5]
+        return said
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
