@@ -185,8 +185,7 @@ def _dimensions(image: Buffer, name: str) -> tuple[int, int, bool]:
         width, height = struct.unpack("<ii", head[18:26])
         height, is_jpeg = abs(height), False
     elif (
-        (head[:4] == b"RIFF"
-        and head[8:12] == b"WEBP")
+        (head[:4] == b"RIFF" and head[8:12] == b"WEBP")
         or head[:2] in (b"II", b"MM")
         or (head[:1] == b"P" and head[1:2] in b"123456")
     ):

@@ -121,7 +121,8 @@ def draw(name: str, random: np.random.Generator) -> Image:
     coarse = random.normal(0, 14, (height // 16 + 2, width // 16 + 2, 3)).astype(np.float32)
     noise = cv2.resize(coarse, (width, height), interpolation=cv2.INTER_CUBIC)
     noise += random.normal(0, 8, (height, width, 1)).astype(np.float32)
-    return np.clip(image + noise, 0, 255).astype(np.uint8)
+    drawn: Image = np.clip(image + noise, 0, 255).astype(np.uint8)
+    return drawn
 
 
 def _colours(random: np.random.Generator) -> tuple[npt.NDArray[np.float64], Colour]:

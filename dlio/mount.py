@@ -72,7 +72,10 @@ class Mount:
         self.hierarchy.close()
 
     def _pinned(self, node: int, tier: int) -> npt.NDArray[np.bool_]:
-        return (self.placement.home == node) & (self.placement.tier == tier)
+        pinned: npt.NDArray[np.bool_] = (self.placement.home == node) & (
+            self.placement.tier == tier
+        )
+        return pinned
 
 
 def mount(

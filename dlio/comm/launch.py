@@ -1,5 +1,6 @@
 """Starting ranks: the mpirun command that `dlio train -n 4` runs for its user."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -179,10 +180,8 @@ def _relay(stream: IO[str], to: IO[str]) -> None:
 def _end(process: subprocess.Popen[str]) -> None:
     """End mpirun and its ranks: politely, then for good."""
     for number, patience_s in ((signal.SIGTERM, _END_TIMEOUT_S), (signal.SIGKILL, None)):
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
-        except ProcessLookupError:
-            pass
         try:
             process.wait(patience_s)
         except subprocess.TimeoutExpired:

@@ -10,7 +10,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from dlio.errors import TierError
 
@@ -33,10 +33,8 @@ def open_private(root: str, *names: str) -> int:
         path = os.path.join(path, name)
         parent = descriptor
         try:
-            try:
+            with suppress(FileExistsError):
                 os.mkdir(name, 0o700, dir_fd=parent)
-            except FileExistsError:
-                pass
             descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
         except OSError as error:
             raise TierError(

@@ -20,7 +20,7 @@ import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Self
 
 from dlio.errors import CorruptBlock, TierError, TierFull
@@ -151,10 +151,8 @@ class Tier:
             opened = self._open.pop(block, None)
             if opened is not None:
                 opened.retire()
-        try:
+        with suppress(FileNotFoundError):
             os.unlink(_name(block), dir_fd=self._folder)
-        except FileNotFoundError:
-            pass
 
     def claim(self, block: int) -> bool:
         """Become the one process that fills `block`. False while another one is."""
@@ -234,10 +232,8 @@ class Tier:
                 continue
             block = int(name.split(".")[1])
             if self.claim(block):
-                try:
+                with suppress(FileNotFoundError):
                     os.unlink(name, dir_fd=self._folder)
-                except FileNotFoundError:
-                    pass
                 self.release(block)
 
 

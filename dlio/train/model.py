@@ -1,5 +1,6 @@
 """A small residual network for images of 64 to 224 pixels, to train without a GPU."""
 
+import itertools
 from collections.abc import Callable
 from typing import Final
 
@@ -56,10 +57,7 @@ class SmallResNet(nn.Module):
         self.stem = nn.Sequential(*stem)
         widths = [width, 2 * width, 4 * width, 8 * width]
         self.stages = nn.Sequential(
-            *(
-                ResidualBlock(inputs, outputs, 2)
-                for inputs, outputs in zip(widths, widths[1:], strict=False)
-            )
+            *(ResidualBlock(inputs, outputs, 2) for inputs, outputs in itertools.pairwise(widths))
         )
         self.head = nn.Linear(widths[-1], classes)
 

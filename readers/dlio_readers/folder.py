@@ -1,5 +1,6 @@
 """Class folders of images, in the order of torchvision's ImageFolder."""
 
+import contextlib
 import json
 import os
 import time
@@ -227,10 +228,8 @@ def _save(cache: str, index: _Index) -> None:
             )
         os.replace(temporary, cache)
     except OSError:
-        try:
+        with contextlib.suppress(OSError):
             os.unlink(temporary)
-        except OSError:
-            pass
 
 
 def _load(cache: str | None, source: Source) -> _Index | None:
