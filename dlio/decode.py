@@ -4,7 +4,12 @@ JPEGs go through libjpeg-turbo (simplejpeg), everything else through OpenCV. The
 before decoding, from random numbers that belong to the sample (seed, epoch, sample), so a run
 gives the same pixels on any number of ranks and threads; and because it is known, a crop that is
 at least twice the size it is shrunk to is decoded at a half, a quarter or an eighth, which the
-inverse DCT does for less than nothing. All the work releases the GIL.
+inverse DCT does for less than nothing.
+
+Huffman coding forces a decoder through every row above the crop, but not through those below it:
+the copy of a baseline JPEG that is decoded has its height lowered to the crop's last row, and the
+decoder stops there. What follows is only searched for its end, so a truncated file is still found.
+All the work releases the GIL.
 """
 
 import math
@@ -100,10 +105,12 @@ class Decoder:
         height, width, is_jpeg = _dimensions(image, name)
         box = self.box(height, width, uniforms.tolist())
         if is_jpeg:
-            pixels = _decode_jpeg(image, name, height, width, self._factor(box))
+            factor = self._factor(box)
+            pixels = _decode_jpeg(image, name, (height, width), box.top + box.height, factor)
+            if factor > 1:
+                box = _scaled(box, factor, pixels.shape)
         else:
             pixels = _decode_other(image, name)
-        box = _scaled(box, height, width, pixels.shape)
         part = pixels[box.top : box.top + box.height, box.left : box.left + box.width]
         shrinks = min(box.height, box.width) >= 2 * self.crop.size
         cv2.resize(
@@ -151,21 +158,18 @@ def decode_whole(image: Buffer, name: str) -> npt.NDArray[np.uint8]:
     """All of an image, RGB, shape (height, width, 3). Raises DecodeError."""
     height, width, is_jpeg = _dimensions(image, name)
     if is_jpeg:
-        return _decode_jpeg(image, name, height, width, 1).copy()
+        return _decode_jpeg(image, name, (height, width), height, 1).copy()
     return _decode_other(image, name)
 
 
-def _scaled(box: Box, height: int, width: int, shape: tuple[int, ...]) -> Box:
-    """The box in an image that was decoded at a fraction, as near as whole pixels are."""
-    if shape[0] == height and shape[1] == width:
-        return box
-    y, x = shape[0] / height, shape[1] / width
-    top, left = round(box.top * y), round(box.left * x)
+def _scaled(box: Box, factor: int, shape: tuple[int, ...]) -> Box:
+    """The box in an image that was decoded at 1/factor, as near as whole pixels are."""
+    top, left = round(box.top / factor), round(box.left / factor)
     return Box(
         top,
         left,
-        max(1, min(round(box.height * y), shape[0] - top)),
-        max(1, min(round(box.width * x), shape[1] - left)),
+        max(1, min(round(box.height / factor), shape[0] - top)),
+        max(1, min(round(box.width / factor), shape[1] - left)),
         box.flip,
     )
 
@@ -204,9 +208,12 @@ _threads = threading.local()
 
 
 def _decode_jpeg(
-    image: Buffer, name: str, height: int, width: int, factor: int
+    image: Buffer, name: str, size: tuple[int, int], rows: int, factor: int
 ) -> npt.NDArray[np.uint8]:
-    """The whole image at 1/factor, in memory of this thread that its next decode overwrites."""
+    """The upper `rows` of an image, or some more, at 1/factor; in memory of this thread that its
+    next decode overwrites."""
+    height, width = size
+    image, height = _lowered(image, height, rows)
     options: dict[str, Any] = {"fastdct": True, "fastupsample": True}
     if factor > 1:
         options.update(min_height=height // factor, min_width=width // factor, min_factor=factor)
@@ -214,14 +221,43 @@ def _decode_jpeg(
     memory: npt.NDArray[np.uint8] | None = getattr(_threads, "memory", None)
     if memory is None or len(memory) < need:
         memory = _threads.memory = np.empty(need + need // 4, np.uint8)
-    decode = _simplejpeg().decode_jpeg
     try:
-        pixels: npt.NDArray[np.uint8] = decode(image, "RGB", buffer=memory, **options)
+        _simplejpeg().decode_jpeg(image, "RGB", buffer=memory, **options)
     except ValueError as error:
+        # libjpeg tells its first warning. This one loses no pixel: all rows are in memory.
         if not any(words in str(error) for words in _HARMLESS):
             raise _damaged(name, str(error)) from error
-        pixels = decode(image, "RGB", buffer=memory, strict=False, **options)
-    return pixels
+    shape = (-(-height // factor), -(-width // factor), 3)
+    return memory[: math.prod(shape)].reshape(shape)
+
+
+def _lowered(image: Buffer, height: int, rows: int) -> tuple[Buffer, int]:
+    """A baseline JPEG whose header says that it ends at the first row of blocks below `rows`.
+
+    Returns it with its height; the image as it is where that saves nothing.
+    """
+    view = memoryview(image)
+    at = 2
+    while at + 20 < len(view) and view[at] == 0xFF:
+        marker = view[at + 1]
+        if marker in (0xC0, 0xC1):
+            break
+        if marker == 0xDA or (0xC2 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC)):
+            return image, height  # Progressive and the like: every scan covers all rows.
+        at += 2 + (view[at + 2] << 8 | view[at + 3])
+    else:
+        return image, height
+    components = view[at + 9]
+    if at + 10 + 3 * components > len(view):
+        return image, height
+    # A row of blocks is eight pixels times the largest vertical sampling factor.
+    block = 8 * max(view[at + 11 + 3 * k] & 15 for k in range(components))
+    lower = -(-rows // block) * block if block else height
+    if lower >= height:
+        return image, height
+    copy = bytearray(view)
+    copy[at + 5 : at + 7] = lower.to_bytes(2, "big")
+    return copy, lower
 
 
 def _decode_other(image: Buffer, name: str) -> npt.NDArray[np.uint8]:

@@ -178,6 +178,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             self._comm = comm.dup()
         mounted = data.mount(comm, self.pretend_nodes)
         order = Order(len(data), self.seed, cursor.epoch, self.shuffle)
+        # Before the first block is brought: what fills tiers is counted in this pass.
+        self._stats = stats = _Stats(mounted.hierarchy)
         mounted.fill(order)
         global_batch = self._global_batch(comm)
         assert self.batch_size is not None
@@ -206,7 +208,6 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             timeout_s=default_timeout_s(),
             peer_timeout_s=_PEER_TIMEOUT_S,
         )
-        self._stats = stats = _Stats(mounted.hierarchy)
         self._generation += 1
         shuffle = Shuffle(self._comm, mounted.hierarchy, plan, self._generation)
         end = len(data) if not self.drop_last else cursor.position + plan.steps * global_batch

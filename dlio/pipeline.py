@@ -135,6 +135,9 @@ class Pipeline:
         Samples that could not be read or decoded are in its `failed`.
         """
         while len(self._under_way) < self._work.ahead and self._next_step < self._steps.stop:
+            # With batches under way, the next window may wait for one of them to be taken.
+            if self._under_way and not self._shuffle.planned(self._next_step):
+                break
             self._shuffle.attach(self._next_step, self._listen, self._work.timeout_s)
             self._next_step += 1
         if not self._under_way:

@@ -118,6 +118,11 @@ class Shuffle:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def planned(self, number: int) -> bool:
+        """Whether `attach` would not have to wait for step `number`."""
+        with self._condition:
+            return number in self._steps
+
     def attach(
         self, number: int, listen: Callable[[Step], Callable[[list[int]], None]], timeout_s: float
     ) -> None:

@@ -1,1 +1,11 @@
-"""The benchmark suite: `dlio bench`."""
+"""The benchmark suite: `dlio bench`. Every figure is measured beside what it is compared with."""
+
+import typer
+
+from dlio_bench import loader
+
+command = typer.Typer(
+    help="Measure, side by side in one run, with medians and spread.", no_args_is_help=True
+)
+command.command("loader")(loader.command)
+command.callback()(lambda: None)

@@ -10,6 +10,7 @@ import fcntl
 import os
 import subprocess
 import sys
+from contextlib import suppress
 
 from dlio.storage.folders import locked, remove_if_unheld
 
@@ -20,7 +21,8 @@ def start_reaper(user_folder: str, name: str) -> None:
     """Watch the folder `name` below this user's folder in shared memory, from a process of its
     own session that holds nothing of this one's open."""
     package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    try:
+    # Without it, the next start sweeps.
+    with suppress(OSError, subprocess.TimeoutExpired):
         subprocess.run(
             [sys.executable, "-m", "dlio.storage.reaper", user_folder, name],
             env={**os.environ, "PYTHONPATH": package},
@@ -31,8 +33,6 @@ def start_reaper(user_folder: str, name: str) -> None:
             timeout=_START_TIMEOUT_S,
             check=False,
         )
-    except (OSError, subprocess.TimeoutExpired):
-        pass  # Without it, the next start sweeps.
 
 
 def main(user_folder: str, name: str) -> None:

@@ -116,6 +116,7 @@ class RunReport:
 
     def print(self) -> None:
         """A table of the epochs and what it means, on standard output."""
+        from rich.box import SIMPLE_HEAD
         from rich.console import Console
         from rich.table import Table
 
@@ -126,13 +127,15 @@ class RunReport:
             f"{format_bytes(data_bytes)}; {self.ranks} rank(s) on {self.nodes} node(s), "
             f"{self.config.exchange}, shuffle {self.config.shuffle}",
             title_justify="left",
-            caption="source, peer, ram, disk: where samples were read from, as a share of the data",
+            caption="train, held out: accuracy. source, peer, ram, disk: share of the data read\n"
+            "from there (what fills a tier is read from the source, and then from the tier)",
+            box=SIMPLE_HEAD,
             caption_justify="left",
         )
-        for heading in ("epoch", "loss", "accuracy", "held out", "samples/s", "stalled"):
-            table.add_column(heading, justify="right")
+        for heading in ("epoch", "loss", "train", "held out", "samples/s", "stalled"):
+            table.add_column(heading, justify="right", no_wrap=True)
         for place in PLACES:
-            table.add_column(place, justify="right")
+            table.add_column(place, justify="right", no_wrap=True)
         for epoch in self.epochs:
             table.add_row(
                 str(epoch.epoch + 1),

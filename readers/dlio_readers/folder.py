@@ -133,10 +133,8 @@ class FolderReader:
 
     def _forget(self) -> None:
         if self._cache is not None:
-            try:
+            with contextlib.suppress(OSError):  # It is gone, or cannot be written anyway.
                 os.unlink(self._cache)
-            except OSError:
-                pass  # It is gone, or cannot be written anyway.
 
 
 def _list(source: Source, cache: str | None) -> _Index:

@@ -1,0 +1,62 @@
+"""What a figure was measured on, and how figures are told."""
+
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+
+def describe_machine(packages: Sequence[str]) -> dict[str, Any]:
+    """Processor, memory, versions and, in a checkout, the commit."""
+    return {
+        "processor": _field("/proc/cpuinfo", "model name") or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory": _field("/proc/meminfo", "MemTotal"),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in packages},
+        "commit": _commit(),
+    }
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, minimum and maximum."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def ratio(values: Sequence[float], to: Sequence[float]) -> dict[str, float]:
+    """Of paired repeats: the median of their ratios, and the least and largest."""
+    return spread([value / other for value, other in zip(values, to, strict=True)])
+
+
+def _field(path: str, name: str) -> str | None:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            rows = [line.split(":", 1) for line in file if line.startswith(name)]
+    except OSError:
+        return None
+    return rows[0][1].strip() if rows else None
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", os.path.dirname(__file__), "describe", "--always", "--dirty"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,67 @@
+"""Parameters in buckets, and means over ranks."""
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from dlio.comm.single import SingleCommunicator
+from dlio.train.exchange.buckets import (
+    BUCKET_BYTES,
+    Bucket,
+    averaged_state,
+    consensus_distance,
+    in_buckets,
+)
+
+
+@given(st.lists(st.tuples(st.integers(0, 400_000), st.booleans()), max_size=30))
+def test_buckets_hold_each_trainable_parameter_once_last_first(
+    sizes: list[tuple[int, bool]],
+) -> None:
+    model = nn.ParameterList(
+        # Memory that is never touched costs nothing.
+        [nn.Parameter(torch.empty(size), requires_grad=trained) for size, trained in sizes]
+    )
+    buckets = in_buckets(model)
+    flat = [parameter for bucket in buckets for parameter in bucket]
+    expected = [parameter for parameter in model if parameter.requires_grad]
+    assert [id(p) for p in flat] == [id(p) for p in reversed(expected)]
+    for bucket in buckets:
+        assert bucket
+        # Full, but not before its last parameter.
+        assert sum(4 * parameter.numel() for parameter in bucket[:-1]) < BUCKET_BYTES
+    for bucket in buckets[:-1]:
+        assert sum(4 * parameter.numel() for parameter in bucket) >= BUCKET_BYTES
+
+
+def test_views_array_and_bytes_are_one_memory() -> None:
+    parameters = [
+        nn.Parameter(torch.empty(2, 3)),
+        nn.Parameter(torch.empty(())),
+        nn.Parameter(torch.empty(4, dtype=torch.bfloat16)),
+    ]
+    bucket = Bucket(parameters, extra=1)
+    for number, view in enumerate(bucket.views):
+        view.fill_(number + 1)
+    bucket.flat[-1] = 9
+    assert bucket.array.dtype == np.float32
+    assert bucket.array.tolist() == [1] * 6 + [2] + [3] * 4 + [9]
+    assert bucket.bytes.nbytes == 4 * 12
+    bucket.bytes[:] = 0
+    assert not bucket.flat.any()
+    assert [view.shape for view in bucket.views] == [p.shape for p in parameters]
+
+
+def test_a_model_alone_is_its_own_mean_and_the_mean_is_a_copy() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)).to(
+        memory_format=torch.channels_last  # type: ignore[call-overload]
+    )
+    comm = SingleCommunicator()
+    mean = averaged_state(model, comm)
+    assert consensus_distance(model, mean, comm) == 0
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(mean[name], tensor)
+        mean[name].fill_(7)
+        assert not (tensor == 7).any()

@@ -1,0 +1,116 @@
+"""One body of checks of the exchanges, on real ranks."""
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from dlio.comm import Request
+from dlio.comm.single import SingleCommunicator
+from dlio.errors import UsageError
+from dlio.train.exchange import NAMES, make_exchange
+from dlio.train.exchange.allreduce import Allreduce
+from dlio.train.exchange.buckets import BUCKET_BYTES
+
+MpiRun = Callable[..., subprocess.CompletedProcess[str]]
+BODY = Path(__file__).with_name("exchange_checks.py")
+GOSSIP = ("gossip", "gossip_trains")
+BOTH = ("mean", "half", *GOSSIP)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("ranks", "checks"),
+    [
+        (1, ("allreduce", "mean", "skipped", "half")),
+        (2, ("allreduce", "skipped", *BOTH)),
+        (3, ("allreduce", "skipped", *BOTH)),
+        (4, GOSSIP),
+    ],
+)
+def test_ranks_keep_the_promises(mpirun: MpiRun, ranks: int, checks: tuple[str, ...]) -> None:
+    done = mpirun(ranks, "-W", "error", str(BODY), *checks)
+    assert done.returncode == 0, done.stderr
+    for check in checks:
+        assert done.stdout.splitlines().count(f"kept {check}") == ranks
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_process_neither_copies_nor_communicates(name: str) -> None:
+    model = nn.Linear(3, 2)
+    exchange = make_exchange(name, model, SingleCommunicator(), seed=0)
+    exchange.before_backward(1, 1)
+    model(torch.ones(1, 3)).sum().backward()
+    gradient = model.weight.grad
+    assert gradient is not None
+    before = gradient.data_ptr(), gradient.clone()
+    exchange.before_step()
+    exchange.after_step()
+    exchange.finish()
+    assert model.weight.grad is gradient
+    assert gradient.data_ptr() == before[0]
+    assert torch.equal(gradient, before[1])
+    assert exchange.statistics() == {"wait_s": 0, "messages": 0, "bytes": 0}
+    exchange.close()
+
+
+def test_an_unknown_exchange_names_the_known_ones() -> None:
+    with pytest.raises(UsageError, match="allreduce, gossip"):
+        make_exchange("telepathy", nn.Linear(1, 1), SingleCommunicator(), seed=0)
+
+
+class _Counting(SingleCommunicator):
+    """Two ranks, of which the other one has nothing but zeros."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.started: list[int] = []
+
+    def iallreduce(self, array: object) -> Request:
+        self.started.append(len(array))  # type: ignore[arg-type]
+        return super().iallreduce(array)  # type: ignore[arg-type]
+
+
+def _two_buckets() -> nn.Sequential:
+    side = int((BUCKET_BYTES / 4) ** 0.5)
+    return nn.Sequential(nn.Linear(4, side), nn.Linear(side, side), nn.Linear(side, 1))
+
+
+def test_reductions_start_while_backward_goes_on() -> None:
+    model, comm = _two_buckets(), _Counting()
+    exchange = Allreduce(model, comm)
+    started_at_first_layer: list[int] = []
+    model[0].weight.register_hook(lambda _: started_at_first_layer.append(len(comm.started)))
+    exchange.before_backward(1, 2)
+    model(torch.ones(1, 4)).sum().backward()
+    assert started_at_first_layer == [1]
+    assert len(comm.started) == 2
+    exchange.before_step()
+    assert len(comm.started) == 2
+    exchange.close()
+
+
+def test_reductions_start_in_the_same_order_with_and_without_samples() -> None:
+    orders = []
+    for samples in (0, 1):
+        model, comm = _two_buckets(), _Counting()
+        exchange = Allreduce(model, comm)
+        exchange.before_backward(samples, 1)
+        if samples:
+            model(torch.ones(1, 4)).sum().backward()
+        exchange.before_step()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        orders.append(comm.started)
+        exchange.close()
+    assert orders[0] == orders[1]
+
+
+def test_closing_removes_the_hooks() -> None:
+    model, comm = _two_buckets(), _Counting()
+    Allreduce(model, comm).close()
+    model(torch.ones(1, 4)).sum().backward()
+    assert comm.started == []

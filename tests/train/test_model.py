@@ -1,0 +1,44 @@
+"""The models of --model."""
+
+import pytest
+import torch
+from torch import nn
+
+from dlio.errors import UsageError
+from dlio.train.model import MODELS, make_model
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("image_size", [64, 96, 224])
+def test_a_model_is_small_and_every_weight_learns(name: str, image_size: int) -> None:
+    model = make_model(name, 7, image_size).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    images = torch.rand(2, 3, image_size, image_size).to(memory_format=torch.channels_last)
+    logits = model(images)
+    assert logits.shape == (2, 7)
+    nn.functional.cross_entropy(logits, torch.tensor([0, 6])).backward()  # type: ignore[no-untyped-call]
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert 0.5e6 < sum(parameter.numel() for parameter in model.parameters()) < 3e6
+
+
+def test_a_model_learns_a_batch_by_heart() -> None:
+    torch.manual_seed(0)
+    model = make_model("resnet", 4, 32)
+    images, labels = torch.randn(16, 3, 32, 32), torch.arange(16) % 4
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(15):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(images), labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    assert float(loss.detach()) < 0.1
+
+
+def test_a_residual_block_begins_as_its_shortcut() -> None:
+    model = make_model("resnet", 2, 64)
+    for block in model.get_submodule("stages").children():
+        assert not block.get_parameter("norm2.weight").any()
+
+
+def test_an_unknown_model_names_the_known_ones() -> None:
+    with pytest.raises(UsageError, match="resnet"):
+        make_model("vgg", 2, 64)
