@@ -21,6 +21,7 @@ def command(
         str, typer.Option(help="Where the pictures, the disk tier and the report go.")
     ] = _FOLDER,
     report: Annotated[str | None, typer.Option(help="JSON report; FOLDER/report.json.")] = None,
+    draw_only: Annotated[bool, typer.Option(help="Draw the pictures and stop.")] = False,
 ) -> None:
     """Train on a small data set with 2 ranks, a RAM tier, a disk tier, and a shuffle between two
     pretended nodes; under three minutes on two cores."""
@@ -30,6 +31,9 @@ def command(
     if data is None:
         source = os.path.join(folder, "pictures")
         _draw(source)
+        if draw_only:
+            typer.echo(f"{source} holds the pictures")
+            return
     else:
         source = data
     source, val = find_parts(source, None)

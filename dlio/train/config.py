@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from dlio.errors import UsageError
 from dlio.schedule import Mode
 
+MIN_IMAGE_SIZE = 32
+
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
@@ -33,10 +35,17 @@ class TrainConfig:
     save: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "image_size"):
+        for name in ("epochs", "batch_size", "workers"):
             if getattr(self, name) < 1:
                 option = name.replace("_", "-")
                 raise UsageError(f"--{option} {getattr(self, name)}: give at least 1")
+        if self.image_size < MIN_IMAGE_SIZE:
+            raise UsageError(
+                f"--image-size {self.image_size}: give at least {MIN_IMAGE_SIZE} pixels, or too "
+                "little is left after the model's strides"
+            )
+        if not 0 <= self.seed < 2**64:
+            raise UsageError(f"--seed {self.seed}: give a number from 0 to 2^64 - 1")
         if self.lr is not None and not self.lr > 0:
             raise UsageError(f"--lr {self.lr}: give a number above 0")
 

@@ -1,5 +1,6 @@
 """Files that a run writes: whole, or not at all."""
 
+import contextlib
 import json
 import os
 from collections.abc import Callable
@@ -30,7 +31,7 @@ def write_whole(path: str, write: Callable[[IO[bytes]], object]) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}") from error
+        raise _unwritable(path, error) from error
     finally:
         if os.path.exists(temporary):
             os.unlink(temporary)
@@ -55,7 +56,9 @@ class Trace:
 
     def __exit__(self, *_: object) -> None:
         if self._file is not None:
-            self._file.close()
+            # What a full disk did not take is reported where it was written, not here.
+            with contextlib.suppress(OSError):
+                self._file.close()
             if os.path.exists(self._temporary):
                 os.unlink(self._temporary)
 
@@ -70,10 +73,22 @@ class Trace:
         if self._file is not None:
             rows = [row for lines in everyone for row in lines]
             rows.sort(key=lambda row: (row["epoch"], row["step"], row["rank"]))
-            self._file.writelines(json.dumps(row) + "\n" for row in rows)
+            try:
+                self._file.writelines(json.dumps(row) + "\n" for row in rows)
+                self._file.flush()
+            except OSError as error:
+                raise _unwritable(self._path, error) from error
 
     def finish(self) -> None:
         if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            os.replace(self._temporary, self._path)
+            try:
+                os.fsync(self._file.fileno())
+                os.replace(self._temporary, self._path)
+            except OSError as error:
+                raise _unwritable(self._path, error) from error
+
+
+def _unwritable(path: str, error: OSError) -> UsageError:
+    return UsageError(
+        f"{path} cannot be written: {error.strerror}; free some space there, or name another file"
+    )

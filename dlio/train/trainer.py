@@ -134,9 +134,12 @@ class _Run:
             if trace is not None:
                 trace.step(epoch, step, loader.last_samples.tolist())
             planned = min(self._global_batch, len(loader.data) - step * self._global_batch)
+            if self._comm.size == 1:
+                planned = len(images)  # Skipped samples count nowhere; no exchange corrects it.
             sums += self._step(epoch * self.steps + step, images, labels, planned)
             progress.step(epoch, step, len(images), loader.stall_s)
         self.exchange.finish()
+        totals = sums.tolist()  # Waits for the device.
         seconds = time.perf_counter() - started
         stats = loader.stats()
         after = self.exchange.statistics()
@@ -145,7 +148,7 @@ class _Run:
         mean = averaged_state(self.model, self._comm)
         everyone = self._comm.allgather(
             {
-                "sums": sums.tolist(),
+                "sums": totals,
                 "seconds": seconds,
                 "stall_s": stats["stall_s"],
                 "first_batch_s": stats["first_batch_s"],
