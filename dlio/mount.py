@@ -87,7 +87,8 @@ def mount(
     """Open this node's tiers and agree with all ranks on every block's home. Collective.
 
     Args:
-        tiers: as on the command line; None takes DLIO_TIERS, or the default.
+        tiers: as on the command line; None takes DLIO_TIERS, or the default. Specifications,
+            as `spare_tiers` gives them, may be of tiers too small for a block: they stay empty.
 
     Raises UsageError, TierError or TierFull when a tier cannot be what it is asked to be.
     """
@@ -113,6 +114,8 @@ def mount(
             ],
             reader.fingerprint,
         )
+        if isinstance(tiers, str | None):
+            _check_size(specs, block_bytes)
         _check_room(opened, placement, block_bytes, nodes.here)
         pins = Pins(np.where(placement.home == nodes.here, placement.tier, -1).astype(np.int8))
         hierarchy = Hierarchy(reader, opened, pins, ranks=comm.size)
@@ -149,17 +152,21 @@ def _capacity(spec: TierSpec, fingerprint: str) -> int:
     return spec.capacity - others
 
 
+def _check_size(specs: Sequence[TierSpec], block_bytes: npt.NDArray[np.int64]) -> None:
+    smallest = int(block_bytes.min(initial=1 << 62))
+    for spec in specs:
+        if spec.capacity < smallest:
+            raise UsageError(
+                f"tier {spec} is too small for a single block of {format_bytes(smallest)}: give "
+                "it more capacity, or leave it out"
+            )
+
+
 def _check_room(
     tiers: Sequence[Tier], placement: Placement, block_bytes: npt.NDArray[np.int64], node: int
 ) -> None:
     """Find out now, not after an hour, that a tier cannot hold what it is to hold."""
-    smallest = int(block_bytes.min(initial=1 << 62))
     for number, tier in enumerate(tiers):
-        if tier.spec.capacity < smallest:
-            raise UsageError(
-                f"tier {tier.spec} is too small for a single block of "
-                f"{format_bytes(smallest)}: give it more capacity, or leave it out"
-            )
         pinned = np.flatnonzero((placement.home == node) & (placement.tier == number))
         here = tier.blocks()
         wanted = sum(int(block_bytes[block]) for block in pinned if int(block) not in here)

@@ -131,49 +131,53 @@ def watch_launcher() -> None:
     threading.Thread(target=watch, name="dlio-launcher-watch", daemon=True).start()
 
 
-def filter_banners(lines: Sequence[str], errors: set[str]) -> list[str]:
-    """The lines of one batch of standard error that are worth showing.
+class ErrorFilter:
+    """Sorts what ranks and mpirun write to standard error, line by line.
 
-    Args:
-        errors: the ranks' own error lines so far; each is shown once.
+    An error that several ranks report is shown once. Open MPI's banners about an aborted rank
+    are kept back; they are shown at the end, unless a rank has explained itself.
     """
-    shown = []
-    block: list[str] | None = None
-    for line in lines:
+
+    def __init__(self) -> None:
+        self._errors: set[str] = set()
+        self._block: list[str] | None = None
+        self._banners: list[str] = []
+
+    def feed(self, line: str) -> list[str]:
+        """The lines to show now that this one has come."""
         if line.startswith(_RULE):
-            if block is None:
-                block = [line]
-                continue
-            block.append(line)
-            if not (errors and any(words in row for row in block for words in _BANNERS)):
-                shown += block
-            block = None
-        elif block is not None:
-            block.append(line)
-        elif line.startswith(_ERROR):
-            if line not in errors:
-                errors.add(line)
-                shown.append(line)
-        else:
-            shown.append(line)
-    return shown + (block or [])
+            if self._block is None:
+                self._block = [line]
+                return []
+            block, self._block = [*self._block, line], None
+            if any(words in row for row in block for words in _BANNERS):
+                self._banners += block
+                return []
+            return block
+        if line.lstrip().startswith(_ERROR):
+            # Other ranks' words may come in the middle of a banner.
+            line = line.lstrip()
+            shown = [] if line in self._errors else [line]
+            self._errors.add(line)
+            return shown
+        if self._block is not None:
+            self._block.append(line)
+            return []
+        return [line]
+
+    def end(self) -> list[str]:
+        """The lines to show when nothing more comes."""
+        left = self._block or []
+        return left if self._errors else [*self._banners, *left]
 
 
 def _relay(stream: IO[str], to: IO[str]) -> None:
-    """Pass lines on; those of a block between rules wait for its end."""
-    errors: set[str] = set()
-    held: list[str] = []
+    sorter = ErrorFilter()
     for line in stream:
-        opens = line.startswith(_RULE)
-        if not held and not opens:
-            to.writelines(filter_banners([line], errors))
-        else:
-            held.append(line)
-            if opens and len(held) > 1:
-                to.writelines(filter_banners(held, errors))
-                held = []
-        to.flush()
-    to.writelines(filter_banners(held, errors))
+        if shown := sorter.feed(line):
+            to.writelines(shown)
+            to.flush()
+    to.writelines(sorter.end())
     to.flush()
 
 

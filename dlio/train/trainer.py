@@ -1,6 +1,7 @@
 """The trainer: loader -> model -> exchange -> optimizer, on every rank alike."""
 
 import copy
+import io
 import math
 import os
 import time
@@ -85,7 +86,10 @@ def train(config: TrainConfig) -> RunReport:
         if config.save is not None:
             state = averaged_state(run.model, comm)
             if comm.rank == 0:
-                write_whole(config.save, lambda file: torch.save(state, file))
+                # By way of memory: torch's own writer hides that a disk is full.
+                packed = io.BytesIO()
+                torch.save(state, packed)
+                write_whole(config.save, lambda file: file.write(packed.getbuffer()))
         if config.report is not None and comm.rank == 0:
             text = report.to_json().encode()
             write_whole(config.report, lambda file: file.write(text))
