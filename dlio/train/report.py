@@ -130,9 +130,11 @@ class RunReport:
             caption="train, held out: accuracy. source, peer, ram, disk: share of the data read\n"
             "from there (what fills a tier is read from the source, and then from the tier)",
             box=SIMPLE_HEAD,
+            padding=(0, 1),
+            pad_edge=False,
             caption_justify="left",
         )
-        for heading in ("epoch", "loss", "train", "held out", "samples/s", "stalled"):
+        for heading in ("epoch", "loss", "train", "held out", "samples/s", "stall"):
             table.add_column(heading, justify="right", no_wrap=True)
         for place in PLACES:
             table.add_column(place, justify="right", no_wrap=True)
@@ -144,7 +146,7 @@ class RunReport:
                 _percent(epoch.val_accuracy),
                 f"{epoch.samples_per_s:,.0f}",
                 _percent(epoch.stall_fraction),
-                *(_percent(epoch.bytes[place] / data_bytes or None) for place in PLACES),
+                *(_share(epoch.bytes[place], data_bytes) for place in PLACES),
             )
         console.print(table)
         for sentence in self.sentences():
@@ -153,6 +155,7 @@ class RunReport:
     def sentences(self) -> list[str]:
         """What the figures say, in words."""
         first, last, data_bytes = self.epochs[0], self.epochs[-1], self.dataset["bytes"]
+        kept = first.bytes["disk"] > 0 and first.bytes["source"] < 0.95 * data_bytes
         said = [f"The source was read {first.bytes['source'] / data_bytes:.2f} times in epoch 1"]
         later = [epoch.bytes["source"] for epoch in self.epochs[1:]]
         if later and not max(later):
@@ -162,6 +165,8 @@ class RunReport:
             said[0] += f" and {share:.2f} times in each later one: what the tiers cannot hold."
         else:
             said[0] += "."
+        if kept:
+            said.append("A disk tier still held blocks of an earlier run, or was staged.")
         if self.nodes > 1:
             moved = last.bytes["peer"] / data_bytes
             said.append(
@@ -191,3 +196,7 @@ def _mean(values: list[float]) -> float:
 
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
+
+
+def _share(count: int, of: int) -> str:
+    return f"{count / of:.0%}" if count else "-"

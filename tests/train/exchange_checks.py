@@ -59,8 +59,9 @@ def check_allreduce(comm: Communicator) -> None:
     checksums = comm.allgather([float(p.detach().double().sum()) for p in net.parameters()])
     assert all(each == checksums[0] for each in checksums)
     counted = exchange.statistics()
-    assert counted["messages"] == 6 * 3
-    assert counted["bytes"] == 6 * 4 * (1 + sum(p.numel() for p in _trainable(net)))
+    if comm.size > 1:
+        assert counted["messages"] == 6 * 3
+        assert counted["bytes"] == 6 * 4 * (1 + sum(p.numel() for p in _trainable(net)))
     exchange.close()
 
 

@@ -53,12 +53,10 @@ def test_a_full_disk_is_named_and_nothing_is_left(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("full_disk")
 def test_a_trace_on_a_full_disk_is_named_and_nothing_is_left(tmp_path: Path) -> None:
     path = str(tmp_path / "trace.jsonl")
-    with (
-        pytest.raises(UsageError, match=r"trace\.jsonl cannot be written"),
-        Trace(path, SingleCommunicator()) as trace,
-    ):
+    with Trace(path, SingleCommunicator()) as trace:
         trace.step(0, 0, list(range(1000)))
-        trace.end_epoch()
+        with pytest.raises(UsageError, match=r"trace\.jsonl cannot be written"):
+            trace.end_epoch()
     assert not list(tmp_path.iterdir())
 
 
@@ -80,11 +78,10 @@ def test_a_trace_appears_when_it_is_finished_with_empty_steps_too(tmp_path: Path
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_run_that_fails_leaves_no_trace(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), Trace(str(tmp_path / "t"), SingleCommunicator()) as trace:
+def test_a_run_that_ends_early_leaves_no_trace(tmp_path: Path) -> None:
+    with Trace(str(tmp_path / "t"), SingleCommunicator()) as trace:
         trace.step(0, 0, [1])
         trace.end_epoch()
-        raise KeyError("later")
     assert not list(tmp_path.iterdir())
 
 

@@ -1,0 +1,232 @@
+"""`dlio train`, as a user types it."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dlio.cli.train import find_parts, to_options
+from dlio.errors import UsageError
+from dlio.train.config import TrainConfig
+from dlio.train.model import make_model
+
+MpiRun = Callable[..., subprocess.CompletedProcess[str]]
+SAMPLES, HELD_OUT, CLASSES = 101, 23, 4
+
+
+@pytest.fixture
+def dlio(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run `dlio ARGS...` in a process of its own, in an empty folder."""
+    root = Path(__file__).resolve().parents[2]
+    paths = [str(root), *(str(root / room) for room in ("readers", "staging", "bench"))]
+
+    def run(*args: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "dlio.cli", *args],
+            cwd=tmp_path,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(paths),
+                "DLIO_CACHE": str(tmp_path / "cache"),
+                "DLIO_TIMEOUT": "60",
+            },
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    return run
+
+
+def _consumed(trace: Path, epoch: int) -> Counter[int]:
+    rows = [json.loads(line) for line in trace.read_text().splitlines()]
+    return Counter(s for row in rows if row["epoch"] == epoch for s in row["samples"])
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("exchange", ["allreduce", "gossip"])
+def test_two_ranks_train_on_every_sample_once(
+    dlio: Callable[..., subprocess.CompletedProcess[str]],
+    pictures: Path,
+    tmp_path: Path,
+    exchange: str,
+) -> None:
+    files = ("--report", "r.json", "--trace", "t.jsonl", "--save", "w.pt")
+    # The last global batch holds one sample: a rank has none.
+    shape = ("--epochs", "2", "--batch-size", "10", "--image-size", "32", "--pretend-nodes", "2")
+    tiers = ("--tiers", f"{tmp_path}:100MiB")
+    done = dlio("train", str(pictures), "-n", "2", "--exchange", exchange, *files, *shape, *tiers)
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    assert "Held-out accuracy is" in done.stdout
+
+    report = json.loads((tmp_path / "r.json").read_text())
+    stored = sum(file.stat().st_size for file in (pictures / "train").rglob("*.jpg"))
+    assert report["dataset"]["samples"] == SAMPLES
+    assert (report["ranks"], report["nodes"]) == (2, 2)
+    first, second = report["epochs"]
+    for epoch in (first, second):
+        assert epoch["samples"] == SAMPLES
+        assert 0 <= epoch["val_accuracy"] <= 1
+        assert 0 <= epoch["stall_fraction"] <= 1
+        assert epoch["skipped"] == []
+        assert (epoch["consensus_distance"] > 0) == (exchange == "gossip")
+    assert 0.98 * stored < first["bytes"]["source"] <= 1.02 * report["dataset"]["bytes"]
+    assert second["bytes"]["source"] == 0
+    assert sum(second["bytes"].values()) == report["dataset"]["bytes"]
+
+    for number in (0, 1):
+        assert _consumed(tmp_path / "t.jsonl", number) == Counter(range(SAMPLES))
+    rows = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 * 2 * 6
+    assert sorted(len(row["samples"]) for row in rows if row["step"] == 5) == [0, 0, 1, 1]
+
+    state = torch.load(tmp_path / "w.pt", weights_only=True)
+    make_model("resnet", CLASSES, 32).load_state_dict(state)
+    assert all(tensor.isfinite().all() for tensor in state.values())
+    left = {path.name for path in tmp_path.iterdir()} - {"r.json", "t.jsonl", "w.pt", "cache"}
+    assert not [name for name in left if ".tmp" in name]
+
+
+def test_a_picture_that_is_cut_off_stops_or_is_skipped(
+    dlio: Callable[..., subprocess.CompletedProcess[str]], pictures: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(pictures / "train", tmp_path / "mine")
+    damaged = sorted((tmp_path / "mine").rglob("*.jpg"))[7]
+    damaged.write_bytes(damaged.read_bytes()[:2000])
+    args = ("train", "mine", "--epochs", "1", "--image-size", "32", "--report", "r.json")
+    stopped = dlio(*args)
+    assert stopped.returncode == 2
+    (line,) = stopped.stderr.splitlines()
+    assert line.startswith("dlio: error:")
+    assert damaged.name in line
+    assert not (tmp_path / "r.json").exists()
+
+    went_on = dlio(*args, "--on-error", "skip", "--trace", "t.jsonl")
+    assert went_on.returncode == 0, went_on.stderr
+    (epoch,) = json.loads((tmp_path / "r.json").read_text())["epochs"]
+    assert epoch["samples"] == SAMPLES - 1
+    assert [Path(name).name for name in epoch["skipped"]] == [damaged.name]
+    assert damaged.name in went_on.stdout
+    assert len(_consumed(tmp_path / "t.jsonl", 0)) == SAMPLES - 1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--val", "nowhere"], "nowhere"),
+        (["--pretend-nodes", "3"], "--pretend-nodes 3"),
+        (["--report", "nowhere/r.json"], "there is no folder"),
+        (["--tiers", "ram"], "ram"),
+        (["--model", "vgg"], "resnet"),
+        (["--image-size", "8"], "at least 32"),
+    ],
+)
+def test_mistakes_are_found_before_ranks_are_started(
+    pictures: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], said: str
+) -> None:
+    from typer.testing import CliRunner
+
+    import dlio.comm.launch
+    from dlio.cli import make_app
+
+    def never(*_: object) -> int:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(dlio.comm.launch, "run_ranks", never)
+    done = CliRunner().invoke(make_app(), ["train", str(pictures / "train"), "-n", "2", *options])
+    assert isinstance(done.exception, UsageError | OSError)
+    assert said in str(done.exception)
+
+
+def test_a_folder_of_train_and_val_stands_for_the_two(tmp_path: Path) -> None:
+    for name in ("train", "test", "val"):
+        (tmp_path / name).mkdir()
+    path = str(tmp_path)
+    assert find_parts(path, None) == (f"{path}/train", f"{path}/val")
+    assert find_parts(path, "mine") == (f"{path}/train", "mine")
+    (tmp_path / "cats").mkdir()
+    # Now it is a data set of four classes.
+    assert find_parts(path, None) == (path, None)
+    assert find_parts("memory://x", None) == ("memory://x", None)
+
+
+def test_ranks_are_started_with_the_options_that_were_given() -> None:
+    config = TrainConfig(
+        source="pictures",
+        val="held out",
+        epochs=5,
+        batch_size=7,
+        image_size=96,
+        exchange="gossip",
+        shuffle="global",
+        pretend_nodes=2,
+        tiers="ram:1MiB",
+        seed=2**63,
+        lr=0.05,
+        workers=3,
+        on_error="skip",
+        device="cpu",
+        report="r",
+        trace="t",
+        save="s",
+    )
+    assert _parsed(to_options(config)) == config
+    assert _parsed(to_options(TrainConfig("pictures"))) == TrainConfig("pictures")
+
+
+def _parsed(options: list[str]) -> TrainConfig:
+    """What a rank makes of its command line."""
+    import typer
+    from typer.testing import CliRunner
+
+    from dlio.cli import train
+
+    seen: list[TrainConfig] = []
+    app = typer.Typer()
+    app.command()(train.command)
+    patch = pytest.MonkeyPatch()
+    patch.setattr(train, "run", lambda config, ranks: seen.append(config))
+    try:
+        done = CliRunner().invoke(app, options)
+    finally:
+        patch.undo()
+    assert done.exit_code == 0, done.output
+    return seen[0]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"epochs": 0},
+        {"batch_size": 0},
+        {"workers": 0},
+        {"image_size": 31},
+        {"seed": -1},
+        {"seed": 2**64},
+        {"lr": 0.0},
+        {"lr": float("nan")},
+    ],
+)
+def test_a_configuration_that_cannot_work_names_its_option(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    assert name in {field.name for field in fields(TrainConfig)}
+    with pytest.raises(UsageError, match=f"--{name.replace('_', '-')} "):
+        TrainConfig("pictures", **wrong)
+
+
+def test_the_default_rate_grows_with_the_global_batch() -> None:
+    config = TrainConfig("pictures", batch_size=32)
+    assert config.peak_lr(2) == pytest.approx(0.1)
+    assert config.peak_lr(1) < config.peak_lr(2) < config.peak_lr(8)
+    assert TrainConfig("pictures", lr=0.3).peak_lr(8) == 0.3
