@@ -14,6 +14,16 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="session")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three class folders of four drawn pictures each."""
+    from dlio.demo import draw_dataset
+
+    folder = tmp_path_factory.mktemp("drawn") / "pictures"
+    draw_dataset(str(folder), images=12, validation=3, classes=3)
+    return folder / "train"
+
+
+@pytest.fixture(scope="session")
 def real_images() -> Path:
     """The folder with the real-image archives; skips where it is not there."""
     folder = Path(os.environ.get("DLIO_TEST_DATA", ROOT.parent / "shared" / "data"))

@@ -130,7 +130,7 @@ class RunReport:
             caption="train, held out: accuracy. source, peer, ram, disk: share of the data read\n"
             "from there (what fills a tier is read from the source, and then from the tier)",
             box=SIMPLE_HEAD,
-            padding=(0, 1),
+            padding=0,  # Ten columns fit in the 80 characters of a pipe.
             pad_edge=False,
             caption_justify="left",
         )

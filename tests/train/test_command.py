@@ -20,7 +20,7 @@ from dlio.train.config import TrainConfig
 from dlio.train.model import make_model
 
 MpiRun = Callable[..., subprocess.CompletedProcess[str]]
-SAMPLES, HELD_OUT, CLASSES = 101, 23, 4
+SAMPLES, CLASSES = 101, 4
 
 
 @pytest.fixture
@@ -80,7 +80,8 @@ def test_two_ranks_train_on_every_sample_once(
         assert 0 <= epoch["val_accuracy"] <= 1
         assert 0 <= epoch["stall_fraction"] <= 1
         assert epoch["skipped"] == []
-        assert (epoch["consensus_distance"] > 0) == (exchange == "gossip")
+        # Two ranks that gossip are at their mean after every step, up to rounding.
+        assert epoch["consensus_distance"] < 1e-6
     assert 0.98 * stored < first["bytes"]["source"] <= 1.02 * report["dataset"]["bytes"]
     assert second["bytes"]["source"] == 0
     assert sum(second["bytes"].values()) == report["dataset"]["bytes"]

@@ -1,0 +1,169 @@
+"""Class folders are read in torchvision's order, listed once, and never silently wrong."""
+
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dlio.errors import SourceError
+from dlio.reader import Reader, open_reader
+from dlio_readers.folder import FolderReader
+
+OLD = time.time() - 3600
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DLIO_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    files = ["b/2.JPG", "b/10.png", "a/x/1.jpeg", "a/0.jpg", "a/x.webp", "C/1.jpg", "a/notes.txt"]
+    return _make(tmp_path / "data", files)
+
+
+def _make(root: Path, files: list[str]) -> Path:
+    for k, name in enumerate(files):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(bytes([k % 256]) * (10 + k))
+    _age(root)
+    return root
+
+
+def _age(root: Path) -> None:
+    """Folders that changed a moment ago are not cached: make them old."""
+    for path, _, _ in os.walk(root):
+        os.utime(path, (OLD, OLD))
+
+
+def _names(reader: Reader) -> list[str]:
+    return [reader.name(sample) for sample in range(len(reader))]
+
+
+def _image_folder(root: Path) -> tuple[list[str], list[int]]:
+    """What torchvision.datasets.ImageFolder does (folder.py, make_dataset)."""
+    extensions = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+    classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
+    samples, labels = [], []
+    for label, name in enumerate(classes):
+        for path, _, files in sorted(os.walk(root / name, followlinks=True)):
+            for file in sorted(files):
+                if file.lower().endswith(extensions):
+                    samples.append(os.path.relpath(os.path.join(path, file), root))
+                    labels.append(label)
+    return samples, labels
+
+
+def test_samples_come_in_image_folders_order(folder: Path) -> None:
+    _make(folder, ["a/x-1/5.jpg", "a/x0/6.jpg", "a/x/y/7.jpg"])
+    reader = open_reader(str(folder))
+    names, labels = _image_folder(folder)
+    assert _names(reader) == names
+    assert reader.labels.tolist() == labels
+    assert reader.classes == ["C", "a", "b"]
+
+
+def test_payloads_are_the_files_with_their_labels(folder: Path) -> None:
+    reader = open_reader(str(folder))
+    for sample, payload in enumerate(reader.read(np.arange(len(reader)))):
+        values = reader.schema.split(payload)
+        image = values["image"]
+        assert isinstance(image, memoryview)
+        assert bytes(image) == (folder / reader.name(sample)).read_bytes()
+        assert values["label"] == reader.labels[sample]
+        assert len(payload) == reader.sizes[sample]
+
+
+def test_a_listing_is_used_again_until_a_folder_changes(folder: Path, cache: Path) -> None:
+    first = open_reader(str(folder))
+    (kept,) = cache.iterdir()
+    when = kept.stat().st_mtime_ns
+    assert open_reader(str(folder)).fingerprint == first.fingerprint
+    assert kept.stat().st_mtime_ns == when
+    (folder / "a" / "x" / "9.jpg").write_bytes(b"more")
+    changed = open_reader(str(folder))
+    assert "a/x/9.jpg" in _names(changed)
+    assert changed.fingerprint != first.fingerprint
+
+
+@pytest.mark.parametrize("damage", [b"", b"no zip", None])
+def test_a_damaged_cache_is_made_anew(folder: Path, cache: Path, damage: bytes | None) -> None:
+    names = _names(open_reader(str(folder)))
+    (kept,) = cache.iterdir()
+    data = bytearray(kept.read_bytes())
+    data[len(data) // 2] ^= 255
+    kept.write_bytes(bytes(data) if damage is None else damage)
+    assert _names(open_reader(str(folder))) == names
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DLIO_CACHE", "/proc/nowhere")
+    assert len(open_reader(str(folder))) == 6
+
+
+@pytest.mark.parametrize("content", [b"short", b"longer than it was by far"])
+def test_a_file_that_changed_size_is_refused_and_listed_again(
+    folder: Path, content: bytes, cache: Path
+) -> None:
+    reader = open_reader(str(folder))
+    (folder / "C" / "1.jpg").write_bytes(content)
+    with pytest.raises(SourceError, match=r"C/1.jpg is no longer the 15 bytes.*run again"):
+        reader.read(np.array([0]))
+    assert list(cache.iterdir()) == []
+    assert open_reader(str(folder)).sizes[0] == len(content) + 8
+
+
+def test_a_file_that_vanished_is_named(folder: Path) -> None:
+    reader = open_reader(str(folder))
+    (folder / "C" / "1.jpg").unlink()
+    with pytest.raises(SourceError, match="C/1.jpg cannot be read: No such file"):
+        reader.read(np.array([0]))
+
+
+def test_what_is_no_data_set_is_said_to_be_none(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="no such file"):
+        open_reader(str(tmp_path / "nowhere"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SourceError, match="no class folders"):
+        open_reader(str(tmp_path / "empty"))
+    flat = _make(tmp_path / "flat", ["1.jpg", "2.jpg"])
+    with pytest.raises(SourceError, match="2 images and no class folders"):
+        open_reader(str(flat))
+    hollow = _make(tmp_path / "hollow", ["a/1.jpg", "b/readme.txt"])
+    with pytest.raises(SourceError, match="hollow/b is a class folder without images"):
+        open_reader(str(hollow))
+
+
+def test_blocks_mix_classes_and_are_even_in_bytes(tmp_path: Path) -> None:
+    files = [f"{label}/{k}.jpg" for label in "abcd" for k in range(100)]
+    root = _make(tmp_path / "data", files)
+    for k, name in enumerate(files):
+        (root / name).write_bytes(bytes(1500 + 7 * k))
+    layout = (reader := FolderReader(str(root))).layout
+    assert layout.blocks > 10
+    sizes = [reader.sizes[layout.samples_of(k)].sum() for k in range(layout.blocks)]
+    assert max(sizes) - min(sizes) <= 2 * reader.sizes.max()
+    mixed = [len(set(reader.labels[layout.samples_of(k)])) for k in range(layout.blocks)]
+    assert min(mixed) >= 2
+    seen = np.concatenate([layout.samples_of(k) for k in range(layout.blocks)])
+    assert np.array_equal(np.sort(seen), np.arange(400))
+
+
+def test_urls_of_fsspec_are_read_too() -> None:
+    import fsspec
+
+    files = fsspec.filesystem("memory")
+    for name in ("a/1.jpg", "b/2.jpg"):
+        with files.open(f"/pictures/{name}", "wb") as file:
+            file.write(name.encode())
+    reader = open_reader("memory://pictures")
+    assert _names(reader) == ["a/1.jpg", "b/2.jpg"]
+    image = reader.schema.split(reader.read(np.array([1]))[0])["image"]
+    assert isinstance(image, memoryview)
+    assert bytes(image) == b"b/2.jpg"

@@ -1,0 +1,207 @@
+"""The hierarchy reads from the fastest place, the source once, and never a wrong byte."""
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from dlio.errors import SourceError
+from dlio.order import Order
+from dlio.reader import Layout, cut_blocks
+from dlio.storage.fill import Filler, blocks_in_order
+from dlio.storage.hierarchy import Hierarchy, Pins
+from dlio.storage.schema import IMAGE_LABEL
+from dlio.storage.spec import TierSpec
+from dlio.storage.tier import Tier, user_folder
+
+N = 400
+
+
+class MemoryReader:
+    """A source in memory that counts how often each sample was read."""
+
+    format = "memory"
+    path = "memory"
+    schema = IMAGE_LABEL
+    classes = ("a",)
+    fingerprint = "ab" * 16
+
+    def __init__(self, size: int = 3000, broken: int | None = None) -> None:
+        self.payloads = [
+            IMAGE_LABEL.join({"image": os.urandom(size + k % 7), "label": k}) for k in range(N)
+        ]
+        self.labels = np.zeros(N, np.int64)
+        self.sizes = np.array([len(payload) for payload in self.payloads], np.int64)
+        self.layout: Layout = cut_blocks(self.sizes, Order(N, 1))
+        self.broken = broken
+        self.reads = np.zeros(N, np.int64)
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return N
+
+    def name(self, sample: int) -> str:
+        return f"sample{sample}"
+
+    def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
+        if self.broken is not None and self.broken in samples:
+            raise SourceError(f"{self.name(self.broken)} is broken")
+        with self._lock:
+            self.reads[samples] += 1
+        return [self.payloads[sample] for sample in samples]
+
+    def close(self) -> None:
+        pass
+
+
+Make = Callable[[MemoryReader], Hierarchy]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    """Hierarchies over two disk tiers, opened as if by different processes of a node."""
+    (tmp_path / "fast").mkdir()
+    (tmp_path / "slow").mkdir()
+
+    def hierarchy(reader: MemoryReader) -> Hierarchy:
+        tiers = [
+            Tier(TierSpec("disk", str(tmp_path / name), 1 << 30), user_folder(), "d", "n")
+            for name in ("fast", "slow")
+        ]
+        pinned = (np.arange(reader.layout.blocks) % 3 - 1).astype(np.int8)  # -1, 0, 1, -1 ...
+        return Hierarchy(reader, tiers, Pins(pinned))
+
+    return hierarchy
+
+
+def _read_all(hierarchy: Hierarchy) -> list[str]:
+    reader = hierarchy.reader
+    blocks, places = reader.layout.locate(np.arange(N, dtype=np.int64))
+    places_read = []
+    for sample in range(N):
+        payload, where = hierarchy.read(sample, int(blocks[sample]), int(places[sample]))
+        assert isinstance(reader, MemoryReader)
+        assert bytes(payload) == reader.payloads[sample]
+        places_read.append(where)
+    return places_read
+
+
+def test_pinned_blocks_are_read_once_and_the_rest_each_time(make: Make) -> None:
+    reader = MemoryReader()
+    with make(reader) as hierarchy:
+        _read_all(hierarchy)
+        first = hierarchy.counters.bytes["source"]
+        assert first <= 1.005 * reader.sizes.sum() + reader.sizes.max()
+        assert (
+            _read_all(hierarchy).count("disk")
+            == (hierarchy.pins.tier[reader.layout.block_of(np.arange(N))] >= 0).sum()
+        )
+        pinned = hierarchy.pins.tier[reader.layout.block_of(np.arange(N))] >= 0
+        assert (reader.reads[~pinned] == 2).all()
+        assert hierarchy.counters.bytes["source"] - first == reader.sizes[~pinned].sum()
+
+
+def test_processes_of_a_node_share_blocks_and_work(make: Make) -> None:
+    reader = MemoryReader()
+    with make(reader) as one, make(reader) as two:
+        for hierarchy in (one, two):
+            wanted = hierarchy.pins.tier >= 0
+            order = Order(N, 0)
+            hierarchy_filler = Filler(
+                hierarchy,
+                lambda wanted=wanted: blocks_in_order(reader.layout, order, wanted),  # type: ignore[misc]
+            )
+            if hierarchy is one:
+                first = hierarchy_filler
+        with first, hierarchy_filler:
+            assert first.join(30)
+            assert hierarchy_filler.join(30)
+        assert one.missing() == two.missing() == 0
+        assert reader.reads.max() == 1
+        read = [hierarchy.counters.bytes["source"] for hierarchy in (one, two)]
+        pinned = one.pins.tier[reader.layout.block_of(np.arange(N))] >= 0
+        assert sum(read) == reader.sizes[pinned].sum()
+
+
+def test_damage_in_a_tier_is_healed_from_the_source_and_counted(make: Make) -> None:
+    reader = MemoryReader()
+    with make(reader) as hierarchy:
+        _read_all(hierarchy)
+    damaged = 0
+    for tier in hierarchy.tiers:
+        for name in os.listdir(tier.path):
+            if name.endswith(".blk"):
+                file = Path(tier.path) / name
+                data = bytearray(file.read_bytes())
+                data[-1500] ^= 1
+                file.write_bytes(data)
+                damaged += 1
+    with make(reader) as hierarchy:
+        _read_all(hierarchy)  # Compares every byte.
+        assert hierarchy.counters.healed == damaged
+        assert "checksum" in hierarchy.notes()[0]
+
+
+def test_a_block_that_vanishes_is_read_from_the_source(make: Make) -> None:
+    with make(MemoryReader()) as hierarchy:
+        _read_all(hierarchy)
+        hierarchy.tiers[0].discard(1)
+        _read_all(hierarchy)
+
+
+def test_a_sample_that_cannot_be_read_spoils_no_other(make: Make) -> None:
+    reader = MemoryReader()
+    with make(reader) as hierarchy:
+        blocks, places = reader.layout.locate(np.arange(N, dtype=np.int64))
+        reader.broken = int(np.flatnonzero(hierarchy.pins.tier[blocks] == 0)[0])
+        for sample in range(N):
+            where = int(blocks[sample]), int(places[sample])
+            if sample == reader.broken:
+                with pytest.raises(SourceError, match=f"sample{sample} is broken"):
+                    hierarchy.read(sample, *where)
+            else:
+                assert bytes(hierarchy.read(sample, *where)[0]) == reader.payloads[sample]
+
+
+def test_a_tier_that_fills_up_degrades_to_the_source(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dlio.errors import TierFull
+
+    def full(*_: object) -> None:
+        raise TierFull("the disk is full")
+
+    monkeypatch.setattr(Tier, "publish", full)
+    with make(MemoryReader()) as hierarchy:
+        assert set(_read_all(hierarchy)) == {"source"}
+        assert len([note for note in hierarchy.notes() if "full" in note]) == 1
+
+
+def test_one_who_fills_too_long_is_not_waited_for(make: Make) -> None:
+    reader = MemoryReader()
+    with make(reader) as one, make(reader) as two:
+        two._fill_timeout_s = 0.1
+        block = int(np.flatnonzero(one.pins.tier == 0)[0])
+        assert one.tiers[0].claim(block)  # And then hangs.
+        two._impatience = 0
+        samples = reader.layout.samples_of(block)
+        payload, where = two.read(int(samples[0]), block, 0)
+        assert where == "source"
+        assert bytes(payload) == reader.payloads[samples[0]]
+        assert "slow or stopped" in two.notes()[0]
+        one.tiers[0].release(block)
+        assert two.fill(block)
+
+
+def test_blocks_come_in_the_order_of_their_first_use() -> None:
+    layout = MemoryReader().layout
+    order = Order(N, 9)
+    wanted = np.ones(layout.blocks, np.bool_)
+    wanted[3] = False
+    first_use = [order.positions(layout.samples_of(block)).min() for block in range(layout.blocks)]
+    got = list(blocks_in_order(layout, order, wanted))
+    assert got == [int(block) for block in np.argsort(first_use) if block != 3]

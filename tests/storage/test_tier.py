@@ -1,0 +1,190 @@
+"""A tier shows whole blocks only, stays private, and leaves nothing behind."""
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dlio.errors import CorruptBlock, TierError, TierFull
+from dlio.storage.block import encode_block
+from dlio.storage.schema import IMAGE_LABEL, Buffer
+from dlio.storage.spec import SHARED_MEMORY, TierSpec
+from dlio.storage.tier import Tier, sweep_shared_memory, tier_usage, user_folder
+
+FINGERPRINT = "00" * 16
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _pieces(block: int, size: int = 100) -> list[Buffer]:
+    payloads = [bytes([place]) * size for place in range(5)]
+    return encode_block(payloads, block=block, fingerprint=FINGERPRINT, schema=IMAGE_LABEL)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Tier]:
+    with Tier(TierSpec("disk", str(tmp_path), 1 << 20), user_folder(), "data", "node") as tier:
+        yield tier
+
+
+def test_a_published_block_is_read_by_another_process_of_the_node(disk: Tier) -> None:
+    disk.publish(3, _pieces(3))
+    with Tier(disk.spec, user_folder(), "data", "node") as other:
+        assert other.blocks() == {3}
+        assert bytes(other.read(3, 2)) == b"\2" * 100
+        with pytest.raises(FileNotFoundError):
+            other.read(4, 0)
+
+
+def test_folders_are_private_and_a_strangers_are_refused(disk: Tier, tmp_path: Path) -> None:
+    for folder, _, _ in os.walk(tmp_path / user_folder()):
+        assert os.stat(folder).st_mode & 0o077 == 0
+    (tmp_path / user_folder()).chmod(0o777)
+    with pytest.raises(TierError, match="yours alone"):
+        Tier(disk.spec, user_folder(), "data", "node")
+
+
+def test_a_link_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / user_folder()).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(TierError, match=user_folder()):
+        Tier(TierSpec("disk", str(tmp_path), 1), user_folder())
+
+
+def test_a_missing_root_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TierError, match="nowhere.*--tiers"):
+        Tier(TierSpec("disk", str(tmp_path / "nowhere"), 1), user_folder())
+
+
+def test_one_of_two_processes_fills_a_block(disk: Tier) -> None:
+    with Tier(disk.spec, user_folder(), "data", "node") as other:
+        assert disk.claim(5)
+        assert not disk.claim(5)
+        assert not other.claim(5)
+        assert other.claim(6)
+        disk.release(5)
+        assert other.claim(5)
+
+
+def test_a_flipped_bit_is_an_error_and_the_block_can_be_discarded(disk: Tier) -> None:
+    disk.publish(0, _pieces(0))
+    file = Path(disk.path) / "00000000.blk"
+    data = bytearray(file.read_bytes())
+    data[-20] ^= 4
+    file.write_bytes(data)
+    assert bytes(disk.read(0, 0)) == b"\0" * 100
+    with pytest.raises(CorruptBlock):
+        disk.read(0, 4)
+    disk.discard(0)
+    assert not disk.has(0)
+
+
+def test_a_block_under_a_wrong_name_is_refused(disk: Tier) -> None:
+    disk.publish(0, _pieces(0))
+    os.rename(Path(disk.path) / "00000000.blk", Path(disk.path) / "00000001.blk")
+    with pytest.raises(CorruptBlock, match="holds block 0"):
+        disk.read(1, 0)
+
+
+def test_many_blocks_need_few_descriptors(disk: Tier) -> None:
+    for block in range(300):
+        disk.publish(block, _pieces(block, 1))
+    for block in range(300):
+        disk.read(block, 1)
+    assert len(os.listdir("/proc/self/fd")) < 300
+
+
+def test_a_full_disk_leaves_nothing_half_written(disk: Tier) -> None:
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))
+    try:
+        with pytest.raises(TierFull, match="no room for block 1"):
+            disk.publish(1, _pieces(1, 2000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert not [name for name in os.listdir(disk.path) if name != "claims"]
+
+
+def test_what_a_killed_writer_left_is_removed(disk: Tier) -> None:
+    left = Path(disk.path) / "tmp.00000009.1.1"
+    left.write_bytes(b"half")
+    assert disk.claim(9)  # Somebody lives who is writing it: hands off.
+    Tier(disk.spec, user_folder(), "data", "node").close()
+    assert left.exists()
+    disk.release(9)
+    Tier(disk.spec, user_folder(), "data", "node").close()
+    assert not left.exists()
+
+
+def test_usage_is_told_by_data_set(disk: Tier, tmp_path: Path) -> None:
+    disk.publish(0, _pieces(0))
+    size = os.path.getsize(Path(disk.path) / "00000000.blk")
+    assert tier_usage(str(tmp_path)) == {"data": size}
+    assert tier_usage(str(tmp_path / "nowhere")) == {}
+
+
+@pytest.fixture
+def job() -> str:
+    return f"test-{secrets.token_hex(4)}"
+
+
+def _ram(job: str) -> Tier:
+    return Tier(TierSpec("ram", SHARED_MEMORY, 1 << 20), user_folder(), job)
+
+
+def test_a_ram_tier_goes_with_its_last_process(job: str) -> None:
+    one, two = _ram(job), _ram(job)
+    one.publish(0, _pieces(0))
+    one.close()
+    assert bytes(two.read(0, 1)) == b"\1" * 100
+    two.close()
+    assert not os.path.exists(two.path)
+
+
+_JOB = """
+import sys, time
+sys.path.insert(0, {root!r})
+from dlio.storage import tier as t
+if {orphan!r}:
+    t.start_reaper = lambda *_: None
+from dlio.storage.spec import SHARED_MEMORY, TierSpec
+tier = t.Tier(TierSpec("ram", SHARED_MEMORY, 1 << 20), t.user_folder(), {job!r})
+print(tier.path, flush=True)
+time.sleep(60)
+"""
+
+
+def _killed_job(job: str, orphan: bool) -> str:
+    """Path of the RAM tier of a process that was killed."""
+    text = _JOB.format(root=str(ROOT), orphan=orphan, job=job)
+    with subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        path = run.stdout.readline().strip()
+        assert os.path.isdir(path)
+        assert os.path.basename(path) not in sweep_shared_memory(SHARED_MEMORY), "it lives"
+        run.kill()
+    return path
+
+
+def test_a_killed_jobs_shared_memory_is_freed_by_its_reaper(job: str) -> None:
+    path = _killed_job(job, orphan=False)
+    deadline = time.monotonic() + 10
+    while os.path.exists(path) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not os.path.exists(path)
+
+
+def test_and_without_one_by_the_next_start(job: str) -> None:
+    path = _killed_job(job, orphan=True)
+    assert os.path.isdir(path)
+    _ram(f"{job}-next").close()
+    assert not os.path.exists(path)
