@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Self
 
 import numpy as np
@@ -366,7 +367,5 @@ def _windows(plan: EpochPlan, mean_bytes: float) -> list[range]:
     length = window_steps(mean_bytes, plan.batch_size, plan.window_bytes)
     length = min(length, _MOST_WINDOW_STEPS)
     first = min(length, _FIRST_WINDOW_STEPS, plan.steps)
-    starts = [0, *range(first, plan.steps, length)] if plan.steps else []
-    return [
-        range(start, stop) for start, stop in zip(starts, [*starts[1:], plan.steps], strict=True)
-    ]
+    edges = sorted({0, *range(first, plan.steps, length), plan.steps})
+    return [range(start, stop) for start, stop in pairwise(edges)]

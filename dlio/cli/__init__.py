@@ -34,7 +34,7 @@ def make_app() -> typer.Typer:
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
-    app.callback()(_options)
+    app.callback(help=app.info.help)(_options)
     for name, function in _CORE.items():
         app.command(name)(function)
     for entry in sorted(entry_points(group="dlio.commands"), key=lambda entry: entry.name):
@@ -77,16 +77,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(1)
 
 
-def _options(
-    version: Annotated[
-        bool, typer.Option("--version", is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
-    if version:
+def _show_version(asked: bool) -> None:
+    if asked:
         import dlio
 
         typer.echo(f"dlio {dlio.__version__}")
         raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Options of the command itself."""
 
 
 def _broken(entry: EntryPoint, error: Exception) -> Callable[[], None]:

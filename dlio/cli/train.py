@@ -128,7 +128,9 @@ def find_parts(source: str, val: str | None) -> tuple[str, str | None]:
     if val is None and held_out:
         # val before test, whatever the alphabet says.
         val = os.path.join(source, min(held_out, key=lambda n: _VAL_FOLDERS.index(n.lower())))
-    return os.path.join(source, train[0]), val
+    source = os.path.join(source, train[0])
+    typer.echo(f"training on {source}" + (f", held out: {val}" if val else ""))
+    return source, val
 
 
 def _check(config: TrainConfig, ranks: int) -> None:

@@ -145,6 +145,9 @@ class ErrorFilter:
 
     def feed(self, line: str) -> list[str]:
         """The lines to show now that this one has come."""
+        line = line.replace("\0", "")  # Open MPI ends its banners with one.
+        if not line:
+            return []
         if line.startswith(_RULE):
             if self._block is None:
                 self._block = [line]

@@ -13,7 +13,7 @@ def _sort(lines: list[str]) -> list[str]:
 
 def test_an_error_that_all_ranks_report_is_shown_once_without_banners() -> None:
     error = "dlio: error: x.jpg cannot be decoded\n"
-    assert _sort([error, *BANNER, " " + error, *BANNER]) == [error]
+    assert _sort([error, *BANNER, "\0" + error, *BANNER, "\0"]) == [error]
     assert _sort([*BANNER, error]) == [error]
 
 

@@ -164,7 +164,7 @@ def test_bytes_behind_the_end_do_no_harm() -> None:
 
 @pytest.mark.parametrize("image", [b"", b"hello", bytes(100), b"\x89PNG\r\n\x1a\n", b"GIF89a" * 9])
 def test_what_is_no_image_is_refused(image: bytes) -> None:
-    with pytest.raises(DecodeError, match="name.jpg cannot be decoded"):
+    with pytest.raises(DecodeError, match=r"name\.jpg cannot be decoded"):
         _decode(image)
 
 

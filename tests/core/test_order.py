@@ -147,7 +147,7 @@ def test_a_damaged_cursor_is_refused(change: dict[str, object]) -> None:
         Cursor.from_dict({**Cursor(3, 2, 64, 1000).as_dict(), **change})
 
 
-def _chi_square(counts: np.ndarray) -> float:  # type: ignore[type-arg]
+def _chi_square(counts: np.ndarray) -> float:
     mean = counts.mean()
     return float(((counts - mean) ** 2 / mean).sum())
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from dlio.placement import Node, place
 
 
-def _even(count: int, nodes: int, capacity: int = 1 << 60) -> np.ndarray:  # type: ignore[type-arg]
+def _even(count: int, nodes: int, capacity: int = 1 << 60) -> np.ndarray:
     names = [Node(f"node{k}", (capacity,)) for k in range(nodes)]
     return place(np.full(count, 100, np.int64), names, "key").home
 

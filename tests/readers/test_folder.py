@@ -122,7 +122,7 @@ def test_a_file_that_changed_size_is_refused_and_listed_again(
 def test_a_file_that_vanished_is_named(folder: Path) -> None:
     reader = open_reader(str(folder))
     (folder / "C" / "1.jpg").unlink()
-    with pytest.raises(SourceError, match="C/1.jpg cannot be read: No such file"):
+    with pytest.raises(SourceError, match=r"C/1\.jpg cannot be read: No such file"):
         reader.read(np.array([0]))
 
 

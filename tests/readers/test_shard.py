@@ -118,7 +118,7 @@ def test_a_flipped_bit_is_found_and_named(packed: Path) -> None:
         try:
             assert _content(open_reader(str(packed))) == content  # It fell on padding.
         except CorruptBlock as error:
-            assert "shard-00001.dlio" in str(error)
+            assert "shard-00001.dlio" in str(error)  # noqa: PT017 - it may also be no error
             found += 1
     assert found > 110
 
@@ -147,7 +147,7 @@ def test_shards_that_are_cut_off_or_missing_are_refused(packed: Path, tmp_path: 
         with pytest.raises(CorruptBlock, match="shard-00001"):
             open_reader(str(packed))
     file.unlink()
-    with pytest.raises(SourceError, match="1 of .* shards missing"):
+    with pytest.raises(SourceError, match=r"1 of .* shards missing"):
         open_reader(str(packed))
     other = _folder(tmp_path / "other", [3000] * 100)
     pack(str(other), str(tmp_path / "packed2"), shard_bytes=1 << 17)
@@ -174,7 +174,7 @@ def test_a_failure_leaves_nothing(
         return read(self, samples)
 
     monkeypatch.setattr(FolderReader, "read", failing)
-    with pytest.raises(SourceError, match="100.jpg"):
+    with pytest.raises(SourceError, match=r"100\.jpg"):
         pack(str(source), str(tmp_path / "out"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +27,7 @@ class MemoryReader:
     format = "memory"
     path = "memory"
     schema = IMAGE_LABEL
-    classes = ("a",)
+    classes: Sequence[str] = ("a",)
     fingerprint = "ab" * 16
 
     def __init__(self, size: int = 3000, broken: int | None = None) -> None:
@@ -81,7 +81,7 @@ def make(tmp_path: Path) -> Make:
 def _read_all(hierarchy: Hierarchy) -> list[str]:
     reader = hierarchy.reader
     blocks, places = reader.layout.locate(np.arange(N, dtype=np.int64))
-    places_read = []
+    places_read: list[str] = []
     for sample in range(N):
         payload, where = hierarchy.read(sample, int(blocks[sample]), int(places[sample]))
         assert isinstance(reader, MemoryReader)
@@ -108,18 +108,15 @@ def test_pinned_blocks_are_read_once_and_the_rest_each_time(make: Make) -> None:
 def test_processes_of_a_node_share_blocks_and_work(make: Make) -> None:
     reader = MemoryReader()
     with make(reader) as one, make(reader) as two:
-        for hierarchy in (one, two):
-            wanted = hierarchy.pins.tier >= 0
-            order = Order(N, 0)
-            hierarchy_filler = Filler(
-                hierarchy,
-                lambda wanted=wanted: blocks_in_order(reader.layout, order, wanted),  # type: ignore[misc]
-            )
-            if hierarchy is one:
-                first = hierarchy_filler
-        with first, hierarchy_filler:
+        wanted = one.pins.tier >= 0
+        order = Order(N, 0)
+
+        def blocks() -> Iterator[int]:
+            return blocks_in_order(reader.layout, order, wanted)
+
+        with Filler(one, blocks) as first, Filler(two, blocks) as second:
             assert first.join(30)
-            assert hierarchy_filler.join(30)
+            assert second.join(30)
         assert one.missing() == two.missing() == 0
         assert reader.reads.max() == 1
         read = [hierarchy.counters.bytes["source"] for hierarchy in (one, two)]

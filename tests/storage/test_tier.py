@@ -57,7 +57,7 @@ def test_a_link_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_root_is_named(tmp_path: Path) -> None:
-    with pytest.raises(TierError, match="nowhere.*--tiers"):
+    with pytest.raises(TierError, match=r"nowhere.*--tiers"):
         Tier(TierSpec("disk", str(tmp_path / "nowhere"), 1), user_folder())
 
 

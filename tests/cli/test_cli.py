@@ -1,0 +1,231 @@
+"""The command as a user has it: what it lists, what it says when something is wrong."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dlio.cli.train import find_parts, to_options
+from dlio.train.config import TrainConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+Dlio = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def dlio(tmp_path: Path) -> Dlio:
+    """Run `dlio` in an empty directory."""
+
+    def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+        paths = [str(ROOT), *(str(ROOT / room) for room in ("readers", "staging", "bench"))]
+        return subprocess.run(
+            [sys.executable, "-m", "dlio.cli", *args],
+            cwd=tmp_path,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(paths),
+                "DLIO_CACHE": str(tmp_path / "cache"),
+                **env,
+            },
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    return run
+
+
+def _is_one_clear_line(done: subprocess.CompletedProcess[str], *words: str) -> bool:
+    lines = done.stderr.splitlines()
+    assert done.returncode == 2, done.stderr
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("dlio: error: ")
+    assert all(word in lines[0] for word in words), lines[0]
+    return True
+
+
+def test_help_lists_all_commands(dlio: Dlio) -> None:
+    done = dlio("--help")
+    assert done.returncode == 0
+    for name in ("pack", "stage", "ls", "verify", "train", "demo", "bench"):
+        assert f"\n  {name} " in done.stdout
+    assert "cannot be loaded" not in done.stdout
+    assert dlio("--version").stdout.startswith("dlio 0.")
+
+
+def test_help_loads_neither_torch_nor_mpi() -> None:
+    text = (
+        "import sys\nfrom dlio.cli import make_app\nmake_app()\n"
+        "print([m for m in ('torch', 'mpi4py', 'cv2', 'h5py', 'zarr') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_importing_dlio_starts_nothing() -> None:
+    text = (
+        "import sys, threading, dlio\n"
+        "loaded = [m for m in ('mpi4py', 'cv2', 'rich', 'typer', 'h5py', 'zarr', 'torch')"
+        " if m in sys.modules]\n"
+        "dlio.open, dlio.DataLoader\n"
+        "late = [m for m in ('mpi4py', 'rich', 'typer', 'h5py', 'zarr') if m in sys.modules]\n"
+        "print(loaded, late, threading.active_count())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert done.stdout.strip() == "[] [] 1"
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "train", "stage"])
+def test_a_path_that_is_none_is_said_to_be_none(dlio: Dlio, command: str, tmp_path: Path) -> None:
+    more = ["--tiers", f"{tmp_path}:1GiB"] if command == "stage" else []
+    assert _is_one_clear_line(dlio(command, "no/where", *more), "no/where", "no such file")
+
+
+def test_an_empty_folder_is_said_to_be_empty(dlio: Dlio, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert _is_one_clear_line(dlio("train", "empty", "-n", "2"), "empty", "no class folders")
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_truncated_picture_ends_the_run_in_one_line(
+    dlio: Dlio, pictures: Path, tmp_path: Path, ranks: int
+) -> None:
+    shutil.copytree(pictures, tmp_path / "data")
+    victim = next((tmp_path / "data").rglob("*.jpg"))
+    victim.write_bytes(victim.read_bytes()[:3000])
+    options = ["-n", str(ranks), "--epochs", "1", "--batch-size", "4", "--report", "r.json"]
+    done = dlio("train", "data", *options)
+    assert _is_one_clear_line(done, victim.name, "cannot be decoded", "--on-error skip")
+    assert not (tmp_path / "r.json").exists()
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("tiers", "words"),
+    [
+        ("ram:1KiB", ("ram:1KiB", "too small")),
+        ("/nowhere/at/all:1GiB", ("/nowhere/at/all", "--tiers")),
+        ("ram:2GB", ("2GB", "20GiB")),
+        ("/proc:1GiB", ("/proc", "cannot be used")),
+    ],
+)
+def test_tiers_that_cannot_be_used_are_named(
+    dlio: Dlio, pictures: Path, tiers: str, words: tuple[str, ...]
+) -> None:
+    assert _is_one_clear_line(dlio("train", str(pictures), "--tiers", tiers), *words)
+    assert _is_one_clear_line(dlio("train", str(pictures), DLIO_TIERS=tiers), *words)
+
+
+def test_ranks_without_an_mpirun_are_said_to_need_one(
+    dlio: Dlio, pictures: Path, tmp_path: Path
+) -> None:
+    # An environment whose Python has no mpirun beside it, nor on PATH.
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.symlink_to(sys.executable)
+    text = (
+        f"import sys; sys.executable = {str(python)!r}\n"
+        f"from dlio.cli import main; main(['train', {str(pictures)!r}, '-n', '2'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", text],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PATH": "/usr/bin:/bin", "DLIO_CACHE": str(tmp_path)},
+        check=False,
+    )
+    if shutil.which("mpirun", path="/usr/bin:/bin"):
+        pytest.skip("the system has an mpirun of its own")
+    assert _is_one_clear_line(done, "no mpirun", "dlio[mpi]")
+
+
+def test_a_wrong_option_is_clicks_error_of_code_2(dlio: Dlio, pictures: Path) -> None:
+    assert dlio("train", str(pictures), "--exchange", "telepathy").returncode == 2
+    assert dlio("train").returncode == 2
+    assert dlio("fly").returncode == 2
+
+
+def test_ls_tells_what_is_there(dlio: Dlio, pictures: Path) -> None:
+    said = dlio("ls", str(pictures)).stdout
+    assert "folder, 12 samples" in said
+    assert "checkers, crosses, dots" in said
+    told = json.loads(dlio("ls", str(pictures), "--json").stdout)
+    assert told["samples"] == 12
+    assert told["classes"] == {"checkers": 4, "crosses": 4, "dots": 4}
+
+
+def test_pack_verify_stage_and_train_work_on_one_another(
+    dlio: Dlio, pictures: Path, tmp_path: Path
+) -> None:
+    assert "12 samples" in dlio("pack", str(pictures), "packed").stdout
+    assert "all sound" in dlio("verify", "packed").stdout
+    (tmp_path / "scratch").mkdir()
+    tiers = "scratch:64MiB"
+    assert "100% of the blocks" in dlio("stage", "packed", "--tiers", tiers).stdout
+    again = dlio("stage", "packed", "--tiers", tiers).stdout
+    assert "0 B read" in again
+    assert "all sound" in dlio("verify", "scratch").stdout
+    options = ["--tiers", tiers, "--epochs", "1", "--batch-size", "4", "--report", "r.json"]
+    done = dlio("train", "packed", *options)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["epochs"][0]["bytes"]["source"] == 0
+    assert report["epochs"][0]["bytes"]["disk"] == report["dataset"]["bytes"]
+    # A flipped bit in the tier is found, and heals from the source.
+    block = max((tmp_path / "scratch").rglob("*.blk"), key=lambda file: file.stat().st_size)
+    data = bytearray(block.read_bytes())
+    data[-200] ^= 1
+    block.write_bytes(data)
+    done = dlio("verify", "scratch")
+    assert done.returncode == 2
+    assert block.name in done.stdout
+    assert dlio("train", "packed", *options).returncode == 0
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["epochs"][0]["healed"] == 1
+    assert report["epochs"][0]["samples"] == 12
+
+
+def test_verify_names_every_damaged_picture(dlio: Dlio, pictures: Path, tmp_path: Path) -> None:
+    shutil.copytree(pictures, tmp_path / "data")
+    victims = sorted((tmp_path / "data").rglob("*.jpg"))[::5]
+    for victim in victims:
+        victim.write_bytes(victim.read_bytes()[:500])
+    done = dlio("verify", "data")
+    assert done.returncode == 2
+    assert all(f"{victim.parent.name}/{victim.name}" in done.stdout for victim in victims)
+    assert f"{len(victims)} damaged" in done.stderr
+
+
+def test_staging_into_ram_alone_is_refused_with_a_reason(dlio: Dlio, pictures: Path) -> None:
+    done = dlio("stage", str(pictures), "--tiers", "ram:1GiB")
+    assert _is_one_clear_line(done, "name a disk tier")
+
+
+def test_a_folder_with_train_and_val_stands_for_both(tmp_path: Path) -> None:
+    for name in ("train", "val", "test"):
+        (tmp_path / name).mkdir()
+    root = str(tmp_path)
+    assert find_parts(root, None) == (f"{root}/train", f"{root}/val")
+    assert find_parts(root, "mine") == (f"{root}/train", "mine")
+    (tmp_path / "cats").mkdir()
+    assert find_parts(root, None) == (root, None)
+
+
+def test_options_survive_the_way_to_the_ranks() -> None:
+    config = TrainConfig("src", val="v", lr=0.5, pretend_nodes=2, on_error="skip", seed=7)
+    options = to_options(config)
+    assert options[0] == "src"
+    assert options[options.index("--pretend-nodes") + 1] == "2"
+    assert "--report" not in options

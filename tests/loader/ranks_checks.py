@@ -1,0 +1,45 @@
+"""What ranks do together; run under mpirun with a folder, a mode, and how nodes are pretended.
+
+Prints one JSON line a rank: its samples a step, a digest of each sample's pixels, its counts.
+"""
+
+import hashlib
+import json
+import sys
+
+import dlio
+from dlio.comm import world
+
+
+def main(folder: str, tiers: str, mode: str, nodes: int, batch: int, leave_at: int) -> None:
+    epochs = []
+    with (
+        dlio.open(folder, tiers=tiers, image_size=32, seed=3) as data,
+        dlio.DataLoader(
+            data,
+            batch,
+            True,
+            mode=mode,  # type: ignore[arg-type]
+            pretend_nodes=nodes,
+        ) as loader,
+    ):
+        if leave_at:
+            # All ranks leave; some of what was sent for later steps is never consumed.
+            for step, _ in enumerate(loader):
+                if step == leave_at:
+                    break
+        for epoch in range(2):
+            loader.set_epoch(epoch)
+            steps, digests = [], {}
+            for images, labels in loader:
+                samples = loader.last_samples.tolist()
+                steps.append(samples)
+                for sample, image, label in zip(samples, images, labels, strict=True):
+                    assert label == data.reader.labels[sample]
+                    digests[sample] = hashlib.sha256(image.numpy().tobytes()).hexdigest()[:16]
+            epochs.append({"steps": steps, "digests": digests, "stats": loader.stats()})
+    print(json.dumps({"rank": world().rank, "epochs": epochs}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3], *(int(text) for text in sys.argv[4:7]))

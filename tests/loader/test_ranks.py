@@ -1,0 +1,126 @@
+"""Several ranks: one order, one set of pixels, few bytes between nodes."""
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dlio.order import Order
+from dlio.reader import open_reader
+from dlio.storage.spec import SHARED_MEMORY
+from dlio.storage.tier import user_folder
+
+pytestmark = pytest.mark.mpi
+BODY = str(Path(__file__).with_name("ranks_checks.py"))
+N = 203
+Run = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from dlio.demo import draw_dataset
+
+    root = tmp_path_factory.mktemp("ranks") / "pictures"
+    draw_dataset(str(root), images=N, validation=3, classes=3)
+    return root / "train"
+
+
+@pytest.fixture(scope="module")
+def run(mpirun: Callable[..., subprocess.CompletedProcess[str]], folder: Path) -> Run:
+    def run(
+        ranks: int, tiers: str, mode: str = "batch", nodes: int = 1, batch: int = 4, leave: int = 0
+    ) -> list[dict[str, Any]]:
+        arguments = [str(folder), tiers, mode, str(nodes), str(batch), str(leave)]
+        done = mpirun(ranks, "-W", "error", BODY, *arguments)
+        assert done.returncode == 0, done.stderr
+        told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        ours = os.path.join(SHARED_MEMORY, user_folder())
+        assert not [name for name in os.listdir(ours) if name != "sweep"]
+        return sorted(told, key=lambda each: int(each["rank"]))
+
+    return run
+
+
+def _global_batches(told: list[dict[str, Any]], epoch: int) -> list[list[int]]:
+    """Each step's samples over all ranks, sorted."""
+    steps = [rank["epochs"][epoch]["steps"] for rank in told]
+    assert len({len(each) for each in steps}) == 1
+    return [sorted(chain(*parts)) for parts in zip(*steps, strict=True)]
+
+
+def _pixels(told: list[dict[str, Any]], epoch: int) -> dict[str, str]:
+    merged: dict[str, str] = {}
+    for rank in told:
+        assert not merged.keys() & rank["epochs"][epoch]["digests"].keys()
+        merged.update(rank["epochs"][epoch]["digests"])
+    return merged
+
+
+def _bytes(told: list[dict[str, Any]], epoch: int, place: str) -> int:
+    return sum(int(rank["epochs"][epoch]["stats"]["bytes"][place]) for rank in told)
+
+
+def test_any_number_of_ranks_sees_the_same_batches_and_pixels(run: Run) -> None:
+    """Done when 4: equal global batch on 1, 2 and 4 ranks, in both modes."""
+    runs = [
+        run(1, "ram:64MiB", batch=8),
+        run(2, "ram:64MiB", batch=4, nodes=2),
+        run(4, "ram:64MiB", batch=2, nodes=2, mode="global"),
+        run(4, "none", batch=2, nodes=4),
+    ]
+    for epoch in (0, 1):
+        expected = Order(N, 3, epoch).samples(np.arange(N)).tolist()
+        batches = [sorted(expected[k : k + 8]) for k in range(0, N, 8)]
+        for told in runs:
+            assert _global_batches(told, epoch) == batches
+            assert len(_pixels(told, epoch)) == N
+            assert _pixels(told, epoch) == _pixels(runs[0], epoch)
+
+
+@pytest.mark.parametrize(("ranks", "nodes"), [(2, 2), (4, 2), (3, 3)])
+@pytest.mark.parametrize("mode", ["batch", "global"])
+def test_the_job_reads_the_source_once_and_peers_move_what_the_mode_says(
+    run: Run, folder: Path, ranks: int, nodes: int, mode: str
+) -> None:
+    size = int(open_reader(str(folder)).sizes.sum())
+    told = run(ranks, "ram:64MiB", mode=mode, nodes=nodes)
+    assert size <= _bytes(told, 0, "source") <= 1.02 * size
+    assert _bytes(told, 1, "source") == 0
+    peer = _bytes(told, 1, "peer")
+    assert peer + _bytes(told, 1, "ram") == size
+    assert sum(rank["epochs"][1]["stats"]["sent"] for rank in told) == peer
+    assert sum(rank["epochs"][1]["stats"]["late"] for rank in told) == 0
+    share = 1 - 1 / nodes
+    if mode == "global":
+        assert peer / size == pytest.approx(share, abs=0.1)
+    else:
+        assert 0 < peer / size < 0.6 * share
+
+
+def test_ranks_of_a_node_share_its_tiers_and_send_nothing(run: Run, folder: Path) -> None:
+    size = int(open_reader(str(folder)).sizes.sum())
+    told = run(4, "ram:64MiB", mode="global")
+    assert _bytes(told, 0, "source") <= 1.02 * size
+    assert _bytes(told, 1, "ram") == size
+    assert _bytes(told, 0, "peer") == 0
+
+
+def test_half_the_capacity_leaves_half_to_the_source(run: Run, folder: Path) -> None:
+    size = int(open_reader(str(folder)).sizes.sum())
+    told = run(2, f"ram:{size // 4}B", nodes=2)
+    assert _bytes(told, 1, "source") / size == pytest.approx(0.5, abs=0.04)
+    assert sum(_bytes(told, 1, place) for place in ("source", "peer", "ram")) == size
+
+
+@pytest.mark.parametrize("mode", ["batch", "global"])
+def test_leaving_early_leaves_no_message_behind(run: Run, mode: str) -> None:
+    told = run(2, "ram:64MiB", mode=mode, nodes=2, batch=2, leave=3)
+    for epoch in (0, 1):
+        assert sorted(chain(*_global_batches(told, epoch))) == list(range(N))
+    assert sum(rank["epochs"][0]["stats"]["late"] for rank in told) == 0
