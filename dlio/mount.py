@@ -18,8 +18,9 @@ from dlio.schedule import Ranks
 from dlio.storage.block import block_size
 from dlio.storage.fill import Filler, blocks_in_order
 from dlio.storage.hierarchy import Hierarchy, Pins
+from dlio.storage.shared import user_folder
 from dlio.storage.spec import TierSpec, choose_tiers
-from dlio.storage.tier import Tier, tier_usage, user_folder
+from dlio.storage.tier import Tier, tier_usage
 from dlio.units import format_bytes
 
 
@@ -102,7 +103,7 @@ def mount(
     try:
         for spec in specs:
             where = [f"{job}.{folder}"] if spec.kind == "ram" else [reader.fingerprint, folder]
-            opened.append(Tier(spec, user_folder(), *where))
+            opened.append(Tier(spec, *where))
         block_bytes = _block_bytes(reader)
         mine = [_capacity(spec, reader.fingerprint) for spec in specs]
         everyone = comm.allgather(mine)

@@ -22,6 +22,7 @@ _CORE: dict[str, Callable[..., None]] = {
     "demo": demo.command,
 }
 _FAILED = 2
+_INTERRUPTED = 130
 
 
 def make_app() -> typer.Typer:
@@ -52,8 +53,9 @@ def make_app() -> typer.Typer:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command and exit. `argv` without the program's name; by default the process's."""
     from dlio.comm import abort
-    from dlio.comm.launch import watch_launcher
+    from dlio.comm.launch import launched, terminate_as_interrupt, watch_launcher
 
+    terminate_as_interrupt()
     watch_launcher()
     try:
         make_app()(args=None if argv is None else list(argv), prog_name="dlio")
@@ -64,7 +66,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         abort(_FAILED)
         sys.exit(_FAILED)
     except SystemExit as error:
-        if error.code == 130:
+        if error.code == _INTERRUPTED:
+            if launched():
+                os._exit(_INTERRUPTED)  # MPI would wait for the other ranks, who are ended too.
             print("dlio: interrupted", file=sys.stderr, flush=True)
         if error.code:
             abort(error.code if isinstance(error.code, int) else 1)

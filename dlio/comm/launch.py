@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import secrets
+import select
 import shutil
 import signal
 import subprocess
@@ -9,15 +11,16 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import IO
 
 from dlio.errors import UsageError
+from dlio.storage.shared import SharedFolder
 
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALNRANKS")
 _LAUNCHER = "DLIO_LAUNCHER_PID"
 _TERMINAL = "DLIO_TERMINAL"
 _END_TIMEOUT_S = 10.0
-_WATCH_S = 0.5
 _RULE = "-" * 20
 _ERROR = "dlio: error:"
 _BANNERS = (
@@ -64,13 +67,22 @@ def run_ranks(ranks: int, argv: Sequence[str]) -> int:
         size = shutil.get_terminal_size()
         environment.update(**{_TERMINAL: "1"}, COLUMNS=str(size.columns), LINES=str(size.lines))
     command = [mpirun]
-    if _is_open_mpi(mpirun):
-        command += ["--bind-to", "none"]
-        if ranks > _cores():
-            command.append("--oversubscribe")
-        if os.geteuid() == 0:
-            environment.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
-    command += ["-n", str(ranks), sys.executable, "-m", "dlio.cli", *argv]
+    with ExitStack() as stack:
+        if _is_open_mpi(mpirun):
+            command += ["--bind-to", "none"]
+            if ranks > _cores():
+                command.append("--oversubscribe")
+            if os.geteuid() == 0:
+                environment.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+            # Open MPI's own segments would outlive ranks that are killed; there they do not.
+            segments = stack.enter_context(SharedFolder(f"mpi-{secrets.token_hex(8)}"))
+            environment.setdefault("OMPI_MCA_btl_sm_backing_directory", segments.path)
+        command += ["-n", str(ranks), sys.executable, "-m", "dlio.cli", *argv]
+        return _run(command, environment)
+
+
+def _run(command: Sequence[str], environment: dict[str, str]) -> int:
+    """Run a command in a process group of its own, which ends with it."""
     process = subprocess.Popen(
         command,
         env=environment,
@@ -81,16 +93,16 @@ def run_ranks(ranks: int, argv: Sequence[str]) -> int:
         start_new_session=True,
     )
     assert process.stderr is not None
-    relay = threading.Thread(target=_relay, args=(process.stderr, sys.stderr), daemon=True)
+    sorter = ErrorFilter()
+    relay = threading.Thread(target=_relay, args=(process.stderr, sys.stderr, sorter), daemon=True)
     relay.start()
-    previous = signal.signal(signal.SIGTERM, _raise_interrupt)
     try:
         return _exit_code(process.wait())
     except KeyboardInterrupt:
+        sorter.interrupted = True
         _end(process)
         raise
     finally:
-        signal.signal(signal.SIGTERM, previous)
         relay.join(_END_TIMEOUT_S)
         process.stderr.close()
 
@@ -107,28 +119,38 @@ def find_mpirun() -> str:
     return found
 
 
+def launched() -> bool:
+    """Whether this process is a rank that `run_ranks` started."""
+    return _LAUNCHER in os.environ and under_mpi()
+
+
 def watch_launcher() -> None:
     """In a rank that `run_ranks` started: end it when the launcher has died.
 
     A launcher that is killed cannot end its ranks, and mpirun does not mind the death of its
     parent.
     """
-    text = os.environ.get(_LAUNCHER)
-    if text is None or not under_mpi():
+    if not launched():
         return
-    launcher = int(text)
+    try:
+        launcher = os.pidfd_open(int(os.environ[_LAUNCHER]))
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return
 
     def watch() -> None:
-        while True:
-            try:
-                os.kill(launcher, 0)
-            except ProcessLookupError:
-                os.kill(os.getpid(), signal.SIGKILL)
-            except PermissionError:
-                return  # Another user's process has the number now, on another machine perhaps.
-            time.sleep(_WATCH_S)
+        # Readable when the process has ended, reaped or not.
+        select.select([launcher], [], [])
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_END_TIMEOUT_S)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="dlio-launcher-watch", daemon=True).start()
+
+
+def terminate_as_interrupt() -> None:
+    """Let SIGTERM end this process as Ctrl-C does: with what it holds given back."""
+    signal.signal(signal.SIGTERM, _raise_interrupt)
 
 
 class ErrorFilter:
@@ -142,6 +164,8 @@ class ErrorFilter:
         self._errors: set[str] = set()
         self._block: list[str] | None = None
         self._banners: list[str] = []
+        self.interrupted = False
+        """Set when the user has ended the ranks, who need no explanation then."""
 
     def feed(self, line: str) -> list[str]:
         """The lines to show now that this one has come."""
@@ -171,11 +195,10 @@ class ErrorFilter:
     def end(self) -> list[str]:
         """The lines to show when nothing more comes."""
         left = self._block or []
-        return left if self._errors else [*self._banners, *left]
+        return left if self._errors or self.interrupted else [*self._banners, *left]
 
 
-def _relay(stream: IO[str], to: IO[str]) -> None:
-    sorter = ErrorFilter()
+def _relay(stream: IO[str], to: IO[str], sorter: ErrorFilter) -> None:
     for line in stream:
         if shown := sorter.feed(line):
             to.writelines(shown)

@@ -9,8 +9,7 @@ import fcntl
 import os
 import shutil
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 from dlio.errors import TierError
 
@@ -54,15 +53,12 @@ def open_private(root: str, *names: str) -> int:
     return descriptor
 
 
-@contextmanager
-def locked(directory: int, name: str) -> Iterator[None]:
-    """Hold the lock file `name` in a directory. The kernel drops it when the process dies."""
+def lock_file(directory: int, name: str) -> int:
+    """Lock the file `name`, alone, and return its descriptor; closing it lets go, and so does
+    dying. Raises FileNotFoundError when the directory has been removed."""
     descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=directory)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return descriptor
 
 
 def hold_shared(directory: int, name: str) -> int:

@@ -1,16 +1,15 @@
 """A tier: an append-only store of blocks in one folder, shared by the ranks of a node.
 
     <root>/dlio-<uid>/<data set>/<node>/          a disk tier; stays for the next job
-    /dev/shm/dlio-<uid>/<job>/                    a RAM tier; gone when the job ends
+    /dev/shm/dlio-<uid>/<job>.<node>/             a RAM tier; gone when the job ends
         00000042.blk    a published block, complete by construction
         claims          byte b is locked by the process that is filling block b
-        alive           held by every process of the job that uses a RAM tier
 
 A block appears under its name only when it is whole: written to a temporary name, reserved
 first (touching a full shared memory kills the process), synchronised on disk, renamed. What a
-killed process leaves is a temporary file, which the next one to open the tier removes, and, of
-a RAM tier, the folder, which the next job to start removes: locks belong to the kernel and die
-with their process. Nothing read from a tier is believed without its checksum.
+killed process leaves is a temporary file, which the next one to open the tier removes: locks
+belong to the kernel and die with their process. Nothing read from a tier is believed without its
+checksum.
 """
 
 import errno
@@ -25,9 +24,9 @@ from typing import Self
 
 from dlio.errors import CorruptBlock, TierError, TierFull
 from dlio.storage.block import NO_ROOM, BlockInfo, Scratch, read_info, write_all
-from dlio.storage.folders import hold_shared, locked, open_private, remove_if_unheld
-from dlio.storage.reaper import start_reaper
+from dlio.storage.folders import open_private
 from dlio.storage.schema import Buffer
+from dlio.storage.shared import SharedFolder, user_folder
 from dlio.storage.spec import TierSpec
 from dlio.units import format_bytes
 
@@ -40,7 +39,7 @@ class Tier:
 
     Args:
         spec: where, and how many bytes.
-        names: private folders below the root, see above; the first is `dlio-<uid>`.
+        names: private folders below `dlio-<uid>` in the root, see above.
 
     Raises TierError when the folder cannot be used.
     """
@@ -48,25 +47,16 @@ class Tier:
     def __init__(self, spec: TierSpec, *names: str) -> None:
         self.spec = spec
         self.kind = spec.kind
+        names = (user_folder(), *names)
         self.path = os.path.join(spec.root, *names)
-        self._names = names
         self._lock = threading.Lock()
         self._open: OrderedDict[int, _OpenBlock] = OrderedDict()
         self._claimed: set[int] = set()
-        self._alive: int | None = None
+        self._shared: SharedFolder | None = None
         if self.kind == "ram":
-            user = open_private(spec.root, names[0])
-            try:
-                # The lock keeps a sweep from taking a folder that is made but not yet held.
-                with locked(user, "sweep"):
-                    _sweep(user)
-                    first = names[1] not in os.listdir(user)
-                    self._folder = open_private(spec.root, *names)
-                    self._alive = hold_shared(self._folder, "alive")
-            finally:
-                os.close(user)
-            if first:
-                start_reaper(os.path.join(spec.root, names[0]), names[1])
+            self._shared = SharedFolder(names[-1])
+            self.path = self._shared.path
+            self._folder = os.dup(self._shared.descriptor)
         else:
             self._folder = open_private(spec.root, *names)
         self._claims = os.open(
@@ -178,14 +168,8 @@ class Tier:
             os.close(self._claims)
             os.close(self._folder)
             self._folder = -1
-        if self._alive is not None:
-            os.close(self._alive)
-            user = open_private(self.spec.root, self._names[0])
-            try:
-                with locked(user, "sweep"):
-                    remove_if_unheld(user, self._names[1], "alive")
-            finally:
-                os.close(user)
+        if self._shared is not None:
+            self._shared.close()
 
     @contextmanager
     def _pinned(self, block: int) -> Iterator["_OpenBlock"]:
@@ -258,11 +242,6 @@ class _OpenBlock:
             self.descriptor = -1
 
 
-def user_folder() -> str:
-    """The private folder of this user below a tier's root."""
-    return f"dlio-{os.geteuid()}"
-
-
 def tier_usage(root: str) -> dict[str, int]:
     """File bytes per data set in this user's disk tier below `root`; empty when there is none."""
     base = os.path.join(root, user_folder())
@@ -273,23 +252,6 @@ def tier_usage(root: str) -> dict[str, int]:
             if name.endswith(".blk"):
                 usage[key] = usage.get(key, 0) + os.lstat(os.path.join(folder, name)).st_size
     return usage
-
-
-def sweep_shared_memory(root: str) -> list[str]:
-    """Remove the RAM tiers of jobs that have died. Returns their names."""
-    if not os.path.isdir(os.path.join(root, user_folder())):
-        return []
-    user = open_private(root, user_folder())
-    try:
-        with locked(user, "sweep"):
-            return _sweep(user)
-    finally:
-        os.close(user)
-
-
-def _sweep(user: int) -> list[str]:
-    names = [entry.name for entry in os.scandir(user) if entry.is_dir(follow_symlinks=False)]
-    return [name for name in names if remove_if_unheld(user, name, "alive")]
 
 
 def _name(block: int) -> str:

@@ -12,8 +12,8 @@ import torch
 import dlio
 from dlio.errors import DecodeError, DlioError, SourceError, UsageError
 from dlio.pipeline import BatchMemory
+from dlio.storage.shared import user_folder
 from dlio.storage.spec import SHARED_MEMORY
-from dlio.storage.tier import user_folder
 
 N = 90
 

@@ -16,7 +16,7 @@ from dlio.storage.fill import Filler, blocks_in_order
 from dlio.storage.hierarchy import Hierarchy, Pins
 from dlio.storage.schema import IMAGE_LABEL
 from dlio.storage.spec import TierSpec
-from dlio.storage.tier import Tier, user_folder
+from dlio.storage.tier import Tier
 
 N = 400
 
@@ -69,7 +69,7 @@ def make(tmp_path: Path) -> Make:
 
     def hierarchy(reader: MemoryReader) -> Hierarchy:
         tiers = [
-            Tier(TierSpec("disk", str(tmp_path / name), 1 << 30), user_folder(), "d", "n")
+            Tier(TierSpec("disk", str(tmp_path / name), 1 << 30), "d", "n")
             for name in ("fast", "slow")
         ]
         pinned = (np.arange(reader.layout.blocks) % 3 - 1).astype(np.int8)  # -1, 0, 1, -1 ...

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ import pytest
 from dlio.errors import CorruptBlock, TierError, TierFull
 from dlio.storage.block import encode_block
 from dlio.storage.schema import IMAGE_LABEL, Buffer
+from dlio.storage.shared import sweep_shared_memory, user_folder
 from dlio.storage.spec import SHARED_MEMORY, TierSpec
-from dlio.storage.tier import Tier, sweep_shared_memory, tier_usage, user_folder
+from dlio.storage.tier import Tier, tier_usage
 
 FINGERPRINT = "00" * 16
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,13 +30,13 @@ def _pieces(block: int, size: int = 100) -> list[Buffer]:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Tier]:
-    with Tier(TierSpec("disk", str(tmp_path), 1 << 20), user_folder(), "data", "node") as tier:
+    with Tier(TierSpec("disk", str(tmp_path), 1 << 20), "data", "node") as tier:
         yield tier
 
 
 def test_a_published_block_is_read_by_another_process_of_the_node(disk: Tier) -> None:
     disk.publish(3, _pieces(3))
-    with Tier(disk.spec, user_folder(), "data", "node") as other:
+    with Tier(disk.spec, "data", "node") as other:
         assert other.blocks() == {3}
         assert bytes(other.read(3, 2)) == b"\2" * 100
         with pytest.raises(FileNotFoundError):
@@ -46,23 +48,23 @@ def test_folders_are_private_and_a_strangers_are_refused(disk: Tier, tmp_path: P
         assert os.stat(folder).st_mode & 0o077 == 0
     (tmp_path / user_folder()).chmod(0o777)
     with pytest.raises(TierError, match="yours alone"):
-        Tier(disk.spec, user_folder(), "data", "node")
+        Tier(disk.spec, "data", "node")
 
 
 def test_a_link_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (tmp_path / user_folder()).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(TierError, match=user_folder()):
-        Tier(TierSpec("disk", str(tmp_path), 1), user_folder())
+        Tier(TierSpec("disk", str(tmp_path), 1), "data")
 
 
 def test_a_missing_root_is_named(tmp_path: Path) -> None:
     with pytest.raises(TierError, match=r"nowhere.*--tiers"):
-        Tier(TierSpec("disk", str(tmp_path / "nowhere"), 1), user_folder())
+        Tier(TierSpec("disk", str(tmp_path / "nowhere"), 1), "data")
 
 
 def test_one_of_two_processes_fills_a_block(disk: Tier) -> None:
-    with Tier(disk.spec, user_folder(), "data", "node") as other:
+    with Tier(disk.spec, "data", "node") as other:
         assert disk.claim(5)
         assert not disk.claim(5)
         assert not other.claim(5)
@@ -118,10 +120,10 @@ def test_what_a_killed_writer_left_is_removed(disk: Tier) -> None:
     left = Path(disk.path) / "tmp.00000009.1.1"
     left.write_bytes(b"half")
     assert disk.claim(9)  # Somebody lives who is writing it: hands off.
-    Tier(disk.spec, user_folder(), "data", "node").close()
+    Tier(disk.spec, "data", "node").close()
     assert left.exists()
     disk.release(9)
-    Tier(disk.spec, user_folder(), "data", "node").close()
+    Tier(disk.spec, "data", "node").close()
     assert not left.exists()
 
 
@@ -138,7 +140,7 @@ def job() -> str:
 
 
 def _ram(job: str) -> Tier:
-    return Tier(TierSpec("ram", SHARED_MEMORY, 1 << 20), user_folder(), job)
+    return Tier(TierSpec("ram", SHARED_MEMORY, 1 << 20), job)
 
 
 def test_a_ram_tier_goes_with_its_last_process(job: str) -> None:
@@ -155,9 +157,10 @@ import sys, time
 sys.path.insert(0, {root!r})
 from dlio.storage import tier as t
 if {orphan!r}:
-    t.start_reaper = lambda *_: None
+    from dlio.storage import shared
+    shared.start_reaper = lambda *_: None
 from dlio.storage.spec import SHARED_MEMORY, TierSpec
-tier = t.Tier(TierSpec("ram", SHARED_MEMORY, 1 << 20), t.user_folder(), {job!r})
+tier = t.Tier(TierSpec("ram", SHARED_MEMORY, 1 << 20), {job!r})
 print(tier.path, flush=True)
 time.sleep(60)
 """
@@ -170,7 +173,7 @@ def _killed_job(job: str, orphan: bool) -> str:
         assert run.stdout is not None
         path = run.stdout.readline().strip()
         assert os.path.isdir(path)
-        assert os.path.basename(path) not in sweep_shared_memory(SHARED_MEMORY), "it lives"
+        assert os.path.basename(path) not in sweep_shared_memory(), "it lives"
         run.kill()
     return path
 
@@ -188,3 +191,25 @@ def test_and_without_one_by_the_next_start(job: str) -> None:
     assert os.path.isdir(path)
     _ram(f"{job}-next").close()
     assert not os.path.exists(path)
+
+
+def test_an_idle_machine_has_nothing_of_us_in_shared_memory(job: str) -> None:
+    sweep_shared_memory()
+    ours = os.path.join(SHARED_MEMORY, user_folder())
+    if os.path.exists(ours):
+        pytest.skip("another job runs on this machine")
+    tier = _ram(job)
+    assert os.path.isdir(ours)
+    tier.close()
+    assert not os.path.exists(ours)
+
+
+def test_folders_that_come_and_go_at_once_do_not_disturb_each_other(job: str) -> None:
+    def come_and_go(name: str) -> None:
+        for _ in range(10):
+            with _ram(name) as tier:
+                tier.publish(0, _pieces(0))
+                assert bytes(tier.read(0, 1)) == b"\1" * 100
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(come_and_go, [f"{job}-{k}" for k in range(3)]))

@@ -1,0 +1,104 @@
+"""Folders in shared memory that last as long as somebody holds them.
+
+    /dev/shm/dlio-<uid>/sweep           held while folders are made or removed
+    /dev/shm/dlio-<uid>/<name>/alive    held, shared, by every process that uses the folder
+
+The locks belong to the kernel and die with their process. The last holder removes the folder; a
+reaper does it for holders that were killed, and whoever comes next for what even that left. With
+the last folder all the rest goes: an idle machine has nothing of dlio in its shared memory.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Self
+
+from dlio.storage.folders import hold_shared, lock_file, open_private, remove_if_unheld
+from dlio.storage.reaper import start_reaper
+from dlio.storage.spec import SHARED_MEMORY
+
+_SWEEP = "sweep"
+_ALIVE = "alive"
+
+
+class SharedFolder:
+    """One process's hold on a folder in shared memory; making it sweeps what the dead left.
+
+    Raises TierError when the user's folder there is not theirs alone.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.path = os.path.join(SHARED_MEMORY, user_folder(), name)
+        # The lock keeps a sweep from taking a folder that is made but not yet held.
+        with _users_folder() as user:
+            _sweep(user)
+            first = name not in os.listdir(user)
+            self.descriptor = open_private(SHARED_MEMORY, user_folder(), name)
+            self._alive = hold_shared(self.descriptor, _ALIVE)
+        if first:
+            start_reaper(os.path.join(self.path, _ALIVE))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go, and remove the folder if nobody else holds it."""
+        if self.descriptor < 0:
+            return
+        os.close(self.descriptor)
+        os.close(self._alive)
+        self.descriptor = -1
+        with _users_folder() as user:
+            remove_if_unheld(user, self._name, _ALIVE)
+
+
+def user_folder() -> str:
+    """The private folder of this user below a tier's root."""
+    return f"dlio-{os.geteuid()}"
+
+
+def sweep_shared_memory() -> list[str]:
+    """Remove the folders of jobs that have died. Returns their names."""
+    if not os.path.isdir(os.path.join(SHARED_MEMORY, user_folder())):
+        return []
+    with _users_folder() as user:
+        return _sweep(user)
+
+
+@contextmanager
+def _users_folder() -> Iterator[int]:
+    """A descriptor of this user's folder, locked; the folder goes when it is left empty."""
+    user, lock = _lock()
+    try:
+        yield user
+    finally:
+        if os.listdir(user) == [_SWEEP]:
+            with suppress(OSError):
+                os.unlink(_SWEEP, dir_fd=user)
+                os.rmdir(os.path.join(SHARED_MEMORY, user_folder()))
+        os.close(lock)
+        os.close(user)
+
+
+def _lock() -> tuple[int, int]:
+    """(descriptor of the folder, of the lock in it). Tries again when the folder goes meanwhile."""
+    while True:
+        user = open_private(SHARED_MEMORY, user_folder())
+        try:
+            lock = lock_file(user, _SWEEP)
+        except FileNotFoundError:
+            os.close(user)
+            continue
+        if os.fstat(lock).st_nlink:
+            return user, lock
+        os.close(lock)
+        os.close(user)
+
+
+def _sweep(user: int) -> list[str]:
+    names = [entry.name for entry in os.scandir(user) if entry.is_dir(follow_symlinks=False)]
+    return [name for name in names if remove_if_unheld(user, name, _ALIVE)]

@@ -1,0 +1,119 @@
+"""However a job ends, nothing of it is left: no process, no shared memory, no half-written file."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dlio.storage.shared import sweep_shared_memory, user_folder
+from dlio.storage.spec import SHARED_MEMORY
+
+pytestmark = pytest.mark.mpi
+ROOT = Path(__file__).resolve().parents[2]
+OURS = Path(SHARED_MEMORY, user_folder())
+
+
+@pytest.fixture
+def job(pictures: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A training job on 2 ranks, in the middle of its work."""
+    sweep_shared_memory()
+    if _in_shared_memory():
+        pytest.skip("another job runs on this machine")
+    paths = [str(ROOT), *(str(ROOT / room) for room in ("readers", "staging", "bench"))]
+    options = ["-n", "2", "--pretend-nodes", "2", "--epochs", "5000", "--batch-size", "2"]
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    tiers = ["--tiers", f"ram:100KiB,{scratch}:64MiB"]
+    files = ["--report", str(tmp_path / "r.json"), "--trace", str(tmp_path / "t.json")]
+    with subprocess.Popen(
+        [sys.executable, "-m", "dlio.cli", "train", str(pictures), *options, *files, *tiers],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "DLIO_CACHE": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as run:
+        assert run.stdout is not None
+        try:
+            assert "epoch 1/5000" in run.stdout.readline()
+            assert list(OURS.glob("*/*.blk"))
+            assert list(scratch.rglob("*.blk"))
+            assert len(_processes(tmp_path)) >= 4
+            yield run
+        finally:
+            for process in _processes(tmp_path):
+                os.kill(process, signal.SIGKILL)
+
+
+def _processes(tmp_path: Path) -> list[int]:
+    """Processes of the job: launcher, mpirun, ranks."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                words = Path("/proc", entry, "cmdline").read_bytes()
+            except OSError:
+                continue
+            if str(tmp_path / "r.json").encode() in words and int(entry) != os.getpid():
+                found.append(int(entry))
+    return found
+
+
+def _in_time(condition: Callable[[], bool], seconds: float = 20) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+def _in_shared_memory() -> set[str]:
+    """Our folders, and Open MPI's segments."""
+    segments = {name for name in os.listdir(SHARED_MEMORY) if name.startswith("sm_segment")}
+    return segments | ({user_folder()} if OURS.is_dir() else set())
+
+
+def _nothing_is_left(tmp_path: Path) -> bool:
+    halves = [*tmp_path.rglob("*.tmp"), *tmp_path.rglob("tmp.*")]
+    return not (_processes(tmp_path) or _in_shared_memory() or halves)
+
+
+def test_ctrl_c_ends_all_ranks_at_once(job: subprocess.Popen[str], tmp_path: Path) -> None:
+    job.send_signal(signal.SIGINT)
+    _, said = job.communicate(timeout=30)
+    assert job.returncode == 130
+    assert said.splitlines() == ["dlio: interrupted"]
+    assert _in_time(lambda: _nothing_is_left(tmp_path))
+    assert not (tmp_path / "r.json").exists()
+
+
+def test_a_rank_that_is_killed_ends_the_job(job: subprocess.Popen[str], tmp_path: Path) -> None:
+    ranks = [
+        process
+        for process in _processes(tmp_path)
+        if process != job.pid and b"mpirun" not in Path(f"/proc/{process}/cmdline").read_bytes()
+    ]
+    os.kill(ranks[0], signal.SIGKILL)
+    job.communicate(timeout=30)
+    assert job.returncode not in (0, 2)
+    # What the trace had so far stays beside its name: rank 0 may be the one that was killed.
+    for file in tmp_path.glob("t.json.*.tmp"):
+        file.unlink()
+    assert _in_time(lambda: _nothing_is_left(tmp_path))
+
+
+def test_a_launcher_that_is_killed_takes_its_ranks_along(
+    job: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    job.kill()
+    job.communicate(timeout=30)
+    assert _in_time(lambda: _nothing_is_left(tmp_path))
+    # The disk tier that it leaves serves no wrong byte: every block is whole.
+    from dlio_staging.verify import verify
+
+    found = verify(str(tmp_path / "scratch"))
+    assert found.samples > 0
+    assert found.damaged == []
