@@ -18,8 +18,8 @@ import os
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Self
 
 from dlio.errors import CorruptBlock, TierError, TierFull
@@ -30,8 +30,9 @@ from dlio.storage.shared import SharedFolder, user_folder
 from dlio.storage.spec import TierSpec
 from dlio.units import format_bytes
 
-_OPEN_BLOCKS = 256
-"""Block files that a tier keeps open; below the usual limit of 1,024 descriptors."""
+_TABLE_BYTES = 64 << 20
+"""Block tables that a tier keeps in memory, 24 bytes a sample. Files are opened for each read:
+that takes 5 µs, and a tier may have more blocks than a process may have descriptors."""
 
 
 class Tier:
@@ -50,7 +51,8 @@ class Tier:
         names = (user_folder(), *names)
         self.path = os.path.join(spec.root, *names)
         self._lock = threading.Lock()
-        self._open: OrderedDict[int, _OpenBlock] = OrderedDict()
+        self._tables: OrderedDict[int, BlockInfo] = OrderedDict()
+        self._table_bytes = 0
         self._claimed: set[int] = set()
         self._shared: SharedFolder | None = None
         if self.kind == "ram":
@@ -81,8 +83,6 @@ class Tier:
         return {int(name[:-4]) for name in names if name.endswith(".blk") and name[:-4].isdigit()}
 
     def has(self, block: int) -> bool:
-        if block in self._open:
-            return True
         try:
             os.stat(_name(block), dir_fd=self._folder, follow_symlinks=False)
         except FileNotFoundError:
@@ -95,8 +95,17 @@ class Tier:
         Raises FileNotFoundError when the block is not here, CorruptBlock when it is not what was
         written.
         """
-        with self._pinned(block) as opened:
-            return opened.info.read(opened.descriptor, place, scratch)
+        descriptor = os.open(
+            _name(block), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._folder
+        )
+        try:
+            with self._lock:
+                info = self._tables.get(block)
+            if info is None:
+                info = self._read_table(block, descriptor)
+            return info.read(descriptor, place, scratch)
+        finally:
+            os.close(descriptor)
 
     def publish(self, block: int, pieces: Sequence[Buffer]) -> None:
         """Write a block; it appears whole or not at all.
@@ -138,9 +147,7 @@ class Tier:
     def discard(self, block: int) -> None:
         """Remove a block that has failed its checks, so that it can be filled again."""
         with self._lock:
-            opened = self._open.pop(block, None)
-            if opened is not None:
-                opened.retire()
+            self._drop_table(block)
         with suppress(FileNotFoundError):
             os.unlink(_name(block), dir_fd=self._folder)
 
@@ -160,9 +167,6 @@ class Tier:
     def close(self) -> None:
         """Let go. The last process to close a RAM tier removes it."""
         with self._lock:
-            for opened in self._open.values():
-                opened.retire()
-            self._open.clear()
             if self._folder < 0:
                 return
             os.close(self._claims)
@@ -171,43 +175,23 @@ class Tier:
         if self._shared is not None:
             self._shared.close()
 
-    @contextmanager
-    def _pinned(self, block: int) -> Iterator["_OpenBlock"]:
-        with self._lock:
-            opened = self._open.get(block)
-            if opened is not None:
-                self._open.move_to_end(block)
-                opened.users += 1
-        if opened is None:
-            opened = self._open_block(block)
-        try:
-            yield opened
-        finally:
-            with self._lock:
-                opened.users -= 1
-                opened.close_if_unused()
-
-    def _open_block(self, block: int) -> "_OpenBlock":
+    def _read_table(self, block: int, descriptor: int) -> BlockInfo:
         path = os.path.join(self.path, _name(block))
-        descriptor = os.open(
-            _name(block), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._folder
-        )
-        try:
-            info = read_info(descriptor, path)
-            if info.block != block:
-                raise CorruptBlock(f"{path} holds block {info.block}: remove it")
-        except BaseException:
-            os.close(descriptor)
-            raise
-        opened = _OpenBlock(descriptor, info)
+        info = read_info(descriptor, path)
+        if info.block != block:
+            raise CorruptBlock(f"{path} holds block {info.block}: remove it")
         with self._lock:
-            replaced = self._open.pop(block, None)
-            if replaced is not None:
-                replaced.retire()
-            self._open[block] = opened
-            while len(self._open) > _OPEN_BLOCKS:
-                self._open.popitem(last=False)[1].retire()
-        return opened
+            self._drop_table(block)
+            self._tables[block] = info
+            self._table_bytes += info.table.nbytes
+            while self._table_bytes > _TABLE_BYTES and len(self._tables) > 1:
+                self._drop_table(next(iter(self._tables)))
+        return info
+
+    def _drop_table(self, block: int) -> None:
+        info = self._tables.pop(block, None)
+        if info is not None:
+            self._table_bytes -= info.table.nbytes
 
     def _remove_leftovers(self) -> None:
         """Remove temporary files whose writers are dead: those whose claim is free."""
@@ -219,27 +203,6 @@ class Tier:
                 with suppress(FileNotFoundError):
                     os.unlink(name, dir_fd=self._folder)
                 self.release(block)
-
-
-class _OpenBlock:
-    """An open block file; closed when retired and no thread reads it. Guarded by the tier."""
-
-    __slots__ = ("descriptor", "info", "retired", "users")
-
-    def __init__(self, descriptor: int, info: BlockInfo) -> None:
-        self.descriptor = descriptor
-        self.info = info
-        self.users = 1
-        self.retired = False
-
-    def retire(self) -> None:
-        self.retired = True
-        self.close_if_unused()
-
-    def close_if_unused(self) -> None:
-        if self.retired and self.users == 0 and self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
 
 
 def tier_usage(root: str) -> dict[str, int]:
