@@ -26,8 +26,9 @@ class Case:
 def measure(case: Case) -> dict[str, Any]:
     """Passes over the data per contender, in turn within each repeat, after a warm-up of each.
 
-    `dlio` reads from its RAM tier, which its warm-up fills; `torch` from the page cache;
-    `ceiling` decodes payloads that lie in memory, in as many threads, and does nothing else.
+    `dlio` reads from its RAM tier, which its warm-up fills; `torch` from the page cache, to uint8
+    as dlio does; `torch_floats` ends in ToTensor, as most scripts do; `ceiling` decodes payloads
+    that lie in memory, in as many threads, and does nothing else.
     Returns samples/s of each repeat, and ratios of the same repeat's.
     """
     import numpy as np
@@ -40,10 +41,18 @@ def measure(case: Case) -> dict[str, Any]:
     reader = open_reader(case.source)
     if reader.format != "folder":
         raise UsageError(f"{case.source} is packed: the yardstick reads class folders of images")
-    yardstick = pillow_loader(reader, case.image_size, case.batch_size, case.workers)
+    yardsticks = {
+        floats: pillow_loader(reader, case.image_size, case.batch_size, case.workers, floats)
+        for floats in (False, True)
+    }
     room = int(reader.sizes.sum() * 1.1) + (64 << 20)
     payloads = reader.read(np.arange(len(reader), dtype=np.int64))
-    rates: dict[str, list[float]] = {"torch": [], "dlio": [], "ceiling": []}
+    rates: dict[str, list[float]] = {
+        "torch": [],
+        "torch_floats": [],
+        "dlio": [],
+        "ceiling": [],
+    }
     with (
         dlio.open(case.source, tiers=f"ram:{room}B", image_size=case.image_size) as data,
         dlio.DataLoader(data, case.batch_size, shuffle=True, num_workers=case.workers) as loader,
@@ -53,7 +62,8 @@ def measure(case: Case) -> dict[str, Any]:
             return _decode_all(data, payloads, case)
 
         contenders: dict[str, Callable[[], int]] = {
-            "torch": lambda: sum(len(images) for images, _ in yardstick),
+            "torch": lambda: sum(len(images) for images, _ in yardsticks[False]),
+            "torch_floats": lambda: sum(len(images) for images, _ in yardsticks[True]),
             "dlio": lambda: sum(len(images) for images, _ in loader),
             "ceiling": bare,
         }
@@ -76,6 +86,7 @@ def measure(case: Case) -> dict[str, Any]:
             name: {**spread(values), "all": values} for name, values in rates.items()
         },
         "dlio_over_torch": ratio(rates["dlio"], rates["torch"]),
+        "dlio_over_torch_floats": ratio(rates["dlio"], rates["torch_floats"]),
         "dlio_over_ceiling": ratio(rates["dlio"], rates["ceiling"]),
         "dlio_bytes_of_last_pass": stats["bytes"],
         "machine": describe_machine(
@@ -94,7 +105,8 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="End in one line of JSON.")] = False,
 ) -> None:
     """Loading alone: dlio from its RAM tier, torch's DataLoader with Pillow, and the ceiling, a
-    bare decoding loop. All give uint8 crops, RandomResizedCrop and flip, without normalisation."""
+    bare decoding loop. RandomResizedCrop and flip, without normalisation; torch once to uint8, as
+    dlio, and once with ToTensor, as most scripts."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -109,7 +121,8 @@ def command(
     table.add_column("loader")
     table.add_column("samples/s", justify="right")
     names = {
-        "torch": "torch DataLoader, Pillow, processes",
+        "torch": "torch DataLoader, Pillow, uint8, processes",
+        "torch_floats": "torch DataLoader, Pillow, ToTensor, processes",
         "dlio": "dlio.DataLoader, RAM tier, threads",
         "ceiling": "ceiling: decode loop alone, threads",
     }
@@ -117,7 +130,11 @@ def command(
         rate = found["samples_per_s"][key]
         table.add_row(name, f"{rate['median']:,.0f} ({rate['min']:,.0f} to {rate['max']:,.0f})")
     Console().print(table)
-    for key, words in (("dlio_over_torch", "torch"), ("dlio_over_ceiling", "the ceiling")):
+    for key, words in (
+        ("dlio_over_torch", "torch"),
+        ("dlio_over_torch_floats", "torch with ToTensor"),
+        ("dlio_over_ceiling", "the ceiling"),
+    ):
         value = found[key]
         typer.echo(
             f"dlio / {words}: {value['median']:.2f} ({value['min']:.2f} to {value['max']:.2f})"

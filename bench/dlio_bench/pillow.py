@@ -11,12 +11,14 @@ from dlio.reader import Reader
 
 
 class PillowImages(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
-    """Opens a file, decodes, RandomResizedCrop, flip, uint8 tensor: torchvision's steps on PIL.
+    """Opens a file, decodes, RandomResizedCrop, flip: torchvision's steps on PIL.
 
-    No normalisation, here as in what it is compared with.
+    Args:
+        floats: end in torchvision's ToTensor, as most scripts do; otherwise in its PILToTensor,
+            uint8, which is less work, and what dlio gives.
     """
 
-    def __init__(self, files: list[str], labels: list[int], size: int) -> None:
+    def __init__(self, files: list[str], labels: list[int], size: int, floats: bool) -> None:
         try:
             import PIL.Image  # noqa: F401 - is it there?
         except ImportError as error:
@@ -24,6 +26,7 @@ class PillowImages(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
         self._files = files
         self._labels = labels
         self._size = size
+        self._floats = floats
 
     def __len__(self) -> int:
         return len(self._files)
@@ -39,15 +42,18 @@ class PillowImages(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
         image = image.resize((self._size, self._size), Image.Resampling.BILINEAR)
         if random.random() < 0.5:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        return torch.from_numpy(np.array(image)).permute(2, 0, 1), self._labels[index]
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+        if self._floats:
+            pixels = pixels.contiguous().to(torch.float32).div(255)
+        return pixels, self._labels[index]
 
 
 def pillow_loader(
-    reader: Reader, size: int, batch_size: int, workers: int
+    reader: Reader, size: int, batch_size: int, workers: int, floats: bool
 ) -> torch.utils.data.DataLoader[Any]:
     """torch's loader over the files of a folder; workers stay for the next pass."""
     files = [f"{reader.path}/{reader.name(sample)}" for sample in range(len(reader))]
-    data = PillowImages(files, reader.labels.tolist(), size)
+    data = PillowImages(files, reader.labels.tolist(), size, floats)
     return torch.utils.data.DataLoader(
         data, batch_size, shuffle=True, num_workers=workers, persistent_workers=True
     )

@@ -15,7 +15,7 @@ def command(
         str | None, typer.Option(help="Your own images: class folders, or train/ and val/.")
     ] = None,
     ranks: Annotated[int, typer.Option("-n", "--ranks", help="MPI ranks.", min=1)] = 2,
-    epochs: Annotated[int, typer.Option(help="Passes over the data.", min=1)] = 6,
+    epochs: Annotated[int, typer.Option(help="Passes over the data.", min=1)] = 12,
     image_size: Annotated[int, typer.Option(help="Side of the crops, in pixels.")] = 64,
     folder: Annotated[
         str, typer.Option(help="Where the pictures, the disk tier and the report go.")
