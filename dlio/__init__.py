@@ -15,14 +15,44 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from dlio.dataset import Dataset
     from dlio.dataset import open_dataset as open
+    from dlio.errors import (
+        CommError,
+        CommTimeout,
+        CorruptBlock,
+        DecodeError,
+        DlioError,
+        SourceError,
+        TierError,
+        TierFull,
+        UsageError,
+    )
     from dlio.loader import DataLoader
 
-__all__ = ["DataLoader", "Dataset", "__version__", "open"]
+__all__ = [
+    "CommError",
+    "CommTimeout",
+    "CorruptBlock",
+    "DataLoader",
+    "Dataset",
+    "DecodeError",
+    "DlioError",
+    "SourceError",
+    "TierError",
+    "TierFull",
+    "UsageError",
+    "__version__",
+    "open",
+]
 
 _WHERE = {
     "DataLoader": ("dlio.loader", "DataLoader"),
     "Dataset": ("dlio.dataset", "Dataset"),
     "open": ("dlio.dataset", "open_dataset"),
+    **{
+        name: ("dlio.errors", name)
+        for name in __all__
+        if name.endswith("Error") or name in ("CommTimeout", "CorruptBlock", "TierFull")
+    },
 }
 
 

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from dlio.errors import DecodeError
 from dlio.order import keyed_uniforms
-from dlio.storage.schema import Buffer
+from dlio.schema import Buffer
 
 MAX_PIXELS: Final = 178_956_970
 """Of one image: half a gigabyte of RGB. Pillow warns of a decompression bomb beyond half of it."""

@@ -42,7 +42,7 @@ _I64 = npt.NDArray[np.int64]
 class Order:
     """The order in which one epoch visits the samples of a data set.
 
-    Cost about 0.1 µs a position, vectorised.
+    Cost 0.03 µs a position in arrays of thousands, and 0.1 ms for a small array.
     """
 
     n: int
@@ -112,16 +112,22 @@ class Cursor:
     def from_dict(cls, state: Mapping[str, Any]) -> "Cursor":
         """Read `as_dict`'s. Raises UsageError that names what is missing or out of range."""
         if state.get("format") != 1:
-            raise UsageError(f"loader state of format {state.get('format')!r}: this one reads 1")
-        names = ("seed", "epoch", "position", "samples")
-        wrong = [name for name in names if not isinstance(state.get(name), int)]
-        if wrong:
-            raise UsageError(f"loader state without a whole number for {', '.join(wrong)}")
-        cursor = cls(**{name: state[name] for name in names})
-        if min(cursor.epoch, cursor.position) < 0 or cursor.position > cursor.samples:
             raise UsageError(
-                f"loader state at position {cursor.position} of {cursor.samples} samples in epoch "
-                f"{cursor.epoch} is impossible"
+                f"loader state of format {state.get('format')!r}: this version of dlio reads 1"
+            )
+        limits = {"seed": _MASK, "epoch": _MASK, "samples": MAX_SAMPLES, "position": MAX_SAMPLES}
+        for name, limit in limits.items():
+            value = state.get(name)
+            if type(value) is not int or not 0 <= value <= limit:
+                raise UsageError(
+                    f"loader state with {name} {value!r}: a whole number from 0 to {limit} is "
+                    "expected; was it written by state_dict()?"
+                )
+        cursor = cls(**{name: state[name] for name in limits})
+        if cursor.position > cursor.samples:
+            raise UsageError(
+                f"loader state at position {cursor.position} of only {cursor.samples} samples: "
+                "was it written by state_dict()?"
             )
         return cursor
 
@@ -141,13 +147,14 @@ def keyed_uniforms(
         count: numbers a sample.
         stream: tells uses of randomness apart.
 
-    Returns: in [0, 1), shape (n, count).
+    Returns: in [0, 1), shape (n, count). The first ones are the same for any `count`.
+
+    Cost 7 ns a number.
     """
-    key = _key(seed, epoch, 0x5EED + stream)
+    key = np.uint64(_key(seed, epoch, 0x5EED + stream))
     base = _hash(np.asarray(samples, np.int64).astype(np.uint64), key)
-    with np.errstate(over="ignore"):
-        counters = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
-        bits = _hash(base[:, None] + counters[None, :], 0)
+    counters = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+    bits = _hash(base[:, None] + counters, np.uint64(0))
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
@@ -178,7 +185,7 @@ class _Network:
 
 def _add(half: _U64, other: _U64, key: np.uint64, size: np.uint64, inverse: bool) -> _U64:
     """half ± hash(other) modulo size."""
-    bits = _hash(other, int(key))
+    bits = _hash(other, key)
     bits >>= np.uint64(32)
     # 32 hash bits scaled to [0, size): size is at most 2^20, so the bias is below 2^-12.
     bits *= size
@@ -190,15 +197,14 @@ def _add(half: _U64, other: _U64, key: np.uint64, size: np.uint64, inverse: bool
     return bits
 
 
-def _hash(values: _U64, key: int) -> _U64:
+def _hash(values: _U64, key: np.uint64) -> _U64:
     """Mix 64 bits thoroughly (the finaliser of splitmix64; Steele, Lea and Flood, 2014)."""
-    with np.errstate(over="ignore"):
-        x = values + np.uint64(key)
-        x ^= x >> np.uint64(30)
-        x *= np.uint64(_MIX_1)
-        x ^= x >> np.uint64(27)
-        x *= np.uint64(_MIX_2)
-        x ^= x >> np.uint64(31)
+    x = values + key
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(_MIX_1)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(_MIX_2)
+    x ^= x >> np.uint64(31)
     return x
 
 
@@ -222,7 +228,8 @@ def _network(n: int, seed: int, epoch: int) -> _Network:
 def _sorted_hashes(n: int, seed: int, epoch: int) -> tuple[_I64, _I64]:
     """A small permutation and its inverse, as tables of at most 64 KiB."""
     hashes = _hash(
-        np.arange(n, dtype=np.uint64) * np.uint64(_GOLDEN & 0xFFFFFFFF), _key(seed, epoch, 0)
+        np.arange(n, dtype=np.uint64) * np.uint64(_GOLDEN & 0xFFFFFFFF),
+        np.uint64(_key(seed, epoch, 0)),
     )
     forward = np.argsort(hashes, kind="stable").astype(np.int64)
     backward = np.empty_like(forward)

@@ -26,10 +26,10 @@ import torch
 
 from dlio.decode import Decoder
 from dlio.errors import CommTimeout, CorruptBlock, DlioError, SourceError
+from dlio.schema import Buffer
 from dlio.shuffle import Shuffle, Step
 from dlio.storage.block import Scratch
 from dlio.storage.hierarchy import Hierarchy
-from dlio.storage.schema import Buffer
 
 _SAMPLES_A_TASK = 4
 _POLL_S = 0.2

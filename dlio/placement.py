@@ -8,6 +8,15 @@ where they are when a node joins or leaves. Nothing is ever evicted: what no nod
 stays in the source, and pinning the rest for ever is the best that any cache can do under an
 order that visits each sample once an epoch (design: "pin, never evict").
 
+How few blocks change home when one of n + 1 equal nodes joins or leaves, of 8,000 blocks:
+
+    n          1      2      4      8      16     32     64
+    moved      0.500  0.335  0.205  0.116  0.064  0.038  0.025
+    1/(n + 1)  0.500  0.333  0.200  0.111  0.059  0.030  0.015
+
+No even placement moves fewer than the lower line says. What exceeds it is the bound at work: a
+node's blocks by hash alone vary by the root of their number, and the surplus goes elsewhere.
+
 Independent of seeds and epochs, so that a tier that was staged serves every later run.
 """
 
@@ -18,7 +27,13 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-_CHUNK = 1 << 13
+_SCORES = 1 << 16
+"""Scores computed at a time: their temporaries fit in the second-level cache."""
+
+_TWO_OVER_LN_2 = 2.8853900817779268
+
+_F64 = npt.NDArray[np.float64]
+_I64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,89 +59,114 @@ class Placement:
 def place(block_bytes: npt.NDArray[np.int64], nodes: Sequence[Node], key: str) -> Placement:
     """Give blocks homes on nodes and tiers, within every tier's capacity. Pure.
 
+    A node's bound is its share of all bytes, in proportion to capacity. A block goes to the
+    highest score among the nodes that are below their bound, as long as enough is left to bring
+    every other node to within a block of its own; then, to the highest score among those that
+    are still further below. So shares are even to one block where blocks are of one size, and to
+    about two where they differ widely. What some node's tiers turn out to have no room for goes
+    to the least full node that has: a block stays in the source only if no tier anywhere has
+    room for it. On its node, a block is pinned by the fastest tier that has room.
+
     Args:
-        block_bytes: what each block takes in a tier; shape (blocks,).
+        block_bytes: what each block takes in a tier, above 0; shape (blocks,).
+        nodes: with names that differ.
         key: of the data set; two data sets are placed independently.
 
-    Cost: blocks x nodes hashes (13 ns each), and one step of Python per block.
+    Cost: blocks x nodes hashes, 5 ns each (40 ns where capacities differ), and 2 µs a block.
     """
     blocks = len(block_bytes)
     home = np.full(blocks, -1, np.int32)
     tier = np.full(blocks, -1, np.int8)
-    weights = np.array([sum(node.capacities) for node in nodes], np.float64)
-    if not blocks or not weights.sum():
+    capacities = [sum(node.capacities) for node in nodes]
+    if not blocks or not any(capacities):
         return Placement(home, tier)
-    total = int(block_bytes.sum())
-    bounds = total * weights / weights.sum()
+    weights = np.array(capacities, np.float64)
+    total, capacity = int(block_bytes.sum()), sum(capacities)
+    # Bytes below each node's bound. Rounded up: the bounds together hold all that capacity does.
+    gaps = np.array([min(own, -(-total * own // capacity)) for own in capacities], np.int64)
     rooms = [list(node.capacities) for node in nodes]
-    loads = np.zeros(len(nodes))
-    for start in range(0, blocks, _CHUNK):
-        numbers = np.arange(start, min(start + _CHUNK, blocks))
-        ranking = np.argsort(-_scores(numbers, nodes, weights, key), axis=1, kind="stable")
-        for block, preferred in zip(numbers.tolist(), ranking.tolist(), strict=True):
-            size = int(block_bytes[block])
-            # A block may stand half over the bound: shares end within half a block of it.
-            for node in preferred:
-                if loads[node] + size / 2 <= bounds[node] and _pin(
-                    block, node, size, rooms, home, tier
-                ):
-                    loads[node] += size
-                    break
-            else:
-                _place_anywhere(block, size, loads / np.maximum(weights, 1), rooms, home, tier)
-                if home[block] >= 0:
-                    loads[home[block]] += size
+    # The largest block that still finds a tier, per node.
+    largest = np.array([max(room, default=0) for room in rooms], np.int64)
+    unit = max(1, -(-total // blocks))
+    # Bytes still to place beyond the whole blocks that nodes are owed below their bounds.
+    slack = total - unit * int((gaps // unit).sum())
+    chunk = max(1, _SCORES // len(nodes))
+    for start in range(0, blocks, chunk):
+        numbers = np.arange(start, min(start + chunk, blocks))
+        scores = _scores(numbers, nodes, weights, key)
+        favourites = scores.argmax(axis=1).tolist()
+        sizes = block_bytes[numbers].tolist()
+        for block, node, size, row in zip(numbers, favourites, sizes, scores, strict=True):
+            gap = int(gaps[node])
+            owed = gap >= unit and (gap - size) // unit < gap // unit
+            if size > largest[node] or not (owed or (gap > 0 and slack >= size)):
+                node = _elsewhere(size, unit, slack, row, gaps, largest, weights)
+            slack -= size
+            if node < 0:
+                continue
+            gap = int(gaps[node])
+            slack += unit * (max(0, gap // unit) - max(0, (gap - size) // unit))
+            gaps[node] = gap - size
+            home[block], tier[block] = node, _pin(size, rooms[node])
+            largest[node] = max(rooms[node])
     return Placement(home, tier)
 
 
-def _place_anywhere(
-    block: int,
-    size: int,
-    fullness: npt.NDArray[np.float64],
-    rooms: list[list[int]],
-    home: npt.NDArray[np.int32],
-    tier: npt.NDArray[np.int8],
-) -> None:
-    """Every node is at its bound or has no tier with room: the emptiest that has room takes it."""
-    for node in np.argsort(fullness, kind="stable").tolist():
-        if _pin(block, node, size, rooms, home, tier):
-            return
+def _elsewhere(
+    size: int, unit: int, slack: int, scores: _F64, gaps: _I64, largest: _I64, weights: _F64
+) -> int:
+    """The node for a block that its favourite must not take; -1 if no tier has room for it."""
+    roomy = np.flatnonzero(largest >= size)
+    if not len(roomy):
+        return -1
+    gap = gaps[roomy]
+    owed = (gap >= unit) & ((gap - size) // unit < gap // unit)
+    fitting = roomy[gap > 0] if slack >= size else roomy[owed]
+    if len(fitting):
+        return int(fitting[scores[fitting].argmax()])
+    return int(roomy[(gap / weights[roomy]).argmax()])
 
 
-def _pin(
-    block: int,
-    node: int,
-    size: int,
-    rooms: list[list[int]],
-    home: npt.NDArray[np.int32],
-    tier: npt.NDArray[np.int8],
-) -> bool:
-    """Put the block into the fastest tier of the node that has room. False when none has."""
-    for number, room in enumerate(rooms[node]):
-        if size <= room:
-            rooms[node][number] -= size
-            home[block], tier[block] = node, number
-            return True
-    return False
+def _pin(size: int, rooms: list[int]) -> int:
+    """Take the room in the fastest tier that has it; one does."""
+    number = next(number for number, room in enumerate(rooms) if room >= size)
+    rooms[number] -= size
+    return number
 
 
-def _scores(
-    blocks: npt.NDArray[np.int64],
-    nodes: Sequence[Node],
-    weights: npt.NDArray[np.float64],
-    key: str,
-) -> npt.NDArray[np.float64]:
-    """Weighted rendezvous scores, -w / ln(u); shape (blocks, nodes)."""
+def _scores(blocks: _I64, nodes: Sequence[Node], weights: _F64, key: str) -> _F64:
+    """Weighted rendezvous scores, w / -log2(u) for a hash u in (0, 1); shape (blocks, nodes)."""
     seeds = np.array(
         [xxhash.xxh3_64_intdigest(f"{key}/{node.name}".encode()) for node in nodes], np.uint64
     )
-    with np.errstate(over="ignore"):
-        x = (blocks.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))[:, None] ^ seeds[None, :]
-        x ^= x >> np.uint64(30)
-        x *= np.uint64(0xBF58476D1CE4E5B9)
-        x ^= x >> np.uint64(27)
-        x *= np.uint64(0x94D049BB133111EB)
-        x ^= x >> np.uint64(31)
-    uniform = ((x >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
-    scores: npt.NDArray[np.float64] = -weights / np.log(uniform)
+    x = (blocks.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))[:, None] ^ seeds[None, :]
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    # 52 bits and a half: exact in a float, and never 0 or 1.
+    uniform = ((x >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    if (weights == weights[0]).all():
+        return uniform  # The same ranking at an eighth of the cost.
+    scores: _F64 = weights / -_log2(uniform)
     return scores
+
+
+def _log2(values: _F64) -> _F64:
+    """log2, the same to the last bit on every processor, which numpy's is not: nodes of
+    different kinds must agree on every home. Uses only operations that IEEE 754 rounds exactly;
+    the result is within 1e-13.
+    """
+    fraction, exponent = np.frexp(values)
+    low = fraction < np.sqrt(0.5)
+    # In [sqrt(1/2), sqrt(2)), where 2·atanh((f - 1) / (f + 1)) = ln f converges fast.
+    fraction = np.where(low, fraction * 2, fraction)
+    z = (fraction - 1) / (fraction + 1)
+    square = z * z
+    series = np.full_like(z, 1 / 15)
+    for odd in (13, 11, 9, 7, 5, 3, 1):
+        series *= square
+        series += 1 / odd
+    logarithm: _F64 = (exponent - low) + series * z * _TWO_OVER_LN_2
+    return logarithm

@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from dlio.errors import SourceError
 from dlio.order import Order
-from dlio.storage.schema import Schema
-from dlio.storage.source import Source
+from dlio.schema import Schema
+from dlio.source import Source
 
 MAX_BLOCK_BYTES = 8 << 20
 """Blocks aim at this many payload bytes …"""

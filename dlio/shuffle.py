@@ -24,8 +24,8 @@ from dlio.comm import Communicator, Request
 from dlio.errors import DlioError
 from dlio.order import Order
 from dlio.schedule import Mode, Ranks, Window, plan_window, window_steps
+from dlio.schema import Buffer
 from dlio.storage.hierarchy import Hierarchy
-from dlio.storage.schema import Buffer
 from dlio.wire import message_bytes, pack_message, unpack_message
 
 _FIRST_WINDOW_STEPS = 2

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from dlio.storage.schema import Buffer
+from dlio.schema import Buffer
 
 _ENTRY_BYTES = 16
 _ABSENT = np.uint64(2**64 - 1)

@@ -1,16 +1,44 @@
 """Fixtures that several rooms' tests share."""
 
 import os
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+class FullDisk(Protocol):
+    """`with full_disk(1000): ...` lets no file grow beyond 1,000 bytes."""
+
+    def __call__(self, count: int) -> AbstractContextManager[None]: ...
+
+
+@pytest.fixture
+def full_disk() -> FullDisk:
+    """A disk that is full, for as long as a `with` lasts: pytest's own files must still grow."""
+
+    @contextmanager
+    def limited(count: int) -> Iterator[None]:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (count, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            signal.signal(signal.SIGXFSZ, handler)
+
+    return limited
 
 
 @pytest.fixture(scope="session")
@@ -74,6 +102,7 @@ def mpirun() -> MpiRun:
             "PYTHONPATH": os.pathsep.join(paths),
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "OMPI_MCA_btl": "^ofi",  # Looking for fabrics takes a second.
             "OMP_NUM_THREADS": "1",
             "DLIO_TIMEOUT": "60",
             **(env or {}),

@@ -7,6 +7,7 @@ error for what a user can mend, 130 when interrupted; anything else is a bug, wi
 
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Annotated
@@ -23,6 +24,7 @@ _CORE: dict[str, Callable[..., None]] = {
 }
 _FAILED = 2
 _INTERRUPTED = 130
+_DEBUG = "DLIO_DEBUG"
 
 
 def make_app() -> typer.Typer:
@@ -60,8 +62,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         make_app()(args=None if argv is None else list(argv), prog_name="dlio")
     except DlioError as error:
-        if os.environ.get("DLIO_DEBUG"):
-            raise
+        if os.environ.get(_DEBUG):
+            # Not raised again: MPI would wait, at exit, for ranks that wait for this one.
+            traceback.print_exc()
         print(f"dlio: error: {error}", file=sys.stderr, flush=True)
         abort(_FAILED)
         sys.exit(_FAILED)
@@ -74,8 +77,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             abort(error.code if isinstance(error.code, int) else 1)
         raise
     except BaseException:
-        import traceback
-
         traceback.print_exc()
         abort(1)
         sys.exit(1)
@@ -89,11 +90,25 @@ def _show_version(asked: bool) -> None:
         raise typer.Exit
 
 
+def _set_debug(asked: bool) -> None:
+    if asked:
+        os.environ[_DEBUG] = "1"  # Ranks that are started inherit it.
+
+
 def _options(
     version: Annotated[
         bool,
         typer.Option(
             "--version", callback=_show_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+    debug: Annotated[
+        bool,
+        typer.Option(
+            "--debug",
+            callback=_set_debug,
+            is_eager=True,
+            help="Show where an error comes from. Or DLIO_DEBUG=1.",
         ),
     ] = False,
 ) -> None:

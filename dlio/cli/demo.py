@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from dlio.errors import UsageError
 from dlio.train.config import TrainConfig
 
 _FOLDER = os.path.join(".cache", "dlio-demo")
@@ -27,7 +28,8 @@ def command(
     pretended nodes; under three minutes on two cores."""
     from dlio.cli.train import find_parts, run
 
-    os.makedirs(folder, exist_ok=True)
+    scratch = os.path.join(folder, "tier")
+    _make_folder(scratch)
     if data is None:
         source = os.path.join(folder, "pictures")
         _draw(source)
@@ -42,8 +44,6 @@ def command(
     reader = open_reader(source)
     size = int(reader.sizes.sum())
     reader.close()
-    scratch = os.path.join(folder, "tier")
-    os.makedirs(scratch, exist_ok=True)
     nodes = min(2, ranks)
     # Half of the data in RAM and the rest, with room to spare, on the disk: both tiers work.
     tiers = f"ram:{size // (2 * nodes) + 1}B,{scratch}:{size + (1 << 24)}B"
@@ -60,6 +60,17 @@ def command(
         ranks,
     )
     typer.echo(f"The report as JSON: {report or os.path.join(folder, 'report.json')}")
+
+
+def _make_folder(scratch: str) -> None:
+    if "," in scratch:
+        raise UsageError(f"--folder {scratch}: a comma would end the tier's name; choose another")
+    try:
+        os.makedirs(scratch, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"--folder: {scratch} cannot be made: {error.strerror}; choose a folder you may write"
+        ) from error
 
 
 def _draw(folder: str) -> None:

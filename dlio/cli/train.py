@@ -138,19 +138,12 @@ def _check(config: TrainConfig, ranks: int) -> None:
     from dlio.reader import open_reader
     from dlio.storage.spec import choose_tiers
     from dlio.train.model import MODELS
-    from dlio.train.trace import check_writable
 
     if config.pretend_nodes is not None and not 1 <= config.pretend_nodes <= ranks:
         raise UsageError(f"--pretend-nodes {config.pretend_nodes}: 1 to {ranks}, the ranks of -n")
     if config.model not in MODELS:
         raise UsageError(f"--model {config.model}: choose one of {', '.join(MODELS)}")
-    for option, path in (
-        ("--report", config.report),
-        ("--trace", config.trace),
-        ("--save", config.save),
-    ):
-        if path is not None:
-            check_writable(option, path)
+    config.check_outputs()
     choose_tiers(config.tiers, 0)
     for path in (config.source, config.val):
         if path is not None:

@@ -21,6 +21,7 @@ _RANK_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALNR
 _LAUNCHER = "DLIO_LAUNCHER_PID"
 _TERMINAL = "DLIO_TERMINAL"
 _END_TIMEOUT_S = 10.0
+_POLL_S = 0.5
 _RULE = "-" * 20
 _ERROR = "dlio: error:"
 _BANNERS = (
@@ -74,6 +75,8 @@ def run_ranks(ranks: int, argv: Sequence[str]) -> int:
                 command.append("--oversubscribe")
             if os.geteuid() == 0:
                 environment.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+            # The libfabric transport waits a second for networks; one machine needs none.
+            environment.setdefault("OMPI_MCA_btl", "^ofi")
             # Open MPI's own segments would outlive ranks that are killed; there they do not.
             segments = stack.enter_context(SharedFolder(f"mpi-{secrets.token_hex(8)}"))
             environment.setdefault("OMPI_MCA_btl_sm_backing_directory", segments.path)
@@ -132,20 +135,33 @@ def watch_launcher() -> None:
     """
     if not launched():
         return
-    try:
-        launcher = os.pidfd_open(int(os.environ[_LAUNCHER]))
-    except ProcessLookupError:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return
+    launcher = int(os.environ[_LAUNCHER])
 
     def watch() -> None:
-        # Readable when the process has ended, reaped or not.
-        select.select([launcher], [], [])
+        _wait_for_end(launcher)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_END_TIMEOUT_S)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="dlio-launcher-watch", daemon=True).start()
+
+
+def _wait_for_end(process: int) -> None:
+    """Sleep until a process that need not be a child of this one has ended."""
+    try:
+        descriptor = os.pidfd_open(process)
+    except ProcessLookupError:
+        return
+    except (AttributeError, OSError):
+        # Linux before 5.3, a Python built for it, or a sandbox.
+        with contextlib.suppress(ProcessLookupError):
+            while True:
+                os.kill(process, 0)
+                time.sleep(_POLL_S)
+        return
+    # Readable when the process has ended, reaped or not.
+    select.select([descriptor], [], [])
+    os.close(descriptor)
 
 
 def terminate_as_interrupt() -> None:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import xxhash
 
 from dlio.errors import CorruptBlock
-from dlio.storage.schema import Buffer, Schema
+from dlio.schema import Buffer, Schema
 
 MAGIC: Final = b"DLIOBLK1"
 VERSION: Final = 1

@@ -20,9 +20,9 @@ import numpy.typing as npt
 
 from dlio.errors import CorruptBlock, SourceError, TierError
 from dlio.reader import Reader
+from dlio.schema import Buffer
 from dlio.storage.block import Scratch, encode_block
 from dlio.storage.counters import Counters
-from dlio.storage.schema import Buffer
 from dlio.storage.tier import Tier
 
 _IMPATIENT_SHARE = 0.005

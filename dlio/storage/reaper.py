@@ -8,29 +8,9 @@ too (a batch system that kills all of a job), the next start of dlio sweeps.
 
 import fcntl
 import os
-import subprocess
 import sys
-from contextlib import suppress
 
-_START_TIMEOUT_S = 20.0
-
-
-def start_reaper(lock: str) -> None:
-    """Watch, from a process of its own session that holds nothing of this one's open, the lock
-    that the holders of a folder share; sweep when they are gone."""
-    package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    # Without it, the next start sweeps.
-    with suppress(OSError, subprocess.TimeoutExpired):
-        subprocess.run(
-            [sys.executable, "-m", "dlio.storage.reaper", lock],
-            env={**os.environ, "PYTHONPATH": package},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            timeout=_START_TIMEOUT_S,
-            check=False,
-        )
+from dlio.storage.shared import sweep_shared_memory
 
 
 def main(lock: str) -> None:
@@ -43,8 +23,6 @@ def main(lock: str) -> None:
         return
     fcntl.flock(held, fcntl.LOCK_EX)
     os.close(held)
-    from dlio.storage.shared import sweep_shared_memory
-
     sweep_shared_memory()
 
 

@@ -16,8 +16,8 @@ import numpy.typing as npt
 import xxhash
 
 from dlio.errors import CorruptBlock
+from dlio.schema import Buffer, Schema
 from dlio.storage.block import read_exactly, write_all
-from dlio.storage.schema import Buffer, Schema
 
 SUFFIX: Final = ".dlio"
 TRAILER_MAGIC: Final = b"DLIOSHRD"

@@ -9,16 +9,18 @@ the last folder all the rest goes: an idle machine has nothing of dlio in its sh
 """
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Self
 
 from dlio.storage.folders import hold_shared, lock_file, open_private, remove_if_unheld
-from dlio.storage.reaper import start_reaper
 from dlio.storage.spec import SHARED_MEMORY
 
 _SWEEP = "sweep"
 _ALIVE = "alive"
+_START_TIMEOUT_S = 20.0
 
 
 class SharedFolder:
@@ -37,7 +39,7 @@ class SharedFolder:
             self.descriptor = open_private(SHARED_MEMORY, user_folder(), name)
             self._alive = hold_shared(self.descriptor, _ALIVE)
         if first:
-            start_reaper(os.path.join(self.path, _ALIVE))
+            _start_reaper(os.path.join(self.path, _ALIVE))
 
     def __enter__(self) -> Self:
         return self
@@ -97,6 +99,24 @@ def _lock() -> tuple[int, int]:
             return user, lock
         os.close(lock)
         os.close(user)
+
+
+def _start_reaper(lock: str) -> None:
+    """Watch, from a process of its own session that holds nothing of this one's open, the lock
+    that the holders of a folder share; sweep when they are gone."""
+    package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    # Without it, the next start sweeps.
+    with suppress(OSError, subprocess.TimeoutExpired):
+        subprocess.run(
+            [sys.executable, "-m", "dlio.storage.reaper", lock],
+            env={**os.environ, "PYTHONPATH": package},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            timeout=_START_TIMEOUT_S,
+            check=False,
+        )
 
 
 def _sweep(user: int) -> list[str]:

@@ -23,9 +23,9 @@ from contextlib import suppress
 from typing import Self
 
 from dlio.errors import CorruptBlock, TierError, TierFull
+from dlio.schema import Buffer
 from dlio.storage.block import NO_ROOM, BlockInfo, Scratch, read_info, write_all
 from dlio.storage.folders import open_private
-from dlio.storage.schema import Buffer
 from dlio.storage.shared import SharedFolder, user_folder
 from dlio.storage.spec import TierSpec
 from dlio.units import format_bytes

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from dlio.errors import UsageError
 from dlio.schedule import Mode
+from dlio.train.trace import check_writable
 
 MIN_IMAGE_SIZE = 32
 
@@ -53,3 +54,10 @@ class TrainConfig:
         if self.lr is not None:
             return self.lr
         return float(0.1 * (self.batch_size * ranks / 64) ** 0.5)
+
+    def check_outputs(self) -> None:
+        """Find out before the run that its results can be written. Raises UsageError."""
+        outputs = {"--report": self.report, "--trace": self.trace, "--save": self.save}
+        for option, path in outputs.items():
+            if path is not None:
+                check_writable(option, path)

@@ -23,7 +23,7 @@ from dlio.train.exchange.buckets import averaged_state, broadcast_state, consens
 from dlio.train.model import make_model
 from dlio.train.progress import Progress
 from dlio.train.report import EpochReport, RunReport
-from dlio.train.trace import Trace, check_writable, write_whole
+from dlio.train.trace import Trace, write_whole
 
 _MEAN = (0.485, 0.456, 0.406)
 _STD = (0.229, 0.224, 0.225)
@@ -40,13 +40,7 @@ def train(config: TrainConfig) -> RunReport:
     Raises DlioError for whatever a user can mend; other ranks are then left waiting, until the
     caller ends them (`dlio.comm.abort`).
     """
-    for option, path in (
-        ("--report", config.report),
-        ("--trace", config.trace),
-        ("--save", config.save),
-    ):
-        if path is not None:
-            check_writable(option, path)
+    config.check_outputs()
     comm = world()
     with ExitStack() as stack:
         data = stack.enter_context(_open(comm, config.source, config, config.tiers, training=True))

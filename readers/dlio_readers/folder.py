@@ -15,9 +15,9 @@ import xxhash
 from dlio.errors import SourceError
 from dlio.order import Order
 from dlio.reader import cut_blocks
-from dlio.storage.schema import FIXED_KINDS, IMAGE_LABEL
+from dlio.schema import FIXED_KINDS, IMAGE_LABEL
+from dlio.source import Entry, Source
 from dlio.storage.shard import SUFFIX
-from dlio.storage.source import Entry, Source
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 _STORAGE_SEED = 0xD110

@@ -11,9 +11,9 @@ import numpy.typing as npt
 from dlio.errors import CorruptBlock, SourceError
 from dlio.order import Order
 from dlio.reader import Layout
+from dlio.source import Source
 from dlio.storage.block import BlockInfo, read_exactly, read_info
 from dlio.storage.shard import SUFFIX, Footer, read_footer
-from dlio.storage.source import Source
 
 _KEPT_TABLES = 1024
 """Block tables kept in memory, about 24 bytes a sample each."""

@@ -9,19 +9,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlio.order import Order, share
-from dlio.schedule import Mode, Ranks, Window, assign, plan_window, steps_in_epoch, window_steps
+from dlio.schedule import (
+    Assignment,
+    Mode,
+    Ranks,
+    Window,
+    assign,
+    plan_window,
+    steps_in_epoch,
+    window_steps,
+)
 
-modes = st.sampled_from(["batch", "global"])
+Job = tuple[Order, int, int, Ranks, npt.NDArray[np.int32]]
+"""(order, position, batch size, ranks, home of each sample)."""
+
+MODES: tuple[Mode, ...] = ("batch", "global")
+modes = st.sampled_from(MODES)
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> tuple[Order, int, int, Ranks, npt.NDArray[np.int32]]:
-    """(order, position, batch size, ranks, home of each sample)."""
+def jobs(draw: st.DrawFn) -> Job:
     n = draw(st.integers(1, 200))
     nodes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
     node_of = np.repeat(np.arange(len(nodes)), nodes).astype(np.int32)
     if draw(st.booleans()):  # Ranks dealt round robin, as some launchers do.
-        node_of = np.sort(node_of)[np.random.default_rng(0).permutation(len(node_of))]
+        node_of = np.random.default_rng(0).permutation(node_of)
     homes = draw(st.lists(st.integers(-1, len(nodes) - 1), min_size=n, max_size=n))
     order = Order(n, draw(st.integers(0, 99)), draw(st.integers(0, 3)))
     position = draw(st.integers(0, n))
@@ -30,9 +42,7 @@ def jobs(draw: st.DrawFn) -> tuple[Order, int, int, Ranks, npt.NDArray[np.int32]
 
 @settings(max_examples=150)
 @given(jobs(), modes)
-def test_plans_of_all_ranks_fit_together(
-    job: tuple[Order, int, int, Ranks, npt.NDArray[np.int32]], mode: Mode
-) -> None:
+def test_plans_of_all_ranks_fit_together(job: Job, mode: Mode) -> None:
     order, position, batch, ranks, homes = job
     global_batch = batch * ranks.size
     steps = range(steps_in_epoch(len(order), position, global_batch))
@@ -56,10 +66,76 @@ def test_plans_of_all_ranks_fit_together(
         assert np.array_equal(stays, ~moved)
 
 
+@settings(max_examples=150)
+@given(jobs())
+def test_batch_mode_keeps_at_home_what_the_shares_allow(job: Job) -> None:
+    order, position, batch, ranks, homes = job
+    steps = range(steps_in_epoch(len(order), position, batch * ranks.size))
+    dealt = _all(job, steps, "batch")
+    node = ranks.node_of[dealt.consumer]
+    for step in steps:
+        here = dealt.step == step
+        quotas = np.bincount(
+            ranks.node_of, [len(share(here.sum(), ranks.size, rank)) for rank in range(ranks.size)]
+        )
+        held = homes[dealt.samples[here]]
+        for number, quota in enumerate(quotas.astype(int).tolist()):
+            # The first `quota` of a node's samples stay there, the others leave.
+            stay = (node[here] == number)[held == number]
+            assert stay.tolist() == [place < quota for place in range(len(stay))]
+    # Ranks of a node take its samples in turn, in the order's own order.
+    assert np.array_equal(dealt.samples, order.samples(np.arange(position, len(order))))
+    for number in range(ranks.nodes):
+        for step in steps:
+            takers = dealt.consumer[(node == number) & (dealt.step == step)]
+            assert (np.diff(takers) >= 0).all()
+
+
+@given(jobs(), modes)
+def test_a_node_without_ranks_is_no_home(job: Job, mode: Mode) -> None:
+    order, position, batch, ranks, homes = job
+    steps = range(steps_in_epoch(len(order), position, batch * ranks.size))
+    # Every second node number is without ranks, and so is the one after the last.
+    spread = Ranks(ranks.node_of * 2)
+    lost = (homes * 2 + 1).astype(np.int32)
+    nowhere = np.full(len(homes), -1, np.int32)
+    orphaned = _all((order, position, batch, spread, lost), steps, mode)
+    homeless = _all((order, position, batch, ranks, nowhere), steps, mode)
+    assert np.array_equal(orphaned.consumer, homeless.consumer)
+    assert (orphaned.sender == -1).all()
+    # Gaps between the numbers change nothing.
+    kept = np.where(homes < 0, homes, homes * 2).astype(np.int32)
+    gaps = _all((order, position, batch, spread, kept), steps, mode)
+    assert np.array_equal(gaps.consumer, _all(job, steps, mode).consumer)
+    assert np.array_equal(gaps.sender, _all(job, steps, mode).sender)
+
+
+@given(jobs(), modes)
+def test_one_node_never_sends(job: Job, mode: Mode) -> None:
+    order, position, batch, ranks, _ = job
+    alone = Ranks(np.zeros(ranks.size, np.int32))
+    window = plan_window(
+        order, position, batch, range(3), lambda s: np.zeros(len(s), np.int32), alone, 0, mode
+    )
+    assert (window.senders == -1).all()
+    assert not window.sends
+
+
+def test_both_modes_have_the_same_global_batches_on_any_number_of_ranks() -> None:
+    order = Order(1000, 4, 2)
+    batches = []
+    for size, batch in ((1, 32), (2, 16), (4, 8)):
+        ranks = Ranks(np.arange(size, dtype=np.int32))
+        homes = (np.arange(1000) % size).astype(np.int32)
+        for mode in MODES:
+            dealt = _all((order, 100, batch, ranks, homes), range(29), mode)
+            batches.append([sorted(dealt.samples[dealt.step == step]) for step in range(29)])
+    assert all(other == batches[0] for other in batches[1:])
+    assert sum(map(len, batches[0])) == 900
+
+
 @given(jobs(), modes, st.integers(1, 5))
-def test_windows_make_no_difference(
-    job: tuple[Order, int, int, Ranks, npt.NDArray[np.int32]], mode: Mode, length: int
-) -> None:
+def test_windows_make_no_difference(job: Job, mode: Mode, length: int) -> None:
     order, position, batch, ranks, _ = job
     count = steps_in_epoch(len(order), position, batch * ranks.size)
     whole = _plan(job, range(count), 0, mode)
@@ -75,8 +151,8 @@ def test_batch_mode_moves_only_the_overflow(nodes: int, ranks_a_node: int, batch
     n = 60_000
     homes = np.random.default_rng(1).permutation(np.arange(n) % nodes).astype(np.int32)
     steps = range(n // (batch * len(node_of)))
-    moved = {}
-    for mode in ("batch", "global"):
+    moved: dict[Mode, float] = {}
+    for mode in MODES:
         dealt = assign(Order(n, 3), 0, batch, steps, lambda s: homes[s], Ranks(node_of), mode)
         moved[mode] = float((dealt.sender >= 0).mean())
     node_batch = batch * ranks_a_node
@@ -96,6 +172,7 @@ def test_two_nodes_of_batch_32_move_at_most_12_percent() -> None:
 def test_a_receiver_gets_one_message_per_peer_node() -> None:
     node_of = np.repeat(np.arange(3), 4).astype(np.int32)
     homes = (np.arange(5000) % 3).astype(np.int32)
+    receivers: dict[int, int] = {}
     for rank in range(12):
         window = plan_window(
             Order(5000, 0), 0, 8, range(20), lambda s: homes[s], Ranks(node_of), rank, "global"
@@ -103,6 +180,21 @@ def test_a_receiver_gets_one_message_per_peer_node() -> None:
         senders = np.unique(window.senders[window.senders >= 0])
         assert len(senders) == 2
         assert len(set(node_of[senders])) == 2
+        receivers[rank] = len(window.sends)
+    # And the ranks of a node share the sending.
+    assert set(receivers.values()) == {2}
+
+
+def test_ten_thousand_ranks_are_planned_alike() -> None:
+    nodes, local = 1250, 8
+    ranks = Ranks(np.repeat(np.arange(nodes), local).astype(np.int32))
+    order = Order(50_000_000, 1)
+    dealt = assign(
+        order, 0, 32, range(3, 4), lambda s: (s // 1000 % nodes).astype(np.int32), ranks, "batch"
+    )
+    assert (np.bincount(dealt.consumer) == 32).all()
+    moved = float((dealt.sender >= 0).mean())
+    assert moved == pytest.approx(1 / math.sqrt(2 * math.pi * 32 * local), rel=0.1)
 
 
 def test_windows_are_bounded_by_bytes() -> None:
@@ -113,8 +205,11 @@ def test_windows_are_bounded_by_bytes() -> None:
     assert steps_in_epoch(100, 100, 30) == 0
 
 
-def _plan(
-    job: tuple[Order, int, int, Ranks, npt.NDArray[np.int32]], steps: range, rank: int, mode: Mode
-) -> Window:
+def _all(job: Job, steps: range, mode: Mode) -> Assignment:
+    order, position, batch, ranks, homes = job
+    return assign(order, position, batch, steps, lambda s: homes[s], ranks, mode)
+
+
+def _plan(job: Job, steps: range, rank: int, mode: Mode) -> Window:
     order, position, batch, ranks, homes = job
     return plan_window(order, position, batch, steps, lambda s: homes[s], ranks, rank, mode)

@@ -42,7 +42,8 @@ def run(mpirun: Callable[..., subprocess.CompletedProcess[str]], folder: Path) -
         done = mpirun(ranks, "-W", "error", BODY, *arguments)
         assert done.returncode == 0, done.stderr
         told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-        assert set(os.listdir(ours)) - before <= {"sweep"}
+        after = set(os.listdir(ours)) if os.path.isdir(ours) else set()
+        assert after - before <= {"sweep"}
         return sorted(told, key=lambda each: int(each["rank"]))
 
     return run

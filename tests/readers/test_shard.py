@@ -5,6 +5,8 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,7 @@ from dlio_readers.shard import ShardReader
 from dlio_staging.pack import pack
 from dlio_staging.verify import verify
 
+FullDisk = Callable[[int], AbstractContextManager[None]]
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -179,18 +182,12 @@ def test_a_failure_leaves_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
-def test_a_full_disk_is_one_clear_error(source: Path, tmp_path: Path) -> None:
-    import resource
-
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))
-    try:
-        with pytest.raises(TierFull, match="out cannot be written, the disk is full"):
-            pack(str(source), str(tmp_path / "out"))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
+def test_a_full_disk_is_one_clear_error(source: Path, tmp_path: Path, full_disk: FullDisk) -> None:
+    with (
+        full_disk(200_000),
+        pytest.raises(TierFull, match="out cannot be written, the disk is full"),
+    ):
+        pack(str(source), str(tmp_path / "out"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 

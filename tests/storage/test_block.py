@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dlio.errors import CorruptBlock
+from dlio.schema import IMAGE_LABEL, Schema
 from dlio.storage.block import Scratch, block_size, encode_block, read_info
-from dlio.storage.schema import IMAGE_LABEL, Schema
 
 FINGERPRINT = "0123456789abcdef" * 2
 

@@ -12,9 +12,9 @@ import pytest
 from dlio.errors import SourceError
 from dlio.order import Order
 from dlio.reader import Layout, cut_blocks
+from dlio.schema import IMAGE_LABEL
 from dlio.storage.fill import Filler, blocks_in_order
 from dlio.storage.hierarchy import Hierarchy, Pins
-from dlio.storage.schema import IMAGE_LABEL
 from dlio.storage.spec import TierSpec
 from dlio.storage.tier import Tier
 

@@ -2,24 +2,25 @@
 
 import os
 import secrets
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
 from dlio.errors import CorruptBlock, TierError, TierFull
+from dlio.schema import IMAGE_LABEL, Buffer
 from dlio.storage.block import encode_block
-from dlio.storage.schema import IMAGE_LABEL, Buffer
 from dlio.storage.shared import sweep_shared_memory, user_folder
 from dlio.storage.spec import SHARED_MEMORY, TierSpec
 from dlio.storage.tier import Tier, tier_usage
 
 FINGERPRINT = "00" * 16
+FullDisk = Callable[[int], AbstractContextManager[None]]
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -101,18 +102,9 @@ def test_many_blocks_need_few_descriptors(disk: Tier) -> None:
     assert len(os.listdir("/proc/self/fd")) < 300
 
 
-def test_a_full_disk_leaves_nothing_half_written(disk: Tier) -> None:
-    import resource
-
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))
-    try:
-        with pytest.raises(TierFull, match="no room for block 1"):
-            disk.publish(1, _pieces(1, 2000))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
+def test_a_full_disk_leaves_nothing_half_written(disk: Tier, full_disk: FullDisk) -> None:
+    with full_disk(5000), pytest.raises(TierFull, match="no room for block 1"):
+        disk.publish(1, _pieces(1, 2000))
     assert not [name for name in os.listdir(disk.path) if name != "claims"]
 
 
@@ -158,7 +150,7 @@ sys.path.insert(0, {root!r})
 from dlio.storage import tier as t
 if {orphan!r}:
     from dlio.storage import shared
-    shared.start_reaper = lambda *_: None
+    shared._start_reaper = lambda *_: None
 from dlio.storage.spec import SHARED_MEMORY, TierSpec
 tier = t.Tier(TierSpec("ram", SHARED_MEMORY, 1 << 20), {job!r})
 print(tier.path, flush=True)

@@ -1,8 +1,8 @@
 """Files that appear whole, or not at all."""
 
 import json
-import resource
-from collections.abc import Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -11,14 +11,7 @@ from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
 from dlio.train.trace import Trace, check_writable, write_whole
 
-
-@pytest.fixture
-def full_disk() -> Iterator[None]:
-    """No file takes more than 1,000 bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+FullDisk = Callable[[int], AbstractContextManager[None]]
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
@@ -42,18 +35,21 @@ def test_a_writer_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.usefixtures("full_disk")
-def test_a_full_disk_is_named_and_nothing_is_left(tmp_path: Path) -> None:
+def test_a_full_disk_is_named_and_nothing_is_left(tmp_path: Path, full_disk: FullDisk) -> None:
     path = str(tmp_path / "report.json")
-    with pytest.raises(UsageError, match=r"report\.json cannot be written: .*free some space"):
+    with (
+        full_disk(1000),
+        pytest.raises(UsageError, match=r"report\.json cannot be written: .*free some space"),
+    ):
         write_whole(path, lambda file: file.write(b"x" * 5000))
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.usefixtures("full_disk")
-def test_a_trace_on_a_full_disk_is_named_and_nothing_is_left(tmp_path: Path) -> None:
+def test_a_trace_on_a_full_disk_is_named_and_nothing_is_left(
+    tmp_path: Path, full_disk: FullDisk
+) -> None:
     path = str(tmp_path / "trace.jsonl")
-    with Trace(path, SingleCommunicator()) as trace:
+    with full_disk(1000), Trace(path, SingleCommunicator()) as trace:
         trace.step(0, 0, list(range(1000)))
         with pytest.raises(UsageError, match=r"trace\.jsonl cannot be written"):
             trace.end_epoch()

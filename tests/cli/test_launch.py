@@ -1,0 +1,163 @@
+"""Ranks that the command starts, and how errors of theirs come out."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import dlio.cli
+from dlio.comm.launch import find_mpirun, launched, under_mpi
+from dlio.errors import UsageError
+
+ROOT = Path(__file__).resolve().parents[2]
+PATHS = os.pathsep.join(str(ROOT / room) for room in ("", "readers", "staging", "bench"))
+
+
+def _python(text: str, **env: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", text],
+        env={**os.environ, "PYTHONPATH": PATHS, **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("failing", ["last rank", "all ranks"])
+@pytest.mark.parametrize("debug", ["", "1"])
+def test_a_rank_that_fails_ends_those_that_wait_for_it(
+    tmp_path: Path, failing: str, debug: str
+) -> None:
+    """In one line and with its exit code; with --debug, its traceback comes before."""
+    find_mpirun()
+    # The ranks run `python -m dlio.cli`: a plug-in command is how a test gets into them.
+    info = tmp_path / "failing-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: failing\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[dlio.commands]\nfail = failing:command\n")
+    (tmp_path / "failing.py").write_text(
+        "from dlio.comm import world\n"
+        "from dlio.errors import SourceError\n"
+        "def command() -> None:\n"
+        "    here = world()\n"
+        f"    if {failing == 'all ranks'} or here.rank == here.size - 1:\n"
+        "        raise SourceError(f'x.jpg is gone from {here.size} ranks')\n"
+        "    here.barrier()\n"
+    )
+    text = "import sys; from dlio.comm.launch import run_ranks; sys.exit(run_ranks(2, ['fail']))"
+    paths = os.pathsep.join([PATHS, str(tmp_path)])
+    with _python(text, PYTHONPATH=paths, DLIO_DEBUG=debug) as run:
+        try:
+            _, said = run.communicate(timeout=30)
+        finally:
+            run.terminate()
+    assert run.returncode == 2
+    assert said.count("dlio: error: x.jpg is gone from 2 ranks\n") == 1
+    assert ("Traceback" in said) == bool(debug)
+    assert debug or said == "dlio: error: x.jpg is gone from 2 ranks\n"
+
+
+@pytest.mark.parametrize("with_pidfd", [True, False])
+def test_a_rank_ends_when_its_launcher_is_gone(with_pidfd: bool) -> None:
+    launcher = _python("import time; time.sleep(60)")
+    lacking = "" if with_pidfd else "import os; del os.pidfd_open\n"
+    text = (
+        "from dlio.comm.launch import watch_launcher\n"
+        "import time; watch_launcher(); print('watching', flush=True); time.sleep(60)"
+    )
+    rank = _python(lacking + text, DLIO_LAUNCHER_PID=str(launcher.pid), OMPI_COMM_WORLD_SIZE="1")
+    try:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "watching\n"
+        assert rank.poll() is None
+        launcher.kill()
+        launcher.communicate(timeout=10)
+        started = time.monotonic()
+        rank.communicate(timeout=8)
+        assert rank.returncode == -signal.SIGTERM
+        assert time.monotonic() - started < 4
+    finally:
+        for process in (launcher, rank):
+            process.kill()
+            process.communicate()
+
+
+def test_only_ranks_of_a_launcher_watch_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(("OMPI_", "PMI", "MPI_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("DLIO_LAUNCHER_PID", "1")
+    assert not under_mpi()
+    assert not launched()
+    monkeypatch.setenv("PMI_SIZE", "2")
+    assert under_mpi()
+    assert launched()
+
+
+def test_mpirun_beside_python_comes_before_the_one_on_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("venv", "site"):
+        (tmp_path / name).mkdir()
+    site = tmp_path / "site" / "mpirun"
+    site.write_text("")
+    site.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "python"))
+    monkeypatch.setenv("PATH", str(site.parent))
+    assert find_mpirun() == str(site)
+    ours = tmp_path / "venv" / "mpirun"
+    ours.write_text("")
+    assert find_mpirun() == str(site), "what cannot be executed is no mpirun"
+    ours.chmod(0o700)
+    assert find_mpirun() == str(ours)
+    monkeypatch.setenv("PATH", "")
+    ours.unlink()
+    with pytest.raises(UsageError, match=r"dlio\[mpi\]"):
+        find_mpirun()
+
+
+def test_a_plug_in_that_cannot_be_loaded_leaves_the_others_working(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = "dlio.commands"
+    entries = [
+        EntryPoint("gone", "no_such_package_at_all:command", group),
+        EntryPoint("seen", "dlio.cli.ls:command", group),
+    ]
+    monkeypatch.setattr(dlio.cli, "entry_points", lambda group: entries)
+    app: typer.Typer = dlio.cli.make_app()
+    helped = CliRunner().invoke(app, ["--help"])
+    assert helped.exit_code == 0
+    assert all(f"\n  {name} " in helped.output for name in ("gone", "seen", "train"))
+    failed = CliRunner().invoke(app, ["gone"])
+    assert isinstance(failed.exception, UsageError)
+    assert "no_such_package_at_all" in str(failed.exception)
+    assert "\n" not in str(failed.exception)
+
+
+@pytest.mark.parametrize(("folder", "why"), [("plain/demo", "a folder you may"), ("a,b", "comma")])
+def test_a_demo_folder_that_cannot_be_used_is_named(tmp_path: Path, folder: str, why: str) -> None:
+    (tmp_path / "plain").write_text("")
+    text = f"from dlio.cli import main; main(['demo', '--folder', {str(tmp_path / folder)!r}])"
+    with _python(text) as run:
+        _, said = run.communicate(timeout=30)
+    assert run.returncode == 2
+    assert len(said.splitlines()) == 1
+    assert str(tmp_path / folder) in said
+    assert why in said
+
+
+def test_errors_are_found_where_users_look_for_them() -> None:
+    import dlio.errors
+
+    for name, value in vars(dlio.errors).items():
+        if isinstance(value, type):
+            assert getattr(dlio, name) is value
+            assert name in dlio.__all__
