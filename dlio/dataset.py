@@ -8,7 +8,7 @@ import torch
 
 from dlio.comm import Communicator
 from dlio.decode import Crop, Decoder
-from dlio.errors import DecodeError, UsageError
+from dlio.errors import UsageError
 from dlio.mount import Mount, mount
 from dlio.reader import Reader, open_reader
 from dlio.storage.spec import TierSpec, choose_tiers
@@ -171,10 +171,3 @@ def open_dataset(
         seed=seed,
         on_error=on_error,
     )
-
-
-def describe_failure(reader: Reader, sample: int, error: Exception) -> str:
-    """One line for the report on a sample that was skipped."""
-    name = reader.name(sample)
-    kind = "cannot be decoded" if isinstance(error, DecodeError) else "cannot be read"
-    return f"{name}: {kind} ({error})"

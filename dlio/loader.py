@@ -23,6 +23,7 @@ from dlio.pipeline import (
 )
 from dlio.schedule import Mode, steps_in_epoch
 from dlio.shuffle import EpochPlan, Shuffle
+from dlio.storage.hierarchy import Hierarchy
 
 _PEER_TIMEOUT_S = 30.0
 
@@ -259,9 +260,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 class _Stats:
     """Counts of one pass: the hierarchy's counters since it began, and the waiting."""
 
-    def __init__(self, hierarchy: Any = None) -> None:
+    def __init__(self, hierarchy: Hierarchy | None = None) -> None:
         self._hierarchy = hierarchy
-        self._before = hierarchy.counters.snapshot() if hierarchy is not None else {}
+        self._before: dict[str, Any] = hierarchy.counters.snapshot() if hierarchy else {}
         self._after: dict[str, Any] | None = None
         self._started = time.perf_counter()
         self._ended: float | None = None
@@ -287,7 +288,8 @@ class _Stats:
 
     def end(self) -> None:
         self._ended = time.perf_counter()
-        self._after = self._hierarchy.counters.snapshot()
+        if self._hierarchy is not None:
+            self._after = self._hierarchy.counters.snapshot()
 
     def as_dict(self) -> dict[str, Any]:
         counted: dict[str, Any] = {}

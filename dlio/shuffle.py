@@ -170,7 +170,7 @@ class Shuffle:
         with self._condition:
             self._closing = True
             self._condition.notify_all()
-        self._thread.join()
+        self._thread.join(2 * _CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
         try:
@@ -275,7 +275,7 @@ class Shuffle:
             if receive.request.done():
                 self._deliver(receive, receive.buffer)
             elif receive.steps and receive.steps[0].number <= self._give_up:
-                receive.request.cancel()
+                self._cancel(receive)
                 self._deliver(receive, None)
             else:
                 waiting.append(receive)
@@ -322,10 +322,14 @@ class Shuffle:
             self._progress()
             time.sleep(_IDLE_S)
         for receive in self._receives:
-            receive.request.cancel()
-        if self._sends:
-            # MPI still reads these buffers: they must outlive this object.
-            _abandoned.extend(self._sends)
+            self._cancel(receive)
+        # MPI still reads these buffers: they must outlive this object.
+        _abandoned.extend(self._sends)
+
+    @staticmethod
+    def _cancel(receive: _Receive) -> None:
+        if not receive.request.cancel():
+            _abandoned.append((receive.request, receive.buffer))
 
     def _agree_on_end(self, deadline: float) -> None:
         plan, tag = self._plan, self._tag_base + _WINDOW_TAGS
@@ -341,13 +345,14 @@ class Shuffle:
                 del asked[peer]
                 self._settle(peer, int.from_bytes(answers[peer], "little"))
             time.sleep(_IDLE_S)
-        for request in asked.values():
-            request.cancel()
+        for peer, request in asked.items():
+            if not request.cancel():
+                _abandoned.append((request, answers[peer]))
 
     def _settle(self, peer: int, planned: int) -> None:
         """Meet a peer that planned `planned` windows where this rank planned fewer or more."""
         for receive in [r for r in self._receives if r.sender == peer and r.window >= planned]:
-            receive.request.cancel()
+            self._cancel(receive)
             self._receives.remove(receive)
         for number in range(self._planned, planned):
             window = self._window(number)
@@ -359,7 +364,7 @@ class Shuffle:
 
 
 _abandoned: list[tuple[Request, bytearray]] = []
-"""Messages that no peer took before the deadline of an early end."""
+"""Messages that were neither taken nor given up by a peer before a deadline, with their memory."""
 
 
 def _windows(plan: EpochPlan, mean_bytes: float) -> list[range]:

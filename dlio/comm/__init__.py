@@ -24,8 +24,9 @@ class Request(Protocol):
     def done(self) -> bool:
         """Whether it has completed; also moves it on."""
 
-    def cancel(self) -> None:
-        """Give up a receive that nobody will answer. Its buffer is free afterwards."""
+    def cancel(self) -> bool:
+        """Give up a receive that nobody will answer. False when it is half done and its sender
+        has stopped: its buffer must then be kept."""
 
 
 class Communicator(Protocol):

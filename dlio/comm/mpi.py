@@ -29,6 +29,7 @@ from dlio.errors import CommError, CommTimeout
 
 _SHORTEST_SLEEP_S = 20e-6
 _LONGEST_SLEEP_S = 1e-3
+_CANCEL_TIMEOUT_S = 1.0
 
 
 def mpi_world() -> Communicator:
@@ -45,17 +46,20 @@ def mpi_world() -> Communicator:
 
 
 class _MpiRequest:
-    def __init__(self, request: "MPI.Request", receives: bool = False) -> None:
+    def __init__(self, request: "MPI.Request") -> None:
         self._request = request
-        self._receives = receives
 
     def done(self) -> bool:
         return bool(self._request.Test())
 
-    def cancel(self) -> None:
-        if self._receives and not self._request.Test():
-            self._request.Cancel()
-            self._request.Wait()
+    def cancel(self) -> bool:
+        if self.done():
+            return True
+        self._request.Cancel()
+        deadline = time.monotonic() + _CANCEL_TIMEOUT_S
+        while not (done := self.done()) and time.monotonic() < deadline:
+            time.sleep(_LONGEST_SLEEP_S)
+        return done
 
 
 class MpiCommunicator:
@@ -92,7 +96,7 @@ class MpiCommunicator:
         return _MpiRequest(self._comm.Isend([data, MPI.BYTE], dest, tag))
 
     def irecv(self, into: Buffer, source: int, tag: int) -> Request:
-        return _MpiRequest(self._comm.Irecv([into, MPI.BYTE], source, tag), receives=True)
+        return _MpiRequest(self._comm.Irecv([into, MPI.BYTE], source, tag))
 
     def iallreduce(self, array: npt.NDArray[Any]) -> Request:
         if array.dtype not in (np.float32, np.float64, np.int64):

@@ -15,8 +15,8 @@ class _Done:
     def done(self) -> bool:
         return True
 
-    def cancel(self) -> None:
-        pass
+    def cancel(self) -> bool:
+        return True
 
 
 class SingleCommunicator:

@@ -14,6 +14,7 @@ from dlio.storage.hierarchy import Hierarchy
 
 _CHUNK = 1 << 14
 _WAIT_S = 0.05
+_CLOSE_TIMEOUT_S = 10.0
 
 
 def blocks_in_order(layout: Layout, order: Order, wanted: npt.NDArray[np.bool_]) -> Iterator[int]:
@@ -71,10 +72,9 @@ class Filler:
         return not any(thread.is_alive() for thread in self._threads)
 
     def close(self) -> None:
-        """Stop after the blocks that are being filled now."""
+        """Stop after the blocks that are being filled; a source that hangs is not waited for."""
         self._closing.set()
-        for thread in self._threads:
-            thread.join()
+        self.join(_CLOSE_TIMEOUT_S)
 
     def _next(self) -> int | None:
         with self._lock:

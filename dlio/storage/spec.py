@@ -10,6 +10,10 @@ from dlio.units import format_bytes, parse_bytes
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - the kernel's own; folders in it are made private
 
 
+_LEAST = 16 << 20
+"""Bytes: a default RAM tier below this is not worth its trouble."""
+
+
 @dataclass(frozen=True, slots=True)
 class TierSpec:
     """One tier of a node, as asked for."""
@@ -52,7 +56,8 @@ def parse_tiers(text: str) -> list[TierSpec]:
 
 
 def default_tiers(data_bytes: int, nodes_here: int = 1) -> list[TierSpec]:
-    """RAM for the data set, but at most a quarter of what this machine has free.
+    """RAM for the data set, but at most a quarter of what this machine has free, and half of what
+    its shared memory has; no tier where that is next to nothing, as in a small container.
 
     Args:
         data_bytes: the data set's payload bytes.
@@ -62,6 +67,8 @@ def default_tiers(data_bytes: int, nodes_here: int = 1) -> list[TierSpec]:
     shared = os.statvfs(SHARED_MEMORY)
     room = min(available // 4, shared.f_bavail * shared.f_frsize // 2) // nodes_here
     wanted = data_bytes + data_bytes // 16 + (1 << 20)
+    if room < min(wanted, _LEAST):
+        return []
     return [TierSpec("ram", SHARED_MEMORY, min(room, wanted))]
 
 
