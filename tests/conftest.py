@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -15,6 +16,20 @@ from typing import Protocol
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def in_time(condition: Callable[[], bool], seconds: float = 20) -> bool:
+    """Whether a condition comes true before a deadline; for what another process does soon."""
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+@pytest.fixture(scope="session")
+def soon() -> Callable[[Callable[[], bool]], bool]:
+    """`assert soon(lambda: ...)` waits for what another process is about to do."""
+    return in_time
 
 
 class FullDisk(Protocol):

@@ -9,9 +9,13 @@ import fcntl
 import os
 import shutil
 import stat
+import time
 from contextlib import suppress
 
 from dlio.errors import TierError
+
+_TRIES = 10
+_RETRY_S = 0.001
 
 
 def open_private(root: str, *names: str) -> int:
@@ -77,10 +81,8 @@ def remove_if_unheld(directory: int, name: str, lock: str) -> bool:
     try:
         held = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=inner)
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        else:
+            if not _lock_alone(held):
+                return False
             # Under the lock: whoever else looks at this folder now sees it held.
             shutil.rmtree(name, dir_fd=directory)
             return True
@@ -88,3 +90,19 @@ def remove_if_unheld(directory: int, name: str, lock: str) -> bool:
             os.close(held)
     finally:
         os.close(inner)
+
+
+def _lock_alone(descriptor: int) -> bool:
+    """Lock a file alone, unless somebody shares it.
+
+    A reaper that waits for the last holder may get the lock before us and lets go at once, so one
+    refusal says nothing.
+    """
+    for _ in range(_TRIES):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_RETRY_S)
+        else:
+            return True
+    return False

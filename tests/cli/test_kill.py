@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from dlio.storage.spec import SHARED_MEMORY
 
 pytestmark = pytest.mark.mpi
 ROOT = Path(__file__).resolve().parents[2]
+Soon = Callable[[Callable[[], bool]], bool]
 OURS = Path(SHARED_MEMORY, user_folder())
 
 
@@ -63,13 +63,6 @@ def _processes(tmp_path: Path) -> list[int]:
     return found
 
 
-def _in_time(condition: Callable[[], bool], seconds: float = 20) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return condition()
-
-
 def _in_shared_memory() -> set[str]:
     """Our folders, and Open MPI's segments."""
     segments = {name for name in os.listdir(SHARED_MEMORY) if name.startswith("sm_segment")}
@@ -81,16 +74,20 @@ def _nothing_is_left(tmp_path: Path) -> bool:
     return not (_processes(tmp_path) or _in_shared_memory() or halves)
 
 
-def test_ctrl_c_ends_all_ranks_at_once(job: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_ctrl_c_ends_all_ranks_at_once(
+    job: subprocess.Popen[str], tmp_path: Path, soon: Soon
+) -> None:
     job.send_signal(signal.SIGINT)
     _, said = job.communicate(timeout=30)
     assert job.returncode == 130
     assert said.splitlines() == ["dlio: interrupted"]
-    assert _in_time(lambda: _nothing_is_left(tmp_path))
+    assert soon(lambda: _nothing_is_left(tmp_path))
     assert not (tmp_path / "r.json").exists()
 
 
-def test_a_rank_that_is_killed_ends_the_job(job: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_ends_the_job(
+    job: subprocess.Popen[str], tmp_path: Path, soon: Soon
+) -> None:
     ranks = [
         process
         for process in _processes(tmp_path)
@@ -102,15 +99,15 @@ def test_a_rank_that_is_killed_ends_the_job(job: subprocess.Popen[str], tmp_path
     # What the trace had so far stays beside its name: rank 0 may be the one that was killed.
     for file in tmp_path.glob("t.json.*.tmp"):
         file.unlink()
-    assert _in_time(lambda: _nothing_is_left(tmp_path))
+    assert soon(lambda: _nothing_is_left(tmp_path))
 
 
 def test_a_launcher_that_is_killed_takes_its_ranks_along(
-    job: subprocess.Popen[str], tmp_path: Path
+    job: subprocess.Popen[str], tmp_path: Path, soon: Soon
 ) -> None:
     job.kill()
     job.communicate(timeout=30)
-    assert _in_time(lambda: _nothing_is_left(tmp_path))
+    assert soon(lambda: _nothing_is_left(tmp_path))
     # The disk tier that it leaves serves no wrong byte: every block is whole.
     from dlio_staging.verify import verify
 

@@ -3,7 +3,7 @@
 import os
 import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,14 +28,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
+def _nothing_is_left(soon: Callable[[Callable[[], bool]], bool]) -> Iterator[None]:
     ours = os.path.join(SHARED_MEMORY, user_folder())
     before = set(os.listdir(ours)) if os.path.isdir(ours) else set()
     yield
     names = [thread.name for thread in threading.enumerate() if thread.name.startswith("dlio")]
     assert names == []
-    left = set(os.listdir(ours)) - before if os.path.isdir(ours) else set()
-    assert left <= {"sweep"}
+
+    def left() -> set[str]:
+        return set(os.listdir(ours)) - before - {"sweep"} if os.path.isdir(ours) else set()
+
+    assert soon(lambda: not left())
 
 
 def _epoch(loader: dlio.DataLoader) -> tuple[list[int], dict[int, bytes], list[int]]:

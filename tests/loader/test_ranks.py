@@ -32,7 +32,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(mpirun: Callable[..., subprocess.CompletedProcess[str]], folder: Path) -> Run:
+def run(
+    mpirun: Callable[..., subprocess.CompletedProcess[str]],
+    folder: Path,
+    soon: Callable[[Callable[[], bool]], bool],
+) -> Run:
     def run(
         ranks: int, tiers: str, mode: str = "batch", nodes: int = 1, batch: int = 4, leave: int = 0
     ) -> list[dict[str, Any]]:
@@ -42,8 +46,11 @@ def run(mpirun: Callable[..., subprocess.CompletedProcess[str]], folder: Path) -
         done = mpirun(ranks, "-W", "error", BODY, *arguments)
         assert done.returncode == 0, done.stderr
         told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-        after = set(os.listdir(ours)) if os.path.isdir(ours) else set()
-        assert after - before <= {"sweep"}
+
+        def left() -> set[str]:
+            return set(os.listdir(ours)) - before - {"sweep"} if os.path.isdir(ours) else set()
+
+        assert soon(lambda: not left())
         return sorted(told, key=lambda each: int(each["rank"]))
 
     return run

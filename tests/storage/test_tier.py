@@ -4,7 +4,6 @@ import os
 import secrets
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -135,13 +134,17 @@ def _ram(job: str) -> Tier:
     return Tier(TierSpec("ram", SHARED_MEMORY, 1 << 20), job)
 
 
-def test_a_ram_tier_goes_with_its_last_process(job: str) -> None:
+Soon = Callable[[Callable[[], bool]], bool]
+
+
+def test_a_ram_tier_goes_with_its_last_process(job: str, soon: Soon) -> None:
     one, two = _ram(job), _ram(job)
     one.publish(0, _pieces(0))
     one.close()
     assert bytes(two.read(0, 1)) == b"\1" * 100
     two.close()
-    assert not os.path.exists(two.path)
+    # The reaper may be as fast as the last holder, and does what it would have done.
+    assert soon(lambda: not os.path.exists(two.path))
 
 
 _JOB = """
@@ -170,12 +173,9 @@ def _killed_job(job: str, orphan: bool) -> str:
     return path
 
 
-def test_a_killed_jobs_shared_memory_is_freed_by_its_reaper(job: str) -> None:
+def test_a_killed_jobs_shared_memory_is_freed_by_its_reaper(job: str, soon: Soon) -> None:
     path = _killed_job(job, orphan=False)
-    deadline = time.monotonic() + 10
-    while os.path.exists(path) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not os.path.exists(path)
+    assert soon(lambda: not os.path.exists(path))
 
 
 def test_and_without_one_by_the_next_start(job: str) -> None:
@@ -185,7 +185,7 @@ def test_and_without_one_by_the_next_start(job: str) -> None:
     assert not os.path.exists(path)
 
 
-def test_an_idle_machine_has_nothing_of_us_in_shared_memory(job: str) -> None:
+def test_an_idle_machine_has_nothing_of_us_in_shared_memory(job: str, soon: Soon) -> None:
     sweep_shared_memory()
     ours = os.path.join(SHARED_MEMORY, user_folder())
     if os.path.exists(ours):
@@ -193,7 +193,7 @@ def test_an_idle_machine_has_nothing_of_us_in_shared_memory(job: str) -> None:
     tier = _ram(job)
     assert os.path.isdir(ours)
     tier.close()
-    assert not os.path.exists(ours)
+    assert soon(lambda: not os.path.exists(ours))
 
 
 def test_folders_that_come_and_go_at_once_do_not_disturb_each_other(job: str) -> None:
