@@ -23,7 +23,7 @@ def main(lock: str) -> None:
         return
     fcntl.flock(held, fcntl.LOCK_EX)
     os.close(held)
-    sweep_shared_memory()
+    sweep_shared_memory(os.path.basename(os.path.dirname(lock)))
 
 
 if __name__ == "__main__":

@@ -63,12 +63,12 @@ def user_folder() -> str:
     return f"dlio-{os.geteuid()}"
 
 
-def sweep_shared_memory() -> list[str]:
-    """Remove the folders of jobs that have died. Returns their names."""
+def sweep_shared_memory(only: str | None = None) -> list[str]:
+    """Remove the folders of jobs that have died, or the one named. Returns their names."""
     if not os.path.isdir(os.path.join(SHARED_MEMORY, user_folder())):
         return []
     with _users_folder() as user:
-        return _sweep(user)
+        return _sweep(user, only)
 
 
 @contextmanager
@@ -119,6 +119,6 @@ def _start_reaper(lock: str) -> None:
         )
 
 
-def _sweep(user: int) -> list[str]:
+def _sweep(user: int, only: str | None = None) -> list[str]:
     names = [entry.name for entry in os.scandir(user) if entry.is_dir(follow_symlinks=False)]
-    return [name for name in names if remove_if_unheld(user, name, _ALIVE)]
+    return [name for name in names if only in (None, name) and remove_if_unheld(user, name, _ALIVE)]
