@@ -283,6 +283,7 @@ def _damaged(name: str, reason: str) -> DecodeError:
 
 
 _cv2: ModuleType | None = None
+_jpeg: ModuleType | None = None
 
 
 def opencv() -> Any:
@@ -298,6 +299,9 @@ def opencv() -> Any:
 
 
 def _simplejpeg() -> Any:
-    import simplejpeg
+    global _jpeg
+    if _jpeg is None:
+        import simplejpeg
 
-    return simplejpeg
+        _jpeg = simplejpeg
+    return _jpeg

@@ -31,7 +31,7 @@ from dlio.shuffle import Shuffle, Step
 from dlio.storage.block import Scratch
 from dlio.storage.hierarchy import Hierarchy
 
-_SAMPLES_A_TASK = 4
+_SAMPLES_A_TASK = 8
 _POLL_S = 0.2
 _JOIN_TIMEOUT_S = 5.0
 

@@ -368,9 +368,11 @@ _abandoned: list[tuple[Request, bytearray]] = []
 
 
 def _windows(plan: EpochPlan, mean_bytes: float) -> list[range]:
-    """The steps of each window; the same on all ranks."""
-    length = window_steps(mean_bytes, plan.batch_size, plan.window_bytes)
-    length = min(length, _MOST_WINDOW_STEPS)
+    """The steps of each window; the same on all ranks. On one node nothing is kept for them but
+    the plan: then they are as long as windows get."""
+    length = _MOST_WINDOW_STEPS
+    if plan.ranks.nodes > 1:
+        length = min(length, window_steps(mean_bytes, plan.batch_size, plan.window_bytes))
     first = min(length, _FIRST_WINDOW_STEPS, plan.steps)
     edges = sorted({0, *range(first, plan.steps, length), plan.steps})
     return [range(start, stop) for start, stop in pairwise(edges)]

@@ -8,7 +8,7 @@ that are there before memory is allocated for it, and every payload against its 
 import errno
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -82,28 +82,26 @@ class BlockInfo:
         """
         if not 0 <= place < len(self.table):
             raise CorruptBlock(f"{self.path}: block {self.block} has no sample {place}")
-        entry = self.table[place]
-        stored = int(entry["stored"])
+        offset, stored, _, _ = self.table[place].item()
         view = memoryview(bytearray(stored)) if scratch is None else scratch.view(stored)
-        read_exactly(descriptor, view, self.start + int(entry["offset"]), self._where(place))
+        read_exactly(descriptor, view, self.start + offset, lambda: self.where(place))
         return self.check(view, place)
 
     def check(self, stored: memoryview, place: int) -> memoryview:
         """The raw payload of what is stored at `place`: decompressed if need be, checked."""
-        entry = self.table[place]
+        _, stored_size, raw_size, digest = self.table[place].item()
         raw = stored
-        if entry["stored"] != entry["raw"]:
+        if stored_size != raw_size:
             try:
                 # LZ4 writes into memory of this size and no more.
-                text = lz4.block.decompress(stored, uncompressed_size=int(entry["raw"]))
+                raw = memoryview(lz4.block.decompress(stored, uncompressed_size=raw_size))
             except lz4.block.LZ4BlockError as error:
-                raise CorruptBlock(f"{self._where(place)}: LZ4 data is damaged{_REMEDY}") from error
-            raw = memoryview(text)
-        if len(raw) != entry["raw"] or xxhash.xxh3_64_intdigest(raw) != entry["xxh3"]:
-            raise CorruptBlock(f"{self._where(place)}: its checksum does not match{_REMEDY}")
+                raise CorruptBlock(f"{self.where(place)}: LZ4 data is damaged{_REMEDY}") from error
+        if len(raw) != raw_size or xxhash.xxh3_64_intdigest(raw) != digest:
+            raise CorruptBlock(f"{self.where(place)}: its checksum does not match{_REMEDY}")
         return raw
 
-    def _where(self, place: int) -> str:
+    def where(self, place: int) -> str:
         return f"{self.path}, block {self.block}, sample {place} of it"
 
 
@@ -214,13 +212,16 @@ def read_info(descriptor: int, path: str, start: int = 0, length: int | None = N
     return BlockInfo(path, start, block, fingerprint.hex(), schema, length, table)
 
 
-def read_exactly(descriptor: int, into: memoryview, offset: int, what: str) -> None:
+def read_exactly(
+    descriptor: int, into: memoryview, offset: int, what: str | Callable[[], str]
+) -> None:
     """Fill `into` from a file. Raises CorruptBlock, naming `what`, when the file is shorter."""
     done = 0
     while done < len(into):
         count = os.preadv(descriptor, [into[done:]], offset + done)
         if count == 0:
-            raise CorruptBlock(f"{what}: truncated: {len(into) - done} bytes are missing{_REMEDY}")
+            name = what if isinstance(what, str) else what()
+            raise CorruptBlock(f"{name}: truncated: {len(into) - done} bytes are missing{_REMEDY}")
         done += count
 
 
