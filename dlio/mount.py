@@ -103,7 +103,7 @@ def mount(
     try:
         for spec in specs:
             where = [f"{job}.{folder}"] if spec.kind == "ram" else [reader.fingerprint, folder]
-            opened.append(Tier(spec, *where))
+            opened.append(Tier(spec, *where, fingerprint=reader.fingerprint))
         block_bytes = _block_bytes(reader)
         mine = [_capacity(spec, reader.fingerprint) for spec in specs]
         everyone = comm.allgather(mine)

@@ -67,6 +67,7 @@ class Hierarchy:
         self._full = [False] * len(self.tiers)
         self._broken: set[int] = set()
         self._events: list[str] = []
+        self._renewed: set[int] = set()
         self._arrived: set[int] = set()
         self._filling: dict[int, threading.Event] = {}
         self._lock = threading.Lock()
@@ -99,9 +100,10 @@ class Hierarchy:
                 return tier.read(block, place, scratch), tier.kind
             except FileNotFoundError:
                 self._arrived.discard(block)  # Removed under us, by hand or by an epilog.
-            except CorruptBlock as error:
+            except (CorruptBlock, OSError) as error:
                 self.counters.add("healed")
                 self._note(f"{error}; read from the source instead")
+                self._renew(block, tier)
         return self.read_source(sample), "source"
 
     def read_source(self, sample: int) -> Buffer:
@@ -180,6 +182,15 @@ class Hierarchy:
                 self._impatience -= size
                 return False
         return self.fill(block)
+
+    def _renew(self, block: int, tier: Tier) -> None:
+        """Have a damaged block filled again at its next use; once, for the disk may be bad."""
+        with self._lock:
+            if block in self._renewed:
+                return
+            self._renewed.add(block)
+        self._arrived.discard(block)
+        tier.discard(block)
 
     def _fill_or_wait(self, block: int, tier: Tier, timeout_s: float | None) -> bool:
         deadline = time.monotonic() + (self._fill_timeout_s if timeout_s is None else timeout_s)

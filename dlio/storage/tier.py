@@ -41,13 +41,15 @@ class Tier:
     Args:
         spec: where, and how many bytes.
         names: private folders below `dlio-<uid>` in the root, see above.
+        fingerprint: of the data set whose blocks it holds; others are refused.
 
     Raises TierError when the folder cannot be used.
     """
 
-    def __init__(self, spec: TierSpec, *names: str) -> None:
+    def __init__(self, spec: TierSpec, *names: str, fingerprint: str | None = None) -> None:
         self.spec = spec
         self.kind = spec.kind
+        self._fingerprint = fingerprint
         names = (user_folder(), *names)
         self.path = os.path.join(spec.root, *names)
         self._lock = threading.Lock()
@@ -178,8 +180,10 @@ class Tier:
     def _read_table(self, block: int, descriptor: int) -> BlockInfo:
         path = os.path.join(self.path, _name(block))
         info = read_info(descriptor, path)
-        if info.block != block:
-            raise CorruptBlock(f"{path} holds block {info.block}: remove it")
+        if info.block != block or self._fingerprint not in (None, info.fingerprint):
+            raise CorruptBlock(
+                f"{path} holds block {info.block} of data set {info.fingerprint}: remove it"
+            )
         with self._lock:
             self._drop_table(block)
             self._tables[block] = info

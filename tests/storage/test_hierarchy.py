@@ -1,5 +1,6 @@
 """The hierarchy reads from the fastest place, the source once, and never a wrong byte."""
 
+import errno
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -140,7 +141,28 @@ def test_damage_in_a_tier_is_healed_from_the_source_and_counted(make: Make) -> N
     with make(reader) as hierarchy:
         _read_all(hierarchy)  # Compares every byte.
         assert hierarchy.counters.healed == damaged
+        # At its next use it is replaced, and then there is nothing left to heal.
+        _read_all(hierarchy)
+        read = hierarchy.counters.bytes["source"]
+        _read_all(hierarchy)
+        pinned = hierarchy.pins.tier[reader.layout.block_of(np.arange(N))] >= 0
+        assert hierarchy.counters.healed == damaged
+        assert hierarchy.counters.bytes["source"] - read == reader.sizes[~pinned].sum()
         assert "checksum" in hierarchy.notes()[0]
+
+
+def test_a_tier_that_cannot_be_read_degrades_to_the_source(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make(MemoryReader()) as hierarchy:
+        _read_all(hierarchy)
+
+        def failing(*_: object) -> None:
+            raise OSError(errno.EIO, "Input/output error")
+
+        monkeypatch.setattr(Tier, "read", failing)
+        assert set(_read_all(hierarchy)) == {"source"}
+        assert hierarchy.counters.healed > 0
 
 
 def test_a_block_that_vanishes_is_read_from_the_source(make: Make) -> None:

@@ -93,6 +93,15 @@ def test_a_block_under_a_wrong_name_is_refused(disk: Tier) -> None:
         disk.read(1, 0)
 
 
+def test_a_block_of_another_data_set_is_refused(disk: Tier) -> None:
+    disk.publish(0, _pieces(0))
+    with (
+        Tier(disk.spec, "data", "node", fingerprint="11" * 16) as other,
+        pytest.raises(CorruptBlock, match="of data set 0000"),
+    ):
+        other.read(0, 0)
+
+
 def test_many_blocks_need_few_descriptors(disk: Tier) -> None:
     for block in range(300):
         disk.publish(block, _pieces(block, 1))
