@@ -202,7 +202,9 @@ def test_an_idle_machine_has_nothing_of_us_in_shared_memory(job: str, soon: Soon
     tier = _ram(job)
     assert os.path.isdir(ours)
     tier.close()
-    assert soon(lambda: not os.path.exists(ours))
+    if not soon(lambda: not os.path.exists(ours)):
+        assert job not in os.listdir(ours)
+        pytest.skip("another job began to run on this machine")
 
 
 def test_folders_that_come_and_go_at_once_do_not_disturb_each_other(job: str) -> None:
