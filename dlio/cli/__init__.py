@@ -55,7 +55,7 @@ def make_app() -> typer.Typer:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command and exit. `argv` without the program's name; by default the process's."""
     from dlio.comm import abort
-    from dlio.comm.launch import launched, terminate_as_interrupt, watch_launcher
+    from dlio.comm.launch import terminate_as_interrupt, under_mpi, watch_launcher
 
     terminate_as_interrupt()
     watch_launcher()
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(_FAILED)
     except SystemExit as error:
         if error.code == _INTERRUPTED:
-            if launched():
+            if under_mpi():
                 os._exit(_INTERRUPTED)  # MPI would wait for the other ranks, who are ended too.
             print("dlio: interrupted", file=sys.stderr, flush=True)
         if error.code:

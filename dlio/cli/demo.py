@@ -1,6 +1,7 @@
 """`dlio demo`: the main job on pictures that it draws itself, or on yours."""
 
 import os
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -9,6 +10,7 @@ from dlio.errors import UsageError
 from dlio.train.config import TrainConfig
 
 _FOLDER = os.path.join(".cache", "dlio-demo")
+_LEAST_RAM = 1 << 20
 
 
 def command(
@@ -28,8 +30,7 @@ def command(
     pretended nodes; under three minutes on two cores."""
     from dlio.cli.train import find_parts, run
 
-    scratch = os.path.join(folder, "tier")
-    _make_folder(scratch)
+    _make_folder(folder)
     if data is None:
         source = os.path.join(folder, "pictures")
         _draw(source)
@@ -45,31 +46,34 @@ def command(
     size = int(reader.sizes.sum())
     reader.close()
     nodes = min(2, ranks)
-    # Half of the data in RAM and the rest, with room to spare, on the disk: both tiers work.
-    tiers = f"ram:{size // (2 * nodes) + 1}B,{scratch}:{size + (1 << 24)}B"
-    run(
-        TrainConfig(
-            source=source,
-            val=val,
-            epochs=epochs,
-            image_size=image_size,
-            pretend_nodes=nodes,
-            tiers=tiers,
-            report=report or os.path.join(folder, "report.json"),
-        ),
-        ranks,
-    )
-    typer.echo(f"The report as JSON: {report or os.path.join(folder, 'report.json')}")
+    report = report or os.path.join(folder, "report.json")
+    # The disk tier is of this run alone: it is to show how a tier fills.
+    with TemporaryDirectory(prefix="tier-", dir=folder) as scratch:
+        # Half of the data in RAM and the rest, with room to spare, on the disk: both work.
+        ram = max(size // (2 * nodes) + 1, _LEAST_RAM)
+        run(
+            TrainConfig(
+                source=source,
+                val=val,
+                epochs=epochs,
+                image_size=image_size,
+                pretend_nodes=nodes,
+                tiers=f"ram:{ram}B,{scratch}:{size + (1 << 24)}B",
+                report=report,
+            ),
+            ranks,
+        )
+    typer.echo(f"The report as JSON: {report}")
 
 
-def _make_folder(scratch: str) -> None:
-    if "," in scratch:
-        raise UsageError(f"--folder {scratch}: a comma would end the tier's name; choose another")
+def _make_folder(folder: str) -> None:
+    if "," in folder:
+        raise UsageError(f"--folder {folder}: a comma would end the tier's name; choose another")
     try:
-        os.makedirs(scratch, exist_ok=True)
+        os.makedirs(folder, exist_ok=True)
     except OSError as error:
         raise UsageError(
-            f"--folder: {scratch} cannot be made: {error.strerror}; choose a folder you may write"
+            f"--folder: {folder} cannot be made: {error.strerror}; choose a folder you may write"
         ) from error
 
 
