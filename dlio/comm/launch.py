@@ -122,13 +122,18 @@ def find_mpirun() -> str:
     return found
 
 
+def launched() -> bool:
+    """Whether this process is a rank that `run_ranks` started."""
+    return _LAUNCHER in os.environ and under_mpi()
+
+
 def watch_launcher() -> None:
     """In a rank that `run_ranks` started: end it when the launcher has died.
 
     A launcher that is killed cannot end its ranks, and mpirun does not mind the death of its
     parent.
     """
-    if _LAUNCHER not in os.environ or not under_mpi():
+    if not launched():
         return
     launcher = int(os.environ[_LAUNCHER])
 
