@@ -11,7 +11,7 @@ from torch.utils.data import default_collate
 
 from dlio.comm import Communicator, world
 from dlio.dataset import Dataset
-from dlio.errors import SourceError, UsageError
+from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.order import Cursor, Order
 from dlio.pipeline import (
     Batch,
@@ -26,6 +26,8 @@ from dlio.shuffle import EpochPlan, Shuffle
 from dlio.storage.hierarchy import Hierarchy
 
 _PEER_TIMEOUT_S = 30.0
+_SKIPPED = (SourceError, CorruptBlock)
+"""What on_error="skip" leaves out: samples that cannot be read, checked or decoded."""
 
 
 class DataLoader(torch.utils.data.DataLoader[Any]):
@@ -236,7 +238,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         kept: Sequence[int] | None = None
         if batch.failed:
             error = first_failure(batch)
-            if self.data.on_error != "skip" or not isinstance(error, SourceError):
+            if self.data.on_error != "skip" or not isinstance(error, _SKIPPED):
                 raise error
             stats.skip(self.data, batch)
             kept = [slot for slot in range(count) if slot not in batch.failed]

@@ -197,6 +197,24 @@ def test_pack_verify_stage_and_train_work_on_one_another(
     assert report["epochs"][0]["samples"] == 12
 
 
+@pytest.mark.parametrize("tiers", ["ram:64MiB", "none"])
+def test_a_flipped_bit_in_a_shard_ends_the_run_or_is_skipped(
+    dlio: Dlio, pictures: Path, tmp_path: Path, tiers: str
+) -> None:
+    assert dlio("pack", str(pictures), "packed").returncode == 0
+    shard = tmp_path / "packed" / "shard-00000.dlio"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 8
+    shard.write_bytes(data)
+    options = ["--epochs", "1", "--batch-size", "4", "--tiers", tiers, "--report", "r.json"]
+    assert _is_one_clear_line(dlio("train", "packed", *options), str(shard.name), "checksum")
+    assert not (tmp_path / "r.json").exists()
+    assert dlio("train", "packed", *options, "--on-error", "skip").returncode == 0
+    (epoch,) = json.loads((tmp_path / "r.json").read_text())["epochs"]
+    assert epoch["samples"] == 11
+    assert len(epoch["skipped"]) == 1
+
+
 def test_verify_names_every_damaged_picture(dlio: Dlio, pictures: Path, tmp_path: Path) -> None:
     shutil.copytree(pictures, tmp_path / "data")
     victims = sorted((tmp_path / "data").rglob("*.jpg"))[::5]
