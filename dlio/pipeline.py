@@ -41,6 +41,9 @@ Transform = Callable[[torch.Tensor], object]
 class BatchMemory:
     """Arrays for batches of images, used again as soon as nobody else refers to them.
 
+    Page-locked ones are left to torch's own caching allocator: a copy to the GPU may be under way
+    when the last reference goes, and torch knows until when.
+
     Args:
         shape: of one batch, (batch size, height, width, 3).
         pinned: page-locked, for asynchronous copies to a GPU.
@@ -52,11 +55,13 @@ class BatchMemory:
         self._arrays: list[npt.NDArray[np.uint8]] = []
 
     def take(self) -> npt.NDArray[np.uint8]:
+        if self._pinned:
+            return torch.empty(self._shape, dtype=torch.uint8, pin_memory=True).numpy()
         for k in range(len(self._arrays)):
             # Two references: the list's and the call's. A tensor made of it holds another.
             if sys.getrefcount(self._arrays[k]) == 2:
                 return self._arrays[k]
-        fresh = torch.empty(self._shape, dtype=torch.uint8, pin_memory=self._pinned).numpy()
+        fresh = np.empty(self._shape, np.uint8)
         self._arrays.append(fresh)
         return fresh
 

@@ -268,10 +268,9 @@ def _device(name: str, comm: Communicator) -> torch.device:
         if not torch.cuda.is_available():
             raise UsageError("--device cuda: torch finds no GPU here; use --device cpu")
         name = f"cuda:{comm.rank % torch.cuda.device_count()}"
-    try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise UsageError(f"--device {name}: choose auto, cpu or cuda") from error
+    if name.split(":")[0] not in ("cpu", "cuda"):
+        raise UsageError(f"--device {name}: choose auto, cpu or cuda")
+    return torch.device(name)
 
 
 def _differing(one: Any, other: Any) -> str:
