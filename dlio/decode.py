@@ -7,8 +7,9 @@ at least twice the size it is shrunk to is decoded at a half, a quarter or an ei
 inverse DCT does for less than nothing.
 
 Huffman coding forces a decoder through every row above the crop, but not through those below it:
-the copy of a baseline JPEG that is decoded has its height lowered to the crop's last row, and the
-decoder stops there. What follows is only searched for its end, so a truncated file is still found.
+the copy of a plain baseline JPEG (one scan, no restart markers) that is decoded has its height
+lowered to the crop's last row, and the decoder stops there. What follows is only searched for its
+end, so a truncated file is still found.
 All the work releases the GIL.
 """
 
@@ -38,10 +39,11 @@ _DRAWS = 2 * _TRIES + 3
 """Random numbers a sample: (area, ratio) a try, then row, column, flip."""
 _EVAL_RESIZE = 8 / 7
 """An evaluated image is resized to this times the crop: 256 for 224."""
+_TIFF_WIDTH, _TIFF_HEIGHT = 256, 257
 _FACTORS = (8, 4, 2)
 """Fractions at which libjpeg-turbo has fast inverse transforms; the others are slower than 1/1."""
-_HARMLESS = ("extraneous bytes",)
-"""Warnings of libjpeg that lose no pixel."""
+_SKIPPED = "extraneous bytes before marker 0xd9"
+"""What libjpeg says of the rows below a lowered height. Of a whole image it means damage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +104,16 @@ class Decoder:
         Raises DecodeError when it is no image, a damaged or truncated one, or too large.
         """
         cv2 = opencv()
-        height, width, is_jpeg = _dimensions(image, name)
-        box = self.box(height, width, uniforms.tolist())
-        if is_jpeg:
+        size = _jpeg_size(image, name)
+        if size is not None:
+            box = self.box(*size, uniforms.tolist())
             factor = self._factor(box)
-            pixels = _decode_jpeg(image, name, (height, width), box.top + box.height, factor)
+            pixels = _decode_jpeg(image, name, size, box.top + box.height, factor)
             if factor > 1:
                 box = _scaled(box, factor, pixels.shape)
         else:
             pixels = _decode_other(image, name)
+            box = self.box(pixels.shape[0], pixels.shape[1], uniforms.tolist())
         part = pixels[box.top : box.top + box.height, box.left : box.left + box.width]
         shrinks = min(box.height, box.width) >= 2 * self.crop.size
         cv2.resize(
@@ -156,9 +159,9 @@ class Decoder:
 
 def decode_whole(image: Buffer, name: str) -> npt.NDArray[np.uint8]:
     """All of an image, RGB, shape (height, width, 3). Raises DecodeError."""
-    height, width, is_jpeg = _dimensions(image, name)
-    if is_jpeg:
-        return _decode_jpeg(image, name, (height, width), height, 1).copy()
+    size = _jpeg_size(image, name)
+    if size is not None:
+        return _decode_jpeg(image, name, size, size[0], 1).copy()
     return _decode_other(image, name)
 
 
@@ -174,34 +177,64 @@ def _scaled(box: Box, factor: int, shape: tuple[int, ...]) -> Box:
     )
 
 
-def _dimensions(image: Buffer, name: str) -> tuple[int, int, bool]:
-    """(height, width, whether it is a JPEG for simplejpeg), from the header alone."""
-    head = bytes(image[:32])
-    if head[:2] == b"\xff\xd8":
+def _jpeg_size(image: Buffer, name: str) -> tuple[int, int] | None:
+    """(height, width) of a JPEG that simplejpeg decodes, None for everything else. Both have been
+    found, in the header, to be within the limit; raises DecodeError otherwise."""
+    if bytes(image[:2]) == b"\xff\xd8":
         try:
             height, width, colours, _ = _simplejpeg().decode_jpeg_header(image)
         except ValueError as error:
             raise _damaged(name, f"its JPEG header cannot be read: {error}") from error
-        is_jpeg = colours not in ("CMYK", "YCCK")
-    elif head[:8] == b"\x89PNG\r\n\x1a\n" and len(head) >= 24:
-        (width, height), is_jpeg = struct.unpack(">II", head[16:24]), False
-    elif head[:2] == b"BM" and len(head) >= 26:
+        _check_size(height, width, name)
+        return None if colours in ("CMYK", "YCCK") else (height, width)
+    size = _declared_size(image, name)
+    if size is not None:
+        _check_size(*size, name)
+    return None
+
+
+def _declared_size(image: Buffer, name: str) -> tuple[int, int] | None:
+    """(height, width) that a file other than a JPEG declares; None where that cannot grow far
+    beyond the file: WebP ends at 16,383 pixels a side, PPM is not compressed."""
+    head = bytes(image[:32])
+    if head[:8] == b"\x89PNG\r\n\x1a\n" and len(head) >= 24:
+        width, height = struct.unpack(">II", head[16:24])
+        return height, width
+    if head[:2] == b"BM" and len(head) >= 26:
         width, height = struct.unpack("<ii", head[18:26])
-        height, is_jpeg = abs(height), False
-    elif (
-        (head[:4] == b"RIFF" and head[8:12] == b"WEBP")
-        or head[:2] in (b"II", b"MM")
-        or (head[:1] == b"P" and head[1:2] in b"123456")
-    ):
-        # No size at a fixed place; OpenCV refuses what is larger than MAX_PIXELS.
-        pixels = _decode_other(image, name)
-        return pixels.shape[0], pixels.shape[1], False
-    else:
-        what = "it is empty" if not len(image) else "it is no image that dlio knows"
-        raise _damaged(name, what)
+        return abs(height), width
+    if head[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):
+        try:
+            return _tiff_size(image)
+        except (struct.error, KeyError) as error:
+            raise _damaged(name, "its TIFF header cannot be read") from error
+    is_webp = head[:4] == b"RIFF" and head[8:12] == b"WEBP"
+    if is_webp or (head[:1] == b"P" and head[1:2] in b"123456"):
+        return None
+    raise _damaged(name, "it is no image that dlio knows" if len(image) else "it is empty")
+
+
+def _tiff_size(image: Buffer) -> tuple[int, int]:
+    """(height, width) in a TIFF's first directory. Raises struct.error or KeyError."""
+    order = "<" if bytes(image[:2]) == b"II" else ">"
+    big = 43 in (image[2], image[3])
+    (at,) = struct.unpack_from(order + ("Q" if big else "I"), image, 8 if big else 4)
+    (entries,) = struct.unpack_from(order + ("Q" if big else "H"), image, min(at, len(image)))
+    first, entry = (at + 8, 20) if big else (at + 2, 12)
+    found: dict[int, int] = {}
+    for k in range(min(entries, (len(image) - first) // entry)):
+        tag, kind = struct.unpack_from(order + "HH", image, first + k * entry)
+        if tag in (_TIFF_WIDTH, _TIFF_HEIGHT):
+            value = first + k * entry + (12 if big else 8)
+            # Kind 3 is 16 bits wide; 16, in the large form alone, 64; otherwise 32.
+            letter = {3: "H", 16: "Q"}.get(kind, "I")
+            (found[tag],) = struct.unpack_from(order + letter, image, value)
+    return found[_TIFF_HEIGHT], found[_TIFF_WIDTH]
+
+
+def _check_size(height: int, width: int, name: str) -> None:
     if height <= 0 or width <= 0 or height * width > MAX_PIXELS:
         raise _damaged(name, f"{width} x {height} pixels are not within 1 to {MAX_PIXELS}")
-    return height, width, is_jpeg
 
 
 _threads = threading.local()
@@ -212,8 +245,8 @@ def _decode_jpeg(
 ) -> npt.NDArray[np.uint8]:
     """The upper `rows` of an image, or some more, at 1/factor; in memory of this thread that its
     next decode overwrites."""
-    height, width = size
-    image, height = _lowered(image, height, rows)
+    width = size[1]
+    image, height = _lowered(image, size[0], rows)
     options: dict[str, Any] = {"fastdct": True, "fastupsample": True}
     if factor > 1:
         options.update(min_height=height // factor, min_width=width // factor, min_factor=factor)
@@ -224,8 +257,8 @@ def _decode_jpeg(
     try:
         _simplejpeg().decode_jpeg(image, "RGB", buffer=memory, **options)
     except ValueError as error:
-        # libjpeg tells its first warning. This one loses no pixel: all rows are in memory.
-        if not any(words in str(error) for words in _HARMLESS):
+        # Any warning of libjpeg's, which tells only its first: that one must not hide another.
+        if height == size[0] or not str(error).endswith(_SKIPPED):
             raise _damaged(name, str(error)) from error
     shape = (-(-height // factor), -(-width // factor), 3)
     return memory[: math.prod(shape)].reshape(shape)
@@ -234,29 +267,34 @@ def _decode_jpeg(
 def _lowered(image: Buffer, height: int, rows: int) -> tuple[Buffer, int]:
     """A baseline JPEG whose header says that it ends at the first row of blocks below `rows`.
 
-    Returns it with its height; the image as it is where that saves nothing.
+    Returns it with its height; the image as it is where that saves nothing, and where what is
+    skipped could not be told from damage: with several scans or restart markers.
     """
     view = memoryview(image)
-    at = 2
+    at, frame = 2, 0
     while at + 20 < len(view) and view[at] == 0xFF:
         marker = view[at + 1]
-        if marker in (0xC0, 0xC1):
+        if marker == 0xDA:
             break
-        if marker == 0xDA or (0xC2 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC)):
+        if marker in (0xC0, 0xC1):
+            frame = at
+        elif 0xC2 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
             return image, height  # Progressive and the like: every scan covers all rows.
+        elif marker == 0xDD and (view[at + 4] or view[at + 5]):
+            return image, height
         at += 2 + (view[at + 2] << 8 | view[at + 3])
     else:
         return image, height
-    components = view[at + 9]
-    if at + 10 + 3 * components > len(view):
+    components = view[frame + 9]
+    if not frame or view[at + 4] != components or frame + 10 + 3 * components > len(view):
         return image, height
     # A row of blocks is eight pixels times the largest vertical sampling factor.
-    block = 8 * max(view[at + 11 + 3 * k] & 15 for k in range(components))
+    block = 8 * max(view[frame + 11 + 3 * k] & 15 for k in range(components))
     lower = -(-rows // block) * block if block else height
     if lower >= height:
         return image, height
     copy = bytearray(view)
-    copy[at + 5 : at + 7] = lower.to_bytes(2, "big")
+    copy[frame + 5 : frame + 7] = lower.to_bytes(2, "big")
     return copy, lower
 
 
@@ -291,6 +329,8 @@ def opencv() -> Any:
     global _cv2
     if _cv2 is None:
         os.environ.setdefault("OPENCV_IO_MAX_IMAGE_PIXELS", str(MAX_PIXELS))
+        # It tells damage on standard error, beside the exception or None that we look at.
+        os.environ.setdefault("OPENCV_LOG_LEVEL", "SILENT")
         import cv2
 
         cv2.setNumThreads(0)

@@ -115,7 +115,7 @@ def draw(name: str, random: np.random.Generator) -> Image:
     slope = np.linspace(0, 1, width)[None, :, None] * random.random() + (
         np.linspace(0, 1, height)[:, None, None] * random.random()
     )
-    image = (ground + (other - ground) * slope).astype(np.uint8)
+    image = np.clip(ground + (other - ground) * slope, 0, 255).astype(np.uint8)
     PAINTERS[name](image, random, ink)
     # Coarse and fine noise, so that no pixel is as drawn.
     coarse = random.normal(0, 14, (height // 16 + 2, width // 16 + 2, 3)).astype(np.float32)

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dlio.decode import decode_whole
+from dlio.decode import decode_whole, opencv
 from dlio.demo import PAINTERS, draw, draw_dataset, is_complete
 from dlio.errors import UsageError
 from dlio.reader import open_reader
@@ -59,3 +59,12 @@ def test_a_picture_is_a_function_of_its_seed(name: str) -> None:
     assert one.shape != other.shape or not np.array_equal(one, other)
     # Neither empty nor noise alone: ground and ink are both there.
     assert one.std() > 20
+
+
+def test_a_ground_never_wraps_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PAINTERS, "dots", lambda image, random, ink: None)
+    for seed in range(30):
+        ground = draw("dots", np.random.default_rng(seed)).astype(int)
+        smooth = opencv().blur(ground.astype(np.float32), (9, 9))
+        assert np.abs(np.diff(smooth, axis=0)).max() < 20
+        assert np.abs(np.diff(smooth, axis=1)).max() < 20
