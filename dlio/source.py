@@ -68,14 +68,6 @@ class Source:
                 return 0
         return 0
 
-    def size(self, name: str = "") -> int:
-        try:
-            if self._files is None:
-                return os.stat(self.path(name)).st_size
-            return int(self._files.size(self.path(name)))
-        except OSError as error:
-            raise self._failed(name, error) from error
-
     def listing(self, name: str = "") -> list[Entry]:
         """What a folder holds, sorted by name. Raises SourceError when it cannot be listed."""
         try:

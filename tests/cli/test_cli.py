@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dlio.cli.train import find_parts, to_options
+from dlio.cli.train import to_options
 from dlio.train.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -229,16 +229,6 @@ def test_verify_names_every_damaged_picture(dlio: Dlio, pictures: Path, tmp_path
 def test_staging_into_ram_alone_is_refused_with_a_reason(dlio: Dlio, pictures: Path) -> None:
     done = dlio("stage", str(pictures), "--tiers", "ram:1GiB")
     assert _is_one_clear_line(done, "name a disk tier")
-
-
-def test_a_folder_with_train_and_val_stands_for_both(tmp_path: Path) -> None:
-    for name in ("train", "val", "test"):
-        (tmp_path / name).mkdir()
-    root = str(tmp_path)
-    assert find_parts(root, None) == (f"{root}/train", f"{root}/val")
-    assert find_parts(root, "mine") == (f"{root}/train", "mine")
-    (tmp_path / "cats").mkdir()
-    assert find_parts(root, None) == (root, None)
 
 
 def test_options_survive_the_way_to_the_ranks() -> None:
