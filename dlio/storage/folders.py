@@ -36,9 +36,7 @@ def open_private(root: str, *names: str) -> int:
         path = os.path.join(path, name)
         parent = descriptor
         try:
-            with suppress(FileExistsError):
-                os.mkdir(name, 0o700, dir_fd=parent)
-            descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+            descriptor = _make_and_open(name, parent)
         except OSError as error:
             raise TierError(
                 f"tier folder {path} cannot be used ({error.strerror}): make {root} writable, or "
@@ -55,6 +53,22 @@ def open_private(root: str, *names: str) -> int:
                 "name another folder in --tiers"
             )
     return descriptor
+
+
+def _make_and_open(name: str, parent: int) -> int:
+    """Make the folder `name` unless it is there, and open it.
+
+    Whoever leaves a folder empty removes it, and may do so between the two calls.
+    """
+    for last in (*[False] * (_TRIES - 1), True):
+        with suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=parent)
+        try:
+            return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+        except FileNotFoundError:
+            if last:
+                raise
+    raise AssertionError("unreachable")
 
 
 def lock_file(directory: int, name: str) -> int:

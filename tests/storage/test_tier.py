@@ -14,6 +14,7 @@ import pytest
 from dlio.errors import CorruptBlock, TierError, TierFull
 from dlio.schema import IMAGE_LABEL, Buffer
 from dlio.storage.block import encode_block
+from dlio.storage.folders import open_private
 from dlio.storage.shared import sweep_shared_memory, user_folder
 from dlio.storage.spec import SHARED_MEMORY, TierSpec
 from dlio.storage.tier import Tier, tier_usage
@@ -56,6 +57,23 @@ def test_a_link_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / user_folder()).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(TierError, match=user_folder()):
         Tier(TierSpec("disk", str(tmp_path), 1), "data")
+
+
+def test_a_folder_that_its_last_user_removes_meanwhile_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mkdir, removed = os.mkdir, []
+
+    def interrupted(name: str, mode: int, *, dir_fd: int) -> None:
+        mkdir(name, mode, dir_fd=dir_fd)
+        if len(removed) < 3:
+            os.rmdir(name, dir_fd=dir_fd)
+            removed.append(name)
+
+    monkeypatch.setattr(os, "mkdir", interrupted)
+    os.close(open_private(str(tmp_path), "a", "b"))
+    assert removed == ["a"] * 3
+    assert (tmp_path / "a" / "b").is_dir()
 
 
 def test_a_missing_root_is_named(tmp_path: Path) -> None:
