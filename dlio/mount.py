@@ -15,7 +15,7 @@ from dlio.order import Order
 from dlio.placement import Node, Placement, place
 from dlio.reader import Reader
 from dlio.schedule import Ranks
-from dlio.storage.block import block_size
+from dlio.storage.block import aligned, block_sizes
 from dlio.storage.fill import Filler, blocks_in_order
 from dlio.storage.hierarchy import Hierarchy, Pins
 from dlio.storage.shared import user_folder
@@ -128,15 +128,10 @@ def mount(
 
 
 def _block_bytes(reader: Reader) -> npt.NDArray[np.int64]:
+    """File bytes of each block, uncompressed; shape (blocks,)."""
     layout = reader.layout
-    sizes = reader.sizes[layout.order.samples(np.arange(len(reader), dtype=np.int64))]
-    return np.array(
-        [
-            block_size(sizes[layout.starts[k] : layout.starts[k + 1]], reader.schema)
-            for k in range(layout.blocks)
-        ],
-        np.int64,
-    )
+    payloads = layout.sums(lambda samples: aligned(reader.sizes[samples]))
+    return block_sizes(np.diff(layout.starts), payloads, reader.schema)
 
 
 def _capacity(spec: TierSpec, fingerprint: str) -> int:

@@ -4,18 +4,19 @@ A reader knows one format. It never caches payloads and starts no thread: tiers 
 do that for all formats alike. Readers plug in through the entry-point group `dlio.readers`.
 """
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from dlio.errors import SourceError
+from dlio.errors import SourceError, UsageError
 from dlio.order import Order
 from dlio.schema import Schema
-from dlio.source import Source
+from dlio.source import Source, expand, redact, split_fields
 
 MAX_BLOCK_BYTES = 8 << 20
 """Blocks aim at this many payload bytes …"""
@@ -23,6 +24,8 @@ MIN_BLOCKS = 512
 """… or fewer, so that a small data set still has about this many, enough to share out evenly …"""
 MIN_BLOCK_BYTES = 1 << 15
 """… but not so small that a block's file is mostly its header."""
+_STRETCH = 1 << 18
+"""Samples that are looked at together where all of a data set's are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,20 @@ class Layout:
         positions = self.order.positions(samples)
         blocks = np.searchsorted(self.starts, positions, side="right") - 1
         return blocks.astype(np.int64), positions - self.starts[blocks]
+
+    def sums(
+        self, values: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
+    ) -> npt.NDArray[np.int64]:
+        """The sum over each block's samples of what `values` gives for them; shape (blocks,)."""
+        sums = np.zeros(self.blocks, np.int64)
+        for first in range(0, int(self.starts[-1]), _STRETCH):
+            last = min(first + _STRETCH, int(self.starts[-1]))
+            found = values(self.order.samples(np.arange(first, last, dtype=np.int64)))
+            low = int(np.searchsorted(self.starts, first, side="right")) - 1
+            high = int(np.searchsorted(self.starts, last, side="left"))
+            cuts = np.maximum(self.starts[low:high], first) - first
+            sums[low:high] += np.add.reduceat(found, cuts)
+        return sums
 
     def samples_of(self, block: int) -> npt.NDArray[np.int64]:
         """The sample indices of one block, in storage order."""
@@ -77,6 +94,9 @@ class Reader(Protocol):
     fingerprint: str
     """32 hex digits that change when the data set does; names its folder in a tier."""
     layout: Layout
+    objects: bool
+    """Whether each sample is a file of its own, to be read with many others at a time; otherwise
+    neighbours in storage are read together."""
 
     def __len__(self) -> int: ...
 
@@ -94,47 +114,107 @@ class Reader(Protocol):
 
 
 class ReaderType(Protocol):
-    """A reader's class, as entry points name it."""
+    """A reader's class, as entry points name it.
 
-    def __call__(self, path: str) -> Reader: ...
+    One with an attribute `fallback` that is true is asked last.
+    """
 
-    def recognises(self, path: str) -> str | None:
+    def __call__(self, path: Any, **options: Any) -> Reader: ...
+
+    def recognises(self, path: Any) -> str | None:
         """None when `path` is of this format; otherwise in a few words why it is not."""
 
 
-def open_reader(path: str) -> Reader:
+def open_reader(path: Any, **options: Any) -> Reader:
     """Find the reader that recognises `path`, and open it.
 
-    Raises SourceError that says what was tried when none does, or when the path does not exist.
+    Args:
+        path: a path or URL, several of them, or an object that a reader takes, such as a map-style
+            data set of torch's.
+        options: for the reader, such as `select` for HDF5 and Zarr.
+
+    Raises SourceError that says what was tried when none does, or when the path does not exist;
+    UsageError for an option that the reader does not have.
     """
-    source = Source(path)
-    if not source.exists():
-        raise SourceError(f"{path}: no such file or folder: check the path")
+    if isinstance(path, Reader):
+        return path
+    named = isinstance(path, str)
+    paths = [path] if named else list(path) if isinstance(path, list | tuple) else []
+    for each in expand(paths) if paths else []:
+        url = split_fields(each)[0]
+        if not Source(url).exists():
+            raise SourceError(f"{redact(url)}: no such file or folder: check the path")
     reasons = []
-    for entry in sorted(entry_points(group="dlio.readers"), key=lambda entry: entry.name):
-        kind: ReaderType = entry.load()
+    kinds = [(entry.name, entry.load()) for entry in entry_points(group="dlio.readers")]
+    kinds.sort(key=lambda item: (getattr(item[1], "fallback", False), item[0]))
+    for name, kind in kinds:
         reason = kind.recognises(path)
         if reason is None:
-            return kind(path)
-        reasons.append(f"{entry.name}: {reason}")
+            return _made(name, kind, path, options)
+        reasons.append(f"{name}: {reason}")
     if not reasons:
         raise SourceError("dlio finds no readers: install it (pip install dlio) to have them")
-    raise SourceError(f"{path} is no data set that dlio can read ({'; '.join(reasons)})")
+    shown = redact(path) if named else f"this {type(path).__name__}"
+    raise SourceError(f"{shown} is no data set that dlio can read ({'; '.join(reasons)})")
 
 
-def cut_blocks(sizes: npt.NDArray[np.int64], order: Order) -> Layout:
+def _made(name: str, kind: ReaderType, path: Any, options: dict[str, Any]) -> Reader:
+    known = inspect.signature(kind).parameters
+    for option in options:
+        if option not in known:
+            raise UsageError(
+                f"{option}=: the {name} reader, which reads {path}, has no such option"
+            )
+    return kind(path, **options)
+
+
+def cut_blocks(
+    sizes: npt.NDArray[np.int64], order: Order, units: npt.NDArray[np.int64] | None = None
+) -> Layout:
     """Cut a data set into blocks of about even bytes, along a storage order.
 
     Args:
-        sizes: payload bytes of each sample; shape (samples,).
+        sizes: payload bytes of each sample; shape (samples,). Looked at a stretch at a time, so
+            that a data set of any length takes little memory.
         order: storage position -> sample index.
+        units: storage positions at which groups begin that are read as one, chunks or row groups;
+            those that are not larger than a block are not split.
     """
-    total = int(sizes.sum())
+    total = int(sizes.sum(dtype=np.int64))
     target = min(MAX_BLOCK_BYTES, max(MIN_BLOCK_BYTES, total // MIN_BLOCKS))
     count = max(1, min(len(sizes), round(total / target)))
-    ends = np.cumsum(sizes[order.samples(np.arange(len(sizes), dtype=np.int64))])
     # Block k begins with the first sample that starts at or behind k/count of the bytes.
     marks = total * np.arange(1, count, dtype=np.float64) / count
-    inner = np.searchsorted(ends, marks, side="left") + 1
-    starts = np.unique(np.concatenate([[0], inner[inner < len(sizes)], [len(sizes)]]))
-    return Layout(starts.astype(np.int64), order)
+    starts = [np.zeros(1, np.int64)]
+    edges = np.zeros(0, np.int64) if units is None else np.append(units, len(sizes))
+    before = np.zeros(len(edges), np.int64)
+    done = 0
+    for first in range(0, len(sizes), _STRETCH):
+        positions = np.arange(first, min(first + _STRETCH, len(sizes)), dtype=np.int64)
+        ends = done + np.cumsum(sizes[order.samples(positions)], dtype=np.int64)
+        here = marks[(marks > done) & (marks <= ends[-1])]
+        starts.append(first + np.searchsorted(ends, here, side="left") + 1)
+        inside = (edges > first) & (edges <= positions[-1] + 1)
+        before[inside] = ends[edges[inside] - 1 - first]
+        done = int(ends[-1])
+    found = np.concatenate(starts)
+    if units is not None:
+        found = _snap(found, edges, before)
+    found = np.unique(np.append(found[found < len(sizes)], len(sizes)))
+    return Layout(found.astype(np.int64), order)
+
+
+def _snap(
+    starts: npt.NDArray[np.int64], edges: npt.NDArray[np.int64], before: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """Move what would split a group to the nearer end of it, unless the group is too large.
+
+    Args:
+        edges: where groups begin, and the end.
+        before: bytes before each of these.
+    """
+    group = np.clip(np.searchsorted(edges, starts, side="right") - 1, 0, len(edges) - 2)
+    low, high = edges[group], edges[group + 1]
+    whole = before[group + 1] - before[group] <= MAX_BLOCK_BYTES
+    nearer = np.where(starts - low <= high - starts, low, high)
+    return np.where(whole, nearer, starts)

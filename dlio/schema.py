@@ -1,24 +1,113 @@
 """The schema of a sample, and how its fields make one payload.
 
-A payload is what blocks store, checksums cover, tiers serve and peers send: the sample's
-fields, encoded one after another. Fixed fields come first, in schema order, then the sizes
-of all variable fields but the last (u32, little-endian), then the variable fields' bytes.
-An image with a label is thus eight bytes longer than the image file.
+A payload is what blocks store, checksums cover, tiers serve and peers send: the sample's fields,
+encoded one after another, little-endian. First the fields of fixed size, those of the widest type
+first, then the sizes of all variable fields but the last (u32), then the variable fields: arrays,
+each at a multiple of eight bytes, and encoded values. So arrays are aligned wherever payloads are,
+and an image with a label is eight bytes longer than the image file. FORMAT.md has it in full.
 """
 
 import json
+import math
+import re
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
 
 from dlio.errors import CorruptBlock
 
-VARIABLE_KINDS: Final = ("jpeg", "png", "image", "bytes", "text")
-FIXED_KINDS: Final = {"int64": struct.Struct("<q"), "float32": struct.Struct("<f")}
+ENCODED: Final = ("jpeg", "png", "webp", "image", "bytes", "text", "json")
+"""Kinds of any length that are kept as they came; `image` is any image file."""
+IMAGES: Final = ("jpeg", "png", "webp", "image")
+TEXTS: Final = ("text", "json")
+_CODES: Final = {
+    "bool": "?",
+    "int8": "b",
+    "int16": "h",
+    "int32": "i",
+    "int64": "q",
+    "uint8": "B",
+    "uint16": "H",
+    "uint32": "I",
+    "uint64": "Q",
+    "float16": "e",
+    "float32": "f",
+    "float64": "d",
+}
+DTYPES: Final = (*_CODES, "complex64")
+MAX_FIELDS: Final = 256
+MAX_DIMENSIONS: Final = 32
+MAX_PAYLOAD: Final = 2**31 - 1
+"""Bytes of a sample."""
+_KIND: Final = re.compile(r"([a-z]+[0-9]*)(?:\[([0-9?]+(?:,[0-9?]+)*)?\])?")
 
 Buffer = bytes | bytearray | memoryview
-Value = int | float | Buffer
+Value = Any
+"""Of a field: a number, a numpy array, bytes, or a str for text and JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a field holds: `int64`, `float32[3,224,224]`, `float32[?,3]`, `jpeg`."""
+
+    text: str
+    dtype: np.dtype[Any] | None
+    """None for encoded kinds."""
+    shape: tuple[int | None, ...]
+    """None for a dimension that differs from sample to sample; () for scalars."""
+
+    @property
+    def fixed(self) -> bool:
+        return self.dtype is not None and None not in self.shape
+
+    @property
+    def scalar(self) -> bool:
+        return self.text in _CODES
+
+    @property
+    def bytes(self) -> int:
+        """Of a fixed field."""
+        assert self.dtype is not None
+        return self.dtype.itemsize * math.prod(size or 0 for size in self.shape)
+
+    @property
+    def head(self) -> int:
+        """Bytes before a variable array's data, which tell its variable dimensions."""
+        return -(-4 * self.shape.count(None) // 8) * 8
+
+
+def parse_kind(text: str) -> Kind:
+    """Read a kind as schemas write it. Raises ValueError for one that is not known."""
+    if text in ENCODED:
+        return Kind(text, None, ())
+    match = _KIND.fullmatch(text)
+    if match is None or match[1] not in DTYPES:
+        raise ValueError(f"kind {text!r} is not known")
+    shape: tuple[int | None, ...] = ()
+    if match[2]:
+        sizes = match[2].split(",")
+        if len(sizes) > MAX_DIMENSIONS or any(len(size) > 10 for size in sizes):
+            raise ValueError(f"kind {text!r} is too large")
+        if any("?" in size and size != "?" for size in sizes):
+            raise ValueError(f"kind {text!r} is not known")
+        shape = tuple(None if size == "?" else int(size) for size in sizes)
+    kind = Kind(text, np.dtype(match[1]).newbyteorder("<"), shape)
+    if kind.fixed and kind.bytes > MAX_PAYLOAD:
+        raise ValueError(f"kind {text!r} is larger than {MAX_PAYLOAD} bytes")
+    return kind
+
+
+def array_kind(dtype: npt.DTypeLike, shape: Sequence[int | None] = ()) -> str:
+    """The kind of arrays of a type and shape. Raises ValueError for types that cannot be stored."""
+    name = np.dtype(dtype).name
+    if name not in DTYPES:
+        raise ValueError(f"arrays of {name} cannot be stored: convert them to {', '.join(DTYPES)}")
+    sizes = ",".join("?" if size is None else str(int(size)) for size in shape)
+    return f"{name}[{sizes}]" if len(shape) or name not in _CODES else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,59 +115,159 @@ class Schema:
     """Names and kinds of a sample's fields."""
 
     fields: tuple[tuple[str, str], ...]
-    """(name, kind) each; kinds are those of FIXED_KINDS and VARIABLE_KINDS."""
+    """(name, kind) each; see `Kind`."""
+    structure: Any = None
+    """None where a sample is a dictionary of its fields; otherwise lists and dictionaries, nested,
+    with the names of fields as leaves: `["0", "1"]` is a tuple of two."""
+    kinds: Mapping[str, Kind] = field(init=False, repr=False, compare=False)
+    overhead: int = field(init=False, repr=False, compare=False)
+    """Bytes of a payload beyond the bodies of its encoded fields and variable arrays."""
+    _fixed: tuple[tuple[str, Kind, int, struct.Struct | None], ...] = field(
+        init=False, repr=False, compare=False
+    )
+    _variable: tuple[tuple[str, Kind], ...] = field(init=False, repr=False, compare=False)
+    _sizes: struct.Struct = field(init=False, repr=False, compare=False)
+    _sizes_at: int = field(init=False, repr=False, compare=False)
+    _aligned: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.fields]
-        if not names or len(set(names)) != len(names) or len(names) > 256:
-            raise CorruptBlock(f"schema {self.fields!r}: field names must be 1 to 256, and differ")
-        for name, kind in self.fields:
-            if kind not in FIXED_KINDS and kind not in VARIABLE_KINDS:
+        if not names or len(set(names)) != len(names) or len(names) > MAX_FIELDS:
+            raise CorruptBlock(
+                f"schema with fields {names[:8]!r}: their names must be 1 to {MAX_FIELDS}, and "
+                "differ"
+            )
+        kinds = {}
+        for name, text in self.fields:
+            try:
+                kinds[name] = parse_kind(text)
+            except ValueError as error:
                 raise CorruptBlock(
-                    f"schema field {name!r} is of kind {kind!r}, which this version of dlio "
-                    "does not know: upgrade dlio, or pack the data set again"
-                )
+                    f"schema field {name!r}: {error} to this version of dlio: upgrade dlio, or "
+                    "pack the data set again"
+                ) from error
+        if self.structure is not None and sorted(leaves(self.structure)) != sorted(names):
+            raise CorruptBlock("schema: its structure does not hold each field once")
+        wide = sorted(
+            (item for item in kinds.items() if item[1].fixed),
+            key=lambda item: -item[1].dtype.itemsize if item[1].dtype else 0,
+        )
+        fixed, at = [], 0
+        for name, kind in wide:
+            code = struct.Struct("<" + _CODES[kind.text]) if kind.scalar else None
+            fixed.append((name, kind, at, code))
+            at += kind.bytes
+        arrays = [item for item in kinds.items() if item[1].dtype is not None and not item[1].fixed]
+        encoded = [item for item in kinds.items() if item[1].dtype is None]
+        variable = (*arrays, *encoded)
+        sizes = struct.Struct(f"<{max(0, len(variable) - 1)}I")
+        ends = at + sizes.size
+        for name, value in (
+            ("kinds", kinds),
+            ("_fixed", tuple(fixed)),
+            ("_variable", variable),
+            ("_sizes", sizes),
+            ("_sizes_at", at),
+            ("_aligned", bool(arrays)),
+            ("overhead", -(-ends // 8) * 8 if arrays else ends),
+        ):
+            object.__setattr__(self, name, value)
+        if self.overhead > MAX_PAYLOAD:
+            raise CorruptBlock(f"schema: a sample has {self.overhead} bytes, over {MAX_PAYLOAD}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Schema, (self.fields, self.structure)
 
     @property
-    def fixed(self) -> list[tuple[str, str]]:
-        return [field for field in self.fields if field[1] in FIXED_KINDS]
-
-    @property
-    def variable(self) -> list[tuple[str, str]]:
-        return [field for field in self.fields if field[1] in VARIABLE_KINDS]
-
-    @property
-    def overhead(self) -> int:
-        """Bytes of a payload beyond the variable fields' own."""
-        fixed = sum(FIXED_KINDS[kind].size for _, kind in self.fixed)
-        return fixed + 4 * max(0, len(self.variable) - 1)
+    def is_fixed(self) -> bool:
+        """Whether all payloads have `overhead` bytes."""
+        return not self._variable
 
     def to_json(self) -> str:
-        return json.dumps([list(field) for field in self.fields], separators=(",", ":"))
+        rows: Any = [list(row) for row in self.fields]
+        if self.structure is not None:
+            rows = {"fields": rows, "structure": self.structure}
+        return json.dumps(rows, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Schema":
         """Parse `to_json`'s text. Raises CorruptBlock for anything else."""
         try:
-            rows = json.loads(text)
-            return cls(tuple((str(name), str(kind)) for name, kind in rows))
-        except (ValueError, TypeError, RecursionError) as error:
-            raise CorruptBlock(f"schema is not a list of (name, kind): {error}") from error
+            return cls.from_rows(json.loads(text))
+        except (ValueError, RecursionError) as error:
+            raise CorruptBlock(f"schema is not JSON: {error}") from error
+
+    @classmethod
+    def from_rows(cls, rows: Any) -> "Schema":
+        """A schema from what its JSON parses to. Raises CorruptBlock."""
+        structure = None
+        try:
+            if isinstance(rows, dict):
+                rows, structure = rows["fields"], rows["structure"]
+            return cls(tuple((str(name), str(kind)) for name, kind in rows), structure)
+        except (KeyError, ValueError, TypeError, RecursionError) as error:
+            raise CorruptBlock(f"schema is not a list of (name, kind): {error!r}") from error
+
+    def payload_sizes(
+        self, count: int, bodies: Mapping[str, npt.NDArray[np.int64]]
+    ) -> npt.NDArray[np.int64]:
+        """Payload bytes of `count` samples; shape (count,).
+
+        Args:
+            bodies: for each variable field the bytes of its values: an array's data, an encoded
+                value's bytes; each of shape (count,).
+        """
+        sizes = np.full(count, self.overhead, np.int64)
+        for name, kind in self._variable:
+            body = bodies[name] + kind.head
+            if kind.dtype is not None and name != self._variable[-1][0]:
+                body = (body + 7) // 8 * 8
+            sizes += body
+        return sizes
 
     def join(self, values: Mapping[str, Value]) -> bytes:
-        """Encode one sample's fields as its payload (one copy)."""
+        """Encode one sample's fields as its payload (one copy).
+
+        Raises ValueError for a value that is not of its field's kind.
+        """
         parts: list[Buffer] = []
-        for name, kind in self.fixed:
-            parts.append(FIXED_KINDS[kind].pack(values[name]))
-        bodies: Sequence[Buffer] = [_bytes(values[name]) for name, _ in self.variable]
-        parts.extend(struct.pack("<I", len(body)) for body in bodies[:-1])
-        parts.extend(bodies)
+        for name, kind, _, code in self._fixed:
+            if code is not None:
+                try:
+                    parts.append(code.pack(values[name]))
+                except struct.error as error:
+                    raise ValueError(f"field {name!r} ({kind.text}): {error}") from error
+            else:
+                parts.append(_array_bytes(name, kind, values[name])[1])
+        heads: list[bytes] = []
+        bodies: list[Buffer] = []
+        for name, kind in self._variable:
+            if kind.dtype is None:
+                heads.append(b"")
+                bodies.append(_encoded_bytes(name, kind, values[name]))
+            else:
+                dims, body = _array_bytes(name, kind, values[name])
+                heads.append(struct.pack(f"<{len(dims)}I", *dims).ljust(kind.head, b"\0"))
+                bodies.append(body)
+        parts.append(
+            self._sizes.pack(
+                *(len(h) + len(b) for h, b in zip(heads[:-1], bodies[:-1], strict=True))
+            )
+        )
+        if self._aligned:
+            parts.append(bytes(self.overhead - self._sizes_at - self._sizes.size))
+        last = len(bodies) - 1
+        for k, (head, body) in enumerate(zip(heads, bodies, strict=True)):
+            parts += (head, body)
+            if self._variable[k][1].dtype is not None and k != last:
+                parts.append(bytes(-(len(head) + len(body)) % 8))
         return b"".join(parts)
 
     def split(self, payload: Buffer) -> dict[str, Value]:
-        """Decode a payload into its fields; variable ones are views, nothing is copied.
+        """Decode a payload into its fields, without copies: Python numbers, numpy arrays that are
+        views, memoryviews for encoded fields.
 
-        Raises CorruptBlock when the payload is shorter than its fields claim.
+        Raises CorruptBlock when the payload is not as long as its fields claim.
         """
         view = memoryview(payload)
         if len(view) < self.overhead:
@@ -86,30 +275,101 @@ class Schema:
                 f"payload of {len(view)} bytes is shorter than its {self.overhead} fixed bytes"
             )
         values: dict[str, Value] = {}
-        at = 0
-        for name, kind in self.fixed:
-            values[name] = FIXED_KINDS[kind].unpack_from(view, at)[0]
-            at += FIXED_KINDS[kind].size
-        variable = self.variable
-        sizes = [struct.unpack_from("<I", view, at + 4 * k)[0] for k in range(len(variable) - 1)]
-        at += 4 * len(sizes)
-        if at + sum(sizes) > len(view):
-            raise CorruptBlock(f"payload of {len(view)} bytes ends before its fields do")
-        for (name, _), size in zip(variable, sizes, strict=False):
-            values[name] = view[at : at + size]
-            at += size
-        if variable:
-            values[variable[-1][0]] = view[at:]
-        elif at != len(view):
-            raise CorruptBlock(f"payload of {len(view)} bytes goes on after its last field")
+        for name, kind, at, code in self._fixed:
+            if code is not None:
+                values[name] = code.unpack_from(view, at)[0]
+            else:
+                assert kind.dtype is not None
+                shape = [size or 0 for size in kind.shape]
+                values[name] = np.ndarray(shape, kind.dtype, view, at)
+        if not self._variable:
+            if len(view) != self.overhead:
+                raise CorruptBlock(f"payload of {len(view)} bytes goes on after its last field")
+            return values
+        sizes = self._sizes.unpack_from(view, self._sizes_at)
+        at, last = self.overhead, len(sizes)
+        for k, (name, kind) in enumerate(self._variable):
+            end = len(view) if k == last else at + sizes[k]
+            if end > len(view):
+                raise CorruptBlock(f"payload of {len(view)} bytes ends before its fields do")
+            body = view[at:end]
+            values[name] = body if kind.dtype is None else _array(name, kind, body)
+            at = end if kind.dtype is None else -(-end // 8) * 8
         return values
+
+    def arrange(self, values: Mapping[str, Value]) -> Any:
+        """The fields in the sample's own structure: lists become tuples."""
+        if self.structure is None:
+            return dict(values)
+        return _map(self.structure, values.__getitem__)
+
+
+def leaves(structure: Any) -> Iterator[str]:
+    """The names in a structure, in its order. Raises CorruptBlock for anything else in it."""
+    if isinstance(structure, str):
+        yield structure
+    elif isinstance(structure, list):
+        for item in structure:
+            yield from leaves(item)
+    elif isinstance(structure, dict):
+        for item in structure.values():
+            yield from leaves(item)
+    else:
+        raise CorruptBlock(f"schema: {structure!r} in its structure is no field")
 
 
 IMAGE_LABEL: Final = Schema((("image", "image"), ("label", "int64")))
 """Labelled images, as class folders hold them: (image file's bytes, class number)."""
+LABEL: Final = struct.Struct("<q")
+"""What comes before the image in a payload of IMAGE_LABEL."""
 
 
-def _bytes(value: Value) -> Buffer:
-    if isinstance(value, int | float):
-        raise TypeError("a variable field takes bytes")
-    return value
+def _map(structure: Any, of: Callable[[str], Any]) -> Any:
+    if isinstance(structure, str):
+        return of(structure)
+    if isinstance(structure, list):
+        return tuple(_map(item, of) for item in structure)
+    return {key: _map(item, of) for key, item in structure.items()}
+
+
+def _array_bytes(name: str, kind: Kind, value: Value) -> tuple[list[int], Buffer]:
+    """(variable dimensions, data) of an array, checked against its kind."""
+    array = np.asarray(value)
+    assert kind.dtype is not None
+    fits = array.ndim == len(kind.shape) and all(
+        wanted in (None, size) for wanted, size in zip(kind.shape, array.shape, strict=False)
+    )
+    if not fits or array.dtype.newbyteorder("<") != kind.dtype:
+        raise ValueError(
+            f"field {name!r} is {kind.text}, but this sample's is "
+            f"{array.dtype.name}{list(array.shape)}"
+        )
+    dims = [size for wanted, size in zip(kind.shape, array.shape, strict=True) if wanted is None]
+    data = np.ascontiguousarray(array, kind.dtype).reshape(-1).view(np.uint8)
+    return dims, data.data
+
+
+def _encoded_bytes(name: str, kind: Kind, value: Value) -> Buffer:
+    if isinstance(value, str) and kind.text in TEXTS:
+        return value.encode()
+    if isinstance(value, bytes | bytearray | memoryview):
+        return value
+    raise ValueError(f"field {name!r} is {kind.text}, but this sample's is {type(value).__name__}")
+
+
+def _array(name: str, kind: Kind, body: memoryview) -> npt.NDArray[Any]:
+    """A variable array from its dimensions and data. Raises CorruptBlock if they do not agree."""
+    assert kind.dtype is not None
+    missing = kind.shape.count(None)
+    if len(body) < kind.head:
+        raise CorruptBlock(f"field {name!r}: {len(body)} bytes are too few for {kind.text}")
+    dims = iter(struct.unpack_from(f"<{missing}I", body))
+    shape = [next(dims) if size is None else size for size in kind.shape]
+    if math.prod(shape) * kind.dtype.itemsize != len(body) - kind.head:
+        raise CorruptBlock(
+            f"field {name!r}: {len(body) - kind.head} bytes are not {kind.dtype.name}{shape}"
+        )
+    try:
+        return np.ndarray(shape, kind.dtype, body, kind.head)
+    except ValueError as error:  # Dimensions beyond numpy's, of which one is zero.
+        raise CorruptBlock(f"field {name!r}: its shape {shape} makes no sense") from error

@@ -160,11 +160,22 @@ def encode_block(
     return [_HEADER.pack(*fields, digest) + rest, *pieces]
 
 
-def block_size(sizes: npt.NDArray[np.int64], schema: Schema) -> int:
-    """Bytes of an uncompressed block with payloads of these sizes; compressed, at most that."""
+def aligned(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Bytes that payloads of these sizes take in a block, with the gaps behind them."""
+    return (sizes + _ALIGN - 1) // _ALIGN * _ALIGN
+
+
+def block_sizes(
+    counts: npt.NDArray[np.int64], payloads: npt.NDArray[np.int64], schema: Schema
+) -> npt.NDArray[np.int64]:
+    """Bytes of uncompressed blocks; compressed, at most that.
+
+    Args:
+        counts: samples of each block.
+        payloads: aligned bytes of its payloads together.
+    """
     head = _HEADER.size + len(schema.to_json().encode())
-    aligned = (sizes + _ALIGN - 1) // _ALIGN * _ALIGN
-    return head + -head % _ALIGN + _ENTRY.itemsize * len(sizes) + int(aligned.sum())
+    return head + -head % _ALIGN + _ENTRY.itemsize * counts + payloads
 
 
 def read_info(descriptor: int, path: str, start: int = 0, length: int | None = None) -> BlockInfo:

@@ -56,7 +56,7 @@ class Footer:
         meta = {
             "version": VERSION,
             "fingerprint": self.fingerprint,
-            "schema": [list(field) for field in self.schema.fields],
+            "schema": json.loads(self.schema.to_json()),
             "classes": list(self.classes),
             "shard": self.shard,
             "shards": self.shards,
@@ -168,7 +168,7 @@ def _decode(text: bytes, footer_start: int) -> Footer:
         raise ValueError("its names do not add up")
     return Footer(
         fingerprint=_fingerprint(meta["fingerprint"]),
-        schema=Schema(tuple((str(name), str(kind)) for name, kind in meta["schema"])),
+        schema=Schema.from_rows(meta["schema"]),
         classes=tuple(str(name) for name in meta["classes"]),
         shard=_count(meta["shard"]),
         shards=_count(meta["shards"]),

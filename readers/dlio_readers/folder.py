@@ -15,7 +15,7 @@ import xxhash
 from dlio.errors import SourceError
 from dlio.order import Order
 from dlio.reader import cut_blocks
-from dlio.schema import FIXED_KINDS, IMAGE_LABEL
+from dlio.schema import IMAGE_LABEL, LABEL
 from dlio.source import Entry, Source
 from dlio.storage.shard import SUFFIX
 
@@ -51,6 +51,8 @@ class FolderReader:
     """
 
     format = "folder"
+    objects = True
+    fallback = True
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -95,7 +97,7 @@ class FolderReader:
 
     def _read(self, sample: int) -> bytes | memoryview:
         name, size = self.name(sample), int(self._index.file_sizes[sample])
-        label = FIXED_KINDS["int64"].pack(int(self.labels[sample]))
+        label = LABEL.pack(int(self.labels[sample]))
         if self._source.local:
             payload = self._read_local(name, size, label)
             if payload is not None:

@@ -30,6 +30,7 @@ class ShardReader:
     """
 
     format = "shard"
+    objects = False
 
     def __init__(self, path: str) -> None:
         self.path = path

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dlio.errors import CorruptBlock
 from dlio.schema import IMAGE_LABEL, Schema
-from dlio.storage.block import Scratch, block_size, encode_block, read_info
+from dlio.storage.block import Scratch, aligned, block_sizes, encode_block, read_info
 
 FINGERPRINT = "0123456789abcdef" * 2
 
@@ -43,7 +43,8 @@ payload_lists = st.lists(
 @given(payload_lists, st.booleans())
 def test_what_was_written_is_read(tmp_path: Path, payloads: list[bytes], compress: bool) -> None:
     data = _encode(payloads, compress)
-    bound = block_size(np.array([len(payload) for payload in payloads], np.int64), IMAGE_LABEL)
+    sizes = np.array([len(payload) for payload in payloads], np.int64)
+    (bound,) = block_sizes(np.array([len(sizes)]), aligned(sizes).sum(keepdims=True), IMAGE_LABEL)
     assert len(data) <= bound if compress else len(data) == bound
     assert _read(tmp_path / "b", data) == payloads
 

@@ -26,6 +26,7 @@ class MemoryReader:
     """A source in memory that counts how often each sample was read."""
 
     format = "memory"
+    objects = True
     path = "memory"
     schema = IMAGE_LABEL
     classes: Sequence[str] = ("a",)

@@ -62,7 +62,8 @@ def test_a_link_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
 def test_a_folder_that_its_last_user_removes_meanwhile_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mkdir, removed = os.mkdir, []
+    mkdir = os.mkdir
+    removed: list[str] = []
 
     def interrupted(name: str, mode: int, *, dir_fd: int) -> None:
         mkdir(name, mode, dir_fd=dir_fd)
