@@ -1,4 +1,4 @@
-"""A data set of images as torch knows them: `len`, `[i]`, `.classes`."""
+"""A data set as torch knows them: `len`, `[i]`, `.classes`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,14 +11,16 @@ from dlio.decode import Crop, Decoder
 from dlio.errors import UsageError
 from dlio.mount import Mount, mount
 from dlio.reader import Reader, open_reader
+from dlio.sample import decode_sample, image_and_label
 from dlio.storage.spec import TierSpec, choose_tiers
 
 
-class Dataset(torch.utils.data.Dataset[tuple[Any, int]]):
-    """Images with labels, read through a hierarchy of tiers. Made by `dlio.open`.
+class Dataset(torch.utils.data.Dataset[Any]):
+    """Samples that are read through a hierarchy of tiers. Made by `dlio.open`.
 
     Map-style and picklable: a copy in another process opens its own files. `dataset[i]` is the
-    reader's sample i, cropped as it is in epoch `dataset.epoch`, whichever process asks.
+    reader's sample i: (crop, label) for labelled images, cropped as in epoch `dataset.epoch`,
+    whichever process asks; otherwise its fields, see `dlio.sample.decode_sample`.
     """
 
     def __init__(
@@ -26,13 +28,17 @@ class Dataset(torch.utils.data.Dataset[tuple[Any, int]]):
         reader: Reader,
         *,
         tiers: str | Sequence[TierSpec] | None,
-        image_size: int,
+        image_size: int | None,
         train: bool,
-        transform: Callable[[torch.Tensor], object] | None,
+        transform: Callable[[Any], object] | None,
         seed: int,
         on_error: str,
     ) -> None:
         self.reader = reader
+        found = image_and_label(reader.schema)
+        self.crops = found is not None and image_size is not None
+        """Whether samples are crops of images, with labels."""
+        self.image_field, self.label_field = found or ("", "")
         self.tiers = tiers
         self.image_size = image_size
         self.train = train
@@ -41,7 +47,7 @@ class Dataset(torch.utils.data.Dataset[tuple[Any, int]]):
         self.on_error = on_error
         self.epoch = 0
         self._mount: Mount | None = None
-        self._decoder = Decoder(Crop(image_size, train), seed)
+        self._decoder = Decoder(Crop(image_size or 1, train), seed)
 
     @property
     def path(self) -> str:
@@ -68,9 +74,12 @@ class Dataset(torch.utils.data.Dataset[tuple[Any, int]]):
     def __len__(self) -> int:
         return len(self.reader)
 
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        """Sample `index`: (uint8 tensor of shape (3, size, size), or what `transform` makes of
-        it; label). Raises IndexError, SourceError, DecodeError."""
+    def __getitem__(self, index: int) -> Any:
+        """Sample `index`, through `transform` if there is one.
+
+        Labelled images: (uint8 tensor of shape (3, size, size), or what `transform` makes of it;
+        label). Raises IndexError, SourceError, DecodeError.
+        """
         count = len(self)
         if not -count <= index < count:
             raise IndexError(f"sample {index} of a data set of {count}")
@@ -81,14 +90,18 @@ class Dataset(torch.utils.data.Dataset[tuple[Any, int]]):
             payload, _ = self._mount.hierarchy.read(sample, int(block[0]), int(place[0]))
         else:
             payload = self.reader.read(samples)[0]
+        name = self.reader.name(sample)
+        if not self.crops:
+            whole = decode_sample(self.reader.schema, payload, name)
+            return self.transform(whole) if self.transform is not None else whole
+        assert self.image_size is not None
         values = self.reader.schema.split(payload)
-        image, label = values["image"], values["label"]
-        assert not isinstance(image, int | float)
         pixels = np.empty((self.image_size, self.image_size, 3), np.uint8)
         uniforms = self._decoder.draw(self.epoch, samples)[0]
-        self._decoder.decode(image, self.reader.name(sample), uniforms, pixels)
+        self._decoder.decode(values[self.image_field], name, uniforms, pixels)
         tensor = torch.from_numpy(pixels).permute(2, 0, 1)
-        return self.transform(tensor) if self.transform is not None else tensor, int(label)
+        made = self.transform(tensor) if self.transform is not None else tensor
+        return made, int(values[self.label_field])
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose crops `[i]` gives."""
@@ -119,7 +132,7 @@ class Dataset(torch.utils.data.Dataset[tuple[Any, int]]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._decoder = Decoder(Crop(self.image_size, self.train), self.seed)
+        self._decoder = Decoder(Crop(self.image_size or 1, self.train), self.seed)
 
     def __repr__(self) -> str:
         return (
@@ -129,41 +142,42 @@ class Dataset(torch.utils.data.Dataset[tuple[Any, int]]):
 
 
 def open_dataset(
-    path: str,
+    path: Any,
     *,
     tiers: str | Sequence[TierSpec] | None = None,
-    image_size: int = 224,
+    image_size: int | None = 224,
     train: bool = True,
-    transform: Callable[[torch.Tensor], object] | None = None,
+    transform: Callable[[Any], object] | None = None,
     seed: int = 0,
     on_error: str = "stop",
+    **options: Any,
 ) -> Dataset:
-    """Open a data set of labelled images; exported as `dlio.open`.
+    """Open a data set; exported as `dlio.open`.
 
     Args:
-        path: a folder of class folders, or what `dlio pack` wrote.
+        path: of any format that `dlio ls` knows: a folder, a file, a pattern, a URL, a list of
+            them, with `::` and the names of fields behind them (`file.h5::images,labels`); or a
+            map-style data set of torch's.
         tiers: `"ram:2GiB,/local/scratch:20GiB"`, per node and fastest first; `"none"` for no
             tier; None for DLIO_TIERS, or RAM as far as a quarter of the free memory goes.
-        image_size: side of the square crops.
+        image_size: side of the square crops of labelled images; None for samples as they are.
         train: random resized crops and flips, keyed by (seed, epoch, sample); otherwise the
             middle of the image.
-        transform: called with each crop, a uint8 tensor of shape (3, size, size), in a thread.
+        transform: called in a thread with each crop, a uint8 tensor of shape (3, size, size), or
+            with each sample that is no labelled image.
         seed: of crops and, in a loader, of the order.
         on_error: `stop` at a sample that cannot be read or decoded, or `skip` and count it.
+        options: the reader's own, such as `select` for a slab of every HDF5 or Zarr sample.
 
     Raises UsageError for options that cannot work, SourceError when the path is no data set.
     """
     if on_error not in ("stop", "skip"):
         raise UsageError(f"on_error={on_error!r}: choose stop or skip")
-    if not 1 <= image_size <= 8192:
+    if image_size is not None and not 1 <= image_size <= 8192:
         raise UsageError(f"image_size={image_size}: choose 1 to 8192 pixels")
     choose_tiers(tiers, 0)
-    reader = open_reader(path)
-    names = [name for name, _ in reader.schema.fields]
-    if "image" not in names or "label" not in names:
-        raise UsageError(f"{path} holds {', '.join(names)}: a loader of images wants image, label")
     return Dataset(
-        reader,
+        open_reader(path, **options),
         tiers=tiers,
         image_size=image_size,
         train=train,

@@ -39,7 +39,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     Images are a uint8 tensor of shape (n, 3, size, size) in channels-last memory, labels an
     int64 tensor of shape (n,). With the data set's `transform` the first is what torch's
-    default_collate makes of its results.
+    default_collate makes of its results. Samples that are no labelled images come as
+    default_collate makes them of `decode_sample`'s, or of the transform's results.
 
     All ranks iterate alike: constructing the iterator is collective, a step is not.
 
@@ -198,11 +199,13 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         )
         threads = max(1, self.num_workers)
         if self._memory is None:
-            shape = (self.batch_size, data.image_size, data.image_size, 3)
+            side = data.image_size if data.crops and data.image_size is not None else 0
+            shape = (self.batch_size, side, side, 3)
             self._memory = BatchMemory(shape, self.pin_memory and torch.cuda.is_available())
         work = Work(
             hierarchy=mounted.hierarchy,
             decoder=data.decoder,
+            fields=(data.image_field, data.label_field) if data.crops else None,
             memory=self._memory,
             epoch=cursor.epoch,
             transform=data.transform,
@@ -249,10 +252,11 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             self.last_samples = batch.step.samples[kept]
             count = len(kept)
         labels = torch.from_numpy(batch.labels)
-        if self.data.transform is None:
+        if self.data.transform is None and self.data.crops:
             return torch.from_numpy(batch.images[:count]).permute(0, 3, 1, 2), labels
         made = batch.made if kept is None else [batch.made[slot] for slot in kept]
-        return default_collate(made) if made else torch.empty(0), labels
+        collated = default_collate(made) if made else torch.empty(0)
+        return (collated, labels) if self.data.crops else collated
 
     def _global_batch(self, comm: Communicator) -> int:
         assert self.batch_size is not None

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ import torch
 
 from dlio.decode import Decoder
 from dlio.errors import CommTimeout, CorruptBlock, DlioError, SourceError
+from dlio.sample import decode_sample
 from dlio.schema import Buffer
 from dlio.shuffle import Shuffle, Step
 from dlio.storage.block import Scratch
@@ -35,7 +36,7 @@ _SAMPLES_A_TASK = 8
 _POLL_S = 0.2
 _JOIN_TIMEOUT_S = 5.0
 
-Transform = Callable[[torch.Tensor], object]
+Transform = Callable[[Any], object]
 
 
 class BatchMemory:
@@ -76,7 +77,7 @@ class Batch:
     labels: npt.NDArray[np.int64]
     uniforms: npt.NDArray[np.float64]
     made: list[object]
-    """What the user's transform returned, by slot; empty without one."""
+    """Samples that are no crops, or what the user's transform returned, by slot."""
     left: int
     failed: dict[int, Exception] = field(default_factory=dict)
     done: threading.Event = field(default_factory=threading.Event)
@@ -95,6 +96,8 @@ class Work:
 
     hierarchy: Hierarchy
     decoder: Decoder
+    fields: tuple[str, str] | None
+    """Image and label, which become crops; None where samples are taken as they are."""
     memory: BatchMemory
     epoch: int
     transform: Transform | None
@@ -168,7 +171,7 @@ class Pipeline:
             images=work.memory.take(),
             labels=np.zeros(count, np.int64),
             uniforms=work.decoder.draw(work.epoch, step.samples),
-            made=[None] * count if work.transform is not None else [],
+            made=[None] * count if work.transform is not None or work.fields is None else [],
             left=count,
         )
         if count == 0:
@@ -218,8 +221,10 @@ class Pipeline:
         sample = int(step.samples[slot])
         payload: Buffer | None = step.payloads[slot]
         if payload is None:
+            # Tensors of a whole sample share its payload's memory, which must be its own then.
+            own = None if work.fields is None else scratch
             payload, place = hierarchy.read(
-                sample, int(step.blocks[slot]), int(step.places[slot]), scratch
+                sample, int(step.blocks[slot]), int(step.places[slot]), own
             )
         else:
             step.payloads[slot] = None  # The message's memory goes with its last sample.
@@ -227,15 +232,19 @@ class Pipeline:
         if place != "source":  # Reads of the source are counted where they happen.
             hierarchy.counters.add_bytes(place, len(payload))
         reader = hierarchy.reader
+        if work.fields is None:
+            whole = decode_sample(reader.schema, payload, reader.name(sample))
+            batch.made[slot] = whole if work.transform is None else work.transform(whole)
+            return
         try:
             values = reader.schema.split(payload)
         except CorruptBlock as error:
             raise SourceError(f"{reader.path}: sample {reader.name(sample)!r}: {error}") from error
-        image, label = values["image"], values["label"]
-        assert not isinstance(image, int | float)
-        assert isinstance(label, int)
-        work.decoder.decode(image, reader.name(sample), batch.uniforms[slot], batch.images[slot])
-        batch.labels[slot] = label
+        image, label = work.fields
+        work.decoder.decode(
+            values[image], reader.name(sample), batch.uniforms[slot], batch.images[slot]
+        )
+        batch.labels[slot] = values[label]
         if work.transform is not None:
             pixels = torch.from_numpy(batch.images[slot]).permute(2, 0, 1)
             batch.made[slot] = work.transform(pixels)

@@ -116,13 +116,15 @@ class Reader(Protocol):
 class ReaderType(Protocol):
     """A reader's class, as entry points name it.
 
-    One with an attribute `fallback` that is true is asked last.
+    One with an attribute `fallback` that is true is asked last; one with `objects_only` reads no
+    paths, but objects of Python.
     """
 
     def __call__(self, path: Any, **options: Any) -> Reader: ...
 
     def recognises(self, path: Any) -> str | None:
-        """None when `path` is of this format; otherwise in a few words why it is not."""
+        """None when `path`, the first if there are several, is of this format; otherwise in a few
+        words why it is not."""
 
 
 def open_reader(path: Any, **options: Any) -> Reader:
@@ -138,23 +140,27 @@ def open_reader(path: Any, **options: Any) -> Reader:
     """
     if isinstance(path, Reader):
         return path
-    named = isinstance(path, str)
-    paths = [path] if named else list(path) if isinstance(path, list | tuple) else []
-    for each in expand(paths) if paths else []:
-        url = split_fields(each)[0]
-        if not Source(url).exists():
-            raise SourceError(f"{redact(url)}: no such file or folder: check the path")
+    named = isinstance(path, str) or (
+        isinstance(path, list | tuple) and all(isinstance(each, str) for each in path)
+    )
+    if named:
+        for each in expand(path):
+            if not Source(split_fields(each)[0]).exists():
+                raise SourceError(f"{redact(each)}: no such file or folder: check the path")
+    shown = redact(str(path)) if named else f"this {type(path).__name__}"
+    first = path[0] if isinstance(path, list | tuple) else path
     reasons = []
     kinds = [(entry.name, entry.load()) for entry in entry_points(group="dlio.readers")]
     kinds.sort(key=lambda item: (getattr(item[1], "fallback", False), item[0]))
     for name, kind in kinds:
-        reason = kind.recognises(path)
+        if getattr(kind, "objects_only", False) == named:
+            continue
+        reason = kind.recognises(first)
         if reason is None:
             return _made(name, kind, path, options)
         reasons.append(f"{name}: {reason}")
     if not reasons:
         raise SourceError("dlio finds no readers: install it (pip install dlio) to have them")
-    shown = redact(path) if named else f"this {type(path).__name__}"
     raise SourceError(f"{shown} is no data set that dlio can read ({'; '.join(reasons)})")
 
 
