@@ -1,9 +1,11 @@
 """Mounting: a data set's blocks get homes on the job's nodes, and tiers to be pinned in."""
 
+import os
 import secrets
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass, field, replace
+from typing import Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -13,15 +15,36 @@ from dlio.comm.nodes import Nodes, find_nodes
 from dlio.errors import TierFull, UsageError
 from dlio.order import Order
 from dlio.placement import Node, Placement, place
-from dlio.reader import Reader
+from dlio.reader import Reader, data_bytes
 from dlio.schedule import Ranks
+from dlio.source import is_remote
 from dlio.storage.block import aligned, block_sizes
-from dlio.storage.fill import Filler, blocks_in_order
+from dlio.storage.fill import Filler, blocks_in_order, filler_threads
 from dlio.storage.hierarchy import Hierarchy, Pins
-from dlio.storage.shared import user_folder
+from dlio.storage.intake import Intake, StoredBlocks
+from dlio.storage.inventory import Use, make_room, stored_data
+from dlio.storage.places import find_place
 from dlio.storage.spec import TierSpec, choose_tiers
-from dlio.storage.tier import Tier, tier_usage
+from dlio.storage.tier import Tier
 from dlio.units import format_bytes
+
+Layout = Literal["partition", "replicate", "auto"]
+"""Each block on one node; all on each; or on each where every node has room for all."""
+
+
+@dataclass(frozen=True, slots=True)
+class MountOptions:
+    """How a data set is brought into its tiers."""
+
+    layout: Layout = "partition"
+    requests: int | None = None
+    """In flight to the source, of one rank; None for what suits where it lies."""
+    rate: float | None = None
+    """Bytes a second that the job reads from the source at most."""
+    timeout_s: float | None = None
+    """For one block, before the source is taken to hang."""
+    check: bool = False
+    """Read blocks back from the tier after they are written."""
 
 
 @dataclass(slots=True)
@@ -36,6 +59,11 @@ class Mount:
     block_bytes: npt.NDArray[np.int64]
     """File bytes of each block in a tier; shape (blocks,)."""
     hierarchy: Hierarchy
+    requests: int = 1
+    """Requests to the source that may be in flight."""
+    uses: list[Use] = field(default_factory=list)
+    """This process's leases on its disk tiers."""
+    notes: list[str] = field(default_factory=list)
     _filler: Filler | None = None
 
     def __enter__(self) -> Self:
@@ -51,7 +79,9 @@ class Mount:
             reader = self.hierarchy.reader
             wanted = self.hierarchy.pins.tier >= 0
             self._filler = Filler(
-                self.hierarchy, lambda: blocks_in_order(reader.layout, order, wanted)
+                self.hierarchy,
+                lambda: blocks_in_order(reader.layout, order, wanted),
+                filler_threads(self.block_bytes, self.requests),
             )
         return self._filler
 
@@ -70,7 +100,12 @@ class Mount:
         """Stop filling, close the tiers; what was in shared memory is gone."""
         if self._filler is not None:
             self._filler.close()
+        disks = [tier for tier in self.hierarchy.tiers if tier.kind == "disk"]
+        for tier, use in zip(disks, self.uses, strict=True):
+            use.add_hits(tier.hits)
         self.hierarchy.close()
+        for use in self.uses:
+            use.close()
 
     def _pinned(self, node: int, tier: int) -> npt.NDArray[np.bool_]:
         pinned: npt.NDArray[np.bool_] = (self.placement.home == node) & (
@@ -84,6 +119,8 @@ def mount(
     tiers: str | Sequence[TierSpec] | None,
     comm: Communicator,
     pretend_nodes: int | None = None,
+    *,
+    options: MountOptions | None = None,
 ) -> Mount:
     """Open this node's tiers and agree with all ranks on every block's home. Collective.
 
@@ -93,59 +130,130 @@ def mount(
 
     Raises UsageError, TierError or TierFull when a tier cannot be what it is asked to be.
     """
+    options = options or MountOptions()
     nodes = find_nodes(comm, pretend_nodes)
     ranks = Ranks(nodes.node_of)
-    specs = choose_tiers(tiers, int(reader.sizes.sum()), nodes.per_machine)
+    specs = choose_tiers(tiers, data_bytes(reader), nodes.per_machine)
     # The RAM tier of this job, and no other: a random name, the same on all ranks.
     job = comm.allgather(secrets.token_hex(8))[0]
     folder = nodes.names[nodes.here]
+    block_bytes = _block_bytes(reader)
+    requests = options.requests or find_place(reader.path).requests
+    about = {"source": _absolute(reader.path), "format": reader.format, "created": time.time()}
     opened: list[Tier] = []
+    uses: list[Use] = []
+    intake: Intake | None = None
     try:
+        uses += [Use(spec.root, reader.fingerprint, about) for spec in specs if spec.kind == "disk"]
+        notes = []
+        if ranks.local(nodes.here)[0] == comm.rank:
+            notes = _make_room(specs, int(block_bytes.sum()), reader.fingerprint)
+        comm.barrier()
         for spec in specs:
             where = [f"{job}.{folder}"] if spec.kind == "ram" else [reader.fingerprint, folder]
             opened.append(Tier(spec, *where, fingerprint=reader.fingerprint))
-        block_bytes = _block_bytes(reader)
         mine = [_capacity(spec, reader.fingerprint) for spec in specs]
         everyone = comm.allgather(mine)
-        placement = place(
-            block_bytes,
-            [
-                Node(name, tuple(everyone[int(ranks.local(number)[0])]))
-                for number, name in enumerate(nodes.names)
-            ],
-            reader.fingerprint,
-        )
+        placed = [
+            Node(name, tuple(everyone[int(ranks.local(number)[0])]))
+            for number, name in enumerate(nodes.names)
+        ]
+        placement = place(block_bytes, placed, reader.fingerprint)
         if isinstance(tiers, str | None):
             _check_size(specs, block_bytes)
-        _check_room(opened, placement, block_bytes, nodes.here)
-        pins = Pins(np.where(placement.home == nodes.here, placement.tier, -1).astype(np.int8))
-        hierarchy = Hierarchy(reader, opened, pins, ranks=comm.size)
+        pins = _pins(placement, placed, block_bytes, nodes.here, options.layout)
+        _check_room(opened, pins, block_bytes)
+        rate = None if options.rate is None else options.rate / comm.size
+        intake = Intake(reader, requests, rate, options.timeout_s)
+        hierarchy = Hierarchy(
+            reader, opened, pins, ranks=comm.size, intake=intake, check=options.check
+        )
     except BaseException:
+        if intake is not None:
+            intake.close()
         for tier in opened:
             tier.close()
+        for use in uses:
+            use.close()
         raise
-    return Mount(comm, nodes, ranks, tuple(specs), placement, block_bytes, hierarchy)
+    return Mount(
+        comm,
+        nodes,
+        ranks,
+        tuple(specs),
+        placement,
+        block_bytes,
+        hierarchy,
+        requests=requests,
+        uses=uses,
+        notes=notes,
+    )
+
+
+def _pins(
+    placement: Placement,
+    nodes: Sequence[Node],
+    block_bytes: npt.NDArray[np.int64],
+    here: int,
+    layout: Layout,
+) -> Pins:
+    """Which tier of this node holds each block. Raises UsageError when a copy has no room."""
+    room = min(sum(node.capacities) for node in nodes) >= int(block_bytes.sum())
+    if layout == "partition" or (layout == "auto" and not room):
+        return Pins(np.where(placement.home == here, placement.tier, -1).astype(np.int8))
+    alone = place(block_bytes, [nodes[here]], "copy")
+    if (alone.tier < 0).any():
+        raise UsageError(
+            f"--layout replicate: the tiers of {nodes[here].name} have "
+            f"{format_bytes(sum(nodes[here].capacities))}, a copy of the data set needs "
+            f"{format_bytes(int(block_bytes.sum()))}: give them more, or choose partition"
+        )
+    return Pins(alone.tier)
 
 
 def _block_bytes(reader: Reader) -> npt.NDArray[np.int64]:
-    """File bytes of each block, uncompressed; shape (blocks,)."""
+    """File bytes of each block; shape (blocks,)."""
+    if isinstance(reader, StoredBlocks):
+        return np.asarray(reader.block_bytes, np.int64)
     layout = reader.layout
     payloads = layout.sums(lambda samples: aligned(reader.sizes[samples]))
     return block_sizes(np.diff(layout.starts), payloads, reader.schema)
+
+
+def _make_room(specs: Sequence[TierSpec], wanted: int, fingerprint: str) -> list[str]:
+    """Evict what nobody uses where the data set would not fit beside it; says what."""
+    notes = []
+    for spec in specs:
+        if spec.kind != "disk":
+            continue
+        evicted = make_room(spec.root, min(wanted, spec.capacity), spec.capacity, fingerprint)
+        notes += [
+            f"evicted {gone.source or gone.fingerprint} ({format_bytes(gone.bytes)}) from "
+            f"{spec.root}, to make room"
+            for gone in evicted
+        ]
+        wanted = max(0, wanted - spec.capacity)
+    return notes
 
 
 def _capacity(spec: TierSpec, fingerprint: str) -> int:
     """What other data sets in the same disk tier leave of its capacity."""
     if spec.kind == "ram":
         return spec.capacity
-    usage = tier_usage(spec.root)
-    others = sum(count for key, count in usage.items() if key != fingerprint)
+    others = sum(
+        entry.bytes for entry in stored_data(spec.root) if entry.fingerprint != fingerprint
+    )
     if others and others >= spec.capacity:
         raise UsageError(
-            f"tier {spec} is taken up by {format_bytes(others)} of other data sets: remove what "
-            f"you no longer need below {spec.root}/{user_folder()}, or give it more capacity"
+            f"tier {spec} is taken up by {format_bytes(others)} of other data sets that are in "
+            f"use or pinned: see `dlio status --tiers {spec.root}`, or give it more capacity"
         )
     return spec.capacity - others
+
+
+def _absolute(path: str) -> str:
+    """What a later `dlio verify --heal` can open from any folder."""
+    return path if is_remote(path) or not os.path.exists(path) else os.path.abspath(path)
 
 
 def _check_size(specs: Sequence[TierSpec], block_bytes: npt.NDArray[np.int64]) -> None:
@@ -158,14 +266,12 @@ def _check_size(specs: Sequence[TierSpec], block_bytes: npt.NDArray[np.int64]) -
             )
 
 
-def _check_room(
-    tiers: Sequence[Tier], placement: Placement, block_bytes: npt.NDArray[np.int64], node: int
-) -> None:
+def _check_room(tiers: Sequence[Tier], pins: Pins, block_bytes: npt.NDArray[np.int64]) -> None:
     """Find out now, not after an hour, that a tier cannot hold what it is to hold."""
     for number, tier in enumerate(tiers):
-        pinned = np.flatnonzero((placement.home == node) & (placement.tier == number))
-        here = tier.blocks()
-        wanted = sum(int(block_bytes[block]) for block in pinned if int(block) not in here)
+        pinned = np.flatnonzero(pins.tier == number)
+        here = np.fromiter(tier.blocks(), np.int64)
+        wanted = int(block_bytes[np.setdiff1d(pinned, here)].sum())
         if wanted > tier.free_bytes():
             what = "shared memory" if tier.kind == "ram" else tier.spec.root
             raise TierFull(

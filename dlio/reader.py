@@ -127,6 +127,12 @@ class ReaderType(Protocol):
         words why it is not."""
 
 
+def data_bytes(reader: Reader) -> int:
+    """Payload bytes of a data set; a reader may know them without its samples' sizes."""
+    known: int | None = getattr(reader, "data_bytes", None)
+    return int(reader.sizes.sum(dtype=np.int64)) if known is None else known
+
+
 def open_reader(path: Any, **options: Any) -> Reader:
     """Find the reader that recognises `path`, and open it.
 

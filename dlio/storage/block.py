@@ -10,7 +10,7 @@ import os
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import lz4.block
 import numpy as np
@@ -35,6 +35,15 @@ _LZ4_LIMIT: Final = 256
 _HEADER: Final = struct.Struct("<8sHHIQQ16sII Q")
 _ENTRY: Final = np.dtype([("offset", "<u8"), ("stored", "<u4"), ("raw", "<u4"), ("xxh3", "<u8")])
 _ALIGN: Final = 8
+
+
+class Readable(Protocol):
+    """A file that is no descriptor: one behind fsspec, see `dlio.source.File`."""
+
+    @property
+    def size(self) -> int: ...
+
+    def read_into(self, offset: int, into: memoryview) -> None: ...
 
 
 class Scratch:
@@ -64,6 +73,8 @@ class BlockInfo:
     block: int
     fingerprint: str
     schema: Schema
+    digest: int
+    """Of header and table, which hold the payloads' own; so of all there is."""
     length: int
     """Bytes of the whole block."""
     table: npt.NDArray[np.void]
@@ -72,7 +83,9 @@ class BlockInfo:
     def __len__(self) -> int:
         return len(self.table)
 
-    def read(self, descriptor: int, place: int, scratch: Scratch | None = None) -> memoryview:
+    def read(
+        self, descriptor: int | Readable, place: int, scratch: Scratch | None = None
+    ) -> memoryview:
         """The raw payload at `place`, checked.
 
         Args:
@@ -178,7 +191,9 @@ def block_sizes(
     return head + -head % _ALIGN + _ENTRY.itemsize * counts + payloads
 
 
-def read_info(descriptor: int, path: str, start: int = 0, length: int | None = None) -> BlockInfo:
+def read_info(
+    descriptor: int | Readable, path: str, start: int = 0, length: int | None = None
+) -> BlockInfo:
     """Read and check the header and table of the block at `start` of an open file.
 
     Args:
@@ -187,7 +202,7 @@ def read_info(descriptor: int, path: str, start: int = 0, length: int | None = N
     Raises CorruptBlock when it is no block, or a damaged or truncated one.
     """
     where = path if start == 0 else f"{path} at {start}"
-    available = os.fstat(descriptor).st_size - start
+    available = file_size(descriptor) - start
     if length is None:
         length = available
     if length > available or length < _HEADER.size:
@@ -220,13 +235,47 @@ def read_info(descriptor: int, path: str, start: int = 0, length: int | None = N
     table = np.frombuffer(bytes(rest[rest_bytes - count * _ENTRY.itemsize :]), _ENTRY)
     _check_table(table, _HEADER.size + rest_bytes, length, where)
     schema = Schema.from_json(bytes(rest[:schema_bytes]))
-    return BlockInfo(path, start, block, fingerprint.hex(), schema, length, table)
+    return BlockInfo(path, start, block, fingerprint.hex(), schema, digest, length, table)
+
+
+def check_block(memory: memoryview, path: str, start: int, *, payloads: bool = True) -> BlockInfo:
+    """Check a whole block that lies in memory: its header, its table and every payload.
+
+    Args:
+        path, start: where it comes from, for messages.
+        payloads: False leaves their checksums to whoever reads them later.
+    """
+    info = read_info(_Memory(memory), path if start == 0 else f"{path} at {start}", 0, len(memory))
+    if payloads:
+        for place in range(len(info)):
+            offset, stored, _, _ = info.table[place].item()
+            info.check(memory[offset : offset + stored], place)
+    return info
+
+
+class _Memory:
+    """A block in memory, read as if it were a file."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        self.size = len(memory)
+
+    def read_into(self, offset: int, into: memoryview) -> None:
+        into[:] = self._memory[offset : offset + len(into)]
+
+
+def file_size(file: int | Readable) -> int:
+    """Bytes of an open file."""
+    return os.fstat(file).st_size if isinstance(file, int) else file.size
 
 
 def read_exactly(
-    descriptor: int, into: memoryview, offset: int, what: str | Callable[[], str]
+    descriptor: int | Readable, into: memoryview, offset: int, what: str | Callable[[], str]
 ) -> None:
     """Fill `into` from a file. Raises CorruptBlock, naming `what`, when the file is shorter."""
+    if not isinstance(descriptor, int):
+        descriptor.read_into(offset, into)
+        return
     done = 0
     while done < len(into):
         count = os.preadv(descriptor, [into[done:]], offset + done)

@@ -12,6 +12,8 @@ from dlio.order import Order
 from dlio.reader import Layout
 from dlio.storage.hierarchy import Hierarchy
 
+IN_FLIGHT_BYTES = 64 << 20
+"""Of blocks that are on their way at a time, about."""
 _CHUNK = 1 << 14
 _WAIT_S = 0.05
 _CLOSE_TIMEOUT_S = 10.0
@@ -34,6 +36,17 @@ def blocks_in_order(layout: Layout, order: Order, wanted: npt.NDArray[np.bool_])
             if left[block]:
                 left[block] = False
                 yield int(block)
+
+
+def filler_threads(block_bytes: npt.NDArray[np.int64], requests: int) -> int:
+    """How many blocks to bring at a time: as many as there may be requests, within the bytes that
+    may be in flight.
+
+    Args:
+        block_bytes: shape (blocks,).
+    """
+    largest = int(block_bytes.max(initial=1))
+    return max(2, min(requests, IN_FLIGHT_BYTES // largest))
 
 
 class Filler:

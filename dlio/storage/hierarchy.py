@@ -19,10 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.errors import CorruptBlock, SourceError, TierError
-from dlio.reader import Reader
+from dlio.reader import Reader, data_bytes
 from dlio.schema import Buffer
-from dlio.storage.block import Scratch, encode_block
+from dlio.storage.block import Scratch
 from dlio.storage.counters import Counters
+from dlio.storage.intake import Intake
 from dlio.storage.tier import Tier
 
 _IMPATIENT_SHARE = 0.005
@@ -47,6 +48,8 @@ class Hierarchy:
         tiers: fastest first.
         pins: what each of them is to hold.
         ranks: number of ranks in the job, which share the budget of impatient reads.
+        intake: reads whole blocks of the source; owned. Default: one request at a time.
+        check: read each block that is brought back from its tier, and compare.
         fill_timeout_s: how long to wait for another process that fills a block, before its
             sample is read from the source instead. Default: DLIO_FILL_TIMEOUT or 60.
     """
@@ -58,12 +61,16 @@ class Hierarchy:
         pins: Pins,
         *,
         ranks: int = 1,
+        intake: Intake | None = None,
+        check: bool = False,
         fill_timeout_s: float | None = None,
     ) -> None:
         self.reader = reader
         self.tiers = list(tiers)
         self.pins = pins
         self.counters = Counters()
+        self._intake = intake or Intake(reader)
+        self._check = check
         self._full = [False] * len(self.tiers)
         self._broken: set[int] = set()
         self._events: list[str] = []
@@ -71,7 +78,7 @@ class Hierarchy:
         self._arrived: set[int] = set()
         self._filling: dict[int, threading.Event] = {}
         self._lock = threading.Lock()
-        self._impatience = int(_IMPATIENT_SHARE * int(reader.sizes.sum()) / ranks)
+        self._impatience = int(_IMPATIENT_SHARE * data_bytes(reader) / ranks)
         if fill_timeout_s is None:
             fill_timeout_s = float(os.environ.get("DLIO_FILL_TIMEOUT", "60"))
         self._fill_timeout_s = fill_timeout_s
@@ -164,6 +171,7 @@ class Hierarchy:
             return list(dict.fromkeys(self._events))
 
     def close(self) -> None:
+        self._intake.close()
         for tier in self.tiers:
             tier.close()
 
@@ -213,13 +221,16 @@ class Hierarchy:
         return True
 
     def _copy(self, block: int, tier: Tier) -> None:
-        reader = self.reader
-        payloads = reader.read(reader.layout.samples_of(block))
-        self.counters.add_bytes("source", sum(len(payload) for payload in payloads))
-        pieces = encode_block(
-            payloads, block=block, fingerprint=reader.fingerprint, schema=reader.schema
-        )
+        pieces, size = self._intake.block(block)
+        self.counters.add_bytes("source", size)
         tier.publish(block, pieces)
+        if self._check:
+            try:
+                tier.check(block)
+            except CorruptBlock:
+                tier.discard(block)
+                tier.publish(block, pieces)
+                tier.check(block)
 
     def _note(self, event: str) -> None:
         with self._lock:

@@ -5,6 +5,7 @@ block: where blocks are, each sample's size, label and name, the classes and the
 """
 
 import json
+import mmap
 import os
 import struct
 from collections.abc import Sequence
@@ -17,13 +18,14 @@ import xxhash
 
 from dlio.errors import CorruptBlock
 from dlio.schema import Buffer, Schema
-from dlio.storage.block import read_exactly, write_all
+from dlio.storage.block import Readable, file_size, read_exactly, write_all
 
 SUFFIX: Final = ".dlio"
 TRAILER_MAGIC: Final = b"DLIOSHRD"
 VERSION: Final = 1
 _TRAILER: Final = struct.Struct("<QQQ8s")
 _META_LENGTH: Final = struct.Struct("<Q")
+_CHUNK: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +49,15 @@ class Footer:
     sizes: npt.NDArray[np.uint32]
     """Payload bytes of each sample; shape (samples,)."""
     labels: npt.NDArray[np.int64]
-    names: bytes
+    names: Buffer
     """Sample names, UTF-8, one after another."""
     name_ends: npt.NDArray[np.uint64]
     """End of each name in `names`; shape (samples,)."""
+
+    @property
+    def data_bytes(self) -> int:
+        """Payload bytes of the shard."""
+        return int(self.sizes.sum(dtype=np.int64))
 
     def encode(self) -> bytes:
         meta = {
@@ -76,7 +83,7 @@ class Footer:
             self.sizes.astype("<u4"),
         ]
         body = b"".join(array.tobytes() for array in arrays)
-        return _META_LENGTH.pack(len(text)) + text + body + self.names
+        return _META_LENGTH.pack(len(text)) + text + body + bytes(self.names)
 
 
 class ShardWriter:
@@ -114,9 +121,10 @@ class ShardWriter:
         os.fsync(self._descriptor)
 
 
-def read_footer(descriptor: int, path: str) -> Footer:
-    """Read and check the footer of an open shard file. Raises CorruptBlock."""
-    size = os.fstat(descriptor).st_size
+def read_footer(descriptor: int | Readable, path: str) -> Footer:
+    """Read and check the footer of an open shard file. Its arrays are mapped where the file is
+    local, so that one of ten million samples takes little memory. Raises CorruptBlock."""
+    size = file_size(descriptor)
     if size < _TRAILER.size:
         raise CorruptBlock(f"{path}: {size} bytes are no shard: it was cut off, or is empty")
     trailer = bytearray(_TRAILER.size)
@@ -126,22 +134,40 @@ def read_footer(descriptor: int, path: str) -> Footer:
         raise CorruptBlock(f"{path}: has no shard's end: it was cut off, or is no shard of dlio")
     if length > size or start + length + _TRAILER.size != size:
         raise CorruptBlock(f"{path}: its trailer points outside of it: restore the file")
-    text = bytearray(length)
-    read_exactly(descriptor, memoryview(text), start, path)
-    if xxhash.xxh3_64_intdigest(bytes(text)) != digest:
+    if _digest(descriptor, path, start, length) != digest:
         raise CorruptBlock(f"{path}: its footer does not match its checksum: restore the file")
+    text: Buffer
+    if isinstance(descriptor, int):
+        page = start - start % mmap.PAGESIZE
+        mapped = mmap.mmap(
+            descriptor, start + length - page, mmap.MAP_PRIVATE, mmap.PROT_READ, offset=page
+        )
+        text = memoryview(mapped)[start - page :]
+    else:
+        text = bytearray(length)
+        read_exactly(descriptor, memoryview(text), start, path)
     try:
-        return _decode(bytes(text), start)
-    except (ValueError, KeyError, TypeError, struct.error) as error:
+        return _decode(memoryview(text), start)
+    except (ValueError, KeyError, TypeError, struct.error, RecursionError) as error:
         raise CorruptBlock(f"{path}: its footer makes no sense ({error})") from error
 
 
-def _decode(text: bytes, footer_start: int) -> Footer:
+def _digest(descriptor: int | Readable, path: str, start: int, length: int) -> int:
+    digest = xxhash.xxh3_64()
+    chunk = memoryview(bytearray(min(length, _CHUNK)))
+    for done in range(0, length, _CHUNK):
+        part = chunk[: min(_CHUNK, length - done)]
+        read_exactly(descriptor, part, start + done, path)
+        digest.update(part)
+    return digest.intdigest()
+
+
+def _decode(text: memoryview, footer_start: int) -> Footer:
     (meta_length,) = _META_LENGTH.unpack_from(text)
     if meta_length > len(text) - _META_LENGTH.size:
         raise ValueError("its head is longer than itself")
     at = _META_LENGTH.size + meta_length
-    meta = json.loads(text[_META_LENGTH.size : at])
+    meta = json.loads(bytes(text[_META_LENGTH.size : at]))
     if meta["version"] != VERSION:
         raise ValueError(f"format {meta['version']} is not known to this version of dlio")
     blocks, samples = _count(meta["blocks"]), _count(meta["samples"])
@@ -164,7 +190,7 @@ def _decode(text: bytes, footer_start: int) -> Footer:
         raise ValueError("its blocks do not add up to its samples")
     if (offsets[1:] < offsets[:-1]).any() or int(offsets[-1]) != footer_start:
         raise ValueError("its blocks overlap")
-    if samples and ((ends[1:] < ends[:-1]).any() or int(ends[-1]) != len(names)):
+    if (int(ends[-1]) if samples else 0) != len(names) or not _rises(ends):
         raise ValueError("its names do not add up")
     return Footer(
         fingerprint=_fingerprint(meta["fingerprint"]),
@@ -176,6 +202,15 @@ def _decode(text: bytes, footer_start: int) -> Footer:
         total=_count(meta["total"]),
         names=names,
         **arrays,
+    )
+
+
+def _rises(ends: npt.NDArray[np.uint64]) -> bool:
+    """Whether no value is below the one before; looked at a stretch at a time."""
+    cuts = range(0, max(0, len(ends) - 1), _CHUNK)
+    return all(
+        (ends[k + 1 : k + _CHUNK + 1] >= ends[k : k + _CHUNK][: len(ends) - k - 1]).all()
+        for k in cuts
     )
 
 

@@ -24,7 +24,15 @@ from typing import Self
 
 from dlio.errors import CorruptBlock, TierError, TierFull
 from dlio.schema import Buffer
-from dlio.storage.block import NO_ROOM, BlockInfo, Scratch, read_info, write_all
+from dlio.storage.block import (
+    NO_ROOM,
+    BlockInfo,
+    Scratch,
+    check_block,
+    read_exactly,
+    read_info,
+    write_all,
+)
 from dlio.storage.folders import open_private
 from dlio.storage.shared import SharedFolder, user_folder
 from dlio.storage.spec import TierSpec
@@ -55,6 +63,8 @@ class Tier:
         self._lock = threading.Lock()
         self._tables: OrderedDict[int, BlockInfo] = OrderedDict()
         self._table_bytes = 0
+        self.hits = 0
+        """Samples that this process has read from here."""
         self._claimed: set[int] = set()
         self._shared: SharedFolder | None = None
         if self.kind == "ram":
@@ -97,15 +107,49 @@ class Tier:
         Raises FileNotFoundError when the block is not here, CorruptBlock when it is not what was
         written.
         """
-        descriptor = os.open(
-            _name(block), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._folder
-        )
+        descriptor = self._open(block)
         try:
             with self._lock:
+                self.hits += 1
                 info = self._tables.get(block)
             if info is None:
                 info = self._read_table(block, descriptor)
             return info.read(descriptor, place, scratch)
+        finally:
+            os.close(descriptor)
+
+    def check(self, block: int) -> BlockInfo:
+        """Read all of a published block and check it. Raises CorruptBlock, FileNotFoundError."""
+        descriptor = self._open(block)
+        try:
+            info = self._read_table(block, descriptor)
+            scratch = Scratch()
+            for place in range(len(info)):
+                info.read(descriptor, place, scratch)
+            return info
+        finally:
+            os.close(descriptor)
+
+    def digest(self, block: int) -> int:
+        """The digest of a published block's header and table, as its header tells it."""
+        with self._lock:
+            info = self._tables.get(block)
+        if info is None:
+            descriptor = self._open(block)
+            try:
+                info = self._read_table(block, descriptor)
+            finally:
+                os.close(descriptor)
+        return info.digest
+
+    def read_whole(self, block: int) -> memoryview:
+        """A published block as it lies here, checked. Raises CorruptBlock, FileNotFoundError."""
+        descriptor = self._open(block)
+        try:
+            memory = memoryview(bytearray(os.fstat(descriptor).st_size))
+            read_exactly(descriptor, memory, 0, self.path)
+            check_block(memory, os.path.join(self.path, _name(block)), 0)
+            return memory
         finally:
             os.close(descriptor)
 
@@ -177,6 +221,10 @@ class Tier:
         if self._shared is not None:
             self._shared.close()
 
+    def _open(self, block: int) -> int:
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+        return os.open(_name(block), flags, dir_fd=self._folder)
+
     def _read_table(self, block: int, descriptor: int) -> BlockInfo:
         path = os.path.join(self.path, _name(block))
         info = read_info(descriptor, path)
@@ -207,18 +255,6 @@ class Tier:
                 with suppress(FileNotFoundError):
                     os.unlink(name, dir_fd=self._folder)
                 self.release(block)
-
-
-def tier_usage(root: str) -> dict[str, int]:
-    """File bytes per data set in this user's disk tier below `root`; empty when there is none."""
-    base = os.path.join(root, user_folder())
-    usage: dict[str, int] = {}
-    for folder, _, names in os.walk(base):
-        key = os.path.relpath(folder, base).split(os.sep)[0]
-        for name in names:
-            if name.endswith(".blk"):
-                usage[key] = usage.get(key, 0) + os.lstat(os.path.join(folder, name)).st_size
-    return usage
 
 
 def _name(block: int) -> str:

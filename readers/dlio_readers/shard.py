@@ -3,7 +3,9 @@
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -11,8 +13,8 @@ import numpy.typing as npt
 from dlio.errors import CorruptBlock, SourceError
 from dlio.order import Order
 from dlio.reader import Layout
-from dlio.source import Source
-from dlio.storage.block import BlockInfo, read_exactly, read_info
+from dlio.source import File, Source, expand, failed
+from dlio.storage.block import BlockInfo, Readable, check_block, read_exactly, read_info
 from dlio.storage.shard import SUFFIX, Footer, read_footer
 
 _KEPT_TABLES = 1024
@@ -22,8 +24,11 @@ _KEPT_TABLES = 1024
 class ShardReader:
     """Reads native shards. Samples are numbered as they are stored.
 
+    Indexes stay mapped where the files are local: a data set of any size takes little memory.
+
     Args:
-        path: a folder of `*.dlio` files, all of one data set, or the one file of a small one.
+        path: a folder of `*.dlio` files, all of one data set, a pattern, a list, or the one file
+            of a small one.
 
     Raises SourceError when shards are missing or do not belong together, CorruptBlock when one
     is damaged.
@@ -32,47 +37,76 @@ class ShardReader:
     format = "shard"
     objects = False
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._files = _shard_files(path)
+    def __init__(self, path: str | Sequence[str]) -> None:
+        self.path = path if isinstance(path, str) else " ".join(path)
+        self._given = path
+        self._files = [File(url) for url in _shard_files(path)]
         footers = [_footer(file) for file in self._files]
-        footers = _in_order(path, self._files, footers)
+        footers = _in_order(self.path, self._files, footers)
+        self._footers = footers
         first = footers[0]
         self.schema = first.schema
         self.classes: Sequence[str] = first.classes
         self.fingerprint = first.fingerprint
-        self.labels = np.concatenate([footer.labels for footer in footers]).astype(np.int64)
-        self.sizes = np.concatenate([footer.sizes for footer in footers]).astype(np.int64)
         counts = np.concatenate([footer.counts for footer in footers]).astype(np.int64)
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-        self.layout = Layout(starts, Order(len(self.sizes), 0, shuffled=False))
-        self._names = [footer.names for footer in footers]
-        self._name_ends = [footer.name_ends for footer in footers]
+        self.layout = Layout(starts, Order(int(starts[-1]), 0, shuffled=False))
         self._firsts = np.array([footer.first for footer in footers], np.int64)
         self._offsets = [footer.offsets.astype(np.int64) for footer in footers]
         blocks = [len(footer.counts) for footer in footers]
         self._first_blocks = np.concatenate([[0], np.cumsum(blocks)]).astype(np.int64)
+        self.block_bytes = np.concatenate([np.diff(offsets) for offsets in self._offsets])
+        """File bytes of each block, which tiers take as they are; shape (blocks,)."""
+        self.data_bytes = sum(footer.data_bytes for footer in footers)
         self._tables: OrderedDict[int, BlockInfo] = OrderedDict()
         self._lock = threading.Lock()
 
+    def __reduce__(self) -> tuple[type["ShardReader"], tuple[str | Sequence[str]]]:
+        return ShardReader, (self._given,)
+
     @staticmethod
     def recognises(path: str) -> str | None:
-        if "://" in path or "::" in path:
-            return "native shards are read from local paths"
-        if os.path.isfile(path):
-            return None if path.endswith(SUFFIX) else f"is a file that does not end in {SUFFIX}"
-        names = os.listdir(path)
+        found = expand(path)
+        if found[0].endswith(SUFFIX):
+            return None
+        source = Source(found[0])
+        if not source.is_folder():
+            return f"is a file that does not end in {SUFFIX}"
+        names = [entry.name for entry in source.listing()]
         return None if any(name.endswith(SUFFIX) for name in names) else f"holds no *{SUFFIX} file"
 
     def __len__(self) -> int:
-        return len(self.sizes)
+        return int(self.layout.starts[-1])
+
+    @cached_property
+    def sizes(self) -> npt.NDArray[np.int64]:
+        return np.concatenate([footer.sizes for footer in self._footers]).astype(np.int64)
+
+    @cached_property
+    def labels(self) -> npt.NDArray[np.int64]:
+        return np.concatenate([footer.labels for footer in self._footers]).astype(np.int64)
 
     def name(self, sample: int) -> str:
         shard = int(np.searchsorted(self._firsts, sample, side="right")) - 1
         place = sample - int(self._firsts[shard])
-        ends = self._name_ends[shard]
+        ends = self._footers[shard].name_ends
         start = int(ends[place - 1]) if place else 0
-        return self._names[shard][start : int(ends[place])].decode("utf-8", "replace")
+        return str(self._footers[shard].names[start : int(ends[place])], "utf-8", "replace")
+
+    def stored_bytes(self, block: int) -> int:
+        return int(self.block_bytes[block])
+
+    def read_stored(self, block: int, into: memoryview, at: int = 0) -> None:
+        """Read a part of a block as it is stored, from its byte `at` on."""
+        file, start, _ = self.file_of(block)
+        file.read_into(start + at, into)
+
+    def check_stored(self, block: int, stored: memoryview) -> None:
+        """Check a whole block that `read_stored` brought. Raises CorruptBlock."""
+        file, start, _ = self.file_of(block)
+        info = check_block(stored, file.name, start)
+        if info.fingerprint != self.fingerprint or info.block != block:
+            raise _foreign(file, block)
 
     def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
         """Payloads, checked against their checksums; neighbours are read in one go.
@@ -91,7 +125,7 @@ class ShardReader:
         with self._lock:
             self._tables.clear()
 
-    def file_of(self, block: int) -> tuple[str, int, int]:
+    def file_of(self, block: int) -> tuple[File, int, int]:
         """(file, offset, length) of a block."""
         shard = int(np.searchsorted(self._first_blocks, block, side="right")) - 1
         k = block - int(self._first_blocks[shard])
@@ -106,29 +140,23 @@ class ShardReader:
         payloads: list[bytes | memoryview],
     ) -> None:
         file, start, length = self.file_of(block)
-        try:
-            descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise SourceError(f"{file} cannot be opened: {error.strerror}") from error
-        try:
-            info = self._info(block, descriptor, file, start, length)
+        with _opened(file) as opened:
+            info = self._info(block, opened, file, start, length)
             if places[-1] >= len(info):
-                raise CorruptBlock(f"{file}: block {block} has fewer samples than its index says")
+                raise CorruptBlock(
+                    f"{file.name}: block {block} has fewer samples than its index says"
+                )
             run: list[int] = []
             for k in range(len(places)):
                 run.append(k)
                 if k + 1 == len(places) or places[k + 1] > places[k] + 1:
-                    self._read_run(info, descriptor, slots[run], places[run], payloads)
+                    self._read_run(info, opened, slots[run], places[run], payloads)
                     run = []
-        except OSError as error:
-            raise SourceError(f"{file} cannot be read: {error.strerror}") from error
-        finally:
-            os.close(descriptor)
 
     def _read_run(
         self,
         info: BlockInfo,
-        descriptor: int,
+        opened: int | Readable,
         slots: npt.NDArray[np.intp],
         places: npt.NDArray[np.int64],
         payloads: list[bytes | memoryview],
@@ -138,21 +166,21 @@ class ShardReader:
         begin = int(first["offset"])
         memory = memoryview(bytearray(int(last["offset"]) + int(last["stored"]) - begin))
         where = f"{info.path}, block {info.block}"
-        read_exactly(descriptor, memory, info.start + begin, where)
+        read_exactly(opened, memory, info.start + begin, where)
         for slot, place in zip(slots.tolist(), places.tolist(), strict=True):
             at = int(table[place]["offset"]) - begin
             stored = memory[at : at + int(table[place]["stored"])]
             payloads[slot] = info.check(stored, place)
 
-    def _info(self, block: int, descriptor: int, file: str, start: int, length: int) -> BlockInfo:
+    def _info(
+        self, block: int, opened: int | Readable, file: File, start: int, length: int
+    ) -> BlockInfo:
         with self._lock:
             info = self._tables.get(block)
         if info is None:
-            info = read_info(descriptor, file, start, length)
+            info = read_info(opened, file.name, start, length)
             if info.fingerprint != self.fingerprint or info.block != block:
-                raise CorruptBlock(
-                    f"{file}: holds a block of another data set where block {block} should be"
-                )
+                raise _foreign(file, block)
             with self._lock:
                 self._tables[block] = info
                 while len(self._tables) > _KEPT_TABLES:
@@ -160,25 +188,50 @@ class ShardReader:
         return info
 
 
-def _shard_files(path: str) -> list[str]:
-    if os.path.isfile(path):
-        return [path]
-    names = [entry.name for entry in Source(path).listing() if entry.name.endswith(SUFFIX)]
-    return [os.path.join(path, name) for name in names]
+def _foreign(file: File, block: int) -> CorruptBlock:
+    return CorruptBlock(
+        f"{file.name}: holds a block of another data set where block {block} should be"
+    )
 
 
-def _footer(file: str) -> Footer:
+@contextmanager
+def _opened(file: File) -> Iterator[int | Readable]:
+    """A descriptor where the file is local, otherwise the file itself."""
+    if file.local_path is None:
+        yield file
+        return
     try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(file.local_path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise SourceError(f"{file} cannot be opened: {error.strerror}") from error
+        raise failed(file.url, error) from error
     try:
-        return read_footer(descriptor, file)
+        yield descriptor
+    except SourceError:
+        raise
+    except OSError as error:
+        raise failed(file.url, error) from error
     finally:
         os.close(descriptor)
 
 
-def _in_order(path: str, files: list[str], footers: list[Footer]) -> list[Footer]:
+def _shard_files(path: str | Sequence[str]) -> list[str]:
+    found = []
+    for each in expand(path):
+        if each.endswith(SUFFIX):
+            found.append(each)
+            continue
+        names = [entry.name for entry in Source(each).listing() if entry.name.endswith(SUFFIX)]
+        own, _, chain = each.partition("::")
+        found += [own.rstrip("/") + f"/{name}" + (f"::{chain}" if chain else "") for name in names]
+    return found
+
+
+def _footer(file: File) -> Footer:
+    with _opened(file) as opened:
+        return read_footer(opened, file.name)
+
+
+def _in_order(path: str, files: list[File], footers: list[Footer]) -> list[Footer]:
     """The footers by shard number (files likewise, in place). Raises SourceError if one lacks."""
     if len({footer.fingerprint for footer in footers}) != 1:
         raise SourceError(f"{path}: shards of several data sets: keep each in a folder of its own")

@@ -1,80 +1,163 @@
 """`dlio stage`: fill the node-local disk tiers ahead of a job."""
 
+import fnmatch
+import json
+import os
 import time
-from dataclasses import dataclass
-from typing import Annotated
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import typer
 
-from dlio.errors import TierError, UsageError
-from dlio.units import format_bytes
+from dlio.errors import SourceError, TierError, UsageError
+from dlio.mount import Layout, Mount, MountOptions, mount
+from dlio.reader import Reader, data_bytes
+from dlio.units import format_bytes, parse_bytes
 
+Verify = Literal["none", "new", "all"]
+STOPPED = 3
+"""Exit code when the deadline came first."""
 _NEWS_EVERY_S = 10.0
+_POLL_S = 0.1
+_ASSUMED_RATE = 200 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
-    """What staging did, over all ranks."""
+class StageOptions:
+    """How to stage; see the command's options."""
 
+    tiers: str | None = None
+    layout: Layout = "partition"
+    verify: Verify = "new"
+    bandwidth: float | None = None
+    """Bytes a second from the source, over all ranks."""
+    workers: int | None = None
+    deadline_s: float | None = None
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    pin: bool = False
+    pretend_nodes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one node would bring."""
+
+    tier: str
+    blocks: int
+    """That the tier is to hold."""
+    bytes: int
+    missing_blocks: int
+    missing_bytes: int
+
+
+@dataclass(slots=True)
+class Staged:
+    """What staging did, over all ranks; what `--report` writes."""
+
+    source: str
+    format: str
+    fingerprint: str
     samples: int
     data_bytes: int
     """Payload bytes of the data set."""
-    read_bytes: int
-    """Payload bytes read from the source just now."""
+    blocks: int
     kept_share: float
-    """Share of the blocks that the tiers hold."""
+    """Share of the blocks that the tiers of the job hold together."""
     nodes: int
-    seconds: float
+    layout: str
+    workers: int
+    """Requests in flight of each rank."""
+    read_bytes: int = 0
+    """Bytes read from the source just now."""
+    copied_bytes: int = 0
+    """Bytes that went from node to node."""
+    healed_blocks: int = 0
+    """Blocks that were there, failed verification, and were brought again."""
+    evicted: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    complete: bool = False
+    planned: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """By node, what each tier was to hold and had to bring."""
 
 
-def stage(path: str, tiers: str | None = None, *, pretend_nodes: int | None = None) -> Staged:
+def stage(path: str, options: StageOptions, *, dry: bool = False, quiet: bool = True) -> Staged:
     """Fill the disk tiers of the nodes that this process's ranks run on. Collective.
 
     A later job on the same nodes, with the same tiers, starts with the blocks in place.
+
+    Args:
+        dry: plan, and move nothing.
+        quiet: no progress.
 
     Raises UsageError without a disk tier, and TierError when blocks could not be brought: what
     was brought stays.
     """
     from dlio.comm import world
-    from dlio.mount import mount
     from dlio.reader import open_reader
-    from dlio.storage.fill import Filler
     from dlio.storage.spec import choose_tiers
+    from dlio_staging.progress import show_progress
 
+    started = time.monotonic()
+    deadline = None if options.deadline_s is None else started + options.deadline_s
     reader = open_reader(path)
-    specs = choose_tiers(tiers, int(reader.sizes.sum()))
-    disks = [spec for spec in specs if spec.kind == "disk"]
+    disks = [
+        spec for spec in choose_tiers(options.tiers, data_bytes(reader)) if spec.kind == "disk"
+    ]
     if not disks:
         raise UsageError(
             "nothing to stage into: name a disk tier, as in --tiers /local/scratch:20GiB (a RAM "
             "tier lives no longer than its job, which fills it by itself)"
         )
     comm = world()
-    started = time.perf_counter()
-    with mount(reader, disks, comm, pretend_nodes) as mounted:
-        hierarchy = mounted.hierarchy
-        pinned = (hierarchy.pins.tier >= 0).nonzero()[0].tolist()
-        with Filler(hierarchy, lambda: iter(pinned)) as filler:
-            while not filler.join(_NEWS_EVERY_S):
-                if comm.rank == 0:
-                    here = hierarchy.missing()
-                    typer.echo(f"{len(pinned) - here} of {len(pinned)} blocks are here", err=True)
-        missing = hierarchy.missing()
-        if missing:
-            reasons = "; ".join(hierarchy.notes()[:3])
-            raise TierError(f"{missing} of {len(pinned)} blocks could not be staged: {reasons}")
-        read = comm.allgather(hierarchy.counters.bytes["source"])
-        kept = float((mounted.placement.home >= 0).mean())
-        nodes = len(mounted.nodes.names)
-    reader.close()
-    return Staged(
-        samples=len(reader),
-        data_bytes=int(reader.sizes.sum()),
-        read_bytes=sum(read),
-        kept_share=kept,
-        nodes=nodes,
-        seconds=time.perf_counter() - started,
+    how = MountOptions(
+        layout=options.layout,
+        requests=options.workers,
+        rate=options.bandwidth,
+        timeout_s=_source_timeout_s(),
+        check=options.verify != "none",
     )
+    with mount(reader, disks, comm, options.pretend_nodes, options=how) as mounted:
+        wanted = _wanted(reader, mounted, options)
+        done = _describe(reader, mounted, options)
+        if not done.kept_share:
+            raise UsageError(
+                f"--tiers {','.join(map(str, disks))}: too small for any block of {path} "
+                f"({format_bytes(int(mounted.block_bytes.min()))} or more): give more capacity"
+            )
+        done.planned = _plans(mounted, wanted)
+        if dry:
+            reader.close()
+            return done
+        if options.verify == "all":
+            done.healed_blocks = sum(comm.allgather(_discard_damaged(mounted, wanted)))
+        comm.barrier()  # A rank that scans must not see what another one has brought meanwhile.
+        own = _own(mounted, wanted)
+        with show_progress(_left_bytes(mounted, own), comm.rank == 0 and not quiet) as progress:
+            ended = _fill(mounted, own, deadline, progress)
+        complete = all(comm.allgather(ended))
+        missing = [int(block) for block in own if not _has(mounted, int(block))]
+        if complete and any(comm.allgather(len(missing))):
+            reasons = "; ".join(mounted.hierarchy.notes()[:3]) or "other ranks say why"
+            raise TierError(f"{len(missing)} of {len(own)} blocks could not be staged: {reasons}")
+        copies = any(comm.allgather(len(own) != len(wanted)))
+        if complete and copies:
+            from dlio_staging.replicate import replicate
+
+            copied = replicate(mounted, wanted, deadline)
+            complete = all(comm.allgather(copied is not None))
+            done.copied_bytes = sum(comm.allgather(copied or 0))
+        done.read_bytes = sum(comm.allgather(mounted.hierarchy.counters.bytes["source"]))
+        done.complete = complete
+        if complete:
+            _finish(mounted, options)
+        comm.barrier()
+    reader.close()
+    done.seconds = time.monotonic() - started
+    return done
 
 
 def command(
@@ -83,19 +166,290 @@ def command(
         str | None,
         typer.Option(help="Where to, fastest first: /local/scratch:20GiB. Or DLIO_TIERS."),
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would move where, and move nothing.")
+    ] = False,
+    layout: Annotated[
+        Literal["partition", "replicate", "auto"],
+        typer.Option(help="Each block on one node, all on each, or on each if there is room."),
+    ] = "partition",
+    verify: Annotated[
+        Literal["none", "new", "all"],
+        typer.Option(help="Read back what is written; all: what was there before, too."),
+    ] = "new",
+    resume: Annotated[
+        bool, typer.Option("--resume/--no-resume", help="Keep what earlier runs have brought.")
+    ] = True,
+    bwlimit: Annotated[
+        str | None, typer.Option(help="Bytes a second from the source in all, as 500MiB.")
+    ] = None,
+    include: Annotated[
+        list[str] | None,
+        typer.Option(help="Only blocks with a sample whose name matches, as 'n01*/*'. Repeatable."),
+    ] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option(help="Samples that are no reason to bring a block.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Requests in flight of each rank.", min=1, max=1024)
+    ] = None,
+    deadline: Annotated[
+        float | None, typer.Option(help="Stop after that many seconds; run again to go on.", min=0)
+    ] = None,
+    pin: Annotated[bool, typer.Option(help="Keep the data from being evicted.")] = False,
+    report: Annotated[str | None, typer.Option(help="Write JSON to this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="End in one line of JSON.")] = False,
     pretend_nodes: Annotated[
         int | None, typer.Option(help="Behave as if the ranks were on that many nodes.")
     ] = None,
 ) -> None:
-    """Fill this node's disk tiers with a data set, ahead of a job. Run again, it goes on."""
+    """Fill this node's disk tiers with a data set, ahead of a job. Run again, it goes on.
+
+    Alone, or under mpirun or srun with a rank or more on each node. Exit codes: 0 when all is in
+    place, 2 for an error, 3 when the deadline came first, 130 when interrupted.
+    """
+    from dlio_staging.abandon import abandonable
+
+    abandonable()
     from dlio.comm import world
 
-    done = stage(source, tiers, pretend_nodes=pretend_nodes)
-    if world().rank == 0:
-        rate = done.read_bytes / max(done.seconds, 1e-9)
-        typer.echo(
-            f"{source}: {done.samples} samples, {format_bytes(done.data_bytes)}; "
-            f"{done.kept_share:.0%} of the blocks are in tiers on {done.nodes} node(s); "
-            f"{format_bytes(done.read_bytes)} read in {done.seconds:.1f} s "
-            f"({format_bytes(rate)}/s)"
+    options = StageOptions(
+        tiers=tiers,
+        layout=layout,
+        verify=verify,
+        bandwidth=None if bwlimit is None else _rate(bwlimit),
+        workers=workers,
+        deadline_s=deadline,
+        include=include or (),
+        exclude=exclude or (),
+        pin=pin,
+        pretend_nodes=pretend_nodes,
+    )
+    if not resume and not dry_run:
+        _start_afresh(source, tiers)
+    done = stage(source, options, dry=dry_run, quiet=False)
+    if world().rank:
+        return
+    if dry_run:
+        _tell_plan(done)
+    else:
+        _tell(done)
+    told = asdict(done)
+    if report is not None:
+        from dlio.train.trace import write_whole
+
+        text = json.dumps(told, indent=2).encode()
+        write_whole(report, lambda file: file.write(text))
+    if as_json:
+        typer.echo(json.dumps(told))
+    if not done.complete and not dry_run:
+        raise typer.Exit(STOPPED)
+
+
+def _wanted(reader: Reader, mounted: Mount, options: StageOptions) -> npt.NDArray[np.int64]:
+    """The blocks that this node is to hold in the end, as far as samples are chosen."""
+    pinned = np.flatnonzero(mounted.hierarchy.pins.tier >= 0)
+    if not options.include and not options.exclude:
+        return pinned
+
+    def chosen(sample: int) -> bool:
+        name = reader.name(sample)
+        into = not options.include or any(fnmatch.fnmatch(name, p) for p in options.include)
+        return into and not any(fnmatch.fnmatch(name, p) for p in options.exclude)
+
+    layout = reader.layout
+    kept = [b for b in pinned.tolist() if any(chosen(int(s)) for s in layout.samples_of(b))]
+    if not any(mounted.comm.allgather(len(kept))):
+        raise UsageError("--include and --exclude leave no sample: `dlio ls` shows their names")
+    return np.array(kept, np.int64)
+
+
+def _own(mounted: Mount, wanted: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Those that this node reads from the source; the others come from nodes."""
+    own: npt.NDArray[np.int64] = wanted[mounted.placement.home[wanted] == mounted.nodes.here]
+    return own
+
+
+def _describe(reader: Reader, mounted: Mount, options: StageOptions) -> Staged:
+    return Staged(
+        source=reader.path,
+        format=reader.format,
+        fingerprint=reader.fingerprint,
+        samples=len(reader),
+        data_bytes=data_bytes(reader),
+        blocks=reader.layout.blocks,
+        kept_share=float((mounted.placement.home >= 0).mean()),
+        nodes=len(mounted.nodes.names),
+        layout=options.layout,
+        workers=mounted.requests,
+        evicted=[note for notes in mounted.comm.allgather(mounted.notes) for note in notes],
+    )
+
+
+def _plans(mounted: Mount, wanted: npt.NDArray[np.int64]) -> dict[str, list[dict[str, Any]]]:
+    plans = []
+    for number, tier in enumerate(mounted.hierarchy.tiers):
+        blocks = wanted[mounted.hierarchy.pins.tier[wanted] == number]
+        missing = np.setdiff1d(blocks, np.fromiter(tier.blocks(), np.int64))
+        sizes = mounted.block_bytes
+        plans.append(
+            asdict(
+                Plan(
+                    tier=str(tier.spec),
+                    blocks=len(blocks),
+                    bytes=int(sizes[blocks].sum()),
+                    missing_blocks=len(missing),
+                    missing_bytes=int(sizes[missing].sum()),
+                )
+            )
         )
+    everyone = mounted.comm.allgather([mounted.nodes.names[mounted.nodes.here], plans])
+    return dict(everyone)
+
+
+def _left_bytes(mounted: Mount, own: npt.NDArray[np.int64]) -> int:
+    here = [tier.blocks() for tier in mounted.hierarchy.tiers]
+    tiers = mounted.hierarchy.pins.tier
+    return sum(int(mounted.block_bytes[b]) for b in own.tolist() if b not in here[tiers[b]])
+
+
+def _has(mounted: Mount, block: int) -> bool:
+    return mounted.hierarchy.tiers[int(mounted.hierarchy.pins.tier[block])].has(block)
+
+
+def _fill(
+    mounted: Mount, own: npt.NDArray[np.int64], deadline: float | None, progress: Any
+) -> bool:
+    """Bring this node's share from the source. False when the deadline came first.
+
+    Raises SourceError when nothing arrives any more.
+    """
+    from dlio.storage.fill import Filler, filler_threads
+
+    hierarchy = mounted.hierarchy
+    threads = filler_threads(mounted.block_bytes, mounted.requests)
+    moved, moved_at = -1, time.monotonic()
+    with Filler(hierarchy, lambda: iter(own.tolist()), threads) as filler:
+        while not filler.join(_POLL_S):
+            now = time.monotonic()
+            read = hierarchy.counters.bytes["source"]
+            progress(read)
+            if read != moved:
+                moved, moved_at = read, now
+            if deadline is not None and now > deadline:
+                return False
+            if now - moved_at > _source_timeout_s():
+                raise SourceError(
+                    f"{hierarchy.reader.path}: nothing was read for {now - moved_at:.0f} s: the "
+                    "source hangs; run again when it answers (DLIO_TIMEOUT sets the patience)"
+                )
+    progress(hierarchy.counters.bytes["source"])
+    return True
+
+
+def _discard_damaged(mounted: Mount, wanted: npt.NDArray[np.int64]) -> int:
+    """Check what earlier runs have brought; the ranks of a node share that out."""
+    from dlio.errors import CorruptBlock
+
+    ranks = mounted.ranks.local(mounted.nodes.here).tolist()
+    part = ranks.index(mounted.comm.rank)
+    found = 0
+    for block in wanted[part :: len(ranks)].tolist():
+        tier = mounted.hierarchy.tiers[int(mounted.hierarchy.pins.tier[block])]
+        try:
+            tier.check(block)
+        except FileNotFoundError:
+            continue
+        except (CorruptBlock, OSError):
+            tier.discard(block)
+            found += 1
+    return found
+
+
+def _finish(mounted: Mount, options: StageOptions) -> None:
+    """Write each tier's manifest, and pin; one rank of each node."""
+    from dlio.storage.inventory import set_pinned
+    from dlio.storage.manifest import Manifest, write_manifest
+
+    if mounted.ranks.local(mounted.nodes.here)[0] != mounted.comm.rank:
+        return
+    reader = mounted.hierarchy.reader
+    about = {
+        "source": os.path.abspath(reader.path) if os.path.exists(reader.path) else reader.path,
+        "format": reader.format,
+        "fingerprint": reader.fingerprint,
+    }
+    for tier in mounted.hierarchy.tiers:
+        blocks = sorted(tier.blocks())
+        digests = [tier.digest(block) for block in blocks]
+        manifest = Manifest(about, np.array(blocks, np.uint64), np.array(digests, np.uint64))
+        try:
+            write_manifest(tier.path, manifest)
+        except OSError as error:
+            raise TierError(f"{tier.path} cannot be written: {error.strerror}") from error
+        if options.pin:
+            set_pinned(tier.spec.root, reader.fingerprint, True)
+
+
+def _start_afresh(source: str, tiers: str | None) -> None:
+    """Evict what earlier runs have brought of this data set."""
+    from contextlib import suppress
+
+    from dlio.comm import world
+    from dlio.reader import open_reader
+    from dlio.storage.inventory import evict, stored_data
+    from dlio.storage.spec import choose_tiers
+
+    reader = open_reader(source)
+    if world().rank == 0:
+        for spec in choose_tiers(tiers, data_bytes(reader)):
+            if spec.kind == "disk" and any(
+                entry.fingerprint == reader.fingerprint for entry in stored_data(spec.root)
+            ):
+                evict(spec.root, reader.fingerprint)
+    world().barrier()
+    with suppress(OSError):
+        reader.close()
+
+
+def _tell(done: Staged) -> None:
+    for note in done.evicted:
+        typer.echo(note)
+    rate = done.read_bytes / max(done.seconds, 1e-9)
+    end = "" if done.complete else "; stopped at the deadline: run again to go on"
+    copied = f", {format_bytes(done.copied_bytes)} copied from node to node"
+    healed = f", {done.healed_blocks} damaged blocks brought again"
+    typer.echo(
+        f"{done.source}: {done.samples:,} samples, {format_bytes(done.data_bytes)}; "
+        f"{done.kept_share:.0%} of the blocks have a place in tiers on {done.nodes} node(s); "
+        f"{format_bytes(done.read_bytes)} read in {done.seconds:.1f} s ({format_bytes(rate)}/s)"
+        f"{copied if done.copied_bytes else ''}{healed if done.healed_blocks else ''}{end}"
+    )
+
+
+def _tell_plan(done: Staged) -> None:
+    typer.echo(f"{done.source}: {done.format}, {done.samples:,} samples in {done.blocks:,} blocks")
+    longest = 0.0
+    for node, plans in done.planned.items():
+        moved = sum(plan["missing_bytes"] for plan in plans)
+        longest = max(longest, moved / _ASSUMED_RATE)
+        for plan in plans:
+            typer.echo(
+                f"  {node}: {plan['tier']} is to hold {plan['blocks']:,} blocks "
+                f"({format_bytes(plan['bytes'])}), of which {plan['missing_blocks']:,} "
+                f"({format_bytes(plan['missing_bytes'])}) would be brought"
+            )
+    typer.echo(
+        f"  about {longest:,.0f} s at {format_bytes(_ASSUMED_RATE)}/s a node; nothing was moved"
+    )
+
+
+def _rate(text: str) -> float:
+    rate = parse_bytes(text.removesuffix("/s"))
+    if rate < 1:
+        raise UsageError(f"--bwlimit {text}: give at least 1B")
+    return float(rate)
+
+
+def _source_timeout_s() -> float:
+    return float(os.environ.get("DLIO_TIMEOUT", "300"))

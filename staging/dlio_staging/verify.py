@@ -1,14 +1,13 @@
 """`dlio verify`: read everything once and say what is damaged."""
 
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated
 
 import numpy as np
 import typer
 
-from dlio.errors import CorruptBlock, DlioError, SourceError
+from dlio.errors import CorruptBlock, SourceError, UsageError
+from dlio.schema import IMAGES
 from dlio.units import format_bytes
 
 _MOST_SHOWN = 20
@@ -21,35 +20,61 @@ class Verified:
     samples: int = 0
     bytes: int = 0
     damaged: list[str] = field(default_factory=list)
-    """One line for each damaged sample or block."""
+    """One line for each damaged sample, or damaged or missing block of a tier."""
+    healed: int = 0
+    """Damaged blocks of a tier that are sound again."""
 
 
-def verify(path: str) -> Verified:
+def verify(path: str, *, heal: bool = False, source: str | None = None) -> Verified:
     """Check a data set, or the blocks of a tier, byte by byte.
 
-    Shards and tiers: every checksum. Images: every one is decoded. Goes on after damage.
+    Shards and tiers: every checksum; a tier with a manifest also for blocks that are missing or
+    old. Images: every one is decoded. Goes on after damage.
 
-    Raises SourceError when the path is neither.
+    Args:
+        heal: bring what is damaged or missing in a tier from the source, and nothing else.
+        source: where from; by default where it was staged from.
+
+    Raises SourceError when the path is neither, or what heals it is another data set.
     """
-    blocks = sorted(_tier_blocks(path))
-    return _verify_tier(blocks) if blocks else _verify_data(path)
+    from dlio_staging.tiers import find_folders, verify_folder
+
+    folders = find_folders(path)
+    if not folders:
+        if heal:
+            raise UsageError(f"{path} is no tier: only tiers can be healed, from their source")
+        return _verify_data(path)
+    found = Verified()
+    for folder in folders:
+        verify_folder(folder, found, heal=heal, source=source)
+    return found
 
 
 def command(
     path: Annotated[
         str, typer.Argument(metavar="PATH", help="A data set, or the folder of a disk tier.")
     ],
+    heal: Annotated[
+        bool, typer.Option("--heal", help="Bring again what is broken in a tier.")
+    ] = False,
+    source: Annotated[
+        str | None, typer.Option(help="What to heal from; by default what it was staged from.")
+    ] = None,
 ) -> None:
     """Read all of a data set or tier and check it; exit code 2 when something is damaged."""
-    found = verify(path)
+    found = verify(path, heal=heal, source=source)
     for line in found.damaged[:_MOST_SHOWN]:
         typer.echo(f"damaged: {line}")
     if len(found.damaged) > _MOST_SHOWN:
         typer.echo(f"damaged: ... and {len(found.damaged) - _MOST_SHOWN} more")
     said = f"{path}: {found.samples:,} samples, {format_bytes(found.bytes)} checked"
-    if found.damaged:
-        raise CorruptBlock(f"{said}, {len(found.damaged)} damaged: restore or remove them")
-    typer.echo(f"{said}, all sound")
+    if len(found.damaged) > found.healed:
+        raise CorruptBlock(
+            f"{said}, {len(found.damaged) - found.healed} damaged: restore or remove them; "
+            "in a tier, --heal brings them again"
+        )
+    healed = f"{found.healed} blocks brought again from the source, " if found.healed else ""
+    typer.echo(f"{said}, {healed}all sound")
 
 
 def _verify_data(path: str) -> Verified:
@@ -57,17 +82,16 @@ def _verify_data(path: str) -> Verified:
     from dlio.reader import open_reader
 
     reader = open_reader(path)
-    image = next((name for name, kind in reader.schema.fields if kind in ("image", "jpeg")), None)
+    images = [name for name, kind in reader.schema.fields if kind in IMAGES]
     found = Verified()
     for block in range(reader.layout.blocks):
         samples = reader.layout.samples_of(block)
         for sample in samples:
             try:
                 payload = reader.read(np.array([sample], np.int64))[0]
-                if image is not None:
-                    value = reader.schema.split(payload)[image]
-                    assert not isinstance(value, int | float)
-                    decode_whole(value, reader.name(int(sample)))
+                values = reader.schema.split(payload)
+                for image in images:
+                    decode_whole(values[image], reader.name(int(sample)))
             except (CorruptBlock, SourceError) as error:
                 found.damaged.append(str(error))
                 continue
@@ -75,34 +99,3 @@ def _verify_data(path: str) -> Verified:
             found.bytes += len(payload)
     reader.close()
     return found
-
-
-def _verify_tier(files: list[str]) -> Verified:
-    from dlio.storage.block import Scratch, read_info
-
-    found = Verified()
-    scratch = Scratch()
-    for file in files:
-        try:
-            descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            found.damaged.append(f"{file} cannot be opened: {error.strerror}")
-            continue
-        try:
-            info = read_info(descriptor, file)
-            for place in range(len(info)):
-                try:
-                    found.bytes += len(info.read(descriptor, place, scratch))
-                    found.samples += 1
-                except CorruptBlock as error:
-                    found.damaged.append(str(error))
-        except (DlioError, OSError) as error:
-            found.damaged.append(str(error))
-        finally:
-            os.close(descriptor)
-    return found
-
-
-def _tier_blocks(path: str) -> Iterator[str]:
-    for folder, _, names in os.walk(path):
-        yield from (os.path.join(folder, name) for name in names if name.endswith(".blk"))

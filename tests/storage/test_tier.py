@@ -17,7 +17,7 @@ from dlio.storage.block import encode_block
 from dlio.storage.folders import open_private
 from dlio.storage.shared import sweep_shared_memory, user_folder
 from dlio.storage.spec import SHARED_MEMORY, TierSpec
-from dlio.storage.tier import Tier, tier_usage
+from dlio.storage.tier import Tier
 
 FINGERPRINT = "00" * 16
 FullDisk = Callable[[int], AbstractContextManager[None]]
@@ -144,13 +144,6 @@ def test_what_a_killed_writer_left_is_removed(disk: Tier) -> None:
     disk.release(9)
     Tier(disk.spec, "data", "node").close()
     assert not left.exists()
-
-
-def test_usage_is_told_by_data_set(disk: Tier, tmp_path: Path) -> None:
-    disk.publish(0, _pieces(0))
-    size = os.path.getsize(Path(disk.path) / "00000000.blk")
-    assert tier_usage(str(tmp_path)) == {"data": size}
-    assert tier_usage(str(tmp_path / "nowhere")) == {}
 
 
 @pytest.fixture

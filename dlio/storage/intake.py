@@ -1,0 +1,190 @@
+"""The intake: whole blocks out of the source, with many requests in flight at a time.
+
+Over a file system with latency, one request after another starves: a block's samples are read
+side by side where each is a file of its own, and pieces of it where it is one stretch of a file.
+The threads are shared by all blocks that are being read, and are few; what is in flight is bounded
+by bytes, by whoever asks for blocks.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol, Self, TypeVar, runtime_checkable
+
+from dlio.errors import CorruptBlock, SourceError
+from dlio.reader import Reader
+from dlio.schema import Buffer
+from dlio.storage.block import encode_block
+
+PIECE_BYTES: Final = 1 << 20
+"""Of a stretch that is read with its neighbours at the same time."""
+_FILES_A_TASK: Final = 4
+_JOIN_TIMEOUT_S: Final = 2.0
+_POLL_S: Final = 0.5
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@runtime_checkable
+class StoredBlocks(Protocol):
+    """A reader whose source holds blocks as tiers do: they are copied as they are."""
+
+    block_bytes: Any
+    """File bytes of each block; shape (blocks,)."""
+
+    def read_stored(self, block: int, into: memoryview, at: int = 0) -> None: ...
+
+    def check_stored(self, block: int, stored: memoryview) -> None: ...
+
+
+class Throttle:
+    """Lets a number of bytes a second through, for all threads together.
+
+    Args:
+        rate: bytes a second.
+        closing: ends the waiting.
+    """
+
+    def __init__(self, rate: float, closing: threading.Event) -> None:
+        self._rate = rate
+        self._closing = closing
+        self._free_at = time.monotonic()
+        self._lock = threading.Lock()
+
+    def take(self, count: int) -> None:
+        """Wait until `count` more bytes may be read."""
+        with self._lock:
+            begins = max(self._free_at, time.monotonic())
+            self._free_at = begins + count / self._rate
+        self._closing.wait(max(0.0, begins - time.monotonic()))
+
+
+class Intake:
+    """Reads blocks of a data set. Thread-safe. Owner: the hierarchy.
+
+    Args:
+        reader: of the source; not owned.
+        requests: in flight at a time; 1 reads in the caller's own thread.
+        rate: bytes a second at most, None for all there are.
+        timeout_s: for a block, before its source is taken to hang.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        requests: int = 1,
+        rate: float | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        self.reader = reader
+        self.requests = requests
+        self._timeout_s = timeout_s
+        self._closing = threading.Event()
+        self._throttle = Throttle(rate, self._closing) if rate is not None else None
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"dlio-intake-{k}", daemon=True)
+            for k in range(requests if requests > 1 else 0)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def block(self, block: int) -> tuple[list[Buffer], int]:
+        """(a block as pieces to be written, payload bytes that were read for it).
+
+        Raises SourceError or CorruptBlock, naming what cannot be read.
+        """
+        reader = self.reader
+        if isinstance(reader, StoredBlocks):
+            return self._stored(reader, block)
+        samples = reader.layout.samples_of(block)
+        if self._throttle is not None:
+            self._throttle.take(int(reader.sizes[samples].sum()))
+        if reader.objects and self._threads and len(samples) > 1:
+            parts = [samples[k : k + _FILES_A_TASK] for k in range(0, len(samples), _FILES_A_TASK)]
+            payloads = [payload for part in self.map(reader.read, parts, block) for payload in part]
+        else:
+            payloads = reader.read(samples)
+        pieces = encode_block(
+            payloads, block=block, fingerprint=reader.fingerprint, schema=reader.schema
+        )
+        return pieces, sum(len(payload) for payload in payloads)
+
+    def map(self, function: Callable[[T], R], items: Sequence[T], block: int) -> list[R]:
+        """`function` of each item, side by side; the first error is raised when all are done.
+
+        Raises SourceError when they are not done in time.
+        """
+        results: list[Any] = [None] * len(items)
+        errors: list[BaseException] = []
+        left = threading.Semaphore(0)
+
+        def task(k: int) -> Callable[[], None]:
+            def run() -> None:
+                try:
+                    if not errors:
+                        results[k] = function(items[k])
+                except BaseException as error:
+                    errors.append(error)
+                finally:
+                    left.release()
+
+            return run
+
+        for k in range(len(items)):
+            self._tasks.put(task(k))
+        deadline = None if self._timeout_s is None else time.monotonic() + self._timeout_s
+        for _ in items:
+            while not left.acquire(timeout=_POLL_S):
+                if self._closing.is_set():
+                    raise SourceError(f"block {block} was given up: the tier is being closed")
+                if deadline is not None and time.monotonic() > deadline:
+                    raise SourceError(
+                        f"block {block} of {self.reader.path} was not read within "
+                        f"{self._timeout_s:.0f} s: the source hangs, or is slower than that"
+                    )
+        if errors:
+            raise errors[0]
+        return results
+
+    def close(self) -> None:
+        """Stop after the requests under way; a source that hangs is not waited for."""
+        self._closing.set()
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads:
+            thread.join(_JOIN_TIMEOUT_S)
+
+    def _stored(self, reader: StoredBlocks, block: int) -> tuple[list[Buffer], int]:
+        size = int(reader.block_bytes[block])
+        if self._throttle is not None:
+            self._throttle.take(size)
+        memory = memoryview(bytearray(size))
+        if self._threads and size > PIECE_BYTES:
+            starts = range(0, size, PIECE_BYTES)
+            self.map(
+                lambda at: reader.read_stored(block, memory[at : at + PIECE_BYTES], at),
+                starts,
+                block,
+            )
+        else:
+            reader.read_stored(block, memory)
+        try:
+            reader.check_stored(block, memory)
+        except CorruptBlock:
+            # Once more: it may have been on its way that it was damaged.
+            reader.read_stored(block, memory)
+            reader.check_stored(block, memory)
+        return [memory], size
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None and not self._closing.is_set():
+            task()

@@ -1,0 +1,366 @@
+"""What lies in the disk tiers of a node: data sets, who uses them, who may remove them.
+
+    <root>/dlio-<uid>/lock                          held, briefly, by whoever changes this list
+    <root>/dlio-<uid>/<data set>/about.json         where it comes from
+                                 lease.<job>.<pid>  locked as long as that process lives
+                                 pinned             is not to be evicted
+                                 hits               how often samples were read from here
+                                 <node>/            its blocks, see `tier`
+
+A lease is a lock, which the kernel takes away with its process: a dead job's expires by itself, and
+the file that it leaves tells which job used the data last. Eviction renames, then removes: what a
+killed one leaves is removed by the next.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from dlio.errors import TierError
+from dlio.storage.folders import open_private
+from dlio.storage.shared import user_folder
+
+_JOB_VARIABLES: Final = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "FLUX_JOB_ID")
+_LEASE: Final = "lease."
+_EVICTED: Final = ".evicted."
+_MAX_FILE: Final = 1 << 16
+_WAIT_S: Final = 30.0
+_POLL_S: Final = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """One process's use of a data set, now or, if it is dead, the last."""
+
+    job: str
+    """The batch system's number for it, or `-`."""
+    pid: int
+    host: str
+    alive: bool
+    since: float
+    """Seconds since 1970."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A data set in a disk tier."""
+
+    root: str
+    fingerprint: str
+    source: str
+    """What it was staged from; empty when that is not known."""
+    bytes: int
+    blocks: int
+    nodes: tuple[str, ...]
+    created: float
+    used: float
+    """When a process last took or gave back a lease."""
+    hits: int
+    """Samples that were read from here."""
+    pinned: bool
+    leases: tuple[Lease, ...]
+
+    @property
+    def in_use(self) -> bool:
+        return any(lease.alive for lease in self.leases)
+
+    @property
+    def path(self) -> str:
+        return os.path.join(self.root, user_folder(), self.fingerprint)
+
+
+class Use:
+    """This process's lease on a data set in a disk tier. Owner: the mount, which closes it."""
+
+    def __init__(self, root: str, fingerprint: str, about: dict[str, Any]) -> None:
+        """Raises TierError when the tier's folder cannot be used."""
+        self._name = f"{_LEASE}{job_id()}.{os.getpid()}.{secrets.token_hex(4)}"
+        with _locked(root, fcntl.LOCK_SH):
+            self._folder = open_private(root, user_folder(), fingerprint)
+            self._lock = os.open(
+                self._name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=self._folder
+            )
+            with contextlib.suppress(OSError):  # A file system without locks.
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        told = {"host": socket.gethostname(), "since": time.time()}
+        try:
+            os.write(self._lock, json.dumps(told).encode())
+            _write_json(self._folder, "about.json", about, replace=False)
+            self._forget_the_dead()
+        except OSError as error:
+            self.close()
+            raise TierError(f"{root} cannot be written: {error.strerror}") from error
+
+    def add_hits(self, count: int) -> None:
+        """Add to the samples that were read from here; as far as that can be written."""
+        if count and self._folder >= 0:
+            with contextlib.suppress(OSError), _exclusive(self._folder, "hits") as file:
+                before = _number(os.pread(file, 64, 0))
+                os.pwrite(file, f"{before + count:<20d}\n".encode(), 0)
+
+    def close(self) -> None:
+        """Give the lease back; its file stays, and tells when."""
+        if self._folder < 0:
+            return
+        with contextlib.suppress(OSError):
+            os.utime(self._lock)
+        os.close(self._lock)
+        os.close(self._folder)
+        self._folder = -1
+
+    def _forget_the_dead(self) -> None:
+        """Keep one lease file of each job that is over, so that `evict --job` finds it."""
+        newest: dict[str, tuple[float, str]] = {}
+        for name in os.listdir(self._folder):
+            if not name.startswith(_LEASE) or _is_held(self._folder, name):
+                continue
+            with contextlib.suppress(FileNotFoundError):  # Another process is at it too.
+                this = (os.stat(name, dir_fd=self._folder).st_mtime, name)
+                job = name.split(".")[1]
+                older, newest[job] = sorted([newest.get(job, (0.0, "")), this])
+                if older[1]:
+                    os.unlink(older[1], dir_fd=self._folder)
+
+
+def job_id() -> str:
+    """The batch system's number for this job; `-` outside of one."""
+    found = next((os.environ[name] for name in _JOB_VARIABLES if os.environ.get(name)), "-")
+    return "".join(c if c.isalnum() or c in "_-" else "_" for c in found)[:64] or "-"
+
+
+def stored_data(root: str) -> list[Stored]:
+    """The data sets in this user's disk tier below `root`, the least recently used first."""
+    base = os.path.join(root, user_folder())
+    try:
+        names = sorted(os.listdir(base))
+    except OSError:
+        return []
+    found = []
+    for name in names:
+        if not name.startswith(".") and os.path.isdir(os.path.join(base, name)):
+            with contextlib.suppress(FileNotFoundError):  # Evicted meanwhile.
+                found.append(_look(root, base, name))
+    return sorted(found, key=lambda each: each.used)
+
+
+def evict(root: str, fingerprint: str, *, pinned: bool = False) -> int:
+    """Remove a data set from a disk tier; returns the bytes of its blocks.
+
+    Args:
+        pinned: one that is pinned too.
+
+    Raises TierError when it is in use, pinned, or not there.
+    """
+    with _locked(root, fcntl.LOCK_EX) as base:
+        _sweep(base)
+        entry = next((e for e in stored_data(root) if e.fingerprint == fingerprint), None)
+        if entry is None:
+            raise TierError(f"{root} holds no data set {fingerprint}: `dlio status` lists them")
+        if entry.in_use:
+            users = ", ".join(f"job {e.job} (pid {e.pid})" for e in entry.leases if e.alive)
+            raise TierError(f"{entry.source or fingerprint} in {root} is in use by {users}")
+        if entry.pinned and not pinned:
+            raise TierError(
+                f"{entry.source or fingerprint} in {root} is pinned: `dlio pin --remove` lets go"
+            )
+        gone = f"{_EVICTED}{secrets.token_hex(4)}"
+        os.rename(fingerprint, gone, src_dir_fd=base, dst_dir_fd=base)
+        shutil.rmtree(gone, ignore_errors=True, dir_fd=base)
+    return entry.bytes
+
+
+def make_room(root: str, wanted: int, capacity: int, keep: str) -> list[Stored]:
+    """Evict what is neither in use nor pinned, the least recently used first, until `wanted` bytes
+    fit below `capacity` beside what stays. Returns what was evicted.
+
+    Args:
+        keep: the fingerprint of the data set that the room is for.
+    """
+    evicted: list[Stored] = []
+    others = [entry for entry in stored_data(root) if entry.fingerprint != keep]
+    left = capacity - sum(entry.bytes for entry in others)
+    for entry in others:
+        if left >= wanted:
+            break
+        if not entry.in_use and not entry.pinned:
+            with contextlib.suppress(TierError):  # Somebody has taken it meanwhile.
+                left += evict(root, entry.fingerprint)
+                evicted.append(entry)
+    return evicted
+
+
+def set_pinned(root: str, fingerprint: str, pinned: bool) -> None:
+    """Keep a data set from being evicted, or let go of it. Raises TierError if it is not there."""
+    with _locked(root, fcntl.LOCK_SH) as base:
+        try:
+            folder = os.open(fingerprint, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=base)
+        except OSError as error:
+            raise TierError(f"{root} holds no data set {fingerprint}") from error
+        try:
+            if pinned:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
+                os.close(os.open("pinned", flags, 0o600, dir_fd=folder))
+            else:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink("pinned", dir_fd=folder)
+        finally:
+            os.close(folder)
+
+
+def _look(root: str, base: str, name: str) -> Stored:
+    folder = os.path.join(base, name)
+    about = _read_json(os.path.join(folder, "about.json"))
+    count = size = 0
+    nodes, leases = [], []
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        created = used = os.fstat(descriptor).st_mtime
+        for entry in os.scandir(folder):
+            if entry.is_dir(follow_symlinks=False):
+                nodes.append(entry.name)
+                for file in os.scandir(entry.path):
+                    if file.name.endswith(".blk"):
+                        count += 1
+                        with contextlib.suppress(FileNotFoundError):
+                            size += file.stat(follow_symlinks=False).st_size
+            elif entry.name.startswith(_LEASE):
+                with contextlib.suppress(FileNotFoundError, ValueError):
+                    lease = _lease(descriptor, folder, entry.name)
+                    used = max(used, entry.stat(follow_symlinks=False).st_mtime)
+                    leases.append(lease)
+        hits = 0
+        with contextlib.suppress(FileNotFoundError), open(os.path.join(folder, "hits"), "rb") as f:
+            hits = _number(f.read(64))
+    finally:
+        os.close(descriptor)
+    return Stored(
+        root=root,
+        fingerprint=name,
+        source=str(about.get("source", "")),
+        bytes=size,
+        blocks=count,
+        nodes=tuple(sorted(nodes)),
+        created=float(about.get("created", created)),
+        used=used,
+        hits=hits,
+        pinned=os.path.lexists(os.path.join(folder, "pinned")),
+        leases=tuple(sorted(leases, key=lambda lease: lease.since)),
+    )
+
+
+def _lease(descriptor: int, folder: str, name: str) -> Lease:
+    told = _read_json(os.path.join(folder, name))
+    _, job, pid, _ = name.split(".")
+    return Lease(
+        job=job,
+        pid=int(pid),
+        host=str(told.get("host", "")),
+        alive=_is_held(descriptor, name),
+        since=float(told.get("since", 0.0)),
+    )
+
+
+def _is_held(folder: int, name: str) -> bool:
+    """Whether a live process holds the lock on a lease."""
+    try:
+        descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
+@contextlib.contextmanager
+def _locked(root: str, how: int) -> Iterator[int]:
+    """A descriptor of this user's folder below `root`, with its list locked."""
+    base = open_private(root, user_folder())
+    try:
+        lock = os.open("lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=base)
+    except OSError as error:
+        os.close(base)
+        raise TierError(f"{root} cannot be written: {error.strerror}") from error
+    try:
+        deadline = time.monotonic() + _WAIT_S
+        while True:
+            try:
+                fcntl.flock(lock, how | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TierError(
+                        f"{root}/{user_folder()}/lock was held for {_WAIT_S:.0f} s: another dlio "
+                        "is stuck in it"
+                    ) from None
+                time.sleep(_POLL_S)
+            except OSError:
+                break  # A file system without locks.
+        yield base
+    finally:
+        os.close(lock)
+        os.close(base)
+
+
+@contextlib.contextmanager
+def _exclusive(folder: int, name: str) -> Iterator[int]:
+    file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=folder)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield file
+    finally:
+        os.close(file)
+
+
+def _sweep(base: int) -> None:
+    """Remove what killed evictions have left."""
+    for name in os.listdir(base):
+        if name.startswith(_EVICTED):
+            shutil.rmtree(name, ignore_errors=True, dir_fd=base)
+
+
+def _write_json(folder: int, name: str, value: Any, *, replace: bool) -> None:
+    if not replace:
+        with contextlib.suppress(FileNotFoundError):
+            os.stat(name, dir_fd=folder)
+            return
+    temporary = f".{name}.{secrets.token_hex(4)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    file = os.open(temporary, flags, 0o600, dir_fd=folder)
+    try:
+        os.write(file, json.dumps(value).encode())
+    finally:
+        os.close(file)
+    os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+
+
+def _read_json(path: str) -> dict[str, Any]:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return {}
+    try:
+        value = json.loads(os.read(descriptor, _MAX_FILE))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    finally:
+        os.close(descriptor)
+    return value if isinstance(value, dict) else {}
+
+
+def _number(data: bytes) -> int:
+    text = data.decode("ascii", "replace").strip()
+    return int(text) if text.isdigit() else 0

@@ -1,0 +1,81 @@
+"""Leaving a hung source behind.
+
+A thread that waits for a file system that hangs keeps its process from ending, even by a signal.
+So a command that reads sources does it in a child, and the parent, which touches no source, ends
+when the child has nothing left to say.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from types import FrameType
+from typing import Final
+
+from dlio.comm.launch import under_mpi
+
+_PR_SET_PDEATHSIG: Final = 1
+_PATIENCE_S: Final = 5.0
+_POLL_S: Final = 0.02
+_HUNG: Final = 2
+
+
+def abandonable() -> None:
+    """Go on in a child; the parent waits, passes on signals and exits as the child does.
+
+    Called before anything else is started. Ranks of MPI go on as they are: their launcher ends
+    them.
+    """
+    if under_mpi() or os.environ.get("DLIO_NO_FORK"):
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(_HUNG)
+        return
+    os._exit(_wait(child))
+
+
+def _wait(child: int) -> int:
+    def pass_on(number: int, _: FrameType | None) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(child, number)
+
+    # Ctrl-C reaches the child by itself: a terminal tells the whole group.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, pass_on)
+    ended_at: float | None = None
+    delay = 0.001
+    while True:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            code = os.waitstatus_to_exitcode(status)
+            if code < 0:
+                signal.signal(-code, signal.SIG_DFL)
+                os.kill(os.getpid(), -code)
+            return code
+        if _has_ended(child):
+            ended_at = ended_at or time.monotonic()
+            if time.monotonic() - ended_at > _PATIENCE_S:
+                print(
+                    f"dlio: process {child} is left behind: it waits for a file system that hangs",
+                    file=sys.stderr,
+                )
+                return _HUNG
+        time.sleep(delay)
+        delay = min(_POLL_S, delay * 1.5)
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a process's first thread is over, though others may keep the process."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return False

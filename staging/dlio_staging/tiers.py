@@ -1,0 +1,120 @@
+"""Verifying and healing the folders of a disk tier, by their blocks' checksums and manifests."""
+
+import os
+import re
+from typing import TYPE_CHECKING, Final
+
+from dlio.errors import CorruptBlock, DlioError, SourceError
+from dlio.storage.manifest import NAME, Manifest, read_manifest
+
+if TYPE_CHECKING:
+    from dlio_staging.verify import Verified
+
+_BLOCK: Final = re.compile(r"(\d{8,20})\.blk")
+
+
+def find_folders(path: str) -> list[str]:
+    """The folders of blocks at and below `path`: with blocks, or a manifest of them."""
+    found = []
+    for folder, _, names in os.walk(path):
+        if any(_BLOCK.fullmatch(name) for name in names) or NAME in names:
+            found.append(folder)
+    return sorted(found)
+
+
+def verify_folder(folder: str, found: "Verified", *, heal: bool, source: str | None) -> None:
+    """Check one node's blocks of a data set; adds what it finds to `found`.
+
+    Raises SourceError when what is to heal it is no longer the data set that was staged.
+    """
+    manifest = _manifest(folder, found)
+    wanted: dict[int, int] = {}
+    if manifest is not None:
+        wanted = dict(zip(manifest.blocks.tolist(), manifest.digests.tolist(), strict=True))
+    broken = []
+    names = [match[1] for name in os.listdir(folder) if (match := _BLOCK.fullmatch(name))]
+    present = {int(name): f"{name}.blk" for name in names}
+    for block in sorted(present.keys() | wanted.keys()):
+        reason = _damage(folder, present.get(block), block, wanted.get(block), found)
+        if reason:
+            found.damaged.append(reason)
+            broken.append(block)
+    if heal and broken:
+        found.healed += _heal(folder, broken, manifest, source)
+
+
+def _manifest(folder: str, found: "Verified") -> Manifest | None:
+    try:
+        return read_manifest(folder)
+    except (CorruptBlock, OSError) as error:
+        found.damaged.append(str(error))
+        return None
+
+
+def _damage(
+    folder: str, name: str | None, block: int, digest: int | None, found: "Verified"
+) -> str | None:
+    """What is wrong with a block, in words."""
+    from dlio.storage.block import Scratch, read_info
+
+    if name is None:
+        return f"block {block} is missing from {folder}"
+    path = os.path.join(folder, name)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        return f"{path} cannot be opened: {error.strerror}"
+    try:
+        info = read_info(descriptor, path)
+        if info.block != block:
+            return f"{path} holds block {info.block}"
+        scratch = Scratch()
+        for place in range(len(info)):
+            found.bytes += len(info.read(descriptor, place, scratch))
+            found.samples += 1
+        if digest is not None and info.digest != digest:
+            return f"{path} is not the block that was staged"
+    except (DlioError, OSError) as error:
+        return str(error)
+    finally:
+        os.close(descriptor)
+    return None
+
+
+def _heal(folder: str, broken: list[int], manifest: Manifest | None, source: str | None) -> int:
+    """Bring blocks again from the source."""
+    from dlio.reader import open_reader
+    from dlio.storage.intake import Intake
+    from dlio.storage.places import find_place
+    from dlio.storage.spec import TierSpec
+    from dlio.storage.tier import Tier
+
+    base, node = os.path.split(folder)
+    top, fingerprint = os.path.split(base)
+    root = os.path.dirname(top)
+    path = source or (manifest.about.get("source") if manifest is not None else None)
+    if not path:
+        raise SourceError(f"{folder} has no manifest that names its source: give --source")
+    reader = open_reader(str(path))
+    if reader.fingerprint != fingerprint:
+        raise SourceError(
+            f"{path} is not the data set that {folder} was filled with, or has changed: stage it "
+            "again, or give --source"
+        )
+    healed = 0
+    spec = TierSpec("disk", root, 0)
+    with (
+        Tier(spec, fingerprint, node, fingerprint=fingerprint) as tier,
+        Intake(reader, find_place(str(path)).requests) as intake,
+    ):
+        for block in broken:
+            if block >= reader.layout.blocks:
+                tier.discard(block)
+                continue
+            pieces, _ = intake.block(block)
+            tier.discard(block)
+            tier.publish(block, pieces)
+            tier.check(block)
+            healed += 1
+    reader.close()
+    return healed

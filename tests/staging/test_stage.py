@@ -1,0 +1,304 @@
+"""Staging reads the source once, whoever asks and however often; what it leaves can be trusted."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import dlio
+from dlio.errors import SourceError, TierError, UsageError
+from dlio.reader import open_reader
+from dlio.storage.inventory import Use, evict, make_room, set_pinned, stored_data
+from dlio.storage.manifest import NAME, Manifest, read_manifest
+from dlio_staging.manage import find_roots
+from dlio_staging.pack import pack
+from dlio_staging.stage import StageOptions, stage
+from dlio_staging.verify import verify
+from tests.conftest import MpiRun
+
+CLI = [sys.executable, "-m", "dlio.cli"]
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Path:
+    (tmp_path / "scratch").mkdir()
+    return tmp_path / "scratch"
+
+
+def _options(scratch: Path, **options: object) -> StageOptions:
+    return StageOptions(tiers=f"{scratch}:1GiB", **options)  # type: ignore[arg-type]
+
+
+def _dlio(*argv: object, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*CLI, *map(str, argv)], capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+
+
+def _blocks(scratch: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in scratch.rglob("*.blk")}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_source_is_read_once_and_never_again(
+    pictures: Path, tmp_path: Path, scratch: Path, packed: bool
+) -> None:
+    source = str(pictures)
+    if packed:
+        source = str(tmp_path / "packed")
+        pack(str(pictures), source)
+    first = stage(source, _options(scratch))
+    assert first.complete
+    assert first.read_bytes >= first.data_bytes
+    assert first.read_bytes <= 1.2 * first.data_bytes  # Twelve pictures: headers count.
+    before = _blocks(scratch)
+    again = stage(source, _options(scratch, verify="all"))
+    assert (again.read_bytes, again.healed_blocks) == (0, 0)
+    assert _blocks(scratch) == before
+    # A job with the same tiers reads no byte of the source.
+    with (
+        dlio.open(source, tiers=f"{scratch}:1GiB", image_size=32) as data,
+        dlio.DataLoader(data, 5, shuffle=True) as loader,
+    ):
+        assert sum(len(images) for images, _ in loader) == 12
+        assert loader.stats()["bytes"]["source"] == 0
+    assert stored_data(str(scratch))[0].hits == 12
+
+
+def test_a_dry_run_moves_nothing(pictures: Path, scratch: Path) -> None:
+    said = _dlio("stage", pictures, "--tiers", f"{scratch}:1GiB", "--dry-run")
+    assert said.returncode == 0, said.stderr
+    assert "would be brought" in said.stdout
+    assert not _blocks(scratch)
+
+
+def test_the_report_says_what_moved(pictures: Path, scratch: Path, tmp_path: Path) -> None:
+    done = _dlio(
+        "stage", pictures, "--tiers", f"{scratch}:1GiB", "--report", tmp_path / "r.json", "--json"
+    )
+    told = json.loads((tmp_path / "r.json").read_text())
+    assert told == json.loads(done.stdout.splitlines()[-1])
+    assert told["complete"]
+    assert told["samples"] == 12
+    (plans,) = told["planned"].values()
+    assert plans[0]["missing_blocks"] == told["blocks"] == len(_blocks(scratch))
+
+
+def test_what_does_not_match_is_not_brought(pictures: Path, scratch: Path) -> None:
+    reader = open_reader(str(pictures))
+    name = reader.name(3)
+    stage(str(pictures), _options(scratch, include=[name]))
+    assert len(_blocks(scratch)) == 1
+    with pytest.raises(UsageError, match="no sample"):
+        stage(str(pictures), _options(scratch, exclude=["*"]))
+
+
+def test_a_deadline_stops_and_the_next_run_goes_on(imagenet: Path, scratch: Path) -> None:
+    tiers = f"{scratch}:1GiB"
+    stopped = _dlio("stage", imagenet, "--tiers", tiers, "--bwlimit", "1MiB", "--deadline", "0.5")
+    assert stopped.returncode == 3, stopped.stderr
+    assert "run again" in stopped.stdout
+    some = _blocks(scratch)
+    done = stage(str(imagenet), _options(scratch))
+    assert done.read_bytes <= done.data_bytes - sum(map(len, some.values())) + len(some) * 200
+    assert some.items() <= _blocks(scratch).items()
+
+
+def test_a_bandwidth_limit_holds(imagenet: Path, scratch: Path) -> None:
+    """Of 20 MB, what passes in a second at 2 MB/s: not all of it."""
+    stage(str(imagenet), _options(scratch, bandwidth=2 << 20, deadline_s=1.0))
+    assert sum(map(len, _blocks(scratch).values())) < 8 << 20
+
+
+def test_every_flipped_byte_is_found_and_healed_without_reading_the_rest(
+    pictures: Path, scratch: Path
+) -> None:
+    stage(str(pictures), _options(scratch))
+    sound = _blocks(scratch)
+    generator = random.Random(0)
+    for path, data in sound.items():
+        place = generator.randrange(len(data))
+        Path(path).write_bytes(
+            data[:place] + bytes([data[place] ^ (1 << generator.randrange(8))]) + data[place + 1 :]
+        )
+    found = verify(str(scratch))
+    # A flip in the zeros between payloads changes nothing that is ever used.
+    assert len(sound) - 3 <= len(found.damaged) <= len(sound)
+    healed = verify(str(scratch), heal=True)
+    assert healed.healed == len(found.damaged)
+    assert verify(str(scratch)).damaged == []
+
+
+def test_the_manifest_tells_what_is_missing_and_what_is_old(pictures: Path, scratch: Path) -> None:
+    stage(str(pictures), _options(scratch))
+    blocks = sorted(scratch.rglob("*.blk"))
+    blocks[0].unlink()
+    (found,) = verify(str(scratch)).damaged
+    assert "block 0 is missing" in found
+    assert verify(str(scratch), heal=True).healed == 1
+    folder = str(blocks[0].parent)
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    old = Manifest(manifest.about, manifest.blocks, manifest.digests ^ np.uint64(1))
+    (Path(folder) / NAME).write_bytes(old.encode())
+    assert len(verify(str(scratch)).damaged) == len(blocks)
+    (Path(folder) / NAME).write_bytes(old.encode()[:-1] + b"x")
+    assert "is damaged: remove it" in verify(str(scratch)).damaged[0]
+
+
+def test_healing_from_another_data_set_is_refused(
+    pictures: Path, scratch: Path, tmp_path: Path
+) -> None:
+    stage(str(pictures), _options(scratch))
+    next(scratch.rglob("*.blk")).unlink()
+    other = tmp_path / "other"
+    pack(str(pictures), str(other), seed=5)
+    with pytest.raises(SourceError, match="not the data set"):
+        verify(str(scratch), heal=True, source=str(other))
+    with pytest.raises(UsageError, match="is no tier"):
+        verify(str(pictures), heal=True)
+
+
+def test_a_data_set_in_use_or_pinned_is_not_evicted(pictures: Path, scratch: Path) -> None:
+    root = str(scratch)
+    done = stage(str(pictures), _options(scratch))
+    use = Use(root, done.fingerprint, {})
+    with pytest.raises(TierError, match="in use by job"):
+        evict(root, done.fingerprint)
+    use.close()
+    set_pinned(root, done.fingerprint, True)
+    with pytest.raises(TierError, match="pinned"):
+        evict(root, done.fingerprint)
+    assert make_room(root, 1 << 40, 1 << 40, "") == []
+    set_pinned(root, done.fingerprint, False)
+    size = sum(path.stat().st_size for path in scratch.rglob("*.blk"))
+    assert evict(root, done.fingerprint) == size > 0
+    assert stored_data(root) == []
+
+
+def test_a_dead_jobs_lease_expires_and_its_data_is_evicted_by_its_number(
+    pictures: Path, scratch: Path
+) -> None:
+    body = (
+        "import sys, time, dlio\n"
+        f"data = dlio.open({str(pictures)!r}, tiers={f'{scratch}:1GiB'!r}, image_size=32)\n"
+        "loader = dlio.DataLoader(data, 4)\n"
+        "next(iter(loader)); print('up', flush=True); time.sleep(60)\n"
+    )
+    job = subprocess.Popen(
+        [sys.executable, "-c", body],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "SLURM_JOB_ID": "4711"},
+    )
+    try:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "up\n"
+        (entry,) = stored_data(str(scratch))
+        assert [(lease.job, lease.pid, lease.alive) for lease in entry.leases] == [
+            ("4711", job.pid, True)
+        ]
+        kept = _dlio("evict", "--job", "4711", "--tiers", f"{scratch}:1GiB")
+        assert kept.returncode == 0
+        assert stored_data(str(scratch))
+    finally:
+        job.kill()
+        job.communicate(timeout=20)
+    (entry,) = stored_data(str(scratch))
+    assert not entry.in_use
+    assert _dlio("evict", "--job", "1", "--tiers", scratch).stdout.startswith("evicted 0")
+    assert _dlio("evict", "--job", "4711", "--tiers", scratch).stdout.startswith("evicted 1")
+    assert not _blocks(scratch)
+
+
+def test_room_is_made_by_evicting_what_was_used_longest_ago(
+    pictures: Path, scratch: Path, tmp_path: Path
+) -> None:
+    sources = []
+    for seed in range(3):
+        source = str(tmp_path / f"packed{seed}")
+        pack(str(pictures), source, seed=seed)
+        sources.append(source)
+    stage(sources[0], _options(scratch))
+    size = sum(path.stat().st_size for path in scratch.rglob("*.blk"))
+    time.sleep(0.02)
+    stage(sources[1], StageOptions(tiers=f"{scratch}:{2 * size + 1000}B"))
+    time.sleep(0.02)
+    done = stage(sources[2], StageOptions(tiers=f"{scratch}:{2 * size + 1000}B"))
+    assert len(done.evicted) == 1
+    assert sources[0] in done.evicted[0]
+    assert {entry.source for entry in stored_data(str(scratch))} == set(sources[1:])
+
+
+def test_status_shows_who_uses_what(pictures: Path, scratch: Path) -> None:
+    done = stage(str(pictures), _options(scratch, pin=True))
+    told = json.loads(_dlio("status", "--tiers", scratch, "--json").stdout)
+    (entry,) = told["tiers"][0]["data_sets"]
+    assert entry["fingerprint"] == done.fingerprint
+    assert entry["pinned"]
+    assert not entry["in_use"]
+    assert str(pictures) in _dlio("status", "--tiers", scratch).stdout
+    assert find_roots(str(scratch)) == [str(scratch)]
+    assert _dlio("evict").returncode == 2
+
+
+def test_a_reader_that_hangs_is_left_behind(pictures: Path, scratch: Path, tmp_path: Path) -> None:
+    """The source is a pipe that nobody writes to: opening it blocks for ever."""
+    folder = tmp_path / "hanging"
+    for path in pictures.rglob("*"):
+        if path.is_file():
+            into = folder / path.relative_to(pictures)
+            into.parent.mkdir(parents=True, exist_ok=True)
+            into.write_bytes(path.read_bytes())
+    time.sleep(2.1)  # The listing is kept when the folders are settled.
+    env = {**os.environ, "DLIO_TIMEOUT": "1"}
+    assert open_reader(str(folder))
+    victim = next(path for path in folder.rglob("*") if path.is_file())
+    victim.unlink()
+    os.mkfifo(victim)
+    command = [*CLI, "stage", str(folder), "--tiers", f"{scratch}:1GiB"]
+    started = time.monotonic()
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert time.monotonic() - started < 30
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("layout", ["partition", "replicate"])
+def test_nodes_share_the_source_and_copy_from_each_other(
+    pictures: Path, scratch: Path, mpirun: MpiRun, tmp_path: Path, layout: str
+) -> None:
+    report = tmp_path / "r.json"
+    argv = ["-m", "dlio.cli", "stage", str(pictures), "--tiers", f"{scratch}:1GiB"]
+    argv += ["--layout", layout, "--pretend-nodes", "3", "--report", str(report)]
+    done = mpirun(3, *argv)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(report.read_text())
+    copies = 3 if layout == "replicate" else 1
+    assert len(_blocks(scratch)) == copies * told["blocks"]
+    assert told["read_bytes"] == told["data_bytes"]  # Once, however many nodes want it.
+    assert (told["copied_bytes"] > 0) == (layout == "replicate")
+    found = verify(str(scratch))
+    assert (found.damaged, found.samples) == ([], copies * 12)
+
+
+def test_wrong_use_is_told_in_one_line(pictures: Path, scratch: Path, tmp_path: Path) -> None:
+    for argv, words in (
+        (["stage", pictures, "--tiers", "ram:1GiB"], "nothing to stage into"),
+        (["stage", tmp_path / "none", "--tiers", f"{scratch}:1GiB"], "no such file"),
+        (["stage", pictures, "--tiers", f"{tmp_path}/none:1GiB"], "cannot be opened"),
+        (["stage", pictures, "--tiers", f"{scratch}:1GiB", "--bwlimit", "fast"], "is no size"),
+        (["stage", pictures, "--tiers", f"{scratch}:100B"], "too small"),
+        (["evict", "nothing", "--tiers", scratch], "not staged here"),
+        (["pin", "nothing", "--tiers", scratch], "not staged here"),
+    ):
+        done = _dlio(*argv)
+        assert done.returncode == 2, argv
+        assert words in done.stderr
+        assert len(done.stderr.splitlines()) == 1
