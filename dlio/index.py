@@ -97,6 +97,43 @@ def cached_index(
     return found
 
 
+def kept_index(
+    kind: str,
+    version: int,
+    url: str,
+    good: Callable[[Arrays], bool],
+    build: Callable[[], tuple[Arrays, bool]],
+) -> Arrays:
+    """An index whose state is told by what is in it: a listing of folders.
+
+    Args:
+        good: whether it still holds.
+        build: makes the arrays, and says whether they may be kept.
+    """
+    key = xxhash.xxh3_64_hexdigest(f"{version} {url}".encode("utf-8", "surrogateescape"))
+    folder = os.path.join(cache_folder(), f"{kind}-{key}")
+    place = os.path.join(folder, "kept")
+    found = _load(place)
+    if found is not None and good(found):
+        return found
+    with _alone(folder):
+        found = _load(place)
+        if found is None or not good(found):
+            found, keep = build()
+            if keep:
+                _save(place, found)
+                found = _load(place) or found
+            else:
+                shutil.rmtree(place, ignore_errors=True)
+    return found
+
+
+def forget_index(kind: str, version: int, url: str) -> None:
+    """Have `kept_index` build anew: what it holds has turned out to be wrong."""
+    key = xxhash.xxh3_64_hexdigest(f"{version} {url}".encode("utf-8", "surrogateescape"))
+    shutil.rmtree(os.path.join(cache_folder(), f"{kind}-{key}", "kept"), ignore_errors=True)
+
+
 def fingerprint_of(kind: str, version: int, *parts: str | bytes | npt.NDArray[Any]) -> str:
     """32 hex digits that change when any part does."""
     digest = xxhash.xxh3_128(f"{kind} {version}".encode())

@@ -178,6 +178,31 @@ class Schema:
     def __reduce__(self) -> tuple[Any, ...]:
         return Schema, (self.fields, self.structure)
 
+    def join_fixed(
+        self, count: int, columns: Mapping[str, npt.NDArray[Any]]
+    ) -> list[bytes | memoryview]:
+        """Encode many samples of a schema without variable fields, a column at a time.
+
+        Args:
+            columns: each field's values, shape (count, *its own).
+
+        Raises ValueError for a column that is not of its field's kind.
+        """
+        rows = np.empty((count, self.overhead), np.uint8)
+        for name, kind, at, _ in self._fixed:
+            column = columns[name]
+            fits = column.shape == (count, *kind.shape)
+            if not fits or column.dtype.newbyteorder("<") != kind.dtype:
+                raise ValueError(
+                    f"field {name!r} is {kind.text}, but these samples' are "
+                    f"{column.dtype.name}{list(column.shape[1:])}"
+                )
+            plain = np.ascontiguousarray(column, kind.dtype)
+            rows[:, at : at + kind.bytes] = plain.view(np.uint8).reshape(count, kind.bytes)
+        data = rows.reshape(-1).data
+        size = self.overhead
+        return [data[k * size : (k + 1) * size] for k in range(count)]
+
     @property
     def is_fixed(self) -> bool:
         """Whether all payloads have `overhead` bytes."""

@@ -228,6 +228,11 @@ def is_remote(url: str) -> bool:
     return "://" in url or "::" in url
 
 
+def own_name(url: str) -> str:
+    """The path in the first link of a URL, in lower case: what its suffix is looked for in."""
+    return url.split("::")[0].lower()
+
+
 def split_fields(path: str) -> tuple[str, tuple[str, ...]]:
     """(path, names of fields): `file.h5::images,labels` names two; without names, ().
 

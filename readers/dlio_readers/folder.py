@@ -1,53 +1,68 @@
-"""Class folders of images, in the order of torchvision's ImageFolder."""
+"""Folders of images: a folder for each class, in the order of torchvision's ImageFolder, or one
+flat folder with a table of labels beside the images.
 
-import contextlib
+The listing of a local folder is kept, and used again as long as no folder has changed. It is held
+in arrays, not in objects: a million files take some tens of megabytes, most of them never touched.
+"""
+
+import csv
+import io
 import json
 import os
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from dlio.errors import SourceError
+from dlio.index import Arrays, Names, fingerprint_of, forget_index, kept_index
 from dlio.order import Order
 from dlio.reader import cut_blocks
-from dlio.schema import IMAGE_LABEL, LABEL
+from dlio.schema import IMAGE_LABEL, LABEL, Schema
 from dlio.source import Entry, Source
 from dlio.storage.shard import SUFFIX
 
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-_STORAGE_SEED = 0xD110
+EXTENSIONS: Final = (*(".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"),)
+_STORAGE_SEED: Final = 0xD110
 """Class folders are sorted by class; blocks are cut along this order, so that they mix classes."""
-_INDEX_VERSION = 1
-_LISTING_THREADS = 8
-_SETTLED_S = 2.0
+_VERSION: Final = 2
+_LISTING_THREADS: Final = 16
+_SETTLED_S: Final = 2.0
 """A folder changed within this time of its listing may change again under the same time stamp."""
+_TABLES: Final = (
+    *("labels.csv", "labels.tsv", "labels.json", "labels.jsonl"),
+    *("metadata.csv", "metadata.jsonl"),
+)
+_FILE_COLUMNS: Final = ("file_name", "filename", "file", "image", "path", "name")
+_LABEL_COLUMNS: Final = ("label", "class", "target", "category", "labels")
+_MAX_TABLE: Final = 1 << 30
+_IMAGE: Final = Schema((("image", "image"),))
 
 
 @dataclass(frozen=True, slots=True)
-class _Index:
-    classes: list[str]
-    labels: npt.NDArray[np.int64]
-    file_sizes: npt.NDArray[np.int64]
-    modified_ns: npt.NDArray[np.int64]
+class _Folder:
+    """What one folder held: its images, and when it had changed last."""
+
+    name: str
+    modified_ns: int
     names: bytes
-    """Paths below the root, UTF-8, one after another."""
-    name_ends: npt.NDArray[np.int64]
-    folders: dict[str, int]
-    """Every folder that was listed, and when it had changed last."""
+    ends: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+    times: npt.NDArray[np.int64]
 
 
 class FolderReader:
-    """Reads `<class>/**/*.jpg` and the like; a sample is an image file's bytes and its label.
+    """Reads `<class>/**/*.jpg` and the like, or `*.jpg` with `labels.csv`.
 
-    The listing is kept in a cache (DLIO_CACHE, or XDG_CACHE_HOME/dlio) and used again as long as
-    no folder has changed.
+    A sample is an image file's bytes and its label; without labels, the image alone. A table of
+    labels has a column with files' names and one with labels, numbers or names of classes; as JSON
+    it is an object of names and labels, or a list of such rows.
 
-    Raises SourceError when there are no class folders, or one of them has no images.
+    Raises SourceError when there are no images, or a class folder or a row is without one.
     """
 
     format = "folder"
@@ -56,16 +71,19 @@ class FolderReader:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.schema = IMAGE_LABEL
         self._source = Source(path)
-        self._cache = _cache_file(self._source)
-        index = _load(self._cache, self._source) or _list(self._source, self._cache)
-        self._index = index
-        self.classes = index.classes
-        self.labels = index.labels
-        self.sizes = index.file_sizes + self.schema.overhead
-        self.layout = cut_blocks(self.sizes, Order(len(self.sizes), _STORAGE_SEED, shuffled=True))
-        self.fingerprint = _fingerprint(index, self.layout.starts)
+        index = kept_index("folder", _VERSION, self._source.root, self._holds, self._list)
+        head = json.loads(index["head"].tobytes())
+        self.schema = IMAGE_LABEL if head["labelled"] else _IMAGE
+        self.classes: Sequence[str] = head["classes"]
+        self.fingerprint: str = head["fingerprint"]
+        self.labels = index["labels"]
+        self.sizes = index["sizes"]
+        """Of payloads: the files' own, and the label's eight bytes."""
+        self._times = index["times"]
+        self._names = Names(index["names"], index["name_ends"])
+        count = len(self.sizes)
+        self.layout = cut_blocks(self.sizes, Order(count, _STORAGE_SEED, shuffled=True))
 
     @staticmethod
     def recognises(path: str) -> str | None:
@@ -75,19 +93,15 @@ class FolderReader:
         entries = source.listing()
         if any(entry.name.endswith(SUFFIX) for entry in entries):
             return "holds native shards"
-        if not any(entry.folder for entry in entries):
-            images = sum(entry.name.lower().endswith(EXTENSIONS) for entry in entries)
-            found = f"{images} images and" if images else "nothing to read and"
-            return f"holds {found} no class folders: sort images into one folder a class"
-        return None
+        if any(entry.folder or entry.name.lower().endswith(EXTENSIONS) for entry in entries):
+            return None
+        return "holds no images, and no class folders: sort images into one folder a class"
 
     def __len__(self) -> int:
         return len(self.sizes)
 
     def name(self, sample: int) -> str:
-        ends = self._index.name_ends
-        start = int(ends[sample - 1]) if sample else 0
-        return os.fsdecode(self._index.names[start : int(ends[sample])])
+        return self._names[sample]
 
     def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
         return [self._read(int(sample)) for sample in samples]
@@ -96,24 +110,29 @@ class FolderReader:
         pass
 
     def _read(self, sample: int) -> bytes | memoryview:
-        name, size = self.name(sample), int(self._index.file_sizes[sample])
-        label = LABEL.pack(int(self.labels[sample]))
+        name, size = self.name(sample), int(self.sizes[sample]) - self.schema.overhead
+        label = b""
+        if self.schema.overhead:
+            label = LABEL.pack(int(self.labels[sample]))
         if self._source.local:
-            payload = self._read_local(name, size, label)
+            payload = self._read_local(name, size, label, int(self._times[sample]))
             if payload is not None:
                 return payload
         else:
             data = self._source.read(name)
             if len(data) == size:
                 return label + data
-        self._forget()
+        if self._source.local:
+            forget_index("folder", _VERSION, self._source.root)
         raise SourceError(
             f"{self._source.path(name)} is no longer the {size} bytes that were listed: the data "
             "set has changed; run again (its listing is made anew)"
         )
 
-    def _read_local(self, name: str, size: int, label: bytes) -> memoryview | None:
-        """One copy, from the file into the payload; None when the size is another now."""
+    def _read_local(
+        self, name: str, size: int, label: bytes, modified_ns: int
+    ) -> memoryview | None:
+        """One copy, from the file into the payload; None when it is another file now."""
         path = self._source.path(name)
         memory = bytearray(len(label) + size)
         memory[: len(label)] = label
@@ -127,134 +146,189 @@ class FolderReader:
                     if not more:
                         break
                     done += more
+                changed = os.fstat(descriptor).st_mtime_ns != modified_ns
             finally:
                 os.close(descriptor)
         except OSError as error:
             raise SourceError(f"{path} cannot be read: {error.strerror}") from error
-        return memoryview(memory) if done == size else None
+        return memoryview(memory) if done == size and not changed else None
 
-    def _forget(self) -> None:
-        if self._cache is not None:
-            with contextlib.suppress(OSError):  # It is gone, or cannot be written anyway.
-                os.unlink(self._cache)
+    def _holds(self, index: Arrays) -> bool:
+        """Whether a kept listing is still true: no folder, and no table, has changed."""
+        if not self._source.local:
+            return False
+        try:
+            head = json.loads(index["head"].tobytes())
+            return all(self._source.modified_ns(n) == when for n, when in head["folders"].items())
+        except (KeyError, ValueError):
+            return False
+
+    def _list(self) -> tuple[Arrays, bool]:
+        source, started = self._source, time.time()
+        top = source.listing()
+        classes = [entry.name for entry in top if entry.folder]
+        if any(entry.name.lower().endswith(EXTENSIONS) for entry in top if not entry.folder):
+            index, head = _flat(source, top)
+        elif classes:
+            index, head = _classes(source, classes)
+        else:
+            raise SourceError(f"{source.path()} holds no images ({', '.join(EXTENSIONS)})")
+        starts = cut_blocks(
+            index["sizes"], Order(len(index["sizes"]), _STORAGE_SEED, shuffled=True)
+        ).starts
+        head["fingerprint"] = fingerprint_of(
+            "folder",
+            _VERSION,
+            json.dumps([head["classes"], _STORAGE_SEED]),
+            *index.values(),
+            starts,
+        )
+        index["head"] = np.frombuffer(json.dumps(head).encode(), np.uint8)
+        settled_ns = int((started - _SETTLED_S) * 1e9)
+        keep = source.local and all(when < settled_ns for when in head["folders"].values())
+        return index, keep
 
 
-def _list(source: Source, cache: str | None) -> _Index:
-    started = time.time()
-    top = source.listing()
-    classes = [entry.name for entry in top if entry.folder]
+def _classes(source: Source, classes: Sequence[str]) -> tuple[Arrays, dict[str, Any]]:
+    """Class folders, each with all that is below it."""
+    listed = _walk(source, classes)
     folders = {"": source.modified_ns()}
-    with ThreadPoolExecutor(_LISTING_THREADS) as pool:
-        listings = list(pool.map(lambda name: sorted(_walk(source, name)), classes))
-    names: list[str] = []
-    rows: list[tuple[int, int, int]] = []
-    for label, listing in enumerate(listings):
-        before = len(names)
-        for folder, modified_ns, entries in listing:
-            folders[folder] = modified_ns
-            for entry in entries:
-                if not entry.folder and entry.name.lower().endswith(EXTENSIONS):
-                    names.append(f"{folder}/{entry.name}")
-                    rows.append((label, entry.size, entry.modified_ns))
-        if len(names) == before:
+    parts: list[_Folder] = []
+    labels = []
+    by_class: dict[str, list[_Folder]] = {name: [] for name in classes}
+    for each in listed:
+        by_class[each.name.split("/", 1)[0]].append(each)
+    for label, name in enumerate(classes):
+        own = sorted(by_class[name], key=lambda each: each.name)
+        folders.update({each.name: each.modified_ns for each in own})
+        count = sum(len(each.sizes) for each in own)
+        if not count:
             raise SourceError(
-                f"{source.path(classes[label])} is a class folder without images "
+                f"{source.path(name)} is a class folder without images "
                 f"({', '.join(EXTENSIONS)}): fill it, or remove it"
             )
-    encoded = [os.fsencode(name) for name in names]
-    table = np.array(rows, np.int64).reshape(-1, 3)
-    index = _Index(
-        classes,
-        np.ascontiguousarray(table[:, 0]),
-        np.ascontiguousarray(table[:, 1]),
-        np.ascontiguousarray(table[:, 2]),
-        b"".join(encoded),
-        np.cumsum([len(name) for name in encoded], dtype=np.int64),
-        folders,
-    )
-    settled_ns = int((started - _SETTLED_S) * 1e9)
-    if cache is not None and all(when < settled_ns for when in folders.values()):
-        _save(cache, index)
-    return index
+        parts += own
+        labels.append(np.full(count, label, np.int64))
+    shifts = np.cumsum([0, *(len(each.names) for each in parts)])
+    index: Arrays = {
+        "labels": np.concatenate(labels),
+        "sizes": np.concatenate([each.sizes for each in parts]) + IMAGE_LABEL.overhead,
+        "times": np.concatenate([each.times for each in parts]),
+        "names": np.frombuffer(b"".join(each.names for each in parts), np.uint8),
+        "name_ends": np.concatenate(
+            [each.ends + shift for each, shift in zip(parts, shifts, strict=False)]
+        ),
+    }
+    return index, {"classes": list(classes), "labelled": True, "folders": folders}
 
 
-def _walk(source: Source, folder: str) -> Iterator[tuple[str, int, list[Entry]]]:
+def _flat(source: Source, top: Sequence[Entry]) -> tuple[Arrays, dict[str, Any]]:
+    """One folder of images, with a table of labels if there is one."""
+    images = [e for e in top if not e.folder and e.name.lower().endswith(EXTENSIONS)]
+    table = next((name for name in _TABLES if any(e.name == name for e in top)), None)
+    folders = {"": source.modified_ns()}
+    labels = np.zeros(len(images), np.int64)
+    classes: list[str] = []
+    if table is not None:
+        folders[table] = source.modified_ns(table)
+        told = _read_table(source, table)
+        here = {entry.name for entry in images}
+        lost = [name for name in told if name not in here]
+        left = [entry.name for entry in images if entry.name not in told]
+        if lost or left:
+            raise SourceError(
+                f"{source.path(table)}: {len(lost)} of its files are not in the folder "
+                f"{lost[:3]}, {len(left)} images have no label {left[:3]}: make both agree"
+            )
+        labels, classes = _numbered([told[entry.name] for entry in images])
+    names = Names.of([entry.name for entry in images])
+    overhead = IMAGE_LABEL.overhead if table is not None else 0
+    index: Arrays = {
+        "labels": labels,
+        "sizes": np.array([entry.size for entry in images], np.int64) + overhead,
+        "times": np.array([entry.modified_ns for entry in images], np.int64),
+        "names": names.blob,
+        "name_ends": names.ends,
+    }
+    return index, {"classes": classes, "labelled": table is not None, "folders": folders}
+
+
+def _read_table(source: Source, table: str) -> dict[str, str]:
+    """File name -> label, as text. Raises SourceError that names what is wrong with the table."""
+    data = source.read(table, 0, _MAX_TABLE)
+    try:
+        text = data.decode("utf-8-sig")
+        if table.endswith(".json"):
+            told = json.loads(text)
+            rows = (
+                [{"file": name, "label": label} for name, label in told.items()]
+                if isinstance(told, dict)
+                else list(told)
+            )
+        elif table.endswith(".jsonl"):
+            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+        else:
+            delimiter = "\t" if table.endswith(".tsv") else ","
+            rows = list(csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter))
+        if not rows:
+            raise ValueError("it has no rows")
+        file = next((name for name in _FILE_COLUMNS if name in rows[0]), None)
+        label = next((name for name in _LABEL_COLUMNS if name in rows[0]), None)
+        if file is None or label is None:
+            raise ValueError(
+                f"it has {', '.join(map(str, rows[0]))}, and needs a column {_FILE_COLUMNS[0]} and "
+                f"a column {_LABEL_COLUMNS[0]}"
+            )
+        return {str(row[file]): str(row[label]) for row in rows}
+    except (ValueError, KeyError, TypeError, csv.Error, RecursionError) as error:
+        raise SourceError(f"{source.path(table)} is no table of labels: {error}") from error
+
+
+def _numbered(labels: Sequence[str]) -> tuple[npt.NDArray[np.int64], list[str]]:
+    """(class numbers, class names): whole numbers are taken as they are, other labels sorted."""
+    try:
+        numbers = np.array([int(label) for label in labels], np.int64)
+    except (ValueError, OverflowError):
+        classes = sorted(set(labels))
+        where_is = {name: number for number, name in enumerate(classes)}
+        return np.array([where_is[label] for label in labels], np.int64), classes
+    if len(numbers) and (numbers.min() < 0 or numbers.max() > 1 << 20):
+        return numbers, []
+    return numbers, [str(number) for number in range(int(numbers.max()) + 1)]
+
+
+def _walk(source: Source, folders: Sequence[str]) -> list[_Folder]:
+    """All folders at and below `folders`, listed side by side."""
+    found: list[_Folder] = []
+    with ThreadPoolExecutor(_LISTING_THREADS) as pool:
+        left: set[Future[tuple[_Folder, list[str]]]] = {
+            pool.submit(_list_folder, source, name) for name in folders
+        }
+        try:
+            while left:
+                done, left = wait(left, return_when=FIRST_COMPLETED)
+                for future in done:
+                    folder, below = future.result()
+                    found.append(folder)
+                    left |= {pool.submit(_list_folder, source, name) for name in below}
+        finally:
+            for future in left:
+                future.cancel()
+    return found
+
+
+def _list_folder(source: Source, folder: str) -> tuple[_Folder, list[str]]:
+    """(its images, the folders in it)."""
     modified_ns = source.modified_ns(folder)
     entries = source.listing(folder)
-    yield folder, modified_ns, entries
-    for entry in entries:
-        if entry.folder:
-            yield from _walk(source, f"{folder}/{entry.name}")
-
-
-def _fingerprint(index: _Index, starts: npt.NDArray[np.int64]) -> str:
-    digest = xxhash.xxh3_128()
-    digest.update(f"folder {_INDEX_VERSION} {_STORAGE_SEED} {json.dumps(index.classes)}".encode())
-    for array in (index.labels, index.file_sizes, index.modified_ns, index.name_ends, starts):
-        digest.update(array.astype("<i8").tobytes())
-    digest.update(index.names)
-    return digest.hexdigest()
-
-
-def _cache_file(source: Source) -> str | None:
-    """Where the listing of a local folder is kept; None for others, whose folders have no date."""
-    if not source.local:
-        return None
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    folder = os.environ.get("DLIO_CACHE") or os.path.join(home, "dlio")
-    key = xxhash.xxh3_128_hexdigest(os.fsencode(os.path.realpath(source.root)))
-    return os.path.join(folder, f"folder-{key}.npz")
-
-
-def _save(cache: str, index: _Index) -> None:
-    """Keep the listing; a cache that cannot be written is no error."""
-    temporary = f"{cache}.{os.getpid()}"
-    head = {
-        "version": _INDEX_VERSION,
-        "classes": index.classes,
-        "folders": index.folders,
-    }
-    try:
-        os.makedirs(os.path.dirname(cache), mode=0o700, exist_ok=True)
-        with open(temporary, "wb") as file:
-            np.savez(
-                file,
-                head=np.frombuffer(json.dumps(head).encode(), np.uint8),
-                labels=index.labels,
-                file_sizes=index.file_sizes,
-                modified_ns=index.modified_ns,
-                names=np.frombuffer(index.names, np.uint8),
-                name_ends=index.name_ends,
-            )
-        os.replace(temporary, cache)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-
-
-def _load(cache: str | None, source: Source) -> _Index | None:
-    """The kept listing, if it is whole and no folder has changed since."""
-    if cache is None:
-        return None
-    try:
-        with np.load(cache, allow_pickle=False) as file:
-            head = json.loads(file["head"].tobytes())
-            index = _Index(
-                list(head["classes"]),
-                file["labels"].astype(np.int64),
-                file["file_sizes"].astype(np.int64),
-                file["modified_ns"].astype(np.int64),
-                file["names"].tobytes(),
-                file["name_ends"].astype(np.int64),
-                dict(head["folders"]),
-            )
-    except Exception:
-        return None
-    count = len(index.labels)
-    same = {len(index.file_sizes), len(index.modified_ns), len(index.name_ends)} == {count}
-    if head.get("version") != _INDEX_VERSION or not count or not same:
-        return None
-    if int(index.name_ends[-1]) != len(index.names):
-        return None
-    unchanged = all(source.modified_ns(name) == when for name, when in index.folders.items())
-    return index if unchanged else None
+    images = [e for e in entries if not e.folder and e.name.lower().endswith(EXTENSIONS)]
+    names = Names.of([f"{folder}/{entry.name}" for entry in images])
+    listed = _Folder(
+        folder,
+        modified_ns,
+        names.blob.tobytes(),
+        names.ends,
+        np.array([entry.size for entry in images], np.int64),
+        np.array([entry.modified_ns for entry in images], np.int64),
+    )
+    return listed, [f"{folder}/{entry.name}" for entry in entries if entry.folder]

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from dlio.errors import CorruptBlock, SourceError
 from dlio.order import Order
 from dlio.reader import Layout
-from dlio.source import File, Source, expand, failed
+from dlio.source import File, Source, expand, failed, own_name
 from dlio.storage.block import BlockInfo, Readable, check_block, read_exactly, read_info
 from dlio.storage.shard import SUFFIX, Footer, read_footer
 
@@ -67,7 +67,7 @@ class ShardReader:
     @staticmethod
     def recognises(path: str) -> str | None:
         found = expand(path)
-        if found[0].endswith(SUFFIX):
+        if own_name(found[0]).endswith(SUFFIX):
             return None
         source = Source(found[0])
         if not source.is_folder():
@@ -217,7 +217,7 @@ def _opened(file: File) -> Iterator[int | Readable]:
 def _shard_files(path: str | Sequence[str]) -> list[str]:
     found = []
     for each in expand(path):
-        if each.endswith(SUFFIX):
+        if own_name(each).endswith(SUFFIX):
             found.append(each)
             continue
         names = [entry.name for entry in Source(each).listing() if entry.name.endswith(SUFFIX)]

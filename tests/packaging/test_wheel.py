@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-READERS = ["folder", "shard", "torch"]
+READERS = ["folder", "hdf5", "mds", "parquet", "shard", "tables", "tar", "torch", "zarr"]
 COMMANDS = ("pack", "stage", "ls", "verify", "train", "demo", "bench")
 
 

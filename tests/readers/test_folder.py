@@ -80,7 +80,7 @@ def test_payloads_are_the_files_with_their_labels(folder: Path) -> None:
 
 def test_a_listing_is_used_again_until_a_folder_changes(folder: Path, cache: Path) -> None:
     first = open_reader(str(folder))
-    (kept,) = cache.iterdir()
+    (kept,) = cache.glob("*/kept")
     when = kept.stat().st_mtime_ns
     assert open_reader(str(folder)).fingerprint == first.fingerprint
     assert kept.stat().st_mtime_ns == when
@@ -90,14 +90,14 @@ def test_a_listing_is_used_again_until_a_folder_changes(folder: Path, cache: Pat
     assert changed.fingerprint != first.fingerprint
 
 
-@pytest.mark.parametrize("damage", [b"", b"no zip", None])
+@pytest.mark.parametrize("damage", [b"", b"no array", None])
 def test_a_damaged_cache_is_made_anew(folder: Path, cache: Path, damage: bytes | None) -> None:
     names = _names(open_reader(str(folder)))
-    (kept,) = cache.iterdir()
-    data = bytearray(kept.read_bytes())
-    data[len(data) // 2] ^= 255
-    kept.write_bytes(bytes(data) if damage is None else damage)
-    assert _names(open_reader(str(folder))) == names
+    for kept in cache.glob("*/kept/*"):
+        data = bytearray(kept.read_bytes())
+        data[-1] ^= 255
+        kept.write_bytes(bytes(data) if damage is None else damage)
+        assert _names(open_reader(str(folder))) == names
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(
@@ -115,7 +115,7 @@ def test_a_file_that_changed_size_is_refused_and_listed_again(
     (folder / "C" / "1.jpg").write_bytes(content)
     with pytest.raises(SourceError, match=r"C/1.jpg is no longer the 15 bytes.*run again"):
         reader.read(np.array([0]))
-    assert list(cache.iterdir()) == []
+    assert list(cache.glob("*/kept")) == []
     assert open_reader(str(folder)).sizes[0] == len(content) + 8
 
 
@@ -132,9 +132,6 @@ def test_what_is_no_data_set_is_said_to_be_none(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(SourceError, match="no class folders"):
         open_reader(str(tmp_path / "empty"))
-    flat = _make(tmp_path / "flat", ["1.jpg", "2.jpg"])
-    with pytest.raises(SourceError, match="2 images and no class folders"):
-        open_reader(str(flat))
     hollow = _make(tmp_path / "hollow", ["a/1.jpg", "b/readme.txt"])
     with pytest.raises(SourceError, match="hollow/b is a class folder without images"):
         open_reader(str(hollow))
@@ -167,3 +164,39 @@ def test_urls_of_fsspec_are_read_too() -> None:
     image = reader.schema.split(reader.read(np.array([1]))[0])["image"]
     assert isinstance(image, memoryview)
     assert bytes(image) == b"b/2.jpg"
+
+
+@pytest.mark.parametrize(
+    ("table", "text"),
+    [
+        ("labels.csv", "file_name,label\n2.jpg,dog\n1.png,cat\n3.jpg,dog\n"),
+        ("labels.tsv", "label\timage\ndog\t2.jpg\ncat\t1.png\ndog\t3.jpg\n"),
+        ("labels.json", '{"2.jpg": "dog", "1.png": "cat", "3.jpg": "dog"}'),
+        (
+            "metadata.jsonl",
+            '{"file_name": "2.jpg", "class": "dog"}\n{"file_name": "1.png", "class": "cat"}\n'
+            '{"file_name": "3.jpg", "class": "dog"}\n',
+        ),
+    ],
+)
+def test_a_flat_folder_takes_its_labels_from_a_table(tmp_path: Path, table: str, text: str) -> None:
+    flat = _make(tmp_path / "flat", ["1.png", "2.jpg", "3.jpg"])
+    assert open_reader(str(flat)).schema.fields == (("image", "image"),)
+    (flat / table).write_text(text)
+    reader = open_reader(str(flat))
+    assert (list(reader.classes), reader.labels.tolist()) == (["cat", "dog"], [0, 1, 1])
+    payload = reader.read(np.array([1]))[0]
+    assert reader.schema.split(payload) == {"image": bytes([1]) * 11, "label": 1}
+    (flat / table).write_text(text.replace("3.jpg", "4.jpg"))
+    with pytest.raises(SourceError, match=r"1 of its files are not in the folder.*3\.jpg"):
+        open_reader(str(flat))
+    (flat / table).write_text("nonsense")
+    with pytest.raises(SourceError, match="no table of labels"):
+        open_reader(str(flat))
+
+
+def test_a_file_that_changed_behind_its_size_is_refused(folder: Path) -> None:
+    reader = open_reader(str(folder))
+    (folder / "C" / "1.jpg").write_bytes(b"x" * 15)
+    with pytest.raises(SourceError, match="has changed"):
+        reader.read(np.array([0]))

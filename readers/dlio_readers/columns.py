@@ -1,0 +1,332 @@
+"""Samples that lie in columns: row i of each array is a part of sample i.
+
+HDF5, Zarr and NumPy files share this: how columns become fields, how neighbours are read together,
+and the few stretches that are kept decoded for those who ask for one sample after another.
+
+Values of any length lie in two columns or three, as `dlio pack` writes them: `<name>`, all bytes or
+elements one after another, `<name>__ends`, where each sample's end, and for arrays `<name>__shape`.
+"""
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.errors import CorruptBlock, SourceError, UsageError
+from dlio.index import fingerprint_of
+from dlio.order import Order
+from dlio.reader import Layout, cut_blocks
+from dlio.schema import DTYPES, Schema, array_kind
+
+ENDS: Final = "__ends"
+SHAPE: Final = "__shape"
+SCHEMA: Final = "dlio_schema"
+KEPT_BYTES: Final = 32 << 20
+"""Of decoded stretches, kept for samples that are asked for one by one."""
+_LABELS: Final = ("label", "labels", "target", "targets", "y", "cls", "class")
+_JPEG: Final = b"\xff\xd8\xff"
+_PNG: Final = b"\x89PNG"
+
+Select = Mapping[str, tuple[Any, ...]] | tuple[Any, ...] | None
+"""A slab of every sample: slices and numbers over its own dimensions, for one field or for all
+that have as many."""
+
+
+class Column(Protocol):
+    """One field's values of all samples. Thread-safe."""
+
+    kind: str
+    """As schemas write it."""
+    unit: int
+    """Rows that are read as one, a chunk's; 1 where any are."""
+
+    def bodies(self) -> npt.NDArray[np.int64] | None:
+        """Bytes of each value where they differ; shape (rows,)."""
+
+    def rows(self, start: int, stop: int) -> Sequence[Any] | npt.NDArray[Any]:
+        """The values of rows `start` to `stop`."""
+
+
+class Arrays(Protocol):
+    """An array that is read a stretch at a time: h5py's, zarr's, numpy's."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+    def __getitem__(self, key: Any) -> Any: ...
+
+
+class PlainColumn:
+    """An array whose row i is sample i's, or a slab of it."""
+
+    def __init__(self, array: Arrays, unit: int, select: tuple[Any, ...] = ()) -> None:
+        self._array = array
+        self._select = select
+        self.unit = max(1, unit)
+        shape = slab_shape(tuple(array.shape[1:]), select)
+        self.kind = array_kind(array.dtype, shape)
+
+    def bodies(self) -> None:
+        return None
+
+    def rows(self, start: int, stop: int) -> npt.NDArray[Any]:
+        return np.asarray(self._array[(slice(start, stop), *self._select)])
+
+
+class RaggedColumn:
+    """Values of any length, one after another in a flat array."""
+
+    def __init__(
+        self,
+        flat: Arrays,
+        ends: npt.NDArray[np.int64],
+        shapes: npt.NDArray[np.int64] | None,
+        kind: str,
+        where: str,
+    ) -> None:
+        sound = len(flat.shape) == 1 and (not len(ends) or int(ends[0]) >= 0)
+        if not sound or (np.diff(ends) < 0).any() or (len(ends) and ends[-1] > flat.shape[0]):
+            raise SourceError(f"{where}: its ends make no sense: it is damaged")
+        self._flat, self._ends, self._shapes = flat, ends, shapes
+        self._starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
+        if shapes is not None and (
+            len(shapes) != len(ends) or (shapes.prod(axis=1) != ends - self._starts).any()
+        ):
+            raise SourceError(f"{where}: its shapes make no sense: it is damaged")
+        self.kind = kind
+        self.unit = 1
+
+    def bodies(self) -> npt.NDArray[np.int64]:
+        sizes: npt.NDArray[np.int64] = self._ends - self._starts
+        return sizes * int(np.dtype(self._flat.dtype).itemsize)
+
+    def rows(self, start: int, stop: int) -> list[Any]:
+        low, high = int(self._starts[start]), int(self._ends[stop - 1])
+        data = np.ascontiguousarray(self._flat[low:high])
+        found = []
+        for row in range(start, stop):
+            part = data[int(self._starts[row]) - low : int(self._ends[row]) - low]
+            found.append(part.data if self._shapes is None else part.reshape(self._shapes[row]))
+        return found
+
+
+class ColumnReader:
+    """What readers of columns have in common; they find the columns, see `_setup`."""
+
+    objects = False
+    path: str
+    schema: Schema
+    classes: Sequence[str]
+    sizes: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int64]
+    fingerprint: str
+    layout: Layout
+
+    def _setup(
+        self,
+        columns: Mapping[str, Column],
+        count: int,
+        stamps: Sequence[str],
+        classes: Sequence[str] = (),
+        structure: Any = None,
+    ) -> None:
+        """Take the columns as fields.
+
+        Args:
+            stamps: what changes when the data do.
+        """
+        if not count:
+            raise SourceError(f"{self.path} holds no samples")
+        self._columns = dict(columns)
+        self._count = count
+        self.schema = Schema(
+            tuple((name, column.kind) for name, column in columns.items()), structure
+        )
+        bodies = {name: column.bodies() for name, column in columns.items()}
+        known = {name: body for name, body in bodies.items() if body is not None}
+        self.sizes = self.schema.payload_sizes(count, known)
+        if self.schema.is_fixed:
+            self.sizes = np.broadcast_to(np.int64(self.schema.overhead), count)
+        self.classes = list(classes)
+        self.labels = self._find_labels()
+        unit = max(column.unit for column in columns.values())
+        units = np.arange(0, count, unit, dtype=np.int64) if unit > 1 else None
+        self.layout = cut_blocks(self.sizes, Order(count, 0, shuffled=False), units)
+        self._unit = unit
+        self._kept: OrderedDict[int, list[bytes | memoryview]] = OrderedDict()
+        self._kept_bytes = 0
+        self._kept_lock = threading.Lock()
+        self.fingerprint = fingerprint_of(
+            type(self).__name__, 1, self.schema.to_json(), *stamps, self.layout.starts
+        )
+
+    def __len__(self) -> int:
+        return self._count
+
+    def name(self, sample: int) -> str:
+        return f"{sample:09d}"
+
+    def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
+        samples = np.asarray(samples, np.int64)
+        if len(samples) == 1 and self._unit > 1:
+            return [self._kept_row(int(samples[0]))]
+        order = np.argsort(samples, kind="stable")
+        payloads: list[bytes | memoryview] = [b""] * len(samples)
+        start = 0
+        for k in range(1, len(order) + 1):
+            if k < len(order) and samples[order[k]] <= samples[order[k - 1]] + 1:
+                continue
+            low, high = int(samples[order[start]]), int(samples[order[k - 1]]) + 1
+            found = self._payloads(low, high)
+            for slot in order[start:k].tolist():
+                payloads[slot] = found[int(samples[slot]) - low]
+            start = k
+        return payloads
+
+    def _kept_row(self, sample: int) -> bytes | memoryview:
+        """One sample, out of the chunk that it lies in, which is kept for its neighbours."""
+        chunk = sample // self._unit
+        with self._kept_lock:
+            kept = self._kept.get(chunk)
+            if kept is not None:
+                self._kept.move_to_end(chunk)
+                return kept[sample - chunk * self._unit]
+        low = chunk * self._unit
+        high = min(low + self._unit, self._count)
+        size = int(self.sizes[low:high].sum())
+        if size > KEPT_BYTES:
+            return self._payloads(sample, sample + 1)[0]
+        rows = self._payloads(low, high)
+        with self._kept_lock:
+            if chunk not in self._kept:
+                self._kept[chunk] = rows
+                self._kept_bytes += size
+            while self._kept_bytes > KEPT_BYTES:
+                _, gone = self._kept.popitem(last=False)
+                self._kept_bytes -= sum(len(row) for row in gone)
+        return rows[sample - low]
+
+    def _payloads(self, low: int, high: int) -> list[bytes | memoryview]:
+        try:
+            columns = {name: column.rows(low, high) for name, column in self._columns.items()}
+            if self.schema.is_fixed:
+                arrays = {name: np.asarray(values) for name, values in columns.items()}
+                return self.schema.join_fixed(high - low, arrays)
+            return [
+                self.schema.join({name: values[k] for name, values in columns.items()})
+                for k in range(high - low)
+            ]
+        except (SourceError, CorruptBlock):
+            raise
+        except Exception as error:  # Of the library's that reads the format: any kind.
+            raise SourceError(
+                f"{self.path}, samples {low} to {high - 1} cannot be read: {error}"
+            ) from error
+
+    def _find_labels(self) -> npt.NDArray[np.int64]:
+        for name in _LABELS:
+            kind = self.schema.kinds.get(name)
+            if kind is not None and kind.scalar and "int" in kind.text:
+                try:
+                    return np.asarray(self._columns[name].rows(0, self._count)).astype(np.int64)
+                except Exception as error:
+                    raise SourceError(f"{self.path}: {name} cannot be read: {error}") from error
+        return np.broadcast_to(np.int64(0), self._count)
+
+
+def choose(
+    path: str, shapes: Mapping[str, tuple[int, ...]], names: Sequence[str]
+) -> tuple[list[str], int]:
+    """(the arrays that are fields, number of samples).
+
+    Args:
+        shapes: of all arrays that there are.
+        names: those asked for; without, all that have as many rows.
+
+    Raises UsageError where that leaves a choice.
+    """
+    own = [
+        name
+        for name in shapes
+        if not name.endswith((ENDS, SHAPE)) and (len(shapes[name]) or name in names)
+    ]
+    for name in names:
+        if name not in own:
+            raise UsageError(
+                f"{path} holds no {name!r}: it has {', '.join(own[:20]) or 'no arrays'}"
+            )
+    chosen = list(names) or own
+    counts = {
+        name: shapes[name + ENDS][0] if name + ENDS in shapes else (*shapes[name], 0)[0]
+        for name in chosen
+    }
+    if not chosen:
+        raise SourceError(f"{path} holds no arrays")
+    if len(set(counts.values())) > 1:
+        told = ", ".join(f"{name} has {count}" for name, count in list(counts.items())[:20])
+        raise UsageError(
+            f"{path}: its arrays differ in rows ({told}): name those that make samples, as in "
+            f"{path}::{chosen[0]}"
+        )
+    return chosen, counts[chosen[0]]
+
+
+def slab(select: Select, name: str, shape: tuple[int, ...]) -> tuple[Any, ...]:
+    """What of a field's own dimensions is selected. Raises UsageError for what cannot be."""
+    if select is None:
+        return ()
+    if isinstance(select, Mapping):
+        chosen = tuple(select.get(name, ()))
+    else:
+        chosen = select if len(select) == len(shape) else ()
+    if len(chosen) > len(shape):
+        raise UsageError(f"select= has {len(chosen)} dimensions for {name!r}, which has {shape}")
+    for part, size in zip(chosen, shape, strict=False):
+        if isinstance(part, slice):
+            if part.indices(size)[2] < 1 or not len(range(*part.indices(size))):
+                raise UsageError(f"select= leaves nothing of {name!r}, which has {shape}")
+        elif not isinstance(part, int) or not -size <= part < size:
+            raise UsageError(f"select= takes slices and numbers within {shape} for {name!r}")
+    return tuple(
+        slice(*part.indices(size)) if isinstance(part, slice) else part % size
+        for part, size in zip(chosen, shape, strict=False)
+    )
+
+
+def slab_shape(shape: tuple[int, ...], select: tuple[Any, ...]) -> tuple[int, ...]:
+    """The shape of a slab."""
+    parts = (*select, *[slice(None)] * (len(shape) - len(select)))
+    return tuple(
+        len(range(*part.indices(size)))
+        for part, size in zip(parts, shape, strict=True)
+        if isinstance(part, slice)
+    )
+
+
+def told_schema(text: Any, path: str) -> tuple[Schema, list[str]] | None:
+    """(schema, classes) that `dlio pack` wrote as an attribute; None without one."""
+    if text is None:
+        return None
+    try:
+        told = json.loads(text)
+        return Schema.from_rows(told["schema"]), [str(name) for name in told["classes"]]
+    except (ValueError, KeyError, TypeError, RecursionError, CorruptBlock) as error:
+        raise SourceError(f"{path}: its attribute {SCHEMA} makes no sense: {error}") from error
+
+
+def storable(dtype: Any) -> bool:
+    """Whether arrays of a type can be fields."""
+    return getattr(dtype, "name", "") in DTYPES
+
+
+def looks_like(first: bytes) -> str:
+    """The kind of a value by its first bytes."""
+    if first.startswith(_JPEG):
+        return "jpeg"
+    if first.startswith(_PNG):
+        return "png"
+    return "webp" if first[:4] == b"RIFF" and first[8:12] == b"WEBP" else "bytes"

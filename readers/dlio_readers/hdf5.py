@@ -1,0 +1,347 @@
+"""HDF5: data sets of one or several files, whose row i is sample i.
+
+What would lead out of the file is refused: external storage, external links, virtual data sets of
+other files. Data sets that lie in one piece are read past HDF5, side by side; chunks through it,
+one at a time, as its lock has it.
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.errors import SourceError, UsageError
+from dlio.reader import MAX_BLOCK_BYTES
+from dlio.schema import Schema
+from dlio.source import File, expand, own_name, split_fields
+from dlio_readers.columns import (
+    ENDS,
+    SCHEMA,
+    SHAPE,
+    Column,
+    ColumnReader,
+    PlainColumn,
+    RaggedColumn,
+    Select,
+    choose,
+    looks_like,
+    slab,
+    storable,
+    told_schema,
+)
+
+_SUFFIXES: Final = (".h5", ".hdf5", ".hdf", ".he5")
+_MAGIC: Final = b"\x89HDF\r\n\x1a\n"
+_MAX_SETS: Final = 1 << 12
+
+
+class Hdf5Reader(ColumnReader):
+    """Reads `file.h5::images,labels`, several files one after another.
+
+    Args:
+        path: a file, a pattern or a list, with the names of data sets behind `::`; without
+            names, all that have as many rows.
+        select: a slab of every sample, read and nothing else: `{"volume": (slice(0, 64),)}`.
+
+    Raises SourceError for damaged files and for what leads out of them, UsageError where names
+    leave a choice.
+    """
+
+    format = "hdf5"
+
+    def __init__(self, path: str | Sequence[str], select: Select = None) -> None:
+        self._given = path, select
+        urls, names = _split(path)
+        self.path = path if isinstance(path, str) else " ".join(path)
+        self._files = [_Hdf5File(File(url)) for url in urls]
+        tables = [file.columns(names, select) for file in self._files]
+        first = tables[0]
+        for file, table in zip(self._files, tables, strict=True):
+            kinds = {name: column.kind for name, column in table.items()}
+            if kinds != {name: column.kind for name, column in first.items()}:
+                raise SourceError(f"{file.file.name} and {urls[0]} hold different data sets")
+        counts = [file.count for file in self._files]
+        columns: dict[str, Column] = {
+            name: first[name]
+            if len(tables) == 1
+            else _Joined([table[name] for table in tables], counts)
+            for name in first
+        }
+        stamps = [f"{file.file.url} {file.file.stamp}" for file in self._files]
+        told = self._files[0].told
+        self._setup(
+            columns,
+            sum(counts),
+            [*stamps, repr(select)],
+            self._files[0].classes,
+            told.structure if told is not None and len(told.fields) == len(columns) else None,
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Hdf5Reader, self._given
+
+    @staticmethod
+    def recognises(path: str) -> str | None:
+        url = split_fields(expand(path)[0])[0]
+        if own_name(url).endswith(_SUFFIXES):
+            return None
+        try:
+            return None if File(url).read(0, 8) == _MAGIC else "does not begin as HDF5 does"
+        except SourceError:
+            return "is no file"
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+
+def _split(path: str | Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """(files, names of data sets): the names behind the last path count for all."""
+    paths = [path] if isinstance(path, str) else list(path)
+    parts = [split_fields(each) for each in paths]
+    names = next((names for _, names in reversed(parts) if names), ())
+    return expand([url for url, _ in parts]), names
+
+
+class _Joined:
+    """A column of several files, one after another."""
+
+    def __init__(self, parts: Sequence[Column], counts: Sequence[int]) -> None:
+        self._parts = parts
+        self._firsts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        self.kind = parts[0].kind
+        self.unit = parts[0].unit
+
+    def bodies(self) -> npt.NDArray[np.int64] | None:
+        found = [part.bodies() for part in self._parts]
+        known = [body for body in found if body is not None]
+        return np.concatenate(known) if known else None
+
+    def rows(self, start: int, stop: int) -> Any:
+        found: list[Any] = []
+        first = int(np.searchsorted(self._firsts, start, side="right")) - 1
+        for k in range(first, len(self._parts)):
+            low, high = int(self._firsts[k]), int(self._firsts[k + 1])
+            if low >= stop:
+                break
+            found.append(self._parts[k].rows(max(start, low) - low, min(stop, high) - low))
+        if all(isinstance(part, np.ndarray) for part in found):
+            return np.concatenate(found)
+        return [value for part in found for value in part]
+
+
+class _Hdf5File:
+    """One file, opened when it is needed, and again after `close`."""
+
+    def __init__(self, file: File) -> None:
+        self.file = file
+        self.count = 0
+        self.classes: list[str] = []
+        self.told: Schema | None = None
+        self.lock = threading.RLock()
+        self._opened: Any = None
+
+    def handle(self) -> Any:
+        """The h5py file; call with the lock held."""
+        if self._opened is None:
+            import h5py
+
+            local = self.file.local_path
+            try:
+                self._opened = h5py.File(local or self.file.open(), "r", rdcc_nbytes=8 << 20)
+            except OSError as error:
+                raise SourceError(
+                    f"{self.file.name} is no HDF5 file, or a damaged one: {error}"
+                ) from error
+        return self._opened
+
+    def close(self) -> None:
+        with self.lock:
+            if self._opened is not None:
+                self._opened.close()
+                self._opened = None
+
+    def columns(self, names: Sequence[str], select: Select) -> dict[str, Column]:
+        with self.lock:
+            try:
+                return self._columns(names, select)
+            except (OSError, RuntimeError, KeyError) as error:
+                if isinstance(error, SourceError):
+                    raise
+                raise SourceError(f"{self.file.name} is damaged: {error}") from error
+
+    def _columns(self, names: Sequence[str], select: Select) -> dict[str, Column]:
+        root = self.handle()
+        sets = self._find(root, names)
+        shapes = {name: tuple(found.shape) for name, found in sets.items()}
+        told = told_schema(root.attrs.get(SCHEMA), self.file.name)
+        if told is not None:
+            self.told, self.classes = told
+            names = names or [name for name, _ in self.told.fields]
+        chosen, self.count = choose(self.file.name, shapes, names)
+        made: dict[str, Column] = {}
+        for name in chosen:
+            found = sets[name]
+            if "classes" in found.attrs:
+                self.classes = [
+                    text.decode() if isinstance(text, bytes) else str(text)
+                    for text in found.attrs["classes"]
+                ]
+            made[name] = self._column(name, found, sets, select)
+        return made
+
+    def _column(self, name: str, found: Any, sets: Mapping[str, Any], select: Select) -> Column:
+        import h5py
+
+        where = f"{self.file.name}::{name}"
+        if name + ENDS in sets:
+            ends = np.asarray(sets[name + ENDS][...]).astype(np.int64)
+            shapes = sets[name + SHAPE][...].astype(np.int64) if name + SHAPE in sets else None
+            kind = self.told.kinds[name].text if self.told and name in self.told.kinds else None
+            return RaggedColumn(self._array(found), ends, shapes, kind or "bytes", where)
+        if h5py.check_string_dtype(found.dtype) is not None:
+            return _ValuesColumn(self, found.name, self.count, "text", where)
+        vlen = h5py.check_vlen_dtype(found.dtype)
+        if vlen is not None:
+            if np.dtype(vlen) != np.uint8:
+                raise UsageError(f"{where}: values of varying length are read as bytes only")
+            first = bytes(found[0][:16]) if self.count else b""
+            return _ValuesColumn(self, found.name, self.count, looks_like(first), where)
+        if not storable(found.dtype):
+            raise UsageError(f"{where} is {found.dtype}, which samples cannot have: leave it out")
+        unit = found.chunks[0] if found.chunks else 1
+        # Rows beyond a block's worth are no unit to keep together.
+        row = max(1, found.dtype.itemsize * int(np.prod(found.shape[1:], dtype=np.int64)))
+        unit = unit if unit * row <= 4 * MAX_BLOCK_BYTES else 1
+        chosen = slab(select, name, tuple(found.shape[1:]))
+        return PlainColumn(self._array(found), unit, chosen)
+
+    def _array(self, found: Any) -> Any:
+        """An array to read from: past HDF5 where a data set lies in one piece of a local file."""
+        offset = found.id.get_offset() if found.chunks is None else None
+        plain = found.dtype.isnative and found.nbytes > 0
+        if offset is not None and self.file.local_path is not None and plain:
+            if offset + found.nbytes > self.file.size:
+                raise SourceError(f"{self.file.name} is cut off: restore it")
+            return _Contiguous(self.file, offset, tuple(found.shape), found.dtype)
+        return _Chunked(self, found.name, tuple(found.shape), found.dtype)
+
+    def _find(self, root: Any, names: Sequence[str]) -> dict[str, Any]:
+        """The data sets of the file, or those named, refusing whatever leads out of it."""
+        import h5py
+
+        sets: dict[str, Any] = {}
+
+        def look(group: Any, prefix: str) -> None:
+            for key in group:
+                name = prefix + key
+                link = group.get(key, getlink=True)
+                asked = not names or any(
+                    n == name or n.startswith(f"{name}/") or name in (n + ENDS, n + SHAPE)
+                    for n in names
+                )
+                if not asked:
+                    continue
+                if not isinstance(link, h5py.HardLink):
+                    if names:
+                        raise SourceError(
+                            f"{self.file.name}::{name} is a link, which dlio does not follow: "
+                            "name what it leads to"
+                        )
+                    continue
+                found = group[key]
+                if isinstance(found, h5py.Group):
+                    if prefix.count("/") < 16:
+                        look(found, f"{name}/")
+                elif isinstance(found, h5py.Dataset):
+                    self._check(name, found)
+                    sets[name] = found
+                    if len(sets) > _MAX_SETS:
+                        raise UsageError(f"{self.file.name} holds over {_MAX_SETS} data sets")
+
+        look(root, "")
+        return sets
+
+    def _check(self, name: str, found: Any) -> None:
+        where = f"{self.file.name}::{name}"
+        if found.external:
+            raise SourceError(f"{where} lies in another file (external storage): refused")
+        if found.is_virtual:
+            others = {source.file_name for source in found.virtual_sources()} - {"."}
+            if others:
+                raise SourceError(f"{where} is made of other files (virtual): name those instead")
+
+
+class _Chunked:
+    """A data set that is read through HDF5."""
+
+    def __init__(
+        self, file: _Hdf5File, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> None:
+        self._file, self._name = file, name
+        self.shape, self.dtype = shape, dtype
+
+    def __getitem__(self, key: Any) -> Any:
+        with self._file.lock:
+            return self._file.handle()[self._name][key]
+
+
+class _Contiguous:
+    """A data set that lies in one piece: read with the kernel's own calls, in parallel."""
+
+    def __init__(
+        self, file: File, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> None:
+        self._file, self._offset = file, offset
+        self.shape, self.dtype = shape, dtype
+        self._row = dtype.itemsize * int(np.prod(shape[1:], dtype=np.int64))
+
+    def __getitem__(self, key: Any) -> npt.NDArray[Any]:
+        parts = key if isinstance(key, tuple) else (key,)
+        if parts[0] is Ellipsis:
+            parts = (slice(None),)
+        first, last, _ = parts[0].indices(self.shape[0])
+        if len(parts) == 2 and isinstance(parts[1], slice) and self._row and first < last:
+            return self._rows_of_slab(first, last, parts[1])
+        memory = bytearray((last - first) * self._row)
+        self._file.read_into(self._offset + first * self._row, memoryview(memory))
+        found = np.frombuffer(memory, self.dtype).reshape(last - first, *self.shape[1:])
+        return found[(slice(None), *parts[1:])] if len(parts) > 1 else found
+
+    def _rows_of_slab(self, first: int, last: int, part: slice) -> npt.NDArray[Any]:
+        """A stretch of each row's first dimension: only that is read."""
+        start, stop, step = part.indices(self.shape[1])
+        line = self._row // self.shape[1]
+        out = np.empty((last - first, stop - start, *self.shape[2:]), self.dtype)
+        for k in range(last - first):
+            at = self._offset + (first + k) * self._row + start * line
+            self._file.read_into(at, memoryview(out[k].reshape(-1).view(np.uint8)))
+        return out[:, ::step]
+
+
+class _ValuesColumn:
+    """Strings, or bytes of varying length, as HDF5 has them."""
+
+    def __init__(self, file: _Hdf5File, name: str, count: int, kind: str, where: str) -> None:
+        self._file, self._name, self._count = file, name, count
+        self.kind = kind
+        self.unit = 1
+        self._where = where
+        self._bodies: npt.NDArray[np.int64] | None = None
+
+    def bodies(self) -> npt.NDArray[np.int64]:
+        if self._bodies is None:
+            sizes = [
+                len(value)
+                for start in range(0, self._count, 1024)
+                for value in self.rows(start, min(start + 1024, self._count))
+            ]
+            self._bodies = np.array(sizes, np.int64)
+        return self._bodies
+
+    def rows(self, start: int, stop: int) -> list[bytes]:
+        with self._file.lock:
+            found = self._file.handle()[self._name][start:stop]
+        return [value.encode() if isinstance(value, str) else bytes(value) for value in found]

@@ -1,0 +1,464 @@
+"""MosaicML Streaming's MDS, to be read: `index.json` beside shards, raw or compressed.
+
+A shard is a u32 count, count + 1 u32 offsets, then samples: a u32 size for each column whose size
+is not the same for all, then the columns' bytes.
+
+Columns that need pickle (`pkl`) are refused. A compressed shard is decompressed whole, once for a
+stretch of samples, and the last few are kept.
+"""
+
+import gzip
+import json
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.errors import SourceError
+from dlio.index import Arrays, cached_index, fingerprint_of
+from dlio.order import Order
+from dlio.reader import cut_blocks
+from dlio.schema import Schema, array_kind
+from dlio.source import File, Source, expand
+
+_VERSION: Final = 1
+_INDEX: Final = "index.json"
+_MAX_INDEX: Final = 64 << 20
+_MAX_SHARD: Final = 2 << 30
+_MAX_COLUMNS: Final = 256
+_KEPT_BYTES: Final = 256 << 20
+_PLAIN: Final = {
+    "bytes": "bytes",
+    "str": "text",
+    "str_int": "text",
+    "str_float": "text",
+    "str_decimal": "text",
+    "jpeg": "jpeg",
+    "png": "png",
+    "json": "json",
+    "jpeg_array": "bytes",
+    "jpegarray": "bytes",
+    "list[jpeg]": "bytes",
+    "list[png]": "bytes",
+}
+_NUMBERS: Final = (
+    *("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+    *("float16", "float32", "float64"),
+)
+_CODES: Final = {
+    8: "uint8",
+    9: "int8",
+    16: "uint16",
+    17: "int16",
+    18: "float16",
+    32: "uint32",
+    33: "int32",
+    34: "float32",
+    64: "uint64",
+    65: "int64",
+    66: "float64",
+}
+_LABELS: Final = ("label", "class", "target", "y", "cls")
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """One column of the samples."""
+
+    name: str
+    encoding: str
+    size: int | None
+    """Bytes, where they are the same for all."""
+    dtype: str = ""
+    shape: tuple[int, ...] | None = None
+    """Of arrays; None where it stands before each one's data."""
+
+    @property
+    def array(self) -> bool:
+        return self.encoding.split(":")[0] == "ndarray"
+
+
+class MdsReader:
+    """Reads a folder with an `index.json`. Samples are numbered as the index lists shards.
+
+    Raises SourceError for what is damaged, or needs pickle.
+    """
+
+    format = "mds"
+    objects = False
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._source = Source(path)
+        shards = _shards(self._source)
+        self._fields = _fields(shards[0], self._source)
+        own, _, chain = path.partition("::")
+        tail = f"::{chain}" if chain else ""
+        self._shards = []
+        for shard in shards:
+            if _fields(shard, self._source) != self._fields:
+                raise SourceError(f"{self._source.path(_INDEX)}: its shards differ in columns")
+            name, opener = _file_of(shard, self._source)
+            file = File(f"{own.rstrip('/')}/{name}{tail}")
+            self._shards.append(_Shard(file, int(shard["raw_data"]["bytes"]), opener))
+        counts = [_whole(shard["samples"], 1 << 32, self._source) for shard in shards]
+        self._firsts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        total = int(self._firsts[-1])
+        if not total:
+            raise SourceError(f"{path} holds no samples")
+        index = cached_index(
+            "mds", _VERSION, [shard.file for shard in self._shards], lambda: self._build(counts)
+        )
+        self._starts, self._bodies = index["starts"], index["bodies"]
+        dims = json.loads(index["dims"].tobytes())
+        self.schema = Schema(tuple((f.name, _kind(f, dims.get(f.name))) for f in self._fields))
+        known = {
+            field.name: self._bodies[:, k]
+            for k, field in enumerate(self._fields)
+            if not self.schema.kinds[field.name].fixed
+        }
+        self.sizes = self.schema.payload_sizes(total, known)
+        self.classes: Sequence[str] = []
+        self._labels: npt.NDArray[np.int64] | None = None
+        self.layout = cut_blocks(self.sizes, Order(total, 0, shuffled=False))
+        stamps = [f"{shard.file.url} {shard.file.stamp}" for shard in self._shards]
+        self.fingerprint = fingerprint_of(
+            "mds", _VERSION, self.schema.to_json(), *stamps, self.layout.starts
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MdsReader, (self.path,)
+
+    @staticmethod
+    def recognises(path: str) -> str | None:
+        source = Source(expand(path)[0])
+        if not source.is_folder() or not source.exists(_INDEX):
+            return f"holds no {_INDEX}"
+        try:
+            return None if _shards(source) else "its index.json is not MDS's"
+        except SourceError:
+            return "its index.json is not MDS's"
+
+    @property
+    def labels(self) -> npt.NDArray[np.int64]:
+        """The column that is called as labels are called."""
+        if self._labels is None:
+            name = next((n for n in _LABELS if n in self.schema.kinds), "")
+            kind = self.schema.kinds.get(name)
+            if kind is None or not kind.scalar or "int" not in kind.text:
+                self._labels = np.broadcast_to(np.int64(0), len(self))
+            else:
+                blocks = map(self.layout.samples_of, range(self.layout.blocks))
+                payloads = (payload for block in blocks for payload in self.read(block))
+                values = [self.schema.split(payload)[name] for payload in payloads]
+                self._labels = np.array(values, np.int64)
+        return self._labels
+
+    def __len__(self) -> int:
+        return int(self._firsts[-1])
+
+    def name(self, sample: int) -> str:
+        return f"{sample:09d}"
+
+    def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
+        samples = np.asarray(samples, np.int64)
+        payloads: list[bytes | memoryview] = [b""] * len(samples)
+        order = np.argsort(samples, kind="stable")
+        shard_of = np.searchsorted(self._firsts, samples, side="right") - 1
+        start = 0
+        for k in range(1, len(order) + 1):
+            here, before = order[k] if k < len(order) else -1, order[k - 1]
+            near = k < len(order) and samples[here] <= samples[before] + 1
+            if near and shard_of[here] == shard_of[before]:
+                continue
+            low, high = int(samples[order[start]]), int(samples[before]) + 1
+            number = int(shard_of[before])
+            first = int(self._starts[low])
+            end = int(self._starts[high - 1]) + self._length(high - 1)
+            data = self._shards[number].read(first, end - first)
+            for slot in order[start:k].tolist():
+                payloads[slot] = self._payload(int(samples[slot]), data, first)
+            start = k
+        return payloads
+
+    def close(self) -> None:
+        for shard in self._shards:
+            shard.close()
+
+    def _length(self, sample: int) -> int:
+        """Stored bytes of a sample, its sizes included."""
+        return int(self._bodies[sample, -1])
+
+    def _payload(self, sample: int, data: memoryview, first: int) -> bytes:
+        start = int(self._starts[sample]) - first
+        view = data[start : start + self._length(sample)]
+        try:
+            parts = _split(view, self._fields)
+            values = {
+                field.name: _value(field, part, self.schema)
+                for field, part in zip(self._fields, parts, strict=True)
+            }
+            return self.schema.join(values)
+        except (ValueError, IndexError) as error:
+            number = int(np.searchsorted(self._firsts, sample, side="right")) - 1
+            raise SourceError(
+                f"{self._shards[number].file.name}: sample {sample} is damaged ({error})"
+            ) from error
+
+    def _build(self, counts: Sequence[int]) -> Arrays:
+        """Where samples are, and their columns' sizes; reads through all shards once."""
+        starts, bodies = [], []
+        dims: dict[str, tuple[str, list[int | None]]] = {}
+        for shard, count in zip(self._shards, counts, strict=True):
+            head = shard.read(0, 4 * (count + 2))
+            told = np.frombuffer(head, "<u4")
+            ends = told[1:].astype(np.int64)
+            if int(told[0]) != count or (np.diff(ends) < 0).any() or ends[-1] > shard.raw_bytes:
+                raise SourceError(f"{shard.file.name}: its offsets make no sense: restore it")
+            data = shard.read(0, shard.raw_bytes)
+            for k in range(count):
+                view = data[int(ends[k]) : int(ends[k + 1])]
+                try:
+                    parts = _split(view, self._fields)
+                    row = [_body(f, p, dims) for f, p in zip(self._fields, parts, strict=True)]
+                except (ValueError, IndexError) as error:
+                    raise SourceError(
+                        f"{shard.file.name}: sample {k} is damaged ({error}): restore it"
+                    ) from error
+                starts.append(int(ends[k]))
+                bodies.append([*row, len(view)])
+        told_dims = json.dumps({name: [dtype, shape] for name, (dtype, shape) in dims.items()})
+        return {
+            "starts": np.array(starts, np.int64),
+            "bodies": np.array(bodies, np.int64),
+            "dims": np.frombuffer(told_dims.encode(), np.uint8),
+        }
+
+
+class _Shard:
+    """One file of samples; decompressed when it is first read, and kept for a while."""
+
+    _kept: ClassVar[OrderedDict[tuple[str, str], bytes]] = OrderedDict()
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(
+        self, file: File, raw_bytes: int, opener: Callable[[bytes, int], bytes] | None
+    ) -> None:
+        if not 0 <= raw_bytes <= _MAX_SHARD:
+            raise SourceError(f"{file.name}: a shard of {raw_bytes} bytes is not MDS's")
+        self.file, self.raw_bytes, self._opener = file, raw_bytes, opener
+        self._key = file.url, file.stamp
+
+    def read(self, offset: int, count: int) -> memoryview:
+        if offset + count > self.raw_bytes:
+            raise SourceError(f"{self.file.name} is shorter than its index says: restore it")
+        if self._opener is None:
+            memory = memoryview(bytearray(count))
+            self.file.read_into(offset, memory)
+            return memory
+        return memoryview(self._raw())[offset : offset + count]
+
+    def close(self) -> None:
+        with _Shard._lock:
+            _Shard._kept.pop(self._key, None)
+
+    def _raw(self) -> bytes:
+        with _Shard._lock:
+            if self._key in _Shard._kept:
+                _Shard._kept.move_to_end(self._key)
+                return _Shard._kept[self._key]
+            assert self._opener is not None
+            try:
+                data = self._opener(self.file.read(), self.raw_bytes)
+            except (OSError, EOFError, ValueError, ImportError) as error:
+                if isinstance(error, SourceError):
+                    raise
+                raise SourceError(f"{self.file.name} cannot be decompressed: {error}") from error
+            if len(data) != self.raw_bytes:
+                raise SourceError(f"{self.file.name} is not as long as its index says: restore it")
+            _Shard._kept[self._key] = data
+            while len(_Shard._kept) > 1 and sum(map(len, _Shard._kept.values())) > _KEPT_BYTES:
+                _Shard._kept.popitem(last=False)
+            return data
+
+
+def _shards(source: Source) -> list[dict[str, Any]]:
+    """The entries of index.json. Raises SourceError when it is not MDS's."""
+    text = source.read(_INDEX, 0, _MAX_INDEX + 1)
+    where = source.path(_INDEX)
+    try:
+        if len(text) > _MAX_INDEX:
+            raise ValueError("too long")
+        shards = json.loads(text)["shards"]
+        if not shards or any(shard["format"] != "mds" for shard in shards):
+            raise ValueError("other formats")
+        for shard in shards:
+            shard["raw_data"]["basename"], shard["raw_data"]["bytes"], shard["samples"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise SourceError(f"{where} is no index of MDS shards ({error})") from error
+    return list(shards)
+
+
+def _whole(value: Any, bound: int, source: Source) -> int:
+    if not isinstance(value, int) or not 0 <= value < bound:
+        raise SourceError(f"{source.path(_INDEX)}: {value!r} makes no sense: restore it")
+    return value
+
+
+def _file_of(
+    shard: dict[str, Any], source: Source
+) -> tuple[str, Callable[[bytes, int], bytes] | None]:
+    """(file, what decompresses it): the raw file if it is there."""
+    raw, packed = shard["raw_data"], shard.get("zip_data")
+    for part in (raw, packed):
+        if part and ("/" in str(part["basename"]) or str(part["basename"]).startswith("..")):
+            raise SourceError(f"{source.path(_INDEX)} names files outside of its folder: refused")
+    if not packed or source.exists(str(raw["basename"])):
+        return str(raw["basename"]), None
+    kind = str(shard.get("compression", "")).split(":")[0]
+    if kind == "gz":
+        return str(packed["basename"]), _gunzip
+    if kind == "zstd":
+        return str(packed["basename"]), _unzstd
+    raise SourceError(
+        f"{source.path(_INDEX)}: shards are compressed with {kind!r}: dlio reads zstd and gz; "
+        "decompress them (MDS: keep_zip)"
+    )
+
+
+def _gunzip(data: bytes, size: int) -> bytes:
+    import io
+
+    with gzip.GzipFile(fileobj=io.BytesIO(data)) as stream:
+        return stream.read(size + 1)
+
+
+def _unzstd(data: bytes, size: int) -> bytes:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise ImportError("pip install zstandard") from error
+    try:
+        return bytes(zstandard.ZstdDecompressor().decompressobj().decompress(data)[: size + 1])
+    except zstandard.ZstdError as error:
+        raise ValueError(str(error)) from error
+
+
+def _fields(shard: dict[str, Any], source: Source) -> list[_Field]:
+    where = source.path(_INDEX)
+    try:
+        rows = list(
+            zip(
+                shard["column_names"],
+                shard["column_encodings"],
+                shard["column_sizes"],
+                strict=True,
+            )
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise SourceError(f"{where}: its columns make no sense: restore it") from error
+    fields = []
+    for name, encoding, size in rows[: _MAX_COLUMNS + 1]:
+        base, *told = str(encoding).split(":")
+        if base in ("pkl", "pil", "list[pil]"):
+            raise SourceError(
+                f"{where}: column {name!r} is {encoding}, which needs pickle or Pillow to be read: "
+                "write it again as jpeg, png, json or ndarray"
+            )
+        if base not in _PLAIN and base not in (*_NUMBERS, "int", "ndarray"):
+            raise SourceError(f"{where}: column {name!r} is {encoding}, which dlio does not know")
+        dtype = told[0] if told else ""
+        if base == "ndarray" and dtype and dtype not in _NUMBERS:
+            raise SourceError(f"{where}: column {name!r} is {encoding}, which makes no sense")
+        try:
+            shape = tuple(int(part) for part in told[1].split(",")) if len(told) > 1 else None
+        except ValueError as error:
+            raise SourceError(f"{where}: column {name!r} is {encoding}") from error
+        width = None if size is None else _whole(size, 1 << 31, source)
+        if base in _NUMBERS or base == "int":
+            expected = np.dtype("int64" if base == "int" else base).itemsize
+        elif base == "ndarray" and shape is not None and dtype:
+            expected = math.prod(shape) * np.dtype(dtype).itemsize
+        else:
+            expected = width if width is not None else -1
+        if width is not None and width != expected:
+            raise SourceError(f"{where}: column {name!r} of {width} bytes is no {encoding}")
+        fields.append(_Field(str(name), str(encoding), width or None, dtype, shape))
+    if not 0 < len(fields) <= _MAX_COLUMNS:
+        raise SourceError(f"{where}: {len(rows)} columns make no sense")
+    return fields
+
+
+def _split(view: memoryview, fields: Sequence[_Field]) -> list[memoryview]:
+    """A sample's columns. Raises ValueError when they do not add up."""
+    variable = sum(field.size is None for field in fields)
+    if len(view) < 4 * variable:
+        raise ValueError("too short")
+    told = iter(np.frombuffer(view[: 4 * variable], "<u4").tolist())
+    at = 4 * variable
+    parts = []
+    for field in fields:
+        size = next(told) if field.size is None else field.size
+        parts.append(view[at : at + size])
+        at += size
+    if at != len(view):
+        raise ValueError("its columns do not add up to its bytes")
+    return parts
+
+
+def _array_head(field: _Field, part: memoryview) -> tuple[str, tuple[int, ...], int]:
+    """(dtype, shape, offset of the data) of an array. Raises ValueError, IndexError."""
+    at = 0
+    dtype = field.dtype
+    if not dtype:
+        if part[0] not in _CODES:
+            raise ValueError(f"array of type {part[0]}")
+        dtype, at = _CODES[part[0]], 1
+    shape = field.shape
+    if shape is None:
+        ndim, width = part[at] >> 2, 1 << (part[at] & 3)
+        at += 1
+        if ndim > 32 or at + ndim * width > len(part):
+            raise ValueError("array with too many dimensions")
+        sizes = np.frombuffer(part[at : at + ndim * width], f"<u{width}")
+        shape = tuple(int(size) for size in sizes)
+        at += ndim * width
+    if math.prod(shape) * np.dtype(dtype).itemsize != len(part) - at:
+        raise ValueError("array of another size than its shape")
+    return dtype, shape, at
+
+
+def _body(field: _Field, part: memoryview, dims: dict[str, tuple[str, list[int | None]]]) -> int:
+    """Bytes of a column's value; learns arrays' shapes on the way."""
+    if not field.array:
+        return len(part)
+    dtype, shape, at = _array_head(field, part)
+    kind, known = dims.setdefault(field.name, (dtype, list(shape)))
+    if kind != dtype or len(known) != len(shape):
+        raise ValueError(f"{field.name} is {dtype}{list(shape)}, in others {kind}{known}")
+    for axis, size in enumerate(shape):
+        if known[axis] != size:
+            known[axis] = None
+    return len(part) - at
+
+
+def _kind(field: _Field, told: Any) -> str:
+    base = field.encoding.split(":")[0]
+    if base in _PLAIN:
+        return _PLAIN[base]
+    if base == "ndarray":
+        return array_kind(*(told or (field.dtype, field.shape)))
+    return "int64" if base == "int" else base
+
+
+def _value(field: _Field, part: memoryview, schema: Schema) -> Any:
+    if field.array:
+        dtype, shape, at = _array_head(field, part)
+        return np.frombuffer(part[at:], np.dtype(dtype).newbyteorder("<")).reshape(shape)
+    kind = schema.kinds[field.name]
+    return part if kind.dtype is None else np.frombuffer(part, kind.dtype)[0].item()

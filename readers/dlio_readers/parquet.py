@@ -1,0 +1,358 @@
+"""Parquet, as Hugging Face data sets store images: through pyarrow, a row group at a time."""
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.errors import SourceError, UsageError
+from dlio.index import Arrays, cached_index, fingerprint_of
+from dlio.order import Order
+from dlio.reader import cut_blocks
+from dlio.schema import DTYPES, Schema, array_kind
+from dlio.source import File, Source, expand, own_name, split_fields
+from dlio_readers.columns import looks_like
+
+_SUFFIXES: Final = (".parquet", ".parq")
+_VERSION: Final = 1
+_KEPT_BYTES: Final = 64 << 20
+_PROBES: Final = 8
+_LABELS: Final = ("label", "labels", "fine_label", "target", "cls", "class", "y")
+
+
+class ParquetReader:
+    """Reads Parquet files; rows are numbered as files, row groups and rows come.
+
+    A column of `struct<bytes, path>` or binary is a field of bytes, or of images where it holds
+    such; strings are text, numbers and booleans scalars, lists of numbers arrays.
+
+    Args:
+        path: a file, a folder, a pattern or a list, with the names of columns behind `::`.
+
+    Raises SourceError for what is damaged, holds nulls, or columns that samples cannot have.
+    """
+
+    format = "parquet"
+    objects = False
+
+    def __init__(self, path: str | Sequence[str]) -> None:
+        self._given = path
+        self.path = path if isinstance(path, str) else " ".join(path)
+        paths = [path] if isinstance(path, str) else list(path)
+        parts = [split_fields(each) for each in paths]
+        names = next((names for _, names in reversed(parts) if names), ())
+        self._files = [File(url) for url in _parquet_files([url for url, _ in parts])]
+        self._opened: dict[int, Any] = {}
+        self._lock = threading.RLock()
+        self._kept: OrderedDict[tuple[int, int], tuple[dict[str, Any], int]] = OrderedDict()
+        kind = "parquet-" + ("-".join(names)[:64].replace("/", "_") or "all")
+        index = cached_index(kind, _VERSION, self._files, lambda: self._build(names))
+        told = json.loads(index["head"].tobytes())
+        self.schema = Schema(tuple((name, kind) for name, kind in told["fields"]))
+        self.classes: Sequence[str] = told["classes"]
+        self._groups = index["groups"]
+        self._starts = index["starts"]
+        total = int(self._starts[-1])
+        variable = [n for n, _ in self.schema.fields if not self.schema.kinds[n].fixed]
+        bodies = {name: index["bodies"][:, k] for k, name in enumerate(variable)}
+        self.sizes = self.schema.payload_sizes(total, bodies)
+        self.labels = index["labels"]
+        units = self._starts[:-1]
+        self.layout = cut_blocks(self.sizes, Order(total, 0, shuffled=False), units)
+        stamps = [f"{file.url} {file.stamp}" for file in self._files]
+        self.fingerprint = fingerprint_of(
+            "parquet", _VERSION, self.schema.to_json(), *stamps, self.layout.starts
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ParquetReader, (self._given,)
+
+    @staticmethod
+    def recognises(path: str) -> str | None:
+        url = split_fields(expand(path)[0])[0]
+        if own_name(url).endswith(_SUFFIXES):
+            return None
+        source = Source(url)
+        if source.is_folder():
+            names = [entry.name for entry in source.listing()]
+            if any(name.lower().endswith(_SUFFIXES) for name in names):
+                return None
+        return "is no .parquet, and no folder of them"
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def name(self, sample: int) -> str:
+        return f"{sample:09d}"
+
+    def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
+        samples = np.asarray(samples, np.int64)
+        payloads: list[bytes | memoryview] = [b""] * len(samples)
+        groups = np.searchsorted(self._starts, samples, side="right") - 1
+        for group in np.unique(groups).tolist():
+            slots = np.flatnonzero(groups == group)
+            rows = samples[slots] - self._starts[group]
+            columns = self._group(group)
+            picked = {name: _take(column, rows) for name, column in columns.items()}
+            if self.schema.is_fixed:
+                found = self.schema.join_fixed(len(rows), picked)
+            else:
+                found = [
+                    self.schema.join({name: values[k] for name, values in picked.items()})
+                    for k in range(len(rows))
+                ]
+            for slot, payload in zip(slots.tolist(), found, strict=True):
+                payloads[slot] = payload
+        return payloads
+
+    def close(self) -> None:
+        with self._lock:
+            for file in self._opened.values():
+                file.close()
+            self._opened.clear()
+            self._kept.clear()
+
+    def _group(self, number: int) -> dict[str, Any]:
+        """The decoded columns of a row group; the last few are kept. Decoded by one thread: others
+        that want it, wait."""
+        file, group = (int(part) for part in self._groups[number])
+        with self._lock:
+            kept = self._kept.get((file, group))
+            if kept is not None:
+                self._kept.move_to_end((file, group))
+                return kept[0]
+            table = self._read_group(file, group, [name for name, _ in self.schema.fields])
+            columns = {
+                name: _decoded(table.column(name), kind, self._where(file, group, name))
+                for name, kind in self.schema.fields
+            }
+            self._kept[file, group] = columns, table.nbytes
+            while len(self._kept) > 1 and sum(n for _, n in self._kept.values()) > _KEPT_BYTES:
+                self._kept.popitem(last=False)
+            return columns
+
+    def _read_group(self, file: int, group: int, names: Sequence[str]) -> Any:
+        try:
+            return self._open(file).read_row_group(group, columns=list(names), use_threads=False)
+        except Exception as error:
+            raise SourceError(
+                f"{self._files[file].name}, row group {group}, cannot be read: {error}"
+            ) from error
+
+    def _open(self, number: int) -> Any:
+        with self._lock:
+            if number not in self._opened:
+                import pyarrow.parquet as pq
+
+                file = self._files[number]
+                try:
+                    self._opened[number] = pq.ParquetFile(file.local_path or file.open())
+                except Exception as error:
+                    raise SourceError(
+                        f"{file.name} is no Parquet file, or a damaged one: {error}"
+                    ) from error
+            return self._opened[number]
+
+    def _where(self, file: int, group: int, name: str) -> str:
+        return f"{self._files[file].name}, row group {group}, column {name!r}"
+
+    def _build(self, names: Sequence[str]) -> Arrays:
+        """Sizes and labels of all rows; reads through the columns of varying size once."""
+        first = self._open(0).schema_arrow
+        chosen = list(names) or first.names
+        for name in chosen:
+            if name not in first.names:
+                raise UsageError(
+                    f"{self._files[0].name} has no column {name!r}: it has {', '.join(first.names)}"
+                )
+        groups, counts = [], []
+        for number in range(len(self._files)):
+            opened = self._open(number)
+            if not opened.schema_arrow.equals(first, check_metadata=False):
+                raise SourceError(
+                    f"{self._files[number].name} has other columns than {self._files[0].name}"
+                )
+            for group in range(opened.metadata.num_row_groups):
+                groups.append((number, group))
+                counts.append(opened.metadata.row_group(group).num_rows)
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        if not starts[-1]:
+            raise SourceError(f"{self.path} holds no rows")
+        found = {name: _Found(name, first.field(name).type) for name in chosen}
+        label = next((name for name in _LABELS if name in found and found[name].whole), None)
+        labels = []
+        for number, group in groups:
+            table = self._read_group(number, group, chosen)
+            for name, each in found.items():
+                each.add(table.column(name), self._where(number, group, name))
+            if label is not None:
+                labels.append(np.asarray(table.column(label)).astype(np.int64))
+        fields = [(name, each.kind()) for name, each in found.items()]
+        bodies = [
+            np.concatenate(each.bodies)
+            for each in found.values()
+            if not Schema((("x", each.kind()),)).is_fixed
+        ]
+        total = int(starts[-1])
+        head = {"fields": fields, "classes": _class_names(first, label)}
+        return {
+            "head": np.frombuffer(json.dumps(head).encode(), np.uint8),
+            "groups": np.array(groups, np.int64),
+            "starts": starts,
+            "bodies": np.stack(bodies, 1) if bodies else np.zeros((total, 0), np.int64),
+            "labels": np.concatenate(labels) if labels else np.zeros(total, np.int64),
+        }
+
+
+class _Found:
+    """What is known of a column, added up over row groups."""
+
+    def __init__(self, name: str, kind: Any) -> None:
+        import pyarrow.types as t
+
+        self._name = name
+        self._type = kind
+        self.bodies: list[npt.NDArray[np.int64]] = []
+        self._lengths: set[int] = set()
+        self._images: set[str] = set()
+        inner = getattr(kind, "value_type", None)
+        lists = t.is_list(kind) or t.is_large_list(kind) or t.is_fixed_size_list(kind)
+        self._list = lists and _dtype(inner) is not None
+        self._bytes = _is_bytes(kind) or (
+            t.is_struct(kind) and any(f.name == "bytes" and _is_bytes(f.type) for f in kind)
+        )
+        self._text = t.is_string(kind) or t.is_large_string(kind)
+        self.whole = bool(t.is_integer(kind))
+        if not (self._list or self._bytes or self._text or _dtype(kind)):
+            raise SourceError(
+                f"column {name!r} is {kind}, which samples cannot have: name those to read, as in "
+                "x.parquet::image,label"
+            )
+
+    def add(self, column: Any, where: str) -> None:
+        import pyarrow.compute as pc
+
+        if self._bytes or self._text:
+            plain = _bytes_of(column, where)
+            self.bodies.append(np.asarray(pc.binary_length(plain)).astype(np.int64))
+            step = max(1, len(plain) // _PROBES)
+            if self._bytes:
+                self._images |= {
+                    looks_like(plain[k].as_buffer().to_pybytes()[:16])
+                    for k in range(0, len(plain), step)
+                }
+            return
+        _no_nulls(column, where)
+        if self._list:
+            lengths = np.asarray(pc.list_value_length(column)).astype(np.int64)
+            self._lengths |= set(np.unique(lengths).tolist()[:2])
+            width = np.dtype(_dtype(self._type.value_type)).itemsize
+            self.bodies.append(lengths * width)
+
+    def kind(self) -> str:
+        if self._text:
+            return "text"
+        if self._bytes:
+            if len(self._images) == 1:
+                return next(iter(self._images))
+            return "bytes" if "bytes" in self._images or not self._images else "image"
+        if self._list:
+            fixed = len(self._lengths) == 1
+            size = next(iter(self._lengths)) if fixed else None
+            return array_kind(str(_dtype(self._type.value_type)), (size,))
+        return array_kind(str(_dtype(self._type)))
+
+
+def _dtype(kind: Any) -> str | None:
+    """numpy's name of an arrow type, if arrays can have it."""
+    try:
+        name = np.dtype(kind.to_pandas_dtype()).name
+    except (NotImplementedError, TypeError):
+        return None
+    return name if name in DTYPES else None
+
+
+def _is_bytes(kind: Any) -> bool:
+    import pyarrow.types as t
+
+    return bool(t.is_binary(kind) or t.is_large_binary(kind) or t.is_fixed_size_binary(kind))
+
+
+def _bytes_of(column: Any, where: str) -> Any:
+    """A column of binary, out of a struct of it if need be."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.types as t
+
+    plain = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    if isinstance(plain, pa.ChunkedArray):
+        plain = plain.chunk(0) if plain.num_chunks else pa.array([], plain.type)
+    if t.is_struct(plain.type):
+        plain = pc.struct_field(plain, "bytes")
+        if plain.null_count:
+            raise SourceError(
+                f"{where}: {plain.null_count} rows have a path and no bytes: embed the files"
+            )
+    _no_nulls(plain, where)
+    if t.is_string(plain.type) or t.is_fixed_size_binary(plain.type):
+        plain = plain.cast(pa.binary())
+    elif t.is_large_string(plain.type):
+        plain = plain.cast(pa.large_binary())
+    return plain
+
+
+def _no_nulls(column: Any, where: str) -> None:
+    if column.null_count:
+        raise SourceError(f"{where}: {column.null_count} values are null: fill or drop those rows")
+
+
+def _decoded(column: Any, kind: str, where: str) -> Any:
+    """A column as rows are picked from it: an array, or a function of a row."""
+    if "[" not in kind and kind not in DTYPES:
+        return _bytes_of(column, where)
+    _no_nulls(column, where)
+    if "[" in kind:
+        plain = column.combine_chunks()
+        plain = plain.chunk(0) if hasattr(plain, "num_chunks") else plain
+        flat = np.asarray(plain.flatten())
+        if kind.endswith("[?]"):
+            offsets = np.asarray(plain.offsets).astype(np.int64)
+            return flat, offsets - offsets[0]
+        return flat.reshape(len(column), -1)
+    return np.asarray(column)
+
+
+def _take(column: Any, rows: npt.NDArray[np.int64]) -> Any:
+    if isinstance(column, np.ndarray):
+        return column[rows]
+    if isinstance(column, tuple):
+        flat, offsets = column
+        return [flat[offsets[row] : offsets[row + 1]] for row in rows.tolist()]
+    return [memoryview(column[row].as_buffer()) for row in rows.tolist()]
+
+
+def _class_names(schema: Any, label: str | None) -> list[str]:
+    """What Hugging Face's metadata call the labels."""
+    try:
+        told = json.loads((schema.metadata or {})[b"huggingface"])
+        names = told["info"]["features"][label]["names"]
+    except (KeyError, ValueError, TypeError, RecursionError):
+        return []
+    return [str(name) for name in names] if isinstance(names, list) else []
+
+
+def _parquet_files(paths: Sequence[str]) -> list[str]:
+    found = []
+    for each in expand(paths):
+        if own_name(each).endswith(_SUFFIXES):
+            found.append(each)
+            continue
+        names = [entry.name for entry in Source(each).listing()]
+        own, _, chain = each.partition("::")
+        tail = f"::{chain}" if chain else ""
+        found += [f"{own.rstrip('/')}/{n}{tail}" for n in names if n.lower().endswith(_SUFFIXES)]
+    return found

@@ -1,0 +1,163 @@
+"""Zarr, version 2 and 3, sharded or not, with any codec that zarr has: through zarr itself."""
+
+from collections.abc import Sequence
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from dlio.errors import SourceError, UsageError
+from dlio.reader import MAX_BLOCK_BYTES
+from dlio.source import Source, is_remote, own_name, redact, split_fields
+from dlio_readers.columns import (
+    ENDS,
+    SCHEMA,
+    SHAPE,
+    Column,
+    ColumnReader,
+    PlainColumn,
+    RaggedColumn,
+    Select,
+    choose,
+    slab,
+    storable,
+    told_schema,
+)
+
+_MARKS: Final = ("zarr.json", ".zgroup", ".zarray", ".zmetadata")
+
+
+class ZarrReader(ColumnReader):
+    """Reads a Zarr array, or arrays of a group whose row i is sample i: `x.zarr::images,labels`.
+
+    Args:
+        path: of the store, with the names of arrays behind `::`; without, all that have as many
+            rows.
+        select: a slab of every sample, read and nothing else, as far as chunks allow.
+        missing: a chunk that is not there is the fill value, as zarr has it, or an `error`: zarr
+            itself cannot tell one that was never written from one that was lost. By default an
+            error in what `dlio pack` wrote, which writes all.
+
+    Raises SourceError for what is damaged, UsageError where names leave a choice.
+    """
+
+    format = "zarr"
+
+    def __init__(
+        self,
+        path: str,
+        select: Select = None,
+        missing: Literal["error", "fill"] | None = None,
+    ) -> None:
+        self._given = path, select, missing
+        self.path = path
+        url, names = split_fields(path)
+        root = self._open(url)
+        arrays = self._arrays(root)
+        told = told_schema(root.attrs.get(SCHEMA), redact(path))
+        classes: list[str] = []
+        schema = None
+        if told is not None:
+            schema, classes = told
+            names = names or tuple(name for name, _ in schema.fields)
+        shapes = {name: tuple(array.shape) for name, array in arrays.items()}
+        chosen, count = choose(redact(path), shapes, names)
+        self._missing = missing or ("error" if told is not None else "fill")
+        columns: dict[str, Column] = {}
+        for name in chosen:
+            array = arrays[name]
+            where = f"{redact(url)}::{name}"
+            self._check_chunks(array, where)
+            classes = [str(each) for each in array.attrs.get("classes", classes)]
+            if name + ENDS in arrays:
+                ends = self._whole(arrays[name + ENDS], where).astype(np.int64)
+                shape = arrays.get(name + SHAPE)
+                kind = schema.kinds[name].text if schema and name in schema.kinds else "bytes"
+                sizes = None if shape is None else self._whole(shape, where).astype(np.int64)
+                columns[name] = RaggedColumn(array, ends, sizes, kind, where)
+                continue
+            if not storable(array.dtype):
+                raise UsageError(f"{where} is {array.dtype}, which samples cannot have")
+            part = slab(select, name, tuple(array.shape[1:]))
+            columns[name] = PlainColumn(array, _unit(array), part)
+        whole = schema is not None and len(schema.fields) == len(columns)
+        self._setup(
+            columns,
+            count,
+            [url, self._stamp(url), repr(select)],
+            classes,
+            schema.structure if schema is not None and whole else None,
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ZarrReader, self._given
+
+    @staticmethod
+    def recognises(path: str) -> str | None:
+        url = split_fields(path)[0]
+        source = Source(url)
+        if own_name(url).rstrip("/").endswith(".zarr") or any(
+            source.exists(mark) for mark in _MARKS
+        ):
+            return None
+        return "holds no zarr.json, .zgroup or .zarray"
+
+    def close(self) -> None:
+        pass
+
+    def _open(self, url: str) -> Any:
+        import zarr
+
+        store: Any = Source(url).root
+        if is_remote(url):
+            store = zarr.storage.FsspecStore.from_url(url, read_only=True)
+        try:
+            return zarr.open(store, mode="r")
+        except Exception as error:
+            raise SourceError(
+                f"{redact(url)} is no Zarr store, or a damaged one: {error}"
+            ) from error
+
+    def _arrays(self, root: Any) -> dict[str, Any]:
+        import zarr
+
+        if isinstance(root, zarr.Array):
+            return {root.basename or "data": root}
+        try:
+            return dict(sorted(root.arrays()))
+        except Exception as error:
+            raise SourceError(f"{redact(self.path)} is damaged: {error}") from error
+
+    def _whole(self, array: Any, where: str) -> Any:
+        try:
+            self._check_chunks(array, where)
+            return np.asarray(array[...])
+        except SourceError:
+            raise
+        except Exception as error:
+            raise SourceError(f"{where} cannot be read: {error}") from error
+
+    def _check_chunks(self, array: Any, where: str) -> None:
+        if self._missing != "error":
+            return
+        stored, wanted = array.nchunks_initialized, array.nchunks
+        if stored < wanted:
+            raise SourceError(
+                f"{where}: {wanted - stored} of its {wanted} chunks are not there: restore them, "
+                'or take them for the fill value with missing="fill"'
+            )
+
+    def _stamp(self, url: str) -> str:
+        """What tells one state of a store from another: its metadata, and when folders changed."""
+        source = Source(url)
+        told = [source.read(mark).decode("latin-1") for mark in _MARKS if source.exists(mark)]
+        names: Sequence[str] = ["", *[e.name for e in source.listing() if e.folder]]
+        return " ".join([*told, *[f"{name} {source.modified_ns(name)}" for name in names]])
+
+
+def _unit(array: Any) -> int:
+    """Rows that are decoded together, unless they are more than a few blocks."""
+    rows = int((array.shards or array.chunks)[0])
+    size = array.dtype.itemsize * int(np.prod(array.shape[1:], dtype=np.int64))
+    if rows * size > 4 * MAX_BLOCK_BYTES:
+        rows = int(array.chunks[0])
+    return rows if rows * size <= 4 * MAX_BLOCK_BYTES else 1

@@ -1,0 +1,97 @@
+"""Formats are read from S3 as from anywhere: against a real server process, on loopback."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import h5py
+import numpy as np
+import pytest
+
+from dlio.errors import SourceError
+from dlio.reader import open_reader
+from dlio_staging.pack import pack
+from dlio_staging.stage import StageOptions, stage
+from dlio_staging.verify import verify
+
+pytest.importorskip("s3fs", reason="S3 is read through s3fs: pip install 'dlio[s3]'")
+pytest.importorskip("moto", reason="the tests' S3 server is moto's")
+SECRET = "wJalrXUtnFEMIsecret"
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    """An empty bucket of a server that lives as long as the tests of this file."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    told = {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    before = dict(os.environ)
+    os.environ.update(told)
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port), 1).close()
+                break
+            except OSError:
+                assert server.poll() is None, "the server has ended"
+                assert time.monotonic() < deadline, "the server did not start"
+                time.sleep(0.05)
+        fsspec.filesystem("s3").mkdir("lab")
+        yield "s3://lab"
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        fsspec.filesystem("s3").clear_instance_cache()
+        server.terminate()
+        server.wait(20)
+
+
+# aiobotocore leaves its sockets to the garbage collector when the process ends.
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
+
+
+def test_class_folders_shards_and_hdf5_are_staged_from_s3(
+    bucket: str, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DLIO_CACHE", str(tmp_path / "cache"))
+    files = fsspec.filesystem("s3")
+    packed = tmp_path / "packed"
+    pack(str(pictures), str(packed))
+    files.put(f"{pictures}/", "lab/pictures", recursive=True)
+    files.put(f"{packed}/", "lab/packed", recursive=True)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("x", data=np.arange(4000.0).reshape(40, 100), chunks=(8, 100))
+    files.put(f"{tmp_path}/a.h5", "lab/a.h5")
+    for name in ("pictures", "packed", "a.h5::x"):
+        (tmp_path / "tier").mkdir(exist_ok=True)
+        done = stage(f"{bucket}/{name}", StageOptions(tiers=f"{tmp_path}/tier:1GiB"))
+        assert done.complete
+        again = stage(f"{bucket}/{name}", StageOptions(tiers=f"{tmp_path}/tier:1GiB"))
+        assert again.read_bytes == 0
+    assert verify(str(tmp_path / "tier")).damaged == []
+    local, remote = open_reader(str(packed)), open_reader(f"{bucket}/packed")
+    assert remote.read(np.arange(12)) == local.read(np.arange(12))
+    assert remote.name(3) == local.name(3)
+
+
+def test_what_is_not_there_is_named_without_secrets(bucket: str) -> None:
+    with pytest.raises(SourceError, match="no such file") as caught:
+        open_reader(f"{bucket}/nowhere")
+    assert SECRET not in str(caught.value)
