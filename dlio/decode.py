@@ -9,7 +9,8 @@ inverse DCT does for less than nothing.
 Huffman coding forces a decoder through every row above the crop, but not through those below it:
 the copy of a plain baseline JPEG (one scan, no restart markers) that is decoded has its height
 lowered to the crop's last row, and the decoder stops there. What follows is only searched for its
-end, so a truncated file is still found.
+end, so a truncated file is still found. Of a JPEG that restarts at each row of blocks, as `dlio
+pack` writes them, only the rows of the crop are decoded.
 All the work releases the GIL.
 """
 
@@ -18,7 +19,7 @@ import os
 import struct
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, Final
 
@@ -26,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.errors import DecodeError
+from dlio.jpeg import cut_rows, parse_frame, row_starts
 from dlio.order import keyed_uniforms
 from dlio.schema import Buffer
 
@@ -108,9 +110,12 @@ class Decoder:
         if size is not None:
             box = self.box(*size, uniforms.tolist())
             factor = self._factor(box)
-            pixels = _decode_jpeg(image, name, size, box.top + box.height, factor)
+            rows = (box.top, box.top + box.height)
+            pixels, skipped = _decode_jpeg(image, name, size, rows, factor)
             if factor > 1:
-                box = _scaled(box, factor, pixels.shape)
+                shape = (pixels.shape[0] + skipped // factor, *pixels.shape[1:])
+                box = _scaled(box, factor, shape)
+            box = replace(box, top=box.top - skipped // factor)
         else:
             pixels = _decode_other(image, name)
             box = self.box(pixels.shape[0], pixels.shape[1], uniforms.tolist())
@@ -161,7 +166,7 @@ def decode_whole(image: Buffer, name: str) -> npt.NDArray[np.uint8]:
     """All of an image, RGB, shape (height, width, 3). Raises DecodeError."""
     size = _jpeg_size(image, name)
     if size is not None:
-        return _decode_jpeg(image, name, size, size[0], 1).copy()
+        return _decode_jpeg(image, name, size, (0, size[0]), 1)[0].copy()
     return _decode_other(image, name)
 
 
@@ -241,12 +246,14 @@ _threads = threading.local()
 
 
 def _decode_jpeg(
-    image: Buffer, name: str, size: tuple[int, int], rows: int, factor: int
-) -> npt.NDArray[np.uint8]:
-    """The upper `rows` of an image, or some more, at 1/factor; in memory of this thread that its
-    next decode overwrites."""
+    image: Buffer, name: str, size: tuple[int, int], rows: tuple[int, int], factor: int
+) -> tuple[npt.NDArray[np.uint8], int]:
+    """(pixels at 1/factor, rows of the image that are left out above them): with the rows asked
+    for, or some more; in memory of this thread that its next decode overwrites."""
     width = size[1]
-    image, height = _lowered(image, size[0], rows)
+    image, height, skipped = _lowered(image, size[0], *rows)
+    if factor > 1 and skipped % factor:
+        raise AssertionError("rows of blocks are multiples of every factor")
     options: dict[str, Any] = {"fastdct": True, "fastupsample": True}
     if factor > 1:
         options.update(min_height=height // factor, min_width=width // factor, min_factor=factor)
@@ -258,44 +265,39 @@ def _decode_jpeg(
         _simplejpeg().decode_jpeg(image, "RGB", buffer=memory, **options)
     except ValueError as error:
         # Any warning of libjpeg's, which tells only its first: that one must not hide another.
-        if height == size[0] or not str(error).endswith(_SKIPPED):
+        lowered = skipped == 0 and height != size[0]
+        if not lowered or not str(error).endswith(_SKIPPED):
             raise _damaged(name, str(error)) from error
     shape = (-(-height // factor), -(-width // factor), 3)
-    return memory[: math.prod(shape)].reshape(shape)
+    return memory[: math.prod(shape)].reshape(shape), skipped
 
 
-def _lowered(image: Buffer, height: int, rows: int) -> tuple[Buffer, int]:
-    """A baseline JPEG whose header says that it ends at the first row of blocks below `rows`.
+def _lowered(image: Buffer, height: int, top: int, bottom: int) -> tuple[Buffer, int, int]:
+    """A smaller JPEG that has the rows `top` to `bottom`: (image, its height, rows left out above).
 
-    Returns it with its height; the image as it is where that saves nothing, and where what is
-    skipped could not be told from damage: with several scans or restart markers.
+    Of one that restarts at rows of blocks, those that are needed are cut out; of another baseline
+    JPEG, the header of a copy says that it ends below them. The image as it is where that saves
+    nothing, and where what is skipped could not be told from damage.
     """
-    view = memoryview(image)
-    at, frame = 2, 0
-    while at + 20 < len(view) and view[at] == 0xFF:
-        marker = view[at + 1]
-        if marker == 0xDA:
-            break
-        if marker in (0xC0, 0xC1):
-            frame = at
-        elif 0xC2 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-            return image, height  # Progressive and the like: every scan covers all rows.
-        elif marker == 0xDD and (view[at + 4] or view[at + 5]):
-            return image, height
-        at += 2 + (view[at + 2] << 8 | view[at + 3])
-    else:
-        return image, height
-    components = view[frame + 9]
-    if not frame or view[at + 4] != components or frame + 10 + 3 * components > len(view):
-        return image, height
-    # A row of blocks is eight pixels times the largest vertical sampling factor.
-    block = 8 * max(view[frame + 11 + 3 * k] & 15 for k in range(components))
-    lower = -(-rows // block) * block if block else height
+    frame = parse_frame(image)
+    if frame is None:
+        return image, height, 0
+    last = -(-bottom // frame.block_height)
+    if frame.restart_interval:
+        starts = row_starts(image, frame)
+        first = top // frame.block_height
+        if starts is None or (first == 0 and last >= frame.rows):
+            return image, height, 0
+        last = min(last, frame.rows)
+        skipped = first * frame.block_height
+        rows = min(last * frame.block_height, frame.height) - skipped
+        return cut_rows(image, frame, starts, first, last), rows, skipped
+    lower = last * frame.block_height
     if lower >= height:
-        return image, height
-    copy = bytearray(view)
-    copy[frame + 5 : frame + 7] = lower.to_bytes(2, "big")
-    return copy, lower
+        return image, height, 0
+    copy = bytearray(memoryview(image))
+    copy[frame.height_at : frame.height_at + 2] = lower.to_bytes(2, "big")
+    return copy, lower, 0
 
 
 def _decode_other(image: Buffer, name: str) -> npt.NDArray[np.uint8]:

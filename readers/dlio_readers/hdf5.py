@@ -15,7 +15,7 @@ import numpy.typing as npt
 from dlio.errors import SourceError, UsageError
 from dlio.reader import MAX_BLOCK_BYTES
 from dlio.schema import Schema
-from dlio.source import File, expand, own_name, split_fields
+from dlio.source import File, Source, expand, own_name, split_fields
 from dlio_readers.columns import (
     ENDS,
     SCHEMA,
@@ -87,6 +87,10 @@ class Hdf5Reader(ColumnReader):
         url = split_fields(expand(path)[0])[0]
         if own_name(url).endswith(_SUFFIXES):
             return None
+        source = Source(url)
+        if source.is_folder():
+            found = any(entry.name.lower().endswith(_SUFFIXES) for entry in source.listing())
+            return None if found else "holds no .h5 file"
         try:
             return None if File(url).read(0, 8) == _MAGIC else "does not begin as HDF5 does"
         except SourceError:
@@ -102,7 +106,19 @@ def _split(path: str | Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     paths = [path] if isinstance(path, str) else list(path)
     parts = [split_fields(each) for each in paths]
     names = next((names for _, names in reversed(parts) if names), ())
-    return expand([url for url, _ in parts]), names
+    found = []
+    for url in expand([url for url, _ in parts]):
+        source = Source(url)
+        if not source.is_folder():
+            found.append(url)
+            continue
+        own, _, chain = url.partition("::")
+        tail = f"::{chain}" if chain else ""
+        inside = [entry.name for entry in source.listing()]
+        found += [
+            f"{own.rstrip('/')}/{name}{tail}" for name in inside if name.lower().endswith(_SUFFIXES)
+        ]
+    return found, names
 
 
 class _Joined:

@@ -37,7 +37,7 @@ class NpyHead:
         shape = self.shape[::-1] if self.fortran else self.shape
         found: npt.NDArray[Any] = np.ndarray(shape, self.descr, data, self.offset)
         found = found.T if self.fortran else found
-        return np.ascontiguousarray(found, np.dtype(self.dtype).newbyteorder("<"))
+        return np.asarray(found, np.dtype(self.dtype).newbyteorder("<"), order="C")
 
 
 def read_npy_head(data: memoryview, size: int | None = None) -> NpyHead:

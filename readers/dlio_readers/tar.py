@@ -401,8 +401,6 @@ class _Builder:
         stem, _, extension = last.partition(".")
         key = folder + slash + stem
         field = extension.lower()
-        if field.endswith(".npy") and self._told:
-            field = field.removesuffix(".npy")
         renamed = self._told.get("members", {}).get(extension)
         field = renamed if renamed is not None else field
         if key != self._key or field in self._sample:

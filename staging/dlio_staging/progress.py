@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import typer
@@ -12,20 +12,23 @@ from dlio.units import format_bytes
 _NEWS_EVERY_S = 10.0
 
 
-@contextmanager
-def show_progress(
-    total: int, shown: bool, what: str = "staging"
-) -> Iterator[Callable[[int], None]]:
-    """A function to call with the bytes done so far, as often as one likes.
+class Shown:
+    """Call it with the bytes done so far, as often as one likes."""
 
-    Args:
-        total: bytes that there are to do.
-    """
-    from dlio.comm.launch import shows_terminal
+    def __init__(self, total: int) -> None:
+        self._total = total
 
-    if not shown or not total:
-        yield lambda _: None
-    elif shows_terminal():
+    def total(self, total: int) -> None:
+        """Say how many bytes there are, where that is learnt later."""
+        self._total = total
+
+    def __call__(self, done: int) -> None:
+        """Nothing is shown."""
+
+
+class _Bar(Shown):
+    def __init__(self, total: int, what: str) -> None:
+        super().__init__(total)
         from rich.console import Console
         from rich.progress import (
             BarColumn,
@@ -36,31 +39,58 @@ def show_progress(
             TransferSpeedColumn,
         )
 
-        columns = (
+        self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             DownloadColumn(binary_units=True),
             TransferSpeedColumn(),
             TimeRemainingColumn(),
+            transient=True,
+            console=Console(file=sys.stderr),
         )
-        with Progress(*columns, transient=True, console=Console(file=sys.stderr)) as bar:
-            task = bar.add_task(what, total=total)
-            yield lambda done: bar.update(task, completed=done)
+        self._task = self.bar.add_task(what, total=total)
+
+    def total(self, total: int) -> None:
+        self.bar.update(self._task, total=total)
+
+    def __call__(self, done: int) -> None:
+        self.bar.update(self._task, completed=done)
+
+
+class _Lines(Shown):
+    def __init__(self, total: int, what: str) -> None:
+        super().__init__(total)
+        self._what = what
+        self._started = self._last = time.monotonic()
+
+    def __call__(self, done: int) -> None:
+        now = time.monotonic()
+        if now - self._last < _NEWS_EVERY_S:
+            return
+        self._last = now
+        rate = done / (now - self._started)
+        left = f", {(self._total - done) / rate:.0f} s left" if rate else ""
+        typer.echo(
+            f"{self._what}: {format_bytes(done)} of {format_bytes(self._total)}, "
+            f"{format_bytes(rate)}/s{left}",
+            err=True,
+        )
+
+
+@contextmanager
+def show_progress(total: int, shown: bool, what: str = "staging") -> Iterator[Shown]:
+    """Show the progress of what is done in the `with`.
+
+    Args:
+        total: bytes that there are to do.
+    """
+    from dlio.comm.launch import shows_terminal
+
+    if not shown or not total:
+        yield Shown(total)
+    elif shows_terminal():
+        bar = _Bar(total, what)
+        with bar.bar:
+            yield bar
     else:
-        started = last = time.monotonic()
-
-        def tell(done: int) -> None:
-            nonlocal last
-            now = time.monotonic()
-            if now - last < _NEWS_EVERY_S:
-                return
-            last = now
-            rate = done / (now - started)
-            left = f", {(total - done) / rate:.0f} s left" if rate else ""
-            typer.echo(
-                f"{what}: {format_bytes(done)} of {format_bytes(total)}, "
-                f"{format_bytes(rate)}/s{left}",
-                err=True,
-            )
-
-        yield tell
+        yield _Lines(total, what)

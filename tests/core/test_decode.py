@@ -69,10 +69,10 @@ def test_decoding_only_down_to_the_crop_changes_no_pixel(
     noise = np.random.default_rng(0).integers(0, 256, (301, 333, 3), np.uint8)
     image = _encoded(Image.fromarray(noise), subsampling=subsampling)
     saved = [_decode(image, sample=k) for k in range(20)]
-    lowered = [decode._lowered(image, 301, rows)[1] for rows in (1, 100, 280, 301)]
+    lowered = [decode._lowered(image, 301, 0, rows)[1] for rows in (1, 100, 280, 301)]
     assert lowered[0] <= 16
     assert lowered[-1] == 301
-    monkeypatch.setattr(decode, "_lowered", lambda image, height, _: (image, height))
+    monkeypatch.setattr(decode, "_lowered", lambda image, height, *_: (image, height, 0))
     assert all(np.array_equal(_decode(image, sample=k), saved[k]) for k in range(20))
 
 
