@@ -138,7 +138,7 @@ def mount(
     job = comm.allgather(secrets.token_hex(8))[0]
     folder = nodes.names[nodes.here]
     block_bytes = _block_bytes(reader)
-    requests = options.requests or find_place(reader.path).requests
+    requests = options.requests or find_place(reader.path).requests(reader.objects)
     about = {"source": _absolute(reader.path), "format": reader.format, "created": time.time()}
     opened: list[Tier] = []
     uses: list[Use] = []

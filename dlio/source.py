@@ -114,6 +114,25 @@ class Source:
         ]
         return sorted(entries, key=lambda entry: entry.name)
 
+    def names(self, name: str = "") -> list[tuple[str, bool]]:
+        """(name, whether it is a folder) of what a local folder holds, sorted; asks for no file's
+        attributes, which over a network takes a request each. Raises SourceError."""
+        try:
+            with os.scandir(self.path(name)) as rows:
+                return sorted((row.name, row.is_dir()) for row in rows)
+        except OSError as error:
+            raise self._failed(name, error) from error
+
+    def entry(self, folder: str, name: str) -> Entry | None:
+        """A file of a local folder; None for a link that leads nowhere."""
+        try:
+            status = os.stat(f"{self.path(folder)}/{name}")
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise self._failed(f"{folder}/{name}", error) from error
+        return Entry(name, False, status.st_size, status.st_mtime_ns)
+
     def read(self, name: str, offset: int = 0, count: int | None = None) -> bytes:
         """Bytes of a file, `count` of them or up to its end; fewer when the file is shorter."""
         try:

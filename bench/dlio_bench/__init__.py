@@ -2,10 +2,10 @@
 
 import typer
 
-from dlio_bench import loader
+from dlio_bench import loader, staging
 
 command = typer.Typer(
     help="Measure, side by side in one run, with medians and spread.", no_args_is_help=True
 )
 command.command("loader")(loader.command)
-command.callback()(lambda: None)
+command.command("staging")(staging.command)

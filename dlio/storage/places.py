@@ -33,7 +33,7 @@ _CANDIDATES: Final = (
     "TMPDIR",
 )
 _USUAL: Final = ("/mnt/beeond", "/beeond", "/local/scratch", "/localscratch", "/scratch/local")
-_FEW, _MANY = 4, 32
+_FEW, _SOME, _MANY = 4, 32, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +54,15 @@ class Place:
     def network(self) -> bool:
         return self.kind in NETWORK
 
-    @property
-    def requests(self) -> int:
-        """How many requests in flight suit it."""
+    def requests(self, objects: bool) -> int:
+        """How many requests in flight suit it.
+
+        Args:
+            objects: each for a small file of its own, where latency counts and not bandwidth.
+        """
         if not self.network:
             return _FEW
-        return max(16, min(_MANY, 4 * self.stripe_count))
+        return _MANY if objects else max(_SOME, min(_MANY, 4 * self.stripe_count))
 
 
 def find_place(path: str) -> Place:

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -30,7 +30,9 @@ EXTENSIONS: Final = (*(".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", 
 _STORAGE_SEED: Final = 0xD110
 """Class folders are sorted by class; blocks are cut along this order, so that they mix classes."""
 _VERSION: Final = 2
-_LISTING_THREADS: Final = 16
+_LISTING_THREADS: Final = 32
+_LOOKED_AT: Final = 64
+"""Files of a folder whose sizes one thread asks for."""
 _SETTLED_S: Final = 2.0
 """A folder changed within this time of its listing may change again under the same time stamp."""
 _TABLES: Final = (
@@ -45,7 +47,7 @@ _IMAGE: Final = Schema((("image", "image"),))
 
 @dataclass(frozen=True, slots=True)
 class _Folder:
-    """What one folder held: its images, and when it had changed last."""
+    """What one folder, or a stretch of it, held: its images, and when it had changed last."""
 
     name: str
     modified_ns: int
@@ -53,6 +55,8 @@ class _Folder:
     ends: npt.NDArray[np.int64]
     sizes: npt.NDArray[np.int64]
     times: npt.NDArray[np.int64]
+    first: str
+    """The first image: a folder comes in stretches, to be put in order by it."""
 
 
 class FolderReader:
@@ -199,7 +203,7 @@ def _classes(source: Source, classes: Sequence[str]) -> tuple[Arrays, dict[str, 
     for each in listed:
         by_class[each.name.split("/", 1)[0]].append(each)
     for label, name in enumerate(classes):
-        own = sorted(by_class[name], key=lambda each: each.name)
+        own = sorted(by_class[name], key=lambda each: (each.name, each.first))
         folders.update({each.name: each.modified_ns for each in own})
         count = sum(len(each.sizes) for each in own)
         if not count:
@@ -298,37 +302,61 @@ def _numbered(labels: Sequence[str]) -> tuple[npt.NDArray[np.int64], list[str]]:
 
 
 def _walk(source: Source, folders: Sequence[str]) -> list[_Folder]:
-    """All folders at and below `folders`, listed side by side."""
+    """All folders at and below `folders`: folders, and stretches of their files, side by side."""
     found: list[_Folder] = []
     with ThreadPoolExecutor(_LISTING_THREADS) as pool:
-        left: set[Future[tuple[_Folder, list[str]]]] = {
-            pool.submit(_list_folder, source, name) for name in folders
-        }
+        left: set[Future[_Step]] = {pool.submit(_list_folder, source, name) for name in folders}
         try:
             while left:
                 done, left = wait(left, return_when=FIRST_COMPLETED)
                 for future in done:
-                    folder, below = future.result()
-                    found.append(folder)
-                    left |= {pool.submit(_list_folder, source, name) for name in below}
+                    step = future.result()
+                    found += step.found
+                    left |= {pool.submit(_list_folder, source, name) for name in step.below}
+                    left |= {pool.submit(_look_at, source, *files) for files in step.files}
         finally:
             for future in left:
                 future.cancel()
     return found
 
 
-def _list_folder(source: Source, folder: str) -> tuple[_Folder, list[str]]:
-    """(its images, the folders in it)."""
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What listing a folder, or looking at files of one, has found, and what there is to do."""
+
+    found: list[_Folder]
+    below: list[str] = field(default_factory=list)
+    files: list[tuple[str, int, list[str]]] = field(default_factory=list)
+    """(folder, when it had changed, names): to be looked at."""
+
+
+def _list_folder(source: Source, folder: str) -> _Step:
     modified_ns = source.modified_ns(folder)
-    entries = source.listing(folder)
-    images = [e for e in entries if not e.folder and e.name.lower().endswith(EXTENSIONS)]
+    if not source.local:
+        entries = source.listing(folder)
+        images = [e for e in entries if not e.folder and e.name.lower().endswith(EXTENSIONS)]
+        below = [f"{folder}/{entry.name}" for entry in entries if entry.folder]
+        return _Step([_listed(folder, modified_ns, images)], below)
+    rows = source.names(folder)
+    names = [n for n, inside in rows if not inside and n.lower().endswith(EXTENSIONS)]
+    below = [f"{folder}/{name}" for name, inside in rows if inside]
+    parts = [names[k : k + _LOOKED_AT] for k in range(0, len(names), _LOOKED_AT)] or [[]]
+    return _Step([], below, [(folder, modified_ns, part) for part in parts])
+
+
+def _look_at(source: Source, folder: str, modified_ns: int, names: list[str]) -> _Step:
+    entries = [source.entry(folder, name) for name in names]
+    return _Step([_listed(folder, modified_ns, [entry for entry in entries if entry])])
+
+
+def _listed(folder: str, modified_ns: int, images: Sequence[Entry]) -> _Folder:
     names = Names.of([f"{folder}/{entry.name}" for entry in images])
-    listed = _Folder(
+    return _Folder(
         folder,
         modified_ns,
         names.blob.tobytes(),
         names.ends,
         np.array([entry.size for entry in images], np.int64),
         np.array([entry.modified_ns for entry in images], np.int64),
+        images[0].name if images else "",
     )
-    return listed, [f"{folder}/{entry.name}" for entry in entries if entry.folder]

@@ -105,7 +105,7 @@ def _heal(folder: str, broken: list[int], manifest: Manifest | None, source: str
     spec = TierSpec("disk", root, 0)
     with (
         Tier(spec, fingerprint, node, fingerprint=fingerprint) as tier,
-        Intake(reader, find_place(str(path)).requests) as intake,
+        Intake(reader, find_place(str(path)).requests(reader.objects)) as intake,
     ):
         for block in broken:
             if block >= reader.layout.blocks:
