@@ -16,7 +16,7 @@ import numpy.typing as npt
 from dlio.errors import SourceError, UsageError
 from dlio.order import Order
 from dlio.schema import Schema
-from dlio.source import Source, expand, redact, split_fields
+from dlio.source import Source, expand, listed_once, redact, split_fields
 
 MAX_BLOCK_BYTES = 8 << 20
 """Blocks aim at this many payload bytes …"""
@@ -158,13 +158,14 @@ def open_reader(path: Any, **options: Any) -> Reader:
     reasons = []
     kinds = [(entry.name, entry.load()) for entry in entry_points(group="dlio.readers")]
     kinds.sort(key=lambda item: (getattr(item[1], "fallback", False), item[0]))
-    for name, kind in kinds:
-        if getattr(kind, "objects_only", False) == named:
-            continue
-        reason = kind.recognises(first)
-        if reason is None:
-            return _made(name, kind, path, options)
-        reasons.append(f"{name}: {reason}")
+    with listed_once():
+        for name, kind in kinds:
+            if getattr(kind, "objects_only", False) == named:
+                continue
+            reason = kind.recognises(first)
+            if reason is None:
+                return _made(name, kind, path, options)
+            reasons.append(f"{name}: {reason}")
     if not reasons:
         raise SourceError("dlio finds no readers: install it (pip install dlio) to have them")
     raise SourceError(f"{shown} is no data set that dlio can read ({'; '.join(reasons)})")

@@ -9,7 +9,9 @@ import glob
 import io
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Final
 
@@ -34,6 +36,21 @@ _STAMPS: Final = (
 """What file systems tell of a file that changes when the file does."""
 
 
+_seen: ContextVar[dict[tuple[str, str], list[tuple[str, bool]]] | None] = ContextVar(
+    "seen", default=None
+)
+
+
+@contextmanager
+def listed_once() -> Iterator[None]:
+    """Within it, `Source.names` asks for each folder once: for readers that look at the same."""
+    token = _seen.set({})
+    try:
+        yield
+    finally:
+        _seen.reset(token)
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A file or folder in a listing."""
@@ -43,6 +60,8 @@ class Entry:
     size: int
     modified_ns: int
     """0 where the file system does not tell."""
+    changed_ns: int = 0
+    """When the file or what is said of it changed: nobody can set it back. 0 likewise."""
 
 
 class Source:
@@ -115,13 +134,23 @@ class Source:
         return sorted(entries, key=lambda entry: entry.name)
 
     def names(self, name: str = "") -> list[tuple[str, bool]]:
-        """(name, whether it is a folder) of what a local folder holds, sorted; asks for no file's
+        """(name, whether it is a folder) of what a folder holds, sorted; asks for no local file's
         attributes, which over a network takes a request each. Raises SourceError."""
-        try:
-            with os.scandir(self.path(name)) as rows:
-                return sorted((row.name, row.is_dir()) for row in rows)
-        except OSError as error:
-            raise self._failed(name, error) from error
+        seen = _seen.get()
+        key = (self.root, name)
+        if seen is not None and key in seen:
+            return seen[key]
+        if self._files is not None:
+            rows = [(entry.name, entry.folder) for entry in self.listing(name)]
+        else:
+            try:
+                with os.scandir(self.path(name)) as entries:
+                    rows = sorted((entry.name, entry.is_dir()) for entry in entries)
+            except OSError as error:
+                raise self._failed(name, error) from error
+        if seen is not None:
+            seen[key] = rows
+        return rows
 
     def entry(self, folder: str, name: str) -> Entry | None:
         """A file of a local folder; None for a link that leads nowhere."""
@@ -131,7 +160,7 @@ class Source:
             return None
         except OSError as error:
             raise self._failed(f"{folder}/{name}", error) from error
-        return Entry(name, False, status.st_size, status.st_mtime_ns)
+        return Entry(name, False, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
     def read(self, name: str, offset: int = 0, count: int | None = None) -> bytes:
         """Bytes of a file, `count` of them or up to its end; fewer when the file is shorter."""
@@ -152,7 +181,15 @@ class Source:
                     status = row.stat()
                 except FileNotFoundError:
                     continue  # A dangling link: torchvision cannot read it either.
-                entries.append(Entry(row.name, row.is_dir(), status.st_size, status.st_mtime_ns))
+                entries.append(
+                    Entry(
+                        row.name,
+                        row.is_dir(),
+                        status.st_size,
+                        status.st_mtime_ns,
+                        status.st_ctime_ns,
+                    )
+                )
         return entries
 
     def _failed(self, name: str, error: Exception) -> SourceError:

@@ -18,6 +18,18 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run what takes minutes, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--slow"):
+        return
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.skip(reason="takes minutes: pytest --slow runs it"))
+
+
 def in_time(condition: Callable[[], bool], seconds: float = 20) -> bool:
     """Whether a condition comes true before a deadline; for what another process does soon."""
     deadline = time.monotonic() + seconds

@@ -29,7 +29,7 @@ from dlio.storage.shard import SUFFIX
 EXTENSIONS: Final = (*(".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"),)
 _STORAGE_SEED: Final = 0xD110
 """Class folders are sorted by class; blocks are cut along this order, so that they mix classes."""
-_VERSION: Final = 2
+_VERSION: Final = 3
 _LISTING_THREADS: Final = 32
 _LOOKED_AT: Final = 64
 """Files of a folder whose sizes one thread asks for."""
@@ -55,6 +55,9 @@ class _Folder:
     ends: npt.NDArray[np.int64]
     sizes: npt.NDArray[np.int64]
     times: npt.NDArray[np.int64]
+    changed: npt.NDArray[np.int64]
+    """When each was modified, and changed: the one is a part of the fingerprint, which a change of
+    rights must not change; by the other a file is known again when it is read."""
     first: str
     """The first image: a folder comes in stretches, to be put in order by it."""
 
@@ -84,7 +87,7 @@ class FolderReader:
         self.labels = index["labels"]
         self.sizes = index["sizes"]
         """Of payloads: the files' own, and the label's eight bytes."""
-        self._times = index["times"]
+        self._changed = index["changed"]
         self._names = Names(index["names"], index["name_ends"])
         count = len(self.sizes)
         self.layout = cut_blocks(self.sizes, Order(count, _STORAGE_SEED, shuffled=True))
@@ -94,10 +97,10 @@ class FolderReader:
         source = Source(path)
         if not source.is_folder():
             return "is no folder"
-        entries = source.listing()
-        if any(entry.name.endswith(SUFFIX) for entry in entries):
+        rows = source.names()
+        if any(name.endswith(SUFFIX) for name, _ in rows):
             return "holds native shards"
-        if any(entry.folder or entry.name.lower().endswith(EXTENSIONS) for entry in entries):
+        if any(folder or name.lower().endswith(EXTENSIONS) for name, folder in rows):
             return None
         return "holds no images, and no class folders: sort images into one folder a class"
 
@@ -119,7 +122,7 @@ class FolderReader:
         if self.schema.overhead:
             label = LABEL.pack(int(self.labels[sample]))
         if self._source.local:
-            payload = self._read_local(name, size, label, int(self._times[sample]))
+            payload = self._read_local(name, size, label, int(self._changed[sample]))
             if payload is not None:
                 return payload
         else:
@@ -133,9 +136,7 @@ class FolderReader:
             "set has changed; run again (its listing is made anew)"
         )
 
-    def _read_local(
-        self, name: str, size: int, label: bytes, modified_ns: int
-    ) -> memoryview | None:
+    def _read_local(self, name: str, size: int, label: bytes, changed_ns: int) -> memoryview | None:
         """One copy, from the file into the payload; None when it is another file now."""
         path = self._source.path(name)
         memory = bytearray(len(label) + size)
@@ -150,7 +151,7 @@ class FolderReader:
                     if not more:
                         break
                     done += more
-                changed = os.fstat(descriptor).st_mtime_ns != modified_ns
+                changed = os.fstat(descriptor).st_ctime_ns != changed_ns
             finally:
                 os.close(descriptor)
         except OSError as error:
@@ -169,10 +170,10 @@ class FolderReader:
 
     def _list(self) -> tuple[Arrays, bool]:
         source, started = self._source, time.time()
-        top = source.listing()
-        classes = [entry.name for entry in top if entry.folder]
-        if any(entry.name.lower().endswith(EXTENSIONS) for entry in top if not entry.folder):
-            index, head = _flat(source, top)
+        rows = source.names()
+        classes = [name for name, folder in rows if folder]
+        if any(not folder and name.lower().endswith(EXTENSIONS) for name, folder in rows):
+            index, head = _flat(source, source.listing())
         elif classes:
             index, head = _classes(source, classes)
         else:
@@ -218,6 +219,7 @@ def _classes(source: Source, classes: Sequence[str]) -> tuple[Arrays, dict[str, 
         "labels": np.concatenate(labels),
         "sizes": np.concatenate([each.sizes for each in parts]) + IMAGE_LABEL.overhead,
         "times": np.concatenate([each.times for each in parts]),
+        "changed": np.concatenate([each.changed for each in parts]),
         "names": np.frombuffer(b"".join(each.names for each in parts), np.uint8),
         "name_ends": np.concatenate(
             [each.ends + shift for each, shift in zip(parts, shifts, strict=False)]
@@ -251,6 +253,7 @@ def _flat(source: Source, top: Sequence[Entry]) -> tuple[Arrays, dict[str, Any]]
         "labels": labels,
         "sizes": np.array([entry.size for entry in images], np.int64) + overhead,
         "times": np.array([entry.modified_ns for entry in images], np.int64),
+        "changed": np.array([entry.changed_ns for entry in images], np.int64),
         "names": names.blob,
         "name_ends": names.ends,
     }
@@ -358,5 +361,6 @@ def _listed(folder: str, modified_ns: int, images: Sequence[Entry]) -> _Folder:
         names.ends,
         np.array([entry.size for entry in images], np.int64),
         np.array([entry.modified_ns for entry in images], np.int64),
+        np.array([entry.changed_ns for entry in images], np.int64),
         images[0].name if images else "",
     )

@@ -89,7 +89,7 @@ class Hdf5Reader(ColumnReader):
             return None
         source = Source(url)
         if source.is_folder():
-            found = any(entry.name.lower().endswith(_SUFFIXES) for entry in source.listing())
+            found = any(name.lower().endswith(_SUFFIXES) for name, _ in source.names())
             return None if found else "holds no .h5 file"
         try:
             return None if File(url).read(0, 8) == _MAGIC else "does not begin as HDF5 does"
@@ -114,7 +114,7 @@ def _split(path: str | Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
             continue
         own, _, chain = url.partition("::")
         tail = f"::{chain}" if chain else ""
-        inside = [entry.name for entry in source.listing()]
+        inside = [name for name, _ in source.names()]
         found += [
             f"{own.rstrip('/')}/{name}{tail}" for name in inside if name.lower().endswith(_SUFFIXES)
         ]

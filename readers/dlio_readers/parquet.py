@@ -78,7 +78,7 @@ class ParquetReader:
             return None
         source = Source(url)
         if source.is_folder():
-            names = [entry.name for entry in source.listing()]
+            names = [name for name, _ in source.names()]
             if any(name.lower().endswith(_SUFFIXES) for name in names):
                 return None
         return "is no .parquet, and no folder of them"
@@ -351,7 +351,7 @@ def _parquet_files(paths: Sequence[str]) -> list[str]:
         if own_name(each).endswith(_SUFFIXES):
             found.append(each)
             continue
-        names = [entry.name for entry in Source(each).listing()]
+        names = [name for name, _ in Source(each).names()]
         own, _, chain = each.partition("::")
         tail = f"::{chain}" if chain else ""
         found += [f"{own.rstrip('/')}/{n}{tail}" for n in names if n.lower().endswith(_SUFFIXES)]

@@ -4,6 +4,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
 
@@ -17,6 +18,7 @@ from dlio.source import File, Source, expand, failed, own_name
 from dlio.storage.block import BlockInfo, Readable, check_block, read_exactly, read_info
 from dlio.storage.shard import SUFFIX, Footer, read_footer
 
+_OPENED_AT_A_TIME = 16
 _KEPT_TABLES = 1024
 """Block tables kept in memory, about 24 bytes a sample each."""
 
@@ -40,8 +42,9 @@ class ShardReader:
     def __init__(self, path: str | Sequence[str]) -> None:
         self.path = path if isinstance(path, str) else " ".join(path)
         self._given = path
-        self._files = [File(url) for url in _shard_files(path)]
-        footers = [_footer(file) for file in self._files]
+        with ThreadPoolExecutor(_OPENED_AT_A_TIME) as pool:
+            self._files = list(pool.map(File, _shard_files(path)))
+            footers = list(pool.map(_footer, self._files))
         footers = _in_order(self.path, self._files, footers)
         self._footers = footers
         first = footers[0]
@@ -72,7 +75,7 @@ class ShardReader:
         source = Source(found[0])
         if not source.is_folder():
             return f"is a file that does not end in {SUFFIX}"
-        names = [entry.name for entry in source.listing()]
+        names = [name for name, _ in source.names()]
         return None if any(name.endswith(SUFFIX) for name in names) else f"holds no *{SUFFIX} file"
 
     def __len__(self) -> int:
@@ -220,7 +223,7 @@ def _shard_files(path: str | Sequence[str]) -> list[str]:
         if own_name(each).endswith(SUFFIX):
             found.append(each)
             continue
-        names = [entry.name for entry in Source(each).listing() if entry.name.endswith(SUFFIX)]
+        names = [name for name, _ in Source(each).names() if name.endswith(SUFFIX)]
         own, _, chain = each.partition("::")
         found += [own.rstrip("/") + f"/{name}" + (f"::{chain}" if chain else "") for name in names]
     return found

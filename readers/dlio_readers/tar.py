@@ -136,7 +136,7 @@ class TarReader:
             return None
         source = Source(first)
         if source.is_folder() and any(
-            entry.name.lower().endswith(SUFFIXES) for entry in source.listing()
+            name.lower().endswith(SUFFIXES) for name, _ in source.names()
         ):
             return None
         return "is no .tar, and no folder of them"
@@ -242,7 +242,7 @@ def _tar_files(path: str | Sequence[str]) -> list[str]:
         if own_name(each).endswith(SUFFIXES):
             found.append(each)
             continue
-        names = [entry.name for entry in Source(each).listing()]
+        names = [name for name, _ in Source(each).names()]
         own, _, chain = each.partition("::")
         tail = f"::{chain}" if chain else ""
         found += [
