@@ -96,6 +96,14 @@ class Filler:
             return next(self._work, None)
 
     def _run(self) -> None:
+        try:
+            self._fill()
+        except Exception:
+            # What a source that hung gives at last finds its tier closed.
+            if not self._closing.is_set():
+                raise
+
+    def _fill(self) -> None:
         fill = self._hierarchy.fill
         busy: list[int] = []
         while not self._closing.is_set() and (block := self._next()) is not None:

@@ -8,7 +8,7 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
@@ -53,11 +53,8 @@ class Footer:
     """Sample names, UTF-8, one after another."""
     name_ends: npt.NDArray[np.uint64]
     """End of each name in `names`; shape (samples,)."""
-
-    @property
-    def data_bytes(self) -> int:
-        """Payload bytes of the shard."""
-        return int(self.sizes.sum(dtype=np.int64))
+    payload_bytes: int = 0
+    """Of all samples; told by readers, not written."""
 
     def encode(self) -> bytes:
         meta = {
@@ -137,17 +134,25 @@ def read_footer(descriptor: int | Readable, path: str) -> Footer:
     if _digest(descriptor, path, start, length) != digest:
         raise CorruptBlock(f"{path}: its footer does not match its checksum: restore the file")
     text: Buffer
+
+    def forget() -> None:
+        """Nothing is mapped: there is nothing to let go of."""
+
     if isinstance(descriptor, int):
         page = start - start % mmap.PAGESIZE
         mapped = mmap.mmap(
             descriptor, start + length - page, mmap.MAP_PRIVATE, mmap.PROT_READ, offset=page
         )
         text = memoryview(mapped)[start - page :]
+
+        def forget() -> None:
+            mapped.madvise(mmap.MADV_DONTNEED)
+
     else:
         text = bytearray(length)
         read_exactly(descriptor, memoryview(text), start, path)
     try:
-        return _decode(memoryview(text), start)
+        return _decode(memoryview(text), start, forget)
     except (ValueError, KeyError, TypeError, struct.error, RecursionError) as error:
         raise CorruptBlock(f"{path}: its footer makes no sense ({error})") from error
 
@@ -162,7 +167,8 @@ def _digest(descriptor: int | Readable, path: str, start: int, length: int) -> i
     return digest.intdigest()
 
 
-def _decode(text: memoryview, footer_start: int) -> Footer:
+def _decode(text: memoryview, footer_start: int, forget: Callable[[], None]) -> Footer:
+    """The footer in `text`. What it looks through to check, it has the kernel forget again."""
     (meta_length,) = _META_LENGTH.unpack_from(text)
     if meta_length > len(text) - _META_LENGTH.size:
         raise ValueError("its head is longer than itself")
@@ -190,8 +196,12 @@ def _decode(text: memoryview, footer_start: int) -> Footer:
         raise ValueError("its blocks do not add up to its samples")
     if (offsets[1:] < offsets[:-1]).any() or int(offsets[-1]) != footer_start:
         raise ValueError("its blocks overlap")
-    if (int(ends[-1]) if samples else 0) != len(names) or not _rises(ends):
+    if (int(ends[-1]) if samples else 0) != len(names) or not _rises(ends, forget):
         raise ValueError("its names do not add up")
+    payload_bytes = 0
+    for first in range(0, samples, _CHUNK):
+        payload_bytes += int(arrays["sizes"][first : first + _CHUNK].sum(dtype=np.int64))
+        forget()
     return Footer(
         fingerprint=_fingerprint(meta["fingerprint"]),
         schema=Schema.from_rows(meta["schema"]),
@@ -201,17 +211,19 @@ def _decode(text: memoryview, footer_start: int) -> Footer:
         first=_count(meta["first"]),
         total=_count(meta["total"]),
         names=names,
+        payload_bytes=payload_bytes,
         **arrays,
     )
 
 
-def _rises(ends: npt.NDArray[np.uint64]) -> bool:
+def _rises(ends: npt.NDArray[np.uint64], forget: Callable[[], None]) -> bool:
     """Whether no value is below the one before; looked at a stretch at a time."""
-    cuts = range(0, max(0, len(ends) - 1), _CHUNK)
-    return all(
-        (ends[k + 1 : k + _CHUNK + 1] >= ends[k : k + _CHUNK][: len(ends) - k - 1]).all()
-        for k in cuts
-    )
+    for first in range(0, len(ends), _CHUNK):
+        part = ends[first : first + _CHUNK + 1]
+        if (part[1:] < part[:-1]).any():
+            return False
+        forget()
+    return True
 
 
 def _count(value: Any) -> int:

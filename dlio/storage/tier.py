@@ -122,7 +122,7 @@ class Tier:
         """Read all of a published block and check it. Raises CorruptBlock, FileNotFoundError."""
         descriptor = self._open(block)
         try:
-            info = self._read_table(block, descriptor)
+            info = self._info(block, descriptor)
             scratch = Scratch()
             for place in range(len(info)):
                 info.read(descriptor, place, scratch)
@@ -137,7 +137,7 @@ class Tier:
         if info is None:
             descriptor = self._open(block)
             try:
-                info = self._read_table(block, descriptor)
+                info = self._info(block, descriptor)
             finally:
                 os.close(descriptor)
         return info.digest
@@ -217,7 +217,8 @@ class Tier:
                 return
             os.close(self._claims)
             os.close(self._folder)
-            self._folder = -1
+            # A thread that a hung source has held up must not meet another file of these numbers.
+            self._claims = self._folder = -1
         if self._shared is not None:
             self._shared.close()
 
@@ -225,13 +226,18 @@ class Tier:
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
         return os.open(_name(block), flags, dir_fd=self._folder)
 
-    def _read_table(self, block: int, descriptor: int) -> BlockInfo:
+    def _info(self, block: int, descriptor: int) -> BlockInfo:
+        """A block's header and table, not kept: tables are for those that read samples."""
         path = os.path.join(self.path, _name(block))
         info = read_info(descriptor, path)
         if info.block != block or self._fingerprint not in (None, info.fingerprint):
             raise CorruptBlock(
                 f"{path} holds block {info.block} of data set {info.fingerprint}: remove it"
             )
+        return info
+
+    def _read_table(self, block: int, descriptor: int) -> BlockInfo:
+        info = self._info(block, descriptor)
         with self._lock:
             self._drop_table(block)
             self._tables[block] = info

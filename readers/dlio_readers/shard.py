@@ -60,7 +60,7 @@ class ShardReader:
         self._first_blocks = np.concatenate([[0], np.cumsum(blocks)]).astype(np.int64)
         self.block_bytes = np.concatenate([np.diff(offsets) for offsets in self._offsets])
         """File bytes of each block, which tiers take as they are; shape (blocks,)."""
-        self.data_bytes = sum(footer.data_bytes for footer in footers)
+        self.data_bytes = sum(footer.payload_bytes for footer in footers)
         self._tables: OrderedDict[int, BlockInfo] = OrderedDict()
         self._lock = threading.Lock()
 

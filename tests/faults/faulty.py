@@ -48,14 +48,18 @@ def install() -> None:
     FaultyFileSystem.reads = []
 
 
-def fails(number: int, times: int) -> Fault:
-    """The first `times` reads of block data fail with an errno; later ones are sound."""
+def fails(number: int, times: int, below: int) -> Fault:
+    """The first `times` reads of what lies below a byte fail with an errno; later ones are sound.
+
+    Args:
+        below: where a shard's blocks end, and its footer begins.
+    """
     left = [times]
     lock = threading.Lock()
 
     def fault(path: str, offset: int, data: bytes) -> bytes:
         with lock:
-            if left[0] > 0:
+            if offset < below and left[0] > 0:
                 left[0] -= 1
                 raise OSError(number, errno.errorcode[number])
         return data

@@ -42,7 +42,7 @@ def test_a_read_that_fails_costs_its_block_and_the_next_run_brings_it(
     packed: str, options: StageOptions, tmp_path: Path, number: int
 ) -> None:
     reader = open_reader(packed)
-    FaultyFileSystem.fault = staticmethod(fails(number, 3))
+    FaultyFileSystem.fault = staticmethod(fails(number, 3, int(reader.block_bytes.sum())))  # type: ignore[attr-defined]
     with pytest.raises(TierError, match=f"{tmp_path}/packed.*cannot be read"):
         stage(packed, options)
     assert verify(f"{tmp_path}/tier").damaged == []
@@ -133,38 +133,22 @@ def test_a_listing_that_fails_deletes_nothing(
 def test_a_source_that_hangs_is_given_up_after_a_while(
     packed: str, options: StageOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    open_reader(packed)
+    end = int(open_reader(packed).block_bytes.sum())  # type: ignore[attr-defined]
     monkeypatch.setenv("DLIO_TIMEOUT", "0.5")
     answered = threading.Event()
     threads = threading.active_count()
-    reader = open_reader(packed)
-    reader.close()
-    asked = {file.name for file in reader._files}  # type: ignore[attr-defined]
-    size = int(reader.layout.blocks)
-    assert asked
-    assert size
+    wait = hangs(answered)
 
     def hang(path: str, offset: int, data: bytes) -> bytes:
-        # The index is read before: what hangs is the blocks.
-        return hangs(answered)(path, offset, data) if started.is_set() else data
+        # The index, behind the blocks, is read before.
+        return wait(path, offset, data) if offset < end else data
 
-    started = threading.Event()
     FaultyFileSystem.fault = staticmethod(hang)
-    timer = threading.Timer(0.0, started.set)
-    original = FaultyFileSystem.fault
-
-    def once_open(path: str, offset: int, data: bytes) -> bytes:
-        if offset == 0:
-            started.set()
-        return original(path, offset, data)
-
-    FaultyFileSystem.fault = staticmethod(once_open)
     try:
         with pytest.raises((SourceError, TierError), match=r"hangs|was not read within"):
             stage(packed, options)
     finally:
         answered.set()
-        timer.cancel()
     assert _threads_end(threads)
 
 
