@@ -188,7 +188,9 @@ class Schema:
 
         Raises ValueError for a column that is not of its field's kind.
         """
-        rows = np.empty((count, self.overhead), np.uint8)
+        rows: npt.NDArray[np.uint8] | None = None
+        if len(self._fixed) > 1:
+            rows = np.empty((count, self.overhead), np.uint8)
         for name, kind, at, _ in self._fixed:
             column = columns[name]
             fits = column.shape == (count, *kind.shape)
@@ -197,8 +199,13 @@ class Schema:
                     f"field {name!r} is {kind.text}, but these samples' are "
                     f"{column.dtype.name}{list(column.shape[1:])}"
                 )
-            plain = np.ascontiguousarray(column, kind.dtype)
-            rows[:, at : at + kind.bytes] = plain.view(np.uint8).reshape(count, kind.bytes)
+            flat = np.ascontiguousarray(column, kind.dtype).reshape(-1).view(np.uint8)
+            plain = flat.reshape(count, kind.bytes)
+            if rows is None:
+                rows = plain  # A single field: its values are the payloads.
+            else:
+                rows[:, at : at + kind.bytes] = plain
+        assert rows is not None
         data = rows.reshape(-1).data
         size = self.overhead
         return [data[k * size : (k + 1) * size] for k in range(count)]

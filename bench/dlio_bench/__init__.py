@@ -2,10 +2,11 @@
 
 import typer
 
-from dlio_bench import loader, staging
+from dlio_bench import loader, readers, staging
 
 command = typer.Typer(
     help="Measure, side by side in one run, with medians and spread.", no_args_is_help=True
 )
 command.command("loader")(loader.command)
+command.command("readers")(readers.command)
 command.command("staging")(staging.command)

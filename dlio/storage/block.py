@@ -46,6 +46,11 @@ class Readable(Protocol):
     def read_into(self, offset: int, into: memoryview) -> None: ...
 
 
+def new_memory(count: int) -> memoryview:
+    """Memory to be read into; nothing is written into it before."""
+    return np.empty(count, np.uint8).data
+
+
 class Scratch:
     """Memory that one thread reads payload after payload into; grows to the largest."""
 
@@ -96,7 +101,7 @@ class BlockInfo:
         if not 0 <= place < len(self.table):
             raise CorruptBlock(f"{self.path}: block {self.block} has no sample {place}")
         offset, stored, _, _ = self.table[place].item()
-        view = memoryview(bytearray(stored)) if scratch is None else scratch.view(stored)
+        view = new_memory(stored) if scratch is None else scratch.view(stored)
         read_exactly(descriptor, view, self.start + offset, lambda: self.where(place))
         return self.check(view, place)
 

@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol, Self, TypeVar, runtime_checkable
 from dlio.errors import CorruptBlock, SourceError
 from dlio.reader import Reader
 from dlio.schema import Buffer
-from dlio.storage.block import encode_block
+from dlio.storage.block import encode_block, new_memory
 
 PIECE_BYTES: Final = 1 << 20
 """Of a stretch that is read with its neighbours at the same time."""
@@ -167,7 +167,7 @@ class Intake:
         size = int(reader.block_bytes[block])
         if self._throttle is not None:
             self._throttle.take(size)
-        memory = memoryview(bytearray(size))
+        memory = new_memory(size)
         if self._threads and size > PIECE_BYTES:
             starts = range(0, size, PIECE_BYTES)
             self.map(

@@ -16,6 +16,7 @@ from dlio.errors import SourceError, UsageError
 from dlio.reader import MAX_BLOCK_BYTES
 from dlio.schema import Schema
 from dlio.source import File, Source, expand, own_name, split_fields
+from dlio.storage.block import new_memory
 from dlio_readers.columns import (
     ENDS,
     SCHEMA,
@@ -321,8 +322,8 @@ class _Contiguous:
         first, last, _ = parts[0].indices(self.shape[0])
         if len(parts) == 2 and isinstance(parts[1], slice) and self._row and first < last:
             return self._rows_of_slab(first, last, parts[1])
-        memory = bytearray((last - first) * self._row)
-        self._file.read_into(self._offset + first * self._row, memoryview(memory))
+        memory = new_memory((last - first) * self._row)
+        self._file.read_into(self._offset + first * self._row, memory)
         found = np.frombuffer(memory, self.dtype).reshape(last - first, *self.shape[1:])
         return found[(slice(None), *parts[1:])] if len(parts) > 1 else found
 

@@ -54,6 +54,8 @@ def read_npy_head(data: memoryview, size: int | None = None) -> NpyHead:
     if len(data) < 10 or bytes(data[:6]) != _MAGIC or data[6] not in (1, 2, 3):
         raise CorruptBlock("is no .npy file")
     wide = data[6] > 1
+    if len(data) < 12:
+        raise CorruptBlock("is no .npy file: it is cut off")
     length = struct.unpack_from("<I" if wide else "<H", data, 8)[0]
     offset = (12 if wide else 10) + length
     if length > _MAX_HEAD or offset > len(data):

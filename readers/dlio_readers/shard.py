@@ -15,7 +15,14 @@ from dlio.errors import CorruptBlock, SourceError
 from dlio.order import Order
 from dlio.reader import Layout
 from dlio.source import File, Source, expand, failed, own_name
-from dlio.storage.block import BlockInfo, Readable, check_block, read_exactly, read_info
+from dlio.storage.block import (
+    BlockInfo,
+    Readable,
+    check_block,
+    new_memory,
+    read_exactly,
+    read_info,
+)
 from dlio.storage.shard import SUFFIX, Footer, read_footer
 
 _OPENED_AT_A_TIME = 16
@@ -167,7 +174,7 @@ class ShardReader:
         table = info.table
         first, last = table[places[0]], table[places[-1]]
         begin = int(first["offset"])
-        memory = memoryview(bytearray(int(last["offset"]) + int(last["stored"]) - begin))
+        memory = new_memory(int(last["offset"]) + int(last["stored"]) - begin)
         where = f"{info.path}, block {info.block}"
         read_exactly(opened, memory, info.start + begin, where)
         for slot, place in zip(slots.tolist(), places.tolist(), strict=True):

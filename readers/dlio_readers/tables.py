@@ -14,6 +14,7 @@ import numpy.typing as npt
 from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.index import Arrays, cached_index
 from dlio.source import File, expand, own_name, split_fields
+from dlio.storage.block import new_memory
 from dlio_readers.columns import Column, ColumnReader, PlainColumn, Select, choose, slab
 from dlio_readers.npy import NpyHead, read_npy_head
 
@@ -95,8 +96,8 @@ class _Stored:
     def __getitem__(self, key: Any) -> npt.NDArray[Any]:
         parts = key if isinstance(key, tuple) else (key,)
         first, last, _ = parts[0].indices(self.shape[0])
-        memory = bytearray(max(0, last - first) * self._row)
-        self._file.read_into(self._start + first * self._row, memoryview(memory))
+        memory = new_memory(max(0, last - first) * self._row)
+        self._file.read_into(self._start + first * self._row, memory)
         found = np.frombuffer(memory, self._stored).reshape(last - first, *self.shape[1:])
         return found[(slice(None), *parts[1:])].astype(self.dtype, copy=False)
 

@@ -27,6 +27,7 @@ from dlio.order import Order
 from dlio.reader import cut_blocks
 from dlio.schema import LABEL, Schema, array_kind
 from dlio.source import File, Source, expand, own_name
+from dlio.storage.block import new_memory
 from dlio_readers.npy import NpyHead, read_npy_head
 
 SUFFIXES: Final = (".tar", ".tar.lz4")
@@ -178,7 +179,7 @@ class TarReader:
             if k < len(rows) and begins[k] <= ends[start:k].max() + _GAP:
                 continue
             low, high = int(begins[start:k].min()), int(ends[start:k].max())
-            memory = memoryview(bytearray(high - low))
+            memory = new_memory(high - low)
             frame = self._frames[number]
             if frame is None:
                 self._files[number].read_into(low, memory)

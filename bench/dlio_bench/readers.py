@@ -1,0 +1,349 @@
+"""`dlio bench readers`: each reader beside the format's own library, reading the same file."""
+
+import io
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from dlio.errors import UsageError
+
+FORMATS = ("folder", "shard", "tar", "hdf5", "hdf5-gzip", "zarr", "parquet", "npy", "mds")
+_BLOCK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is read: samples of random bytes, or of float32 where a format is for arrays."""
+
+    samples: int = 2000
+    sample_bytes: int = 110_000
+    random_reads: int = 500
+    repeats: int = 5
+
+
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    """How a format's own library reads what was written."""
+
+    library: str
+    path: str
+    one: Callable[[int], int]
+    """Read a sample; returns its bytes."""
+    all: Callable[[], int]
+    """Read all in their order; returns the bytes."""
+
+
+def measure(formats: Sequence[str], case: Case) -> dict[str, Any]:
+    """For each format: samples/s and MB/s of a pass in blocks and of `read` of random samples, of
+    dlio and of the library, in turn within each repeat; and of `dlio pack` to native shards."""
+    from dlio.reader import open_reader
+    from dlio_bench.machine import describe_machine, ratio, spread
+    from dlio_staging.pack import pack
+
+    found: dict[str, Any] = {}
+    chosen = np.random.default_rng(1).integers(0, case.samples, case.random_reads)
+    for name in formats:
+        with tempfile.TemporaryDirectory(prefix="readers-bench-") as folder:
+            peer = _WRITERS[name](folder, case)
+            rates: dict[str, list[float]] = {
+                key: [] for key in ("pass", "library_pass", "random", "library_random", "pack")
+            }
+            reader = open_reader(peer.path)
+            size = int(reader.sizes.sum(dtype=np.int64))
+            for repeat in range(case.repeats + 1):
+                timed: dict[str, Callable[[], int]] = {
+                    "pass": partial(_pass, reader),
+                    "library_pass": peer.all,
+                    "random": partial(_random, reader, chosen),
+                    "library_random": partial(_chosen_alone, peer, chosen),
+                }
+                for key, run in timed.items():
+                    started = time.perf_counter()
+                    run()
+                    seconds = time.perf_counter() - started
+                    count = case.samples if "pass" in key else case.random_reads
+                    if repeat:
+                        rates[key].append(count / seconds)
+            started = time.perf_counter()
+            pack(peer.path, os.path.join(folder, "packed"), compress="none", restart_rows=False)
+            rates["pack"].append(case.samples / (time.perf_counter() - started))
+            reader.close()
+            found[name] = {
+                "library": peer.library,
+                "bytes": size,
+                "mean_bytes": size / case.samples,
+                **{f"{key}_samples_per_s": spread(values) for key, values in rates.items()},
+                "pass_over_library": ratio(rates["pass"], rates["library_pass"]),
+                "random_over_library": ratio(rates["random"], rates["library_random"]),
+            }
+            typer.echo(f"{name}: {json.dumps(found[name])}", err=True)
+    packages = ("dlio", "h5py", "zarr", "pyarrow", "numpy", "webdataset", "mosaicml-streaming")
+    return {
+        "benchmark": "readers",
+        "case": asdict(case),
+        "formats": found,
+        "machine": describe_machine(packages),
+    }
+
+
+def command(
+    formats: Annotated[
+        list[str] | None, typer.Option("--format", help=f"One of {', '.join(FORMATS)}. Repeatable.")
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Of each data set.", min=_BLOCK)] = 2000,
+    sample_bytes: Annotated[int, typer.Option(help="Of each sample.", min=64)] = 110_000,
+    repeats: Annotated[int, typer.Option(help="Timed passes.", min=1)] = 5,
+    report: Annotated[str | None, typer.Option(help="Write JSON to this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="End in one line of JSON.")] = False,
+) -> None:
+    """Each reader beside the format's own library on the same files, from the page cache: passes
+    in blocks, random samples, and packing; samples/s and MB/s."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    chosen = formats or list(FORMATS)
+    for name in chosen:
+        if name not in FORMATS:
+            raise UsageError(f"--format {name}: choose {', '.join(FORMATS)}")
+    found = measure(chosen, Case(samples, sample_bytes, min(500, samples), repeats))
+    table = Table(box=SIMPLE_HEAD, title="samples/s, median", title_justify="left")
+    for title in ("format", "library", "pass", "its", "ratio", "random", "its", "ratio", "pack"):
+        table.add_column(title, justify="left" if title in ("format", "library") else "right")
+    for name, f in found["formats"].items():
+        keys = ("pass", "library_pass", "random", "library_random", "pack")
+        rate = {key: f"{f[f'{key}_samples_per_s']['median']:,.0f}" for key in keys}
+        table.add_row(
+            name,
+            f["library"],
+            rate["pass"],
+            rate["library_pass"],
+            f"{f['pass_over_library']['median']:.2f}",
+            rate["random"],
+            rate["library_random"],
+            f"{f['random_over_library']['median']:.2f}",
+            rate["pack"],
+        )
+    Console().print(table)
+    if report is not None:
+        from dlio.train.trace import write_whole
+
+        text = json.dumps(found, indent=2).encode()
+        write_whole(report, lambda file: file.write(text))
+    if as_json:
+        typer.echo(json.dumps(found))
+
+
+def _pass(reader: Any) -> int:
+    total = 0
+    for block in range(reader.layout.blocks):
+        total += sum(len(payload) for payload in reader.read(reader.layout.samples_of(block)))
+    return total
+
+
+def _random(reader: Any, chosen: Any) -> int:
+    return sum(len(reader.read(chosen[k : k + 1])[0]) for k in range(len(chosen)))
+
+
+def _chosen_alone(peer: _Peer, chosen: Any) -> int:
+    return sum(peer.one(int(i)) for i in chosen)
+
+
+def _body(generator: Any, case: Case) -> bytes:
+    return b"\xff\xd8\xff\xe0" + bytes(generator.bytes(case.sample_bytes - 4))
+
+
+def _folder(folder: str, case: Case) -> _Peer:
+    generator = np.random.default_rng(0)
+    files = []
+    for i in range(case.samples):
+        path = f"{folder}/data/class{i % 10}/{i:06d}.jpg"
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "wb") as file:
+            file.write(_body(generator, case))
+        files.append(path)
+
+    def one(i: int) -> int:
+        with open(files[i], "rb") as file:
+            return len(file.read())
+
+    return _Peer("open().read()", f"{folder}/data", one, lambda: sum(map(one, range(len(files)))))
+
+
+def _shard(folder: str, case: Case) -> _Peer:
+    from dlio_staging.pack import pack
+
+    peer = _folder(folder, case)
+    pack(peer.path, f"{folder}/shards", restart_rows=False)
+    return _Peer("open().read(), files", f"{folder}/shards", peer.one, peer.all)
+
+
+def _tar(folder: str, case: Case) -> _Peer:
+    import tarfile
+
+    generator = np.random.default_rng(0)
+    path = f"{folder}/a.tar"
+    with tarfile.open(path, "w") as archive:
+        for i in range(case.samples):
+            for extension, data in (("jpg", _body(generator, case)), ("cls", b"%d" % (i % 10))):
+                info = tarfile.TarInfo(f"{i:06d}.{extension}")
+                info.size = len(data)
+                archive.addfile(info, io.BytesIO(data))
+    opened = tarfile.open(path)  # noqa: SIM115 - for the whole measurement
+    members = [member for member in opened.getmembers() if member.name.endswith("jpg")]
+
+    def one(i: int) -> int:
+        stream = opened.extractfile(members[i])
+        assert stream is not None
+        return len(stream.read())
+
+    def whole() -> int:
+        try:
+            import webdataset
+        except ImportError:
+            return sum(map(one, range(len(members))))
+        return sum(len(s["jpg"]) for s in webdataset.WebDataset(path, shardshuffle=False))
+
+    return _Peer("webdataset; tarfile", path, one, whole)
+
+
+def _hdf5(folder: str, case: Case, **options: Any) -> _Peer:
+    import h5py
+
+    width = case.sample_bytes // 4
+    path = f"{folder}/a.h5"
+    generator = np.random.default_rng(0)
+    with h5py.File(path, "w") as file:
+        data = file.create_dataset("x", (case.samples, width), np.float32, **options)
+        for start in range(0, case.samples, _BLOCK):
+            rows = min(_BLOCK, case.samples - start)
+            data[start : start + rows] = generator.integers(0, 99, (rows, width))
+    opened = h5py.File(path, "r")["x"]
+
+    def whole() -> int:
+        return sum(opened[k : k + _BLOCK].nbytes for k in range(0, case.samples, _BLOCK))
+
+    return _Peer("h5py", path, lambda i: int(opened[i].nbytes), whole)
+
+
+def _hdf5_gzip(folder: str, case: Case) -> _Peer:
+    chunks = (8, case.sample_bytes // 4)
+    return _hdf5(folder, case, chunks=chunks, compression="gzip", compression_opts=1)
+
+
+def _zarr(folder: str, case: Case) -> _Peer:
+    import zarr
+
+    width = case.sample_bytes // 4
+    path = f"{folder}/a.zarr"
+    generator = np.random.default_rng(0)
+    array = zarr.create_array(path, shape=(case.samples, width), chunks=(8, width), dtype="float32")
+    for start in range(0, case.samples, _BLOCK):
+        rows = min(_BLOCK, case.samples - start)
+        array[start : start + rows] = generator.integers(0, 99, (rows, width)).astype("f4")
+    opened: Any = zarr.open_array(path, mode="r")
+
+    def whole() -> int:
+        return sum(opened[k : k + _BLOCK].nbytes for k in range(0, case.samples, _BLOCK))
+
+    return _Peer("zarr", path, lambda i: int(opened[i].nbytes), whole)
+
+
+def _parquet(folder: str, case: Case) -> _Peer:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    generator = np.random.default_rng(0)
+    path = f"{folder}/a.parquet"
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    rows = [{"bytes": _body(generator, case), "path": None} for _ in range(case.samples)]
+    table = pa.table(
+        {"image": pa.array(rows, kind), "label": [i % 10 for i in range(case.samples)]}
+    )
+    pq.write_table(table, path, row_group_size=100, compression="none")
+    opened = pq.ParquetFile(path)
+
+    def one(i: int) -> int:
+        group = opened.read_row_group(i // 100, columns=["image"])
+        return len(group.column("image")[i % 100]["bytes"].as_py())
+
+    def whole() -> int:
+        return sum(
+            len(value["bytes"].as_py())
+            for batch in opened.iter_batches(_BLOCK, columns=["image", "label"])
+            for value in batch.column("image")
+        )
+
+    return _Peer("pyarrow", path, one, whole)
+
+
+def _npy(folder: str, case: Case) -> _Peer:
+    path = f"{folder}/a.npy"
+    generator = np.random.default_rng(0)
+    np.save(path, generator.integers(0, 99, (case.samples, case.sample_bytes // 4)).astype("f4"))
+    opened = np.load(path, mmap_mode="r")
+
+    def whole() -> int:
+        return sum(np.array(opened[k : k + _BLOCK]).nbytes for k in range(0, case.samples, _BLOCK))
+
+    return _Peer("numpy, mapped", path, lambda i: np.array(opened[i]).nbytes, whole)
+
+
+def _mds(folder: str, case: Case) -> _Peer:
+    """As MosaicML's writer writes; read beside by its own description, for it wants more packages
+    than it needs to read."""
+    generator = np.random.default_rng(0)
+    bodies = [_body(generator, case) for _ in range(case.samples)]
+    parts = [
+        np.uint32(len(body)).tobytes() + body + np.int64(i % 10).tobytes()
+        for i, body in enumerate(bodies)
+    ]
+    ends = np.cumsum([4 * (case.samples + 2), *map(len, parts)]).astype("<u4")
+    raw = np.uint32(case.samples).tobytes() + ends.tobytes() + b"".join(parts)
+    os.makedirs(f"{folder}/data")
+    with open(f"{folder}/data/shard.mds", "wb") as shard:
+        shard.write(raw)
+    entry = {
+        "format": "mds",
+        "samples": case.samples,
+        "column_names": ["image", "label"],
+        "column_encodings": ["jpeg", "int"],
+        "column_sizes": [None, 8],
+        "raw_data": {"basename": "shard.mds", "bytes": len(raw), "hashes": {}},
+        "zip_data": None,
+        "compression": None,
+    }
+    with open(f"{folder}/data/index.json", "w", encoding="utf-8") as file:
+        json.dump({"version": 2, "shards": [entry]}, file)
+
+    def one(i: int) -> int:
+        with open(f"{folder}/data/shard.mds", "rb", 0) as file:
+            file.seek(4 * (1 + i))
+            begin, end = np.frombuffer(file.read(8), np.uint32)
+            file.seek(int(begin))
+            return len(file.read(int(end - begin)))
+
+    return _Peer(
+        "its reader's steps", f"{folder}/data", one, lambda: sum(map(one, range(case.samples)))
+    )
+
+
+_WRITERS: dict[str, Callable[[str, Case], _Peer]] = {
+    "folder": _folder,
+    "shard": _shard,
+    "tar": _tar,
+    "hdf5": _hdf5,
+    "hdf5-gzip": _hdf5_gzip,
+    "zarr": _zarr,
+    "parquet": _parquet,
+    "npy": _npy,
+    "mds": _mds,
+}
