@@ -39,6 +39,7 @@ class _Peer:
     """Read a sample; returns its bytes."""
     all: Callable[[], int]
     """Read all in their order; returns the bytes."""
+    close: Callable[[], None] = lambda: None
 
 
 def measure(formats: Sequence[str], case: Case) -> dict[str, Any]:
@@ -76,6 +77,7 @@ def measure(formats: Sequence[str], case: Case) -> dict[str, Any]:
             pack(peer.path, os.path.join(folder, "packed"), compress="none", restart_rows=False)
             rates["pack"].append(case.samples / (time.perf_counter() - started))
             reader.close()
+            peer.close()
             found[name] = {
                 "library": peer.library,
                 "bytes": size,
@@ -212,7 +214,7 @@ def _tar(folder: str, case: Case) -> _Peer:
             return sum(map(one, range(len(members))))
         return sum(len(s["jpg"]) for s in webdataset.WebDataset(path, shardshuffle=False))
 
-    return _Peer("webdataset; tarfile", path, one, whole)
+    return _Peer("webdataset; tarfile", path, one, whole, opened.close)
 
 
 def _hdf5(folder: str, case: Case, **options: Any) -> _Peer:
@@ -226,12 +228,13 @@ def _hdf5(folder: str, case: Case, **options: Any) -> _Peer:
         for start in range(0, case.samples, _BLOCK):
             rows = min(_BLOCK, case.samples - start)
             data[start : start + rows] = generator.integers(0, 99, (rows, width))
-    opened = h5py.File(path, "r")["x"]
+    stored = h5py.File(path, "r")
+    opened = stored["x"]
 
     def whole() -> int:
         return sum(opened[k : k + _BLOCK].nbytes for k in range(0, case.samples, _BLOCK))
 
-    return _Peer("h5py", path, lambda i: int(opened[i].nbytes), whole)
+    return _Peer("h5py", path, lambda i: int(opened[i].nbytes), whole, stored.close)
 
 
 def _hdf5_gzip(folder: str, case: Case) -> _Peer:
@@ -282,7 +285,7 @@ def _parquet(folder: str, case: Case) -> _Peer:
             for value in batch.column("image")
         )
 
-    return _Peer("pyarrow", path, one, whole)
+    return _Peer("pyarrow", path, one, whole, opened.close)
 
 
 def _npy(folder: str, case: Case) -> _Peer:

@@ -1,0 +1,105 @@
+"""slowfs gives what lies behind it, slowly, fails as its seed says, and goes with its owner."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dlio_bench.slowfs import Pace, SlowFolder, slow_mount, stats, why_not
+from tests.conftest import ROOT, in_time
+
+needs_fuse = pytest.mark.skipif(why_not() is not None, reason=f"no FUSE: {why_not()}")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    (tmp_path / "data" / "deep").mkdir(parents=True)
+    (tmp_path / "data" / "a").write_bytes(os.urandom(3_000_000))
+    (tmp_path / "data" / "deep" / "b").write_bytes(b"b" * 10)
+    os.symlink("a", tmp_path / "data" / "link")
+    return tmp_path / "data"
+
+
+@needs_fuse
+def test_it_passes_everything_through_and_counts(source: Path) -> None:
+    with slow_mount(str(source)) as mounted:
+        assert sorted(os.listdir(mounted)) == ["a", "deep", "link"]
+        assert Path(mounted, "a").read_bytes() == (source / "a").read_bytes()
+        assert Path(mounted, "deep", "b").read_bytes() == b"b" * 10
+        assert os.readlink(f"{mounted}/link") == "a"
+        told = stats(mounted)
+        assert told["bytes"] == 3_000_010
+        assert told["opens"] == 2
+        # Nothing is cached: a second pass reads again.
+        Path(mounted, "a").read_bytes()
+        assert stats(mounted)["bytes"] == 6_000_010
+        with pytest.raises(OSError, match="Read-only"):
+            Path(mounted, "new").write_bytes(b"")
+    assert not os.path.exists(mounted)
+
+
+@needs_fuse
+def test_errors_are_drawn_from_the_seed(source: Path) -> None:
+    def failing(seed: int) -> list[int]:
+        found = []
+        with slow_mount(str(source), eio_rate=0.5, seed=seed) as mounted:
+            descriptor = os.open(f"{mounted}/a", os.O_RDONLY)
+            for k in range(40):
+                try:
+                    os.pread(descriptor, 4096, k * 4096)
+                except OSError:
+                    found.append(k)
+            os.close(descriptor)
+        return found
+
+    first = failing(1)
+    assert 5 < len(first) < 35
+    assert failing(1) == first
+    assert failing(2) != first
+
+
+@needs_fuse
+def test_it_goes_with_an_owner_that_is_killed(source: Path) -> None:
+    body = (
+        "import sys, time\n"
+        "from dlio_bench.slowfs import slow_mount\n"
+        "with slow_mount(sys.argv[1]) as mounted:\n"
+        "    print(mounted, flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    paths = os.pathsep.join(str(ROOT / part) for part in (".", "bench"))
+    owner = subprocess.Popen(
+        [sys.executable, "-c", body, str(source)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    assert owner.stdout is not None
+    mounted = owner.stdout.readline().strip()
+    assert os.path.ismount(mounted)
+    owner.send_signal(signal.SIGKILL)
+    owner.wait(20)
+    owner.stdout.close()
+    assert in_time(lambda: not os.path.ismount(mounted))
+    os.rmdir(mounted)
+
+
+def test_a_request_waits_for_its_latency_and_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    pace = Pace(0.005, 1000.0)
+    for _ in range(3):
+        pace.wait(100)
+    assert [round(seconds, 2) for seconds in slept] == [0.1, 0.2, 0.3]
+    Pace(0.005, None).wait(10**9)
+    assert 0.004 < slept[-1] <= 0.005
+
+
+def test_it_writes_nothing(source: Path) -> None:
+    folder = SlowFolder(str(source), Pace(0, None), Pace(0, None))
+    with pytest.raises(OSError, match="read only"):
+        folder.open("/a", os.O_RDWR)
