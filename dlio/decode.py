@@ -31,7 +31,7 @@ from dlio.jpeg import cut_rows, parse_frame, row_starts
 from dlio.order import keyed_uniforms
 from dlio.schema import Buffer
 
-MAX_PIXELS: Final = 178_956_970
+MAX_PIXELS: Final = int(os.environ.get("DLIO_MAX_PIXELS", "178956970"))
 """Of one image: half a gigabyte of RGB. Pillow warns of a decompression bomb beyond half of it."""
 
 _SCALE = (0.08, 1.0)

@@ -89,12 +89,18 @@ class BlockInfo:
         return len(self.table)
 
     def read(
-        self, descriptor: int | Readable, place: int, scratch: Scratch | None = None
+        self,
+        descriptor: int | Readable,
+        place: int,
+        scratch: Scratch | None = None,
+        *,
+        checked: bool = True,
     ) -> memoryview:
         """The raw payload at `place`, checked.
 
         Args:
             scratch: memory to read into; without it the payload has memory of its own.
+            checked: False leaves its checksum out.
 
         Raises CorruptBlock when bytes are missing or differ from what was written.
         """
@@ -103,9 +109,9 @@ class BlockInfo:
         offset, stored, _, _ = self.table[place].item()
         view = new_memory(stored) if scratch is None else scratch.view(stored)
         read_exactly(descriptor, view, self.start + offset, lambda: self.where(place))
-        return self.check(view, place)
+        return self.check(view, place, checked=checked)
 
-    def check(self, stored: memoryview, place: int) -> memoryview:
+    def check(self, stored: memoryview, place: int, *, checked: bool = True) -> memoryview:
         """The raw payload of what is stored at `place`: decompressed if need be, checked."""
         _, stored_size, raw_size, digest = self.table[place].item()
         raw = stored
@@ -115,7 +121,7 @@ class BlockInfo:
                 raw = memoryview(lz4.block.decompress(stored, uncompressed_size=raw_size))
             except lz4.block.LZ4BlockError as error:
                 raise CorruptBlock(f"{self.where(place)}: LZ4 data is damaged{_REMEDY}") from error
-        if len(raw) != raw_size or xxhash.xxh3_64_intdigest(raw) != digest:
+        if len(raw) != raw_size or (checked and xxhash.xxh3_64_intdigest(raw) != digest):
             raise CorruptBlock(f"{self.where(place)}: its checksum does not match{_REMEDY}")
         return raw
 

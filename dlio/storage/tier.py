@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Self
 
-from dlio.errors import CorruptBlock, TierError, TierFull
+from dlio.errors import CorruptBlock, TierError, TierFull, UsageError
 from dlio.schema import Buffer
 from dlio.storage.block import (
     NO_ROOM,
@@ -65,6 +65,7 @@ class Tier:
         self._table_bytes = 0
         self.hits = 0
         """Samples that this process has read from here."""
+        self._share = checked_share()
         self._claimed: set[int] = set()
         self._shared: SharedFolder | None = None
         if self.kind == "ram":
@@ -111,10 +112,12 @@ class Tier:
         try:
             with self._lock:
                 self.hits += 1
+                # Evenly, and not by chance: of a half, each second one.
+                checked = int(self.hits * self._share) != int((self.hits - 1) * self._share)
                 info = self._tables.get(block)
             if info is None:
                 info = self._read_table(block, descriptor)
-            return info.read(descriptor, place, scratch)
+            return info.read(descriptor, place, scratch, checked=checked)
         finally:
             os.close(descriptor)
 
@@ -261,6 +264,21 @@ class Tier:
                 with suppress(FileNotFoundError):
                     os.unlink(name, dir_fd=self._folder)
                 self.release(block)
+
+
+def checked_share() -> float:
+    """Share of the payloads read from tiers whose checksums are compared: all, or DLIO_CHECK.
+
+    Raises UsageError when that is no share.
+    """
+    text = os.environ.get("DLIO_CHECK", "1")
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise UsageError(f"DLIO_CHECK={text}: give a share of the payloads, 0 to 1")
+    return share
 
 
 def _name(block: int) -> str:

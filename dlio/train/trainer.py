@@ -45,6 +45,9 @@ def train(config: TrainConfig) -> RunReport:
     with ExitStack() as stack:
         data = stack.enter_context(_open(comm, config.source, config, config.tiers, training=True))
         loader = stack.enter_context(_loader(data, config, training=True))
+        if not data.crops:
+            held = ", ".join(name for name, _ in data.reader.schema.fields)
+            raise UsageError(f"{config.source} holds {held}: training wants images with labels")
         mounted = data.mount(comm, config.pretend_nodes)
         held_out = None
         if config.val is not None:
@@ -106,7 +109,7 @@ class _Run:
         self._held_out = held_out
         self._device = _device(config.device, comm)
         torch.manual_seed(config.seed)
-        classes = len(loader.data.classes)
+        classes = len(loader.data.classes) or int(loader.data.reader.labels.max()) + 1
         self.model = make_model(config.model, classes, config.image_size)
         self.model.to(self._device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         broadcast_state(self.model, comm)

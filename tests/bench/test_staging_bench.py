@@ -34,6 +34,8 @@ def test_cases_on_the_local_disk(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+# webdataset leaves its file to the garbage collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_every_reader_beside_its_library(tmp_path: Path) -> None:
     report = tmp_path / "r.json"
     argv = ["bench", "readers", "--samples", "64", "--sample-bytes", "2000", "--repeats", "1"]

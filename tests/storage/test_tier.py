@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dlio.errors import CorruptBlock, TierError, TierFull
+from dlio.errors import CorruptBlock, TierError, TierFull, UsageError
 from dlio.schema import IMAGE_LABEL, Buffer
 from dlio.storage.block import encode_block
 from dlio.storage.folders import open_private
@@ -103,6 +103,29 @@ def test_a_flipped_bit_is_an_error_and_the_block_can_be_discarded(disk: Tier) ->
         disk.read(0, 4)
     disk.discard(0)
     assert not disk.has(0)
+
+
+@pytest.mark.parametrize(("share", "found"), [("1", 20), ("0.5", 10), ("0", 0)])
+def test_a_share_of_the_payloads_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: str, found: int
+) -> None:
+    monkeypatch.setenv("DLIO_CHECK", share)
+    with Tier(TierSpec("disk", str(tmp_path), 1 << 20), "data", "node") as tier:
+        tier.publish(7, _pieces(7))
+        path = Path(tier.path) / "00000007.blk"
+        data = bytearray(path.read_bytes())
+        data[-50] ^= 1
+        path.write_bytes(data)
+        errors = 0
+        for _ in range(20):
+            try:
+                tier.read(7, 4)
+            except CorruptBlock:
+                errors += 1
+        assert errors == found
+    monkeypatch.setenv("DLIO_CHECK", "often")
+    with pytest.raises(UsageError, match="DLIO_CHECK=often"):
+        Tier(TierSpec("disk", str(tmp_path), 1 << 20), "data", "node")
 
 
 def test_a_block_under_a_wrong_name_is_refused(disk: Tier) -> None:
