@@ -1,7 +1,6 @@
 """Mounting: a data set's blocks get homes on the job's nodes, and tiers to be pinned in."""
 
 import os
-import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -134,8 +133,6 @@ def mount(
     nodes = find_nodes(comm, pretend_nodes)
     ranks = Ranks(nodes.node_of)
     specs = choose_tiers(tiers, data_bytes(reader), nodes.per_machine)
-    # The RAM tier of this job, and no other: a random name, the same on all ranks.
-    job = comm.allgather(secrets.token_hex(8))[0]
     folder = nodes.names[nodes.here]
     block_bytes = _block_bytes(reader)
     requests = options.requests or find_place(reader.path).requests(reader.objects)
@@ -150,7 +147,9 @@ def mount(
             notes = _make_room(specs, int(block_bytes.sum()), reader.fingerprint)
         comm.barrier()
         for spec in specs:
-            where = [f"{job}.{folder}"] if spec.kind == "ram" else [reader.fingerprint, folder]
+            # Jobs of a node that want the same data share one copy, in memory too.
+            apart = "." if spec.kind == "ram" else "/"
+            where = f"{reader.fingerprint}{apart}{folder}".split("/")
             opened.append(Tier(spec, *where, fingerprint=reader.fingerprint))
         mine = [_capacity(spec, reader.fingerprint) for spec in specs]
         everyone = comm.allgather(mine)

@@ -1,7 +1,7 @@
 """A tier: an append-only store of blocks in one folder, shared by the ranks of a node.
 
     <root>/dlio-<uid>/<data set>/<node>/          a disk tier; stays for the next job
-    /dev/shm/dlio-<uid>/<job>.<node>/             a RAM tier; gone when the job ends
+    /dev/shm/dlio-<uid>/<data set>.<node>/        a RAM tier; gone with the last job that uses it
         00000042.blk    a published block, complete by construction
         claims          byte b is locked by the process that is filling block b
 

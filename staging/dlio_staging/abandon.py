@@ -35,6 +35,8 @@ def abandonable() -> None:
     parent = os.getpid()
     child = os.fork()
     if child == 0:
+        # A group of its own: a terminal's Ctrl-C comes once, through the parent.
+        os.setpgid(0, 0)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(_HUNG)
@@ -47,9 +49,8 @@ def _wait(child: int) -> int:
         with suppress(ProcessLookupError):
             os.kill(child, number)
 
-    # Ctrl-C reaches the child by itself: a terminal tells the whole group.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, pass_on)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, pass_on)
     ended_at: float | None = None
     delay = 0.001
     while True:

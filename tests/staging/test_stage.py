@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from dlio_staging.manage import find_roots
 from dlio_staging.pack import pack
 from dlio_staging.stage import StageOptions, stage
 from dlio_staging.verify import verify
-from tests.conftest import MpiRun
+from tests.conftest import MpiRun, in_time
 
 CLI = [sys.executable, "-m", "dlio.cli"]
 
@@ -267,6 +268,23 @@ def test_a_reader_that_hangs_is_left_behind(pictures: Path, scratch: Path, tmp_p
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_interrupted_it_ends_leaves_whole_blocks_and_no_process(
+    imagenet: Path, scratch: Path, number: signal.Signals
+) -> None:
+    argv = [*CLI, "stage", str(imagenet), "--tiers", f"{scratch}:1GiB", "--bwlimit", "2MiB"]
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as process:
+        assert in_time(lambda: len(list(scratch.rglob("*.blk"))) > 3)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        process.send_signal(number)
+        _, said = process.communicate(timeout=20)
+    if number != signal.SIGKILL:
+        assert process.returncode == 130
+        assert said.strip() == "dlio: interrupted"
+    assert in_time(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
+    assert verify(str(scratch)).damaged == []
 
 
 @pytest.mark.mpi

@@ -1,0 +1,78 @@
+"""Two jobs of one node that train on the same data read it once, and keep one copy."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dlio.reader import open_reader
+from dlio.storage.shared import user_folder
+from dlio.storage.spec import SHARED_MEMORY
+from tests.conftest import in_time
+
+BODY = """
+import json, os, sys, time
+import dlio
+from dlio.storage.shared import user_folder
+with (
+    dlio.open(sys.argv[1], tiers=sys.argv[2], image_size=32) as data,
+    dlio.DataLoader(data, 4, shuffle=True, seed=int(sys.argv[3])) as loader,
+):
+    print("ready", flush=True)
+    sys.stdin.readline()
+    read = 0
+    for _ in range(3):
+        assert sum(len(images) for images, _ in loader) == len(data)
+        read += loader.stats()["bytes"]["source"]
+    print(json.dumps(read), flush=True)
+    sys.stdin.readline()
+"""
+
+
+def _ours() -> set[str]:
+    path = os.path.join(SHARED_MEMORY, user_folder())
+    return set(os.listdir(path)) if os.path.isdir(path) else set()
+
+
+@pytest.mark.parametrize("place", ["ram", "disk"])
+def test_two_jobs_read_once_and_share_one_copy(pictures: Path, tmp_path: Path, place: str) -> None:
+    tiers = "ram:64MiB" if place == "ram" else f"{tmp_path}:64MiB"
+    before = _ours()
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", BODY, str(pictures), tiers, str(seed)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in range(2)
+    ]
+    reader = open_reader(str(pictures))
+    try:
+        for job in jobs:
+            assert job.stdout is not None
+            assert job.stdout.readline() == "ready\n"
+        for job in jobs:
+            assert job.stdin is not None
+            print(file=job.stdin, flush=True)
+        read = [json.loads(job.stdout.readline()) for job in jobs if job.stdout]
+        # Samples that were read on their own while their block came: half a percent each.
+        assert sum(read) <= 1.02 * reader.sizes.sum()
+        if place == "ram":
+            (folder,) = {name for name in _ours() - before if name.startswith(reader.fingerprint)}
+            kept = Path(SHARED_MEMORY, user_folder(), folder)
+        else:
+            kept = tmp_path
+        assert len(list(kept.rglob("*.blk"))) == reader.layout.blocks
+        for job in jobs:
+            assert job.stdin is not None
+            print(file=job.stdin, flush=True)
+            assert job.wait(30) == 0
+    finally:
+        for job in jobs:
+            job.kill()
+            job.communicate()
+    assert in_time(lambda: _ours() <= before)
