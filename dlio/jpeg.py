@@ -9,7 +9,7 @@ scan only; all functions are pure.
 import shutil
 import subprocess
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -156,38 +156,3 @@ def with_restart_rows(image: Buffer) -> bytes | None:
     if made is None or row_starts(done.stdout, made) is None:
         return None
     return done.stdout
-
-
-def encode_with_restart_rows(pixels: npt.NDArray[np.uint8], quality: int) -> bytes:
-    """A JPEG, 4:2:0, that restarts at each row of blocks.
-
-    Args:
-        pixels: RGB, shape (height, width, 3).
-    """
-    from dlio.decode import opencv
-
-    cv2: Any = opencv()
-    options = [
-        *(cv2.IMWRITE_JPEG_QUALITY, quality),
-        *(cv2.IMWRITE_JPEG_SAMPLING_FACTOR, cv2.IMWRITE_JPEG_SAMPLING_FACTOR_420),
-        *(cv2.IMWRITE_JPEG_RST_INTERVAL, -(-pixels.shape[1] // 16)),
-        *(cv2.IMWRITE_JPEG_OPTIMIZE, 1),
-    ]
-    done, data = cv2.imencode(".jpg", cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR), options)
-    if not done:
-        raise ValueError(f"OpenCV cannot encode {pixels.shape}")
-    return bytes(data)
-
-
-def resized(pixels: npt.NDArray[np.uint8], short_side: int) -> npt.NDArray[np.uint8]:
-    """The image with its short side of that many pixels; never larger than it was."""
-    from dlio.decode import opencv
-
-    cv2: Any = opencv()
-    height, width = pixels.shape[:2]
-    scale = short_side / min(height, width)
-    if scale >= 1:
-        return pixels
-    size = (max(1, round(width * scale)), max(1, round(height * scale)))
-    made: npt.NDArray[np.uint8] = cv2.resize(pixels, size, interpolation=cv2.INTER_AREA)
-    return made

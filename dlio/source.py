@@ -317,6 +317,21 @@ def expand(path: str | Sequence[str]) -> list[str]:
     return found
 
 
+def files_below(path: str | Sequence[str], suffixes: str | tuple[str, ...]) -> list[str]:
+    """The files that a path, or several, stand for; of a folder, those in it with such a suffix,
+    sorted by name."""
+    found = []
+    for each in expand(path):
+        if own_name(each).endswith(suffixes) or not Source(each).is_folder():
+            found.append(each)
+            continue
+        own, _, chain = each.partition("::")
+        tail = f"::{chain}" if chain else ""
+        names = [name for name, _ in Source(each).names()]
+        found += [f"{own.rstrip('/')}/{n}{tail}" for n in names if n.lower().endswith(suffixes)]
+    return found
+
+
 def redact(text: str) -> str:
     """A URL, or a message with URLs, without passwords and signatures."""
     text = re.sub(r"://[^/@\s:]+:[^/@\s]+@", "://***@", text)

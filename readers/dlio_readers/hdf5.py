@@ -15,7 +15,7 @@ import numpy.typing as npt
 from dlio.errors import SourceError, UsageError
 from dlio.reader import MAX_BLOCK_BYTES
 from dlio.schema import Schema
-from dlio.source import File, Source, expand, own_name, split_fields
+from dlio.source import File, Source, expand, files_below, own_name, split_fields
 from dlio.storage.block import new_memory
 from dlio_readers.columns import (
     ENDS,
@@ -107,19 +107,7 @@ def _split(path: str | Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     paths = [path] if isinstance(path, str) else list(path)
     parts = [split_fields(each) for each in paths]
     names = next((names for _, names in reversed(parts) if names), ())
-    found = []
-    for url in expand([url for url, _ in parts]):
-        source = Source(url)
-        if not source.is_folder():
-            found.append(url)
-            continue
-        own, _, chain = url.partition("::")
-        tail = f"::{chain}" if chain else ""
-        inside = [name for name, _ in source.names()]
-        found += [
-            f"{own.rstrip('/')}/{name}{tail}" for name in inside if name.lower().endswith(_SUFFIXES)
-        ]
-    return found, names
+    return files_below([url for url, _ in parts], _SUFFIXES), names
 
 
 class _Joined:

@@ -14,7 +14,7 @@ from dlio.index import Arrays, cached_index, fingerprint_of
 from dlio.order import Order
 from dlio.reader import cut_blocks
 from dlio.schema import DTYPES, Schema, array_kind
-from dlio.source import File, Source, expand, own_name, split_fields
+from dlio.source import File, Source, expand, files_below, own_name, split_fields
 from dlio_readers.columns import looks_like
 
 _SUFFIXES: Final = (".parquet", ".parq")
@@ -45,7 +45,7 @@ class ParquetReader:
         paths = [path] if isinstance(path, str) else list(path)
         parts = [split_fields(each) for each in paths]
         names = next((names for _, names in reversed(parts) if names), ())
-        self._files = [File(url) for url in _parquet_files([url for url, _ in parts])]
+        self._files = [File(url) for url in files_below([url for url, _ in parts], _SUFFIXES)]
         self._opened: dict[int, Any] = {}
         self._lock = threading.RLock()
         self._kept: OrderedDict[tuple[int, int], tuple[dict[str, Any], int]] = OrderedDict()
@@ -343,16 +343,3 @@ def _class_names(schema: Any, label: str | None) -> list[str]:
     except (KeyError, ValueError, TypeError, RecursionError):
         return []
     return [str(name) for name in names] if isinstance(names, list) else []
-
-
-def _parquet_files(paths: Sequence[str]) -> list[str]:
-    found = []
-    for each in expand(paths):
-        if own_name(each).endswith(_SUFFIXES):
-            found.append(each)
-            continue
-        names = [name for name, _ in Source(each).names()]
-        own, _, chain = each.partition("::")
-        tail = f"::{chain}" if chain else ""
-        found += [f"{own.rstrip('/')}/{n}{tail}" for n in names if n.lower().endswith(_SUFFIXES)]
-    return found

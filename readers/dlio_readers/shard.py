@@ -14,7 +14,7 @@ import numpy.typing as npt
 from dlio.errors import CorruptBlock, SourceError
 from dlio.order import Order
 from dlio.reader import Layout
-from dlio.source import File, Source, expand, failed, own_name
+from dlio.source import File, Source, expand, failed, files_below, own_name
 from dlio.storage.block import (
     BlockInfo,
     Readable,
@@ -50,7 +50,7 @@ class ShardReader:
         self.path = path if isinstance(path, str) else " ".join(path)
         self._given = path
         with ThreadPoolExecutor(_OPENED_AT_A_TIME) as pool:
-            self._files = list(pool.map(File, _shard_files(path)))
+            self._files = list(pool.map(File, files_below(path, SUFFIX)))
             footers = list(pool.map(_footer, self._files))
         footers = _in_order(self.path, self._files, footers)
         self._footers = footers
@@ -222,18 +222,6 @@ def _opened(file: File) -> Iterator[int | Readable]:
         raise failed(file.url, error) from error
     finally:
         os.close(descriptor)
-
-
-def _shard_files(path: str | Sequence[str]) -> list[str]:
-    found = []
-    for each in expand(path):
-        if own_name(each).endswith(SUFFIX):
-            found.append(each)
-            continue
-        names = [name for name, _ in Source(each).names() if name.endswith(SUFFIX)]
-        own, _, chain = each.partition("::")
-        found += [own.rstrip("/") + f"/{name}" + (f"::{chain}" if chain else "") for name in names]
-    return found
 
 
 def _footer(file: File) -> Footer:

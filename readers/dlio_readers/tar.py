@@ -10,14 +10,10 @@ start, and is refused.
 """
 
 import json
-import struct
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-import lz4.block
 import numpy as np
 import numpy.typing as npt
 
@@ -26,19 +22,17 @@ from dlio.index import Arrays, Names, cached_index, fingerprint_of
 from dlio.order import Order
 from dlio.reader import cut_blocks
 from dlio.schema import LABEL, Schema, array_kind
-from dlio.source import File, Source, expand, own_name
+from dlio.source import File, Source, expand, files_below, own_name
 from dlio.storage.block import new_memory
+from dlio_readers.lz4frame import Frame, frame_index
 from dlio_readers.npy import NpyHead, read_npy_head
+from dlio_readers.tarmembers import Members
 
 SUFFIXES: Final = (".tar", ".tar.lz4")
 _VERSION: Final = 1
 _SCAN_THREADS: Final = 8
-_SCAN_BYTES: Final = 1 << 20
-_BLOCK: Final = 512
-_MAX_NAME: Final = 1 << 16
 _MAX_NUMBER: Final = 64
 """Bytes of a member that holds a whole number as text."""
-_MAX_MEMBERS: Final = 1 << 28
 _MAX_META: Final = 1 << 20
 _GAP: Final = 1 << 16
 """Bytes between two members that are read along rather than read apart."""
@@ -80,7 +74,7 @@ class TarReader:
     def __init__(self, path: str | Sequence[str], fields: Sequence[str] | None = None) -> None:
         self._given = path, fields
         self.path = path if isinstance(path, str) else " ".join(path)
-        self._files = [File(url) for url in _tar_files(path)]
+        self._files = [File(url) for url in files_below(path, SUFFIXES)]
         if not self._files:
             raise SourceError(f"{self.path} holds no tar")
         chosen = tuple(fields or ())
@@ -123,7 +117,7 @@ class TarReader:
             self.layout.starts,
         )
         self._frames = [
-            _Frame(file, part) if "frame_at" in part else None
+            Frame(file, part) if "frame_at" in part else None
             for file, part in zip(self._files, parts, strict=True)
         ]
 
@@ -237,132 +231,13 @@ def _joined(k: int, parts: Sequence[Arrays]) -> str:
     return f"{names.pop()}[{','.join(sizes)}]"
 
 
-def _tar_files(path: str | Sequence[str]) -> list[str]:
-    found = []
-    for each in expand(path):
-        if own_name(each).endswith(SUFFIXES):
-            found.append(each)
-            continue
-        names = [name for name, _ in Source(each).names()]
-        own, _, chain = each.partition("::")
-        tail = f"::{chain}" if chain else ""
-        found += [
-            f"{own.rstrip('/')}/{name}{tail}" for name in names if name.lower().endswith(SUFFIXES)
-        ]
-    return found
-
-
-class _Members:
-    """Walks a tar's headers. Reads large stretches, keeps one."""
-
-    def __init__(self, size: int, read: Callable[[int, int], bytes], name: str) -> None:
-        self._size = size
-        self._read = read
-        self._name = name
-        self._stretch = b""
-        self._start = 0
-
-    def bytes_at(self, at: int, count: int) -> bytes:
-        if at + count > self._size:
-            raise self.damaged(at, "it ends within a member: it was cut off")
-        if not self._start <= at or at + count > self._start + len(self._stretch):
-            self._start = at
-            self._stretch = self._read(at, max(count, min(_SCAN_BYTES, self._size - at)))
-        found = self._stretch[at - self._start : at - self._start + count]
-        if len(found) != count:
-            raise self.damaged(at, "it ends within a member: it was cut off")
-        return found
-
-    def damaged(self, at: int, why: str) -> SourceError:
-        return SourceError(f"{self._name} at byte {at}: {why}; restore it")
-
-    def __iter__(self) -> Any:
-        """(name, offset, size) of each plain file."""
-        at, longer, size_told = 0, "", -1
-        members = 0
-        while at + _BLOCK <= self._size:
-            head = self.bytes_at(at, _BLOCK)
-            if not any(head):
-                return
-            _check_sum(head, self, at)
-            size = _octal(head[124:136], self, at)
-            kind = head[156:157]
-            if size_told >= 0 and kind not in b"xgLK":
-                size = size_told
-            body = at + _BLOCK
-            if body + size > self._size:
-                raise self.damaged(at, "a member is longer than the file: it was cut off")
-            if kind in (b"L", b"x"):
-                if size > _MAX_NAME:
-                    raise self.damaged(at, f"a header of {size} bytes")
-                data = self.bytes_at(body, size)
-                if kind == b"L":
-                    longer = data.rstrip(b"\0").decode("utf-8", "surrogateescape")
-                else:
-                    told = _pax(data, self, at)
-                    longer = told.get("path", longer)
-                    if "GNU.sparse.major" in told or "GNU.sparse.size" in told:
-                        raise self.damaged(at, "a sparse member, which dlio does not read")
-                    size_told = int(told["size"]) if told.get("size", "").isdigit() else -1
-            else:
-                if kind in (b"0", b"\0", b"7"):
-                    yield longer or _name(head), body, size
-                members += 1
-                if members > _MAX_MEMBERS:
-                    raise self.damaged(at, "too many members")
-                longer, size_told = "", -1
-            at = body + -(-size // _BLOCK) * _BLOCK
-        if at > self._size:
-            raise self.damaged(self._size, "it ends within a member: it was cut off")
-
-
-def _check_sum(head: bytes, members: _Members, at: int) -> None:
-    told = _octal(head[148:156], members, at)
-    if told != sum(head[:148]) + 8 * 32 + sum(head[156:]):
-        raise members.damaged(at, "is no header of a tar: the file is damaged, or no tar")
-
-
-def _octal(field: bytes, members: _Members, at: int) -> int:
-    if field[0] & 0x80:
-        value = int.from_bytes(bytes([field[0] & 0x7F]) + field[1:], "big")
-        if value >= 2**62:
-            raise members.damaged(at, "a size that makes no sense")
-        return value
-    text = field.rstrip(b"\0 ").lstrip(b" ") or b"0"
-    try:
-        return int(text, 8)
-    except ValueError:
-        raise members.damaged(at, "is no header of a tar: the file is damaged") from None
-
-
-def _name(head: bytes) -> str:
-    name = head[:100].split(b"\0", 1)[0]
-    if head[257:262] == b"ustar" and head[345]:
-        name = head[345:500].split(b"\0", 1)[0] + b"/" + name
-    return name.decode("utf-8", "surrogateescape")
-
-
-def _pax(data: bytes, members: _Members, at: int) -> dict[str, str]:
-    found = {}
-    place = 0
-    while place < len(data):
-        length, space, _ = data[place : place + 20].partition(b" ")
-        if not space or not length.isdigit() or not 0 < int(length) <= len(data) - place:
-            raise members.damaged(at, "an extended header that makes no sense")
-        record = data[place + len(length) + 1 : place + int(length) - 1]
-        key, _, value = record.partition(b"=")
-        found[key.decode("utf-8", "replace")] = value.decode("utf-8", "surrogateescape")
-        place += int(length)
-    return found
-
-
 def _build(file: File, fields: tuple[str, ...]) -> Arrays:
     """The index of one tar: for each sample and field, where it is."""
     extra: Arrays = {}
     size, read = file.size, file.read
     if own_name(file.name).endswith(".lz4"):
-        extra = _frame_index(file)
-        frame = _Frame(file, extra)
+        extra = frame_index(file)
+        frame = Frame(file, extra)
         size = frame.size
 
         def read(offset: int = 0, count: int | None = None) -> bytes:
@@ -370,7 +245,7 @@ def _build(file: File, fields: tuple[str, ...]) -> Arrays:
             frame.read_into(offset, memoryview(memory))
             return bytes(memory)
 
-    members = _Members(size, read, file.name)
+    members = Members(size, read, file.name)
     builder = _Builder(file.name, fields)
     for name, at, length in members:
         builder.add(name, at, length, members)
@@ -391,7 +266,7 @@ class _Builder:
         self._shapes: dict[str, tuple[str, list[int | None]]] = {}
         self._texts: dict[str, bool] = {}
 
-    def add(self, name: str, at: int, size: int, members: _Members) -> None:
+    def add(self, name: str, at: int, size: int, members: Members) -> None:
         folder, slash, last = name.rpartition("/")
         if last == _META and size <= _MAX_META:
             self._told = _meta(members.bytes_at(at, size), members, at)
@@ -491,7 +366,7 @@ class _Builder:
         }
 
 
-def _meta(data: bytes, members: _Members, at: int) -> dict[str, Any]:
+def _meta(data: bytes, members: Members, at: int) -> dict[str, Any]:
     """What `dlio pack` says of a tar: schema, classes, how fields' members are called."""
     try:
         told = json.loads(data)
@@ -505,92 +380,3 @@ def _meta(data: bytes, members: _Members, at: int) -> dict[str, Any]:
         }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, CorruptBlock):
         raise members.damaged(at, f"{_META} makes no sense") from None
-
-
-_FRAME_MAGIC: Final = 0x184D2204
-_FRAME_BLOCKS: Final = {4: 1 << 16, 5: 1 << 18, 6: 1 << 20, 7: 1 << 22}
-_KEPT_BLOCKS: Final = 16
-
-
-class _Frame:
-    """Random access into an LZ4 frame of independent blocks."""
-
-    def __init__(self, file: File, index: Arrays) -> None:
-        self._file = file
-        self._at, self._stored = index["frame_at"], index["frame_stored"]
-        self._raw_bytes = int(index["frame_raw"][0])
-        self.size = int(index["frame_raw"][1])
-        self._kept: OrderedDict[int, bytes] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def read_into(self, offset: int, into: memoryview) -> None:
-        done = 0
-        while done < len(into):
-            number, start = divmod(offset + done, self._raw_bytes)
-            if number >= len(self._at):
-                raise SourceError(f"{self._file.name} ends early: it was cut off; restore it")
-            part = self._block(number)[start : start + len(into) - done]
-            if not part:
-                raise SourceError(f"{self._file.name} ends early: it was cut off; restore it")
-            into[done : done + len(part)] = part
-            done += len(part)
-
-    def _block(self, number: int) -> bytes:
-        with self._lock:
-            if number in self._kept:
-                self._kept.move_to_end(number)
-                return self._kept[number]
-        stored = int(self._stored[number])
-        data = self._file.read(int(self._at[number]), abs(stored))
-        if stored > 0:
-            try:
-                data = lz4.block.decompress(data, uncompressed_size=self._raw_bytes)
-            except lz4.block.LZ4BlockError as error:
-                raise SourceError(f"{self._file.name}: LZ4 data is damaged; restore it") from error
-        with self._lock:
-            self._kept[number] = data
-            while len(self._kept) > _KEPT_BLOCKS:
-                self._kept.popitem(last=False)
-        return data
-
-
-def _frame_index(file: File) -> Arrays:
-    """Where the blocks of an LZ4 frame are; a negative size for one that is stored as it is."""
-    head = file.read(0, 19)
-    wrong = SourceError(f"{file.name} is no LZ4 frame, or a damaged one: restore it")
-    if len(head) < 7 or struct.unpack_from("<I", head)[0] != _FRAME_MAGIC:
-        raise wrong
-    flags, descriptor = head[4], head[5]
-    raw_bytes = _FRAME_BLOCKS.get(descriptor >> 4 & 7)
-    if flags >> 6 != 1 or raw_bytes is None:
-        raise wrong
-    if not flags & 0x20:
-        raise SourceError(
-            f"{file.name}: its LZ4 blocks are linked, so it cannot be read at random: compress it "
-            "with `lz4 -BI`"
-        )
-    at = 7 + (8 if flags & 8 else 0) + (4 if flags & 1 else 0)
-    places, sizes = [], []
-    while True:
-        word = file.read(at, 4)
-        if len(word) < 4:
-            raise wrong
-        size = struct.unpack("<I", word)[0]
-        if size == 0:
-            break
-        plain, size = bool(size >> 31), size & 0x7FFFFFFF
-        if size > raw_bytes + 16 or at + 4 + size > file.size:
-            raise wrong
-        places.append(at + 4)
-        sizes.append(-size if plain else size)
-        at += 4 + size + (4 if flags & 0x10 else 0)
-    if not places:
-        raise wrong
-    index = {
-        "frame_at": np.array(places, np.int64),
-        "frame_stored": np.array(sizes, np.int64),
-        "frame_raw": np.array([raw_bytes, raw_bytes * len(places)], np.int64),
-    }
-    last = _Frame(file, index)._block(len(places) - 1)
-    index["frame_raw"][1] = raw_bytes * (len(places) - 1) + len(last)
-    return index

@@ -9,7 +9,8 @@ import typer
 
 from dlio.errors import UsageError
 from dlio.units import format_bytes, parse_bytes
-from dlio_staging.packing import Packed, PackOptions, describe, pack, tell
+from dlio_staging.packing import Packed, describe, pack, tell
+from dlio_staging.packplan import PackOptions
 
 __all__ = ["PackOptions", "Packed", "command", "pack"]
 

@@ -19,43 +19,25 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from dlio.comm import Communicator, world
 from dlio.errors import CorruptBlock, DlioError, SourceError, TierFull, UsageError
-from dlio.order import Order
-from dlio.reader import Layout, Reader, cut_blocks, open_reader
-from dlio.schema import IMAGES, Buffer, Schema
+from dlio.reader import open_reader
+from dlio.schema import Buffer, Schema
 from dlio.storage.block import NO_ROOM
 from dlio.units import format_bytes
+from dlio_staging.packplan import VERSION, PackOptions, Plan
 from dlio_staging.writers import WRITERS, Shard, file_name
 
-_VERSION: Final = 1
 _TEMPORARY: Final = ".tmp-"
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
-
-
-@dataclass(frozen=True, slots=True)
-class PackOptions:
-    """How to pack; see the command's options."""
-
-    format: str = "native"
-    order: str = "shuffled"
-    compress: str = "auto"
-    shard_bytes: int = 1 << 30
-    seed: int = 0
-    resize: int | None = None
-    quality: int = 90
-    restart_rows: bool = True
-    split: tuple[tuple[str, float], ...] = ()
-    workers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,69 +50,6 @@ class Packed:
     file_bytes: int
     kept_shards: int = 0
     """Written by an earlier run that was interrupted."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """One of the data sets that a packing makes: all, or a share of a split."""
-
-    name: str
-    samples: npt.NDArray[np.int64]
-    """Sample indices in the order in which they are written."""
-    starts: npt.NDArray[np.int64]
-    """First position of each block; shape (blocks + 1,)."""
-    shard_of: npt.NDArray[np.int64]
-    """Shard of each block."""
-    fingerprint: str
-
-    @property
-    def shards(self) -> int:
-        return int(self.shard_of[-1]) + 1
-
-
-class _Plan:
-    """What is written where, the same in every process that works on it."""
-
-    def __init__(self, source: Any, options: PackOptions) -> None:
-        self.options = options
-        self.reader: Reader = open_reader(source)
-        images = [name for name, kind in self.reader.schema.kinds.items() if kind.text in IMAGES]
-        if options.resize is not None and not images:
-            raise UsageError(f"--resize: {self.reader.path} has no images")
-        self.images = images
-        self.schema = _schema_after(self.reader.schema, options)
-        text = json.dumps([_VERSION, asdict(replace(options, workers=1)), self.reader.fingerprint])
-        self.key = xxhash.xxh3_128_hexdigest(text.encode())
-        self.parts = [self._part(name, chosen) for name, chosen in self._chosen()]
-
-    def _chosen(self) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
-        """(name, sample indices in their order) of each part."""
-        count = len(self.reader)
-        shuffled = Order(count, self.options.seed, shuffled=True)
-        order = shuffled.samples(np.arange(count, dtype=np.int64))
-        if not self.options.split:
-            yield "", order if self.options.order == "shuffled" else np.sort(order)
-            return
-        start = 0
-        counts = _shares(count, [share for _, share in self.options.split])
-        for (name, _), size in zip(self.options.split, counts, strict=True):
-            chosen = order[start : start + size]
-            yield name, chosen if self.options.order == "shuffled" else np.sort(chosen)
-            start += size
-
-    def _part(self, name: str, samples: npt.NDArray[np.int64]) -> _Part:
-        sizes = self.reader.sizes[samples]
-        layout: Layout = cut_blocks(sizes, Order(len(samples), 0, shuffled=False))
-        ends = np.cumsum(sizes)[layout.starts[1:] - 1]
-        _, shard_of = np.unique((ends - 1) // self.options.shard_bytes, return_inverse=True)
-        if self.options.format == "zarr":
-            shard_of = np.zeros_like(shard_of)
-        digest = xxhash.xxh3_128(f"{self.key} {name}".encode())
-        digest.update(layout.starts.astype("<i8").tobytes())
-        return _Part(name, samples, layout.starts, shard_of, digest.hexdigest())
-
-    def path(self, folder: str, part: _Part) -> str:
-        return os.path.join(folder, part.name) if part.name else folder
 
 
 def pack(
@@ -158,7 +77,7 @@ def pack(
     parent = os.path.dirname(os.path.abspath(destination))
     _check(source, destination, parent, options)
     comm = world()
-    plan = _Plan(source, options)
+    plan = Plan(source, options)
     folder = os.path.join(parent, f".{os.path.basename(destination)}.packing")
     try:
         with _held(folder, destination, comm):
@@ -235,7 +154,7 @@ def _held(folder: str, destination: str, comm: Communicator) -> Iterator[None]:
             os.close(lock)
 
 
-def _prepare(folder: str, plan: _Plan) -> None:
+def _prepare(folder: str, plan: Plan) -> None:
     """Keep what an interrupted packing of the same has written; begin afresh otherwise."""
     path = os.path.join(folder, "plan.json")
     known = None
@@ -255,11 +174,11 @@ def _prepare(folder: str, plan: _Plan) -> None:
                 _remove(os.path.join(inside, name))
     if known != plan.key:
         with open(path, "w", encoding="utf-8") as file:
-            json.dump({"key": plan.key, "version": _VERSION}, file)
+            json.dump({"key": plan.key, "version": VERSION}, file)
 
 
 def _write_all(
-    source: Any, folder: str, plan: _Plan, comm: Communicator, progress: Progress | None
+    source: Any, folder: str, plan: Plan, comm: Communicator, progress: Progress | None
 ) -> Packed:
     """Write the shards of this rank; returns what all wrote."""
     tasks = [(p, s) for p, part in enumerate(plan.parts) for s in range(part.shards)]
@@ -310,8 +229,8 @@ def _leave_interrupts() -> None:
 
 
 @functools.lru_cache(maxsize=1)
-def _plan_in_worker(source: str, options: PackOptions) -> _Plan:
-    return _Plan(source, options)
+def _plan_in_worker(source: str, options: PackOptions) -> Plan:
+    return Plan(source, options)
 
 
 def _write_in_worker(source: str, folder: str, options: PackOptions, part: int, shard: int) -> int:
@@ -319,7 +238,7 @@ def _write_in_worker(source: str, folder: str, options: PackOptions, part: int, 
 
 
 def _write_shard(
-    folder: str, plan: _Plan, number: int, shard: int, tell: Callable[[int], None]
+    folder: str, plan: Plan, number: int, shard: int, tell: Callable[[int], None]
 ) -> int:
     """Write one file, read it back, and give it its name; returns its payload bytes."""
     part, options, reader = plan.parts[number], plan.options, plan.reader
@@ -366,13 +285,14 @@ def _write_shard(
     return read
 
 
-def _changed(plan: _Plan, payloads: Sequence[Buffer], names: Sequence[str]) -> list[Buffer]:
+def _changed(plan: Plan, payloads: Sequence[Buffer], names: Sequence[str]) -> list[Buffer]:
     """The payloads with their images resized, or restarting at rows, as asked for."""
     options = plan.options
     if not plan.images or (options.resize is None and not options.restart_rows):
         return list(payloads)
     from dlio.decode import decode_whole
-    from dlio.jpeg import encode_with_restart_rows, resized, with_restart_rows
+    from dlio.encode import encode_with_restart_rows, resized
+    from dlio.jpeg import with_restart_rows
 
     changed: list[Buffer] = []
     for payload, name in zip(payloads, names, strict=True):
@@ -389,14 +309,6 @@ def _changed(plan: _Plan, payloads: Sequence[Buffer], names: Sequence[str]) -> l
                 values[field], same = made, False
         changed.append(payload if same else plan.schema.join(values))
     return changed
-
-
-def _schema_after(schema: Schema, options: PackOptions) -> Schema:
-    """Images that are encoded again are JPEGs."""
-    if options.resize is None:
-        return schema
-    fields = [(n, "jpeg" if kind in IMAGES else kind) for n, kind in schema.fields]
-    return Schema(tuple(fields), schema.structure)
 
 
 def _read_back(path: str, schema: Schema, digests: Sequence[int], about: Shard) -> None:
@@ -440,7 +352,7 @@ def _read_back_native(path: str, digests: Sequence[int], about: Shard) -> None:
         os.close(descriptor)
 
 
-def _publish(folder: str, destination: str, plan: _Plan) -> None:
+def _publish(folder: str, destination: str, plan: Plan) -> None:
     """Look at it as a reader does, and put it in place."""
     data = os.path.join(folder, "data")
     for part in plan.parts:
@@ -465,7 +377,7 @@ def packed_path(path: str, format_: str) -> str:
 
 def describe(source: Any, options: PackOptions) -> dict[str, Any]:
     """What would be written; what `dlio pack --dry-run` tells."""
-    plan = _Plan(source, options)
+    plan = Plan(source, options)
     parts = [
         {
             "name": part.name,
@@ -477,18 +389,6 @@ def describe(source: Any, options: PackOptions) -> dict[str, Any]:
     ]
     plan.reader.close()
     return {"format": options.format, "schema": json.loads(plan.schema.to_json()), "parts": parts}
-
-
-def _shares(count: int, shares: Sequence[float]) -> list[int]:
-    """`count` shared out by largest remainder. Raises UsageError when a share is nothing."""
-    exact = [count * share for share in shares]
-    whole = [int(value) for value in exact]
-    by_rest = sorted(range(len(shares)), key=lambda k: whole[k] - exact[k])
-    for k in by_rest[: count - sum(whole)]:
-        whole[k] += 1
-    if not all(whole):
-        raise UsageError(f"--split: {count} samples are too few for these shares")
-    return whole
 
 
 def _done_path(folder: str, part: int, shard: int) -> str:

@@ -2,15 +2,25 @@
 
 import os
 import re
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass, field
+from typing import Final
 
 from dlio.errors import CorruptBlock, DlioError, SourceError
 from dlio.storage.manifest import NAME, Manifest, read_manifest
 
-if TYPE_CHECKING:
-    from dlio_staging.verify import Verified
-
 _BLOCK: Final = re.compile(r"(\d{8,20})\.blk")
+
+
+@dataclass(slots=True)
+class Verified:
+    """What a verification read, and found."""
+
+    samples: int = 0
+    bytes: int = 0
+    damaged: list[str] = field(default_factory=list)
+    """One line for each damaged sample, or damaged or missing block of a tier."""
+    healed: int = 0
+    """Damaged blocks of a tier that are sound again."""
 
 
 def find_folders(path: str) -> list[str]:
@@ -22,7 +32,7 @@ def find_folders(path: str) -> list[str]:
     return sorted(found)
 
 
-def verify_folder(folder: str, found: "Verified", *, heal: bool, source: str | None) -> None:
+def verify_folder(folder: str, found: Verified, *, heal: bool, source: str | None) -> None:
     """Check one node's blocks of a data set; adds what it finds to `found`.
 
     Raises SourceError when what is to heal it is no longer the data set that was staged.
@@ -43,7 +53,7 @@ def verify_folder(folder: str, found: "Verified", *, heal: bool, source: str | N
         found.healed += _heal(folder, broken, manifest, source)
 
 
-def _manifest(folder: str, found: "Verified") -> Manifest | None:
+def _manifest(folder: str, found: Verified) -> Manifest | None:
     try:
         return read_manifest(folder)
     except (CorruptBlock, OSError) as error:
@@ -52,7 +62,7 @@ def _manifest(folder: str, found: "Verified") -> Manifest | None:
 
 
 def _damage(
-    folder: str, name: str | None, block: int, digest: int | None, found: "Verified"
+    folder: str, name: str | None, block: int, digest: int | None, found: Verified
 ) -> str | None:
     """What is wrong with a block, in words."""
     from dlio.storage.block import Scratch, read_info

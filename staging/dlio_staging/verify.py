@@ -1,6 +1,5 @@
 """`dlio verify`: read everything once and say what is damaged."""
 
-from dataclasses import dataclass, field
 from typing import Annotated
 
 import numpy as np
@@ -9,20 +8,9 @@ import typer
 from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.schema import IMAGES
 from dlio.units import format_bytes
+from dlio_staging.tiers import Verified, find_folders, verify_folder
 
 _MOST_SHOWN = 20
-
-
-@dataclass(slots=True)
-class Verified:
-    """What a verification read, and found."""
-
-    samples: int = 0
-    bytes: int = 0
-    damaged: list[str] = field(default_factory=list)
-    """One line for each damaged sample, or damaged or missing block of a tier."""
-    healed: int = 0
-    """Damaged blocks of a tier that are sound again."""
 
 
 def verify(path: str, *, heal: bool = False, source: str | None = None) -> Verified:
@@ -37,8 +25,6 @@ def verify(path: str, *, heal: bool = False, source: str | None = None) -> Verif
 
     Raises SourceError when the path is neither, or what heals it is another data set.
     """
-    from dlio_staging.tiers import find_folders, verify_folder
-
     folders = find_folders(path)
     if not folders:
         if heal:

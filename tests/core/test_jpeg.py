@@ -10,15 +10,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from dlio.decode import Crop, Decoder, decode_whole
+from dlio.encode import encode_with_restart_rows, resized
 from dlio.errors import DecodeError
-from dlio.jpeg import (
-    cut_rows,
-    encode_with_restart_rows,
-    parse_frame,
-    resized,
-    row_starts,
-    with_restart_rows,
-)
+from dlio.jpeg import cut_rows, parse_frame, row_starts, with_restart_rows
 
 
 def _jpeg(height: int, width: int, sampling: str, mode: str = "RGB", rows: bool = True) -> bytes:

@@ -94,13 +94,16 @@ def _check_stage_kills(pictures: Path, tmp_path: Path, count: int, seed: int) ->
     pack(str(pictures), str(source), restart_rows=False)
     (tmp_path / "traced").mkdir()
     argv = ["stage", str(source), "--tiers", f"{tmp_path}/traced:1GiB", "--workers", "2"]
-    points = _points(count, seed, argv, tmp_path)
+    points = _points(3 * count, seed, argv, tmp_path)
     reader = open_reader(str(source))
     (tmp_path / "whole").mkdir()
     stage(str(source), StageOptions(tiers=f"{tmp_path}/whole:1GiB"))
     whole = _content(tmp_path / "whole")
     killed = 0
     for k, (call, number) in enumerate(points):
+        # A thread of its own may make fewer of the calls than all together: then it lives.
+        if killed == count:
+            break
         tier = tmp_path / f"tier{k}"
         tier.mkdir()
         argv = ["stage", str(source), "--tiers", f"{tier}:1GiB", "--workers", "2"]
@@ -123,11 +126,14 @@ def _check_stage_kills(pictures: Path, tmp_path: Path, count: int, seed: int) ->
 def _check_pack_kills(pictures: Path, tmp_path: Path, count: int, seed: int) -> int:
     argv = ["pack", str(pictures), str(tmp_path / "traced"), "--shard-size", "128KiB"]
     argv += ["--no-restart-rows", "--workers", "1"]
-    points = _points(count, seed, argv, tmp_path)
+    points = _points(3 * count, seed, argv, tmp_path)
     pack(str(pictures), str(tmp_path / "whole"), shard_bytes=1 << 17, restart_rows=False)
     whole = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
     killed = 0
     for k, (call, number) in enumerate(points):
+        # A thread of its own may make fewer of the calls than all together: then it lives.
+        if killed == count:
+            break
         inside = tmp_path / f"out{k}"
         inside.mkdir()
         out = inside / "packed"
@@ -153,23 +159,23 @@ def _check_pack_kills(pictures: Path, tmp_path: Path, count: int, seed: int) -> 
 def test_staging_that_is_killed_at_a_system_call_is_whole_or_absent(
     pictures: Path, tmp_path: Path
 ) -> None:
-    assert _check_stage_kills(pictures, tmp_path, 9, 0) > 4
+    assert _check_stage_kills(pictures, tmp_path, 8, 0) == 8
 
 
 def test_packing_that_is_killed_at_a_system_call_is_whole_or_absent(
     pictures: Path, tmp_path: Path
 ) -> None:
-    assert _check_pack_kills(pictures, tmp_path, 9, 1) > 4
+    assert _check_pack_kills(pictures, tmp_path, 8, 1) == 8
 
 
 @pytest.mark.slow
 def test_a_hundred_kills_of_staging(pictures: Path, tmp_path: Path) -> None:
-    assert _check_stage_kills(pictures, tmp_path, 110, 2) >= 100
+    assert _check_stage_kills(pictures, tmp_path, 100, 2) == 100
 
 
 @pytest.mark.slow
 def test_a_hundred_kills_of_packing(pictures: Path, tmp_path: Path) -> None:
-    assert _check_pack_kills(pictures, tmp_path, 110, 3) >= 100
+    assert _check_pack_kills(pictures, tmp_path, 100, 3) == 100
 
 
 @pytest.mark.parametrize("number", [1, 2, 5])

@@ -23,7 +23,8 @@ from dlio.order import Order
 from dlio.reader import Reader, cut_blocks, open_reader
 from dlio.schema import DTYPES, ENCODED, TEXTS, Schema, array_kind
 from dlio_staging.pack import pack
-from dlio_staging.packing import PackOptions, packed_path
+from dlio_staging.packing import packed_path
+from dlio_staging.packplan import PackOptions
 from tests.conftest import FullDisk, MpiRun
 
 FORMATS = ("native", "tar", "hdf5", "zarr")

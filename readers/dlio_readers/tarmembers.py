@@ -1,0 +1,115 @@
+"""Walking through the headers of a tar: names, places and sizes of its files, nothing extracted."""
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from dlio.errors import SourceError
+
+_SCAN_BYTES: Final = 1 << 20
+_BLOCK: Final = 512
+_MAX_NAME: Final = 1 << 16
+_MAX_MEMBERS: Final = 1 << 28
+
+
+class Members:
+    """Walks a tar's headers. Reads large stretches, keeps one."""
+
+    def __init__(self, size: int, read: Callable[[int, int], bytes], name: str) -> None:
+        self._size = size
+        self._read = read
+        self._name = name
+        self._stretch = b""
+        self._start = 0
+
+    def bytes_at(self, at: int, count: int) -> bytes:
+        if at + count > self._size:
+            raise self.damaged(at, "it ends within a member: it was cut off")
+        if not self._start <= at or at + count > self._start + len(self._stretch):
+            self._start = at
+            self._stretch = self._read(at, max(count, min(_SCAN_BYTES, self._size - at)))
+        found = self._stretch[at - self._start : at - self._start + count]
+        if len(found) != count:
+            raise self.damaged(at, "it ends within a member: it was cut off")
+        return found
+
+    def damaged(self, at: int, why: str) -> SourceError:
+        return SourceError(f"{self._name} at byte {at}: {why}; restore it")
+
+    def __iter__(self) -> Iterator[tuple[str, int, int]]:
+        """(name, offset, size) of each plain file."""
+        at, longer, size_told = 0, "", -1
+        members = 0
+        while at + _BLOCK <= self._size:
+            head = self.bytes_at(at, _BLOCK)
+            if not any(head):
+                return
+            _check_sum(head, self, at)
+            size = _octal(head[124:136], self, at)
+            kind = head[156:157]
+            if size_told >= 0 and kind not in b"xgLK":
+                size = size_told
+            body = at + _BLOCK
+            if body + size > self._size:
+                raise self.damaged(at, "a member is longer than the file: it was cut off")
+            if kind in (b"L", b"x"):
+                if size > _MAX_NAME:
+                    raise self.damaged(at, f"a header of {size} bytes")
+                data = self.bytes_at(body, size)
+                if kind == b"L":
+                    longer = data.rstrip(b"\0").decode("utf-8", "surrogateescape")
+                else:
+                    told = _pax(data, self, at)
+                    longer = told.get("path", longer)
+                    if "GNU.sparse.major" in told or "GNU.sparse.size" in told:
+                        raise self.damaged(at, "a sparse member, which dlio does not read")
+                    size_told = int(told["size"]) if told.get("size", "").isdigit() else -1
+            else:
+                if kind in (b"0", b"\0", b"7"):
+                    yield longer or _name(head), body, size
+                members += 1
+                if members > _MAX_MEMBERS:
+                    raise self.damaged(at, "too many members")
+                longer, size_told = "", -1
+            at = body + -(-size // _BLOCK) * _BLOCK
+        if at > self._size:
+            raise self.damaged(self._size, "it ends within a member: it was cut off")
+
+
+def _check_sum(head: bytes, members: Members, at: int) -> None:
+    told = _octal(head[148:156], members, at)
+    if told != sum(head[:148]) + 8 * 32 + sum(head[156:]):
+        raise members.damaged(at, "is no header of a tar: the file is damaged, or no tar")
+
+
+def _octal(field: bytes, members: Members, at: int) -> int:
+    if field[0] & 0x80:
+        value = int.from_bytes(bytes([field[0] & 0x7F]) + field[1:], "big")
+        if value >= 2**62:
+            raise members.damaged(at, "a size that makes no sense")
+        return value
+    text = field.rstrip(b"\0 ").lstrip(b" ") or b"0"
+    try:
+        return int(text, 8)
+    except ValueError:
+        raise members.damaged(at, "is no header of a tar: the file is damaged") from None
+
+
+def _name(head: bytes) -> str:
+    name = head[:100].split(b"\0", 1)[0]
+    if head[257:262] == b"ustar" and head[345]:
+        name = head[345:500].split(b"\0", 1)[0] + b"/" + name
+    return name.decode("utf-8", "surrogateescape")
+
+
+def _pax(data: bytes, members: Members, at: int) -> dict[str, str]:
+    found = {}
+    place = 0
+    while place < len(data):
+        length, space, _ = data[place : place + 20].partition(b" ")
+        if not space or not length.isdigit() or not 0 < int(length) <= len(data) - place:
+            raise members.damaged(at, "an extended header that makes no sense")
+        record = data[place + len(length) + 1 : place + int(length) - 1]
+        key, _, value = record.partition(b"=")
+        found[key.decode("utf-8", "replace")] = value.decode("utf-8", "surrogateescape")
+        place += int(length)
+    return found
