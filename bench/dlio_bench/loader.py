@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from dlio.errors import UsageError
+from dlio.files import write_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +141,7 @@ def command(
             f"dlio / {words}: {value['median']:.2f} ({value['min']:.2f} to {value['max']:.2f})"
         )
     if report is not None:
-        from dlio.train.trace import write_whole
-
-        text = json.dumps(found, indent=2).encode()
-        write_whole(report, lambda file: file.write(text))
+        write_json(report, found)
     if as_json:
         typer.echo(json.dumps(found))
 

@@ -14,6 +14,7 @@ import numpy as np
 import typer
 
 from dlio.errors import UsageError
+from dlio.files import write_json
 
 FORMATS = ("folder", "shard", "tar", "hdf5", "hdf5-gzip", "zarr", "parquet", "npy", "mds")
 _BLOCK = 64
@@ -136,10 +137,7 @@ def command(
         )
     Console().print(table)
     if report is not None:
-        from dlio.train.trace import write_whole
-
-        text = json.dumps(found, indent=2).encode()
-        write_whole(report, lambda file: file.write(text))
+        write_json(report, found)
     if as_json:
         typer.echo(json.dumps(found))
 

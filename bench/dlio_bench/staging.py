@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from dlio.errors import UsageError
+from dlio.files import write_json
 from dlio.storage.spec import SHARED_MEMORY
 from dlio.units import format_bytes
 
@@ -111,10 +112,7 @@ def command(
                 table.add_row(case, name, span)
     Console().print(table)
     if report is not None:
-        from dlio.train.trace import write_whole
-
-        text = json.dumps(found, indent=2).encode()
-        write_whole(report, lambda file: file.write(text))
+        write_json(report, found)
     if as_json:
         typer.echo(json.dumps(found))
 

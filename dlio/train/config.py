@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from dlio.errors import UsageError
+from dlio.files import check_writable
 from dlio.schedule import Mode
-from dlio.train.trace import check_writable
 
 MIN_IMAGE_SIZE = 32
 

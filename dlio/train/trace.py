@@ -1,40 +1,12 @@
-"""Files that a run writes: whole, or not at all."""
+"""The trace of a run: who consumed which samples, for anyone to check."""
 
 import contextlib
 import json
 import os
-from collections.abc import Callable
-from typing import IO, Any, Self
+from typing import Any, Self
 
 from dlio.comm import Communicator
-from dlio.errors import UsageError
-
-
-def check_writable(option: str, path: str) -> None:
-    """Find out before the run that its result can be written. Raises UsageError."""
-    folder = os.path.dirname(os.path.abspath(path))
-    if os.path.isdir(path):
-        raise UsageError(f"{option} {path}: is a folder; name a file")
-    if not os.path.isdir(folder):
-        raise UsageError(f"{option} {path}: there is no folder {folder}; create it")
-    if not os.access(folder, os.W_OK):
-        raise UsageError(f"{option} {path}: {folder} cannot be written")
-
-
-def write_whole(path: str, write: Callable[[IO[bytes]], object]) -> None:
-    """Have `write` fill a file that appears under its name when it is complete."""
-    temporary = f"{path}.{os.getpid()}.tmp"
-    try:
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise _unwritable(path, error) from error
-    finally:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
+from dlio.files import unwritable
 
 
 class Trace:
@@ -77,7 +49,7 @@ class Trace:
                 self._file.writelines(json.dumps(row) + "\n" for row in rows)
                 self._file.flush()
             except OSError as error:
-                raise _unwritable(self._path, error) from error
+                raise unwritable(self._path, error) from error
 
     def finish(self) -> None:
         if self._file is not None:
@@ -85,10 +57,4 @@ class Trace:
                 os.fsync(self._file.fileno())
                 os.replace(self._temporary, self._path)
             except OSError as error:
-                raise _unwritable(self._path, error) from error
-
-
-def _unwritable(path: str, error: OSError) -> UsageError:
-    return UsageError(
-        f"{path} cannot be written: {error.strerror}; free some space there, or name another file"
-    )
+                raise unwritable(self._path, error) from error

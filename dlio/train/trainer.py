@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 from dlio.comm import Communicator, world
 from dlio.dataset import Dataset, open_dataset
 from dlio.errors import UsageError
+from dlio.files import write_whole
 from dlio.loader import DataLoader
 from dlio.train.config import TrainConfig
 from dlio.train.exchange import Exchange, make_exchange
@@ -23,7 +24,7 @@ from dlio.train.exchange.buckets import averaged_state, broadcast_state, consens
 from dlio.train.model import make_model
 from dlio.train.progress import Progress
 from dlio.train.report import EpochReport, RunReport
-from dlio.train.trace import Trace, write_whole
+from dlio.train.trace import Trace
 
 _MEAN = (0.485, 0.456, 0.406)
 _STD = (0.229, 0.224, 0.225)

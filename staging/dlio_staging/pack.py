@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from dlio.errors import UsageError
+from dlio.files import check_writable, write_json
 from dlio.units import format_bytes, parse_bytes
 from dlio_staging.packing import Packed, describe, pack, tell
 from dlio_staging.packplan import PackOptions
@@ -55,6 +56,8 @@ def command(
     from dlio.comm import world
     from dlio_staging.progress import show_progress
 
+    if report is not None:
+        check_writable("--report", report)
     limit = parse_bytes(shard_size)
     if limit < 1 << 16:
         raise UsageError(f"--shard-size {shard_size}: give at least 64KiB")
@@ -89,10 +92,7 @@ def command(
     typer.echo(tell(destination, done))
     told = {"source": source, "destination": destination, **asdict(options), **asdict(done)}
     if report is not None:
-        from dlio.train.trace import write_whole
-
-        text = json.dumps(told, indent=2).encode()
-        write_whole(report, lambda file: file.write(text))
+        write_json(report, told)
     if as_json:
         typer.echo(json.dumps(told))
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import typer
 
 from dlio.errors import SourceError, TierError, UsageError
+from dlio.files import check_writable, write_json
 from dlio.mount import Layout, Mount, MountOptions, mount
 from dlio.reader import Reader, data_bytes
 from dlio.units import format_bytes, parse_bytes
@@ -213,6 +214,8 @@ def command(
     abandonable()
     from dlio.comm import world
 
+    if report is not None:
+        check_writable("--report", report)
     options = StageOptions(
         tiers=tiers,
         layout=layout,
@@ -231,15 +234,12 @@ def command(
     if world().rank:
         return
     if dry_run:
-        _tell_plan(done)
+        _tell_plan(done, options.bandwidth)
     else:
         _tell(done)
     told = asdict(done)
     if report is not None:
-        from dlio.train.trace import write_whole
-
-        text = json.dumps(told, indent=2).encode()
-        write_whole(report, lambda file: file.write(text))
+        write_json(report, told)
     if as_json:
         typer.echo(json.dumps(told))
     if not done.complete and not dry_run:
@@ -427,21 +427,21 @@ def _tell(done: Staged) -> None:
     )
 
 
-def _tell_plan(done: Staged) -> None:
+def _tell_plan(done: Staged, bandwidth: float | None) -> None:
+    # Of the whole job; without a limit, what a node is likely to get.
+    rate = bandwidth / done.nodes if bandwidth is not None else _ASSUMED_RATE
     typer.echo(f"{done.source}: {done.format}, {done.samples:,} samples in {done.blocks:,} blocks")
     longest = 0.0
     for node, plans in done.planned.items():
         moved = sum(plan["missing_bytes"] for plan in plans)
-        longest = max(longest, moved / _ASSUMED_RATE)
+        longest = max(longest, moved / rate)
         for plan in plans:
             typer.echo(
                 f"  {node}: {plan['tier']} is to hold {plan['blocks']:,} blocks "
                 f"({format_bytes(plan['bytes'])}), of which {plan['missing_blocks']:,} "
                 f"({format_bytes(plan['missing_bytes'])}) would be brought"
             )
-    typer.echo(
-        f"  about {longest:,.0f} s at {format_bytes(_ASSUMED_RATE)}/s a node; nothing was moved"
-    )
+    typer.echo(f"  about {longest:,.0f} s at {format_bytes(rate)}/s a node; nothing was moved")
 
 
 def _rate(text: str) -> float:

@@ -9,7 +9,8 @@ import pytest
 
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
-from dlio.train.trace import Trace, check_writable, write_whole
+from dlio.files import check_writable, write_whole
+from dlio.train.trace import Trace
 
 FullDisk = Callable[[int], AbstractContextManager[None]]
 

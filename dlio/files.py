@@ -1,0 +1,47 @@
+"""Files that commands write for their users: whole, or not at all."""
+
+import json
+import os
+from collections.abc import Callable
+from typing import IO, Any
+
+from dlio.errors import UsageError
+
+
+def check_writable(option: str, path: str) -> None:
+    """Find out before the run that its result can be written. Raises UsageError."""
+    folder = os.path.dirname(os.path.abspath(path))
+    if os.path.isdir(path):
+        raise UsageError(f"{option} {path}: is a folder; name a file")
+    if not os.path.isdir(folder):
+        raise UsageError(f"{option} {path}: there is no folder {folder}; create it")
+    if not os.access(folder, os.W_OK):
+        raise UsageError(f"{option} {path}: {folder} cannot be written")
+
+
+def write_whole(path: str, write: Callable[[IO[bytes]], object]) -> None:
+    """Have `write` fill a file that appears under its name when it is complete."""
+    temporary = f"{path}.{os.getpid()}.tmp"
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise unwritable(path, error) from error
+    finally:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+
+
+def write_json(path: str, value: Any) -> None:
+    """Write a report, whole. Raises UsageError when it cannot be written."""
+    text = json.dumps(value, indent=2).encode()
+    write_whole(path, lambda file: file.write(text))
+
+
+def unwritable(path: str, error: OSError) -> UsageError:
+    return UsageError(
+        f"{path} cannot be written: {error.strerror}; free some space there, or name another file"
+    )
