@@ -38,6 +38,16 @@ def in_time(condition: Callable[[], bool], seconds: float = 20) -> bool:
     return condition()
 
 
+def is_running(pid: int) -> bool:
+    """Whether a process is there and not over: one that nobody waits for stays as a zombie where
+    the first process of a container does not reap."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] not in "ZX"
+
+
 @pytest.fixture(scope="session")
 def soon() -> Callable[[Callable[[], bool]], bool]:
     """`assert soon(lambda: ...)` waits for what another process is about to do."""

@@ -155,18 +155,30 @@ def _local(folder: str, sizes: Sizes) -> dict[str, Any]:
     tier = os.path.join(folder, "tier")
     rates: dict[str, list[float]] = {"dd": [], "dd_copy": [], "memory": [], "same_disk": []}
     with _memory_folder(bytes_) as memory:
-        for _ in range(sizes.repeats):
-            _drop(source)
-            rates["dd"].append(bytes_ / _dd(source) / _MIB)
-            _drop(source)
-            rates["memory"].append(bytes_ / _stage(source, memory, bytes_) / _MIB)
+
+        def into_memory() -> float:
+            seconds = _stage(source, memory, bytes_)
             _empty(memory)
-            _drop(source)
-            rates["dd_copy"].append(bytes_ / _dd(source, os.path.join(folder, "copy")) / _MIB)
-            _drop(source)
-            os.makedirs(tier, exist_ok=True)
-            rates["same_disk"].append(bytes_ / _stage(source, tier, bytes_) / _MIB)
+            return seconds
+
+        def onto_disk() -> float:
+            os.makedirs(tier)
+            seconds = _stage(source, tier, bytes_)
             shutil.rmtree(tier)
+            return seconds
+
+        contenders: dict[str, Callable[[], float]] = {
+            "dd": lambda: _dd(source),
+            "memory": into_memory,
+            "dd_copy": lambda: _dd(source, os.path.join(folder, "copy")),
+            "same_disk": onto_disk,
+        }
+        for repeat in range(sizes.repeats):
+            # In turn the other way round: a disk that has rested may be faster for the first.
+            order = list(contenders)
+            for name in order if repeat % 2 == 0 else order[::-1]:
+                _drop(source)
+                rates[name].append(bytes_ / contenders[name]() / _MIB)
     return {
         "bytes": bytes_,
         **{f"{name}_MiB_per_s": spread(values) for name, values in rates.items()},

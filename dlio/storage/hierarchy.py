@@ -231,6 +231,7 @@ class Hierarchy:
                 tier.discard(block)
                 tier.publish(block, pieces)
                 tier.check(block)
+        self._intake.give_back(pieces)
 
     def _note(self, event: str) -> None:
         with self._lock:

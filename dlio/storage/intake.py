@@ -12,14 +12,20 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, Self, TypeVar, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
+
 from dlio.errors import CorruptBlock, SourceError
 from dlio.reader import Reader
 from dlio.schema import Buffer
-from dlio.storage.block import encode_block, new_memory
+from dlio.storage.block import encode_block
+from dlio.storage.places import find_place
 
 PIECE_BYTES: Final = 1 << 20
 """Of a stretch that is read with its neighbours at the same time."""
 _FILES_A_TASK: Final = 4
+_SPARE: Final = 8
+"""Blocks' memory that is kept for the next."""
 _JOIN_TIMEOUT_S: Final = 2.0
 _POLL_S: Final = 0.5
 
@@ -80,9 +86,13 @@ class Intake:
     ) -> None:
         self.reader = reader
         self.requests = requests
+        # Pieces side by side pay where a request takes long; a disk wants its stretches whole.
+        self._pieces = find_place(reader.path).network
         self._timeout_s = timeout_s
         self._closing = threading.Event()
         self._throttle = Throttle(rate, self._closing) if rate is not None else None
+        self._spare: list[npt.NDArray[np.uint8]] = []
+        self._spare_lock = threading.Lock()
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run, name=f"dlio-intake-{k}", daemon=True)
@@ -162,13 +172,14 @@ class Intake:
             self._tasks.put(None)
         for thread in self._threads:
             thread.join(_JOIN_TIMEOUT_S)
+        self._spare.clear()
 
     def _stored(self, reader: StoredBlocks, block: int) -> tuple[list[Buffer], int]:
         size = int(reader.block_bytes[block])
         if self._throttle is not None:
             self._throttle.take(size)
-        memory = new_memory(size)
-        if self._threads and size > PIECE_BYTES:
+        memory = self._memory(size)
+        if self._threads and size > PIECE_BYTES and self._pieces:
             starts = range(0, size, PIECE_BYTES)
             self.map(
                 lambda at: reader.read_stored(block, memory[at : at + PIECE_BYTES], at),
@@ -184,6 +195,23 @@ class Intake:
             reader.read_stored(block, memory)
             reader.check_stored(block, memory)
         return [memory], size
+
+    def give_back(self, pieces: Sequence[Buffer]) -> None:
+        """Take the memory of a block that `block` gave, for the next: touching fresh memory costs
+        as much as reading into it."""
+        if len(pieces) == 1 and isinstance(pieces[0], memoryview):
+            owner = pieces[0].obj
+            if isinstance(owner, np.ndarray):
+                with self._spare_lock:
+                    if len(self._spare) < _SPARE:
+                        self._spare.append(owner)
+
+    def _memory(self, size: int) -> memoryview:
+        with self._spare_lock:
+            for k, spare in enumerate(self._spare):
+                if size <= len(spare) <= 2 * size + PIECE_BYTES:
+                    return self._spare.pop(k).data[:size]
+        return np.empty(size, np.uint8).data
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None and not self._closing.is_set():

@@ -21,7 +21,7 @@ from dlio_staging.manage import find_roots
 from dlio_staging.pack import pack
 from dlio_staging.stage import StageOptions, stage
 from dlio_staging.verify import verify
-from tests.conftest import MpiRun, in_time
+from tests.conftest import MpiRun, in_time, is_running
 
 CLI = [sys.executable, "-m", "dlio.cli"]
 
@@ -283,7 +283,7 @@ def test_interrupted_it_ends_leaves_whole_blocks_and_no_process(
     if number != signal.SIGKILL:
         assert process.returncode == 130
         assert said.strip() == "dlio: interrupted"
-    assert in_time(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
+    assert in_time(lambda: not any(is_running(int(child)) for child in children))
     assert verify(str(scratch)).damaged == []
 
 
