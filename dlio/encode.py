@@ -6,10 +6,11 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.decode import opencv
+from dlio.jpeg import with_kept_rows
 
 
 def encode_with_restart_rows(pixels: npt.NDArray[np.uint8], quality: int) -> bytes:
-    """A JPEG, 4:2:0, that restarts at each row of blocks.
+    """A JPEG, 4:2:0, that restarts at each row of blocks and says where they begin.
 
     Args:
         pixels: RGB, shape (height, width, 3).
@@ -24,7 +25,7 @@ def encode_with_restart_rows(pixels: npt.NDArray[np.uint8], quality: int) -> byt
     done, data = cv2.imencode(".jpg", cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR), options)
     if not done:
         raise ValueError(f"OpenCV cannot encode {pixels.shape}")
-    return bytes(data)
+    return with_kept_rows(data.data)
 
 
 def resized(pixels: npt.NDArray[np.uint8], short_side: int) -> npt.NDArray[np.uint8]:

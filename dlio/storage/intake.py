@@ -6,6 +6,7 @@ The threads are shared by all blocks that are being read, and are few; what is i
 by bytes, by whoever asks for blocks.
 """
 
+import itertools
 import queue
 import threading
 import time
@@ -40,9 +41,25 @@ class StoredBlocks(Protocol):
     block_bytes: Any
     """File bytes of each block; shape (blocks,)."""
 
+    def stored_at(self, block: int) -> int:
+        """Where in its file a block begins, in bytes."""
+
     def read_stored(self, block: int, into: memoryview, at: int = 0) -> None: ...
 
     def check_stored(self, block: int, stored: memoryview) -> None: ...
+
+
+def piece_bytes(stripe_bytes: int) -> int:
+    """How much a request asks for, so that none touches two stripes of a Lustre file."""
+    if not stripe_bytes or stripe_bytes % PIECE_BYTES == 0:
+        return PIECE_BYTES
+    return stripe_bytes * max(1, PIECE_BYTES // stripe_bytes)
+
+
+def _cuts(start: int, size: int, piece: int) -> list[int]:
+    """Where the pieces of a stretch end, counted from its start: at multiples of `piece` in the
+    file."""
+    return [*range(piece - start % piece, size, piece), size]
 
 
 class Throttle:
@@ -87,7 +104,8 @@ class Intake:
         self.reader = reader
         self.requests = requests
         # Pieces side by side pay where a request takes long; a disk wants its stretches whole.
-        self._pieces = find_place(reader.path).network
+        place = find_place(reader.path)
+        self._piece = piece_bytes(place.stripe_bytes) if place.network else 0
         self._timeout_s = timeout_s
         self._closing = threading.Event()
         self._throttle = Throttle(rate, self._closing) if rate is not None else None
@@ -179,11 +197,11 @@ class Intake:
         if self._throttle is not None:
             self._throttle.take(size)
         memory = self._memory(size)
-        if self._threads and size > PIECE_BYTES and self._pieces:
-            starts = range(0, size, PIECE_BYTES)
+        if self._threads and self._piece and size > self._piece:
+            ends = _cuts(reader.stored_at(block), size, self._piece)
             self.map(
-                lambda at: reader.read_stored(block, memory[at : at + PIECE_BYTES], at),
-                starts,
+                lambda part: reader.read_stored(block, memory[part[0] : part[1]], part[0]),
+                list(itertools.pairwise([0, *ends])),
                 block,
             )
         else:

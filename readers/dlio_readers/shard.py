@@ -106,6 +106,9 @@ class ShardReader:
     def stored_bytes(self, block: int) -> int:
         return int(self.block_bytes[block])
 
+    def stored_at(self, block: int) -> int:
+        return self.file_of(block)[1]
+
     def read_stored(self, block: int, into: memoryview, at: int = 0) -> None:
         """Read a part of a block as it is stored, from its byte `at` on."""
         file, start, _ = self.file_of(block)

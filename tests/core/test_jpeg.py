@@ -12,7 +12,7 @@ from PIL import Image
 from dlio.decode import Crop, Decoder, decode_whole
 from dlio.encode import encode_with_restart_rows, resized
 from dlio.errors import DecodeError
-from dlio.jpeg import cut_rows, parse_frame, row_starts, with_restart_rows
+from dlio.jpeg import cut_rows, parse_frame, row_starts, with_kept_rows, with_restart_rows
 
 
 def _jpeg(height: int, width: int, sampling: str, mode: str = "RGB", rows: bool = True) -> bytes:
@@ -119,9 +119,46 @@ def test_damaged_jpegs_are_refused_and_nothing_else(noise: bytes, at: int) -> No
 
 def test_restart_rows_are_added_losslessly_where_there_is_a_tool() -> None:
     image = _jpeg(100, 120, "4:2:0", rows=False)
-    assert with_restart_rows(_jpeg(100, 120, "4:2:0")) == _jpeg(100, 120, "4:2:0")
+    assert with_restart_rows(_jpeg(100, 120, "4:2:0")) == with_kept_rows(_jpeg(100, 120, "4:2:0"))
     assert with_restart_rows(b"no jpeg") is None
     made = with_restart_rows(image)
     if made is None:
         pytest.skip("jpegtran is not installed (Debian: libjpeg-turbo-progs)")
     assert np.array_equal(decode_whole(made, "a"), decode_whole(image, "b"))
+    frame = parse_frame(made)
+    assert frame is not None
+    assert frame.rows_at
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 200), st.integers(1, 200), st.sampled_from(["4:4:4", "4:2:0"]))
+def test_where_rows_begin_is_kept_in_the_file(height: int, width: int, sampling: str) -> None:
+    plain = _jpeg(height, width, sampling)
+    image = with_kept_rows(plain)
+    assert with_kept_rows(image) == image
+    assert np.array_equal(decode_whole(image, "a"), decode_whole(plain, "b"))
+    frame, unkept = parse_frame(image), parse_frame(plain)
+    assert frame is not None
+    assert unkept is not None
+    assert frame.rows_at == unkept.scan_header_at
+    starts, found = row_starts(image, frame), row_starts(plain, unkept)
+    assert starts is not None
+    assert found is not None
+    assert np.array_equal(starts - frame.scan_at, found - unkept.scan_at)
+    assert cut_rows(image, frame, starts, 0, 1) == cut_rows(plain, unkept, found, 0, 1)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_where_rows_begin_is_not_believed_when_it_is_wrong(data: st.DataObject) -> None:
+    image = bytearray(with_kept_rows(_jpeg(100, 80, "4:2:0")))
+    frame = parse_frame(image)
+    assert frame is not None
+    right = row_starts(image, frame)
+    assert right is not None
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(frame.rows_at + 14, frame.scan_header_at - 1))
+        image[at] = data.draw(st.integers(0, 255))
+    starts = row_starts(image, frame)
+    assert starts is not None
+    assert np.array_equal(starts, right)
