@@ -153,7 +153,13 @@ def _local(folder: str, sizes: Sizes) -> dict[str, Any]:
     _make_shards(source, sizes.local_bytes)
     bytes_ = _size_of(source)
     tier = os.path.join(folder, "tier")
-    rates: dict[str, list[float]] = {"dd": [], "dd_copy": [], "memory": [], "same_disk": []}
+    rates: dict[str, list[float]] = {
+        "dd": [],
+        "dd_direct": [],
+        "dd_copy": [],
+        "memory": [],
+        "same_disk": [],
+    }
     with _memory_folder(bytes_) as memory:
 
         def into_memory() -> float:
@@ -169,6 +175,7 @@ def _local(folder: str, sizes: Sizes) -> dict[str, Any]:
 
         contenders: dict[str, Callable[[], float]] = {
             "dd": lambda: _dd(source),
+            "dd_direct": lambda: _dd(source, direct=True),
             "memory": into_memory,
             "dd_copy": lambda: _dd(source, os.path.join(folder, "copy")),
             "same_disk": onto_disk,
@@ -183,6 +190,7 @@ def _local(folder: str, sizes: Sizes) -> dict[str, Any]:
         "bytes": bytes_,
         **{f"{name}_MiB_per_s": spread(values) for name, values in rates.items()},
         "into_memory_over_dd_read": ratio(rates["memory"], rates["dd"]),
+        "into_memory_over_direct_dd_read": ratio(rates["memory"], rates["dd_direct"]),
         "onto_disk_over_dd_copy": ratio(rates["same_disk"], rates["dd_copy"]),
     }
 
@@ -332,12 +340,17 @@ def _run(argv: Sequence[str]) -> None:
         raise UsageError(f"{' '.join(argv[:6])} ended with {done.returncode}: {done.stderr[-500:]}")
 
 
-def _dd(folder: str, copy: str | None = None) -> float:
-    """Seconds that dd takes to read all files, or to write them into `copy` and to the disk."""
+def _dd(folder: str, copy: str | None = None, direct: bool = False) -> float:
+    """Seconds that dd takes to read all files, or to write them into `copy` and to the disk.
+
+    Args:
+        direct: past the page cache, as fio is commonly told to.
+    """
     started = time.perf_counter()
     for name in sorted(os.listdir(folder)):
         out = ["of=/dev/null"] if copy is None else [f"of={copy}", "conv=fsync"]
-        _run(["dd", f"if={os.path.join(folder, name)}", *out, "bs=1M"])
+        size = ["bs=8M", "iflag=direct"] if direct else ["bs=1M"]
+        _run(["dd", f"if={os.path.join(folder, name)}", *out, *size])
     seconds = time.perf_counter() - started
     if copy is not None:
         os.unlink(copy)
