@@ -12,6 +12,7 @@ from dlio.errors import UsageError
 from dlio.mount import Mount, mount
 from dlio.reader import Reader, open_reader
 from dlio.sample import decode_sample, image_and_label
+from dlio.schema import Buffer
 from dlio.storage.spec import TierSpec, choose_tiers
 
 
@@ -33,6 +34,7 @@ class Dataset(torch.utils.data.Dataset[Any]):
         transform: Callable[[Any], object] | None,
         seed: int,
         on_error: str,
+        finish: Callable[[Buffer, int], Any] | None = None,
     ) -> None:
         self.reader = reader
         found = image_and_label(reader.schema)
@@ -45,6 +47,8 @@ class Dataset(torch.utils.data.Dataset[Any]):
         self.transform = transform
         self.seed = seed
         self.on_error = on_error
+        self.finish = finish
+        """Makes a sample of (payload, index), where another library's data set is read."""
         self.epoch = 0
         self._mount: Mount | None = None
         self._decoder = Decoder(Crop(image_size or 1, train), seed)
@@ -90,6 +94,8 @@ class Dataset(torch.utils.data.Dataset[Any]):
             payload, _ = self._mount.hierarchy.read(sample, int(block[0]), int(place[0]))
         else:
             payload = self.reader.read(samples)[0]
+        if self.finish is not None:
+            return self.finish(payload, sample)
         name = self.reader.name(sample)
         if not self.crops:
             whole = decode_sample(self.reader.schema, payload, name)
@@ -106,6 +112,18 @@ class Dataset(torch.utils.data.Dataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose crops `[i]` gives."""
         self.epoch = epoch
+
+    def retier(self, tiers: str | Sequence[TierSpec]) -> None:
+        """Choose other tiers. Raises UsageError once they are in use."""
+        choose_tiers(tiers, 0)
+        if self._mount is not None:
+            raise UsageError(f"tiers={tiers!r}: {self.path} is in use with tiers={self.tiers!r}")
+        self.tiers = tiers
+
+    @property
+    def mounted(self) -> Mount | None:
+        """The tiers, once they are open."""
+        return self._mount
 
     def mount(self, comm: Communicator, pretend_nodes: int | None = None) -> Mount:
         """The data set's tiers, opened once. Collective the first time. Owned by the data set."""

@@ -1,146 +1,241 @@
-"""The loader: batches of a data set, shared among the ranks of a job."""
+"""The loader: torch's DataLoader, fed from the hierarchy, shared among the ranks of a job."""
 
-import time
-from collections.abc import Iterator, Sequence
-from typing import Any, Self, cast
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import IterableDataset, Sampler, default_collate
 
 from dlio.comm import Communicator, world
-from dlio.dataset import Dataset
-from dlio.errors import CorruptBlock, SourceError, UsageError
+from dlio.dataset import Dataset, open_dataset
+from dlio.errors import UsageError
+from dlio.loading import accelerate
+from dlio.loading.adapt import adapted
+from dlio.loading.device import device_feed
+from dlio.loading.feed import Fed, Feed, LoaderIterator
+from dlio.loading.makers import Maker, maker_for
+from dlio.loading.passes import BatchesPass, Pass, PlannedPass, SamplerPass, check_state
+from dlio.loading.planned import Planned, planned_feed
+from dlio.loading.share import communicator, place
+from dlio.loading.stats import Stats, diagnose
+from dlio.loading.threads import Fetching, pin_with, thread_feed, torch_feed
+from dlio.loading.trace import Spans, path_of
 from dlio.order import Cursor, Order
-from dlio.pipeline import (
-    Batch,
-    BatchMemory,
-    Pipeline,
-    Work,
-    default_timeout_s,
-    first_failure,
-)
 from dlio.schedule import Mode, steps_in_epoch
-from dlio.shuffle import EpochPlan, Shuffle
 from dlio.storage.hierarchy import Hierarchy
 
-_PEER_TIMEOUT_S = 30.0
-_SKIPPED = (SourceError, CorruptBlock)
-"""What on_error="skip" leaves out: samples that cannot be read, checked or decoded."""
+_log = logging.getLogger("dlio")
+_MOST_THREADS: Final = 16
+Workers = Literal["thread", "process"]
 
 
 class DataLoader(torch.utils.data.DataLoader[Any]):
-    """Batches of `(images, labels)`, prefetched by threads, shuffled over all ranks.
+    """torch's DataLoader, with the same arguments and the same behaviour, and:
 
-    It knows its place in the MPI world by itself: each rank gets its share of every global
-    batch of `batch_size` x ranks samples, and the last, smaller one is shared out evenly. An
-    epoch's samples are the same for any number of ranks, each exactly once.
+    - data sets of `dlio.open`, and those that dlio understands (torchvision's ImageFolder and
+      DatasetFolder, Subset and ConcatDataset of them), are read through their tiers, in an order
+      that is a formula of (seed, epoch), by threads that decode into the batch's own memory;
+    - any other map-style data set is asked in threads, in the order that torch would have;
+    - in a distributed run (MPI, or torch.distributed) without a sampler the ranks share the data:
+      each gets its part of every global batch of `batch_size` x ranks samples, the last, smaller
+      one shared out evenly, and an epoch's samples are the same for any number of ranks;
+    - `state_dict` at any step, `load_state_dict` on any number of ranks and workers.
 
-    Images are a uint8 tensor of shape (n, 3, size, size) in channels-last memory, labels an
-    int64 tensor of shape (n,). With the data set's `transform` the first is what torch's
-    default_collate makes of its results. Samples that are no labelled images come as
-    default_collate makes them of `decode_sample`'s, or of the transform's results.
+    Of labelled images from `dlio.open` a batch is a uint8 tensor of shape (n, 3, size, size) in
+    channels-last memory, and an int64 tensor of shape (n,). With the data set's `transform` the
+    first is what torch's default_collate makes of its results. Other samples come as collate_fn
+    makes them of `decode_sample`'s, or of the transform's results.
 
-    All ranks iterate alike: constructing the iterator is collective, a step is not.
+    With a data set of dlio's all ranks iterate alike: constructing the iterator is collective, a
+    step is not.
 
     Args:
-        dataset: made by `dlio.open`.
-        batch_size: per rank.
-        shuffle: a fresh order each epoch, keyed by (seed, epoch); otherwise the reader's.
-        num_workers: decode threads; 0 is taken as 1.
-        drop_last: leave out the last, smaller global batch.
-        pin_memory: batches in page-locked memory, for `.to("cuda", non_blocking=True)`.
-        prefetch_factor: batches under way per worker.
+        dataset ... in_order: as torch's. `num_workers` are threads, or processes; for data sets
+            of dlio's 0 takes a thread a core.
+        tiers: keep what the data set returns in tiers, as `dlio.open` does; without pickle.
         mode: `batch` trains a sample where it lives, `global` anywhere.
-        seed: of the order; the data set's by default.
+        seed: of the order; the data set's, the generator's, or 0 by default. With it, the order of
+            any map-style data set is dlio's formula.
+        workers: `thread`; or `process`, torch's own workers, for Python that holds the GIL. By
+            default processes where `worker_init_fn` or `multiprocessing_context` ask for them,
+            and threads otherwise.
+        on_error: `stop` at a sample that cannot be read, or `skip` and count it; the data set's
+            own choice, or `stop`, by default.
+        device: hand out batches on this device, copied ahead of their use.
+        mesh, group: the ranks that share the data, a DeviceMesh with a data-parallel dimension or
+            a process group; the others, of one model-parallel group, get the same samples.
+        trace: write a trace of each pass for chrome://tracing or Perfetto to this file.
+        writer: a SummaryWriter of TensorBoard's, for scalars after each pass.
         pretend_nodes: behave as if the ranks were spread over that many nodes.
     """
 
     def __init__(
         self,
-        dataset: Dataset,
-        batch_size: int = 1,
-        shuffle: bool = False,
-        *,
-        num_workers: int = 2,
-        drop_last: bool = False,
+        dataset: Any,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Sampler[Any] | Iterable[Any] | None = None,
+        batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
-        prefetch_factor: int = 2,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        tiers: Any = None,
         mode: Mode = "batch",
         seed: int | None = None,
+        workers: Workers | None = None,
+        on_error: Literal["stop", "skip"] | None = None,
+        device: torch.device | str | int | None = None,
+        mesh: Any = None,
+        group: Any = None,
+        trace: str | None = None,
+        writer: Any = None,
         pretend_nodes: int | None = None,
     ) -> None:
-        if not isinstance(dataset, Dataset):
-            raise UsageError(
-                f"dlio.DataLoader reads data sets that dlio.open made, not {type(dataset).__name__}"
-            )
-        if batch_size < 1 or num_workers < 0 or prefetch_factor < 1:
-            raise UsageError(
-                f"batch_size={batch_size} and prefetch_factor={prefetch_factor} must be at least "
-                f"1, num_workers={num_workers} at least 0"
-            )
-        if mode not in ("batch", "global"):
-            raise UsageError(f"mode={mode!r}: choose batch or global")
-        super().__init__(dataset, batch_size, shuffle, drop_last=drop_last)
-        self.num_workers = num_workers
-        self.prefetch_factor = prefetch_factor
-        self.pin_memory = pin_memory
+        _check(dataset, mode, workers, on_error, tiers)
+        super().__init__(
+            dataset,
+            batch_size,
+            shuffle,
+            sampler,
+            batch_sampler,
+            num_workers,
+            collate_fn,
+            pin_memory,
+            drop_last,
+            timeout,
+            worker_init_fn,
+            multiprocessing_context,
+            generator,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+            in_order=in_order,
+        )
+        # Public, under their own names: those who make a loader anew from an old one look there.
         self.shuffle = shuffle
+        self.tiers = tiers
         self.mode: Mode = mode
-        self.seed = dataset.seed if seed is None else seed
+        self.seed = seed
+        self.workers = workers
+        self.on_error = on_error
+        self.device = device
+        self.mesh, self.group = mesh, group
+        self.trace, self.writer = trace, writer
         self.pretend_nodes = pretend_nodes
         self.last_samples: npt.NDArray[np.int64] = np.empty(0, np.int64)
-        """Sample indices of the batch that was just yielded."""
-        self._cursor = Cursor(self.seed, 0, 0, len(dataset))
-        self._resumed = True
+        """Indices of the samples of the batch that was just handed out."""
+        self._is_accelerate_prepared = sampler is None and batch_sampler is None
+        self._users_sampler = sampler is not None or batch_sampler is not None
+        self._forget()
+
+    def _forget(self) -> None:
+        """Everything that a copy of a loader must not share with it."""
+        self._state: dict[str, Any] | None = None
+        self._next_epoch = 0
+        self._chosen_epoch: int | None = None
+        self._pass: Pass | None = None
+        self._handed_out = False
         self._generation = 0
         self._comm: Communicator | None = None
-        self._stats = _Stats()
-        self._memory: BatchMemory | None = None
+        self._data: Dataset | None = None
+        self._stats = Stats()
+        self._maker: tuple[Any, Maker] | None = None
+        self._base_seed_drawn = False
+        self._current: weakref.ref[LoaderIterator] | None = None
 
     @property
     def data(self) -> Dataset:
-        return cast(Dataset, self.dataset)
+        """The data set as dlio reads it. Raises UsageError where it cannot."""
+        found = self._planned_data()
+        if found is None:
+            raise UsageError(f"{type(self.dataset).__name__} is not read by dlio itself")
+        return found
 
     def __len__(self) -> int:
         """Steps in a whole epoch, the same on all ranks."""
-        return steps_in_epoch(len(self.data), 0, self._global_batch(world()), self.drop_last)
+        if self._follows_formula():
+            assert self.batch_size is not None
+            _, ranks = place(self.group, self.mesh)
+            count = self._count()
+            return steps_in_epoch(count, 0, self.batch_size * ranks, self.drop_last)
+        if isinstance(self.dataset, IterableDataset):
+            return super().__len__()
+        sampler: Any = super()._index_sampler
+        return len(sampler)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the next pass's epoch. A resumed position in that epoch is kept."""
-        if not (self._resumed and self._cursor.epoch == epoch):
-            self._cursor = Cursor(self.seed, epoch, 0, len(self.data))
-            self._resumed = True
+        for sampler in (self.sampler, getattr(self.batch_sampler, "sampler", None)):
+            choose = getattr(sampler, "set_epoch", None)
+            if choose is not None:
+                choose(epoch)
+        if self._state is None or self._state["epoch"] != epoch:
+            self._state = None
+            self._chosen_epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader is: what was yielded is consumed, what is prefetched is not.
+        """Where the loader is: what was handed out is consumed, what is prefetched is not.
 
-        The same on all ranks after the same step, and good for any number of them.
+        The same on all ranks after the same step, and good for any number of them; whole numbers
+        and text, for torch.distributed.checkpoint as for JSON.
         """
-        return self._cursor.as_dict()
+        if self._state is not None:
+            return dict(self._state)
+        if self._pass is not None:
+            return self._pass.state() if self._handed_out else self._pass.next_state()
+        return self._begin(peek=True).state()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict`, on this number of ranks. Raises UsageError when it is of
-        another data set or seed."""
-        cursor = Cursor.from_dict(state)
-        if (cursor.seed, cursor.samples) != (self.seed, len(self.data)):
-            raise UsageError(
-                f"state of a loader with seed {cursor.seed} over {cursor.samples} samples does "
-                f"not fit this one, with seed {self.seed} over {len(self.data)}"
-            )
-        self._cursor = cursor
-        self._resumed = True
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from `state_dict`, on this number of ranks and workers.
+
+        Raises UsageError when it is of another data set, seed or kind of order.
+        """
+        state = dict(state_dict)
+        if self._follows_formula():
+            cursor = Cursor.from_dict(state)
+            seed, count = self._order_seed(), self._count()
+            if (cursor.seed, cursor.samples) != (seed, count):
+                raise UsageError(
+                    f"state of a loader with seed {cursor.seed} over {cursor.samples} samples "
+                    f"does not fit this one, with seed {seed} over {count}"
+                )
+        else:
+            check_state(state)
+        self._state = state
+        self._chosen_epoch = None
 
     def stats(self) -> dict[str, Any]:
         """This rank's counts of the current or last pass.
 
-        `samples` and `seconds`; `stall_s`, the seconds that `next` waited for a batch;
-        `first_batch_s`; `bytes` by place (`source`, `peer`, `ram`, `disk`); `sent` bytes and
-        `messages` to peers; `late` samples that a peer did not send in time; `healed` samples
-        that failed their checksum in a tier; `skipped` samples, by name; `notes`, in words.
+        `engine`, `samples`, `batches` and `seconds`; `stall_s`, the seconds that `next` waited;
+        `first_batch_s`; `threads`, and `thread_s`, their seconds by stage; `skipped` samples, by
+        name. Of data sets of dlio's also `bytes` by place (`source`, `peer`, `ram`, `disk`);
+        `sent` bytes and `messages` to peers; `late` samples that a peer did not send in time;
+        `healed` samples that failed their checksum in a tier; `notes`, in words.
         """
         return self._stats.as_dict()
+
+    def diagnosis(self) -> str:
+        """One line on the current or last pass: its rate, what held it up, what to do about it.
+
+        Logged after each pass, by the logger `dlio`, as information.
+        """
+        return diagnose(self.stats(), _cores())
 
     @property
     def stall_s(self) -> float:
@@ -149,10 +244,19 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def close(self) -> None:
         """Close what the loader and its data set hold open."""
-        self.data.close()
+        current = self._current() if self._current is not None else None
+        if current is not None:
+            current.close()
+        if self._data is not None:
+            self._data.close()
+            if self._data is not self.dataset:
+                self._data = None
+        elif isinstance(self.dataset, Dataset):
+            self.dataset.close()
         if self._comm is not None:
             self._comm.close()
             self._comm = None
+        self._iterator = None
 
     def __enter__(self) -> Self:
         return self
@@ -161,158 +265,299 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_comm": None, "_stats": _Stats(), "_memory": None}
+        # A copy begins where the next pass of the original would.
+        state = self._state
+        if state is None and self._pass is not None:
+            state = self._pass.next_state()
+        copy = self.__dict__.copy()
+        for name in ("_comm", "_pass", "_data", "_maker", "_current", "_iterator", "writer"):
+            copy[name] = None
+        del copy["_stats"]
+        return {**copy, "_state": state}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._stats = Stats()
+
+    # --- One pass -------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        cursor = self._start()
-        return self._pass(cursor)
+        data = self._planned_data()
+        batches = self._begin()
+        self._pass, self._handed_out, self._state = batches, True, None
+        spans = Spans() if self.trace is not None else None
+        engine, stats, feed = self._engine(data, batches, spans)
+        stats.engine = engine
+        self._stats = stats
+        target = self._target_device()
+        if target is not None:
+            feed = device_feed(feed, target)
+        try:
+            length: int | None = len(batches)
+        except TypeError:
+            length = None
+        end = accelerate.registered(self, length)
 
-    def _start(self) -> Cursor:
-        """The cursor of the pass that begins: resumed, chosen by set_epoch, or the next epoch."""
-        cursor = self._cursor
-        if not self._resumed:
-            cursor = Cursor(self.seed, cursor.epoch + 1, 0, len(self.data))
-        self._cursor = cursor
-        self._resumed = False
-        return cursor
+        def handed(fed: Fed | None) -> None:
+            if fed is None:
+                if self._pass is batches:
+                    self._handed_out = False
+                end.step(True)
+                self._told(stats, spans, batches.epoch)
+                return
+            batches.consumed()
+            self._pass, self._handed_out = batches, True
+            if fed.indices is not None and len(fed.indices) and _are_numbers(fed.indices):
+                self.last_samples = np.asarray(fed.indices, np.int64)
+            elif fed.indices is not None:
+                self.last_samples = np.empty(0, np.int64)
+            end.step(False)
 
-    def _pass(self, cursor: Cursor) -> Iterator[Any]:
-        data, comm = self.data, world()
-        if self._comm is None:
-            self._comm = comm.dup()
-        mounted = data.mount(comm, self.pretend_nodes)
-        order = Order(len(data), self.seed, cursor.epoch, self.shuffle)
-        # Before the first block is brought: what fills tiers is counted in this pass.
-        self._stats = stats = _Stats(mounted.hierarchy)
-        mounted.fill(order)
-        global_batch = self._global_batch(comm)
-        assert self.batch_size is not None
-        plan = EpochPlan(
-            order=order,
-            position=cursor.position,
-            batch_size=self.batch_size,
-            steps=steps_in_epoch(len(data), cursor.position, global_batch, self.drop_last),
-            mode=self.mode,
-            ranks=mounted.ranks,
-            rank=comm.rank,
-            home=mounted.placement.home,
+        iterator = LoaderIterator(feed, stats, length, handed)
+        self._current = weakref.ref(iterator)
+        return iterator
+
+    def _begin(self, peek: bool = False) -> Pass:
+        """The pass that begins: resumed, chosen by set_epoch, or the next epoch."""
+        state = self._state
+        if state is None and self._pass is not None and not (peek and self._handed_out):
+            state = self._pass.next_state()
+        if self._follows_formula():
+            seed, count = self._order_seed(), self._count()
+            cursor = Cursor(seed, 0, 0, count) if state is None else Cursor.from_dict(state)
+            if self._chosen_epoch is not None:
+                cursor = Cursor(seed, self._chosen_epoch, 0, count)
+                if not peek:
+                    self._chosen_epoch = None
+            assert self.batch_size is not None
+            rank, ranks = place(self.group, self.mesh)
+            return PlannedPass(
+                cursor, bool(self.shuffle), self.batch_size, self.drop_last, rank, ranks
+            )
+        epoch = int((state or {}).get("epoch", 0))
+        if self._chosen_epoch is not None:
+            epoch, state = self._chosen_epoch, None
+            if not peek:
+                self._chosen_epoch = None
+        if isinstance(self.dataset, IterableDataset):
+            return BatchesPass(epoch, state)
+        # A pass that is over left its random numbers where the next begins.
+        fresh = self._pass is not None and self._state is None
+        return SamplerPass(
+            self.sampler,
+            self.batch_sampler,
+            self.generator,
+            epoch,
+            None if fresh or peek else state,
+            not (self.persistent_workers and self._base_seed_drawn),
         )
-        threads = max(1, self.num_workers)
-        if self._memory is None:
-            side = data.image_size if data.crops and data.image_size is not None else 0
-            shape = (self.batch_size, side, side, 3)
-            self._memory = BatchMemory(shape, self.pin_memory and torch.cuda.is_available())
-        work = Work(
-            hierarchy=mounted.hierarchy,
-            decoder=data.decoder,
-            fields=(data.image_field, data.label_field) if data.crops else None,
-            memory=self._memory,
-            epoch=cursor.epoch,
-            transform=data.transform,
+
+    def _engine(
+        self, data: Dataset | None, batches: Pass, spans: Spans | None
+    ) -> tuple[str, Stats, Feed]:
+        """(its name, counts that have begun, batches)"""
+        if data is not None and self._follows_formula() and self._in_threads(data):
+            assert isinstance(batches, PlannedPass)
+            return self._planned(data, batches, spans)
+        if data is not None:
+            self._mount(data).fill(Order(len(data), 0, 0, shuffled=False))
+        if self._in_threads(data) and (self.num_workers > 0 or data is not None):
+            return self._threads(data, batches, spans)
+        stats = Stats(_hierarchy(data))
+        skip = batches.skip if isinstance(batches, BatchesPass) else 0
+        if self.on_error == "skip":
+            raise UsageError("on_error='skip' works with threads: set num_workers=1 or more")
+
+        def begin() -> Iterator[Any]:
+            return torch.utils.data.DataLoader.__iter__(self)
+
+        return "torch", stats, torch_feed(begin, skip)
+
+    def _planned(
+        self, data: Dataset, batches: PlannedPass, spans: Spans | None
+    ) -> tuple[str, Stats, Feed]:
+        mounted = self._mount(data)
+        assert self._comm is not None
+        assert self.batch_size is not None
+        threads = self._thread_count()
+        key = (id(data), self.collate_fn, self.pin_memory)
+        if self._maker is None or self._maker[0] != key:
+            pinned = self.pin_memory and torch.cuda.is_available()
+            default = self.collate_fn is default_collate
+            maker = maker_for(data, self.batch_size, self.collate_fn, default, pinned)
+            self._maker = (key, maker)
+        self._generation += 1
+        on_error = data.on_error if self.on_error is None else self.on_error
+        plan = Planned(
+            data=data,
+            mounted=mounted,
+            comm=self._comm,
+            maker=self._maker[1],
+            mode=self.mode,
             threads=threads,
             ahead=max(2, self.prefetch_factor or 2) * threads,
-            timeout_s=default_timeout_s(),
-            peer_timeout_s=_PEER_TIMEOUT_S,
+            generation=self._generation,
+            skip=on_error == "skip",
+            trace=spans,
         )
-        self._generation += 1
-        shuffle = Shuffle(self._comm, mounted.hierarchy, plan, self._generation)
-        end = len(data) if not self.drop_last else cursor.position + plan.steps * global_batch
-        try:
-            with Pipeline(shuffle, range(plan.steps), work) as pipeline:
-                while True:
-                    stats.wait_begins()
-                    batch = pipeline.take()
-                    if batch is None:
-                        break
-                    tensors = self._tensors(batch, stats)
-                    stats.wait_ends(len(self.last_samples))
-                    step_end = min(cursor.position + (batch.step.number + 1) * global_batch, end)
-                    self._cursor = Cursor(self.seed, cursor.epoch, step_end, len(data))
-                    del batch
-                    yield tensors
-                    del tensors
-        finally:
-            stats.end()
+        # Before the first block is brought: what fills tiers is counted in this pass.
+        stats = Stats(mounted.hierarchy, threads)
+        return "planned", stats, planned_feed(plan, batches, stats)
 
-    def _tensors(self, batch: Batch, stats: "_Stats") -> Any:
-        """What the user gets of a batch; failed samples stop the pass, or are left out."""
-        count = len(batch.step.samples)
-        self.last_samples = batch.step.samples
-        kept: Sequence[int] | None = None
-        if batch.failed:
-            error = first_failure(batch)
-            if self.data.on_error != "skip" or not isinstance(error, _SKIPPED):
-                raise error
-            stats.skip(self.data, batch)
-            kept = [slot for slot in range(count) if slot not in batch.failed]
-            for k, slot in enumerate(kept):
-                if k != slot:
-                    batch.images[k] = batch.images[slot]
-            batch.labels = batch.labels[kept]
-            self.last_samples = batch.step.samples[kept]
-            count = len(kept)
-        labels = torch.from_numpy(batch.labels)
-        if self.data.transform is None and self.data.crops:
-            return torch.from_numpy(batch.images[:count]).permute(0, 3, 1, 2), labels
-        made = batch.made if kept is None else [batch.made[slot] for slot in kept]
-        collated = default_collate(made) if made else torch.empty(0)
-        return (collated, labels) if self.data.crops else collated
+    def _threads(
+        self, data: Dataset | None, batches: Pass, spans: Spans | None
+    ) -> tuple[str, Stats, Feed]:
+        threads = self._thread_count() if data is not None else self.num_workers
+        stats = Stats(_hierarchy(data), threads)
+        pin = None
+        if self.pin_memory and torch.accelerator.is_available():
+            accelerator = torch.accelerator.current_accelerator()
+            pin = pin_with(accelerator.type if accelerator is not None else None)
+        work = Fetching(
+            dataset=self.dataset if data is None else data,
+            collate=self.collate_fn,
+            batched=self._auto_collation,
+            threads=threads,
+            ahead=threads * (2 if self.prefetch_factor is None else max(1, self.prefetch_factor)),
+            in_order=self.in_order,
+            timeout_s=self.timeout,
+            skip=self.on_error == "skip",
+            pin=pin,
+            init=self.worker_init_fn,
+        )
+        if not (self.persistent_workers and self._base_seed_drawn):
+            # As torch does, so that what is drawn next is the same.
+            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+            self._base_seed_drawn = True
+        return "threads", stats, thread_feed(work, batches, stats, spans)
 
-    def _global_batch(self, comm: Communicator) -> int:
-        assert self.batch_size is not None
-        return self.batch_size * comm.size
+    @property
+    def _index_sampler(self) -> Any:
+        """What torch's own engines take their indices from."""
+        if self._pass is None or isinstance(self.dataset, IterableDataset):
+            return super()._index_sampler
+        return _Indices(self)
+
+    def check_worker_number_rationality(self) -> None:
+        """Torch's warning of more workers than cores, where they are processes."""
+        if "last_samples" in self.__dict__:
+            super().check_worker_number_rationality()
+
+    def _mount(self, data: Dataset) -> Any:
+        if self._comm is None:
+            self._comm = communicator(self.group, self.mesh)
+        shared = world() if self.group is None and self.mesh is None else self._comm
+        return data.mount(shared, self.pretend_nodes)
+
+    def _planned_data(self) -> Dataset | None:
+        """The data set as dlio reads it; None where torch's way is taken."""
+        if self._data is None:
+            if isinstance(self.dataset, Dataset):
+                self._data = self.dataset
+                if self.tiers is not None and self.dataset.tiers != self.tiers:
+                    self.dataset.retier(self.tiers)
+            elif not isinstance(self.dataset, IterableDataset):
+                self._data = adapted(self.dataset, self.tiers)
+                if self._data is None and self.tiers is not None:
+                    self._data = open_dataset(self.dataset, tiers=self.tiers, image_size=None)
+        return self._data
+
+    def _follows_formula(self) -> bool:
+        """Whether the order is dlio's own, which its ranks share without a word."""
+        if self._users_sampler or isinstance(self.dataset, IterableDataset) or not self.batch_size:
+            return False
+        if self.seed is not None or self._planned_data() is not None:
+            return True
+        return place(self.group, self.mesh)[1] > 1
+
+    def _count(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def _order_seed(self) -> int:
+        if self.seed is not None:
+            return int(self.seed)
+        if self.generator is not None:
+            return int(self.generator.initial_seed()) % (1 << 63)
+        found: Any = self.dataset
+        return int(found.seed) if isinstance(found, Dataset) else 0
+
+    def _in_threads(self, data: Dataset | None) -> bool:
+        if isinstance(self.dataset, IterableDataset):
+            return False
+        if self.workers is not None:
+            return self.workers == "thread"
+        wants = self.worker_init_fn is not None or self.multiprocessing_context is not None
+        return data is not None or not wants
+
+    def _thread_count(self) -> int:
+        return self.num_workers or min(_MOST_THREADS, _cores())
+
+    def _target_device(self) -> torch.device | None:
+        if self.device is not None:
+            target = torch.device(self.device)
+            if target.type == "cuda" and target.index is None:
+                return torch.device("cuda", torch.cuda.current_device())
+            return target
+        return accelerate.device(self)
+
+    def _told(self, stats: Stats, spans: Spans | None, epoch: int) -> None:
+        """After a pass: the log, the trace, TensorBoard."""
+        rank, ranks = place(self.group, self.mesh)
+        if _log.isEnabledFor(logging.INFO):
+            _log.info("epoch %d: %s", epoch, diagnose(stats.as_dict(), _cores()))
+        if spans is not None and self.trace is not None:
+            spans.write(path_of(self.trace, rank, ranks), rank)
+        if self.writer is not None:
+            found = stats.as_dict()
+            seconds = max(found["seconds"], 1e-9)
+            scalars = {
+                "samples_per_s": found["samples"] / seconds,
+                "stall_share": found["stall_s"] / seconds,
+                "first_batch_s": found["first_batch_s"] or 0.0,
+                **{f"bytes_{name}": count for name, count in found.get("bytes", {}).items()},
+                **{f"thread_s_{name}": spent for name, spent in found["thread_s"].items()},
+            }
+            for name, value in scalars.items():
+                self.writer.add_scalar(f"dlio/{name}", value, epoch)
 
 
-class _Stats:
-    """Counts of one pass: the hierarchy's counters since it began, and the waiting."""
+class _Indices:
+    """The indices of whichever pass the loader is in. Torch's workers keep it from pass to pass."""
 
-    def __init__(self, hierarchy: Hierarchy | None = None) -> None:
-        self._hierarchy = hierarchy
-        self._before: dict[str, Any] = hierarchy.counters.snapshot() if hierarchy else {}
-        self._after: dict[str, Any] | None = None
-        self._started = time.perf_counter()
-        self._ended: float | None = None
-        self._waiting_since = self._started
-        self._samples = 0
-        self.stall_s = 0.0
-        self._first_batch_s: float | None = None
-        self._skipped: list[str] = []
+    def __init__(self, loader: DataLoader) -> None:
+        self._loader = loader
 
-    def wait_begins(self) -> None:
-        self._waiting_since = time.perf_counter()
+    def __iter__(self) -> Iterator[Any]:
+        assert self._loader._pass is not None
+        return iter(self._loader._pass)
 
-    def wait_ends(self, samples: int) -> None:
-        now = time.perf_counter()
-        self.stall_s += now - self._waiting_since
-        self._samples += samples
-        if self._first_batch_s is None:
-            self._first_batch_s = now - self._started
+    def __len__(self) -> int:
+        return len(self._loader)
 
-    def skip(self, data: Dataset, batch: Batch) -> None:
-        for slot in sorted(batch.failed):
-            self._skipped.append(data.reader.name(int(batch.step.samples[slot])))
 
-    def end(self) -> None:
-        self._ended = time.perf_counter()
-        if self._hierarchy is not None:
-            self._after = self._hierarchy.counters.snapshot()
+def _check(dataset: Any, mode: str, workers: str | None, on_error: str | None, tiers: Any) -> None:
+    if mode not in ("batch", "global"):
+        raise UsageError(f"mode={mode!r}: choose batch or global")
+    if workers not in (None, "thread", "process"):
+        raise UsageError(f"workers={workers!r}: choose 'thread' or 'process'")
+    if on_error not in (None, "stop", "skip"):
+        raise UsageError(f"on_error={on_error!r}: choose stop or skip")
+    if isinstance(dataset, str | os.PathLike):
+        raise UsageError(f"{str(dataset)!r} is a path: open it with dlio.open first")
+    if tiers is not None and isinstance(dataset, IterableDataset):
+        raise UsageError("tiers= keeps samples by their index; an iterable data set has none")
 
-    def as_dict(self) -> dict[str, Any]:
-        counted: dict[str, Any] = {}
-        if self._hierarchy is not None:
-            now = self._after or self._hierarchy.counters.snapshot()
-            for key, value in now.items():
-                before = self._before[key]
-                if isinstance(value, dict):
-                    counted[key] = {place: value[place] - before[place] for place in value}
-                else:
-                    counted[key] = value - before
-        return {
-            "samples": self._samples,
-            "seconds": (self._ended or time.perf_counter()) - self._started,
-            "stall_s": self.stall_s,
-            "first_batch_s": self._first_batch_s,
-            "skipped": list(self._skipped),
-            "notes": self._hierarchy.notes() if self._hierarchy is not None else [],
-            **counted,
-        }
+
+def _hierarchy(data: Dataset | None) -> Hierarchy | None:
+    return data.mounted.hierarchy if data is not None and data.mounted is not None else None
+
+
+def _are_numbers(indices: Any) -> bool:
+    return isinstance(indices, np.ndarray) or isinstance(indices[0], int | np.integer)
+
+
+def _cores() -> int:
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:
+        return os.cpu_count() or 1

@@ -4,6 +4,7 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tarfile
@@ -46,6 +47,44 @@ def is_running(pid: int) -> bool:
     except OSError:
         return False
     return status.rpartition(")")[2].split()[0] not in "ZX"
+
+
+class TorchRun(Protocol):
+    def __call__(self, ranks: int, *argv: str) -> list[str]: ...
+
+
+@pytest.fixture(scope="session")
+def torchrun() -> TorchRun:
+    """Runs a Python script as ranks of torch.distributed, as torchrun starts them, without MPI;
+    their standard outputs, by rank. Fails when one of them does."""
+
+    def run(ranks: int, *argv: str) -> list[str]:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+        processes = [
+            subprocess.Popen(
+                [sys.executable, *argv],
+                env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(ranks)
+        ]
+        outputs = []
+        try:
+            for rank, process in enumerate(processes):
+                said, errors = process.communicate(timeout=120)
+                assert process.returncode == 0, f"rank {rank}: {errors}"
+                outputs.append(said)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        return outputs
+
+    return run
 
 
 @pytest.fixture(scope="session")

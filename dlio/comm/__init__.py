@@ -1,7 +1,8 @@
 """Communication between ranks: one protocol, one implementation a file.
 
 `world()` is the process's own communicator: MPI when the process was started by mpirun or
-srun (or has initialised MPI itself), otherwise one process on its own.
+srun (or has initialised MPI itself), else torch.distributed where that is initialised
+(`torchrun`), otherwise one process on its own.
 """
 
 import sys
@@ -70,25 +71,46 @@ class Communicator(Protocol):
 
 
 _world: Communicator | None = None
+_torch_world: Any = None
+"""The default group of torch.distributed that the world was found in."""
 
 
 def world() -> Communicator:
-    """This process's place among its ranks, found once.
+    """This process's place among its ranks, found once, and again when torch.distributed is
+    initialised anew.
 
     Raises CommError when the process runs under MPI but no MPI library can be loaded.
     """
-    global _world
-    if _world is None:
-        mpi = sys.modules.get("mpi4py.MPI")
-        if under_mpi() or (mpi is not None and mpi.Is_initialized()):
+    global _world, _torch_world
+    mpi = sys.modules.get("mpi4py.MPI")
+    if under_mpi() or (mpi is not None and mpi.Is_initialized()):
+        if _world is None:
             from dlio.comm.mpi import mpi_world
 
             _world = mpi_world()
+        return _world
+    group = _torch_group()
+    if _world is None or group is not _torch_world:
+        if _torch_world is not None and _world is not None:
+            _world.close()
+        if group is not None:
+            from dlio.comm.torchdist import torch_world
+
+            _world = torch_world()
         else:
             from dlio.comm.single import SingleCommunicator
 
             _world = SingleCommunicator()
+        _torch_world = group
     return _world
+
+
+def _torch_group() -> Any:
+    """The default group of torch.distributed; None when nobody has initialised it."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed.group.WORLD
 
 
 def abort(code: int) -> None:

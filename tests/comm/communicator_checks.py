@@ -1,4 +1,7 @@
-"""What every Communicator does; run by one process and under mpirun."""
+"""What every Communicator does; run by one process, under mpirun and over torch.distributed."""
+
+import sys
+import threading
 
 import numpy as np
 
@@ -54,6 +57,31 @@ def check(comm: Communicator) -> None:
     other.close()
 
 
+def large(comm: Communicator) -> None:
+    """Messages that come before they are asked for, and larger than any socket's memory."""
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    sent = [bytearray([comm.rank]) * ((3 << 20) + k) for k in range(4)]
+    sends = [comm.isend(data, right, 7) for data in sent]
+    comm.barrier()
+    got = [bytearray((3 << 20) + k) for k in range(4)]
+    comm.wait([comm.irecv(into, left, 7) for into in got] + sends, "large messages")
+    assert got == [bytearray([left]) * ((3 << 20) + k) for k in range(4)]
+
+
 if __name__ == "__main__":
-    check(world())
+    if "torch" in sys.argv:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        check(world())
+        large(world())
+        dist.barrier()
+        dist.destroy_process_group()
+        assert world().size == 1  # The old world is closed.
+        left = [thread.name for thread in threading.enumerate() if "dlio" in thread.name]
+        assert left == [], left
+    else:
+        check(world())
+        if world().size > 1:
+            large(world())
     print("kept the contract", flush=True)

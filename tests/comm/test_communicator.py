@@ -7,6 +7,7 @@ import pytest
 
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import CommError
+from tests.conftest import TorchRun
 
 BODY = Path(__file__).with_name("communicator_checks.py")
 
@@ -21,6 +22,12 @@ def test_mpi_keeps_the_contract(mpirun: Callable[..., object], ranks: int) -> No
     done = mpirun(ranks, str(BODY))
     assert done.returncode == 0, done.stderr  # type: ignore[attr-defined]
     assert done.stdout.count("kept the contract") == ranks  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_torch_distributed_keeps_the_contract(torchrun: TorchRun, ranks: int) -> None:
+    outputs = torchrun(ranks, str(BODY), "torch")
+    assert all("kept the contract" in text for text in outputs)
 
 
 def test_a_single_process_has_nobody_to_send_to() -> None:

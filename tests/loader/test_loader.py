@@ -11,7 +11,7 @@ import torch
 
 import dlio
 from dlio.errors import DecodeError, DlioError, SourceError, UsageError
-from dlio.pipeline import BatchMemory
+from dlio.loading.memory import BatchMemory
 from dlio.storage.shared import user_folder
 from dlio.storage.spec import SHARED_MEMORY
 
@@ -169,7 +169,9 @@ def test_a_resumed_epoch_is_exactly_the_rest(folder: Path, steps: int) -> None:
             assert done + rest == whole
             assert all(pixels[sample] == again[sample] for sample in rest)
             _epoch(other)
-            assert other.state_dict()["epoch"] == 3
+            # A whole pass is over: the state is the next one's.
+            after = other.state_dict()
+            assert (after["epoch"], after["position"]) == (4, 0)
             with pytest.raises(UsageError, match="does not fit"):
                 other.load_state_dict({**state, "samples": N + 5})
 
@@ -199,7 +201,7 @@ def test_batches_that_are_kept_are_not_overwritten(folder: Path) -> None:
 
 
 def test_a_steady_epoch_allocates_no_batch() -> None:
-    memory = BatchMemory((2, 4, 4, 3), pinned=False)
+    memory = BatchMemory((2, 4, 4, 3), "uint8", pinned=False)
     first = memory.take()
     tensor = torch.from_numpy(first[:1]).permute(0, 3, 1, 2)
     address = first.ctypes.data
@@ -302,8 +304,8 @@ def test_dropping_the_last_batch(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"batch_size": 0}, "batch_size=0"),
-        ({"num_workers": -1}, "num_workers=-1"),
+        ({"workers": "fork"}, "choose 'thread' or 'process'"),
+        ({"on_error": "retry"}, "choose stop or skip"),
         ({"mode": "chaos"}, "choose batch or global"),
         ({"pretend_nodes": 2}, "2 nodes with 1 rank"),
     ],

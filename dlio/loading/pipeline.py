@@ -12,21 +12,17 @@ memory is used again only when nobody holds them any more: a steady epoch alloca
 import itertools
 import os
 import queue
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Final, Self
 
-import numpy as np
-import numpy.typing as npt
-import torch
-
-from dlio.decode import Decoder
 from dlio.errors import CommTimeout, CorruptBlock, DlioError, SourceError
-from dlio.sample import decode_sample
+from dlio.loading.makers import Maker, Slots
+from dlio.loading.stats import Clock
+from dlio.loading.trace import Spans
 from dlio.schema import Buffer
 from dlio.shuffle import Shuffle, Step
 from dlio.storage.block import Scratch
@@ -35,36 +31,8 @@ from dlio.storage.hierarchy import Hierarchy
 _SAMPLES_A_TASK = 8
 _POLL_S = 0.2
 _JOIN_TIMEOUT_S = 5.0
-
-Transform = Callable[[Any], object]
-
-
-class BatchMemory:
-    """Arrays for batches of images, used again as soon as nobody else refers to them.
-
-    Page-locked ones are left to torch's own caching allocator: a copy to the GPU may be under way
-    when the last reference goes, and torch knows until when.
-
-    Args:
-        shape: of one batch, (batch size, height, width, 3).
-        pinned: page-locked, for asynchronous copies to a GPU.
-    """
-
-    def __init__(self, shape: tuple[int, ...], pinned: bool) -> None:
-        self._shape = shape
-        self._pinned = pinned
-        self._arrays: list[npt.NDArray[np.uint8]] = []
-
-    def take(self) -> npt.NDArray[np.uint8]:
-        if self._pinned:
-            return torch.empty(self._shape, dtype=torch.uint8, pin_memory=True).numpy()
-        for k in range(len(self._arrays)):
-            # Two references: the list's and the call's. A tensor made of it holds another.
-            if sys.getrefcount(self._arrays[k]) == 2:
-                return self._arrays[k]
-        fresh = np.empty(self._shape, np.uint8)
-        self._arrays.append(fresh)
-        return fresh
+SKIPPED: Final = (SourceError, CorruptBlock)
+"""What on_error="skip" leaves out: samples that cannot be read, checked or decoded."""
 
 
 @dataclass(slots=True)
@@ -72,22 +40,13 @@ class Batch:
     """One step's samples of this rank, on their way to becoming tensors."""
 
     step: Step
-    images: npt.NDArray[np.uint8]
-    """Shape (batch size, height, width, 3); the first len(step.samples) are used."""
-    labels: npt.NDArray[np.int64]
-    uniforms: npt.NDArray[np.float64]
-    made: list[object]
-    """Samples that are no crops, or what the user's transform returned, by slot."""
+    slots: Slots
     left: int
     failed: dict[int, Exception] = field(default_factory=dict)
+    data: Any = None
+    """What the user gets, when it is done and nothing failed."""
     done: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def finished(self, count: int) -> None:
-        with self.lock:
-            self.left -= count
-            if self.left == 0:
-                self.done.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +54,9 @@ class Work:
     """What is to be done with samples, the same for all steps of an epoch."""
 
     hierarchy: Hierarchy
-    decoder: Decoder
-    fields: tuple[str, str] | None
-    """Image and label, which become crops; None where samples are taken as they are."""
-    memory: BatchMemory
+    maker: Maker
+    clock: Clock
     epoch: int
-    transform: Transform | None
     threads: int
     ahead: int
     """Batches that are under way at a time."""
@@ -108,6 +64,9 @@ class Work:
     """For one batch, before the run is taken to be stuck."""
     peer_timeout_s: float
     """For what a peer owes, before it is read from the source."""
+    skip: bool
+    """Leave out samples that cannot be read, checked or decoded."""
+    trace: Spans | None = None
 
 
 class Pipeline:
@@ -137,17 +96,21 @@ class Pipeline:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def take(self) -> Batch | None:
-        """The next batch, complete; None after the last.
-
-        Samples that could not be read or decoded are in its `failed`.
-        """
+    def start(self) -> None:
+        """Have as many batches under way as there may be."""
         while len(self._under_way) < self._work.ahead and self._next_step < self._steps.stop:
             # With batches under way, the next window may wait for one of them to be taken.
             if self._under_way and not self._shuffle.planned(self._next_step):
                 break
             self._shuffle.attach(self._next_step, self._listen, self._work.timeout_s)
             self._next_step += 1
+
+    def take(self) -> Batch | None:
+        """The next batch, complete; None after the last.
+
+        Samples that could not be read or decoded are in its `failed`.
+        """
+        self.start()
         if not self._under_way:
             return None
         batch = self._under_way.popleft()
@@ -166,16 +129,9 @@ class Pipeline:
 
     def _listen(self, step: Step) -> Callable[[list[int]], None]:
         work, count = self._work, len(step.samples)
-        batch = Batch(
-            step=step,
-            images=work.memory.take(),
-            labels=np.zeros(count, np.int64),
-            uniforms=work.decoder.draw(work.epoch, step.samples),
-            made=[None] * count if work.transform is not None or work.fields is None else [],
-            left=count,
-        )
+        batch = Batch(step, work.maker.begin(work.epoch, step.samples), count)
         if count == 0:
-            batch.done.set()
+            self._finish(batch)
         self._under_way.append(batch)
 
         def queue_slots(slots: list[int]) -> None:
@@ -202,52 +158,68 @@ class Pipeline:
             self._shuffle.check()
 
     def _run(self) -> None:
-        scratch = Scratch()
+        scratch = None if self._work.maker.owns_payloads else Scratch()
         while not self._closing.is_set():
             _, _, batch, slots = self._queue.get()
             if batch is None:
                 return
+            began = time.perf_counter()
+            spent: dict[str, float] = {}
             for slot in slots:
                 try:
-                    self._make(batch, slot, scratch)
+                    self._make(batch, slot, scratch, spent)
                 except Exception as error:
                     batch.failed[slot] = error
-            batch.finished(len(slots))
+            with batch.lock:
+                batch.left -= len(slots)
+                last = batch.left == 0
+            self._work.clock.add_all(spent)
+            if self._work.trace is not None:
+                self._work.trace.add("decode", began, step=batch.step.number, samples=len(slots))
+            if last:
+                self._finish(batch)
 
-    def _make(self, batch: Batch, slot: int, scratch: Scratch) -> None:
-        """One sample, from payload to pixels in its slot."""
-        work, step = self._work, batch.step
-        hierarchy = work.hierarchy
+    def _finish(self, batch: Batch) -> None:
+        """Make the batch of its slots, and say that it is done."""
+        began = time.perf_counter()
+        try:
+            kept: list[int] | None = None
+            if batch.failed:
+                error = first_failure(batch)
+                if not (self._work.skip and isinstance(error, SKIPPED)):
+                    return
+                kept = [k for k in range(len(batch.step.samples)) if k not in batch.failed]
+            batch.data = batch.slots.finish(kept)
+        except Exception as error:
+            batch.failed = {-1: error}
+        finally:
+            self._work.clock.add("collate", time.perf_counter() - began)
+            batch.done.set()
+
+    def _make(
+        self, batch: Batch, slot: int, scratch: Scratch | None, spent: dict[str, float]
+    ) -> None:
+        """One sample, from payload to its slot."""
+        hierarchy, step = self._work.hierarchy, batch.step
         sample = int(step.samples[slot])
         payload: Buffer | None = step.payloads[slot]
+        began = time.perf_counter()
         if payload is None:
-            # Tensors of a whole sample share its payload's memory, which must be its own then.
-            own = None if work.fields is None else scratch
             payload, place = hierarchy.read(
-                sample, int(step.blocks[slot]), int(step.places[slot]), own
+                sample, int(step.blocks[slot]), int(step.places[slot]), scratch
             )
         else:
             step.payloads[slot] = None  # The message's memory goes with its last sample.
             place = "peer"
         if place != "source":  # Reads of the source are counted where they happen.
             hierarchy.counters.add_bytes(place, len(payload))
-        reader = hierarchy.reader
-        if work.fields is None:
-            whole = decode_sample(reader.schema, payload, reader.name(sample))
-            batch.made[slot] = whole if work.transform is None else work.transform(whole)
-            return
-        try:
-            values = reader.schema.split(payload)
-        except CorruptBlock as error:
-            raise SourceError(f"{reader.path}: sample {reader.name(sample)!r}: {error}") from error
-        image, label = work.fields
-        work.decoder.decode(
-            values[image], reader.name(sample), batch.uniforms[slot], batch.images[slot]
-        )
-        batch.labels[slot] = values[label]
-        if work.transform is not None:
-            pixels = torch.from_numpy(batch.images[slot]).permute(2, 0, 1)
-            batch.made[slot] = work.transform(pixels)
+        read = time.perf_counter()
+        transforming = batch.slots.make(slot, sample, payload)
+        made = time.perf_counter()
+        spent[place] = spent.get(place, 0.0) + read - began
+        spent["decode"] = spent.get("decode", 0.0) + made - read - transforming
+        if transforming:
+            spent["transform"] = spent.get("transform", 0.0) + transforming
 
 
 def default_timeout_s() -> float:

@@ -1,0 +1,442 @@
+"""torch.distributed, where it is initialised and there is no MPI (`torchrun`).
+
+Collectives go through a gloo group of our own, so that the user's never meet them. Messages go
+over TCP: gloo's do not tell whether they have arrived without waiting for them. A rank connects to
+another when it first sends to it, and says a secret that the group has agreed on; one thread for
+each communicator moves all its bytes.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from dlio.comm import Buffer, Communicator, Json, Request
+from dlio.comm.single import SingleCommunicator
+from dlio.errors import CommError, CommTimeout
+
+_SHORTEST_SLEEP_S: Final = 20e-6
+_LONGEST_SLEEP_S: Final = 1e-3
+_CLOSE_TIMEOUT_S: Final = 5.0
+_HELLO: Final = struct.Struct("<16sI")
+"""The group's secret, the sender's rank."""
+_HEAD: Final = struct.Struct("<iQ")
+"""Tag, bytes."""
+_MOST_BYTES: Final = 1 << 40
+
+
+def torch_world(group: Any = None) -> Communicator:
+    """The ranks of a process group, the default one for None. Collective over them."""
+    if dist.get_world_size(group) == 1:
+        return SingleCommunicator()
+    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    return TorchCommunicator(ranks)
+
+
+class _Message:
+    """A send or receive under way."""
+
+    def __init__(self, view: memoryview, withdraw: Callable[["_Message"], bool]) -> None:
+        self.view = view
+        self.at = 0
+        self.over = False
+        self.error: CommError | None = None
+        self._withdraw = withdraw
+
+    def done(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        return self.over
+
+    def cancel(self) -> bool:
+        return self.over or self._withdraw(self)
+
+
+class _Reduction:
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def done(self) -> bool:
+        if not self._work.is_completed():
+            return False
+        self._work.wait()
+        return True
+
+    def cancel(self) -> bool:
+        return self.done()
+
+
+class TorchCommunicator:
+    """Ranks of torch.distributed. Owns its group, sockets and thread.
+
+    Args:
+        ranks: their numbers in the default group, in order.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks = list(ranks)
+        self.rank = self._ranks.index(dist.get_rank())
+        self.size = len(self._ranks)
+        self._timeout_s = float(os.environ.get("DLIO_TIMEOUT", "300"))
+        self._group: Any = dist.new_group(
+            self._ranks,
+            timeout=timedelta(seconds=self._timeout_s),
+            backend="gloo",
+            use_local_synchronization=True,
+        )
+        self._mail = _Mail(self.rank, self.allgather)
+
+    def allgather(self, value: Json) -> list[Json]:
+        mine = bytearray(json.dumps(value).encode())
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        with self._told("allgather"):
+            dist.all_gather(lengths, torch.tensor([len(mine)]), group=self._group)
+            longest = max(int(length) for length in lengths)
+            padded = torch.frombuffer(mine + bytearray(longest - len(mine)), dtype=torch.uint8)
+            everyone = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+            dist.all_gather(everyone, padded, group=self._group)
+        return [
+            json.loads(text[: int(length)].numpy().tobytes())
+            for text, length in zip(everyone, lengths, strict=True)
+        ]
+
+    def barrier(self) -> None:
+        with self._told("barrier"):
+            dist.barrier(group=self._group)
+
+    def bcast(self, array: npt.NDArray[Any], root: int = 0) -> None:
+        flat = torch.from_numpy(array.reshape(-1).view(np.uint8))
+        with self._told("broadcast"):
+            dist.broadcast(flat, src=self._ranks[root], group=self._group)
+
+    def isend(self, data: Buffer, dest: int, tag: int) -> Request:
+        return self._mail.send(_bytes_of(data), dest, tag)
+
+    def irecv(self, into: Buffer, source: int, tag: int) -> Request:
+        return self._mail.receive(_bytes_of(into), source, tag)
+
+    def iallreduce(self, array: npt.NDArray[Any]) -> Request:
+        if array.dtype not in (np.float32, np.float64, np.int64):
+            raise CommError(f"cannot sum {array.dtype}: convert it to float32 first")
+        tensor = torch.from_numpy(array)
+        return _Reduction(dist.all_reduce(tensor, group=self._group, async_op=True))
+
+    def wait(self, requests: Sequence[Request], what: str, timeout_s: float | None = None) -> None:
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s
+        sleep_s = _SHORTEST_SLEEP_S
+        left = list(requests)
+        while left := [request for request in left if not request.done()]:
+            if time.monotonic() > deadline:
+                raise CommTimeout(
+                    f"rank {self.rank} of {self.size} waited {limit_s:.0f} s for {what}: another "
+                    "rank is stopped, far behind, or left the run (DLIO_TIMEOUT sets the deadline)"
+                )
+            time.sleep(sleep_s)
+            sleep_s = min(1.5 * sleep_s, _LONGEST_SLEEP_S)
+
+    def dup(self) -> "TorchCommunicator":
+        return TorchCommunicator(self._ranks)
+
+    def close(self) -> None:
+        self._mail.close()
+        if self._group is not None and dist.is_initialized():
+            # Gone already where the user has ended all groups.
+            with contextlib.suppress(ValueError, AssertionError, RuntimeError):
+                dist.destroy_process_group(self._group)
+        self._group = None
+
+    @contextlib.contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise CommTimeout(
+                f"rank {self.rank} of {self.size}: {what} failed: another rank is stopped, far "
+                f"behind, or left the run (DLIO_TIMEOUT sets the deadline): {error}"
+            ) from error
+
+
+class _Incoming:
+    """What one peer sends: a greeting, then messages, each a head and a body."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.peer = -1
+        self.small = bytearray(_HELLO.size)
+        self.at = 0
+        self.tag = 0
+        self.message: _Message | None = None
+
+
+class _Mail:
+    """Messages by (source, tag), in the order in which they were sent. Owns a listening socket,
+    connections and the thread that moves bytes."""
+
+    def __init__(self, rank: int, allgather: Callable[[Json], list[Json]]) -> None:
+        self._rank = rank
+        self._lock = threading.Lock()
+        self._posted: dict[tuple[int, int], deque[_Message]] = {}
+        self._early: dict[tuple[int, int], deque[_Message]] = {}
+        self._outgoing: dict[int, socket.socket] = {}
+        self._queues: dict[int, deque[tuple[bytes, _Message]]] = {}
+        self._closing = False
+        self._listener = _listening()
+        address = [_own_address(), self._listener.getsockname()[1], secrets.token_hex(16)]
+        everyone = allgather(address)
+        self._addresses = [(str(host), int(port)) for host, port, _ in everyone]
+        self._secret = bytes.fromhex(everyone[0][2])
+        self._selector = selectors.DefaultSelector()
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ, "listener")
+        self._selector.register(self._wake_out, selectors.EVENT_READ, "wake")
+        self._thread = threading.Thread(target=self._run, name="dlio-mail", daemon=True)
+        self._thread.start()
+
+    def send(self, view: memoryview, dest: int, tag: int) -> _Message:
+        message = _Message(view, lambda _: False)
+        with self._lock:
+            self._queues.setdefault(dest, deque()).append((_HEAD.pack(tag, len(view)), message))
+        self._wake()
+        return message
+
+    def receive(self, view: memoryview, source: int, tag: int) -> _Message:
+        key = (source, tag)
+        message = _Message(view, lambda m: self._withdraw(key, m))
+        with self._lock:
+            early = self._early.get(key)
+            if not early:
+                self._posted.setdefault(key, deque()).append(message)
+                return message
+            first = early[0]
+            if first.over:
+                early.popleft()
+                _copy(first, message)
+                return message
+            # Half arrived: its body is copied when it is whole.
+            self._posted.setdefault(key, deque()).append(message)
+        return message
+
+    def close(self) -> None:
+        """Stop, once what was sent is on its way, within a deadline."""
+        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
+        while time.monotonic() < deadline:
+            with self._lock:
+                if not any(self._queues.values()):
+                    break
+            time.sleep(_LONGEST_SLEEP_S)
+        self._closing = True
+        self._wake()
+        self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def _withdraw(self, key: tuple[int, int], message: _Message) -> bool:
+        with self._lock:
+            posted = self._posted.get(key)
+            if posted and message in posted:
+                posted.remove(message)
+                return True
+            return message.over
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError, OSError):
+            self._wake_in.send(b"x")
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                for key, events in self._selector.select(0.2):
+                    self._serve(key, events)
+                self._connect_all()
+        finally:
+            for key in list(self._selector.get_map().values()):
+                key.fileobj.close()  # type: ignore[union-attr]
+            self._wake_in.close()
+            self._selector.close()
+
+    def _serve(self, key: selectors.SelectorKey, events: int) -> None:
+        if key.data == "listener":
+            with contextlib.suppress(OSError):
+                connection, _ = self._listener.accept()
+                connection.setblocking(False)
+                self._selector.register(connection, selectors.EVENT_READ, _Incoming(connection))
+        elif key.data == "wake":
+            with contextlib.suppress(BlockingIOError):
+                self._wake_out.recv(4096)
+        elif isinstance(key.data, _Incoming):
+            self._read(key.data)
+        else:
+            self._write(key.data)
+
+    def _connect_all(self) -> None:
+        """Have each peer with something to be sent connected, and waited for."""
+        with self._lock:
+            wanted = [dest for dest, queued in self._queues.items() if queued]
+        for dest in wanted:
+            connection = self._outgoing.get(dest)
+            if connection is None:
+                connection = socket.socket(_family(self._addresses[dest][0]))
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection.setblocking(False)
+                connection.connect_ex(self._addresses[dest])
+                self._outgoing[dest] = connection
+                greeting = _Message(
+                    memoryview(_HELLO.pack(self._secret, self._rank)), lambda _: False
+                )
+                with self._lock:
+                    self._queues[dest].appendleft((b"", greeting))
+            try:
+                self._selector.get_key(connection)
+            except KeyError:
+                self._selector.register(connection, selectors.EVENT_WRITE, dest)
+
+    def _write(self, dest: int) -> None:
+        connection = self._outgoing[dest]
+        while True:
+            with self._lock:
+                queued = self._queues[dest]
+                if not queued:
+                    self._selector.unregister(connection)
+                    return
+                head, message = queued[0]
+            try:
+                # `at` counts head and body together.
+                while message.at < len(head):
+                    message.at += connection.send(head[message.at :])
+                while message.at < len(head) + len(message.view):
+                    message.at += connection.send(message.view[message.at - len(head) :])
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._lost(dest, error)
+                return
+            message.over = True
+            with self._lock:
+                queued.popleft()
+
+    def _lost(self, dest: int, error: OSError) -> None:
+        self._selector.unregister(self._outgoing[dest])
+        self._outgoing[dest].close()
+        del self._outgoing[dest]
+        host, port = self._addresses[dest]
+        lost = CommError(f"rank {dest} at {host}:{port} cannot be reached: {error}")
+        with self._lock:
+            for _, message in self._queues[dest]:
+                message.error = lost
+            self._queues[dest].clear()
+
+    def _read(self, incoming: _Incoming) -> None:
+        try:
+            while self._read_some(incoming):
+                pass
+        except BlockingIOError:
+            return
+        except (OSError, ValueError):
+            # A peer that ended, or a stranger: what it owes is waited for up to a deadline.
+            self._selector.unregister(incoming.connection)
+            incoming.connection.close()
+
+    def _read_some(self, incoming: _Incoming) -> bool:
+        message = incoming.message
+        if message is not None:
+            count = 0
+            if len(message.view) > message.at:
+                count = incoming.connection.recv_into(message.view[message.at :])
+                if not count:
+                    raise OSError("the peer has gone")
+            message.at += count
+            if message.at == len(message.view):
+                incoming.message, incoming.at = None, 0
+                incoming.small = bytearray(_HEAD.size)
+                self._arrived((incoming.peer, incoming.tag), message)
+            return True
+        count = incoming.connection.recv_into(memoryview(incoming.small)[incoming.at :])
+        if not count:
+            raise OSError("the peer has gone")
+        incoming.at += count
+        if incoming.at < len(incoming.small):
+            return True
+        if incoming.peer < 0:
+            secret, peer = _HELLO.unpack(incoming.small)
+            if not secrets.compare_digest(secret, self._secret):
+                raise ValueError("a stranger")
+            incoming.peer, incoming.at = peer, 0
+            incoming.small = bytearray(_HEAD.size)
+            return True
+        incoming.tag, size = _HEAD.unpack(incoming.small)
+        incoming.message = self._begun((incoming.peer, incoming.tag), size)
+        return True
+
+    def _begun(self, key: tuple[int, int], size: int) -> _Message:
+        """Where a message's body goes: into the receive that waits for it, or memory."""
+        with self._lock:
+            posted, early = self._posted.get(key), self._early.get(key)
+            if posted and not early and size <= len(posted[0].view):
+                message = posted.popleft()
+                message.view = message.view[:size]
+                return message
+            if size > _MOST_BYTES:
+                raise ValueError(f"a message of {size} bytes")
+            message = _Message(memoryview(bytearray(size)), lambda _: False)
+            self._early.setdefault(key, deque()).append(message)
+            return message
+
+    def _arrived(self, key: tuple[int, int], message: _Message) -> None:
+        with self._lock:
+            message.over = True
+            early, posted = self._early.get(key), self._posted.get(key)
+            while early and early[0].over and posted:
+                _copy(early.popleft(), posted.popleft())
+            for table in (self._early, self._posted):
+                if key in table and not table[key]:
+                    del table[key]
+
+
+def _copy(arrived: _Message, into: _Message) -> None:
+    if len(arrived.view) > len(into.view):
+        into.error = CommError(
+            f"a message of {len(arrived.view)} bytes came where {len(into.view)} were expected"
+        )
+        return
+    into.view[: len(arrived.view)] = arrived.view
+    into.over = True
+
+
+def _bytes_of(data: Buffer) -> memoryview:
+    return memoryview(data).cast("B")  # type: ignore[arg-type]
+
+
+def _listening() -> socket.socket:
+    listener = socket.create_server(("", 0), backlog=1024)
+    listener.setblocking(False)
+    return listener
+
+
+def _own_address() -> str:
+    """The address at which the other ranks reach this one: that which reaches the master."""
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((socket.gethostbyname(master), 9))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,0 +1,97 @@
+"""Data sets of dlio's: blocks in tiers, samples pushed between nodes, threads that decode."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from dlio.comm import Communicator
+from dlio.dataset import Dataset
+from dlio.loading.feed import Fed, Feed
+from dlio.loading.makers import Maker
+from dlio.loading.passes import PlannedPass
+from dlio.loading.pipeline import (
+    SKIPPED,
+    Batch,
+    Pipeline,
+    Work,
+    default_timeout_s,
+    first_failure,
+)
+from dlio.loading.stats import Stats
+from dlio.loading.trace import Spans
+from dlio.mount import Mount
+from dlio.schedule import Mode
+from dlio.shuffle import EpochPlan, Shuffle
+
+_PEER_TIMEOUT_S: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What a pass over a data set of dlio's needs."""
+
+    data: Dataset
+    mounted: Mount
+    comm: Communicator
+    """For this loader's messages alone."""
+    maker: Maker
+    mode: Mode
+    threads: int
+    ahead: int
+    """Batches under way at a time."""
+    generation: int
+    """Number of this pass over the loader, the same on all ranks."""
+    skip: bool
+    trace: Spans | None
+
+
+def planned_feed(plan: Planned, batches: PlannedPass, stats: Stats) -> Feed:
+    """The batches of a pass."""
+    mounted = plan.mounted
+    mounted.fill(batches.order)
+    epoch = EpochPlan(
+        order=batches.order,
+        position=batches.cursor.position,
+        batch_size=batches.batch_size,
+        steps=batches.steps,
+        mode=plan.mode,
+        ranks=mounted.ranks,
+        rank=plan.comm.rank,
+        home=mounted.placement.home,
+    )
+    work = Work(
+        hierarchy=mounted.hierarchy,
+        maker=plan.maker,
+        clock=stats.clock,
+        epoch=batches.epoch,
+        threads=plan.threads,
+        ahead=plan.ahead,
+        timeout_s=default_timeout_s(),
+        peer_timeout_s=_PEER_TIMEOUT_S,
+        skip=plan.skip,
+        trace=plan.trace,
+    )
+    shuffle = Shuffle(plan.comm, mounted.hierarchy, epoch, plan.generation)
+    with Pipeline(shuffle, range(batches.steps), work) as pipeline:
+        pipeline.start()
+        yield None
+        while (batch := pipeline.take()) is not None:
+            fed = _fed(batch, plan.data, plan.skip, stats)
+            del batch
+            yield fed
+            del fed
+
+
+def _fed(batch: Batch, data: Dataset, skip: bool, stats: Stats) -> Fed:
+    samples = batch.step.samples
+    if batch.failed:
+        error = first_failure(batch)
+        if -1 in batch.failed or not skip or not isinstance(error, SKIPPED):
+            slot = min(batch.failed)
+            if slot >= 0 and not isinstance(error, SKIPPED):
+                error.add_note(f"for sample {data.reader.name(int(samples[slot]))!r}")
+            return Fed(None, len(samples), samples, error)
+        for slot in sorted(batch.failed):
+            stats.skipped.append(data.reader.name(int(samples[slot])))
+        samples = samples[[k for k in range(len(samples)) if k not in batch.failed]]
+    made, batch.data = batch.data, None
+    return Fed(made, len(samples), samples)
