@@ -17,6 +17,7 @@ from dlio.errors import UsageError
 from dlio.loading import accelerate
 from dlio.loading.adapt import adapted
 from dlio.loading.device import device_feed
+from dlio.loading.empty import EmptyAware
 from dlio.loading.feed import Fed, Feed, LoaderIterator
 from dlio.loading.makers import Maker, maker_for
 from dlio.loading.passes import BatchesPass, Pass, PlannedPass, SamplerPass, check_state
@@ -369,7 +370,11 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             raise UsageError("on_error='skip' works with threads: set num_workers=1 or more")
 
         def begin() -> Iterator[Any]:
-            return torch.utils.data.DataLoader.__iter__(self)
+            given, self.collate_fn = self.collate_fn, self._collating(data, batches)
+            try:
+                return torch.utils.data.DataLoader.__iter__(self)
+            finally:
+                self.collate_fn = given
 
         return "torch", stats, torch_feed(begin, skip)
 
@@ -415,7 +420,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             pin = pin_with(accelerator.type if accelerator is not None else None)
         work = Fetching(
             dataset=self.dataset if data is None else data,
-            collate=self.collate_fn,
+            collate=self._collating(data, batches),
             batched=self._auto_collation,
             threads=threads,
             ahead=threads * (2 if self.prefetch_factor is None else max(1, self.prefetch_factor)),
@@ -430,6 +435,11 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
             self._base_seed_drawn = True
         return "threads", stats, thread_feed(work, batches, stats, spans)
+
+    def _collating(self, data: Dataset | None, batches: Pass) -> Callable[[list[Any]], Any]:
+        if not isinstance(batches, PlannedPass):
+            return self.collate_fn
+        return EmptyAware(self.collate_fn, self.dataset if data is None else data)
 
     @property
     def _index_sampler(self) -> Any:
