@@ -7,13 +7,15 @@ import numpy as np
 import torch
 
 from dlio.comm import Communicator
-from dlio.decode import Crop, Decoder
+from dlio.crop import Crop
+from dlio.decode import Decoder
 from dlio.errors import UsageError
 from dlio.mount import Mount, mount
 from dlio.reader import Reader, open_reader
 from dlio.sample import decode_sample, image_and_label
 from dlio.schema import Buffer
 from dlio.storage.spec import TierSpec, choose_tiers
+from dlio.transforms import fused
 
 
 class Dataset(torch.utils.data.Dataset[Any]):
@@ -38,20 +40,24 @@ class Dataset(torch.utils.data.Dataset[Any]):
     ) -> None:
         self.reader = reader
         found = image_and_label(reader.schema)
-        self.crops = found is not None and image_size is not None
+        crop, self.transform, self.batch_transform = fused(transform)
+        """What is done to a sample behind its crop, and to a batch of them where it lies."""
+        self.crops = found is not None and (image_size is not None or crop is not None)
         """Whether samples are crops of images, with labels."""
         self.image_field, self.label_field = found or ("", "")
         self.tiers = tiers
         self.image_size = image_size
         self.train = train
-        self.transform = transform
+        self.crop = Crop(image_size or 1, train) if crop is None else crop
+        if not self.crops:
+            self.transform, self.batch_transform = transform, None
         self.seed = seed
         self.on_error = on_error
         self.finish = finish
         """Makes a sample of (payload, index), where another library's data set is read."""
         self.epoch = 0
         self._mount: Mount | None = None
-        self._decoder = Decoder(Crop(image_size or 1, train), seed)
+        self._decoder = Decoder(self.crop, seed)
 
     @property
     def path(self) -> str:
@@ -100,13 +106,14 @@ class Dataset(torch.utils.data.Dataset[Any]):
         if not self.crops:
             whole = decode_sample(self.reader.schema, payload, name)
             return self.transform(whole) if self.transform is not None else whole
-        assert self.image_size is not None
         values = self.reader.schema.split(payload)
-        pixels = np.empty((self.image_size, self.image_size, 3), np.uint8)
+        pixels = np.empty((self.crop.size, self.crop.width, 3), np.uint8)
         uniforms = self._decoder.draw(self.epoch, samples)[0]
         self._decoder.decode(values[self.image_field], name, uniforms, pixels)
         tensor = torch.from_numpy(pixels).permute(2, 0, 1)
         made = self.transform(tensor) if self.transform is not None else tensor
+        if self.batch_transform is not None:
+            made = self.batch_transform(made)
         return made, int(values[self.label_field])
 
     def set_epoch(self, epoch: int) -> None:
@@ -150,7 +157,7 @@ class Dataset(torch.utils.data.Dataset[Any]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._decoder = Decoder(Crop(self.image_size or 1, self.train), self.seed)
+        self._decoder = Decoder(self.crop, self.seed)
 
     def __repr__(self) -> str:
         return (
@@ -181,8 +188,9 @@ def open_dataset(
         image_size: side of the square crops of labelled images; None for samples as they are.
         train: random resized crops and flips, keyed by (seed, epoch, sample); otherwise the
             middle of the image.
-        transform: called in a thread with each crop, a uint8 tensor of shape (3, size, size), or
-            with each sample that is no labelled image.
+        transform: of `dlio.transforms`, beginning with what is cut out, which takes the place of
+            `image_size` and `train`; or anything that can be called, in a thread, with each crop,
+            a uint8 tensor of shape (3, size, size), or each sample that is no labelled image.
         seed: of crops and, in a loader, of the order.
         on_error: `stop` at a sample that cannot be read or decoded, or `skip` and count it.
         options: the reader's own, such as `select` for a slab of every HDF5 or Zarr sample.

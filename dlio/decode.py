@@ -19,13 +19,14 @@ import os
 import struct
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from dlio.crop import Box, Crop
 from dlio.errors import DecodeError
 from dlio.jpeg import cut_rows, parse_frame, row_starts
 from dlio.order import keyed_uniforms
@@ -34,41 +35,11 @@ from dlio.schema import Buffer
 MAX_PIXELS: Final = int(os.environ.get("DLIO_MAX_PIXELS", "178956970"))
 """Of one image: half a gigabyte of RGB. Pillow warns of a decompression bomb beyond half of it."""
 
-_SCALE = (0.08, 1.0)
-_RATIO = (3 / 4, 4 / 3)
-_TRIES = 10
-_DRAWS = 2 * _TRIES + 3
-"""Random numbers a sample: (area, ratio) a try, then row, column, flip."""
-_EVAL_RESIZE = 8 / 7
-"""An evaluated image is resized to this times the crop: 256 for 224."""
 _TIFF_WIDTH, _TIFF_HEIGHT = 256, 257
 _FACTORS = (8, 4, 2)
 """Fractions at which libjpeg-turbo has fast inverse transforms; the others are slower than 1/1."""
 _SKIPPED = "extraneous bytes before marker 0xd9"
 """What libjpeg says of the rows below a lowered height. Of a whole image it means damage."""
-
-
-@dataclass(frozen=True, slots=True)
-class Crop:
-    """What is cut out of an image.
-
-    In training torchvision's RandomResizedCrop(size) with its default scale and ratio, and a flip
-    of every second image; otherwise Resize(size · 8 / 7) and CenterCrop(size).
-    """
-
-    size: int
-    train: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """A part of an image, in its pixels."""
-
-    top: int
-    left: int
-    height: int
-    width: int
-    flip: bool
 
 
 class Decoder:
@@ -84,9 +55,9 @@ class Decoder:
 
     def draw(self, epoch: int, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """The random numbers of samples' crops, for `decode`; shape (n, numbers a sample)."""
-        if not self.crop.train:
+        if not self.crop.draws:
             return np.zeros((len(samples), 0))
-        return keyed_uniforms(self.seed, epoch, samples, _DRAWS)
+        return keyed_uniforms(self.seed, epoch, samples, self.crop.draws)
 
     def decode(
         self,
@@ -101,7 +72,7 @@ class Decoder:
             image: the file's bytes.
             name: what to call it in errors.
             uniforms: its row of `draw`.
-            out: RGB, shape (size, size, 3), contiguous.
+            out: RGB, shape (height, width, 3) of the crop, contiguous.
 
         Raises DecodeError when it is no image, a damaged or truncated one, or too large.
         """
@@ -120,44 +91,24 @@ class Decoder:
             pixels = _decode_other(image, name)
             box = self.box(pixels.shape[0], pixels.shape[1], uniforms.tolist())
         part = pixels[box.top : box.top + box.height, box.left : box.left + box.width]
-        shrinks = min(box.height, box.width) >= 2 * self.crop.size
+        height, width = self.crop.size, self.crop.width
+        shrinks = box.height >= 2 * height and box.width >= 2 * width
         cv2.resize(
             part,
-            (self.crop.size, self.crop.size),
+            (width, height),
             dst=out,
             interpolation=cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR,
         )
-        if box.flip:
-            cv2.flip(out, 1, dst=out)
+        if box.flip or box.upend:
+            cv2.flip(out, (-1 if box.upend else 1) if box.flip else 0, dst=out)
 
     def box(self, height: int, width: int, uniforms: Sequence[float]) -> Box:
         """The part of an image of this size that is cut out; pure."""
-        if not self.crop.train:
-            side = max(1, round(min(height, width) / _EVAL_RESIZE))
-            return Box((height - side) // 2, (width - side) // 2, side, side, False)
-        flip = uniforms[-1] < 0.5
-        area = height * width
-        log_low, log_high = math.log(_RATIO[0]), math.log(_RATIO[1])
-        for k in range(_TRIES):
-            target = area * (_SCALE[0] + (_SCALE[1] - _SCALE[0]) * uniforms[2 * k])
-            ratio = math.exp(log_low + (log_high - log_low) * uniforms[2 * k + 1])
-            w, h = round(math.sqrt(target * ratio)), round(math.sqrt(target / ratio))
-            if 0 < w <= width and 0 < h <= height:
-                top = int(uniforms[-3] * (height - h + 1))
-                left = int(uniforms[-2] * (width - w + 1))
-                return Box(top, left, h, w, flip)
-        # No try fitted a very long image: its middle, as near to the ratios as it gets.
-        if width / height < _RATIO[0]:
-            h, w = min(height, round(width / _RATIO[0])), width
-        elif width / height > _RATIO[1]:
-            h, w = height, min(width, round(height * _RATIO[1]))
-        else:
-            h, w = height, width
-        return Box((height - h) // 2, (width - w) // 2, h, w, flip)
+        return self.crop.box(height, width, uniforms)
 
     def _factor(self, box: Box) -> int:
         for factor in _FACTORS:
-            if min(box.height, box.width) >= factor * self.crop.size:
+            if box.height >= factor * self.crop.size and box.width >= factor * self.crop.width:
                 return factor
         return 1
 
@@ -179,6 +130,7 @@ def _scaled(box: Box, factor: int, shape: tuple[int, ...]) -> Box:
         max(1, min(round(box.height / factor), shape[0] - top)),
         max(1, min(round(box.width / factor), shape[1] - left)),
         box.flip,
+        box.upend,
     )
 
 

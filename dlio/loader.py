@@ -16,7 +16,7 @@ from dlio.dataset import Dataset, open_dataset
 from dlio.errors import UsageError
 from dlio.loading import accelerate
 from dlio.loading.adapt import adapted
-from dlio.loading.device import device_feed
+from dlio.loading.device import device_feed, transformed_feed
 from dlio.loading.empty import EmptyAware
 from dlio.loading.feed import Fed, Feed, LoaderIterator
 from dlio.loading.makers import Maker, maker_for
@@ -293,6 +293,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         target = self._target_device()
         if target is not None:
             feed = device_feed(feed, target)
+        if engine == "planned" and data is not None and self.collate_fn is default_collate:
+            feed = transformed_feed(feed, data.batch_transform)
         try:
             length: int | None = len(batches)
         except TypeError:

@@ -50,6 +50,23 @@ def device_feed(feed: Feed, device: torch.device) -> Feed:
             del fed
 
 
+def transformed_feed(feed: Feed, transform: Callable[[torch.Tensor], Any] | None) -> Feed:
+    """`feed`, with a transform done to the first tensor of each batch, where it lies."""
+    if transform is None:
+        yield from feed
+        return
+    next(feed)
+    yield None
+    for fed in feed:
+        assert fed is not None
+        if fed.error is None:
+            images, labels = fed.data
+            fed.data = transform(images), labels
+            del images
+        yield fed
+        del fed
+
+
 def moved(data: Any, device: torch.device, non_blocking: bool) -> Any:
     """A batch of any structure with its tensors on a device."""
     if isinstance(data, torch.Tensor):

@@ -63,11 +63,10 @@ class CropMaker:
     def __init__(
         self, data: Dataset, batch_size: int, collate: Collate | None, pinned: bool
     ) -> None:
-        assert data.image_size is not None
         self.data = data
         self.collate = collate
-        side = data.image_size
-        self.memory = BatchMemory((batch_size, side, side, 3), np.uint8, pinned)
+        shape = (batch_size, data.crop.size, data.crop.width, 3)
+        self.memory = BatchMemory(shape, np.uint8, pinned)
 
     def begin(self, epoch: int, samples: npt.NDArray[np.int64]) -> Slots:
         return _Crops(self, epoch, samples)
@@ -106,7 +105,9 @@ class _Crops:
             made = [made[slot] for slot in kept] if made else made
         maker = self._maker
         if maker.collate is not None:
-            plain = torch.from_numpy(images[:count]).permute(0, 3, 1, 2)
+            plain: Any = torch.from_numpy(images[:count]).permute(0, 3, 1, 2)
+            if maker.data.batch_transform is not None:
+                plain = maker.data.batch_transform(plain)
             firsts = made if maker.data.transform is not None else plain
             return maker.collate(list(zip(firsts, labels.tolist(), strict=True)))
         numbers = torch.from_numpy(labels)

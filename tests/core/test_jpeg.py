@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from dlio.decode import Crop, Decoder, decode_whole
+from dlio.crop import Crop
+from dlio.decode import Decoder, decode_whole
 from dlio.encode import encode_with_restart_rows, resized
 from dlio.errors import DecodeError
 from dlio.jpeg import cut_rows, parse_frame, row_starts, with_kept_rows, with_restart_rows
