@@ -243,13 +243,22 @@ def _lowered(image: Buffer, height: int, top: int, bottom: int) -> tuple[Buffer,
         last = min(last, frame.rows)
         skipped = first * frame.block_height
         rows = min(last * frame.block_height, frame.height) - skipped
-        return cut_rows(image, frame, starts, first, last), rows, skipped
+        return cut_rows(image, frame, starts, first, last, _copy_memory), rows, skipped
     lower = last * frame.block_height
     if lower >= height:
         return image, height, 0
-    copy = bytearray(memoryview(image))
+    copy = _copy_memory(len(image))
+    copy[:] = memoryview(image)
     copy[frame.height_at : frame.height_at + 2] = lower.to_bytes(2, "big")
     return copy, lower, 0
+
+
+def _copy_memory(count: int) -> memoryview:
+    """Memory of this thread, for the copy of an image that is decoded in its place."""
+    memory: memoryview | None = getattr(_threads, "copy", None)
+    if memory is None or len(memory) < count:
+        memory = _threads.copy = np.empty(count + count // 4, np.uint8).data
+    return memory[:count]
 
 
 def _decode_other(image: Buffer, name: str) -> npt.NDArray[np.uint8]:

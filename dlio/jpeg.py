@@ -11,8 +11,11 @@ the bytes of a number (2 or 4), and each row's length with its marker, little-en
 segment before the scan. It is believed only where the markers are found in their places.
 """
 
+import itertools
 import shutil
+import struct
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -114,11 +117,11 @@ def row_starts(image: Buffer, frame: Frame) -> npt.NDArray[np.uint32] | None:
     """
     if not frame.restarts_at_rows:
         return None
-    data = np.frombuffer(image, np.uint8)
     if frame.rows_at:
-        kept = _kept_starts(data, frame)
+        kept = _kept_starts(image, frame)
         if kept is not None:
             return kept
+    data = np.frombuffer(image, np.uint8)
     marks = np.flatnonzero(data[frame.scan_at : -1] == 0xFF) + frame.scan_at
     kinds = data[marks + 1]
     restarts = marks[(kinds >= 0xD0) & (kinds <= 0xD7)]
@@ -131,25 +134,22 @@ def row_starts(image: Buffer, frame: Frame) -> npt.NDArray[np.uint32] | None:
     return starts.astype(np.uint32)
 
 
-def _kept_starts(data: npt.NDArray[np.uint8], frame: Frame) -> npt.NDArray[np.uint32] | None:
+def _kept_starts(image: Buffer, frame: Frame) -> npt.NDArray[np.uint32] | None:
     """What the segment says; None where it is not true of this image."""
+    view = memoryview(image)
     at = frame.rows_at + 4 + len(_NAME)
-    width = int(data[at])
-    lengths = data[at + 1 : frame.scan_header_at]
-    if width not in (2, 4) or len(lengths) != width * frame.rows:
+    letter = {2: "H", 4: "I"}.get(view[at])
+    if letter is None or frame.scan_header_at - at - 1 != view[at] * frame.rows:
         return None
-    starts = np.empty(frame.rows + 1, np.int64)
-    starts[0] = frame.scan_at
-    np.cumsum(lengths.view(f"<u{width}"), out=starts[1:])
-    starts[1:] += frame.scan_at
-    if starts[-1] > len(data) or (np.diff(starts) < 2).any():
+    lengths = struct.unpack_from(f"<{frame.rows}{letter}", view, at + 1)
+    starts = list(itertools.accumulate(lengths, initial=frame.scan_at))
+    if starts[-1] > len(view) or min(lengths) < 2:
         return None
-    marks = data[starts[1:] - 2], data[starts[1:] - 1]
-    wanted = 0xD0 + (np.arange(frame.rows) & 7)
-    wanted[-1] = 0xD9
-    if (marks[0] != 0xFF).any() or (marks[1] != wanted).any():
-        return None
-    return starts.astype(np.uint32)
+    for k, end in enumerate(starts[1:]):
+        mark = 0xD9 if k == frame.rows - 1 else 0xD0 + (k & 7)
+        if view[end - 1] != mark or view[end - 2] != 0xFF:
+            return None
+    return np.array(starts, np.uint32)
 
 
 def with_kept_rows(image: Buffer) -> bytes:
@@ -177,23 +177,37 @@ def with_kept_rows(image: Buffer) -> bytes:
 
 
 def cut_rows(
-    image: Buffer, frame: Frame, starts: npt.NDArray[np.uint32], first: int, last: int
-) -> bytes:
+    image: Buffer,
+    frame: Frame,
+    starts: npt.NDArray[np.uint32],
+    first: int,
+    last: int,
+    into: Callable[[int], memoryview] | None = None,
+) -> bytearray | memoryview:
     """A JPEG of the rows of blocks `first` to `last` (not included) of one that restarts at rows.
 
     Its height is theirs; its pixels are those of the whole image, where upsampling does not look
     across rows of blocks (libjpeg-turbo's fast upsampling).
+
+    Args:
+        into: gives memory of a size for it; fresh memory otherwise.
     """
     view = memoryview(image)
     height = min(last * frame.block_height, frame.height) - first * frame.block_height
-    head = bytearray(view[: frame.rows_at or frame.scan_header_at])
-    head += view[frame.scan_header_at : frame.scan_at]
-    head[frame.height_at : frame.height_at + 2] = height.to_bytes(2, "big")
-    begin = int(starts[first])
-    body = bytearray(view[begin : int(starts[last]) - 2])
-    for k in range(first + 1, last):
-        body[int(starts[k]) - 1 - begin] = 0xD0 + ((k - first - 1) & 7)
-    return b"".join((head, body, _END))
+    head = frame.rows_at or frame.scan_header_at
+    begin, end = int(starts[first]), int(starts[last]) - 2
+    table = frame.scan_at - frame.scan_header_at
+    size = head + table + end - begin + 2
+    made = (into or bytearray)(size)
+    made[:head] = view[:head]
+    made[head : head + table] = view[frame.scan_header_at : frame.scan_at]
+    made[head + table : size - 2] = view[begin:end]
+    made[size - 2 : size] = _END
+    made[frame.height_at : frame.height_at + 2] = height.to_bytes(2, "big")
+    shift = head + table - begin - 1
+    for k, at in enumerate(starts[first + 1 : last].tolist()):
+        made[at + shift] = 0xD0 + (k & 7)
+    return made
 
 
 def with_restart_rows(image: Buffer) -> bytes | None:

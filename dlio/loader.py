@@ -4,6 +4,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Final, Literal, Self
 
 import numpy as np
@@ -153,6 +154,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._handed_out = False
         self._generation = 0
         self._comm: Communicator | None = None
+        self._other_comm: Communicator | None = None
+        self._ahead: _Begun | None = None
         self._data: Dataset | None = None
         self._stats = Stats()
         self._maker: tuple[Any, Maker] | None = None
@@ -248,15 +251,17 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         current = self._current() if self._current is not None else None
         if current is not None:
             current.close()
+        self._drop_ahead()
         if self._data is not None:
             self._data.close()
             if self._data is not self.dataset:
                 self._data = None
         elif isinstance(self.dataset, Dataset):
             self.dataset.close()
-        if self._comm is not None:
-            self._comm.close()
-            self._comm = None
+        for comm in (self._comm, self._other_comm):
+            if comm is not None:
+                comm.close()
+        self._comm = self._other_comm = None
         self._iterator = None
 
     def __enter__(self) -> Self:
@@ -271,7 +276,10 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         if state is None and self._pass is not None:
             state = self._pass.next_state()
         copy = self.__dict__.copy()
-        for name in ("_comm", "_pass", "_data", "_maker", "_current", "_iterator", "writer"):
+        for name in (
+            *("_comm", "_other_comm", "_ahead", "_pass", "_data", "_maker", "_current"),
+            *("_iterator", "writer"),
+        ):
             copy[name] = None
         del copy["_stats"]
         return {**copy, "_state": state}
@@ -283,18 +291,13 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     # --- One pass -------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        data = self._planned_data()
         batches = self._begin()
+        begun = self._taken_ahead(batches)
         self._pass, self._handed_out, self._state = batches, True, None
-        spans = Spans() if self.trace is not None else None
-        engine, stats, feed = self._engine(data, batches, spans)
-        stats.engine = engine
+        if begun is None:
+            begun = self._begun(batches)
+        stats, spans = begun.stats, begun.spans
         self._stats = stats
-        target = self._target_device()
-        if target is not None:
-            feed = device_feed(feed, target)
-        if engine == "planned" and data is not None and self.collate_fn is default_collate:
-            feed = transformed_feed(feed, data.batch_transform)
         try:
             length: int | None = len(batches)
         except TypeError:
@@ -315,10 +318,56 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             elif fed.indices is not None:
                 self.last_samples = np.empty(0, np.int64)
             end.step(False)
+            if begun.engine == "planned" and stats.batches + 3 == length:
+                self._begin_ahead(batches)
 
-        iterator = LoaderIterator(feed, stats, length, handed)
+        iterator = LoaderIterator(begun.feed, stats, length, handed)
         self._current = weakref.ref(iterator)
         return iterator
+
+    def _begun(self, batches: Pass) -> "_Begun":
+        """A pass whose work is under way."""
+        data = self._planned_data()
+        spans = Spans() if self.trace is not None else None
+        engine, stats, feed = self._engine(data, batches, spans)
+        stats.engine = engine
+        target = self._target_device()
+        if target is not None:
+            feed = device_feed(feed, target)
+        if engine == "planned" and data is not None and self.collate_fn is default_collate:
+            feed = transformed_feed(feed, data.batch_transform)
+        next(feed)
+        return _Begun(engine, batches.state(), stats, feed, spans)
+
+    def _begin_ahead(self, batches: Pass) -> None:
+        """With persistent workers, begin the next pass while the last batches of this one are
+        consumed; it is dropped if another is wanted then."""
+        if not self.persistent_workers or self._ahead is not None:
+            return
+        next_pass = self._pass_of(batches.next_state())
+        self._ahead = self._begun(next_pass)
+
+    def _taken_ahead(self, batches: Pass) -> "_Begun | None":
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return None
+        if ahead.state != batches.state():
+            ahead.feed.close()
+            return None
+        ahead.stats.restart()
+        return ahead
+
+    def _drop_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead.feed.close()
+            self._ahead = None
+
+    def _pass_of(self, state: dict[str, Any]) -> PlannedPass:
+        """The planned pass of a state."""
+        assert self.batch_size is not None
+        rank, ranks = place(self.group, self.mesh)
+        cursor = Cursor.from_dict(state)
+        return PlannedPass(cursor, bool(self.shuffle), self.batch_size, self.drop_last, rank, ranks)
 
     def _begin(self, peek: bool = False) -> Pass:
         """The pass that begins: resumed, chosen by set_epoch, or the next epoch."""
@@ -332,11 +381,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 cursor = Cursor(seed, self._chosen_epoch, 0, count)
                 if not peek:
                     self._chosen_epoch = None
-            assert self.batch_size is not None
-            rank, ranks = place(self.group, self.mesh)
-            return PlannedPass(
-                cursor, bool(self.shuffle), self.batch_size, self.drop_last, rank, ranks
-            )
+            return self._pass_of(cursor.as_dict())
         epoch = int((state or {}).get("epoch", 0))
         if self._chosen_epoch is not None:
             epoch, state = self._chosen_epoch, None
@@ -384,6 +429,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self, data: Dataset, batches: PlannedPass, spans: Spans | None
     ) -> tuple[str, Stats, Feed]:
         mounted = self._mount(data)
+        if self._other_comm is None and self.persistent_workers:
+            self._other_comm = communicator(self.group, self.mesh)
         assert self._comm is not None
         assert self.batch_size is not None
         threads = self._thread_count()
@@ -394,11 +441,15 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             maker = maker_for(data, self.batch_size, self.collate_fn, default, pinned)
             self._maker = (key, maker)
         self._generation += 1
+        # The last pass's messages may be under way while the next one begins.
+        comm = self._comm
+        if self._other_comm is not None and self._generation % 2:
+            comm = self._other_comm
         on_error = data.on_error if self.on_error is None else self.on_error
         plan = Planned(
             data=data,
             mounted=mounted,
-            comm=self._comm,
+            comm=comm,
             maker=self._maker[1],
             mode=self.mode,
             threads=threads,
@@ -531,6 +582,18 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             }
             for name, value in scalars.items():
                 self.writer.add_scalar(f"dlio/{name}", value, epoch)
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A pass whose work is under way."""
+
+    engine: str
+    state: dict[str, Any]
+    """Where it begins."""
+    stats: Stats
+    feed: Feed
+    spans: Spans | None
 
 
 class _Indices:

@@ -1,16 +1,31 @@
-"""`dlio bench loader`: loading alone, beside torch's DataLoader, under its ceiling."""
+"""`dlio bench loader`: loading alone, beside others' loaders, under its ceilings."""
 
+import contextlib
 import json
-import threading
-import time
-from collections.abc import Callable
+import os
+import tempfile
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import typer
 
 from dlio.errors import UsageError
-from dlio.files import write_json
+from dlio.files import check_writable, write_json
+from dlio_bench.contenders import CONTENDERS, Contender, missing
+from dlio_bench.peers import Task
+
+_RATIOS = {
+    "dlio_over_torch": ("dlio", "torch"),
+    "dlio_over_torch_floats": ("dlio", "torch_floats"),
+    "dlio_over_ceiling": ("dlio", "ceiling"),
+    "dlio_over_full_decode": ("dlio", "full_decode"),
+    "dlio_over_ffcv": ("dlio", "ffcv"),
+    "rows_over_torch": ("dlio_rows", "torch"),
+    "rows_over_ffcv": ("dlio_rows", "ffcv"),
+    "rows_over_full_decode": ("dlio_rows", "full_decode"),
+    "dlio_256_over_ffcv_256": ("dlio_256", "ffcv_256"),
+}
+_USUAL = ("torch", "torch_floats", "ceiling", "full_decode", "dlio", "dlio_rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,76 +37,87 @@ class Case:
     batch_size: int = 64
     workers: int = 2
     repeats: int = 5
+    contenders: tuple[str, ...] = _USUAL
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """Passes over the data per contender, in turn within each repeat, after a warm-up of each.
+    """Passes over the data per contender, in turn within each repeat, each after one that
+    is not timed.
 
-    `dlio` reads from its RAM tier, which its warm-up fills; `torch` from the page cache, to uint8
-    as dlio does; `torch_floats` ends in ToTensor, as most scripts do; `ceiling` decodes payloads
-    that lie in memory, in as many threads, and does nothing else.
-    Returns samples/s of each repeat, and ratios of the same repeat's.
+    Every contender has a process of its own. `dlio` reads from its RAM tier, which its warm-up
+    fills; the others from the page cache, to uint8 as dlio does, but for `torch_floats`, which
+    ends in ToTensor, as most scripts do. `full_decode` decodes whole payloads that lie in memory,
+    in as many threads, and resizes; `ceiling` does dlio's own decoding alone.
+    Returns samples/s of each repeat, ratios of the same repeat's, seconds to a pass's first batch
+    and each contender's memory, processes and threads.
     """
     import numpy as np
 
-    import dlio
     from dlio.reader import open_reader
     from dlio_bench.machine import describe_machine, ratio, spread
-    from dlio_bench.pillow import pillow_loader
 
     reader = open_reader(case.source)
     if reader.format != "folder":
         raise UsageError(f"{case.source} is packed: the yardstick reads class folders of images")
-    yardsticks = {
-        floats: pillow_loader(reader, case.image_size, case.batch_size, case.workers, floats)
-        for floats in (False, True)
-    }
-    room = int(reader.sizes.sum() * 1.1) + (64 << 20)
-    payloads = reader.read(np.arange(len(reader), dtype=np.int64))
-    rates: dict[str, list[float]] = {
-        "torch": [],
-        "torch_floats": [],
-        "dlio": [],
-        "ceiling": [],
-    }
-    with (
-        dlio.open(case.source, tiers=f"ram:{room}B", image_size=case.image_size) as data,
-        dlio.DataLoader(data, case.batch_size, shuffle=True, num_workers=case.workers) as loader,
-    ):
-
-        def bare() -> int:
-            return _decode_all(data, payloads, case)
-
-        contenders: dict[str, Callable[[], int]] = {
-            "torch": lambda: sum(len(images) for images, _ in yardsticks[False]),
-            "torch_floats": lambda: sum(len(images) for images, _ in yardsticks[True]),
-            "dlio": lambda: sum(len(images) for images, _ in loader),
-            "ceiling": bare,
-        }
-        for repeat in range(case.repeats + 1):
-            for name, run in contenders.items():
-                started = time.perf_counter()
-                count = run()
-                seconds = time.perf_counter() - started
-                assert count == len(reader)
-                if repeat:
-                    rates[name].append(count / seconds)
-        stats = loader.stats()
+    files = [os.path.join(reader.path, reader.name(k)) for k in range(len(reader))]
+    labels = np.asarray(reader.labels).tolist()
+    samples, size = len(reader), int(reader.sizes.sum())
     reader.close()
+    absent = {name: why for name in case.contenders if (why := missing(name)) is not None}
+    rates: dict[str, list[float]] = {}
+    first: dict[str, list[float]] = {}
+    cold: dict[str, float] = {}
+    footprint: dict[str, dict[str, float]] = {}
+    with contextlib.ExitStack() as stack:
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="dlio-bench-"))
+        running: dict[str, Contender] = {}
+        for name in case.contenders:
+            if name in absent:
+                continue
+            folder = os.path.join(scratch, name)
+            task = Task(files, labels, case.image_size, case.batch_size, case.workers, folder)
+            try:
+                running[name] = stack.enter_context(Contender(name, task))
+                cold[name] = running[name].one_pass()["first_batch_s"]
+                running[name].pause()
+            except UsageError as error:
+                absent[name] = str(error)
+                running.pop(name, None)
+        for repeat in range(case.repeats):
+            order = list(running)
+            for name in order if repeat % 2 == 0 else order[::-1]:
+                # Its memory may have been taken away while others had their turn.
+                running[name].one_pass()
+                told = running[name].one_pass()
+                running[name].pause()
+                if not 0.99 * samples <= told["samples"] <= samples:
+                    raise UsageError(f"{name} gave {told['samples']} of {samples} samples")
+                rates.setdefault(name, []).append(told["samples"] / told["seconds"])
+                first.setdefault(name, []).append(told["first_batch_s"])
+        for name, contender in running.items():
+            footprint[name] = contender.footprint()
     return {
         "benchmark": "loader",
         "case": asdict(case),
-        "samples": len(reader),
-        "bytes": int(reader.sizes.sum()),
+        "samples": samples,
+        "bytes": size,
+        "absent": absent,
         "samples_per_s": {
             name: {**spread(values), "all": values} for name, values in rates.items()
         },
-        "dlio_over_torch": ratio(rates["dlio"], rates["torch"]),
-        "dlio_over_torch_floats": ratio(rates["dlio"], rates["torch_floats"]),
-        "dlio_over_ceiling": ratio(rates["dlio"], rates["ceiling"]),
-        "dlio_bytes_of_last_pass": stats["bytes"],
+        "cold_first_batch_s": {name: cold[name] for name in rates},
+        "first_batch_s": {name: spread(values) for name, values in first.items()},
+        "footprint": footprint,
+        **{
+            key: ratio(rates[mine], rates[other])
+            for key, (mine, other) in _RATIOS.items()
+            if mine in rates and other in rates
+        },
         "machine": describe_machine(
-            ("dlio", "torch", "numpy", "pillow", "simplejpeg", "opencv-python-headless")
+            (
+                *("dlio", "torch", "numpy", "pillow", "simplejpeg", "opencv-python-headless"),
+                *("webdataset", "mosaicml-streaming", "litdata", "grain", "spdl", "ffcv"),
+            )
         ),
     }
 
@@ -102,17 +128,32 @@ def command(
     batch_size: Annotated[int, typer.Option(help="Samples of a batch.", min=1)] = 64,
     workers: Annotated[int, typer.Option(help="Threads here, processes there.", min=1)] = 2,
     repeats: Annotated[int, typer.Option(help="Timed passes each.", min=1)] = 5,
+    peers: Annotated[
+        str,
+        typer.Option(
+            help=f"usual, all, or some of {', '.join(CONTENDERS)}, separated by commas; those "
+            "that are not installed are left out."
+        ),
+    ] = "usual",
     report: Annotated[str | None, typer.Option(help="Write JSON to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="End in one line of JSON.")] = False,
 ) -> None:
-    """Loading alone: dlio from its RAM tier, torch's DataLoader with Pillow, and the ceiling, a
-    bare decoding loop. RandomResizedCrop and flip, without normalisation; torch once to uint8, as
-    dlio, and once with ToTensor, as most scripts."""
+    """Loading alone: dlio from its RAM tier, torch's DataLoader with Pillow, other libraries'
+    loaders where they are installed, and bare decoding loops. RandomResizedCrop and flip to uint8,
+    without normalisation; torch also with ToTensor, as most scripts."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
-    found = measure(Case(source, image_size, batch_size, workers, repeats))
+    if report is not None:
+        check_writable("--report", report)
+    chosen = tuple(
+        _USUAL if peers == "usual" else CONTENDERS if peers == "all" else peers.split(",")
+    )
+    unknown = [name for name in chosen if name not in CONTENDERS]
+    if unknown:
+        raise UsageError(f"--peers {unknown[0]}: choose from {', '.join(CONTENDERS)}")
+    found = measure(Case(source, image_size, batch_size, workers, repeats, chosen))
     table = Table(
         title=f"{found['samples']:,} images to {image_size} pixels, {workers} workers, "
         f"median of {repeats} (min to max)",
@@ -120,51 +161,28 @@ def command(
         title_justify="left",
     )
     table.add_column("loader")
-    table.add_column("samples/s", justify="right")
-    names = {
-        "torch": "torch DataLoader, Pillow, uint8, processes",
-        "torch_floats": "torch DataLoader, Pillow, ToTensor, processes",
-        "dlio": "dlio.DataLoader, RAM tier, threads",
-        "ceiling": "ceiling: decode loop alone, threads",
-    }
-    for key, name in names.items():
-        rate = found["samples_per_s"][key]
-        table.add_row(name, f"{rate['median']:,.0f} ({rate['min']:,.0f} to {rate['max']:,.0f})")
-    Console().print(table)
-    for key, words in (
-        ("dlio_over_torch", "torch"),
-        ("dlio_over_torch_floats", "torch with ToTensor"),
-        ("dlio_over_ceiling", "the ceiling"),
-    ):
-        value = found[key]
-        typer.echo(
-            f"dlio / {words}: {value['median']:.2f} ({value['min']:.2f} to {value['max']:.2f})"
+    for column in ("samples/s", "first batch, s", "then, s", "PSS, MiB", "processes", "threads"):
+        table.add_column(column, justify="right")
+    for name, rate in found["samples_per_s"].items():
+        space = found["footprint"][name]
+        table.add_row(
+            CONTENDERS[name][0],
+            f"{rate['median']:,.0f} ({rate['min']:,.0f} to {rate['max']:,.0f})",
+            f"{found['cold_first_batch_s'][name]:.2f}",
+            f"{found['first_batch_s'][name]['median']:.3f}",
+            f"{space['pss_MiB']:,.0f}",
+            f"{space['processes']}",
+            f"{space['threads']}",
         )
+    Console(width=max(120, Console().width)).print(table)
+    for name, why in found["absent"].items():
+        typer.echo(f"left out: {name} ({why})")
+    for key in _RATIOS:
+        if key in found:
+            value = found[key]
+            words = key.replace("_over_", " / ")
+            typer.echo(f"{words}: {value['median']:.2f} ({value['min']:.2f} to {value['max']:.2f})")
     if report is not None:
         write_json(report, found)
     if as_json:
         typer.echo(json.dumps(found))
-
-
-def _decode_all(data: Any, payloads: list[Any], case: Case) -> int:
-    """Decode every payload once, in `workers` threads, into the same few slots."""
-    import numpy as np
-
-    reader = data.reader
-    samples = np.arange(len(reader), dtype=np.int64)
-    uniforms = data.decoder.draw(0, samples)
-    counts = [0] * case.workers
-
-    def work(first: int) -> None:
-        out = np.empty((case.image_size, case.image_size, 3), np.uint8)
-        for sample in range(first, len(payloads), case.workers):
-            image = reader.schema.split(payloads[sample])["image"]
-            data.decoder.decode(image, reader.name(sample), uniforms[sample], out)
-            counts[first] += 1
-
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(case.workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return sum(counts)

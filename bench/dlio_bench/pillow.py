@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from dlio.errors import UsageError
-from dlio.reader import Reader
 
 
 class PillowImages(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
@@ -32,40 +31,34 @@ class PillowImages(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
         return len(self._files)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        import numpy as np
-        from PIL import Image
-
-        with open(self._files[index], "rb") as file:
-            image = Image.open(file).convert("RGB")
-        top, left, height, width = _crop(image.height, image.width)
-        image = image.crop((left, top, left + width, top + height))
-        image = image.resize((self._size, self._size), Image.Resampling.BILINEAR)
-        if random.random() < 0.5:
-            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+        pixels = cropped(self._files[index], self._size)
         if self._floats:
             pixels = pixels.contiguous().to(torch.float32).div(255)
         return pixels, self._labels[index]
 
+    @staticmethod
+    def crop(height: int, width: int) -> tuple[int, int, int, int]:
+        """torchvision's RandomResizedCrop.get_params: (top, left, height, width)."""
+        for _ in range(10):
+            area = height * width * random.uniform(0.08, 1.0)
+            aspect = math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3)))
+            w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+            if 0 < w <= width and 0 < h <= height:
+                return random.randint(0, height - h), random.randint(0, width - w), h, w
+        side = min(height, width)
+        return (height - side) // 2, (width - side) // 2, side, side
 
-def pillow_loader(
-    reader: Reader, size: int, batch_size: int, workers: int, floats: bool
-) -> torch.utils.data.DataLoader[Any]:
-    """torch's loader over the files of a folder; workers stay for the next pass."""
-    files = [f"{reader.path}/{reader.name(sample)}" for sample in range(len(reader))]
-    data = PillowImages(files, reader.labels.tolist(), size, floats)
-    return torch.utils.data.DataLoader(
-        data, batch_size, shuffle=True, num_workers=workers, persistent_workers=True
-    )
 
+def cropped(file: Any, size: int) -> torch.Tensor:
+    """A file, or a stream, through Pillow: uint8, shape (3, size, size)."""
+    import numpy as np
+    from PIL import Image
 
-def _crop(height: int, width: int) -> tuple[int, int, int, int]:
-    """torchvision's RandomResizedCrop.get_params."""
-    for _ in range(10):
-        area = height * width * random.uniform(0.08, 1.0)
-        aspect = math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3)))
-        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
-        if 0 < w <= width and 0 < h <= height:
-            return random.randint(0, height - h), random.randint(0, width - w), h, w
-    side = min(height, width)
-    return (height - side) // 2, (width - side) // 2, side, side
+    with Image.open(file) as opened:
+        image = opened.convert("RGB")
+    top, left, height, width = PillowImages.crop(image.height, image.width)
+    image = image.crop((left, top, left + width, top + height))
+    image = image.resize((size, size), Image.Resampling.BILINEAR)
+    if random.random() < 0.5:
+        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)

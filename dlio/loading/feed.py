@@ -33,6 +33,7 @@ class LoaderIterator:
     ) -> None:
         """
         Args:
+            feed: already begun.
             length: batches, where that is known.
             handed: is told of each batch when it is handed out, and None at the end.
         """
@@ -40,8 +41,6 @@ class LoaderIterator:
         self._stats = stats
         self._length = length
         self._handed = handed
-        self._left = length
-        next(feed)
 
     def __iter__(self) -> Self:
         return self

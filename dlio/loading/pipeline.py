@@ -40,7 +40,8 @@ class Batch:
     """One step's samples of this rank, on their way to becoming tensors."""
 
     step: Step
-    slots: Slots
+    slots: Slots | None
+    """Its memory, until `data` is made of it."""
     left: int
     failed: dict[int, Exception] = field(default_factory=dict)
     data: Any = None
@@ -178,6 +179,7 @@ class Pipeline:
                 self._work.trace.add("decode", began, step=batch.step.number, samples=len(slots))
             if last:
                 self._finish(batch)
+            del batch
 
     def _finish(self, batch: Batch) -> None:
         """Make the batch of its slots, and say that it is done."""
@@ -189,10 +191,13 @@ class Pipeline:
                 if not (self._work.skip and isinstance(error, SKIPPED)):
                     return
                 kept = [k for k in range(len(batch.step.samples)) if k not in batch.failed]
+            assert batch.slots is not None
             batch.data = batch.slots.finish(kept)
         except Exception as error:
             batch.failed = {-1: error}
         finally:
+            # Nothing but what the user gets may hold the batch's memory: it is to be used again.
+            batch.slots = None
             self._work.clock.add("collate", time.perf_counter() - began)
             batch.done.set()
 
@@ -214,6 +219,7 @@ class Pipeline:
         if place != "source":  # Reads of the source are counted where they happen.
             hierarchy.counters.add_bytes(place, len(payload))
         read = time.perf_counter()
+        assert batch.slots is not None
         transforming = batch.slots.make(slot, sample, payload)
         made = time.perf_counter()
         spent[place] = spent.get(place, 0.0) + read - began

@@ -63,6 +63,12 @@ class Stats:
         if self.hierarchy is not None:
             self._before = self.hierarchy.counters.snapshot()
 
+    def restart(self) -> None:
+        """Begin now: what was brought ahead belongs to the pass before."""
+        self._started = self._waiting_since = time.perf_counter()
+        if self.hierarchy is not None:
+            self._before = self.hierarchy.counters.snapshot()
+
     def wait_begins(self) -> None:
         self._waiting_since = time.perf_counter()
 

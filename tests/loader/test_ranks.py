@@ -107,7 +107,8 @@ def test_the_job_reads_the_source_once_and_peers_move_what_the_mode_says(
     assert sum(rank["epochs"][1]["stats"]["late"] for rank in told) == 0
     share = 1 - 1 / nodes
     if mode == "global":
-        assert peer / size == pytest.approx(share, abs=0.1)
+        # Homes are drawn anew with the files' times: four standard deviations of 203 samples.
+        assert peer / size == pytest.approx(share, abs=0.16)
     else:
         assert 0 < peer / size < 0.6 * share
 

@@ -1,0 +1,116 @@
+"""torchvision's folders are read through tiers, and give what they themselves would."""
+
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import ConcatDataset, DistributedSampler, Subset
+
+import dlio
+
+
+@pytest.fixture
+def image_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """torchvision's ImageFolder, or, without it, a class that is as it is where dlio looks."""
+    try:
+        from torchvision.datasets import ImageFolder
+    except (ImportError, RuntimeError):
+        yield _stand_in(monkeypatch)
+    else:
+        yield ImageFolder
+
+
+def _stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def default_loader(path: str) -> Any:
+        with Image.open(path) as image:
+            return image.convert("RGB")
+
+    class DatasetFolder(torch.utils.data.Dataset[Any]):
+        opened = 0
+
+        def __init__(self, root: str, transform: Any = None, target_transform: Any = None) -> None:
+            self.root, self.loader = root, default_loader
+            self.transform, self.target_transform = transform, target_transform
+            self.classes = sorted(p.name for p in Path(root).iterdir() if p.is_dir())
+            self.samples = [
+                (str(path), number)
+                for number, name in enumerate(self.classes)
+                for path in sorted((Path(root) / name).iterdir())
+            ]
+
+        def __len__(self) -> int:
+            return len(self.samples)
+
+        def __getitem__(self, index: int) -> Any:
+            type(self).opened += 1
+            path, target = self.samples[index]
+            sample = self.loader(path)
+            if self.transform is not None:
+                sample = self.transform(sample)
+            if self.target_transform is not None:
+                target = self.target_transform(target)
+            return sample, target
+
+    DatasetFolder.__module__ = "torchvision.datasets.folder"
+    DatasetFolder.__getitem__.__qualname__ = "DatasetFolder.__getitem__"
+    module: Any = types.ModuleType("torchvision.datasets.folder")
+    module.DatasetFolder = DatasetFolder
+    monkeypatch.setitem(sys.modules, "torchvision.datasets.folder", module)
+    return DatasetFolder
+
+
+def _transform(picture: Any) -> torch.Tensor:
+    import numpy as np
+
+    return torch.from_numpy(np.array(picture.resize((16, 16))))
+
+
+def _kinds(folder: Any) -> dict[str, Any]:
+    return {
+        "folder": folder,
+        "subset": Subset(folder, [7, 2, 2, 11]),
+        "joined": ConcatDataset([folder, Subset(folder, [3])]),
+        "subset of joined": Subset(ConcatDataset([folder, folder]), [1, 20, 5, 13]),
+    }
+
+
+@pytest.mark.parametrize("kind", ["folder", "subset", "joined", "subset of joined"])
+@pytest.mark.parametrize("tiers", [None, "ram:32MiB"])
+def test_its_samples_come_from_the_tiers(
+    pictures: Path, image_folder: Any, kind: str, tiers: str | None
+) -> None:
+    folder = image_folder(str(pictures), _transform, lambda target: target + 100)
+    data = _kinds(folder)[kind]
+    wanted = [data[k] for k in range(len(data))]
+    with dlio.DataLoader(data, 5, num_workers=2, tiers=tiers) as loader:
+        images, labels = (torch.cat(part) for part in zip(*loader, strict=True))
+        assert loader.stats()["engine"] == "planned"
+        assert torch.equal(images, torch.stack([image for image, _ in wanted]))
+        assert labels.tolist() == [label for _, label in wanted]
+        list(loader)
+        assert loader.stats()["bytes"]["source"] == 0
+        assert loader.stats()["bytes"]["ram"] > 0
+
+
+def test_with_a_sampler_it_is_followed_and_read_from_the_tiers(
+    pictures: Path, image_folder: Any
+) -> None:
+    data = image_folder(str(pictures), _transform)
+    sampler: Any = DistributedSampler(data, 2, 1, shuffle=False)
+    with dlio.DataLoader(data, 2, sampler=sampler, num_workers=2, tiers="ram:32MiB") as loader:
+        labels = [label for _, part in loader for label in part.tolist()]
+        assert labels == [data[k][1] for k in range(1, 12, 2)]
+        assert loader.stats()["engine"] == "threads"
+
+
+def test_a_folder_with_a_loader_of_its_own_is_left_alone(pictures: Path, image_folder: Any) -> None:
+    data = image_folder(str(pictures), _transform)
+    data.loader = lambda path: Image.new("RGB", (16, 16))
+    loader = dlio.DataLoader(data, 4, num_workers=1)
+    assert sum(int(images.sum()) for images, _ in loader) == 0
+    assert loader.stats()["engine"] == "threads"
