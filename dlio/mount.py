@@ -97,6 +97,7 @@ class Mount:
 
     def close(self) -> None:
         """Stop filling, close the tiers; what was in shared memory is gone."""
+        self.hierarchy.settle()
         if self._filler is not None:
             self._filler.close()
         disks = [tier for tier in self.hierarchy.tiers if tier.kind == "disk"]

@@ -210,6 +210,17 @@ class Schema:
         size = self.overhead
         return [data[k * size : (k + 1) * size] for k in range(count)]
 
+    def places(self) -> Iterator[tuple[str, Kind, int]]:
+        """(name, kind, where it begins in a payload) of each fixed field."""
+        for name, kind, at, _ in self._fixed:
+            yield name, kind, at
+
+    def scalars_in(self, part: Buffer, begin: int, end: int) -> Iterator[tuple[str, Value]]:
+        """The numbers that lie in the bytes `begin` to `end` of a payload, which are `part`."""
+        for name, _, at, code in self._fixed:
+            if code is not None and begin <= at < end:
+                yield name, code.unpack_from(part, at - begin)[0]
+
     @property
     def is_fixed(self) -> bool:
         """Whether all payloads have `overhead` bytes."""

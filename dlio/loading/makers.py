@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,8 @@ from dlio.loading.memory import BatchMemory
 from dlio.sample import decode_sample
 from dlio.schema import Buffer, Schema
 
+_DIRECT_BYTES: Final = 1 << 16
+"""Of a sample of arrays that is read into the batch itself, without another copy."""
 Collate = Callable[[list[Any]], Any]
 
 
@@ -24,8 +26,24 @@ class Slots(Protocol):
     def make(self, slot: int, sample: int, payload: Buffer) -> float:
         """Decode a sample into its slot; the seconds that the user's transform took of it."""
 
+    def pieces(self, slot: int) -> list[memoryview] | None:
+        """Where a payload's bytes are to go, one after another, where that is all that has to be
+        done; then `filled` is called in `make`'s place."""
+
+    def filled(self, slot: int, pieces: list[memoryview]) -> None: ...
+
     def finish(self, kept: Sequence[int] | None) -> Any:
         """The batch, of the slots in `kept`; of all for None."""
+
+
+class _Decoded:
+    """Slots whose samples are made of payloads that are read elsewhere."""
+
+    def pieces(self, slot: int) -> list[memoryview] | None:
+        return None
+
+    def filled(self, slot: int, pieces: list[memoryview]) -> None:
+        raise AssertionError("it gave no pieces")
 
 
 class Maker(Protocol):
@@ -72,7 +90,7 @@ class CropMaker:
         return _Crops(self, epoch, samples)
 
 
-class _Crops:
+class _Crops(_Decoded):
     def __init__(self, maker: CropMaker, epoch: int, samples: npt.NDArray[np.int64]) -> None:
         self._maker = maker
         self._images = maker.memory.take()
@@ -129,6 +147,19 @@ class ArrayMaker:
             name: BatchMemory((batch_size, *_shape(schema, name)), _dtype(schema, name), pinned)
             for name, _ in schema.fields
         }
+        # A payload is its fields, at their places: arrays, and what is between them.
+        self.parts: list[tuple[str | None, int, int]] = []
+        at = 0
+        for name, kind, begin in sorted(schema.places(), key=lambda field: field[2]):
+            if kind.scalar or not kind.bytes:
+                continue
+            if begin > at:
+                self.parts.append((None, at, begin))
+            self.parts.append((name, begin, begin + kind.bytes))
+            at = begin + kind.bytes
+        if at < schema.overhead:
+            self.parts.append((None, at, schema.overhead))
+        self.direct = schema.overhead >= _DIRECT_BYTES
 
     def begin(self, epoch: int, samples: npt.NDArray[np.int64]) -> Slots:
         return _Arrays(self, len(samples))
@@ -139,6 +170,23 @@ class _Arrays:
         self._maker = maker
         self._count = count
         self._arrays = {name: memory.take() for name, memory in maker.memories.items()}
+
+    def pieces(self, slot: int) -> list[memoryview] | None:
+        if not self._maker.direct:
+            return None
+        return [
+            memoryview(bytearray(end - begin))
+            if name is None
+            else memoryview(self._arrays[name][slot].reshape(-1).view(np.uint8))
+            for name, begin, end in self._maker.parts
+        ]
+
+    def filled(self, slot: int, pieces: list[memoryview]) -> None:
+        schema = self._maker.data.reader.schema
+        for piece, (name, begin, end) in zip(pieces, self._maker.parts, strict=True):
+            if name is None:
+                for scalar, value in schema.scalars_in(piece, begin, end):
+                    self._arrays[scalar][slot] = value
 
     def make(self, slot: int, sample: int, payload: Buffer) -> float:
         for name, value in _split(self._maker.data, sample, payload).items():
@@ -167,7 +215,7 @@ class SampleMaker:
         return _Samples(self, len(samples))
 
 
-class _Samples:
+class _Samples(_Decoded):
     def __init__(self, maker: SampleMaker, count: int) -> None:
         self._maker = maker
         self._made: list[Any] = [None] * count

@@ -209,6 +209,17 @@ class Pipeline:
         sample = int(step.samples[slot])
         payload: Buffer | None = step.payloads[slot]
         began = time.perf_counter()
+        assert batch.slots is not None
+        pieces = batch.slots.pieces(slot) if payload is None else None
+        if pieces is not None:
+            place = hierarchy.read_into(
+                sample, int(step.blocks[slot]), int(step.places[slot]), pieces
+            )
+            batch.slots.filled(slot, pieces)
+            if place != "source":
+                hierarchy.counters.add_bytes(place, sum(len(piece) for piece in pieces))
+            spent[place] = spent.get(place, 0.0) + time.perf_counter() - began
+            return
         if payload is None:
             payload, place = hierarchy.read(
                 sample, int(step.blocks[slot]), int(step.places[slot]), scratch
@@ -219,7 +230,6 @@ class Pipeline:
         if place != "source":  # Reads of the source are counted where they happen.
             hierarchy.counters.add_bytes(place, len(payload))
         read = time.perf_counter()
-        assert batch.slots is not None
         transforming = batch.slots.make(slot, sample, payload)
         made = time.perf_counter()
         spent[place] = spent.get(place, 0.0) + read - began

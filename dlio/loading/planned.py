@@ -1,7 +1,10 @@
 """Data sets of dlio's: blocks in tiers, samples pushed between nodes, threads that decode."""
 
+import functools
 from dataclasses import dataclass
 from typing import Final
+
+import numpy as np
 
 from dlio.comm import Communicator
 from dlio.dataset import Dataset
@@ -47,7 +50,10 @@ class Planned:
 def planned_feed(plan: Planned, batches: PlannedPass, stats: Stats) -> Feed:
     """The batches of a pass."""
     mounted = plan.mounted
-    mounted.fill(batches.order)
+    first = next(iter(batches), []) if mounted.hierarchy.missing() else []
+    mounted.hierarchy.hurry(
+        np.array(first, np.int64), functools.partial(mounted.fill, batches.order)
+    )
     epoch = EpochPlan(
         order=batches.order,
         position=batches.cursor.position,

@@ -111,6 +111,33 @@ class BlockInfo:
         read_exactly(descriptor, view, self.start + offset, lambda: self.where(place))
         return self.check(view, place, checked=checked)
 
+    def read_into(
+        self,
+        descriptor: int | Readable,
+        place: int,
+        pieces: Sequence[memoryview],
+        *,
+        checked: bool = True,
+    ) -> None:
+        """The raw payload at `place` into `pieces`, one after another; checked while it is in the
+        processor's cache. Raises CorruptBlock, as `read` does."""
+        offset, stored, raw, digest = self.table[place].item()
+        if sum(len(piece) for piece in pieces) != raw:
+            raise CorruptBlock(f"{self.where(place)}: has {raw} bytes, not what its fields need")
+        if stored != raw:
+            scatter(self.read(descriptor, place, checked=checked), pieces)
+            return
+        hasher, at = xxhash.xxh3_64(), self.start + offset
+        for piece in pieces:
+            for begin in range(0, len(piece), _CHECKED_BYTES):
+                part = piece[begin : begin + _CHECKED_BYTES]
+                read_exactly(descriptor, part, at, lambda: self.where(place))
+                at += len(part)
+                if checked:
+                    hasher.update(part)
+        if checked and hasher.intdigest() != digest:
+            raise CorruptBlock(f"{self.where(place)}: its checksum does not match{_REMEDY}")
+
     def check(self, stored: memoryview, place: int, *, checked: bool = True) -> memoryview:
         """The raw payload of what is stored at `place`: decompressed if need be, checked."""
         _, stored_size, raw_size, digest = self.table[place].item()
@@ -129,6 +156,16 @@ class BlockInfo:
         return f"{self.path}, block {self.block}, sample {place} of it"
 
 
+def scatter(payload: Buffer, pieces: Sequence[memoryview]) -> None:
+    """Copy a payload into pieces that have its size together."""
+    view, at = memoryview(payload), 0
+    for piece in pieces:
+        piece[:] = view[at : at + len(piece)]
+        at += len(piece)
+
+
+_CHECKED_BYTES: Final = 1 << 18
+"""Read at a time where they are checked at once: they are still in the processor's cache."""
 _REMEDY: Final = " (the file is damaged: restore it, or make it again)"
 
 

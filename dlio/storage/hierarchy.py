@@ -11,9 +11,9 @@ samples.
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,13 +21,16 @@ import numpy.typing as npt
 from dlio.errors import CorruptBlock, SourceError, TierError
 from dlio.reader import Reader, data_bytes
 from dlio.schema import Buffer
-from dlio.storage.block import Scratch
+from dlio.storage.block import Scratch, scatter
 from dlio.storage.counters import Counters
 from dlio.storage.intake import Intake
 from dlio.storage.tier import Tier
 
+T = TypeVar("T")
+
 _IMPATIENT_SHARE = 0.005
 _POLL_S = 0.002
+_JOIN_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,13 @@ class Hierarchy:
         self._arrived: set[int] = set()
         self._filling: dict[int, threading.Event] = {}
         self._lock = threading.Lock()
+        self._alone = ranks == 1
+        self._early: dict[int, Buffer] = {}
+        """Payloads that were wanted before their blocks; each goes into its block later."""
+        self._awaited: set[int] = set()
+        self._hurried = threading.Condition()
+        self._hurrying: threading.Thread | None = None
+        self._closed = False
         self._impatience = int(_IMPATIENT_SHARE * data_bytes(reader) / ranks)
         if fill_timeout_s is None:
             fill_timeout_s = float(os.environ.get("DLIO_FILL_TIMEOUT", "60"))
@@ -88,6 +98,59 @@ class Hierarchy:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def hurry(self, samples: npt.NDArray[np.int64], then: Callable[[], object]) -> None:
+        """Begin to read samples, many at a time, whose blocks have not arrived: those of a first
+        batch, which would wait for their blocks' other samples otherwise. Each is kept for its
+        block, so nothing is read twice. Of a source of single objects, with one rank.
+
+        Args:
+            then: called when they are read, in a thread of this hierarchy's; or now.
+        """
+        late: list[int] = []
+        if self._alone and self.reader.objects and self._intake.requests > 1:
+            blocks = self.reader.layout.block_of(samples).tolist()
+            late = [
+                sample
+                for sample, block in zip(samples.tolist(), blocks, strict=True)
+                if self.fillable(block) and not self.tiers[self.pins.tier[block]].has(block)
+            ]
+        if not late or self._hurrying is not None:
+            then()
+            return
+        self._awaited.update(late)
+        self._hurrying = threading.Thread(
+            target=self._hurry, args=(late, then), name="dlio-hurry", daemon=True
+        )
+        self._hurrying.start()
+
+    def _hurry(self, late: list[int], then: Callable[[], object]) -> None:
+        def read(sample: int) -> None:
+            payload = self.reader.read(np.array([sample], np.int64))[0]
+            self.counters.add_bytes("source", len(payload))
+            with self._hurried:
+                self._early[sample] = payload
+                self._awaited.discard(sample)
+                self._hurried.notify_all()
+
+        try:
+            self._intake.map(read, late, -1)
+        except (SourceError, CorruptBlock):
+            pass  # It is met again, and named, where the sample is wanted.
+        finally:
+            with self._hurried:
+                self._awaited.clear()
+                self._hurried.notify_all()
+        with self._lock:
+            if not self._closed:
+                then()
+
+    def _early_payload(self, sample: int) -> Buffer | None:
+        """What `hurry` has brought, or is about to."""
+        if sample in self._awaited:
+            with self._hurried:
+                self._hurried.wait_for(lambda: sample not in self._awaited, self._fill_timeout_s)
+        return self._early.get(sample)
 
     def read(
         self, sample: int, block: int, place: int, scratch: Scratch | None = None
@@ -100,18 +163,43 @@ class Hierarchy:
 
         Raises SourceError when the last place, the source, fails too.
         """
+        early = self._early_payload(sample) if self._awaited or self._early else None
+        if early is not None:
+            return early, "source"
+        found = self._from_tier(sample, block, lambda tier: tier.read(block, place, scratch))
+        return (self.read_source(sample), "source") if found is None else found
+
+    def read_into(self, sample: int, block: int, place: int, pieces: Sequence[memoryview]) -> str:
+        """A sample's payload into `pieces`, one after another, which have its size together; where
+        it came from. Arguments and errors as for `read`."""
+        found = self._from_tier(sample, block, lambda tier: tier.read_into(block, place, pieces))
+        if found is not None:
+            return found[1]
+        payload = self.read_source(sample)
+        if len(payload) != sum(len(piece) for piece in pieces):
+            raise SourceError(
+                f"{self.reader.path}: sample {self.reader.name(sample)!r} has {len(payload)} "
+                "bytes, not what its fields need"
+            )
+        scatter(payload, pieces)
+        return "source"
+
+    def _from_tier(
+        self, sample: int, block: int, read: Callable[[Tier], T]
+    ) -> tuple[T, str] | None:
+        """What `read` gets from the block's tier, and its kind; None where it cannot."""
         number = int(self.pins.tier[block])
         if number >= 0 and (block in self._arrived or self._bring(sample, block, number)):
             tier = self.tiers[number]
             try:
-                return tier.read(block, place, scratch), tier.kind
+                return read(tier), tier.kind
             except FileNotFoundError:
                 self._arrived.discard(block)  # Removed under us, by hand or by an epilog.
             except (CorruptBlock, OSError) as error:
                 self.counters.add("healed")
                 self._note(f"{error}; read from the source instead")
                 self._renew(block, tier)
-        return self.read_source(sample), "source"
+        return None
 
     def read_source(self, sample: int) -> Buffer:
         """The payload as the source has it now; counted."""
@@ -170,7 +258,16 @@ class Hierarchy:
         with self._lock:
             return list(dict.fromkeys(self._events))
 
+    def settle(self) -> None:
+        """End what `hurry` began; nothing is called back after this."""
+        with self._lock:
+            self._closed = True
+        if self._hurrying is not None and self._hurrying.is_alive():
+            self._intake.stop()
+            self._hurrying.join(_JOIN_TIMEOUT_S)
+
     def close(self) -> None:
+        self.settle()
         self._intake.close()
         for tier in self.tiers:
             tier.close()
@@ -221,7 +318,7 @@ class Hierarchy:
         return True
 
     def _copy(self, block: int, tier: Tier) -> None:
-        pieces, size = self._intake.block(block)
+        pieces, size = self._intake.block(block, self._early)
         self.counters.add_bytes("source", size)
         tier.publish(block, pieces)
         if self._check:
@@ -232,6 +329,9 @@ class Hierarchy:
                 tier.publish(block, pieces)
                 tier.check(block)
         self._intake.give_back(pieces)
+        if self._early:
+            for sample in self.reader.layout.samples_of(block).tolist():
+                self._early.pop(sample, None)
 
     def _note(self, event: str) -> None:
         with self._lock:

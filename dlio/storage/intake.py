@@ -10,7 +10,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol, Self, TypeVar, runtime_checkable
 
 import numpy as np
@@ -125,26 +125,40 @@ class Intake:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def block(self, block: int) -> tuple[list[Buffer], int]:
+    def block(
+        self, block: int, known: Mapping[int, Buffer] | None = None
+    ) -> tuple[list[Buffer], int]:
         """(a block as pieces to be written, payload bytes that were read for it).
+
+        Args:
+            known: payloads that are here already, by sample, of a source of single objects.
 
         Raises SourceError or CorruptBlock, naming what cannot be read.
         """
         reader = self.reader
         if isinstance(reader, StoredBlocks):
             return self._stored(reader, block)
-        samples = reader.layout.samples_of(block)
+        samples = whole = reader.layout.samples_of(block)
+        here: dict[int, Buffer] = (
+            {n: known[n] for n in whole.tolist() if n in known} if known else {}
+        )
+        if here:
+            samples = np.array([n for n in whole.tolist() if n not in here], np.int64)
         if self._throttle is not None:
             self._throttle.take(int(reader.sizes[samples].sum()))
         if reader.objects and self._threads and len(samples) > 1:
             parts = [samples[k : k + _FILES_A_TASK] for k in range(0, len(samples), _FILES_A_TASK)]
             payloads = [payload for part in self.map(reader.read, parts, block) for payload in part]
         else:
-            payloads = reader.read(samples)
+            payloads = list(reader.read(samples)) if len(samples) else []
+        size = sum(len(payload) for payload in payloads)
+        if here:
+            fresh = iter(payloads)
+            payloads = [bytes(here[n]) if n in here else next(fresh) for n in whole.tolist()]
         pieces = encode_block(
             payloads, block=block, fingerprint=reader.fingerprint, schema=reader.schema
         )
-        return pieces, sum(len(payload) for payload in payloads)
+        return pieces, size
 
     def map(self, function: Callable[[T], R], items: Sequence[T], block: int) -> list[R]:
         """`function` of each item, side by side; the first error is raised when all are done.
@@ -183,9 +197,13 @@ class Intake:
             raise errors[0]
         return results
 
+    def stop(self) -> None:
+        """Give up what waits for requests; those under way end on their own."""
+        self._closing.set()
+
     def close(self) -> None:
         """Stop after the requests under way; a source that hangs is not waited for."""
-        self._closing.set()
+        self.stop()
         for _ in self._threads:
             self._tasks.put(None)
         for thread in self._threads:

@@ -18,8 +18,8 @@ import os
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Self
 
 from dlio.errors import CorruptBlock, TierError, TierFull, UsageError
@@ -108,6 +108,20 @@ class Tier:
         Raises FileNotFoundError when the block is not here, CorruptBlock when it is not what was
         written.
         """
+        with self._opened(block) as (descriptor, info, checked):
+            return info.read(descriptor, place, scratch, checked=checked)
+
+    def read_into(self, block: int, place: int, pieces: Sequence[memoryview]) -> None:
+        """The payload at `place` of a published block into `pieces`, one after another, checked.
+
+        Raises as `read` does; the pieces hold anything then.
+        """
+        with self._opened(block) as (descriptor, info, checked):
+            info.read_into(descriptor, place, pieces, checked=checked)
+
+    @contextmanager
+    def _opened(self, block: int) -> Iterator[tuple[int, BlockInfo, bool]]:
+        """(descriptor, tables, whether this read is to be checked)"""
         descriptor = self._open(block)
         try:
             with self._lock:
@@ -117,7 +131,7 @@ class Tier:
                 info = self._tables.get(block)
             if info is None:
                 info = self._read_table(block, descriptor)
-            return info.read(descriptor, place, scratch, checked=checked)
+            yield descriptor, info, checked
         finally:
             os.close(descriptor)
 
