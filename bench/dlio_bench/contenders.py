@@ -199,6 +199,8 @@ class Contender:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, 9)
             self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
         self._said.close()
 
     def one_pass(self) -> dict[str, float]:

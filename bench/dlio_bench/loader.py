@@ -12,6 +12,7 @@ import typer
 from dlio.errors import UsageError
 from dlio.files import check_writable, write_json
 from dlio_bench.contenders import CONTENDERS, Contender, missing
+from dlio_bench.feeding import arrays, slow
 from dlio_bench.peers import Task
 
 _RATIOS = {
@@ -26,6 +27,9 @@ _RATIOS = {
     "dlio_256_over_ffcv_256": ("dlio_256", "ffcv_256"),
 }
 _USUAL = ("torch", "torch_floats", "ceiling", "full_decode", "dlio", "dlio_rows")
+
+
+_CASES = ("pictures", "arrays", "slow")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,16 +139,20 @@ def command(
             "that are not installed are left out."
         ),
     ] = "usual",
+    case: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="pictures; arrays: volumes of 2 MiB; slow: SRC behind a slow file system and a "
+            "consumer of 200 images/s. Repeatable."
+        ),
+    ] = None,
+    folder: Annotated[str, typer.Option(help="For arrays, on the disk to be measured.")] = ".",
     report: Annotated[str | None, typer.Option(help="Write JSON to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="End in one line of JSON.")] = False,
 ) -> None:
     """Loading alone: dlio from its RAM tier, torch's DataLoader with Pillow, other libraries'
     loaders where they are installed, and bare decoding loops. RandomResizedCrop and flip to uint8,
     without normalisation; torch also with ToTensor, as most scripts."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
     if report is not None:
         check_writable("--report", report)
     chosen = tuple(
@@ -153,7 +161,42 @@ def command(
     unknown = [name for name in chosen if name not in CONTENDERS]
     if unknown:
         raise UsageError(f"--peers {unknown[0]}: choose from {', '.join(CONTENDERS)}")
-    found = measure(Case(source, image_size, batch_size, workers, repeats, chosen))
+    cases = case or ["pictures"]
+    if wrong := [name for name in cases if name not in _CASES]:
+        raise UsageError(f"--case {wrong[0]}: choose from {', '.join(_CASES)}")
+    found: dict[str, Any] = {}
+    if "pictures" in cases:
+        found = measure(Case(source, image_size, batch_size, workers, repeats, chosen))
+        _show(found, image_size, workers, repeats)
+    if "arrays" in cases:
+        found["arrays"] = arrays(folder, repeats, workers)
+        for name, figures in found["arrays"].items():
+            if isinstance(figures, dict):
+                ratio = figures["dlio_over_preadv"]
+                typer.echo(
+                    f"arrays, {name}: {figures['dlio_MiB_per_s']['median']:,.0f} MiB/s, over a "
+                    f"bare preadv loop {_told(ratio)}"
+                )
+    if "slow" in cases:
+        found["slow"] = slow(source, repeats, workers, batch_size)
+        for name, value in found["slow"].items():
+            typer.echo(f"slow, {name}: {_told(value, 3)}")
+    if report is not None:
+        write_json(report, found)
+    if as_json:
+        typer.echo(json.dumps(found))
+
+
+def _told(value: dict[str, float], digits: int = 2) -> str:
+    median, least, most = (f"{value[key]:.{digits}f}" for key in ("median", "min", "max"))
+    return f"{median} ({least} to {most})"
+
+
+def _show(found: dict[str, Any], image_size: int, workers: int, repeats: int) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(
         title=f"{found['samples']:,} images to {image_size} pixels, {workers} workers, "
         f"median of {repeats} (min to max)",
@@ -180,9 +223,4 @@ def command(
     for key in _RATIOS:
         if key in found:
             value = found[key]
-            words = key.replace("_over_", " / ")
-            typer.echo(f"{words}: {value['median']:.2f} ({value['min']:.2f} to {value['max']:.2f})")
-    if report is not None:
-        write_json(report, found)
-    if as_json:
-        typer.echo(json.dumps(found))
+            typer.echo(f"{key.replace('_over_', ' / ')}: {_told(value)}")

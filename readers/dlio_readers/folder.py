@@ -164,7 +164,12 @@ class FolderReader:
             return False
         try:
             head = json.loads(index["head"].tobytes())
-            return all(self._source.modified_ns(n) == when for n, when in head["folders"].items())
+            folders: dict[str, Any] = head["folders"]
+            if len(folders) <= _LISTING_THREADS:
+                return all(self._source.modified_ns(n) == when for n, when in folders.items())
+            # Many at a time: each is a request where the file system is far away.
+            with ThreadPoolExecutor(_LISTING_THREADS) as pool:
+                return list(pool.map(self._source.modified_ns, folders)) == list(folders.values())
         except (KeyError, ValueError):
             return False
 

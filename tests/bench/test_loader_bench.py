@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from dlio.errors import UsageError
+from dlio_bench.feeding import arrays
 from dlio_bench.loader import Case, measure
 from dlio_staging.pack import pack
 
@@ -17,12 +18,9 @@ def test_its_small_form_measures_all_contenders_in_one_run(pictures: Path) -> No
         rate = found["samples_per_s"][name]
         assert len(rate["all"]) == 2
         assert 0 < rate["min"] <= rate["median"] <= rate["max"]
-    assert found["dlio_bytes_of_last_pass"] == {
-        "source": 0,
-        "peer": 0,
-        "ram": found["bytes"],
-        "disk": 0,
-    }
+    assert found["footprint"]["torch"]["processes"] == 3
+    assert found["footprint"]["dlio"]["processes"] == 1
+    assert found["footprint"]["dlio"]["pss_MiB"] > 0
     ratios = [
         mine / torch
         for mine, torch in zip(
@@ -33,6 +31,20 @@ def test_its_small_form_measures_all_contenders_in_one_run(pictures: Path) -> No
     ]
     assert found["dlio_over_torch"]["median"] == pytest.approx(sum(ratios) / 2)
     assert found["machine"]["versions"]["torch"]
+
+
+def test_what_is_not_installed_or_fails_is_told_and_left_out(pictures: Path) -> None:
+    case = Case(str(pictures), 32, 5, 1, 1, ("ceiling", "ffcv"))
+    found = measure(case)
+    assert set(found["samples_per_s"]) | set(found["absent"]) == {"ceiling", "ffcv"}
+    assert "ceiling" in found["samples_per_s"]
+
+
+def test_large_arrays_are_measured_beside_bare_reads(tmp_path: Path) -> None:
+    found = arrays(str(tmp_path), 1, 2, volumes=8)
+    for name in ("raw_ram", "raw_disk", "lz4_ram", "lz4_disk"):
+        assert found[name]["dlio_over_preadv"]["median"] > 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_packed_data_is_refused_with_a_reason(pictures: Path, tmp_path: Path) -> None:
