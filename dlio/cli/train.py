@@ -50,6 +50,10 @@ def command(
     ] = "stop",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     report: Annotated[str | None, typer.Option(help="Write a JSON report to this file.")] = None,
+    trace_out: Annotated[
+        str | None,
+        typer.Option(help="Write what the loader's threads did, for Perfetto, to this file."),
+    ] = None,
     trace: Annotated[
         str | None, typer.Option(help="Write every step's samples to this file.")
     ] = None,
@@ -75,6 +79,7 @@ def command(
         device=device,
         report=report,
         trace=trace,
+        trace_out=trace_out,
         save=save,
     )
     run(config, ranks)

@@ -33,6 +33,7 @@ class TrainConfig:
     device: str = "auto"
     report: str | None = None
     trace: str | None = None
+    trace_out: str | None = None
     save: str | None = None
 
     def __post_init__(self) -> None:
@@ -57,7 +58,12 @@ class TrainConfig:
 
     def check_outputs(self) -> None:
         """Find out before the run that its results can be written. Raises UsageError."""
-        outputs = {"--report": self.report, "--trace": self.trace, "--save": self.save}
+        outputs = {
+            "--report": self.report,
+            "--trace": self.trace,
+            "--trace-out": self.trace_out,
+            "--save": self.save,
+        }
         for option, path in outputs.items():
             if path is not None:
                 check_writable(option, path)

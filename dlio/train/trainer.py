@@ -262,6 +262,7 @@ def _loader(data: Dataset, config: TrainConfig, training: bool) -> DataLoader:
         mode=config.shuffle,
         pretend_nodes=config.pretend_nodes,
         pin_memory=torch.cuda.is_available(),
+        trace=config.trace_out if training else None,
     )
 
 

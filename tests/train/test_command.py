@@ -180,6 +180,7 @@ def test_ranks_are_started_with_the_options_that_were_given() -> None:
         device="cpu",
         report="r",
         trace="t",
+        trace_out="to",
         save="s",
     )
     assert _parsed(to_options(config)) == config
