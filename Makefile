@@ -30,7 +30,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	  PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	    hatchling editables; \
 	  PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	    --no-build-isolation -e '.[mpi,bench,dev]'; \
+	    --no-build-isolation -e '.[dev,mpi]'; \
 	  touch $(VENV)/ready
 
 demo: setup
