@@ -4,35 +4,27 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Final, Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import IterableDataset, Sampler, default_collate
+from torch.utils.data import IterableDataset, Sampler
 
-from dlio.comm import Communicator, world
 from dlio.dataset import Dataset, open_dataset
 from dlio.errors import UsageError
 from dlio.loading import accelerate
 from dlio.loading.adapt import adapted
-from dlio.loading.device import device_feed, transformed_feed
-from dlio.loading.empty import EmptyAware
-from dlio.loading.feed import Fed, Feed, LoaderIterator
-from dlio.loading.makers import Maker, maker_for
+from dlio.loading.engines import Engines, cores
+from dlio.loading.feed import Fed, LoaderIterator
 from dlio.loading.passes import BatchesPass, Pass, PlannedPass, SamplerPass, check_state
-from dlio.loading.planned import Planned, planned_feed
-from dlio.loading.share import communicator, place
+from dlio.loading.share import place
 from dlio.loading.stats import Stats, diagnose
-from dlio.loading.threads import Fetching, pin_with, thread_feed, torch_feed
 from dlio.loading.trace import Spans, path_of
-from dlio.order import Cursor, Order
+from dlio.order import Cursor
 from dlio.schedule import Mode, steps_in_epoch
-from dlio.storage.hierarchy import Hierarchy
 
 _log = logging.getLogger("dlio")
-_MOST_THREADS: Final = 16
 Workers = Literal["thread", "process"]
 
 
@@ -152,14 +144,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._chosen_epoch: int | None = None
         self._pass: Pass | None = None
         self._handed_out = False
-        self._generation = 0
-        self._comm: Communicator | None = None
-        self._other_comm: Communicator | None = None
-        self._ahead: _Begun | None = None
+        self._engines = Engines()
         self._data: Dataset | None = None
         self._stats = Stats()
-        self._maker: tuple[Any, Maker] | None = None
-        self._base_seed_drawn = False
         self._current: weakref.ref[LoaderIterator] | None = None
 
     @property
@@ -239,7 +226,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
         Logged after each pass, by the logger `dlio`, as information.
         """
-        return diagnose(self.stats(), _cores())
+        return diagnose(self.stats(), cores())
 
     @property
     def stall_s(self) -> float:
@@ -251,17 +238,13 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         current = self._current() if self._current is not None else None
         if current is not None:
             current.close()
-        self._drop_ahead()
         if self._data is not None:
             self._data.close()
             if self._data is not self.dataset:
                 self._data = None
         elif isinstance(self.dataset, Dataset):
             self.dataset.close()
-        for comm in (self._comm, self._other_comm):
-            if comm is not None:
-                comm.close()
-        self._comm = self._other_comm = None
+        self._engines.close()
         self._iterator = None
 
     def __enter__(self) -> Self:
@@ -276,26 +259,25 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         if state is None and self._pass is not None:
             state = self._pass.next_state()
         copy = self.__dict__.copy()
-        for name in (
-            *("_comm", "_other_comm", "_ahead", "_pass", "_data", "_maker", "_current"),
-            *("_iterator", "writer"),
-        ):
+        for name in ("_pass", "_data", "_current", "_iterator", "writer"):
             copy[name] = None
+        del copy["_engines"]
         del copy["_stats"]
         return {**copy, "_state": state}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._stats = Stats()
+        self._engines = Engines()
 
     # --- One pass -------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         batches = self._begin()
-        begun = self._taken_ahead(batches)
+        begun = self._engines.taken_ahead(batches)
         self._pass, self._handed_out, self._state = batches, True, None
         if begun is None:
-            begun = self._begun(batches)
+            begun = self._engines.begin(self, self._planned_data(), batches)
         stats, spans = begun.stats, begun.spans
         self._stats = stats
         try:
@@ -318,49 +300,17 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             elif fed.indices is not None:
                 self.last_samples = np.empty(0, np.int64)
             end.step(False)
-            if begun.engine == "planned" and stats.batches + 3 == length:
-                self._begin_ahead(batches)
+            if (
+                self.persistent_workers
+                and begun.engine == "planned"
+                and stats.batches + 3 == length
+            ):
+                following = self._pass_of(batches.next_state())
+                self._engines.begin_ahead(self, self._planned_data(), following)
 
         iterator = LoaderIterator(begun.feed, stats, length, handed)
         self._current = weakref.ref(iterator)
         return iterator
-
-    def _begun(self, batches: Pass) -> "_Begun":
-        """A pass whose work is under way."""
-        data = self._planned_data()
-        spans = Spans() if self.trace is not None else None
-        engine, stats, feed = self._engine(data, batches, spans)
-        stats.engine = engine
-        target = self._target_device()
-        if target is not None:
-            feed = device_feed(feed, target)
-        if engine == "planned" and data is not None and self.collate_fn is default_collate:
-            feed = transformed_feed(feed, data.batch_transform)
-        next(feed)
-        return _Begun(engine, batches.state(), stats, feed, spans)
-
-    def _begin_ahead(self, batches: Pass) -> None:
-        """With persistent workers, begin the next pass while the last batches of this one are
-        consumed; it is dropped if another is wanted then."""
-        if not self.persistent_workers or self._ahead is not None:
-            return
-        next_pass = self._pass_of(batches.next_state())
-        self._ahead = self._begun(next_pass)
-
-    def _taken_ahead(self, batches: Pass) -> "_Begun | None":
-        ahead, self._ahead = self._ahead, None
-        if ahead is None:
-            return None
-        if ahead.state != batches.state():
-            ahead.feed.close()
-            return None
-        ahead.stats.restart()
-        return ahead
-
-    def _drop_ahead(self) -> None:
-        if self._ahead is not None:
-            self._ahead.feed.close()
-            self._ahead = None
 
     def _pass_of(self, state: dict[str, Any]) -> PlannedPass:
         """The planned pass of a state."""
@@ -397,102 +347,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             self.generator,
             epoch,
             None if fresh or peek else state,
-            not (self.persistent_workers and self._base_seed_drawn),
+            not (self.persistent_workers and self._engines.base_seed_drawn),
         )
-
-    def _engine(
-        self, data: Dataset | None, batches: Pass, spans: Spans | None
-    ) -> tuple[str, Stats, Feed]:
-        """(its name, counts that have begun, batches)"""
-        if data is not None and self._follows_formula() and self._in_threads(data):
-            assert isinstance(batches, PlannedPass)
-            return self._planned(data, batches, spans)
-        if data is not None:
-            self._mount(data).fill(Order(len(data), 0, 0, shuffled=False))
-        if self._in_threads(data) and (self.num_workers > 0 or data is not None):
-            return self._threads(data, batches, spans)
-        stats = Stats(_hierarchy(data))
-        skip = batches.skip if isinstance(batches, BatchesPass) else 0
-        if self.on_error == "skip":
-            raise UsageError("on_error='skip' works with threads: set num_workers=1 or more")
-
-        def begin() -> Iterator[Any]:
-            given, self.collate_fn = self.collate_fn, self._collating(data, batches)
-            try:
-                return torch.utils.data.DataLoader.__iter__(self)
-            finally:
-                self.collate_fn = given
-
-        return "torch", stats, torch_feed(begin, skip)
-
-    def _planned(
-        self, data: Dataset, batches: PlannedPass, spans: Spans | None
-    ) -> tuple[str, Stats, Feed]:
-        mounted = self._mount(data)
-        if self._other_comm is None and self.persistent_workers:
-            self._other_comm = communicator(self.group, self.mesh)
-        assert self._comm is not None
-        assert self.batch_size is not None
-        threads = self._thread_count()
-        key = (id(data), self.collate_fn, self.pin_memory)
-        if self._maker is None or self._maker[0] != key:
-            pinned = self.pin_memory and torch.cuda.is_available()
-            default = self.collate_fn is default_collate
-            maker = maker_for(data, self.batch_size, self.collate_fn, default, pinned)
-            self._maker = (key, maker)
-        self._generation += 1
-        # The last pass's messages may be under way while the next one begins.
-        comm = self._comm
-        if self._other_comm is not None and self._generation % 2:
-            comm = self._other_comm
-        on_error = data.on_error if self.on_error is None else self.on_error
-        plan = Planned(
-            data=data,
-            mounted=mounted,
-            comm=comm,
-            maker=self._maker[1],
-            mode=self.mode,
-            threads=threads,
-            ahead=max(2, self.prefetch_factor or 2) * threads,
-            generation=self._generation,
-            skip=on_error == "skip",
-            trace=spans,
-        )
-        # Before the first block is brought: what fills tiers is counted in this pass.
-        stats = Stats(mounted.hierarchy, threads)
-        return "planned", stats, planned_feed(plan, batches, stats)
-
-    def _threads(
-        self, data: Dataset | None, batches: Pass, spans: Spans | None
-    ) -> tuple[str, Stats, Feed]:
-        threads = self._thread_count() if data is not None else self.num_workers
-        stats = Stats(_hierarchy(data), threads)
-        pin = None
-        if self.pin_memory and torch.accelerator.is_available():
-            accelerator = torch.accelerator.current_accelerator()
-            pin = pin_with(accelerator.type if accelerator is not None else None)
-        work = Fetching(
-            dataset=self.dataset if data is None else data,
-            collate=self._collating(data, batches),
-            batched=self._auto_collation,
-            threads=threads,
-            ahead=threads * (2 if self.prefetch_factor is None else max(1, self.prefetch_factor)),
-            in_order=self.in_order,
-            timeout_s=self.timeout,
-            skip=self.on_error == "skip",
-            pin=pin,
-            init=self.worker_init_fn,
-        )
-        if not (self.persistent_workers and self._base_seed_drawn):
-            # As torch does, so that what is drawn next is the same.
-            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
-            self._base_seed_drawn = True
-        return "threads", stats, thread_feed(work, batches, stats, spans)
-
-    def _collating(self, data: Dataset | None, batches: Pass) -> Callable[[list[Any]], Any]:
-        if not isinstance(batches, PlannedPass):
-            return self.collate_fn
-        return EmptyAware(self.collate_fn, self.dataset if data is None else data)
 
     @property
     def _index_sampler(self) -> Any:
@@ -505,12 +361,6 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         """Torch's warning of more workers than cores, where they are processes."""
         if "last_samples" in self.__dict__:
             super().check_worker_number_rationality()
-
-    def _mount(self, data: Dataset) -> Any:
-        if self._comm is None:
-            self._comm = communicator(self.group, self.mesh)
-        shared = world() if self.group is None and self.mesh is None else self._comm
-        return data.mount(shared, self.pretend_nodes)
 
     def _planned_data(self) -> Dataset | None:
         """The data set as dlio reads it; None where torch's way is taken."""
@@ -544,30 +394,11 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         found: Any = self.dataset
         return int(found.seed) if isinstance(found, Dataset) else 0
 
-    def _in_threads(self, data: Dataset | None) -> bool:
-        if isinstance(self.dataset, IterableDataset):
-            return False
-        if self.workers is not None:
-            return self.workers == "thread"
-        wants = self.worker_init_fn is not None or self.multiprocessing_context is not None
-        return data is not None or not wants
-
-    def _thread_count(self) -> int:
-        return self.num_workers or min(_MOST_THREADS, _cores())
-
-    def _target_device(self) -> torch.device | None:
-        if self.device is not None:
-            target = torch.device(self.device)
-            if target.type == "cuda" and target.index is None:
-                return torch.device("cuda", torch.cuda.current_device())
-            return target
-        return accelerate.device(self)
-
     def _told(self, stats: Stats, spans: Spans | None, epoch: int) -> None:
         """After a pass: the log, the trace, TensorBoard."""
         rank, ranks = place(self.group, self.mesh)
         if _log.isEnabledFor(logging.INFO):
-            _log.info("epoch %d: %s", epoch, diagnose(stats.as_dict(), _cores()))
+            _log.info("epoch %d: %s", epoch, diagnose(stats.as_dict(), cores()))
         if spans is not None and self.trace is not None:
             spans.write(path_of(self.trace, rank, ranks), rank)
         if self.writer is not None:
@@ -582,18 +413,6 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             }
             for name, value in scalars.items():
                 self.writer.add_scalar(f"dlio/{name}", value, epoch)
-
-
-@dataclass(slots=True)
-class _Begun:
-    """A pass whose work is under way."""
-
-    engine: str
-    state: dict[str, Any]
-    """Where it begins."""
-    stats: Stats
-    feed: Feed
-    spans: Spans | None
 
 
 class _Indices:
@@ -623,16 +442,5 @@ def _check(dataset: Any, mode: str, workers: str | None, on_error: str | None, t
         raise UsageError("tiers= keeps samples by their index; an iterable data set has none")
 
 
-def _hierarchy(data: Dataset | None) -> Hierarchy | None:
-    return data.mounted.hierarchy if data is not None and data.mounted is not None else None
-
-
 def _are_numbers(indices: Any) -> bool:
     return isinstance(indices, np.ndarray) or isinstance(indices[0], int | np.integer)
-
-
-def _cores() -> int:
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:
-        return os.cpu_count() or 1

@@ -20,7 +20,7 @@ from dataclasses import asdict
 from typing import Any, Final, Self
 
 from dlio.errors import UsageError
-from dlio_bench.peers import Pass, Task
+from dlio_bench.task import Pass, Task
 
 _START_TIMEOUT_S: Final = 900.0
 

@@ -13,7 +13,7 @@ from dlio.errors import UsageError
 from dlio.files import check_writable, write_json
 from dlio_bench.contenders import CONTENDERS, Contender, missing
 from dlio_bench.feeding import arrays, slow
-from dlio_bench.peers import Task
+from dlio_bench.task import Task
 
 _RATIOS = {
     "dlio_over_torch": ("dlio", "torch"),

@@ -19,31 +19,16 @@ import os
 import random
 import re
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
 
 from dlio_bench.pillow import PillowImages, cropped
+from dlio_bench.task import Pass, Task
 
 _OPERATORS: Final = 60
 """Of torchvision's, at most."""
-Pass = Callable[[], Iterator[int]]
-"""One pass; gives the samples of each batch."""
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What every contender does."""
-
-    files: list[str]
-    labels: list[int]
-    size: int
-    batch_size: int
-    workers: int
-    scratch: str
-    """A folder of its own."""
 
 
 def torch_pillow(task: Task, floats: bool = False) -> Pass:

@@ -31,6 +31,8 @@ T = TypeVar("T")
 _IMPATIENT_SHARE = 0.005
 _POLL_S = 0.002
 _JOIN_TIMEOUT_S = 5.0
+_HURRIED_SHARE = 0.01
+"""Of the data that may be read before their blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,9 @@ class Hierarchy:
                 for sample, block in zip(samples.tolist(), blocks, strict=True)
                 if self.fillable(block) and not self.tiers[self.pins.tier[block]].has(block)
             ]
-        if not late or self._hurrying is not None:
+        # Another job that fills the same tier reads its own first batch: a small share in all.
+        share = float(self.reader.sizes[late].sum()) / max(1, data_bytes(self.reader))
+        if not late or share > _HURRIED_SHARE or self._hurrying is not None:
             then()
             return
         self._awaited.update(late)
