@@ -81,7 +81,7 @@ def torchrun() -> TorchRun:
         finally:
             for process in processes:
                 process.kill()
-                process.wait()
+                process.communicate()
         return outputs
 
     return run

@@ -1,9 +1,10 @@
 """torch.distributed, where it is initialised and there is no MPI (`torchrun`).
 
-Collectives go through a gloo group of our own, so that the user's never meet them. Messages go
-over TCP: gloo's do not tell whether they have arrived without waiting for them. A rank connects to
-another when it first sends to it, and says a secret that the group has agreed on; one thread for
-each communicator moves all its bytes.
+Collectives go through gloo, on the store of the group but under names of our own: the user's never
+meet them, and nothing depends on which groups the user has made or ended. Messages go over TCP:
+gloo's do not tell whether they have arrived without waiting for them. A rank connects to another
+when it first sends to it, and says a secret that the group has agreed on; one thread for each
+communicator moves all its bytes.
 """
 
 import contextlib
@@ -32,6 +33,7 @@ from dlio.errors import CommError, CommTimeout
 _SHORTEST_SLEEP_S: Final = 20e-6
 _LONGEST_SLEEP_S: Final = 1e-3
 _CLOSE_TIMEOUT_S: Final = 5.0
+_CANCEL_TIMEOUT_S: Final = 1.0
 _HELLO: Final = struct.Struct("<16sI")
 """The group's secret, the sender's rank."""
 _HEAD: Final = struct.Struct("<iQ")
@@ -43,8 +45,11 @@ def torch_world(group: Any = None) -> Communicator:
     """The ranks of a process group, the default one for None. Collective over them."""
     if dist.get_world_size(group) == 1:
         return SingleCommunicator()
-    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-    return TorchCommunicator(ranks)
+    whole: Any = group if group is not None else dist.group.WORLD
+    store, rank = whole.get_group_store(), dist.get_rank(group)
+    # How often each rank has come here with this group: the same on all, and told by no process.
+    name = f"dlio/{store.add(f'dlio/calls/{rank}', 1)}"
+    return TorchCommunicator(store, name, rank, dist.get_world_size(group))
 
 
 class _Message:
@@ -63,17 +68,22 @@ class _Message:
         return self.over
 
     def cancel(self) -> bool:
-        return self.over or self._withdraw(self)
+        deadline = time.monotonic() + _CANCEL_TIMEOUT_S
+        while not (given_up := self.over or self._withdraw(self)) and time.monotonic() < deadline:
+            time.sleep(_LONGEST_SLEEP_S)
+        return given_up
 
 
 class _Reduction:
-    def __init__(self, work: Any) -> None:
+    def __init__(self, work: Any, told: Callable[[str], contextlib.AbstractContextManager[None]]):
         self._work = work
+        self._told = told
 
     def done(self) -> bool:
         if not self._work.is_completed():
             return False
-        self._work.wait()
+        with self._told("sum"):
+            self._work.wait()
         return True
 
     def cancel(self) -> bool:
@@ -84,31 +94,34 @@ class TorchCommunicator:
     """Ranks of torch.distributed. Owns its group, sockets and thread.
 
     Args:
-        ranks: their numbers in the default group, in order.
+        store: of the group of ranks.
+        name: for what this communicator keeps there; the same on all ranks, and used once.
     """
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self._ranks = list(ranks)
-        self.rank = self._ranks.index(dist.get_rank())
-        self.size = len(self._ranks)
+    def __init__(self, store: Any, name: str, rank: int, size: int) -> None:
+        self._store, self._name = store, name
+        self._duplicates = 0
+        self.rank = rank
+        self.size = size
         self._timeout_s = float(os.environ.get("DLIO_TIMEOUT", "300"))
-        self._group: Any = dist.new_group(
-            self._ranks,
-            timeout=timedelta(seconds=self._timeout_s),
-            backend="gloo",
-            use_local_synchronization=True,
-        )
+        with self._told("meeting the other ranks"):
+            self._group: Any = dist.ProcessGroupGloo(
+                torch._C._distributed_c10d.PrefixStore(name, store),
+                rank,
+                size,
+                timedelta(seconds=self._timeout_s),
+            )
         self._mail = _Mail(self.rank, self.allgather)
 
     def allgather(self, value: Json) -> list[Json]:
         mine = bytearray(json.dumps(value).encode())
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         with self._told("allgather"):
-            dist.all_gather(lengths, torch.tensor([len(mine)]), group=self._group)
+            self._group.allgather([lengths], [torch.tensor([len(mine)])]).wait()
             longest = max(int(length) for length in lengths)
             padded = torch.frombuffer(mine + bytearray(longest - len(mine)), dtype=torch.uint8)
             everyone = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-            dist.all_gather(everyone, padded, group=self._group)
+            self._group.allgather([everyone], [padded]).wait()
         return [
             json.loads(text[: int(length)].numpy().tobytes())
             for text, length in zip(everyone, lengths, strict=True)
@@ -116,24 +129,24 @@ class TorchCommunicator:
 
     def barrier(self) -> None:
         with self._told("barrier"):
-            dist.barrier(group=self._group)
+            self._group.barrier().wait()
 
     def bcast(self, array: npt.NDArray[Any], root: int = 0) -> None:
         flat = torch.from_numpy(array.reshape(-1).view(np.uint8))
         with self._told("broadcast"):
-            dist.broadcast(flat, src=self._ranks[root], group=self._group)
+            self._group.broadcast(flat, root).wait()
 
     def isend(self, data: Buffer, dest: int, tag: int) -> Request:
-        return self._mail.send(_bytes_of(data), dest, tag)
+        return self._mail.send(_bytes_of(data), self._peer(dest), tag)
 
     def irecv(self, into: Buffer, source: int, tag: int) -> Request:
-        return self._mail.receive(_bytes_of(into), source, tag)
+        return self._mail.receive(_bytes_of(into), self._peer(source), tag)
 
     def iallreduce(self, array: npt.NDArray[Any]) -> Request:
         if array.dtype not in (np.float32, np.float64, np.int64):
             raise CommError(f"cannot sum {array.dtype}: convert it to float32 first")
-        tensor = torch.from_numpy(array)
-        return _Reduction(dist.all_reduce(tensor, group=self._group, async_op=True))
+        with self._told("sum"):
+            return _Reduction(self._group.allreduce([torch.from_numpy(array)]), self._told)
 
     def wait(self, requests: Sequence[Request], what: str, timeout_s: float | None = None) -> None:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
@@ -150,15 +163,18 @@ class TorchCommunicator:
             sleep_s = min(1.5 * sleep_s, _LONGEST_SLEEP_S)
 
     def dup(self) -> "TorchCommunicator":
-        return TorchCommunicator(self._ranks)
+        self._duplicates += 1
+        name = f"{self._name}/{self._duplicates}"
+        return TorchCommunicator(self._store, name, self.rank, self.size)
 
     def close(self) -> None:
         self._mail.close()
-        if self._group is not None and dist.is_initialized():
-            # Gone already where the user has ended all groups.
-            with contextlib.suppress(ValueError, AssertionError, RuntimeError):
-                dist.destroy_process_group(self._group)
-        self._group = None
+        self._group = self._store = None
+
+    def _peer(self, rank: int) -> int:
+        if not 0 <= rank < self.size:
+            raise CommError(f"no rank {rank} among {self.size}")
+        return rank
 
     @contextlib.contextmanager
     def _told(self, what: str) -> Iterator[None]:
@@ -266,6 +282,8 @@ class _Mail:
         finally:
             for key in list(self._selector.get_map().values()):
                 key.fileobj.close()  # type: ignore[union-attr]
+            for connection in self._outgoing.values():
+                connection.close()  # Not with the selector while it has nothing to send.
             self._wake_in.close()
             self._selector.close()
 
@@ -350,6 +368,19 @@ class _Mail:
             # A peer that ended, or a stranger: what it owes is waited for up to a deadline.
             self._selector.unregister(incoming.connection)
             incoming.connection.close()
+            self._cut_off(incoming)
+
+    def _cut_off(self, incoming: _Incoming) -> None:
+        """What has half arrived never will: nothing writes to its memory any more."""
+        message, key = incoming.message, (incoming.peer, incoming.tag)
+        if message is None:
+            return
+        with self._lock:
+            early = self._early.get(key)
+            if early and message in early:
+                early.remove(message)
+            else:
+                self._posted.setdefault(key, deque()).append(message)
 
     def _read_some(self, incoming: _Incoming) -> bool:
         message = incoming.message
