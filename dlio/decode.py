@@ -9,8 +9,8 @@ inverse DCT does for less than nothing.
 Huffman coding forces a decoder through every row above the crop, but not through those below it:
 the copy of a plain baseline JPEG (one scan, no restart markers) that is decoded has its height
 lowered to the crop's last row, and the decoder stops there. What follows is only searched for its
-end, so a truncated file is still found. Of a JPEG that restarts at each row of blocks, as `dlio
-pack` writes them, only the rows of the crop are decoded.
+end, so a truncated file is still found. Of a JPEG whose rows of blocks are restart intervals, as
+`dlio pack` writes them, only those that the crop touches are decoded.
 All the work releases the GIL.
 """
 
@@ -21,14 +21,14 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from dlio.crop import Box, Crop
 from dlio.errors import DecodeError
-from dlio.jpeg import cut_rows, parse_frame, row_starts
+from dlio.jpeg import cut, interval_starts, parse_frame, touched
 from dlio.order import keyed_uniforms
 from dlio.schema import Buffer
 
@@ -81,12 +81,11 @@ class Decoder:
         if size is not None:
             box = self.box(*size, uniforms.tolist())
             factor = self._factor(box)
-            rows = (box.top, box.top + box.height)
-            pixels, skipped = _decode_jpeg(image, name, size, rows, factor)
+            pixels, top, left = _decode_jpeg(image, name, size, box, factor)
             if factor > 1:
-                shape = (pixels.shape[0] + skipped // factor, *pixels.shape[1:])
-                box = _scaled(box, factor, shape)
-            box = replace(box, top=box.top - skipped // factor)
+                whole = (pixels.shape[0] + top // factor, pixels.shape[1] + left // factor)
+                box = _scaled(box, factor, whole)
+            box = replace(box, top=box.top - top // factor, left=box.left - left // factor)
         else:
             pixels = _decode_other(image, name)
             box = self.box(pixels.shape[0], pixels.shape[1], uniforms.tolist())
@@ -117,7 +116,7 @@ def decode_whole(image: Buffer, name: str) -> npt.NDArray[np.uint8]:
     """All of an image, RGB, shape (height, width, 3). Raises DecodeError."""
     size = _jpeg_size(image, name)
     if size is not None:
-        return _decode_jpeg(image, name, size, (0, size[0]), 1)[0].copy()
+        return _decode_jpeg(image, name, size, Box(0, 0, *size, flip=False), 1)[0].copy()
     return _decode_other(image, name)
 
 
@@ -198,14 +197,14 @@ _threads = threading.local()
 
 
 def _decode_jpeg(
-    image: Buffer, name: str, size: tuple[int, int], rows: tuple[int, int], factor: int
-) -> tuple[npt.NDArray[np.uint8], int]:
-    """(pixels at 1/factor, rows of the image that are left out above them): with the rows asked
-    for, or some more; in memory of this thread that its next decode overwrites."""
-    width = size[1]
-    image, height, skipped = _lowered(image, size[0], *rows)
-    if factor > 1 and skipped % factor:
-        raise AssertionError("rows of blocks are multiples of every factor")
+    image: Buffer, name: str, size: tuple[int, int], box: Box, factor: int
+) -> tuple[npt.NDArray[np.uint8], int, int]:
+    """(pixels at 1/factor, rows and columns of the image left out above and before them): with
+    the box, or some more; in memory of this thread that its next decode overwrites."""
+    small = _smaller(image, size, box)
+    height, width = small.height, small.width
+    if factor > 1 and (small.top % factor or small.left % factor):
+        raise AssertionError("blocks are multiples of every factor")
     options: dict[str, Any] = {"fastdct": True, "fastupsample": True}
     if factor > 1:
         options.update(min_height=height // factor, min_width=width // factor, min_factor=factor)
@@ -214,43 +213,54 @@ def _decode_jpeg(
     if memory is None or len(memory) < need:
         memory = _threads.memory = np.empty(need + need // 4, np.uint8)
     try:
-        _simplejpeg().decode_jpeg(image, "RGB", buffer=memory, **options)
+        _simplejpeg().decode_jpeg(small.image, "RGB", buffer=memory, **options)
     except ValueError as error:
         # Any warning of libjpeg's, which tells only its first: that one must not hide another.
-        lowered = skipped == 0 and height != size[0]
-        if not lowered or not str(error).endswith(_SKIPPED):
+        if not small.lowered or not str(error).endswith(_SKIPPED):
             raise _damaged(name, str(error)) from error
     shape = (-(-height // factor), -(-width // factor), 3)
-    return memory[: math.prod(shape)].reshape(shape), skipped
+    return memory[: math.prod(shape)].reshape(shape), small.top, small.left
 
 
-def _lowered(image: Buffer, height: int, top: int, bottom: int) -> tuple[Buffer, int, int]:
-    """A smaller JPEG that has the rows `top` to `bottom`: (image, its height, rows left out above).
+class _Small(NamedTuple):
+    """A JPEG that has what is needed of another."""
 
-    Of one that restarts at rows of blocks, those that are needed are cut out; of another baseline
-    JPEG, the header of a copy says that it ends below them. The image as it is where that saves
-    nothing, and where what is skipped could not be told from damage.
+    image: Buffer
+    height: int
+    width: int
+    top: int = 0
+    """Rows of pixels that are left out above."""
+    left: int = 0
+    lowered: bool = False
+    """Whether it goes on below its height."""
+
+
+def _smaller(image: Buffer, size: tuple[int, int], box: Box) -> _Small:
+    """Of a JPEG whose rows are restart intervals, those that are needed are cut out; of another
+    baseline JPEG, the header of a copy says that it ends below them. The image as it is where that
+    saves nothing, and where what is skipped could not be told from damage.
     """
     frame = parse_frame(image)
     if frame is None:
-        return image, height, 0
-    last = -(-bottom // frame.block_height)
+        return _Small(image, *size)
+    bottom = box.top + box.height
     if frame.restart_interval:
-        starts = row_starts(image, frame)
-        first = top // frame.block_height
-        if starts is None or (first == 0 and last >= frame.rows):
-            return image, height, 0
-        last = min(last, frame.rows)
-        skipped = first * frame.block_height
-        rows = min(last * frame.block_height, frame.height) - skipped
-        return cut_rows(image, frame, starts, first, last, _copy_memory), rows, skipped
-    lower = last * frame.block_height
-    if lower >= height:
-        return image, height, 0
+        starts = interval_starts(image, frame)
+        if starts is None:
+            return _Small(image, *size)
+        part = touched(frame, box.top, bottom, box.left, box.left + box.width)
+        rows, columns = part.bottom - part.top, part.right - part.left
+        if rows == frame.rows and columns == frame.intervals_a_row:
+            return _Small(image, *size)
+        made = cut(image, frame, starts, part, _copy_memory)
+        return _Small(*made, part.top * frame.block_height, part.left * frame.interval_width)
+    lower = -(-bottom // frame.block_height) * frame.block_height
+    if lower >= frame.height:
+        return _Small(image, *size)
     copy = _copy_memory(len(image))
     copy[:] = memoryview(image)
     copy[frame.height_at : frame.height_at + 2] = lower.to_bytes(2, "big")
-    return copy, lower, 0
+    return _Small(copy, lower, size[1], lowered=True)
 
 
 def _copy_memory(count: int) -> memoryview:

@@ -1,4 +1,4 @@
-"""From pixels to JPEGs that restart at each row of blocks, see `jpeg`."""
+"""From pixels to JPEGs whose rows are restart intervals, see `jpeg`."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.decode import opencv
-from dlio.jpeg import with_kept_rows
+from dlio.jpeg import good_interval, with_kept_starts
 
 
-def encode_with_restart_rows(pixels: npt.NDArray[np.uint8], quality: int) -> bytes:
-    """A JPEG, 4:2:0, that restarts at each row of blocks and says where they begin.
+def encode_with_restarts(pixels: npt.NDArray[np.uint8], quality: int) -> bytes:
+    """A JPEG, 4:2:0, whose rows are restart intervals, and that says where they begin.
 
     Args:
         pixels: RGB, shape (height, width, 3).
@@ -19,13 +19,13 @@ def encode_with_restart_rows(pixels: npt.NDArray[np.uint8], quality: int) -> byt
     options = [
         *(cv2.IMWRITE_JPEG_QUALITY, quality),
         *(cv2.IMWRITE_JPEG_SAMPLING_FACTOR, cv2.IMWRITE_JPEG_SAMPLING_FACTOR_420),
-        *(cv2.IMWRITE_JPEG_RST_INTERVAL, -(-pixels.shape[1] // 16)),
+        *(cv2.IMWRITE_JPEG_RST_INTERVAL, good_interval(pixels.shape[1], 16)),
         *(cv2.IMWRITE_JPEG_OPTIMIZE, 1),
     ]
     done, data = cv2.imencode(".jpg", cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR), options)
     if not done:
         raise ValueError(f"OpenCV cannot encode {pixels.shape}")
-    return with_kept_rows(data.data)
+    return with_kept_starts(data.data)
 
 
 def resized(pixels: npt.NDArray[np.uint8], short_side: int) -> npt.NDArray[np.uint8]:

@@ -1,19 +1,18 @@
-"""JPEGs with a restart marker at the end of each row of blocks, of which single rows can be cut.
+"""JPEGs with restart markers, one or several to a row of blocks, of which parts can be cut.
 
-Huffman coding forces a decoder through everything above the rows that it is to give. A restart
-marker sets it afresh: header, the rows that a crop needs, with the height changed and the markers
-numbered anew, are a small JPEG that any decoder reads, to the same pixels. Baseline JPEGs with one
-scan only.
+Huffman coding forces a decoder through everything before the pixels that it is to give. A restart
+marker sets it afresh: where each row of blocks is a whole number of restart intervals, header and
+the intervals that a crop touches, with height and width changed and the markers numbered anew, are
+a small JPEG that any decoder reads, to the same pixels. Baseline JPEGs with one scan only.
 
-Where the rows begin is kept in the file itself, in a segment that decoders skip, so that it stays
-beside the sample in every container: marker APP9, its length (2 bytes, big-endian), `dlio-rows`,
-the bytes of a number (2 or 4), and each row's length with its marker, little-endian, as the last
-segment before the scan. It is believed only where the markers are found in their places.
+Where the intervals begin is kept in the file itself, in a segment that decoders skip, so that it
+stays beside the sample in every container: marker APP9, its length (2 bytes, big-endian),
+`dlio-rows`, the bytes of a number (2 or 4), and each interval's length with its marker,
+little-endian, as the last segment before the scan. It is believed only where the markers are found
+in their places.
 """
 
-import itertools
 import shutil
-import struct
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,8 +27,12 @@ _TOOL: Final = "jpegtran"
 _TOOL_TIMEOUT_S: Final = 60.0
 _END: Final = b"\xff\xd9"
 _APP9: Final = 0xE9
+_MARKS: Final = np.arange(0xD0, 0xD8, dtype=np.uint8)
 _NAME: Final = b"dlio-rows"
 _MAX_SEGMENT: Final = 0xFFFF
+_MOST_INTERVALS_A_ROW: Final = 8
+_NARROWEST: Final = 64
+"""Pixels across a restart interval. Each costs some five bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,28 +45,46 @@ class Frame:
     """Of the height's two bytes."""
     block_height: int
     """Rows of pixels in a row of blocks (MCUs)."""
+    block_width: int
     blocks_a_row: int
     restart_interval: int
     """Blocks between restart markers; 0 without."""
     scan_header_at: int
     scan_at: int
     """Where the coded rows begin."""
-    rows_at: int = 0
-    """Of the segment that tells where rows begin, which ends at `scan_header_at`; 0 without."""
+    starts_at: int = 0
+    """Of the segment that tells where intervals begin, which ends at `scan_header_at`; or 0."""
 
     @property
     def rows(self) -> int:
         return -(-self.height // self.block_height)
 
     @property
-    def restarts_at_rows(self) -> bool:
-        return self.restart_interval == self.blocks_a_row
+    def intervals_a_row(self) -> int:
+        """Restart intervals in a row of blocks; 0 where rows do not begin with one."""
+        interval = self.restart_interval
+        return 0 if not interval or self.blocks_a_row % interval else self.blocks_a_row // interval
+
+    @property
+    def interval_width(self) -> int:
+        """Pixels across a restart interval."""
+        return self.restart_interval * self.block_width
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of an image: its restart intervals from `top` to `bottom` and `left` to `right`."""
+
+    top: int
+    bottom: int
+    left: int
+    right: int
 
 
 def parse_frame(image: Buffer) -> Frame | None:
     """Read a JPEG's header; None for what is no baseline JPEG with a single scan."""
     view = memoryview(image)
-    at, frame, interval, rows_at = 2, 0, 0, 0
+    at, frame, interval, starts_at = 2, 0, 0, 0
     if bytes(view[:2]) != b"\xff\xd8":
         return None
     while at + 4 <= len(view) and view[at] == 0xFF:
@@ -77,15 +98,15 @@ def parse_frame(image: Buffer) -> Frame | None:
         elif marker == 0xDD and length >= 4:
             interval = view[at + 4] << 8 | view[at + 5]
         elif marker == 0xDA:
-            return _frame(view, frame, at, length, interval, rows_at)
+            return _frame(view, frame, at, length, interval, starts_at)
         is_rows = marker == _APP9 and bytes(view[at + 4 : at + 4 + len(_NAME)]) == _NAME
-        rows_at = at if is_rows and length > 3 + len(_NAME) else 0
+        starts_at = at if is_rows and length > 3 + len(_NAME) else 0
         at += 2 + length
     return None
 
 
 def _frame(
-    view: memoryview, frame: int, scan: int, length: int, interval: int, rows_at: int
+    view: memoryview, frame: int, scan: int, length: int, interval: int, starts_at: int
 ) -> Frame | None:
     components = view[frame + 9] if frame else 0
     if not components or frame + 10 + 3 * components > len(view) or view[scan + 4] != components:
@@ -102,23 +123,32 @@ def _frame(
         width=width,
         height_at=frame + 5,
         block_height=8 * high,
+        block_width=8 * wide,
         blocks_a_row=-(-width // (8 * wide)),
         restart_interval=interval,
         scan_header_at=scan,
         scan_at=scan + 2 + length,
-        rows_at=rows_at,
+        starts_at=starts_at,
     )
 
 
-def row_starts(image: Buffer, frame: Frame) -> npt.NDArray[np.uint32] | None:
-    """Where each row of blocks begins, and where the last one ends; shape (rows + 1,).
+def good_interval(width: int, block_width: int) -> int:
+    """Blocks to a restart interval of an image of this width that is going to be cropped."""
+    blocks = -(-width // block_width)
+    most = max(1, min(_MOST_INTERVALS_A_ROW, width // _NARROWEST))
+    return blocks // max(k for k in range(1, most + 1) if blocks % k == 0)
 
-    None when the image does not restart at rows, or its markers are not as many.
+
+def interval_starts(image: Buffer, frame: Frame) -> npt.NDArray[np.int64] | None:
+    """Where each restart interval begins, and where the last one ends; shape (intervals + 1,).
+
+    None when rows of blocks do not begin with one, or the markers are not as many.
     """
-    if not frame.restarts_at_rows:
+    count = frame.rows * frame.intervals_a_row
+    if not count:
         return None
-    if frame.rows_at:
-        kept = _kept_starts(image, frame)
+    if frame.starts_at:
+        kept = _kept_starts(image, frame, count)
         if kept is not None:
             return kept
     data = np.frombuffer(image, np.uint8)
@@ -126,40 +156,40 @@ def row_starts(image: Buffer, frame: Frame) -> npt.NDArray[np.uint32] | None:
     kinds = data[marks + 1]
     restarts = marks[(kinds >= 0xD0) & (kinds <= 0xD7)]
     ends = marks[kinds == 0xD9]
-    if len(restarts) != frame.rows - 1 or not len(ends):
+    if len(restarts) != count - 1 or not len(ends):
         return None
     if not np.array_equal(data[restarts + 1] & 7, np.arange(len(restarts)) & 7):
         return None
-    starts = np.concatenate([[frame.scan_at], restarts + 2, [int(ends[0]) + 2]])
-    return starts.astype(np.uint32)
+    return np.concatenate([[frame.scan_at], restarts + 2, [int(ends[0]) + 2]])
 
 
-def _kept_starts(image: Buffer, frame: Frame) -> npt.NDArray[np.uint32] | None:
+def _kept_starts(image: Buffer, frame: Frame, count: int) -> npt.NDArray[np.int64] | None:
     """What the segment says; None where it is not true of this image."""
-    view = memoryview(image)
-    at = frame.rows_at + 4 + len(_NAME)
-    letter = {2: "H", 4: "I"}.get(view[at])
-    if letter is None or frame.scan_header_at - at - 1 != view[at] * frame.rows:
+    data = np.frombuffer(image, np.uint8)
+    at = frame.starts_at + 4 + len(_NAME)
+    width = int(data[at])
+    if width not in (2, 4) or frame.scan_header_at - at - 1 != width * count:
         return None
-    lengths = struct.unpack_from(f"<{frame.rows}{letter}", view, at + 1)
-    starts = list(itertools.accumulate(lengths, initial=frame.scan_at))
-    if starts[-1] > len(view) or min(lengths) < 2:
+    starts = np.empty(count + 1, np.int64)
+    starts[0] = frame.scan_at
+    starts[1:] = np.frombuffer(image, f"<u{width}", count, at + 1)
+    np.cumsum(starts, out=starts)
+    ends = starts[1:]
+    if starts[-1] > len(data) or (ends[0] < frame.scan_at + 2):
         return None
-    for k, end in enumerate(starts[1:]):
-        mark = 0xD9 if k == frame.rows - 1 else 0xD0 + (k & 7)
-        if view[end - 1] != mark or view[end - 2] != 0xFF:
-            return None
-    return np.array(starts, np.uint32)
+    marks = data[ends - 1]
+    found = (marks[:-1] == _MARKS[np.arange(count - 1) & 7]).all() and marks[-1] == _END[1]
+    return starts if found and (data[ends - 2] == 0xFF).all() else None
 
 
-def with_kept_rows(image: Buffer) -> bytes:
-    """A JPEG that restarts at rows, with the segment that tells where they begin; any other image
-    as it is."""
+def with_kept_starts(image: Buffer) -> bytes:
+    """A JPEG whose rows begin with restart intervals, with the segment that tells where these
+    begin; any other image as it is."""
     frame = parse_frame(image)
-    starts = row_starts(image, frame) if frame is not None else None
+    starts = interval_starts(image, frame) if frame is not None else None
     if frame is None or starts is None:
         return bytes(image)
-    lengths = np.diff(starts.astype(np.int64))
+    lengths = np.diff(starts)
     width = 2 if int(lengths.max()) < 1 << 16 else 4
     length = 3 + len(_NAME) + width * len(lengths)
     if length > _MAX_SEGMENT:
@@ -172,61 +202,76 @@ def with_kept_rows(image: Buffer) -> bytes:
     )
     view = memoryview(image)
     return b"".join(
-        [view[: frame.rows_at or frame.scan_header_at], segment, view[frame.scan_header_at :]]
+        [view[: frame.starts_at or frame.scan_header_at], segment, view[frame.scan_header_at :]]
     )
 
 
-def cut_rows(
+def touched(frame: Frame, top: int, bottom: int, left: int, right: int) -> Part:
+    """The intervals in which pixels of these rows and columns lie."""
+    high, wide = frame.block_height, frame.interval_width
+    return Part(top // high, -(-bottom // high), left // wide, -(-right // wide))
+
+
+def cut(
     image: Buffer,
     frame: Frame,
-    starts: npt.NDArray[np.uint32],
-    first: int,
-    last: int,
+    starts: npt.NDArray[np.int64],
+    part: Part,
     into: Callable[[int], memoryview] | None = None,
-) -> bytearray | memoryview:
-    """A JPEG of the rows of blocks `first` to `last` (not included) of one that restarts at rows.
+) -> tuple[bytearray | memoryview, int, int]:
+    """A JPEG of some intervals of one whose rows begin with one: (it, its height, its width).
 
-    Its height is theirs; its pixels are those of the whole image, where upsampling does not look
-    across rows of blocks (libjpeg-turbo's fast upsampling).
+    Its pixels are those of the whole image, where upsampling does not look across blocks
+    (libjpeg-turbo's fast upsampling).
 
     Args:
         into: gives memory of a size for it; fresh memory otherwise.
     """
     view = memoryview(image)
-    height = min(last * frame.block_height, frame.height) - first * frame.block_height
-    head = frame.rows_at or frame.scan_header_at
-    begin, end = int(starts[first]), int(starts[last]) - 2
-    table = frame.scan_at - frame.scan_header_at
-    size = head + table + end - begin + 2
+    height = min(part.bottom * frame.block_height, frame.height) - part.top * frame.block_height
+    width = min(part.right * frame.interval_width, frame.width) - part.left * frame.interval_width
+    grid = starts[:-1].reshape(frame.rows, -1)[part.top : part.bottom, part.left : part.right]
+    ends = starts[1:].reshape(frame.rows, -1)[part.top : part.bottom, part.left : part.right]
+    head = frame.starts_at or frame.scan_header_at
+    body = head + frame.scan_at - frame.scan_header_at
+    row_begins, row_ends = grid[:, 0], ends[:, -1]
+    lengths = row_ends - row_begins
+    row_at = body + np.cumsum(lengths) - lengths
+    size = int(row_at[-1] + lengths[-1])
     made = (into or bytearray)(size)
     made[:head] = view[:head]
-    made[head : head + table] = view[frame.scan_header_at : frame.scan_at]
-    made[head + table : size - 2] = view[begin:end]
+    made[head:body] = view[frame.scan_header_at : frame.scan_at]
+    if part.right - part.left == frame.intervals_a_row:
+        made[body:size] = view[int(row_begins[0]) : int(row_ends[-1])]
+    else:
+        for at, begin, end in zip(
+            row_at.tolist(), row_begins.tolist(), row_ends.tolist(), strict=True
+        ):
+            made[at : at + end - begin] = view[begin:end]
+    marks = (ends + (row_at - row_begins - 1)[:, None]).reshape(-1)
+    np.frombuffer(made, np.uint8)[marks] = _MARKS[np.arange(len(marks)) & 7]
     made[size - 2 : size] = _END
-    made[frame.height_at : frame.height_at + 2] = height.to_bytes(2, "big")
-    shift = head + table - begin - 1
-    for k, at in enumerate(starts[first + 1 : last].tolist()):
-        made[at + shift] = 0xD0 + (k & 7)
-    return made
+    made[frame.height_at : frame.height_at + 4] = (height << 16 | width).to_bytes(4, "big")
+    return made, height, width
 
 
-def with_restart_rows(image: Buffer) -> bytes | None:
-    """The same pixels as a JPEG that restarts at rows and says where they begin.
+def with_restarts(image: Buffer) -> bytes | None:
+    """The same pixels as a JPEG whose rows are restart intervals, and that says where they begin.
 
     None where that cannot be done: without `jpegtran`, or for other JPEGs than baseline ones.
     """
     frame = parse_frame(image)
     if frame is None:
         return None
-    if row_starts(image, frame) is not None:
-        return with_kept_rows(image)
+    interval = good_interval(frame.width, frame.block_width)
     tool = shutil.which(_TOOL)
-    if tool is None:
-        return None
+    has_some = interval_starts(image, frame) is not None
+    if frame.restart_interval == interval or tool is None:
+        return with_kept_starts(image) if has_some else None
     try:
         done = subprocess.run(
             # Without -optimize it would write the standard's Huffman tables: 6 % larger.
-            [tool, "-copy", "all", "-optimize", "-restart", "1"],
+            [tool, "-copy", "all", "-optimize", "-restart", f"{interval}B"],
             input=bytes(image),
             capture_output=True,
             timeout=_TOOL_TIMEOUT_S,
@@ -235,6 +280,6 @@ def with_restart_rows(image: Buffer) -> bytes | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     made = parse_frame(done.stdout) if done.returncode == 0 else None
-    if made is None or row_starts(done.stdout, made) is None:
+    if made is None or interval_starts(done.stdout, made) is None:
         return None
-    return with_kept_rows(done.stdout)
+    return with_kept_starts(done.stdout)

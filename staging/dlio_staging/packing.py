@@ -291,8 +291,8 @@ def _changed(plan: Plan, payloads: Sequence[Buffer], names: Sequence[str]) -> li
     if not plan.images or (options.resize is None and not options.restart_rows):
         return list(payloads)
     from dlio.decode import decode_whole
-    from dlio.encode import encode_with_restart_rows, resized
-    from dlio.jpeg import with_restart_rows
+    from dlio.encode import encode_with_restarts, resized
+    from dlio.jpeg import with_restarts
 
     changed: list[Buffer] = []
     for payload, name in zip(payloads, names, strict=True):
@@ -302,9 +302,9 @@ def _changed(plan: Plan, payloads: Sequence[Buffer], names: Sequence[str]) -> li
             made: bytes | None
             if options.resize is not None:
                 pixels = resized(decode_whole(values[field], name), options.resize)
-                made = encode_with_restart_rows(pixels, options.quality)
+                made = encode_with_restarts(pixels, options.quality)
             else:
-                made = with_restart_rows(values[field])
+                made = with_restarts(values[field])
             if made is not None:
                 values[field], same = made, False
         changed.append(payload if same else plan.schema.join(values))

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from dlio import decode
-from dlio.crop import Crop
+from dlio.crop import Box, Crop
 from dlio.decode import Decoder, decode_whole
 from dlio.errors import DecodeError
 
@@ -70,10 +70,14 @@ def test_decoding_only_down_to_the_crop_changes_no_pixel(
     noise = np.random.default_rng(0).integers(0, 256, (301, 333, 3), np.uint8)
     image = _encoded(Image.fromarray(noise), subsampling=subsampling)
     saved = [_decode(image, sample=k) for k in range(20)]
-    lowered = [decode._lowered(image, 301, 0, rows)[1] for rows in (1, 100, 280, 301)]
+    size = (301, 333)
+    lowered = [
+        decode._smaller(image, size, Box(0, 0, rows, 5, False)).height
+        for rows in (1, 100, 280, 301)
+    ]
     assert lowered[0] <= 16
     assert lowered[-1] == 301
-    monkeypatch.setattr(decode, "_lowered", lambda image, height, *_: (image, height, 0))
+    monkeypatch.setattr(decode, "_smaller", lambda image, size, _: decode._Small(image, *size))
     assert all(np.array_equal(_decode(image, sample=k), saved[k]) for k in range(20))
 
 

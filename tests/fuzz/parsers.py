@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from dlio.errors import DlioError
-from dlio.jpeg import cut_rows, parse_frame, row_starts
+from dlio.jpeg import Part, cut, interval_starts, parse_frame
 from dlio.schema import IMAGE_LABEL, Schema
 from dlio.storage.block import check_block, encode_block, read_info
 from dlio.storage.manifest import Manifest
@@ -64,9 +64,10 @@ def npy(data: bytes) -> None:
 
 def jpeg(data: bytes) -> None:
     frame = parse_frame(data)
-    starts = None if frame is None else row_starts(data, frame)
+    starts = None if frame is None else interval_starts(data, frame)
     if frame is not None and starts is not None:
-        cut_rows(data, frame, starts, 0, frame.rows)
+        cut(data, frame, starts, Part(0, frame.rows, 0, frame.intervals_a_row))
+        cut(data, frame, starts, Part(0, 1, frame.intervals_a_row - 1, frame.intervals_a_row))
 
 
 PARSERS: Final[dict[str, Callable[[bytes], None]]] = {

@@ -166,7 +166,7 @@ def test_images_are_resized_and_restart_at_rows(pictures: Path, tmp_path: Path) 
         assert min(small.shape[:2]) == min(100, min(large.shape[:2]))
         frame = parse_frame(new["image"])
         assert frame is not None
-        assert frame.restarts_at_rows
+        assert frame.intervals_a_row
 
 
 def test_a_split_gives_each_sample_to_one(pictures: Path, tmp_path: Path) -> None:
