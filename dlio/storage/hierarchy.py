@@ -31,8 +31,6 @@ T = TypeVar("T")
 _IMPATIENT_SHARE = 0.005
 _POLL_S = 0.002
 _JOIN_TIMEOUT_S = 5.0
-_HURRIED_SHARE = 0.01
-"""Of the data that may be read before their blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +87,9 @@ class Hierarchy:
         self._awaited: set[int] = set()
         self._hurried = threading.Condition()
         self._hurrying: threading.Thread | None = None
+        self._reserved: set[int] = set()
+        """Blocks that this process has claimed, and will fill when what is wanted of them first
+        has been read."""
         self._closed = False
         self._impatience = int(_IMPATIENT_SHARE * data_bytes(reader) / ranks)
         if fill_timeout_s is None:
@@ -104,22 +105,19 @@ class Hierarchy:
     def hurry(self, samples: npt.NDArray[np.int64], then: Callable[[], object]) -> None:
         """Begin to read samples, many at a time, whose blocks have not arrived: those of a first
         batch, which would wait for their blocks' other samples otherwise. Each is kept for its
-        block, so nothing is read twice. Of a source of single objects, with one rank.
+        block, which other processes leave to this one; so nothing is read twice. Of a source of
+        single objects, with one rank.
 
         Args:
             then: called when they are read, in a thread of this hierarchy's; or now.
         """
         late: list[int] = []
-        if self._alone and self.reader.objects and self._intake.requests > 1:
-            blocks = self.reader.layout.block_of(samples).tolist()
-            late = [
-                sample
-                for sample, block in zip(samples.tolist(), blocks, strict=True)
-                if self.fillable(block) and not self.tiers[self.pins.tier[block]].has(block)
-            ]
-        # Another job that fills the same tier reads its own first batch: a small share in all.
-        share = float(self.reader.sizes[late].sum()) / max(1, data_bytes(self.reader))
-        if not late or share > _HURRIED_SHARE or self._hurrying is not None:
+        able = self._alone and self.reader.objects and self._intake.requests > 1
+        if able and self._hurrying is None:
+            blocks = self.reader.layout.block_of(samples)
+            mine = [block for block in np.unique(blocks).tolist() if self._reserve(block)]
+            late = samples[np.isin(blocks, mine)].tolist()
+        if not late:
             then()
             return
         self._awaited.update(late)
@@ -127,6 +125,20 @@ class Hierarchy:
             target=self._hurry, args=(late, then), name="dlio-hurry", daemon=True
         )
         self._hurrying.start()
+
+    def _reserve(self, block: int) -> bool:
+        """Claim a block that is yet to be filled, for this process to do that."""
+        if not self.fillable(block):
+            return False
+        tier = self.tiers[self.pins.tier[block]]
+        if tier.has(block) or not tier.claim(block):
+            return False
+        if tier.has(block):  # Filled in between.
+            tier.release(block)
+            return False
+        with self._lock:
+            self._reserved.add(block)
+        return True
 
     def _hurry(self, late: list[int], then: Callable[[], object]) -> None:
         def read(sample: int) -> None:
@@ -269,6 +281,11 @@ class Hierarchy:
         if self._hurrying is not None and self._hurrying.is_alive():
             self._intake.stop()
             self._hurrying.join(_JOIN_TIMEOUT_S)
+        with self._lock:
+            left = [block for block in self._reserved if block not in self._filling]
+            self._reserved.difference_update(left)
+        for block in left:
+            self.tiers[self.pins.tier[block]].release(block)
 
     def close(self) -> None:
         self.settle()
@@ -303,7 +320,10 @@ class Hierarchy:
 
     def _fill_or_wait(self, block: int, tier: Tier, timeout_s: float | None) -> bool:
         deadline = time.monotonic() + (self._fill_timeout_s if timeout_s is None else timeout_s)
-        while not tier.claim(block):
+        with self._lock:
+            reserved = block in self._reserved
+            self._reserved.discard(block)
+        while not reserved and not tier.claim(block):
             # Another process of this node is at it; its lock goes with it if it dies.
             if time.monotonic() > deadline:
                 if timeout_s is None:

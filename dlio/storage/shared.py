@@ -11,6 +11,7 @@ the last folder all the rest goes: an idle machine has nothing of dlio in its sh
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Self
@@ -38,8 +39,7 @@ class SharedFolder:
             first = name not in os.listdir(user)
             self.descriptor = open_private(SHARED_MEMORY, user_folder(), name)
             self._alive = hold_shared(self.descriptor, _ALIVE)
-        if first:
-            _start_reaper(os.path.join(self.path, _ALIVE))
+        self._starting = _start_reaper(os.path.join(self.path, _ALIVE)) if first else None
 
     def __enter__(self) -> Self:
         return self
@@ -51,6 +51,8 @@ class SharedFolder:
         """Let go, and remove the folder if nobody else holds it."""
         if self.descriptor < 0:
             return
+        if self._starting is not None:
+            self._starting.join(_START_TIMEOUT_S)
         os.close(self.descriptor)
         os.close(self._alive)
         self.descriptor = -1
@@ -101,22 +103,33 @@ def _lock() -> tuple[int, int]:
         os.close(user)
 
 
-def _start_reaper(lock: str) -> None:
+def _start_reaper(lock: str) -> threading.Thread | None:
     """Watch, from a process of its own session that holds nothing of this one's open, the lock
-    that the holders of a folder share; sweep when they are gone."""
+    that the holders of a folder share; sweep when they are gone. Returns the thread that waits
+    until it is on its own."""
     package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    # Without it, the next start sweeps.
-    with suppress(OSError, subprocess.TimeoutExpired):
-        subprocess.run(
+    try:
+        starting = subprocess.Popen(
             [sys.executable, "-m", "dlio.storage.reaper", lock],
             env={**os.environ, "PYTHONPATH": package},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            timeout=_START_TIMEOUT_S,
-            check=False,
         )
+    except OSError:
+        return None  # Without it, the next start sweeps.
+
+    def reaped() -> None:
+        try:
+            starting.wait(_START_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            starting.kill()
+            starting.wait()
+
+    thread = threading.Thread(target=reaped, name="dlio-reaper-start", daemon=True)
+    thread.start()
+    return thread
 
 
 def _sweep(user: int, only: str | None = None) -> list[str]:

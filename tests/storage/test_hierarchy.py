@@ -1,6 +1,7 @@
 """The hierarchy reads from the fastest place, the source once, and never a wrong byte."""
 
 import errno
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +17,10 @@ from dlio.reader import Layout, cut_blocks
 from dlio.schema import IMAGE_LABEL
 from dlio.storage.fill import Filler, blocks_in_order
 from dlio.storage.hierarchy import Hierarchy, Pins
+from dlio.storage.intake import Intake
 from dlio.storage.spec import TierSpec
 from dlio.storage.tier import Tier
+from tests.conftest import in_time
 
 N = 400
 
@@ -225,3 +228,49 @@ def test_blocks_come_in_the_order_of_their_first_use() -> None:
     first_use = [order.positions(layout.samples_of(block)).min() for block in range(layout.blocks)]
     got = list(blocks_in_order(layout, order, wanted))
     assert got == [int(block) for block in np.argsort(first_use) if block != 3]
+
+
+def test_a_first_batch_is_read_before_its_blocks_and_nothing_twice(tmp_path: Path) -> None:
+    """Two jobs fill one tier; each has a first batch that it cannot wait for."""
+    reader = MemoryReader()
+    jobs = []
+    for _ in range(2):
+        tier = Tier(TierSpec("disk", str(tmp_path), 1 << 30), "x", fingerprint=reader.fingerprint)
+        pins = Pins(np.zeros(reader.layout.blocks, np.int8))
+        jobs.append(Hierarchy(reader, [tier], pins, intake=Intake(reader, 4)))
+    batches = [Order(N, seed).samples(np.arange(40)) for seed in range(2)]
+    fillers = []
+    blocks = np.ones(reader.layout.blocks, np.bool_)
+
+    def fill(job: Hierarchy, seed: int) -> None:
+        order = Order(N, seed)
+        fillers.append(Filler(job, lambda: blocks_in_order(reader.layout, order, blocks)))
+
+    for seed, job in enumerate(jobs):
+        job.hurry(batches[seed], functools.partial(fill, job, seed))
+    for job, batch in zip(jobs, batches, strict=True):
+        for sample in batch.tolist():
+            block, place = (int(part[0]) for part in reader.layout.locate(np.array([sample])))
+            assert bytes(job.read(sample, block, place)[0]) == reader.payloads[sample]
+    assert in_time(lambda: len(fillers) == 2)
+    assert all(filler.join(20) for filler in fillers)
+    # Each job may read half a percent of the samples on their own.
+    assert N <= reader.reads.sum() <= N + 4
+    for job in jobs:
+        job.close()
+
+
+def test_blocks_that_were_claimed_for_a_first_batch_are_let_go_again(tmp_path: Path) -> None:
+    reader = MemoryReader()
+    jobs = []
+    for _ in range(2):
+        tier = Tier(TierSpec("disk", str(tmp_path), 1 << 30), "x", fingerprint=reader.fingerprint)
+        pins = Pins(np.zeros(reader.layout.blocks, np.int8))
+        jobs.append(Hierarchy(reader, [tier], pins, intake=Intake(reader, 4)))
+    read = threading.Event()
+    jobs[0].hurry(np.arange(N), lambda: read.set())
+    assert read.wait(10)
+    assert not jobs[1].fill(0, timeout_s=0)
+    jobs[0].close()
+    assert jobs[1].fill(0, timeout_s=0)
+    jobs[1].close()
