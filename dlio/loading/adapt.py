@@ -1,12 +1,12 @@
 """Data sets of other libraries that dlio understands, and reads through its tiers.
 
-torchvision's ImageFolder and DatasetFolder with its own image loader; torch's Subset and
-ConcatDataset of those and of dlio's own. They are recognised by their classes' names, so that
-torchvision need not be there.
+torchvision's ImageFolder and DatasetFolder with its own image loader; Hugging Face `datasets` of
+images; torch's Subset and ConcatDataset of those. They are recognised by their classes' names, so
+that neither torchvision nor `datasets` need be there.
 """
 
 import io
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ import numpy.typing as npt
 from dlio.dataset import Dataset
 from dlio.errors import DecodeError, SourceError
 from dlio.index import fingerprint_of
+from dlio.loading.huggingface import ImageSet, is_image_set
 from dlio.order import Order
 from dlio.reader import Reader, cut_blocks, open_reader
 from dlio.schema import Buffer
@@ -21,24 +22,36 @@ from dlio.schema import Buffer
 _SEED = 0xD110
 
 
+class Understood(Protocol):
+    """A data set that dlio reads in its place."""
+
+    @property
+    def reader(self) -> Any:
+        """A reader of the same samples in the same order."""
+
+    def finished(self, payload: Buffer, sample: int) -> Any:
+        """What the data set's own `[i]` would return, of bytes that are here already."""
+
+
 def adapted(data: Any, tiers: Any) -> Dataset | None:
     """The data set as dlio reads it; None for one that it does not understand."""
     parts = _parts(data)
     if parts is None:
         return None
-    folders: list[Any] = []
-    for folder, _ in parts:
-        if all(folder is not known for known in folders):
-            folders.append(folder)
-    readers: list[Any] = []
-    for folder in folders:
-        reader = _reader_of(folder)
-        if reader is None:
-            for opened in readers:
-                opened.close()
+    wholes: list[Any] = []
+    for whole, _ in parts:
+        if all(whole is not known for known in wholes):
+            wholes.append(whole)
+    known: list[Understood] = []
+    for whole in wholes:
+        found = _understood(whole)
+        if found is None or (known and found.reader.schema != known[0].reader.schema):
+            for opened in [*known, *([found] if found else [])]:
+                opened.reader.close()
             return None
-        readers.append(reader)
-    numbers = [next(k for k, f in enumerate(folders) if f is folder) for folder, _ in parts]
+        known.append(found)
+    readers = [each.reader for each in known]
+    numbers = [next(k for k, w in enumerate(wholes) if w is whole) for whole, _ in parts]
     if len(parts) == 1 and parts[0][1] is None:
         view: Any = readers[0]
         owners = np.zeros(len(view), np.int64)
@@ -53,8 +66,7 @@ def adapted(data: Any, tiers: Any) -> Dataset | None:
         view = _View(readers, owners, inner)
 
     def finish(payload: Buffer, sample: int) -> Any:
-        number = int(owners[sample])
-        return _finished(folders[number], readers[number], payload, int(inner[sample]))
+        return known[int(owners[sample])].finished(payload, int(inner[sample]))
 
     return Dataset(
         view,
@@ -69,8 +81,8 @@ def adapted(data: Any, tiers: Any) -> Dataset | None:
 
 
 def _parts(data: Any) -> list[tuple[Any, npt.NDArray[np.int64] | None]] | None:
-    """(folder, indices of it or all) in the order of the data set's indices."""
-    if _is_folder(data):
+    """(whole data set, indices of it or all) in the order of the data set's indices."""
+    if _is_folder(data) or is_image_set(data):
         return [(data, None)]
     names = {(each.__module__.split(".")[0], each.__name__) for each in [type(data)]}
     if names == {("torch", "Subset")}:
@@ -92,15 +104,26 @@ def _parts(data: Any) -> list[tuple[Any, npt.NDArray[np.int64] | None]] | None:
 def _picked(
     parts: list[tuple[Any, npt.NDArray[np.int64] | None]], indices: npt.NDArray[np.int64]
 ) -> list[tuple[Any, npt.NDArray[np.int64] | None]]:
-    whole = [
-        np.arange(len(folder.samples), dtype=np.int64) if chosen is None else chosen
-        for folder, chosen in parts
+    numbers = [
+        np.arange(len(whole), dtype=np.int64) if chosen is None else chosen
+        for whole, chosen in parts
     ]
-    owner = np.repeat(np.arange(len(whole)), [len(part) for part in whole])[indices]
-    inner = np.concatenate(whole)[indices]
+    owner = np.repeat(np.arange(len(numbers)), [len(part) for part in numbers])[indices]
+    inner = np.concatenate(numbers)[indices]
     edges = np.flatnonzero(np.diff(owner)) + 1
     runs = zip(np.split(owner, edges), np.split(inner, edges), strict=True)
     return [(parts[int(o[0])][0], i) for o, i in runs if len(o)]
+
+
+def _understood(data: Any) -> Understood | None:
+    """A whole data set; None where dlio would read other samples."""
+    try:
+        if is_image_set(data):
+            return ImageSet(data)
+        reader = _reader_of(data)
+    except SourceError:
+        return None
+    return None if reader is None else _Folder(data, reader)
 
 
 def _is_folder(data: Any) -> bool:
@@ -116,10 +139,7 @@ def _is_folder(data: Any) -> bool:
 
 def _reader_of(folder: Any) -> Reader | None:
     """A reader of the same files in the same order; None where dlio lists others."""
-    try:
-        reader = open_reader(str(folder.root))
-    except SourceError:
-        return None
+    reader = open_reader(str(folder.root))
     if reader.format != "folder":
         reader.close()
         return None
@@ -135,22 +155,28 @@ def _reader_of(folder: Any) -> Reader | None:
     return reader
 
 
-def _finished(folder: Any, reader: Reader, payload: Buffer, sample: int) -> Any:
-    """What the data set's own `[i]` would return, of bytes that are here already."""
-    from PIL import Image
+class _Folder:
+    def __init__(self, folder: Any, reader: Reader) -> None:
+        self._folder = folder
+        self.reader = reader
 
-    values = reader.schema.split(payload)
-    try:
-        with Image.open(io.BytesIO(values["image"])) as image:
-            picture: Any = image.convert("RGB")
-    except OSError as error:
-        raise DecodeError(f"{reader.name(sample)} cannot be decoded: {error}") from error
-    if folder.transform is not None:
-        picture = folder.transform(picture)
-    target = folder.samples[sample][1]
-    if folder.target_transform is not None:
-        target = folder.target_transform(target)
-    return picture, target
+    def finished(self, payload: Buffer, sample: int) -> Any:
+        from PIL import Image
+
+        folder = self._folder
+        values = self.reader.schema.split(payload)
+        try:
+            with Image.open(io.BytesIO(values["image"])) as image:
+                picture: Any = image.convert("RGB")
+        except OSError as error:
+            name = self.reader.name(sample)
+            raise DecodeError(f"{name} cannot be decoded: {error}") from error
+        if folder.transform is not None:
+            picture = folder.transform(picture)
+        target = folder.samples[sample][1]
+        if folder.target_transform is not None:
+            target = folder.target_transform(target)
+        return picture, target
 
 
 class _View:
