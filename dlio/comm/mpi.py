@@ -1,11 +1,6 @@
-"""MPI through mpi4py: two-sided messages and non-blocking collectives.
-
-Waiting never spins: a rank shares its cores with its own decode threads, so a wait tests and
-sleeps, from 20 µs up to 1 ms. Every wait has a deadline.
-"""
+"""MPI through mpi4py: two-sided messages and non-blocking collectives."""
 
 import json
-import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -25,10 +20,9 @@ except (ImportError, RuntimeError) as error:
 
 from dlio.comm import Buffer, Communicator, Json, Request
 from dlio.comm.single import SingleCommunicator
-from dlio.errors import CommError, CommTimeout
+from dlio.comm.waiting import LONGEST_SLEEP_S, default_timeout_s, wait_all
+from dlio.errors import CommError
 
-_SHORTEST_SLEEP_S = 20e-6
-_LONGEST_SLEEP_S = 1e-3
 _CANCEL_TIMEOUT_S = 1.0
 
 
@@ -58,7 +52,7 @@ class _MpiRequest:
         self._request.Cancel()
         deadline = time.monotonic() + _CANCEL_TIMEOUT_S
         while not (done := self.done()) and time.monotonic() < deadline:
-            time.sleep(_LONGEST_SLEEP_S)
+            time.sleep(LONGEST_SLEEP_S)
         return done
 
 
@@ -69,7 +63,7 @@ class MpiCommunicator:
         self._comm = comm
         self.rank = comm.rank
         self.size = comm.size
-        self._timeout_s = float(os.environ.get("DLIO_TIMEOUT", "300"))
+        self._timeout_s = default_timeout_s()
 
     def allgather(self, value: Json) -> list[Json]:
         mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -106,17 +100,7 @@ class MpiCommunicator:
 
     def wait(self, requests: Sequence[Request], what: str, timeout_s: float | None = None) -> None:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + limit_s
-        sleep_s = _SHORTEST_SLEEP_S
-        left = list(requests)
-        while left := [request for request in left if not request.done()]:
-            if time.monotonic() > deadline:
-                raise CommTimeout(
-                    f"rank {self.rank} of {self.size} waited {limit_s:.0f} s for {what}: another "
-                    "rank is stopped, far behind, or left the run (DLIO_TIMEOUT sets the deadline)"
-                )
-            time.sleep(sleep_s)
-            sleep_s = min(1.5 * sleep_s, _LONGEST_SLEEP_S)
+        wait_all(requests, what, limit_s, f"rank {self.rank} of {self.size}")
 
     def dup(self) -> "MpiCommunicator":
         return MpiCommunicator(self._comm.Dup())

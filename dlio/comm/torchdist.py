@@ -28,10 +28,9 @@ import torch.distributed as dist
 
 from dlio.comm import Buffer, Communicator, Json, Request
 from dlio.comm.single import SingleCommunicator
+from dlio.comm.waiting import LONGEST_SLEEP_S, default_timeout_s, wait_all
 from dlio.errors import CommError, CommTimeout
 
-_SHORTEST_SLEEP_S: Final = 20e-6
-_LONGEST_SLEEP_S: Final = 1e-3
 _CLOSE_TIMEOUT_S: Final = 5.0
 _CANCEL_TIMEOUT_S: Final = 1.0
 _HELLO: Final = struct.Struct("<16sI")
@@ -70,7 +69,7 @@ class _Message:
     def cancel(self) -> bool:
         deadline = time.monotonic() + _CANCEL_TIMEOUT_S
         while not (given_up := self.over or self._withdraw(self)) and time.monotonic() < deadline:
-            time.sleep(_LONGEST_SLEEP_S)
+            time.sleep(LONGEST_SLEEP_S)
         return given_up
 
 
@@ -103,7 +102,7 @@ class TorchCommunicator:
         self._duplicates = 0
         self.rank = rank
         self.size = size
-        self._timeout_s = float(os.environ.get("DLIO_TIMEOUT", "300"))
+        self._timeout_s = default_timeout_s()
         with self._told("meeting the other ranks"):
             self._group: Any = dist.ProcessGroupGloo(
                 torch._C._distributed_c10d.PrefixStore(name, store),
@@ -150,17 +149,7 @@ class TorchCommunicator:
 
     def wait(self, requests: Sequence[Request], what: str, timeout_s: float | None = None) -> None:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + limit_s
-        sleep_s = _SHORTEST_SLEEP_S
-        left = list(requests)
-        while left := [request for request in left if not request.done()]:
-            if time.monotonic() > deadline:
-                raise CommTimeout(
-                    f"rank {self.rank} of {self.size} waited {limit_s:.0f} s for {what}: another "
-                    "rank is stopped, far behind, or left the run (DLIO_TIMEOUT sets the deadline)"
-                )
-            time.sleep(sleep_s)
-            sleep_s = min(1.5 * sleep_s, _LONGEST_SLEEP_S)
+        wait_all(requests, what, limit_s, f"rank {self.rank} of {self.size}")
 
     def dup(self) -> "TorchCommunicator":
         self._duplicates += 1
@@ -256,7 +245,7 @@ class _Mail:
             with self._lock:
                 if not any(self._queues.values()):
                     break
-            time.sleep(_LONGEST_SLEEP_S)
+            time.sleep(LONGEST_SLEEP_S)
         self._closing = True
         self._wake()
         self._thread.join(_CLOSE_TIMEOUT_S)

@@ -10,7 +10,6 @@ memory is used again only when nobody holds them any more: a steady epoch alloca
 """
 
 import itertools
-import os
 import queue
 import threading
 import time
@@ -236,10 +235,6 @@ class Pipeline:
         spent["decode"] = spent.get("decode", 0.0) + made - read - transforming
         if transforming:
             spent["transform"] = spent.get("transform", 0.0) + transforming
-
-
-def default_timeout_s() -> float:
-    return float(os.environ.get("DLIO_TIMEOUT", "300"))
 
 
 def first_failure(batch: Batch) -> Exception:

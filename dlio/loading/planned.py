@@ -7,6 +7,7 @@ from typing import Final
 import numpy as np
 
 from dlio.comm import Communicator
+from dlio.comm.waiting import default_timeout_s
 from dlio.dataset import Dataset
 from dlio.loading.feed import Fed, Feed
 from dlio.loading.makers import Maker
@@ -16,7 +17,6 @@ from dlio.loading.pipeline import (
     Batch,
     Pipeline,
     Work,
-    default_timeout_s,
     first_failure,
 )
 from dlio.loading.stats import Stats

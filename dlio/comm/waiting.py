@@ -1,0 +1,33 @@
+"""Waiting for requests without spinning: a rank shares its cores with its own decode threads, so
+a wait tests and sleeps, from 20 µs up to 1 ms, until a deadline."""
+
+import os
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from dlio.comm import Request
+from dlio.errors import CommTimeout
+
+SHORTEST_SLEEP_S: Final = 20e-6
+LONGEST_SLEEP_S: Final = 1e-3
+
+
+def default_timeout_s() -> float:
+    """DLIO_TIMEOUT, in seconds."""
+    return float(os.environ.get("DLIO_TIMEOUT", "300"))
+
+
+def wait_all(requests: Sequence[Request], what: str, limit_s: float, who: str) -> None:
+    """Raises CommTimeout, naming `who` waited for `what`, when they are not all done in time."""
+    deadline = time.monotonic() + limit_s
+    sleep_s = SHORTEST_SLEEP_S
+    left = list(requests)
+    while left := [request for request in left if not request.done()]:
+        if time.monotonic() > deadline:
+            raise CommTimeout(
+                f"{who} waited {limit_s:.0f} s for {what}: another rank is stopped, far behind, "
+                "or left the run (DLIO_TIMEOUT sets the deadline)"
+            )
+        time.sleep(sleep_s)
+        sleep_s = min(1.5 * sleep_s, LONGEST_SLEEP_S)
