@@ -27,9 +27,12 @@ _TOOL: Final = "jpegtran"
 _TOOL_TIMEOUT_S: Final = 60.0
 _END: Final = b"\xff\xd9"
 _APP9: Final = 0xE9
-_MARKS: Final = np.arange(0xD0, 0xD8, dtype=np.uint8)
-_NAME: Final = b"dlio-rows"
 _MAX_SEGMENT: Final = 0xFFFF
+_BEFORE: Final = np.array([2, 1])
+_MARKS: Final = np.full((_MAX_SEGMENT, 2), 0xFF, np.uint8)
+"""Of one restart interval after the other."""
+_MARKS[:, 1] = 0xD0 + (np.arange(_MAX_SEGMENT) & 7)
+_NAME: Final = b"dlio-rows"
 _MOST_INTERVALS_A_ROW: Final = 8
 _NARROWEST: Final = 64
 """Pixels across a restart interval. Each costs some five bytes."""
@@ -173,13 +176,14 @@ def _kept_starts(image: Buffer, frame: Frame, count: int) -> npt.NDArray[np.int6
     starts = np.empty(count + 1, np.int64)
     starts[0] = frame.scan_at
     starts[1:] = np.frombuffer(image, f"<u{width}", count, at + 1)
-    np.cumsum(starts, out=starts)
-    ends = starts[1:]
-    if starts[-1] > len(data) or (ends[0] < frame.scan_at + 2):
+    starts.cumsum(out=starts)
+    if int(starts[-1]) > len(data) or int(starts[1]) < frame.scan_at + 2:
         return None
-    marks = data[ends - 1]
-    found = (marks[:-1] == _MARKS[np.arange(count - 1) & 7]).all() and marks[-1] == _END[1]
-    return starts if found and (data[ends - 2] == 0xFF).all() else None
+    marks = data[starts[1:, None] - _BEFORE]
+    if image[int(starts[-1]) - 1] != _END[1]:
+        return None
+    marks[-1, 1] = _MARKS[count - 1, 1]
+    return starts if (marks == _MARKS[:count]).all() else None
 
 
 def with_kept_starts(image: Buffer) -> bytes:
@@ -230,26 +234,28 @@ def cut(
     view = memoryview(image)
     height = min(part.bottom * frame.block_height, frame.height) - part.top * frame.block_height
     width = min(part.right * frame.interval_width, frame.width) - part.left * frame.interval_width
-    grid = starts[:-1].reshape(frame.rows, -1)[part.top : part.bottom, part.left : part.right]
-    ends = starts[1:].reshape(frame.rows, -1)[part.top : part.bottom, part.left : part.right]
+    across = frame.intervals_a_row
+    # The restart intervals' ends, by row and column; a row's bytes are one stretch.
+    ends = starts[1:].reshape(-1, across)[part.top : part.bottom, part.left : part.right]
+    begins = starts[part.top * across + part.left : part.bottom * across : across]
     head = frame.starts_at or frame.scan_header_at
     body = head + frame.scan_at - frame.scan_header_at
-    row_begins, row_ends = grid[:, 0], ends[:, -1]
-    lengths = row_ends - row_begins
-    row_at = body + np.cumsum(lengths) - lengths
-    size = int(row_at[-1] + lengths[-1])
+    shift = (ends[:, -1] - begins).cumsum()
+    size = body + int(shift[-1])
+    shift += body - ends[:, -1]  # From where a row's bytes are to where they go.
     made = (into or bytearray)(size)
     made[:head] = view[:head]
     made[head:body] = view[frame.scan_header_at : frame.scan_at]
-    if part.right - part.left == frame.intervals_a_row:
-        made[body:size] = view[int(row_begins[0]) : int(row_ends[-1])]
+    if part.right - part.left == across:
+        made[body:size] = view[int(begins[0]) : int(ends[-1, -1])]
     else:
-        for at, begin, end in zip(
-            row_at.tolist(), row_begins.tolist(), row_ends.tolist(), strict=True
+        for begin, end, by in zip(
+            begins.tolist(), ends[:, -1].tolist(), shift.tolist(), strict=True
         ):
-            made[at : at + end - begin] = view[begin:end]
-    marks = (ends + (row_at - row_begins - 1)[:, None]).reshape(-1)
-    np.frombuffer(made, np.uint8)[marks] = _MARKS[np.arange(len(marks)) & 7]
+            made[begin + by : end + by] = view[begin:end]
+    marks = (ends + (shift - 1)[:, None]).reshape(-1)
+    pattern = _MARKS[:, 1] if len(marks) < _MAX_SEGMENT else np.resize(_MARKS[:8, 1], len(marks))
+    np.frombuffer(made, np.uint8)[marks] = pattern[: len(marks)]
     made[size - 2 : size] = _END
     made[frame.height_at : frame.height_at + 4] = (height << 16 | width).to_bytes(4, "big")
     return made, height, width
