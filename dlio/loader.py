@@ -22,7 +22,8 @@ from dlio.loading.share import place
 from dlio.loading.stats import Stats, diagnose
 from dlio.loading.trace import Spans, path_of
 from dlio.order import Cursor
-from dlio.schedule import Mode, steps_in_epoch
+from dlio.plans import check_mode
+from dlio.schedule import steps_in_epoch
 
 _log = logging.getLogger("dlio")
 Workers = Literal["thread", "process"]
@@ -89,7 +90,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         pin_memory_device: str = "",
         in_order: bool = True,
         tiers: Any = None,
-        mode: Mode = "batch",
+        mode: str = "batch",
         seed: int | None = None,
         workers: Workers | None = None,
         on_error: Literal["stop", "skip"] | None = None,
@@ -123,7 +124,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         # Public, under their own names: those who make a loader anew from an old one look there.
         self.shuffle = shuffle
         self.tiers = tiers
-        self.mode: Mode = mode
+        self.mode = mode
         self.seed = seed
         self.workers = workers
         self.on_error = on_error
@@ -430,8 +431,7 @@ class _Indices:
 
 
 def _check(dataset: Any, mode: str, workers: str | None, on_error: str | None, tiers: Any) -> None:
-    if mode not in ("batch", "global"):
-        raise UsageError(f"mode={mode!r}: choose batch or global")
+    check_mode(mode)
     if workers not in (None, "thread", "process"):
         raise UsageError(f"workers={workers!r}: choose 'thread' or 'process'")
     if on_error not in (None, "stop", "skip"):

@@ -118,13 +118,13 @@ def assign(
     in_window = np.arange(len(samples), dtype=np.int64)
     step = in_window // global_batch
     counts = np.bincount(step, minlength=len(steps)).astype(np.int64)
-    homes = _with_ranks(np.asarray(home_of(samples), np.int32), ranks)
+    homes = with_ranks(np.asarray(home_of(samples), np.int32), ranks)
     if mode == "global":
-        consumer = _deal(in_window - step * global_batch, counts[step], ranks.size)
+        consumer = deal(in_window - step * global_batch, counts[step], ranks.size)
     else:
         consumer = _deal_at_home(homes, step, counts, ranks)
     return Assignment(
-        steps, samples, step + steps.start, consumer, _senders(homes, consumer, ranks)
+        steps, samples, step + steps.start, consumer, senders_of(homes, consumer, ranks)
     )
 
 
@@ -147,19 +147,23 @@ def plan_window(
     mine = np.flatnonzero(dealt.consumer == rank)
     per_step = np.bincount(dealt.step[mine] - steps.start, minlength=len(steps))
     pushed = np.flatnonzero(dealt.sender == rank)
-    pushed = pushed[_stable(dealt.consumer[pushed], ranks.size)]
-    dests, begins = np.unique(dealt.consumer[pushed], return_index=True)
-    parts = np.split(dealt.samples[pushed], begins[1:])
     return Window(
         steps,
         dealt.samples[mine],
         np.concatenate([[0], np.cumsum(per_step)]).astype(np.int64),
         dealt.sender[mine],
-        dict(zip(dests.tolist(), parts, strict=False)),
+        cut_window(dealt.samples[pushed], dealt.consumer[pushed], ranks.size),
     )
 
 
-def _with_ranks(homes: _I32, ranks: Ranks) -> _I32:
+def cut_window(samples: _I64, consumers: npt.NDArray[np.integer], ranks: int) -> dict[int, _I64]:
+    """A window's sends: samples by the rank that consumes them, in the order given."""
+    by_rank = _stable(consumers, ranks)
+    dests, begins = np.unique(consumers[by_rank], return_index=True)
+    return dict(zip(dests.tolist(), np.split(samples[by_rank], begins[1:]), strict=False))
+
+
+def with_ranks(homes: _I32, ranks: Ranks) -> _I32:
     """`homes`, with -1 for nodes that no rank is on."""
     inhabited = np.bincount(ranks.node_of, minlength=ranks.nodes) > 0
     there = (homes >= 0) & (homes < ranks.nodes)
@@ -167,7 +171,7 @@ def _with_ranks(homes: _I32, ranks: Ranks) -> _I32:
     return np.where(there, homes, np.int32(-1))
 
 
-def _deal(in_step: _I64, counts: _I64, parts: int) -> _I32:
+def deal(in_step: _I64, counts: _I64, parts: int) -> _I32:
     """The part of `share(count, parts, ·)` that each place in a step falls to."""
     # Largest part p with count·p // parts <= place, that is p = ((place + 1)·parts - 1) // count.
     return (((in_step + 1) * parts - 1) // np.maximum(counts, 1)).astype(np.int32)
@@ -203,7 +207,7 @@ def _deal_at_home(homes: _I32, step: _I64, counts: _I64, ranks: Ranks) -> _I32:
     return consumer
 
 
-def _senders(homes: _I32, consumer: _I32, ranks: Ranks) -> _I32:
+def senders_of(homes: _I32, consumer: _I32, ranks: Ranks) -> _I32:
     """Who pushes each sample: one rank per receiver and peer node, so one message per pair."""
     by_node = _stable(ranks.node_of, ranks.nodes).astype(np.int32)
     on_node = np.bincount(ranks.node_of, minlength=ranks.nodes)
@@ -235,7 +239,7 @@ def _count_before(groups: _I32, step: _I64, limit: int) -> _I64:
     return before
 
 
-def _stable(keys: _I32, limit: int) -> npt.NDArray[np.intp]:
+def _stable(keys: npt.NDArray[np.integer], limit: int) -> npt.NDArray[np.intp]:
     """The stable argsort of keys from 0 to `limit`, in the smallest type that holds them: numpy
     sorts up to 16 bits by radix, several times as fast."""
     return np.argsort(keys.astype(np.min_scalar_type(limit)), kind="stable")

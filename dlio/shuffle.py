@@ -22,8 +22,8 @@ import numpy.typing as npt
 
 from dlio.comm import Communicator, Request
 from dlio.errors import DlioError
-from dlio.order import Order
-from dlio.schedule import Mode, Ranks, Window, plan_window, window_steps
+from dlio.plans import EpochPlan, WindowPlan, plan_epoch
+from dlio.schedule import Window, window_steps
 from dlio.schema import Buffer
 from dlio.storage.hierarchy import Hierarchy
 from dlio.wire import message_bytes, pack_message, unpack_message
@@ -36,25 +36,6 @@ _GENERATIONS = 16
 """Tags stay below the 32,767 that MPI grants."""
 _IDLE_S = 0.001
 _CLOSE_TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class EpochPlan:
-    """What all ranks agree on for one pass over the data."""
-
-    order: Order
-    position: int
-    """First position to consume."""
-    batch_size: int
-    """Per rank."""
-    steps: int
-    mode: Mode
-    ranks: Ranks
-    rank: int
-    home: npt.NDArray[np.int32]
-    """Home node of each block, -1 for the source; shape (blocks,)."""
-    window_bytes: int = 16 << 20
-    """Payload bytes of a rank's window, about."""
 
 
 @dataclass(slots=True)
@@ -98,6 +79,7 @@ class Shuffle:
         self._comm = comm
         self._hierarchy = hierarchy
         self._plan = plan
+        self._planner: WindowPlan | None = None
         self._tag_base = (generation % _GENERATIONS) * (_WINDOW_TAGS + 1)
         self._windows = _windows(plan, float(hierarchy.reader.sizes.mean()))
         self._moves = plan.ranks.nodes > 1
@@ -241,17 +223,9 @@ class Shuffle:
             self._progress()
 
     def _window(self, number: int) -> Window:
-        plan, layout = self._plan, self._hierarchy.reader.layout
-        return plan_window(
-            plan.order,
-            plan.position,
-            plan.batch_size,
-            self._windows[number],
-            lambda samples: plan.home[layout.block_of(samples)],
-            plan.ranks,
-            plan.rank,
-            plan.mode,
-        )
+        if self._planner is None:
+            self._planner = plan_epoch(self._plan)
+        return self._planner.window(self._windows[number])
 
     def _pack(self, samples: npt.NDArray[np.int64]) -> bytearray:
         blocks, places = self._hierarchy.reader.layout.locate(samples)

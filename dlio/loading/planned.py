@@ -22,8 +22,8 @@ from dlio.loading.pipeline import (
 from dlio.loading.stats import Stats
 from dlio.loading.trace import Spans
 from dlio.mount import Mount
-from dlio.schedule import Mode
-from dlio.shuffle import EpochPlan, Shuffle
+from dlio.plans import EpochPlan
+from dlio.shuffle import Shuffle
 
 _PEER_TIMEOUT_S: Final = 30.0
 
@@ -37,7 +37,7 @@ class Planned:
     comm: Communicator
     """For this loader's messages alone."""
     maker: Maker
-    mode: Mode
+    mode: str
     threads: int
     ahead: int
     """Batches under way at a time."""
@@ -63,6 +63,7 @@ def planned_feed(plan: Planned, batches: PlannedPass, stats: Stats) -> Feed:
         ranks=mounted.ranks,
         rank=plan.comm.rank,
         home=mounted.placement.home,
+        layout=mounted.hierarchy.reader.layout,
     )
     work = Work(
         hierarchy=mounted.hierarchy,

@@ -19,7 +19,7 @@ def main(folder: str, tiers: str, mode: str, nodes: int, batch: int, leave_at: i
             data,
             batch,
             True,
-            mode=mode,  # type: ignore[arg-type]
+            mode=mode,
             pretend_nodes=nodes,
         ) as loader,
     ):
