@@ -317,8 +317,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         """The planned pass of a state."""
         assert self.batch_size is not None
         rank, ranks = place(self.group, self.mesh)
-        cursor = Cursor.from_dict(state)
-        return PlannedPass(cursor, bool(self.shuffle), self.batch_size, self.drop_last, rank, ranks)
+        return PlannedPass(state, bool(self.shuffle), self.batch_size, self.drop_last, rank, ranks)
 
     def _begin(self, peek: bool = False) -> Pass:
         """The pass that begins: resumed, chosen by set_epoch, or the next epoch."""
@@ -327,12 +326,13 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             state = self._pass.next_state()
         if self._follows_formula():
             seed, count = self._order_seed(), self._count()
-            cursor = Cursor(seed, 0, 0, count) if state is None else Cursor.from_dict(state)
+            if state is None:
+                state = Cursor(seed, 0, 0, count).as_dict()
             if self._chosen_epoch is not None:
-                cursor = Cursor(seed, self._chosen_epoch, 0, count)
+                state = Cursor(seed, self._chosen_epoch, 0, count).as_dict()
                 if not peek:
                     self._chosen_epoch = None
-            return self._pass_of(cursor.as_dict())
+            return self._pass_of(state)
         epoch = int((state or {}).get("epoch", 0))
         if self._chosen_epoch is not None:
             epoch, state = self._chosen_epoch, None

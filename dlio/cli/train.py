@@ -32,8 +32,11 @@ def command(
         Literal["allreduce", "gossip"], typer.Option(help="How ranks keep one model.")
     ] = "allreduce",
     shuffle: Annotated[
-        Literal["batch", "global"],
-        typer.Option(help="batch: samples are trained where they live; global: anywhere."),
+        str,
+        typer.Option(
+            help="batch: samples are trained where they live; global: anywhere; local: on the node "
+            "that holds them, all epoch; partial(0.1): a tenth of them elsewhere."
+        ),
     ] = "batch",
     pretend_nodes: Annotated[
         int | None, typer.Option(help="Behave as if the ranks were on that many nodes.")

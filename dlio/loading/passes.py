@@ -7,7 +7,7 @@ or the user's. Its state counts what was handed out, not what is prefetched.
 import base64
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -20,6 +20,8 @@ from dlio.schedule import steps_in_epoch
 
 _KIND: Final = "sampler"
 _FORMAT: Final = 2
+_BINDING: Final = ("mode", "ranks", "homes")
+"""Of a state in the middle of an epoch that only the same ranks and tiers can go on with."""
 
 
 class Pass(Protocol):
@@ -45,20 +47,31 @@ class PlannedPass:
     """A rank's share of each global batch of an order that is a formula.
 
     Args:
-        cursor: where it begins.
+        begun: where it begins, as `state` tells it.
         rank, ranks: of those that share the data.
+
+    Raises UsageError when the state is none, or one in the middle of an epoch whose mode binds it
+    to another number of ranks.
     """
 
     def __init__(
         self,
-        cursor: Cursor,
+        begun: Mapping[str, Any],
         shuffled: bool,
         batch_size: int,
         drop_last: bool,
         rank: int,
         ranks: int,
     ) -> None:
+        cursor = Cursor.from_dict(begun)
         self.cursor = cursor
+        self._bound: dict[str, Any] = {}
+        self._begun = {key: begun[key] for key in _BINDING if key in begun}
+        if cursor.position and self._begun.get("ranks", ranks) != ranks:
+            raise UsageError(
+                f"loader state in the middle of an epoch of mode {self._begun.get('mode')} on "
+                f"{self._begun['ranks']} ranks: go on with as many, or at the start of an epoch"
+            )
         self.epoch = cursor.epoch
         self.order = Order(cursor.samples, cursor.seed, cursor.epoch, shuffled)
         self.batch_size = batch_size
@@ -81,13 +94,38 @@ class PlannedPass:
             positions = np.arange(first + part.start, first + part.stop, dtype=np.int64)
             yield self.order.samples(positions).tolist()
 
+    def bind(self, mode: str, homes: str) -> None:
+        """Tell that the order of this pass is that of a mode, and of blocks' homes.
+
+        Raises UsageError when it goes on in the middle of an epoch of another.
+        """
+        self._bound = {"mode": mode, "ranks": self.ranks, "homes": homes}
+        if self.cursor.position and self._begun != self._bound:
+            then, now = self._begun.get("mode", "batch or global"), mode
+            reason = "the nodes' tiers hold other blocks than then"
+            if then != now:
+                reason = f"it is of mode {then}, this loader of {now}"
+            raise UsageError(
+                f"loader state in the middle of an epoch: {reason}; go on as it was saved, or at "
+                "the start of an epoch"
+            )
+
+    def unbound(self, mode: str) -> None:
+        """Tell that the order of this pass is `mode`'s on any number of ranks. Raises as `bind`."""
+        if self.cursor.position and self._begun:
+            raise UsageError(
+                f"loader state in the middle of an epoch of mode {self._begun.get('mode')}, this "
+                f"loader is of {mode}: go on as it was saved, or at the start of an epoch"
+            )
+
     def consumed(self) -> None:
         self._step += 1
 
     def state(self) -> dict[str, Any]:
         here, cursor = self.cursor.position + self._step * self.global_batch, self.cursor
         position = min(here, self._end) if self._step else cursor.position
-        return Cursor(cursor.seed, cursor.epoch, position, cursor.samples).as_dict()
+        made = Cursor(cursor.seed, cursor.epoch, position, cursor.samples).as_dict()
+        return {**made, **self._bound} if position else {**made}
 
     def next_state(self) -> dict[str, Any]:
         return Cursor(self.cursor.seed, self.epoch + 1, 0, self.cursor.samples).as_dict()

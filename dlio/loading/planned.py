@@ -4,7 +4,7 @@ import functools
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
+import xxhash
 
 from dlio.comm import Communicator
 from dlio.comm.waiting import default_timeout_s
@@ -22,7 +22,7 @@ from dlio.loading.pipeline import (
 from dlio.loading.stats import Stats
 from dlio.loading.trace import Spans
 from dlio.mount import Mount
-from dlio.plans import EpochPlan
+from dlio.plans import EpochPlan, is_exact, plan_epoch
 from dlio.shuffle import Shuffle
 
 _PEER_TIMEOUT_S: Final = 30.0
@@ -50,10 +50,6 @@ class Planned:
 def planned_feed(plan: Planned, batches: PlannedPass, stats: Stats) -> Feed:
     """The batches of a pass."""
     mounted = plan.mounted
-    first = next(iter(batches), []) if mounted.hierarchy.missing() else []
-    mounted.hierarchy.hurry(
-        np.array(first, np.int64), functools.partial(mounted.fill, batches.order)
-    )
     epoch = EpochPlan(
         order=batches.order,
         position=batches.cursor.position,
@@ -65,6 +61,15 @@ def planned_feed(plan: Planned, batches: PlannedPass, stats: Stats) -> Feed:
         home=mounted.placement.home,
         layout=mounted.hierarchy.reader.layout,
     )
+    if is_exact(plan.mode):
+        batches.unbound(plan.mode)
+    else:
+        batches.bind(plan.mode, xxhash.xxh3_64_hexdigest(mounted.placement.home.tobytes()))
+    if mounted.hierarchy.missing():
+        first = plan_epoch(epoch).window(range(min(1, batches.steps)))
+        mounted.hierarchy.hurry(
+            first.samples[first.senders < 0], functools.partial(mounted.fill, batches.order)
+        )
     work = Work(
         hierarchy=mounted.hierarchy,
         maker=plan.maker,

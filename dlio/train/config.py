@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from dlio.errors import UsageError
 from dlio.files import check_writable
-from dlio.schedule import Mode
+from dlio.plans import check_mode
 
 MIN_IMAGE_SIZE = 32
 
@@ -21,7 +21,7 @@ class TrainConfig:
     model: str = "resnet"
     image_size: int = 64
     exchange: str = "allreduce"
-    shuffle: Mode = "batch"
+    shuffle: str = "batch"
     pretend_nodes: int | None = None
     tiers: str | None = None
     seed: int = 0
@@ -41,6 +41,7 @@ class TrainConfig:
             if getattr(self, name) < 1:
                 option = name.replace("_", "-")
                 raise UsageError(f"--{option} {getattr(self, name)}: give at least 1")
+        check_mode(self.shuffle)
         if self.image_size < MIN_IMAGE_SIZE:
             raise UsageError(
                 f"--image-size {self.image_size}: give at least {MIN_IMAGE_SIZE} pixels, or too "

@@ -1,10 +1,13 @@
 """One process: every sample once, the same pixels always, and nothing left behind."""
 
+import json
 import os
 import pickle
 import threading
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -306,7 +309,7 @@ def test_dropping_the_last_batch(folder: Path) -> None:
     [
         ({"workers": "fork"}, "choose 'thread' or 'process'"),
         ({"on_error": "retry"}, "choose stop or skip"),
-        ({"mode": "chaos"}, "choose batch or global"),
+        ({"mode": "chaos"}, "choose batch, global, local"),
         ({"pretend_nodes": 2}, "2 nodes with 1 rank"),
     ],
 )
@@ -355,3 +358,41 @@ def test_a_disk_too_full_is_found_before_the_first_block(
         pytest.raises(DlioError, match=r"has only 1000 B free: lower its capacity"),
     ):
         next(iter(dlio.DataLoader(data)))
+
+
+@pytest.mark.parametrize("mode", ["local", "partial(0.2)"])
+def test_an_inexact_epoch_is_resumed_as_it_was_saved_or_not_at_all(
+    pictures: Path, mode: str
+) -> None:
+    def loader(data: Any, chosen: str) -> dlio.DataLoader:
+        return dlio.DataLoader(data, 2, shuffle=True, seed=4, mode=chosen)
+
+    with dlio.open(str(pictures), tiers="ram:32MiB", image_size=32) as data:
+        with loader(data, mode) as first:
+            whole = [first.last_samples.tolist() for _ in first]
+            iterator = iter(first)
+            later = [(next(iterator), first.last_samples.tolist())[1] for _ in range(2)]
+            state = json.loads(json.dumps(first.state_dict()))
+            rest = [first.last_samples.tolist() for _ in iterator]
+        assert sorted(chain(*whole)) == list(range(12))
+        assert sorted(chain(*later, *rest)) == list(range(12))
+        with loader(data, mode) as resumed:
+            resumed.load_state_dict(state)
+            assert [resumed.last_samples.tolist() for _ in resumed] == rest
+            assert [resumed.last_samples.tolist() for _ in resumed] != rest
+
+        def goes_on(chosen: str, saved: dict[str, Any]) -> None:
+            with loader(data, chosen) as other:
+                other.load_state_dict(saved)
+                next(iter(other))
+
+        with pytest.raises(dlio.UsageError, match="of mode"):
+            goes_on("batch", state)
+        for key, value in (("homes", "0" * 16), ("ranks", 3)):
+            with pytest.raises(dlio.UsageError, match="in the middle"):
+                goes_on(mode, {**state, key: value})
+        with loader(data, "batch") as exact:
+            next(iter(exact))
+            state = exact.state_dict()
+        with pytest.raises(dlio.UsageError, match="in the middle"):
+            goes_on(mode, state)

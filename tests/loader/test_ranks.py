@@ -113,6 +113,23 @@ def test_the_job_reads_the_source_once_and_peers_move_what_the_mode_says(
         assert 0 < peer / size < 0.6 * share
 
 
+@pytest.mark.parametrize(("mode", "moved"), [("local", 0.0), ("partial(0.3)", 0.3)])
+def test_inexact_modes_give_each_sample_once_and_move_their_fraction(
+    run: Run, folder: Path, mode: str, moved: float
+) -> None:
+    size = int(open_reader(str(folder)).sizes.sum())
+    told = run(4, "ram:64MiB", mode=mode, nodes=2)
+    for epoch in (0, 1):
+        assert sorted(chain(*_global_batches(told, epoch))) == list(range(N))
+        assert len({len(rank["epochs"][epoch]["steps"]) for rank in told}) == 1
+    assert _bytes(told, 1, "source") == 0
+    peer = _bytes(told, 1, "peer")
+    assert sum(rank["epochs"][1]["stats"]["sent"] for rank in told) == peer
+    assert sum(rank["epochs"][1]["stats"]["late"] for rank in told) == 0
+    # Of two nodes' exchanges half are with their own; homes are even to about a block.
+    assert peer / size == pytest.approx(moved / 2, abs=0.06)
+
+
 def test_ranks_of_a_node_share_its_tiers_and_send_nothing(run: Run, folder: Path) -> None:
     size = int(open_reader(str(folder)).sizes.sum())
     told = run(4, "ram:64MiB", mode="global")
@@ -128,7 +145,7 @@ def test_half_the_capacity_leaves_half_to_the_source(run: Run, folder: Path) -> 
     assert sum(_bytes(told, 1, place) for place in ("source", "peer", "ram")) == size
 
 
-@pytest.mark.parametrize("mode", ["batch", "global"])
+@pytest.mark.parametrize("mode", ["batch", "global", "partial(0.5)"])
 def test_leaving_early_leaves_no_message_behind(run: Run, mode: str) -> None:
     told = run(2, "ram:64MiB", mode=mode, nodes=2, batch=2, leave=3)
     for epoch in (0, 1):
