@@ -135,7 +135,7 @@ def mount(
     ranks = Ranks(nodes.node_of)
     specs = choose_tiers(tiers, data_bytes(reader), nodes.per_machine)
     folder = nodes.names[nodes.here]
-    block_bytes = _block_bytes(reader)
+    block_bytes = block_bytes_of(reader)
     requests = options.requests or find_place(reader.path).requests(reader.objects)
     about = {"source": _absolute(reader.path), "format": reader.format, "created": time.time()}
     opened: list[Tier] = []
@@ -211,7 +211,7 @@ def _pins(
     return Pins(alone.tier)
 
 
-def _block_bytes(reader: Reader) -> npt.NDArray[np.int64]:
+def block_bytes_of(reader: Reader) -> npt.NDArray[np.int64]:
     """File bytes of each block; shape (blocks,)."""
     if isinstance(reader, StoredBlocks):
         return np.asarray(reader.block_bytes, np.int64)

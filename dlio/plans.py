@@ -24,6 +24,7 @@ _FEW_NODES: Final = 4
 """Up to which it costs less to look at the global batch than at all that a node holds."""
 _CHUNK: Final = 1 << 18
 _PARTIAL: Final = re.compile(r"partial\(\s*([0-9.eE+-]+)\s*\)")
+WINDOW_BYTES: Final = 16 << 20
 MODES: Final = "batch, global, local or partial(q), with q from 0 to 1"
 
 
@@ -71,7 +72,7 @@ class EpochPlan:
     home: npt.NDArray[np.int32]
     """Home node of each block, -1 for the source; shape (blocks,)."""
     layout: Layout
-    window_bytes: int = 16 << 20
+    window_bytes: int = WINDOW_BYTES
     """Payload bytes of a rank's window, about."""
 
 

@@ -81,7 +81,7 @@ class Shuffle:
         self._plan = plan
         self._planner: WindowPlan | None = None
         self._tag_base = (generation % _GENERATIONS) * (_WINDOW_TAGS + 1)
-        self._windows = _windows(plan, float(hierarchy.reader.sizes.mean()))
+        self._windows = windows_of(plan, float(hierarchy.reader.sizes.mean()))
         self._moves = plan.ranks.nodes > 1
         self._condition = threading.Condition()
         self._steps: dict[int, Step] = {}
@@ -341,7 +341,7 @@ _abandoned: list[tuple[Request, bytearray]] = []
 """Messages that were neither taken nor given up by a peer before a deadline, with their memory."""
 
 
-def _windows(plan: EpochPlan, mean_bytes: float) -> list[range]:
+def windows_of(plan: EpochPlan, mean_bytes: float) -> list[range]:
     """The steps of each window; the same on all ranks. On one node nothing is kept for them but
     the plan: then they are as long as windows get."""
     length = _MOST_WINDOW_STEPS

@@ -1,4 +1,4 @@
-"""Bytes as people write and read them."""
+"""Bytes and times as people write and read them."""
 
 import re
 
@@ -18,6 +18,24 @@ def parse_bytes(text: str) -> int:
             f"{text!r} is no size: write a number and one of {', '.join(_UNITS)}, such as 20GiB"
         )
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def parse_seconds(text: str) -> float:
+    """Parse a time such as `200ms`, `0.2s` or `20us` into seconds. Raises UsageError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|ms|us)\s*", text)
+    if match is None:
+        raise UsageError(f"{text!r} is no time: write a number and s, ms or us, such as 200ms")
+    return float(match[1]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[match[2]]
+
+
+def format_seconds(seconds: float) -> str:
+    """Three digits and a unit, as in `1.25 s` and `20 us`."""
+    if seconds >= 1000:
+        return f"{seconds:,.0f} s"
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
 
 
 def format_bytes(count: float) -> str:

@@ -15,13 +15,13 @@ import xxhash
 
 from dlio.schema import Buffer
 
-_ENTRY_BYTES = 16
+ENTRY_BYTES = 16
 _ABSENT = np.uint64(2**64 - 1)
 
 
 def message_bytes(sizes: npt.NDArray[np.int64]) -> int:
     """Length of a message that carries payloads of these sizes, the most it can be."""
-    return int(sizes.sum()) + _ENTRY_BYTES * len(sizes)
+    return int(sizes.sum()) + ENTRY_BYTES * len(sizes)
 
 
 def pack_message(payloads: Sequence[Buffer | None]) -> bytearray:
@@ -41,7 +41,7 @@ def unpack_message(message: Buffer, sizes: npt.NDArray[np.int64]) -> list[memory
         sizes: what the receiver expects, from the reader's index; shape (samples,).
     """
     view = memoryview(message)
-    at = _ENTRY_BYTES * len(sizes)
+    at = ENTRY_BYTES * len(sizes)
     table = np.frombuffer(view[:at], "<u8").reshape(-1, 2)
     payloads: list[memoryview | None] = []
     for (size, digest), expected in zip(table, sizes, strict=True):

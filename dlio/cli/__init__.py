@@ -14,13 +14,15 @@ from typing import Annotated
 
 import typer
 
-from dlio.cli import demo, ls, train
+from dlio.cli import demo, forecast, ls, train
 from dlio.errors import DlioError, UsageError
 
 _CORE: dict[str, Callable[..., None]] = {
     "ls": ls.command,
     "train": train.command,
     "demo": demo.command,
+    "plan": forecast.plan,
+    "simulate": forecast.simulate,
 }
 _FAILED = 2
 _INTERRUPTED = 130

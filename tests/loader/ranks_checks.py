@@ -38,7 +38,10 @@ def main(folder: str, tiers: str, mode: str, nodes: int, batch: int, leave_at: i
                     assert label == data.reader.labels[sample]
                     digests[sample] = hashlib.sha256(image.numpy().tobytes()).hexdigest()[:16]
             epochs.append({"steps": steps, "digests": digests, "stats": loader.stats()})
-    print(json.dumps({"rank": world().rank, "epochs": epochs}), flush=True)
+        assert data.mounted is not None
+        names, key = data.mounted.nodes.names, data.reader.fingerprint
+    about = {"rank": world().rank, "nodes": list(names), "key": key}
+    print(json.dumps({**about, "epochs": epochs}), flush=True)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dlio.forecast.traffic import job_over, traffic
 from dlio.order import Order
+from dlio.placement import Node
 from dlio.reader import open_reader
 from dlio.storage.shared import user_folder
 from dlio.storage.spec import SHARED_MEMORY
@@ -19,6 +21,7 @@ from dlio.storage.spec import SHARED_MEMORY
 pytestmark = pytest.mark.mpi
 BODY = str(Path(__file__).with_name("ranks_checks.py"))
 N = 203
+BATCH = 4
 Run = Callable[..., list[dict[str, Any]]]
 
 
@@ -128,6 +131,28 @@ def test_inexact_modes_give_each_sample_once_and_move_their_fraction(
     assert sum(rank["epochs"][1]["stats"]["late"] for rank in told) == 0
     # Of two nodes' exchanges half are with their own; homes are even to about a block.
     assert peer / size == pytest.approx(moved / 2, abs=0.06)
+
+
+@pytest.mark.parametrize(("ranks", "nodes"), [(4, 2), (4, 4)])
+@pytest.mark.parametrize("mode", ["batch", "global", "local", "partial(0.3)"])
+def test_messages_and_bytes_are_those_that_were_forecast(
+    run: Run, folder: Path, ranks: int, nodes: int, mode: str
+) -> None:
+    told = run(ranks, "ram:64MiB", mode=mode, nodes=nodes)
+    named = tuple(Node(name, (64 << 20,)) for name in told[0]["nodes"])
+    reader = open_reader(str(folder))
+    assert told[0]["key"] == reader.fingerprint
+    job = job_over(reader, named, ranks // nodes, BATCH, mode, seed=3)
+    for epoch in (0, 1):
+        expected = traffic(job, epoch)
+        stats = [rank["epochs"][epoch]["stats"] for rank in told]
+        assert sum(each["messages"] for each in stats) == expected.messages
+        assert sum(each["sent"] for each in stats) == expected.moved
+        assert sum(each["bytes"]["peer"] for each in stats) == expected.moved
+        # One for each pair of ranks and window, at the most.
+        assert expected.messages <= ranks * expected.peers * expected.windows
+    assert expected.source == 0
+    assert _bytes(told, 1, "ram") + _bytes(told, 1, "peer") == sum(expected.tiers)
 
 
 def test_ranks_of_a_node_share_its_tiers_and_send_nothing(run: Run, folder: Path) -> None:

@@ -1,0 +1,300 @@
+"""Events of an epoch: when data arrives, is decoded and consumed on every rank.
+
+The messages, reads and steps are those that real runs plan; only their durations are modelled.
+Links send and receive one message after another, each way on its own; the source serves one
+request after another with the bandwidth of all; a node's tiers are shared by its ranks; ranks
+decode batches ahead of their use, and compute in step, as synchronous training does.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.forecast.traffic import Job, Messages, messages_of
+from dlio.schedule import Assignment
+
+_F64 = npt.NDArray[np.float64]
+_DETECTED_S: Final = 1.0
+"""From a rank's death until the others go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a job runs on. Rates in bytes/s, times in seconds."""
+
+    source_rate: float = 10e9
+    """Of all nodes together."""
+    source_latency_s: float = 0.005
+    link_rate: float = 12.5e9
+    """Of a node's network, each way."""
+    link_latency_s: float = 20e-6
+    """Of a message, its software included."""
+    tier_rates: tuple[float, ...] = (8e9, 2e9)
+    """Of a node's tiers, fastest first."""
+    decode_rate: float = 4000.0
+    """Samples/s of a rank, all its threads together."""
+    model_s: float = 0.1
+    """Computing of a step."""
+    ahead: int = 4
+    """Batches that a rank has under way."""
+    jitter: float = 0.0
+    """Relative standard deviation of decoding and computing, drawn for each step and rank."""
+    slow: dict[int, float] = field(default_factory=dict)
+    """How many times as long some ranks take to decode and to compute."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """An epoch as it would go."""
+
+    seconds: float
+    first_batch_s: float
+    """Until every rank has its first batch."""
+    stall_s: float
+    """That the job waits for data: all but computing, in step with the slowest rank."""
+    busy: dict[str, float]
+    """Share of the epoch that each resource is in use, the busiest of its kind."""
+    moved: int
+    messages: int
+
+    @property
+    def bottleneck(self) -> str:
+        """What is in use the most."""
+        return max(self.busy, key=lambda name: self.busy[name])
+
+
+class _State:
+    """Clocks of all ranks and nodes."""
+
+    def __init__(self, job: Job) -> None:
+        ranks, nodes = job.ranks.size, len(job.nodes)
+        self.link_out, self.link_in = np.zeros(nodes), np.zeros(nodes)
+        self.out_busy, self.in_busy = np.zeros(nodes), np.zeros(nodes)
+        self.tier_busy = np.zeros(nodes)
+        self.source_free = self.source_busy = 0.0
+        self.decoded = np.zeros(ranks)
+        self.decode_busy = np.zeros(ranks)
+        self.step_end = self.computing = 0.0
+        self.started: list[_F64] = []
+        """When each rank began each step."""
+        self.moved = self.messages = 0
+
+
+def run(
+    job: Job,
+    machine: Machine,
+    *,
+    epoch: int = 1,
+    cold: bool = False,
+    failures: Sequence[tuple[int, int]] = (),
+    seed: int = 0,
+) -> Timeline:
+    """An epoch of a job on a machine.
+
+    Args:
+        cold: the tiers are empty at first: the first epoch of a job.
+        failures: (step, rank) at which ranks die, steps ascending; the others shrink and go on.
+        seed: of the jitter.
+    """
+    generator = np.random.default_rng(seed)
+    state = _State(job)
+    fills = _filled(job, machine, epoch) if cold else None
+    if fills is not None and len(fills):
+        state.source_free = state.source_busy = float(fills.max())
+    for dealt in job.dealt(epoch):
+        died = next((f for f in failures if f[0] in dealt.steps), None)
+        _window(job, machine, dealt, state, fills, generator)
+        if died is not None:
+            return _after(job, machine, state, died, epoch, failures, seed)
+    return _timeline(state)
+
+
+def _after(
+    job: Job,
+    machine: Machine,
+    state: _State,
+    died: tuple[int, int],
+    epoch: int,
+    failures: Sequence[tuple[int, int]],
+    seed: int,
+) -> Timeline:
+    """What is left after a death at the end of a window: the rest of the epoch, re-dealt."""
+    consumed = job.position + len(state.started) * job.batch_size * job.ranks.size
+    rest = replace(
+        job, position=min(consumed, job.samples), gone=tuple(sorted({*job.gone, died[1]}))
+    )
+    done = len(state.started)
+    later = [(step - done, rank) for step, rank in failures if step > died[0]]
+    so_far = _timeline(state)
+    if rest.position >= rest.samples or not rest.ranks.size:
+        return so_far
+    left = run(rest, machine, epoch=epoch, failures=later, seed=seed + 1)
+    seconds = so_far.seconds + _DETECTED_S + left.seconds
+    return Timeline(
+        seconds,
+        so_far.first_batch_s,
+        so_far.stall_s + _DETECTED_S + left.stall_s,
+        {
+            name: (share * so_far.seconds + left.busy[name] * left.seconds) / seconds
+            for name, share in so_far.busy.items()
+        },
+        so_far.moved + left.moved,
+        so_far.messages + left.messages,
+    )
+
+
+def _timeline(state: _State) -> Timeline:
+    seconds = max(state.step_end, 1e-9)
+    first = float(state.started[0].max()) if state.started else 0.0
+    return Timeline(
+        state.step_end,
+        first,
+        state.step_end - state.computing,
+        {
+            "source": state.source_busy / seconds,
+            "link": float(max(state.out_busy.max(), state.in_busy.max())) / seconds,
+            "tier": float(state.tier_busy.max()) / seconds,
+            "decode": float(state.decode_busy.max()) / seconds,
+            "model": state.computing / seconds,
+        },
+        state.moved,
+        state.messages,
+    )
+
+
+def _window(
+    job: Job,
+    machine: Machine,
+    dealt: Assignment,
+    state: _State,
+    fills: _F64 | None,
+    generator: np.random.Generator,
+) -> None:
+    """Move a window's samples, then decode and consume its steps."""
+    ranks = job.ranks
+    # Planned when the last step but one window has been handed out.
+    planned = np.zeros(ranks.size)
+    windows = job.windows()
+    number = windows.index(dealt.steps)
+    if number >= 2:
+        planned = state.started[windows[number - 1].start - 1]
+    sizes = job.bytes_of(dealt.samples)
+    block = job.layout.block_of(dealt.samples)
+    tier, home = job.placement.tier[block], job.placement.home[block]
+    node = ranks.node_of[dealt.consumer]
+    filled = np.zeros(len(sizes)) if fills is None else fills[block]
+    step = dealt.step - dealt.steps.start
+    rates: _F64 = np.array([*machine.tier_rates[: int(tier.max(initial=0)) + 1], np.inf])
+    # What peers send: read from their tiers, through both nodes' links.
+    found = messages_of(job, dealt)
+    sent = dealt.sender >= 0
+    arrival = np.zeros(ranks.size)
+    if sent.any():
+        packed = np.bincount(dealt.sender[sent], sizes[sent] / rates[tier[sent]], ranks.size)
+        np.add.at(state.tier_busy, ranks.node_of, packed)
+        latest = np.zeros(ranks.size)
+        np.maximum.at(latest, dealt.sender[sent], filled[sent])
+        ready = np.maximum(planned + packed, latest)
+        _send(found, ready, machine, job, state, arrival)
+    # What ranks read themselves: from their node's tiers, or from the source.
+    local = ~sent & (home == node) & (tier >= 0)
+    available = np.zeros((ranks.size, len(dealt.steps)))
+    reading = np.zeros((ranks.size, len(dealt.steps)))
+    np.add.at(reading, (dealt.consumer[local], step[local]), sizes[local] / rates[tier[local]])
+    np.maximum.at(available, (dealt.consumer[local], step[local]), filled[local])
+    np.add.at(state.tier_busy, ranks.node_of, reading.sum(1))
+    away = ~sent & ~local
+    wanted = np.bincount(step[away], sizes[away], len(dealt.steps))
+    for k in np.flatnonzero(wanted).tolist():
+        seconds = wanted[k] / machine.source_rate
+        begin = max(state.source_free, float(planned.min()))
+        state.source_free = begin + seconds
+        state.source_busy += seconds
+        mine = np.unique(dealt.consumer[away & (step == k)])
+        available[mine, k] = np.maximum(
+            available[mine, k], state.source_free + machine.source_latency_s
+        )
+    waits = np.zeros((ranks.size, len(dealt.steps)), np.bool_)
+    waits[dealt.consumer[sent], step[sent]] = True
+    counts = np.zeros((ranks.size, len(dealt.steps)))
+    np.add.at(counts, (dealt.consumer, step), 1)
+    slow = np.ones(ranks.size)
+    for rank, times in machine.slow.items():
+        if rank < ranks.size:
+            slow[rank] = times
+    noise = np.ones((2, len(dealt.steps), ranks.size))
+    if machine.jitter:
+        noise = np.maximum(0.1, generator.normal(1.0, machine.jitter, noise.shape))
+    for k in range(len(dealt.steps)):
+        ready_at: _F64 = np.maximum(state.decoded, np.maximum(available[:, k], planned))
+        ready_at = np.maximum(ready_at, np.where(waits[:, k], arrival, 0.0))
+        if len(state.started) >= machine.ahead:
+            ready_at = np.maximum(ready_at, state.started[-machine.ahead])
+        decoding = counts[:, k] / machine.decode_rate * slow * noise[0, k] + reading[:, k]
+        state.decode_busy += decoding
+        state.decoded = ready_at + decoding
+        started = np.maximum(state.decoded, state.step_end)
+        computing = machine.model_s * slow * noise[1, k]
+        state.step_end = float((started + computing).max())
+        state.computing += float(computing.max())
+        state.started.append(started)
+
+
+def _send(
+    found: Messages,
+    ready: _F64,
+    machine: Machine,
+    job: Job,
+    state: _State,
+    arrival: _F64,
+) -> None:
+    """Put messages through links, in the order in which they are ready; `arrival` becomes the
+    latest of each rank."""
+    node_of = job.ranks.node_of
+    durations = found.wire / machine.link_rate
+    order = np.argsort(ready[found.sender], kind="stable")
+    out, into = state.link_out.tolist(), state.link_in.tolist()
+    latest = arrival.tolist()
+    rows = zip(
+        node_of[found.sender][order].tolist(),
+        node_of[found.receiver][order].tolist(),
+        found.receiver[order].tolist(),
+        ready[found.sender][order].tolist(),
+        durations[order].tolist(),
+        strict=True,
+    )
+    for origin, target, receiver, at, seconds in rows:
+        # A message leaves while it arrives: both links are taken for as long as it lasts.
+        sent = max(at, out[origin])
+        came = max(sent, into[target])
+        out[origin], into[target] = sent + seconds, came + seconds
+        latest[receiver] = max(latest[receiver], came + seconds + machine.link_latency_s)
+    state.link_out[:], state.link_in[:], arrival[:] = out, into, latest
+    nodes = len(job.nodes)
+    state.out_busy += np.bincount(node_of[found.sender], durations, nodes)
+    state.in_busy += np.bincount(node_of[found.receiver], durations, nodes)
+    state.moved += int(found.payload.sum())
+    state.messages += len(found.sender)
+
+
+def _filled(job: Job, machine: Machine, epoch: int) -> _F64:
+    """When each block has arrived in its tier, where all nodes begin to fill theirs at once, in the
+    order of their first use; shape (blocks,)."""
+    nodes = len(job.nodes)
+    blocks = job.layout.blocks
+    first = np.full(blocks, np.iinfo(np.int64).max)
+    order = job.plan(epoch, 0).order
+    for begin in range(0, job.samples, 1 << 18):
+        positions = np.arange(begin, min(begin + (1 << 18), job.samples), dtype=np.int64)
+        np.minimum.at(first, job.layout.block_of(order.samples(positions)), positions)
+    home = job.placement.home
+    arrived = np.zeros(blocks)
+    for node in range(nodes):
+        mine = np.flatnonzero(home == node)
+        mine = mine[np.argsort(first[mine], kind="stable")]
+        seconds = np.cumsum(job.block_bytes[mine]) * nodes / machine.source_rate
+        arrived[mine] = machine.source_latency_s + seconds
+    return arrived

@@ -1,0 +1,97 @@
+"""`dlio plan` and `dlio simulate`, as users call them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dlio.cli import main
+
+
+def _said(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    out, err = capsys.readouterr()
+    assert ended.value.code in (0, None), err
+    return out
+
+
+def _refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_a_plan_of_a_data_set_that_is_there(
+    pictures: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    argv = ("plan", str(pictures), "--nodes", "2", "--ranks-per-node", "1", "--batch-size", "2")
+    said = _said(capsys, *argv)
+    assert "12 samples" in said
+    assert "2 ranks of 2: 3 steps an epoch, mode batch" in said
+    report = tmp_path / "plan.json"
+    told = json.loads(_said(capsys, *argv, "--json", "--report", str(report)))
+    assert told == json.loads(report.read_text())
+    assert told["samples"] == 12
+    assert told["source_bytes"] == 0
+    assert told["later_epoch"]["bottleneck"] == "model"
+
+
+def test_a_plan_of_an_imagined_one(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", "--samples", "100000", "--sample-size", "100KiB", "--nodes", "4"]
+    told = json.loads(_said(capsys, *argv, "--tiers", "ram:1GiB,/nvme:1GiB", "--json"))
+    assert told["ranks"] == 32
+    assert told["held_bytes"] / told["bytes"] == pytest.approx(8 / 9.54, rel=0.02)
+    assert told["source_bytes"] == pytest.approx(told["bytes"] - told["held_bytes"], rel=0.02)
+    assert len(told["tier_bytes"]) == 2
+    assert any("hold it all" in line for line in told["remedies"])
+
+
+def test_a_sweep_is_a_table_and_a_picture(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    for name, magic in (("a.png", b"\x89PNG"), ("a.svg", b"<?xml")):
+        plot = tmp_path / name
+        argv = ["plan", "--samples", "20000", "--sweep", "nodes=1..6", "--plot", str(plot)]
+        said = _said(capsys, *argv)
+        rows = [line.split()[0] for line in said.splitlines() if line.strip()[:1].isdigit()]
+        assert rows == ["1", "2", "4", "6"]
+        assert plot.read_bytes().startswith(magic)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "a.svg"]
+
+
+def test_a_simulation_tells_each_epoch(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["simulate", "--samples", "20000", "--nodes", "2", "--model-time", "10ms"]
+    more = ["--jitter", "0.1", "--slow", "3:2", "--fail", "5:1", "--epochs", "3"]
+    said = _said(capsys, *argv, *more)
+    assert [line.split(":")[0] for line in said.splitlines()] == ["epoch 0", "epoch 1", "epoch 2"]
+    told = json.loads(_said(capsys, *argv, "--json"))
+    assert [each["epoch"] for each in told] == [0, 1]
+    assert told[0]["stall_s"] > told[1]["stall_s"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["plan"], "give a data set, or --samples"),
+        (["plan", "/nowhere", "--samples", "5"], "give a data set, or --samples"),
+        (["plan", "/nowhere"], "/nowhere"),
+        (["plan", "--samples", "5", "--sweep", "ranks=1..4"], "nodes=1..1024"),
+        (["plan", "--samples", "5", "--sweep", "nodes=4..1"], "nodes=1..1024"),
+        (["plan", "--samples", "5", "--plot", "a.png"], "give --sweep too"),
+        (["plan", "--samples", "5", "--model-time", "soon"], "is no time"),
+        (["plan", "--samples", "5", "--mode", "chaos"], "choose batch, global"),
+        (["plan", "--samples", "5", "--tier-bandwidth", "1GiB,2GiB"], "as many as --tiers"),
+        (["plan", "--samples", "5", "--link-bandwidth", "0B"], "must be above 0"),
+        (["simulate", "--samples", "5", "--slow", "fast"], "two numbers"),
+        (["simulate", "--samples", "5", "--fail", "1:99"], "no rank 99 among 8"),
+    ],
+)
+def test_wrong_input_is_told_in_one_line(
+    capsys: pytest.CaptureFixture[str], argv: list[str], said: str
+) -> None:
+    error = _refused(capsys, *argv)
+    assert said in error
+    assert len(error.splitlines()) == 1

@@ -1,0 +1,157 @@
+"""Forecasts obey what links, sources and computing allow, and say what is in the way."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dlio.forecast.analysis import forecast, remedies, resized
+from dlio.forecast.events import Machine, run
+from dlio.forecast.traffic import Job, job_of, messages_of, traffic
+from dlio.placement import Node
+
+FAST = Machine(
+    source_rate=1e15,
+    source_latency_s=0,
+    link_rate=1e15,
+    link_latency_s=0,
+    tier_rates=(1e15, 1e15),
+    decode_rate=1e12,
+    model_s=0.1,
+)
+SIZE = 100_000
+
+
+def _job(
+    samples: int = 20_000,
+    nodes: int = 4,
+    local: int = 2,
+    batch: int = 16,
+    mode: str = "batch",
+    capacity: int = 1 << 40,
+) -> Job:
+    named = tuple(Node(f"node{number}", (capacity,)) for number in range(nodes))
+    return job_of(samples, SIZE, named, local, batch, mode)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(1, 3000),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.sampled_from(["batch", "global", "local", "partial(0.2)"]),
+    st.floats(0, 1.2),
+)
+def test_traffic_adds_up(
+    samples: int, nodes: int, local: int, batch: int, mode: str, share: float
+) -> None:
+    job = _job(samples, nodes, local, batch, mode, int(share * samples * SIZE / nodes))
+    found = traffic(job)
+    assert found.samples == samples
+    assert found.payload == samples * SIZE
+    assert found.source + sum(found.tiers) == found.payload
+    assert found.link_out.sum() == found.link_in.sum() == found.wire
+    assert found.moved <= found.wire
+    assert found.messages <= job.ranks.size * found.peers * found.windows
+    assert found.windows == len(job.windows())
+    pinned = job.placement.home[job.layout.block_of(np.arange(samples))] >= 0
+    assert sum(found.tiers) == pinned.sum() * SIZE
+    line = run(job, FAST)
+    assert (line.moved, line.messages) == (found.moved, found.messages)
+
+
+def test_a_job_that_waits_for_nothing_takes_its_computing() -> None:
+    for mode in ("batch", "global", "local"):
+        job = _job(mode=mode)
+        line = run(job, FAST)
+        assert line.seconds == pytest.approx(job.steps * 0.1, rel=1e-3)
+        assert line.stall_s == pytest.approx(0, abs=1e-3)
+        assert line.bottleneck == "model"
+
+
+def test_a_slow_source_takes_its_time_for_what_tiers_do_not_hold() -> None:
+    job = _job(capacity=20_000 * SIZE // 8)
+    away = traffic(job).source
+    assert away == pytest.approx(20_000 * SIZE / 2, rel=0.02)
+    line = run(job, replace(FAST, source_rate=20e6, model_s=0.001))
+    assert line.seconds == pytest.approx(away / 20e6, rel=0.02)
+    assert line.bottleneck == "source"
+    whole = int(job.block_bytes[job.placement.home >= 0].sum())
+    cold = run(job, replace(FAST, source_rate=20e6, model_s=0.001), epoch=0, cold=True)
+    assert cold.seconds == pytest.approx((away + whole) / 20e6, rel=0.02)
+
+
+def test_slow_links_take_their_time_for_what_moves() -> None:
+    job = _job(mode="global")
+    found = traffic(job)
+    busiest = max(found.link_out.max(), found.link_in.max())
+    line = run(job, replace(FAST, link_rate=50e6, model_s=0.001))
+    assert busiest / 50e6 <= line.seconds <= 1.35 * busiest / 50e6
+    assert line.bottleneck == "link"
+    assert run(_job(), replace(FAST, link_rate=50e6, model_s=0.001)).seconds < line.seconds / 4
+
+
+def test_slow_decoding_and_slow_ranks_hold_everybody_up() -> None:
+    job = _job()
+    decode = run(job, replace(FAST, decode_rate=100.0, model_s=0.001))
+    assert decode.seconds == pytest.approx(job.samples / 8 / 100, rel=0.02)
+    assert decode.bottleneck == "decode"
+    slow = run(job, replace(FAST, slow={3: 2.0}))
+    assert slow.seconds == pytest.approx(2 * job.steps * 0.1, rel=1e-2)
+    once, again = (run(job, replace(FAST, jitter=0.1), seed=5) for _ in range(2))
+    assert once == again
+    # The slowest of eight normal draws, each step.
+    assert once.seconds / (job.steps * 0.1) == pytest.approx(1.14, abs=0.03)
+
+
+def test_the_rest_of_an_epoch_goes_on_without_the_dead() -> None:
+    job = _job(nodes=4, local=1, batch=25)
+    line = run(job, FAST, failures=[(100, 2)])
+    # 200 steps of 4 ranks; what is left after the window of step 100 takes 4/3 as many.
+    assert 200 * 0.1 + 1 < line.seconds < 240 * 0.1 + 1
+    assert line.stall_s >= 1
+    both = run(job, FAST, failures=[(50, 0), (120, 1)])
+    assert both.seconds > line.seconds
+
+
+@pytest.mark.parametrize(
+    ("machine", "capacity", "said"),
+    [
+        ({"source_rate": 10e6, "model_s": 0.001}, 1 << 27, "nodes like these would hold it all"),
+        ({"link_rate": 1e6, "model_s": 0.001}, 1 << 40, "network between nodes"),
+        ({"decode_rate": 50.0, "model_s": 0.001}, 1 << 40, "wait for decoding"),
+        ({}, 1 << 40, "the model is what takes the time"),
+        ({"source_rate": 10e6}, 1 << 40, "`dlio stage`"),
+    ],
+)
+def test_what_is_in_the_way_is_named(machine: dict[str, Any], capacity: int, said: str) -> None:
+    found = forecast(_job(capacity=capacity), replace(FAST, **machine))
+    assert any(said in line for line in remedies(found)), remedies(found)
+
+
+def test_the_nodes_that_are_named_do_hold_it_all() -> None:
+    found = forecast(_job(capacity=1 << 27), FAST)
+    (line,) = [line for line in remedies(found) if "hold it all" in line]
+    nodes = int(line.split("source. ")[1].split(" nodes")[0])
+    assert traffic(resized(found.job, nodes)).source == 0
+    assert traffic(resized(found.job, nodes - 2)).source > 0
+
+
+def test_a_thousand_ranks_move_two_and_a_half_per_cent() -> None:
+    """128 nodes of 8 ranks, batches of 32, 1.28 million samples: design, 'train a sample where it
+    lives'. The batches are those of `global`."""
+    job = _job(1_280_000, 128, 8, 32)
+    found = traffic(job)
+    assert found.moved / found.payload <= 0.0275
+    windows = job.windows()[:2]
+    for steps, batch, whole in zip(
+        windows, job.dealt(1), replace(job, mode="global").dealt(1), strict=False
+    ):
+        for step in steps:
+            ours, theirs = (np.sort(d.samples[d.step == step]) for d in (batch, whole))
+            assert np.array_equal(ours, theirs)
+        assert len(messages_of(job, batch).sender) < len(messages_of(job, whole).sender)
