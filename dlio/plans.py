@@ -3,7 +3,7 @@
 All modes answer the same question, `window(steps)`, and every rank's answers agree, so that
 nothing has to be asked. What differs is how much of the epoch a rank has to look at: the whole
 global batch where samples are dealt by where they live (`batch`), its own share and its own sends
-where positions alone decide (`global`), its node's part in `local` and `partial(q)`.
+where positions alone decide (`global`), its node's part in `local`, `partial(q)` and `ring`.
 """
 
 import re
@@ -25,7 +25,7 @@ _FEW_NODES: Final = 4
 _CHUNK: Final = 1 << 18
 _PARTIAL: Final = re.compile(r"partial\(\s*([0-9.eE+-]+)\s*\)")
 WINDOW_BYTES: Final = 16 << 20
-MODES: Final = "batch, global, local or partial(q), with q from 0 to 1"
+MODES: Final = "batch, global, ring, local or partial(q), with q from 0 to 1"
 
 
 def is_exact(mode: str) -> bool:
@@ -34,8 +34,8 @@ def is_exact(mode: str) -> bool:
 
 
 def exchanged(mode: str) -> float:
-    """The fraction q of `partial(q)`, 0 for `local`. Raises UsageError for what is no mode."""
-    if mode == "local":
+    """The fraction q of `partial(q)`, 0 for `local` and `ring`. Raises UsageError for no mode."""
+    if mode in ("local", "ring"):
         return 0.0
     match = _PARTIAL.fullmatch(mode)
     try:
@@ -108,6 +108,7 @@ def plan_epoch(plan: EpochPlan) -> WindowPlan:
         first + plan.steps,
         exchanged(plan.mode),
         first,
+        plan.mode == "ring",
     )
 
 

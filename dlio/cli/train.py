@@ -35,7 +35,8 @@ def command(
         str,
         typer.Option(
             help="batch: samples are trained where they live; global: anywhere; local: on the node "
-            "that holds them, all epoch; partial(0.1): a tenth of them elsewhere."
+            "that holds them, all epoch; partial(0.1): a tenth of them elsewhere; ring: what a "
+            "rank had goes to its neighbour for the next epoch."
         ),
     ] = "batch",
     pretend_nodes: Annotated[

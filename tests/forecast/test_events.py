@@ -43,7 +43,7 @@ def _job(
     st.integers(1, 4),
     st.integers(1, 3),
     st.integers(1, 9),
-    st.sampled_from(["batch", "global", "local", "partial(0.2)"]),
+    st.sampled_from(["batch", "global", "ring", "local", "partial(0.2)"]),
     st.floats(0, 1.2),
 )
 def test_traffic_adds_up(

@@ -309,7 +309,7 @@ def test_dropping_the_last_batch(folder: Path) -> None:
     [
         ({"workers": "fork"}, "choose 'thread' or 'process'"),
         ({"on_error": "retry"}, "choose stop or skip"),
-        ({"mode": "chaos"}, "choose batch, global, local"),
+        ({"mode": "chaos"}, "choose batch, global, ring"),
         ({"pretend_nodes": 2}, "2 nodes with 1 rank"),
     ],
 )
@@ -360,7 +360,7 @@ def test_a_disk_too_full_is_found_before_the_first_block(
         next(iter(dlio.DataLoader(data)))
 
 
-@pytest.mark.parametrize("mode", ["local", "partial(0.2)"])
+@pytest.mark.parametrize("mode", ["local", "ring", "partial(0.2)"])
 def test_an_inexact_epoch_is_resumed_as_it_was_saved_or_not_at_all(
     pictures: Path, mode: str
 ) -> None:

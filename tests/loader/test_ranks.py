@@ -134,7 +134,7 @@ def test_inexact_modes_give_each_sample_once_and_move_their_fraction(
 
 
 @pytest.mark.parametrize(("ranks", "nodes"), [(4, 2), (4, 4)])
-@pytest.mark.parametrize("mode", ["batch", "global", "local", "partial(0.3)"])
+@pytest.mark.parametrize("mode", ["batch", "global", "ring", "partial(0.3)"])
 def test_messages_and_bytes_are_those_that_were_forecast(
     run: Run, folder: Path, ranks: int, nodes: int, mode: str
 ) -> None:
