@@ -172,10 +172,10 @@ def command(
         found["arrays"] = arrays(folder, repeats, workers)
         for name, figures in found["arrays"].items():
             if isinstance(figures, dict):
-                ratio = figures["dlio_over_preadv"]
                 typer.echo(
-                    f"arrays, {name}: {figures['dlio_MiB_per_s']['median']:,.0f} MiB/s, over a "
-                    f"bare preadv loop {_told(ratio)}"
+                    f"arrays, {name}: {figures['dlio_MiB_per_s']['median']:,.0f} MiB/s; over a "
+                    f"bare preadv loop: volumes {_told(figures['dlio_over_preadv'])}, bytes "
+                    f"{_told(figures['dlio_over_bandwidth'])}"
                 )
     if "slow" in cases:
         found["slow"] = slow(source, repeats, workers, batch_size)

@@ -27,6 +27,7 @@ from dlio.order import Order
 from dlio.storage.hierarchy import Hierarchy
 
 _MOST_THREADS: Final = 16
+_AHEAD_BYTES: Final = 64 << 20
 
 
 @dataclass(slots=True)
@@ -151,7 +152,7 @@ class Engines:
             maker=self._maker[1],
             mode=loader.mode,
             threads=threads,
-            ahead=max(2, loader.prefetch_factor or 2) * threads,
+            ahead=_ahead(loader.prefetch_factor, threads, self._maker[1].batch_bytes),
             generation=self._generation,
             skip=on_error == "skip",
             trace=spans,
@@ -203,6 +204,15 @@ def cores() -> int:
         return len(os.sched_getaffinity(0))
     except AttributeError:
         return os.cpu_count() or 1
+
+
+def _ahead(factor: int | None, threads: int, batch_bytes: int) -> int:
+    """Batches under way at a time: as torch's loader has them, within a budget of bytes where the
+    user did not ask for a number; what is beyond the processor's caches costs, and gains nothing.
+    """
+    if factor is not None:
+        return max(2, factor) * threads
+    return max(2, min(2 * threads, _AHEAD_BYTES // max(1, batch_bytes)))
 
 
 def _own_cores(mounted: Mount) -> int:

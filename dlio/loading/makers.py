@@ -1,5 +1,6 @@
 """From payloads to a batch: what is made of each sample, and of all of them together."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
@@ -11,6 +12,7 @@ import torch
 from dlio.dataset import Dataset
 from dlio.errors import CorruptBlock, SourceError
 from dlio.loading.memory import BatchMemory
+from dlio.reader import data_bytes
 from dlio.sample import decode_sample
 from dlio.schema import Buffer, Schema
 
@@ -51,6 +53,8 @@ class Maker(Protocol):
 
     owns_payloads: bool
     """Whether samples share their payload's memory, which must not be used again then."""
+    batch_bytes: int
+    """Of a batch, about."""
 
     def begin(self, epoch: int, samples: npt.NDArray[np.int64]) -> Slots: ...
 
@@ -68,7 +72,7 @@ def maker_for(
         return CropMaker(data, batch_size, None if default else collate, pinned)
     if default and data.transform is None and data.finish is None and _is_arrays(data):
         return ArrayMaker(data, batch_size, pinned)
-    return SampleMaker(data, collate)
+    return SampleMaker(data, batch_size, collate)
 
 
 class CropMaker:
@@ -85,6 +89,7 @@ class CropMaker:
         self.collate = collate
         shape = (batch_size, data.crop.size, data.crop.width, 3)
         self.memory = BatchMemory(shape, np.uint8, pinned)
+        self.batch_bytes = math.prod(shape)
 
     def begin(self, epoch: int, samples: npt.NDArray[np.int64]) -> Slots:
         return _Crops(self, epoch, samples)
@@ -147,6 +152,7 @@ class ArrayMaker:
             name: BatchMemory((batch_size, *_shape(schema, name)), _dtype(schema, name), pinned)
             for name, _ in schema.fields
         }
+        self.batch_bytes = batch_size * schema.overhead
         # A payload is its fields, at their places: arrays, and what is between them.
         self.parts: list[tuple[str | None, int, int]] = []
         at = 0
@@ -207,9 +213,10 @@ class SampleMaker:
 
     owns_payloads = True
 
-    def __init__(self, data: Dataset, collate: Collate) -> None:
+    def __init__(self, data: Dataset, batch_size: int, collate: Collate) -> None:
         self.data = data
         self.collate = collate
+        self.batch_bytes = batch_size * data_bytes(data.reader) // max(1, len(data))
 
     def begin(self, epoch: int, samples: npt.NDArray[np.int64]) -> Slots:
         return _Samples(self, len(samples))

@@ -28,6 +28,8 @@ from dlio.storage.block import Scratch
 from dlio.storage.hierarchy import Hierarchy
 
 _SAMPLES_A_TASK = 8
+"""At most; fewer of a small batch, so that all threads work on it, and end together."""
+_TASKS_A_THREAD = 4
 _POLL_S = 0.2
 _JOIN_TIMEOUT_S = 5.0
 SKIPPED: Final = (SourceError, CorruptBlock)
@@ -134,9 +136,11 @@ class Pipeline:
             self._finish(batch)
         self._under_way.append(batch)
 
+        each = min(_SAMPLES_A_TASK, max(1, count // (_TASKS_A_THREAD * work.threads)))
+
         def queue_slots(slots: list[int]) -> None:
-            for start in range(0, len(slots), _SAMPLES_A_TASK):
-                part = slots[start : start + _SAMPLES_A_TASK]
+            for start in range(0, len(slots), each):
+                part = slots[start : start + each]
                 self._queue.put((step.number, next(self._ticket), batch, part))
 
         return queue_slots

@@ -8,6 +8,7 @@ that are there before memory is allocated for it, and every payload against its 
 import errno
 import os
 import struct
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -67,6 +68,19 @@ class Scratch:
         return memoryview(self._memory)[:count]
 
 
+class _Mine(threading.local):
+    """A thread's own memory: fresh memory costs ten times what decompressing into it does."""
+
+    def __init__(self) -> None:
+        self.packed = Scratch()
+        self.raw = Scratch()
+
+
+_mine: Final = _Mine()
+_LZ4_HEAD: Final = struct.Struct("<i")
+"""Of the size that numcodecs wants before a block."""
+
+
 @dataclass(frozen=True, slots=True)
 class BlockInfo:
     """A block's header and table, checked; its payloads are read from an open file."""
@@ -106,10 +120,16 @@ class BlockInfo:
         """
         if not 0 <= place < len(self.table):
             raise CorruptBlock(f"{self.path}: block {self.block} has no sample {place}")
-        offset, stored, _, _ = self.table[place].item()
-        view = new_memory(stored) if scratch is None else scratch.view(stored)
-        read_exactly(descriptor, view, self.start + offset, lambda: self.where(place))
-        return self.check(view, place, checked=checked)
+        offset, stored, raw, _ = self.table[place].item()
+        view = new_memory(raw) if scratch is None else scratch.view(raw)
+        if stored != raw:
+            packed = _mine.packed.view(_LZ4_HEAD.size + stored)
+            at = self.start + offset
+            read_exactly(descriptor, packed[_LZ4_HEAD.size :], at, lambda: self.where(place))
+            self._unpack(packed, view, place)
+        else:
+            read_exactly(descriptor, view, self.start + offset, lambda: self.where(place))
+        return self._compare(view, place, checked)
 
     def read_into(
         self,
@@ -125,7 +145,14 @@ class BlockInfo:
         if sum(len(piece) for piece in pieces) != raw:
             raise CorruptBlock(f"{self.where(place)}: has {raw} bytes, not what its fields need")
         if stored != raw:
-            scatter(self.read(descriptor, place, checked=checked), pieces)
+            whole = pieces[0] if len(pieces) == 1 else _mine.raw.view(raw)
+            packed = _mine.packed.view(_LZ4_HEAD.size + stored)
+            at = self.start + offset
+            read_exactly(descriptor, packed[_LZ4_HEAD.size :], at, lambda: self.where(place))
+            self._unpack(packed, whole, place)
+            self._compare(whole, place, checked)
+            if len(pieces) > 1:
+                scatter(whole, pieces)
             return
         hasher, at = xxhash.xxh3_64(), self.start + offset
         for piece in pieces:
@@ -138,17 +165,35 @@ class BlockInfo:
         if checked and hasher.intdigest() != digest:
             raise CorruptBlock(f"{self.where(place)}: its checksum does not match{_REMEDY}")
 
-    def check(self, stored: memoryview, place: int, *, checked: bool = True) -> memoryview:
-        """The raw payload of what is stored at `place`: decompressed if need be, checked."""
-        _, stored_size, raw_size, digest = self.table[place].item()
-        raw = stored
-        if stored_size != raw_size:
-            try:
-                # LZ4 writes into memory of this size and no more.
-                raw = memoryview(lz4.block.decompress(stored, uncompressed_size=raw_size))
-            except lz4.block.LZ4BlockError as error:
-                raise CorruptBlock(f"{self.where(place)}: LZ4 data is damaged{_REMEDY}") from error
-        if len(raw) != raw_size or (checked and xxhash.xxh3_64_intdigest(raw) != digest):
+    def check(self, stored: memoryview, place: int, scratch: Scratch | None = None) -> memoryview:
+        """The raw payload of what is stored at `place`: decompressed if need be, checked.
+
+        Args:
+            scratch: memory to decompress into; without it the payload has memory of its own.
+        """
+        _, stored_size, raw_size, _ = self.table[place].item()
+        if stored_size == raw_size:
+            return self._compare(stored, place, True)
+        raw = new_memory(raw_size) if scratch is None else scratch.view(raw_size)
+        packed = _mine.packed.view(_LZ4_HEAD.size + stored_size)
+        packed[_LZ4_HEAD.size :] = stored
+        self._unpack(packed, raw, place)
+        return self._compare(raw, place, True)
+
+    def _unpack(self, packed: memoryview, raw: memoryview, place: int) -> None:
+        """Decompress what follows room for a head into memory of its size, and no more."""
+        # Loaded at first use. lz4 itself cannot decompress into memory that is there.
+        from numcodecs.lz4 import decompress
+
+        _LZ4_HEAD.pack_into(packed, 0, len(raw))
+        try:
+            decompress(packed, raw)
+        except (RuntimeError, ValueError) as error:
+            raise CorruptBlock(f"{self.where(place)}: LZ4 data is damaged{_REMEDY}") from error
+
+    def _compare(self, raw: memoryview, place: int, checked: bool) -> memoryview:
+        _, _, size, digest = self.table[place].item()
+        if len(raw) != size or (checked and xxhash.xxh3_64_intdigest(raw) != digest):
             raise CorruptBlock(f"{self.where(place)}: its checksum does not match{_REMEDY}")
         return raw
 
@@ -297,7 +342,7 @@ def check_block(memory: memoryview, path: str, start: int, *, payloads: bool = T
     if payloads:
         for place in range(len(info)):
             offset, stored, _, _ = info.table[place].item()
-            info.check(memory[offset : offset + stored], place)
+            info.check(memory[offset : offset + stored], place, _mine.raw)
     return info
 
 
