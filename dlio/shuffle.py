@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,13 @@ from dlio.plans import EpochPlan, WindowPlan, plan_epoch
 from dlio.schedule import Window, window_steps
 from dlio.schema import Buffer
 from dlio.storage.hierarchy import Hierarchy
-from dlio.wire import message_bytes, pack_message, unpack_message
+from dlio.wire import (
+    MessageMemory,
+    message_bytes,
+    payload_slots,
+    seal_message,
+    unpack_message,
+)
 
 _FIRST_WINDOW_STEPS = 2
 """Short, so that the first batch does not wait for a long window's messages."""
@@ -58,7 +64,7 @@ class Step:
 @dataclass(slots=True)
 class _Receive:
     request: Request
-    buffer: bytearray
+    buffer: npt.NDArray[np.uint8]
     window: int
     sender: int
     steps: list[Step]
@@ -71,10 +77,16 @@ class Shuffle:
         comm: for this shuffle's messages alone, used only by its thread.
         hierarchy: of this rank's node.
         generation: number of this pass over the loader, the same on all ranks.
+        memory: of messages, which passes share; its own for None.
     """
 
     def __init__(
-        self, comm: Communicator, hierarchy: Hierarchy, plan: EpochPlan, generation: int
+        self,
+        comm: Communicator,
+        hierarchy: Hierarchy,
+        plan: EpochPlan,
+        generation: int,
+        memory: MessageMemory | None = None,
     ) -> None:
         self._comm = comm
         self._hierarchy = hierarchy
@@ -88,7 +100,8 @@ class Shuffle:
         self._planned = 0
         self._consumed_step = 0
         self._receives: list[_Receive] = []
-        self._sends: list[tuple[Request, bytearray]] = []
+        self._sends: list[tuple[Request, Any]] = []
+        self._memory = memory if memory is not None else MessageMemory()
         self._give_up = -1
         self._closing = False
         self._error: BaseException | None = None
@@ -211,7 +224,7 @@ class Shuffle:
         sizes = self._hierarchy.reader.sizes
         for sender in np.unique(window.senders[window.senders >= 0]):
             expected = sizes[window.samples[window.senders == sender]]
-            buffer = bytearray(message_bytes(expected))
+            buffer = self._memory.take(message_bytes(expected))
             request = self._comm.irecv(buffer, int(sender), tag)
             self._receives.append(_Receive(request, buffer, number, int(sender), made))
         with self._condition:
@@ -227,20 +240,24 @@ class Shuffle:
             self._planner = plan_epoch(self._plan)
         return self._planner.window(self._windows[number])
 
-    def _pack(self, samples: npt.NDArray[np.int64]) -> bytearray:
-        blocks, places = self._hierarchy.reader.layout.locate(samples)
-        payloads: list[Buffer | None] = []
-        for sample, block, place in zip(samples, blocks, places, strict=True):
+    def _pack(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
+        hierarchy = self._hierarchy
+        blocks, places = hierarchy.reader.layout.locate(samples)
+        sizes = np.asarray(hierarchy.reader.sizes[samples], np.int64)
+        message = self._memory.take(message_bytes(sizes))
+        slots: list[memoryview | None] = list(payload_slots(message, sizes))
+        where = zip(samples.tolist(), blocks.tolist(), places.tolist(), strict=True)
+        for k, (sample, block, place) in enumerate(where):
+            slot = slots[k]
+            assert slot is not None
             try:
-                payload, _ = self._hierarchy.read(int(sample), int(block), int(place))
+                hierarchy.read_into(sample, block, place, [slot])
             except DlioError:
-                payloads.append(None)  # The receiver will meet the error, and name the sample.
-            else:
-                payloads.append(payload)
-        counters = self._hierarchy.counters
-        counters.add("sent", sum(len(payload) for payload in payloads if payload is not None))
-        counters.add("messages")
-        return pack_message(payloads)
+                slots[k] = None  # The receiver will meet the error, and name the sample.
+        seal_message(message, slots)
+        hierarchy.counters.add("sent", sum(len(slot) for slot in slots if slot is not None))
+        hierarchy.counters.add("messages")
+        return message
 
     def _progress(self) -> None:
         self._sends = [send for send in self._sends if not send[0].done()]
@@ -255,7 +272,7 @@ class Shuffle:
                 waiting.append(receive)
         self._receives = waiting
 
-    def _deliver(self, receive: _Receive, message: bytearray | None) -> None:
+    def _deliver(self, receive: _Receive, message: npt.NDArray[np.uint8] | None) -> None:
         """Hand a message's samples on; without one, as samples to be read from the source."""
         if not receive.steps:
             return  # Taken off the peer's hands after an early end; nobody wants it.
@@ -265,7 +282,7 @@ class Shuffle:
         payloads: list[memoryview | None] = [None] * count
         if message is not None:
             sizes = self._hierarchy.reader.sizes[np.concatenate(samples)]
-            payloads = unpack_message(message, sizes)
+            payloads = unpack_message(message.data, sizes)
         self._hierarchy.counters.add("late", payloads.count(None))
         arrived = iter(payloads)
         for step, here in zip(receive.steps, slots, strict=True):
@@ -332,12 +349,12 @@ class Shuffle:
             window = self._window(number)
             owed = window.samples[window.senders == peer]
             if len(owed):
-                buffer = bytearray(message_bytes(self._hierarchy.reader.sizes[owed]))
+                buffer = self._memory.take(message_bytes(self._hierarchy.reader.sizes[owed]))
                 request = self._comm.irecv(buffer, peer, self._tag_base + number % _WINDOW_TAGS)
                 self._receives.append(_Receive(request, buffer, number, peer, []))
 
 
-_abandoned: list[tuple[Request, bytearray]] = []
+_abandoned: list[tuple[Request, Any]] = []
 """Messages that were neither taken nor given up by a peer before a deadline, with their memory."""
 
 

@@ -25,6 +25,7 @@ from dlio.loading.trace import Spans
 from dlio.mount import Mount
 from dlio.order import Order
 from dlio.storage.hierarchy import Hierarchy
+from dlio.wire import MessageMemory
 
 _MOST_THREADS: Final = 16
 _AHEAD_BYTES: Final = 64 << 20
@@ -55,6 +56,7 @@ class Engines:
         self._generation = 0
         self._maker: tuple[Any, Maker] | None = None
         self._ahead: Begun | None = None
+        self._memory = MessageMemory()
 
     def begin(self, loader: Any, data: Dataset | None, batches: Pass) -> Begun:
         """Have the work of a pass under way.
@@ -156,6 +158,7 @@ class Engines:
             generation=self._generation,
             skip=on_error == "skip",
             trace=spans,
+            memory=self._memory,
         )
         # Before the first block is brought: what fills tiers is counted in this pass.
         stats = Stats(mounted.hierarchy, threads)

@@ -24,6 +24,7 @@ from dlio.loading.trace import Spans
 from dlio.mount import Mount
 from dlio.plans import EpochPlan, is_exact, plan_epoch
 from dlio.shuffle import Shuffle
+from dlio.wire import MessageMemory
 
 _PEER_TIMEOUT_S: Final = 30.0
 
@@ -45,6 +46,7 @@ class Planned:
     """Number of this pass over the loader, the same on all ranks."""
     skip: bool
     trace: Spans | None
+    memory: MessageMemory
 
 
 def planned_feed(plan: Planned, batches: PlannedPass, stats: Stats) -> Feed:
@@ -82,7 +84,7 @@ def planned_feed(plan: Planned, batches: PlannedPass, stats: Stats) -> Feed:
         skip=plan.skip,
         trace=plan.trace,
     )
-    shuffle = Shuffle(plan.comm, mounted.hierarchy, epoch, plan.generation)
+    shuffle = Shuffle(plan.comm, mounted.hierarchy, epoch, plan.generation, plan.memory)
     with Pipeline(shuffle, range(batches.steps), work) as pipeline:
         pipeline.start()
         yield None
