@@ -10,6 +10,7 @@ for another to make room: a rank that has planned window w needs others to have 
 they do before they consume w - 1.
 """
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable
@@ -103,6 +104,8 @@ class Shuffle:
         self._sends: list[tuple[Request, Any]] = []
         self._memory = memory if memory is not None else MessageMemory()
         self._give_up = -1
+        self._late: set[int] = set()
+        """Ranks that a message was given up from, until one comes: nobody waits for them."""
         self._closing = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="dlio-shuffle", daemon=True)
@@ -204,11 +207,17 @@ class Shuffle:
     def _start(self, number: int) -> None:
         steps = self._windows[number]
         window = self._window(number)
+        if self._late:
+            late = np.isin(window.senders, list(self._late))
+            self._hierarchy.counters.add("late", int(late.sum()))
+        else:
+            late = np.zeros(len(window.senders), np.bool_)
+        awaited = np.where(late, np.int32(-1), window.senders)
         blocks, places = self._hierarchy.reader.layout.locate(window.samples)
         made = []
         for k, step in enumerate(steps):
             part = slice(window.starts[k], window.starts[k + 1])
-            senders = window.senders[part]
+            senders = awaited[part]
             made.append(
                 Step(
                     step,
@@ -226,7 +235,8 @@ class Shuffle:
             expected = sizes[window.samples[window.senders == sender]]
             buffer = self._memory.take(message_bytes(expected))
             request = self._comm.irecv(buffer, int(sender), tag)
-            self._receives.append(_Receive(request, buffer, number, int(sender), made))
+            wanting = [] if int(sender) in self._late else made
+            self._receives.append(_Receive(request, buffer, number, int(sender), wanting))
         with self._condition:
             self._steps.update((step.number, step) for step in made)
             self._condition.notify_all()
@@ -264,10 +274,14 @@ class Shuffle:
         waiting = []
         for receive in self._receives:
             if receive.request.done():
+                self._late.discard(receive.sender)
                 self._deliver(receive, receive.buffer)
             elif receive.steps and receive.steps[0].number <= self._give_up:
-                self._cancel(receive)
+                self._late.add(receive.sender)
                 self._deliver(receive, None)
+                # If it does come, it is taken off the peer's hands, and not for a later one.
+                receive.steps = []
+                waiting.append(receive)
             else:
                 waiting.append(receive)
         self._receives = waiting
@@ -307,20 +321,23 @@ class Shuffle:
         if not self._moves:
             return
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
-        if self._planned < len(self._windows) or self._receives:
+        if self._planned < len(self._windows) or any(r.steps for r in self._receives):
             self._agree_on_end(deadline)
         while (self._sends or self._receives) and time.monotonic() < deadline:
             self._progress()
             time.sleep(_IDLE_S)
         for receive in self._receives:
-            self._cancel(receive)
-        # MPI still reads these buffers: they must outlive this object.
-        _abandoned.extend(self._sends)
+            if receive.steps:
+                self._cancel(receive)
+            else:
+                _leave(receive.request, receive.buffer)
+        for send in self._sends:
+            _leave(*send)
 
     @staticmethod
     def _cancel(receive: _Receive) -> None:
         if not receive.request.cancel():
-            _abandoned.append((receive.request, receive.buffer))
+            _leave(receive.request, receive.buffer)
 
     def _agree_on_end(self, deadline: float) -> None:
         plan, tag = self._plan, self._tag_base + _WINDOW_TAGS
@@ -338,7 +355,7 @@ class Shuffle:
             time.sleep(_IDLE_S)
         for peer, request in asked.items():
             if not request.cancel():
-                _abandoned.append((request, answers[peer]))
+                _leave(request, answers[peer])
 
     def _settle(self, peer: int, planned: int) -> None:
         """Meet a peer that planned `planned` windows where this rank planned fewer or more."""
@@ -354,8 +371,12 @@ class Shuffle:
                 self._receives.append(_Receive(request, buffer, number, peer, []))
 
 
-_abandoned: list[tuple[Request, Any]] = []
-"""Messages that were neither taken nor given up by a peer before a deadline, with their memory."""
+def _leave(request: Request, memory: Any) -> None:
+    """Of a message that was neither taken nor given up by a peer before a deadline: MPI reads and
+    writes its memory until the process ends, in MPI_Finalize even after Python has let go of all
+    else. It is never given back."""
+    for each in (request, memory):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
 
 def windows_of(plan: EpochPlan, mean_bytes: float) -> list[range]:

@@ -18,6 +18,11 @@ def default_timeout_s() -> float:
     return float(os.environ.get("DLIO_TIMEOUT", "300"))
 
 
+def peer_timeout_s() -> float:
+    """DLIO_PEER_TIMEOUT, in seconds: for what a peer owes, before it is read from the source."""
+    return float(os.environ.get("DLIO_PEER_TIMEOUT", "30"))
+
+
 def wait_all(requests: Sequence[Request], what: str, limit_s: float, who: str) -> None:
     """Raises CommTimeout, naming `who` waited for `what`, when they are not all done in time."""
     deadline = time.monotonic() + limit_s

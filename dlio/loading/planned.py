@@ -2,12 +2,11 @@
 
 import functools
 from dataclasses import dataclass
-from typing import Final
 
 import xxhash
 
 from dlio.comm import Communicator
-from dlio.comm.waiting import default_timeout_s
+from dlio.comm.waiting import default_timeout_s, peer_timeout_s
 from dlio.dataset import Dataset
 from dlio.loading.feed import Fed, Feed
 from dlio.loading.makers import Maker
@@ -25,8 +24,6 @@ from dlio.mount import Mount
 from dlio.plans import EpochPlan, is_exact, plan_epoch
 from dlio.shuffle import Shuffle
 from dlio.wire import MessageMemory
-
-_PEER_TIMEOUT_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +77,7 @@ def planned_feed(plan: Planned, batches: PlannedPass, stats: Stats) -> Feed:
         threads=plan.threads,
         ahead=plan.ahead,
         timeout_s=default_timeout_s(),
-        peer_timeout_s=_PEER_TIMEOUT_S,
+        peer_timeout_s=peer_timeout_s(),
         skip=plan.skip,
         trace=plan.trace,
     )
