@@ -180,7 +180,7 @@ class GlobalPlan:
         plan, layout = self._plan, self._plan.layout
         node = plan.ranks.node_of[plan.rank]
         blocks = np.flatnonzero(plan.home == node)
-        counts = np.diff(layout.starts)[blocks]
+        counts = layout.starts[blocks + 1] - layout.starts[blocks]
         found = [np.empty(0, np.int64)]
         starts = np.concatenate([[0], np.cumsum(counts)])
         for begin in range(0, int(starts[-1]), _CHUNK):

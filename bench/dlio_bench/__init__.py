@@ -2,11 +2,12 @@
 
 import typer
 
-from dlio_bench import loader, readers, staging
+from dlio_bench import loader, readers, shuffle, staging
 
 command = typer.Typer(
     help="Measure, side by side in one run, with medians and spread.", no_args_is_help=True
 )
 command.command("loader")(loader.command)
 command.command("readers")(readers.command)
+command.command("shuffle")(shuffle.command)
 command.command("staging")(staging.command)

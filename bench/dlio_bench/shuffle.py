@@ -1,0 +1,225 @@
+"""`dlio bench shuffle`: plans of a thousand ranks, real exchanges, partial tiers, mixing."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import tracemalloc
+from dataclasses import replace
+from typing import Annotated, Any, Final
+
+import typer
+
+from dlio.errors import UsageError
+from dlio.files import check_writable, write_json
+
+_CASES: Final = ("plan", "mixing", "capacity", "exchange", "decode", "training")
+_USUAL: Final = ("plan", "mixing", "capacity", "exchange", "decode")
+_RANKS: Final = 4
+_SAMPLE_BYTES: Final = 100_000
+_TIMEOUT_S: Final = 600.0
+
+
+def plan(repeats: int) -> dict[str, Any]:
+    """128 nodes of 8 ranks, batches of 32, 1.28 million samples: shares of the bytes that move, and
+    seconds that one rank takes to plan a whole epoch; 10^9 samples in mode `global`: seconds and
+    bytes of memory."""
+    from dlio.forecast.traffic import job_of, traffic
+    from dlio.placement import Node
+    from dlio.plans import plan_epoch
+    from dlio_bench.machine import spread
+
+    nodes = tuple(Node(f"node{number}", (1 << 60,)) for number in range(128))
+    job = job_of(1_280_000, 110_000, nodes, 8, 32)
+    found: dict[str, Any] = {"placement_s": _seconds(lambda: job.placement)}
+    for mode in ("batch", "global"):
+        told = traffic(replace(job, mode=mode))
+        found[mode] = {"moved_share": told.moved / told.payload, "messages": told.messages}
+    for mode in ("batch", "global", "ring", "partial(0.1)", "local"):
+        one = replace(job, mode=mode)
+        # The placement is computed once for all epochs.
+        one.__dict__["placement"] = job.placement
+
+        def whole(one: Any = one) -> None:
+            planner = plan_epoch(one.plan(1, 77))
+            for window in one.windows():
+                planner.window(window)
+
+        seconds = [_seconds(whole) for _ in range(repeats)]
+        found.setdefault(mode, {})["seconds_a_rank"] = spread(seconds)
+    large = job_of(10**9, 110_000, nodes, 8, 32, "global")
+
+    def whole_large() -> None:
+        planner = plan_epoch(large.plan(1, 77))
+        steps = large.steps
+        for begin in range(0, steps, 32):
+            planner.window(range(begin, min(begin + 32, steps)))
+
+    large.placement  # noqa: B018 - once for all epochs
+    found["billion"] = {"seconds_a_rank": spread([_seconds(whole_large) for _ in range(repeats)])}
+    tracemalloc.start()
+    whole_large()
+    found["billion"]["peak_MiB"] = tracemalloc.get_traced_memory()[1] / (1 << 20)
+    tracemalloc.stop()
+    return found
+
+
+def _seconds(work: Any) -> float:
+    """Of the processor: other processes' do not count."""
+    began = time.process_time()
+    work()
+    return time.process_time() - began
+
+
+def exchange(repeats: int, samples: int = 4000) -> dict[str, Any]:
+    """4 ranks on 2 and on 4 pretended nodes, mode `global`, samples of 100 kB that nobody decodes:
+    bytes a second that peers get, over those of an MPI Alltoallv of as many bytes."""
+    import numpy as np
+
+    from dlio_bench.machine import ratio, spread
+    from dlio_staging.pack import pack
+
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="dlio-bench-") as scratch:
+        generator = np.random.default_rng(0)
+        data = generator.integers(0, 256, (samples, _SAMPLE_BYTES), np.uint8)
+        np.save(os.path.join(scratch, "samples.npy"), data)
+        del data
+        packed = os.path.join(scratch, "packed")
+        pack(os.path.join(scratch, "samples.npy"), packed, compress="none")
+        for nodes in (2, 4):
+            told = _ranks("exchange", packed, nodes, 32, repeats)
+            rates = told["rates"]
+            found[f"{nodes}_nodes"] = {
+                "moved_bytes": told["moved"],
+                "messages": told["messages"],
+                "late": told["late"],
+                "shuffle_MB_per_s": spread([rate / 1e6 for rate in rates["shuffle"]]),
+                "alltoallv_MB_per_s": spread([rate / 1e6 for rate in rates["alltoallv"]]),
+                "shuffle_over_alltoallv": ratio(rates["shuffle"], rates["alltoallv"]),
+            }
+    return found
+
+
+def decode(source: str, repeats: int) -> dict[str, Any]:
+    """4 ranks that decode `source`: images a second in mode `global` over those in `local`, which
+    sends nothing."""
+    from dlio_bench.machine import ratio, spread
+
+    found = {}
+    for nodes in (2, 4):
+        rates = _ranks("decode", os.path.abspath(source), nodes, 16, repeats)["rates"]
+        found[f"{nodes}_nodes"] = {
+            "global_per_s": spread(rates["global"]),
+            "local_per_s": spread(rates["local"]),
+            "global_over_local": ratio(rates["global"], rates["local"]),
+        }
+    return found
+
+
+def _ranks(case: str, source: str, nodes: int, batch_size: int, repeats: int) -> dict[str, Any]:
+    from dlio.comm.launch import find_mpirun
+
+    task = {
+        "case": case,
+        "source": source,
+        "tiers": "ram:4GiB",
+        "batch_size": batch_size,
+        "nodes": nodes,
+        "repeats": repeats,
+    }
+    environment = {
+        **os.environ,
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    argv = [find_mpirun(), "--oversubscribe", "--bind-to", "none", "-n", str(_RANKS)]
+    argv += [sys.executable, "-m", "dlio_bench.exchange", json.dumps(task)]
+    done = subprocess.run(
+        argv, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        raise UsageError(f"the ranks of case {case} failed: {done.stderr.strip()[-800:]}")
+    told: dict[str, Any] = json.loads(lines[-1])
+    return told
+
+
+def command(
+    source: Annotated[
+        str | None,
+        typer.Argument(metavar="SRC", help="Class folders of images, for capacity and decode."),
+    ] = None,
+    val: Annotated[
+        str | None, typer.Option(help="Held-out data, for training; SRC is best sorted by class.")
+    ] = None,
+    case: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"{', '.join(_CASES)}. Repeatable; without, all but training that SRC allows."
+        ),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Timed passes each.", min=1)] = 5,
+    seeds: Annotated[int, typer.Option(help="Of training.", min=1)] = 5,
+    report: Annotated[str | None, typer.Option(help="Write JSON to this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="End in one line of JSON.")] = False,
+) -> None:
+    """The shuffle: what a thousand ranks plan, what 4 ranks exchange, what partial tiers read, how
+    well each mode mixes."""
+    from dlio_bench.capacity import capacity
+    from dlio_bench.mixing import statistics, training
+
+    if report is not None:
+        check_writable("--report", report)
+    wanted = case or [name for name in _USUAL if source or name not in ("capacity", "decode")]
+    if wrong := [name for name in wanted if name not in _CASES]:
+        raise UsageError(f"--case {wrong[0]}: choose from {', '.join(_CASES)}")
+    if source is None and {"capacity", "decode", "training"} & set(wanted):
+        raise UsageError("capacity, decode and training want a data set")
+    found: dict[str, Any] = {}
+    for name in wanted:
+        if name == "plan":
+            found[name] = plan(repeats)
+        elif name == "mixing":
+            found[name] = statistics()
+        elif name == "exchange":
+            found[name] = exchange(repeats)
+        elif name == "capacity":
+            found[name] = capacity(str(source))
+        elif name == "decode":
+            found[name] = decode(str(source), repeats)
+        elif val is None:
+            raise UsageError("--case training wants held-out data: --val")
+        else:
+            found[name] = training(str(source), val, seeds)
+        _show(name, found[name])
+    if report is not None:
+        write_json(report, found)
+    if as_json:
+        typer.echo(json.dumps(found))
+
+
+def _show(name: str, told: Any) -> None:
+    """A line a row: names and figures."""
+    rows = told.items() if isinstance(told, dict) else enumerate(told)
+    for key, value in rows:
+        text = value if not isinstance(value, dict) else ", ".join(_told(value))
+        label = name if isinstance(key, int) else f"{name}, {key}"
+        typer.echo(f"{label}: {_figure(text)}")
+
+
+def _told(value: dict[str, Any]) -> list[str]:
+    return [f"{key} {_figure(each)}" for key, each in value.items()]
+
+
+def _figure(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{value['median']:.3g} ({value['min']:.3g} to {value['max']:.3g})"
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    if isinstance(value, list):
+        return ", ".join(_figure(each) for each in value)
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,66 @@
+"""`dlio bench shuffle` measures what it says, on little data."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dlio.cli import main
+from dlio_bench.capacity import capacity
+from dlio_bench.mixing import MODES, statistics
+from dlio_bench.shuffle import exchange, plan
+
+
+def test_partial_tiers_read_no_more_than_they_lack(pictures: Path) -> None:
+    (told,) = capacity(str(pictures), (0.5,))
+    # Twelve pictures in as many blocks: what is held is not quite a half.
+    assert 0.3 < told["held"] <= 0.5
+    assert told["dlio"] == pytest.approx(1 - told["held"])
+    assert told["dlio"] < told["lru"] <= 1
+    assert told["page_cache"] is None or told["page_cache"] >= 0
+
+
+def test_every_mode_is_well_mixed() -> None:
+    told = statistics()
+    assert list(told) == list(MODES)
+    for mode, figures in told.items():
+        assert abs(figures["chi2_sigma"]) < 4, mode
+        assert abs(figures["serial_sigma"]) < 4, mode
+        assert figures["unevenness_sigma"] < 1.2, mode
+    assert told["local"]["repeated"] > 0.99
+    assert told["partial(0.1)"]["repeated"] < 0.9
+    assert told["global"]["repeated"] == pytest.approx(1 / 8, abs=0.02)
+
+
+def test_plans_stay_small_and_quick() -> None:
+    told = plan(1)
+    assert told["batch"]["moved_share"] <= 0.0275
+    assert told["billion"]["peak_MiB"] <= 64
+    # Generous: the machine may be busy. The benchmark has the figure.
+    assert told["billion"]["seconds_a_rank"]["median"] < 30
+
+
+@pytest.mark.mpi
+def test_an_exchange_is_measured_beside_alltoallv() -> None:
+    told = exchange(1, samples=300)
+    assert told["2_nodes"]["moved_bytes"] == pytest.approx(300 * 100_000 / 2, rel=0.2)
+    assert told["4_nodes"]["moved_bytes"] == pytest.approx(300 * 100_000 * 3 / 4, rel=0.2)
+    for figures in told.values():
+        assert figures["late"] == 0
+        assert figures["shuffle_over_alltoallv"]["median"] > 0
+
+
+def test_the_command_tells_and_writes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    report = tmp_path / "r.json"
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "shuffle", "--case", "mixing", "--report", str(report)])
+    assert ended.value.code in (0, None)
+    assert "mixing, ring: chi2_sigma" in capsys.readouterr().out
+    assert "ring" in json.loads(report.read_text())["mixing"]
+    for argv, said in (
+        (["--case", "chaos"], "choose from plan"),
+        (["--case", "decode"], "want a data set"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["bench", "shuffle", *argv])
+        assert said in capsys.readouterr().err
