@@ -15,7 +15,7 @@ import typer
 from dlio.errors import UsageError
 from dlio.files import check_writable, write_json
 
-_CASES: Final = ("plan", "mixing", "capacity", "exchange", "decode", "training")
+_CASES: Final = ("plan", "mixing", "capacity", "exchange", "decode", "link", "training")
 _USUAL: Final = ("plan", "mixing", "capacity", "exchange", "decode")
 _RANKS: Final = 4
 _SAMPLE_BYTES: Final = 100_000
@@ -159,7 +159,8 @@ def command(
     case: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"{', '.join(_CASES)}. Repeatable; without, all but training that SRC allows."
+            help=f"{', '.join(_CASES)}. Repeatable; without, all but link (as root) and training "
+            "that SRC allows."
         ),
     ] = None,
     repeats: Annotated[int, typer.Option(help="Timed passes each.", min=1)] = 5,
@@ -170,6 +171,7 @@ def command(
     """The shuffle: what a thousand ranks plan, what 4 ranks exchange, what partial tiers read, how
     well each mode mixes."""
     from dlio_bench.capacity import capacity
+    from dlio_bench.links import link
     from dlio_bench.mixing import statistics, training
 
     if report is not None:
@@ -187,6 +189,8 @@ def command(
             found[name] = statistics()
         elif name == "exchange":
             found[name] = exchange(repeats)
+        elif name == "link":
+            found[name] = link(epochs=repeats)
         elif name == "capacity":
             found[name] = capacity(str(source))
         elif name == "decode":

@@ -1,12 +1,15 @@
 """`dlio bench shuffle` measures what it says, on little data."""
 
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from dlio.cli import main
 from dlio_bench.capacity import capacity
+from dlio_bench.links import NoNamespaces, link
 from dlio_bench.mixing import MODES, statistics
 from dlio_bench.shuffle import exchange, plan
 
@@ -48,6 +51,21 @@ def test_an_exchange_is_measured_beside_alltoallv() -> None:
     for figures in told.values():
         assert figures["late"] == 0
         assert figures["shuffle_over_alltoallv"]["median"] > 0
+
+
+def test_ranks_over_shaped_links_send_what_was_forecast() -> None:
+    try:
+        told = link((2,), ("batch", "global"), samples=400, batch_size=16, epochs=1)
+    except NoNamespaces as error:
+        pytest.skip(str(error))
+    for mode in ("batch", "global"):
+        figures = told[f"2 nodes, {mode}"]
+        assert figures["counts_equal"]
+        assert figures["late"] == 0
+    # A gigabit, with what TCP takes of it, and what a busy machine does.
+    assert 5e6 < told["2 nodes"]["link_rate"] < 125e6
+    done = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    assert f"dl{os.getpid() % 100000}n" not in done.stdout
 
 
 def test_the_command_tells_and_writes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

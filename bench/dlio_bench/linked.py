@@ -1,0 +1,119 @@
+"""A rank of `dlio bench shuffle --case link`: epochs over a shaped link, as training has them.
+
+Usage: python -m dlio_bench.linked JSON, in a network namespace, with torchrun's environment. Rank 0
+prints one line of JSON.
+"""
+
+import json
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+import dlio
+from dlio.comm import Communicator, world
+
+
+def main(text: str) -> None:
+    task: dict[str, Any] = json.loads(text)
+    dist.init_process_group("gloo")
+    told: dict[str, Any] = {}
+    with dlio.open(task["source"], tiers=task["tiers"], image_size=None, seed=0) as data:
+        comm = world().dup()
+        loaders: list[Any] = []
+        told_of = _measured(comm, task["model_s"])
+        told["made_per_s"] = _made_per_s(data, task["batch_size"], comm, loaders)
+        for mode in task["modes"]:
+            loader = dlio.DataLoader(
+                data, task["batch_size"], shuffle=True, mode=mode, num_workers=1
+            )
+            loaders.append(loader)
+            for epoch in range(1 + task["epochs"]):
+                loader.set_epoch(epoch)
+                comm.barrier()
+                began = time.perf_counter()
+                computed, first = 0.0, 0.0
+                for _ in loader:
+                    first = first or time.perf_counter() - began
+                    time.sleep(task["model_s"])
+                    computed += task["model_s"]
+                    comm.barrier()
+                seconds = time.perf_counter() - began
+                stats = loader.stats()
+                moved = sum(comm.allgather(stats["bytes"]["peer"]))
+                messages = sum(comm.allgather(stats["messages"]))
+                late = sum(comm.allgather(stats["late"]))
+                if epoch:
+                    told.setdefault(mode, []).append(
+                        {
+                            "epoch": epoch,
+                            "seconds": seconds,
+                            "stall_s": seconds - computed,
+                            "first_batch_s": first,
+                            "moved": moved,
+                            "messages": messages,
+                            "late": late,
+                        }
+                    )
+        assert data.mounted is not None
+        names = list(data.mounted.nodes.names)
+        comm.barrier()
+        for loader in loaders:
+            loader.close()
+        comm.close()
+    if dist.get_rank() == 0:
+        made = told.pop("made_per_s")
+        print(
+            json.dumps({"nodes": names, "modes": told, "made_per_s": made, **told_of}), flush=True
+        )
+    dist.destroy_process_group()
+
+
+def _measured(comm: Communicator, model_s: float) -> dict[str, float]:
+    """Bytes a second that a link takes each way, for messages as the shuffle has them: half a
+    window to all others together, or to one, after a pause; and seconds of a step without data."""
+    everybody = [rank for rank in range(comm.size) if rank != comm.rank]
+    found = {"link_rate": _rate(comm, everybody, everybody)}
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    found["one_peer_rate"] = _rate(comm, [right], [left])
+    began = time.perf_counter()
+    for _ in range(50):
+        time.sleep(model_s)
+        comm.barrier()
+    step = (time.perf_counter() - began) / 50
+    return {**found, "step_s": max(comm.allgather(step))}
+
+
+def _rate(comm: Communicator, dests: list[int], sources: list[int]) -> float:
+    part = (8 << 20) // len(dests)
+    out = np.ones(part, np.uint8)
+    into = [np.ones(part, np.uint8) for _ in sources]
+    rates = []
+    for _ in range(9):
+        time.sleep(0.1)
+        comm.barrier()
+        began = time.perf_counter()
+        requests = [comm.irecv(memory, peer, 1) for memory, peer in zip(into, sources, strict=True)]
+        comm.wait([*requests, *(comm.isend(out, peer, 1) for peer in dests)], "a measurement")
+        comm.barrier()
+        rates.append(part * len(dests) / (time.perf_counter() - began))
+    return float(np.median(rates))
+
+
+def _made_per_s(data: Any, batch_size: int, comm: Communicator, loaders: list[Any]) -> float:
+    """Samples a second that a rank makes of what its own tier holds."""
+    loader = dlio.DataLoader(data, batch_size, shuffle=True, mode="local", num_workers=1)
+    loaders.append(loader)
+    for _ in range(2):
+        comm.barrier()
+        began = time.perf_counter()
+        for _ in loader:
+            pass
+        seconds = time.perf_counter() - began
+    return float(loader.stats()["samples"] / seconds)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
