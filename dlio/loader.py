@@ -53,7 +53,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         dataset ... in_order: as torch's. `num_workers` are threads, or processes; for data sets
             of dlio's 0 takes a thread a core.
         tiers: keep what the data set returns in tiers, as `dlio.open` does; without pickle.
-        mode: `batch` trains a sample where it lives, `global` anywhere.
+        mode: `batch` trains a sample where it lives, `global` anywhere; `local` keeps each rank to
+            what its node holds, `partial(q)` but for a fraction q, `ring` hands it on each epoch.
         seed: of the order; the data set's, the generator's, or 0 by default. With it, the order of
             any map-style data set is dlio's formula.
         workers: `thread`; or `process`, torch's own workers, for Python that holds the GIL. By
