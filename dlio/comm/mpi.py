@@ -1,6 +1,13 @@
-"""MPI through mpi4py: two-sided messages and non-blocking collectives."""
+"""MPI through mpi4py: two-sided messages and non-blocking collectives.
 
+The background shuffle wants MPI_THREAD_MULTIPLE. Where the library gives MPI_THREAD_SERIALIZED, one
+call is made at a time: none of ours waits inside MPI, but for those that all ranks make at once.
+"""
+
+import contextlib
 import json
+import logging
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -28,15 +35,27 @@ _CANCEL_TIMEOUT_S = 1.0
 
 def mpi_world() -> Communicator:
     """MPI's world, or a single process where it holds one rank."""
-    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise CommError(
-            "this MPI library gives less than MPI_THREAD_MULTIPLE, which the background shuffle "
-            "needs: use Open MPI 5 (pip install 'dlio[mpi]') or an MPI built with thread support"
+            "this MPI library lets only one thread call it (it gives less than "
+            "MPI_THREAD_SERIALIZED), and the background shuffle has one of its own: use Open MPI 5 "
+            "(pip install 'dlio[mpi]'), an MPI built with thread support, or torchrun"
         )
     if MPI.COMM_WORLD.size == 1:
         return SingleCommunicator()
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE and MPI.COMM_WORLD.rank == 0:
+        _log.warning(
+            "this MPI library gives MPI_THREAD_SERIALIZED: dlio's threads call it one at a time, "
+            "which is slower; the user's own calls must not be made while a loader is in use"
+        )
     # A duplicate, so that the user's own messages on COMM_WORLD never meet ours.
     return MpiCommunicator(MPI.COMM_WORLD.Dup())
+
+
+_log = logging.getLogger("dlio")
+_one_at_a_time: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+    _one_at_a_time = threading.RLock()
 
 
 class _MpiRequest:
@@ -44,12 +63,14 @@ class _MpiRequest:
         self._request = request
 
     def done(self) -> bool:
-        return bool(self._request.Test())
+        with _one_at_a_time:
+            return bool(self._request.Test())
 
     def cancel(self) -> bool:
         if self.done():
             return True
-        self._request.Cancel()
+        with _one_at_a_time:
+            self._request.Cancel()
         deadline = time.monotonic() + _CANCEL_TIMEOUT_S
         while not (done := self.done()) and time.monotonic() < deadline:
             time.sleep(LONGEST_SLEEP_S)
@@ -69,44 +90,55 @@ class MpiCommunicator:
         mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
         lengths = np.zeros(self.size, np.int64)
         lengths[self.rank] = len(mine)
-        self._join(
-            self._comm.Iallgather(MPI.IN_PLACE, [lengths, 1, MPI.INT64_T]), "allgather of lengths"
-        )
+        with _one_at_a_time:
+            gathering = self._comm.Iallgather(MPI.IN_PLACE, [lengths, 1, MPI.INT64_T])
+        self._join(gathering, "allgather of lengths")
         starts = np.concatenate([[0], np.cumsum(lengths)])
         everything = np.empty(int(starts[-1]), np.uint8)
         layout = (lengths.tolist(), starts[:-1].tolist())
-        self._join(self._comm.Iallgatherv(mine, [everything, layout, MPI.BYTE]), "allgather")
+        with _one_at_a_time:
+            gathering = self._comm.Iallgatherv(mine, [everything, layout, MPI.BYTE])
+        self._join(gathering, "allgather")
         return [
             json.loads(everything[starts[k] : starts[k + 1]].tobytes()) for k in range(self.size)
         ]
 
     def barrier(self) -> None:
-        self._join(self._comm.Ibarrier(), "barrier")
+        with _one_at_a_time:
+            meeting = self._comm.Ibarrier()
+        self._join(meeting, "barrier")
 
     def bcast(self, array: npt.NDArray[Any], root: int = 0) -> None:
-        self._join(self._comm.Ibcast(array, root), "broadcast")
+        with _one_at_a_time:
+            telling = self._comm.Ibcast(array, root)
+        self._join(telling, "broadcast")
 
     def isend(self, data: Buffer, dest: int, tag: int) -> Request:
-        return _MpiRequest(self._comm.Isend([data, MPI.BYTE], dest, tag))
+        with _one_at_a_time:
+            return _MpiRequest(self._comm.Isend([data, MPI.BYTE], dest, tag))
 
     def irecv(self, into: Buffer, source: int, tag: int) -> Request:
-        return _MpiRequest(self._comm.Irecv([into, MPI.BYTE], source, tag))
+        with _one_at_a_time:
+            return _MpiRequest(self._comm.Irecv([into, MPI.BYTE], source, tag))
 
     def iallreduce(self, array: npt.NDArray[Any]) -> Request:
         if array.dtype not in (np.float32, np.float64, np.int64):
             # Open MPI sums types it does not know, bfloat16 above all, into garbage.
             raise CommError(f"cannot sum {array.dtype}: convert it to float32 first")
-        return _MpiRequest(self._comm.Iallreduce(MPI.IN_PLACE, array, MPI.SUM))
+        with _one_at_a_time:
+            return _MpiRequest(self._comm.Iallreduce(MPI.IN_PLACE, array, MPI.SUM))
 
     def wait(self, requests: Sequence[Request], what: str, timeout_s: float | None = None) -> None:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         wait_all(requests, what, limit_s, f"rank {self.rank} of {self.size}")
 
     def dup(self) -> "MpiCommunicator":
-        return MpiCommunicator(self._comm.Dup())
+        with _one_at_a_time:
+            return MpiCommunicator(self._comm.Dup())
 
     def close(self) -> None:
-        self._comm.Free()
+        with _one_at_a_time:
+            self._comm.Free()
 
     def _join(self, request: "MPI.Request", what: str) -> None:
         self.wait([_MpiRequest(request)], what)

@@ -32,6 +32,7 @@ class TierSpec:
 
 def parse_tiers(text: str) -> list[TierSpec]:
     """Parse a comma-separated list of `ram:SIZE` and `FOLDER:SIZE`; `none` is no tier at all.
+    Persistent memory is a folder on its file system, with or without `pmem:` before it.
 
     Raises UsageError that quotes the part that cannot be understood.
     """
@@ -45,6 +46,7 @@ def parse_tiers(text: str) -> list[TierSpec]:
                 f"tier {part.strip()!r} has no size: write ram:2GiB or /local/scratch:20GiB"
             )
         capacity = parse_bytes(size)
+        place = place.removeprefix("pmem:")
         if place == "ram":
             specs.append(TierSpec("ram", SHARED_MEMORY, capacity))
         else:

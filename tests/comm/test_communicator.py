@@ -24,6 +24,21 @@ def test_mpi_keeps_the_contract(mpirun: Callable[..., object], ranks: int) -> No
     assert done.stdout.count("kept the contract") == ranks  # type: ignore[attr-defined]
 
 
+@pytest.mark.mpi
+def test_mpi_that_takes_one_call_at_a_time_keeps_it_too(mpirun: Callable[..., object]) -> None:
+    done = mpirun(2, str(BODY), env={"MPI4PY_RC_THREAD_LEVEL": "serialized"})
+    assert done.returncode == 0, done.stderr  # type: ignore[attr-defined]
+    assert done.stdout.count("kept the contract") == 2  # type: ignore[attr-defined]
+    assert "one at a time" in done.stderr  # type: ignore[attr-defined]
+
+
+@pytest.mark.mpi
+def test_mpi_for_one_thread_is_refused(mpirun: Callable[..., object]) -> None:
+    done = mpirun(2, str(BODY), env={"MPI4PY_RC_THREAD_LEVEL": "funneled"})
+    assert done.returncode != 0  # type: ignore[attr-defined]
+    assert "lets only one thread call it" in done.stderr  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_torch_distributed_keeps_the_contract(torchrun: TorchRun, ranks: int) -> None:
     outputs = torchrun(ranks, str(BODY), "torch")
