@@ -3,6 +3,7 @@
 import functools
 from dataclasses import dataclass
 
+import numpy as np
 import xxhash
 
 from dlio.comm import Communicator
@@ -66,9 +67,8 @@ def planned_feed(plan: Planned, batches: PlannedPass, stats: Stats) -> Feed:
         batches.bind(plan.mode, xxhash.xxh3_64_hexdigest(mounted.placement.home.tobytes()))
     if mounted.hierarchy.missing():
         first = plan_epoch(epoch).window(range(min(1, batches.steps)))
-        mounted.hierarchy.hurry(
-            first.samples[first.senders < 0], functools.partial(mounted.fill, batches.order)
-        )
+        wanted = np.concatenate([first.samples[first.senders < 0], *first.sends.values()])
+        mounted.hierarchy.hurry(wanted, functools.partial(mounted.fill, batches.order))
     work = Work(
         hierarchy=mounted.hierarchy,
         maker=plan.maker,

@@ -209,7 +209,7 @@ def scatter(payload: Buffer, pieces: Sequence[memoryview]) -> None:
         at += len(piece)
 
 
-_CHECKED_BYTES: Final = 1 << 18
+_CHECKED_BYTES: Final = 1 << 19
 """Read at a time where they are checked at once: they are still in the processor's cache."""
 _REMEDY: Final = " (the file is damaged: restore it, or make it again)"
 

@@ -81,7 +81,6 @@ class Hierarchy:
         self._arrived: set[int] = set()
         self._filling: dict[int, threading.Event] = {}
         self._lock = threading.Lock()
-        self._alone = ranks == 1
         self._early: dict[int, Buffer] = {}
         """Payloads that were wanted before their blocks; each goes into its block later."""
         self._awaited: set[int] = set()
@@ -106,13 +105,13 @@ class Hierarchy:
         """Begin to read samples, many at a time, whose blocks have not arrived: those of a first
         batch, which would wait for their blocks' other samples otherwise. Each is kept for its
         block, which other processes leave to this one; so nothing is read twice. Of a source of
-        single objects, with one rank.
+        single objects.
 
         Args:
             then: called when they are read, in a thread of this hierarchy's; or now.
         """
         late: list[int] = []
-        able = self._alone and self.reader.objects and self._intake.requests > 1
+        able = self.reader.objects and self._intake.requests > 1
         if able and self._hurrying is None:
             blocks = self.reader.layout.block_of(samples)
             mine = [block for block in np.unique(blocks).tolist() if self._reserve(block)]
@@ -188,10 +187,14 @@ class Hierarchy:
     def read_into(self, sample: int, block: int, place: int, pieces: Sequence[memoryview]) -> str:
         """A sample's payload into `pieces`, one after another, which have its size together; where
         it came from. Arguments and errors as for `read`."""
-        found = self._from_tier(sample, block, lambda tier: tier.read_into(block, place, pieces))
-        if found is not None:
-            return found[1]
-        payload = self.read_source(sample)
+        early = self._early_payload(sample) if self._awaited or self._early else None
+        if early is None:
+            found = self._from_tier(
+                sample, block, lambda tier: tier.read_into(block, place, pieces)
+            )
+            if found is not None:
+                return found[1]
+        payload = self.read_source(sample) if early is None else early
         if len(payload) != sum(len(piece) for piece in pieces):
             raise SourceError(
                 f"{self.reader.path}: sample {self.reader.name(sample)!r} has {len(payload)} "
