@@ -79,6 +79,7 @@ class Shuffle:
         hierarchy: of this rank's node.
         generation: number of this pass over the loader, the same on all ranks.
         memory: of messages, which passes share; its own for None.
+        planner: of `plan`, where there is one already; otherwise made by the shuffle's thread.
     """
 
     def __init__(
@@ -88,11 +89,12 @@ class Shuffle:
         plan: EpochPlan,
         generation: int,
         memory: MessageMemory | None = None,
+        planner: WindowPlan | None = None,
     ) -> None:
         self._comm = comm
         self._hierarchy = hierarchy
         self._plan = plan
-        self._planner: WindowPlan | None = None
+        self._planner = planner
         self._tag_base = (generation % _GENERATIONS) * (_WINDOW_TAGS + 1)
         self._windows = windows_of(plan, float(hierarchy.reader.sizes.mean()))
         self._moves = plan.ranks.nodes > 1

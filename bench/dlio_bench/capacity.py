@@ -55,12 +55,12 @@ def capacity(source: str, shares: tuple[float, ...] = SHARES) -> list[dict[str, 
     sizes = np.asarray(reader.sizes, np.int64)
     names = [os.path.join(reader.path, reader.name(k)) for k in range(len(reader))]
     single = reader.format == "folder"
+    stored = int(block_bytes_of(reader).sum())
     reader.close()
     whole = int(sizes.sum())
     found = []
     for share in shares:
-        with dlio.open(source, tiers="ram:64GiB", image_size=None) as probe:
-            room = int(share * int(block_bytes_of(probe.reader).sum()))
+        room = int(share * stored)
         with (
             dlio.open(source, tiers=f"ram:{room}B", image_size=None) as data,
             dlio.DataLoader(

@@ -4,7 +4,6 @@ Alltoallv of the same bytes, and how much of its speed decoding keeps meanwhile.
 Usage: python -m dlio_bench.exchange JSON. Rank 0 prints one line of JSON.
 """
 
-import functools
 import json
 import sys
 import time
@@ -29,14 +28,13 @@ def main(text: str) -> None:
 
 
 def _exchange(task: dict[str, Any], comm: Communicator) -> dict[str, Any]:
-    """Epochs in mode `global` and `local`, of samples that nobody decodes, and Alltoallv of what
-    `global` moved, in turn."""
+    """Epochs in mode `global`, of samples that nobody decodes, and Alltoallv of what each moved, in
+    turn."""
     import dlio
 
     rates: dict[str, list[float]] = {"shuffle": [], "alltoallv": [], "consumed": []}
     with dlio.open(task["source"], tiers=task["tiers"], image_size=None) as data:
-        loader = functools.partial(
-            dlio.DataLoader,
+        moving = dlio.DataLoader(
             data,
             task["batch_size"],
             shuffle=True,
@@ -45,7 +43,7 @@ def _exchange(task: dict[str, Any], comm: Communicator) -> dict[str, Any]:
             pretend_nodes=task["nodes"],
         )
         counts: dict[str, int] = {}
-        with loader() as moving:
+        with moving:
             for number in range(_ROUNDS + task["repeats"]):
                 comm.barrier()
                 began = time.perf_counter()

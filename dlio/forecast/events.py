@@ -104,9 +104,15 @@ def run(
     fills = _filled(job, machine, epoch) if cold else None
     if fills is not None and len(fills):
         state.source_free = state.source_busy = float(fills.max())
+    before: list[range] = []
     for dealt in job.dealt(epoch):
         died = next((f for f in failures if f[0] in dealt.steps), None)
-        _window(job, machine, dealt, state, fills, generator)
+        # Planned when the last step of the window but one before has been handed out.
+        planned = np.zeros(job.ranks.size)
+        if len(before) >= 2:
+            planned = state.started[before[-1].start - 1]
+        before.append(dealt.steps)
+        _window(job, machine, dealt, planned, state, fills, generator)
         if died is not None:
             return _after(job, machine, state, died, epoch, failures, seed)
     return _timeline(state)
@@ -169,18 +175,17 @@ def _window(
     job: Job,
     machine: Machine,
     dealt: Assignment,
+    planned: _F64,
     state: _State,
     fills: _F64 | None,
     generator: np.random.Generator,
 ) -> None:
-    """Move a window's samples, then decode and consume its steps."""
+    """Move a window's samples, then decode and consume its steps.
+
+    Args:
+        planned: when each rank planned it; shape (ranks,).
+    """
     ranks = job.ranks
-    # Planned when the last step but one window has been handed out.
-    planned = np.zeros(ranks.size)
-    windows = job.windows()
-    number = windows.index(dealt.steps)
-    if number >= 2:
-        planned = state.started[windows[number - 1].start - 1]
     sizes = job.bytes_of(dealt.samples)
     block = job.layout.block_of(dealt.samples)
     tier, home = job.placement.tier[block], job.placement.home[block]

@@ -237,7 +237,7 @@ def traffic(job: Job, epoch: int = 1) -> Traffic:
     tiers = np.zeros(max(1, max(len(node.capacities) for node in job.nodes)), np.int64)
     largest = 0
     windows = 0
-    partners: list[_I64] = []
+    pairs: list[_I64] = []
     for dealt in job.dealt(epoch):
         windows += 1
         sizes = job.bytes_of(dealt.samples)
@@ -255,12 +255,9 @@ def traffic(job: Job, epoch: int = 1) -> Traffic:
         if len(found.sender):
             each = np.bincount(found.receiver, found.wire, job.ranks.size)
             largest = max(largest, int(each.max()))
-            partners = [
-                np.unique(
-                    np.concatenate([*partners, found.sender * job.ranks.size + found.receiver])
-                )
-            ]
-    peers = int(np.bincount(partners[0] % job.ranks.size).max()) if partners else 0
+            pairs.append(found.sender * job.ranks.size + found.receiver)
+    met = np.unique(np.concatenate(pairs)) if pairs else np.empty(0, np.int64)
+    peers = int(np.bincount(met % job.ranks.size, minlength=1).max())
     return Traffic(
         job.steps,
         windows,

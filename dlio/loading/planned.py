@@ -65,8 +65,10 @@ def planned_feed(plan: Planned, batches: PlannedPass, stats: Stats) -> Feed:
         batches.unbound(plan.mode)
     else:
         batches.bind(plan.mode, xxhash.xxh3_64_hexdigest(mounted.placement.home.tobytes()))
+    planner = None
     if mounted.hierarchy.missing():
-        first = plan_epoch(epoch).window(range(min(1, batches.steps)))
+        planner = plan_epoch(epoch)
+        first = planner.window(range(min(1, batches.steps)))
         wanted = np.concatenate([first.samples[first.senders < 0], *first.sends.values()])
         mounted.hierarchy.hurry(wanted, functools.partial(mounted.fill, batches.order))
     work = Work(
@@ -81,7 +83,7 @@ def planned_feed(plan: Planned, batches: PlannedPass, stats: Stats) -> Feed:
         skip=plan.skip,
         trace=plan.trace,
     )
-    shuffle = Shuffle(plan.comm, mounted.hierarchy, epoch, plan.generation, plan.memory)
+    shuffle = Shuffle(plan.comm, mounted.hierarchy, epoch, plan.generation, plan.memory, planner)
     with Pipeline(shuffle, range(batches.steps), work) as pipeline:
         pipeline.start()
         yield None

@@ -123,10 +123,7 @@ class BlockInfo:
         offset, stored, raw, _ = self.table[place].item()
         view = new_memory(raw) if scratch is None else scratch.view(raw)
         if stored != raw:
-            packed = _mine.packed.view(_LZ4_HEAD.size + stored)
-            at = self.start + offset
-            read_exactly(descriptor, packed[_LZ4_HEAD.size :], at, lambda: self.where(place))
-            self._unpack(packed, view, place)
+            self._read_packed(descriptor, place, view)
         else:
             read_exactly(descriptor, view, self.start + offset, lambda: self.where(place))
         return self._compare(view, place, checked)
@@ -146,10 +143,7 @@ class BlockInfo:
             raise CorruptBlock(f"{self.where(place)}: has {raw} bytes, not what its fields need")
         if stored != raw:
             whole = pieces[0] if len(pieces) == 1 else _mine.raw.view(raw)
-            packed = _mine.packed.view(_LZ4_HEAD.size + stored)
-            at = self.start + offset
-            read_exactly(descriptor, packed[_LZ4_HEAD.size :], at, lambda: self.where(place))
-            self._unpack(packed, whole, place)
+            self._read_packed(descriptor, place, whole)
             self._compare(whole, place, checked)
             if len(pieces) > 1:
                 scatter(whole, pieces)
@@ -179,6 +173,14 @@ class BlockInfo:
         packed[_LZ4_HEAD.size :] = stored
         self._unpack(packed, raw, place)
         return self._compare(raw, place, True)
+
+    def _read_packed(self, descriptor: int | Readable, place: int, raw: memoryview) -> None:
+        """Read what is compressed at `place`, and decompress it into memory of its size."""
+        offset, stored, _, _ = self.table[place].item()
+        packed = _mine.packed.view(_LZ4_HEAD.size + stored)
+        at = self.start + offset
+        read_exactly(descriptor, packed[_LZ4_HEAD.size :], at, lambda: self.where(place))
+        self._unpack(packed, raw, place)
 
     def _unpack(self, packed: memoryview, raw: memoryview, place: int) -> None:
         """Decompress what follows room for a head into memory of its size, and no more."""

@@ -162,6 +162,8 @@ class Hierarchy:
 
     def _early_payload(self, sample: int) -> Buffer | None:
         """What `hurry` has brought, or is about to."""
+        if not (self._awaited or self._early):
+            return None
         if sample in self._awaited:
             with self._hurried:
                 self._hurried.wait_for(lambda: sample not in self._awaited, self._fill_timeout_s)
@@ -178,7 +180,7 @@ class Hierarchy:
 
         Raises SourceError when the last place, the source, fails too.
         """
-        early = self._early_payload(sample) if self._awaited or self._early else None
+        early = self._early_payload(sample)
         if early is not None:
             return early, "source"
         found = self._from_tier(sample, block, lambda tier: tier.read(block, place, scratch))
@@ -187,7 +189,7 @@ class Hierarchy:
     def read_into(self, sample: int, block: int, place: int, pieces: Sequence[memoryview]) -> str:
         """A sample's payload into `pieces`, one after another, which have its size together; where
         it came from. Arguments and errors as for `read`."""
-        early = self._early_payload(sample) if self._awaited or self._early else None
+        early = self._early_payload(sample)
         if early is None:
             found = self._from_tier(
                 sample, block, lambda tier: tier.read_into(block, place, pieces)

@@ -230,14 +230,20 @@ def test_blocks_come_in_the_order_of_their_first_use() -> None:
     assert got == [int(block) for block in np.argsort(first_use) if block != 3]
 
 
+def _two_jobs(reader: MemoryReader, folder: Path) -> list[Hierarchy]:
+    """That fill the same tier, with several requests in flight each."""
+    jobs = []
+    for _ in range(2):
+        tier = Tier(TierSpec("disk", str(folder), 1 << 30), "x", fingerprint=reader.fingerprint)
+        pins = Pins(np.zeros(reader.layout.blocks, np.int8))
+        jobs.append(Hierarchy(reader, [tier], pins, intake=Intake(reader, 4)))
+    return jobs
+
+
 def test_a_first_batch_is_read_before_its_blocks_and_nothing_twice(tmp_path: Path) -> None:
     """Two jobs fill one tier; each has a first batch that it cannot wait for."""
     reader = MemoryReader()
-    jobs = []
-    for _ in range(2):
-        tier = Tier(TierSpec("disk", str(tmp_path), 1 << 30), "x", fingerprint=reader.fingerprint)
-        pins = Pins(np.zeros(reader.layout.blocks, np.int8))
-        jobs.append(Hierarchy(reader, [tier], pins, intake=Intake(reader, 4)))
+    jobs = _two_jobs(reader, tmp_path)
     batches = [Order(N, seed).samples(np.arange(40)) for seed in range(2)]
     fillers = []
     blocks = np.ones(reader.layout.blocks, np.bool_)
@@ -262,11 +268,7 @@ def test_a_first_batch_is_read_before_its_blocks_and_nothing_twice(tmp_path: Pat
 
 def test_blocks_that_were_claimed_for_a_first_batch_are_let_go_again(tmp_path: Path) -> None:
     reader = MemoryReader()
-    jobs = []
-    for _ in range(2):
-        tier = Tier(TierSpec("disk", str(tmp_path), 1 << 30), "x", fingerprint=reader.fingerprint)
-        pins = Pins(np.zeros(reader.layout.blocks, np.int8))
-        jobs.append(Hierarchy(reader, [tier], pins, intake=Intake(reader, 4)))
+    jobs = _two_jobs(reader, tmp_path)
     read = threading.Event()
     jobs[0].hurry(np.arange(N), lambda: read.set())
     assert read.wait(10)
