@@ -184,13 +184,17 @@ def mpirun() -> MpiRun:
             **(env or {}),
         }
         command = [found, "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
-        return subprocess.run(
-            [*command, sys.executable, *args],
-            env=full,
-            timeout=timeout_s,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        while True:
+            done = subprocess.run(
+                [*command, sys.executable, *args],
+                env=full,
+                timeout=timeout_s,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            # mpirun says so, before any rank runs, when an interface goes as it lists them.
+            if "listener thread failed to start" not in done.stderr:
+                return done
 
     return run

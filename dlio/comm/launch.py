@@ -24,6 +24,10 @@ _END_TIMEOUT_S = 10.0
 _POLL_S = 0.5
 _RULE = "-" * 20
 _ERROR = "dlio: error:"
+_NOT_STARTED = "PMIx server's listener thread failed to start"
+"""What mpirun says, before it starts a rank, when a network interface went as it listed them."""
+_STARTS = 3
+"""How often mpirun is started before that is believed."""
 _BANNERS = (
     "MPI_ABORT was invoked",
     "has exited due to process rank",
@@ -85,6 +89,16 @@ def run_ranks(ranks: int, argv: Sequence[str]) -> int:
 
 
 def _run(command: Sequence[str], environment: dict[str, str]) -> int:
+    """Run mpirun until it has started its ranks, and these until they end; the exit code."""
+    for _ in range(_STARTS - 1):
+        sorter = ErrorFilter(again=True)
+        code = _run_once(command, environment, sorter)
+        if not sorter.not_started:
+            return code
+    return _run_once(command, environment, ErrorFilter())
+
+
+def _run_once(command: Sequence[str], environment: dict[str, str], sorter: "ErrorFilter") -> int:
     """Run a command in a process group of its own, which ends with it."""
     process = subprocess.Popen(
         command,
@@ -96,7 +110,6 @@ def _run(command: Sequence[str], environment: dict[str, str]) -> int:
         start_new_session=True,
     )
     assert process.stderr is not None
-    sorter = ErrorFilter()
     relay = threading.Thread(target=_relay, args=(process.stderr, sys.stderr, sorter), daemon=True)
     relay.start()
     try:
@@ -176,12 +189,16 @@ class ErrorFilter:
     are kept back; they are shown at the end, unless a rank has explained itself.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, again: bool = False) -> None:
+        """again: mpirun will be started again if it did not start its ranks."""
+        self._again = again
         self._errors: set[str] = set()
         self._block: list[str] | None = None
         self._banners: list[str] = []
         self.interrupted = False
         """Set when the user has ended the ranks, who need no explanation then."""
+        self.not_started = False
+        """Set when mpirun said that it could not start any rank, and may if asked again."""
 
     def feed(self, line: str) -> list[str]:
         """The lines to show now that this one has come."""
@@ -193,6 +210,9 @@ class ErrorFilter:
                 self._block = [line]
                 return []
             block, self._block = [*self._block, line], None
+            if self._again and any(_NOT_STARTED in row for row in block):
+                self.not_started = True
+                return []
             if any(words in row for row in block for words in _BANNERS):
                 self._banners += block
                 return []
