@@ -25,13 +25,13 @@ from dlio.comm import Communicator, Request
 from dlio.errors import DlioError
 from dlio.plans import EpochPlan, WindowPlan, plan_epoch
 from dlio.schedule import Window, window_steps
-from dlio.schema import Buffer
 from dlio.storage.hierarchy import Hierarchy
 from dlio.wire import (
+    ENTRY_BYTES,
     MessageMemory,
+    Sealed,
     message_bytes,
-    payload_slots,
-    seal_message,
+    pack_message,
     unpack_message,
 )
 
@@ -55,8 +55,8 @@ class Step:
     places: npt.NDArray[np.int64]
     senders: npt.NDArray[np.int32]
     """Rank that pushes each sample, -1 where this rank reads it itself."""
-    payloads: list[Buffer | None]
-    """What has arrived from peers, by slot."""
+    payloads: list[Sealed | None]
+    """What has arrived from peers, by slot; checked by whoever uses it."""
     ready: list[int] = field(default_factory=list)
     """Slots that can be decoded, as long as nobody listens."""
     listener: Callable[[list[int]], None] | None = None
@@ -256,18 +256,16 @@ class Shuffle:
         hierarchy = self._hierarchy
         blocks, places = hierarchy.reader.layout.locate(samples)
         sizes = np.asarray(hierarchy.reader.sizes[samples], np.int64)
-        message = self._memory.take(message_bytes(sizes))
-        slots: list[memoryview | None] = list(payload_slots(message, sizes))
-        where = zip(samples.tolist(), blocks.tolist(), places.tolist(), strict=True)
-        for k, (sample, block, place) in enumerate(where):
-            slot = slots[k]
-            assert slot is not None
+        where = list(zip(samples.tolist(), blocks.tolist(), places.tolist(), strict=True))
+
+        def read(k: int, into: memoryview) -> tuple[int, int] | None:
             try:
-                hierarchy.read_into(sample, block, place, [slot])
+                return hierarchy.read_stored(*where[k], into)
             except DlioError:
-                slots[k] = None  # The receiver will meet the error, and name the sample.
-        seal_message(message, slots)
-        hierarchy.counters.add("sent", sum(len(slot) for slot in slots if slot is not None))
+                return None  # The receiver will meet the error, and name the sample.
+
+        message = pack_message(self._memory.take(message_bytes(sizes)), sizes, read)
+        hierarchy.counters.add("sent", len(message) - ENTRY_BYTES * len(samples))
         hierarchy.counters.add("messages")
         return message
 
@@ -295,7 +293,7 @@ class Shuffle:
         slots = [np.flatnonzero(step.senders == receive.sender) for step in receive.steps]
         samples = [step.samples[here] for step, here in zip(receive.steps, slots, strict=True)]
         count = sum(len(here) for here in slots)
-        payloads: list[memoryview | None] = [None] * count
+        payloads: list[Sealed | None] = [None] * count
         if message is not None:
             sizes = self._hierarchy.reader.sizes[np.concatenate(samples)]
             payloads = unpack_message(message.data, sizes)

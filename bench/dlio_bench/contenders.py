@@ -248,10 +248,12 @@ class Contender:
 
 
 def _tree(pid: int) -> list[int]:
-    found = [pid]
+    """A process and all below it in its session: what has one of its own is leaving it."""
+    found, session = [pid], os.getsid(pid)
     for parent in found:
         with contextlib.suppress(OSError), open(f"/proc/{parent}/task/{parent}/children") as file:
-            found += [int(text) for text in file.read().split()]
+            below = [int(text) for text in file.read().split()]
+            found += [child for child in below if os.getsid(child) == session]
     return found
 
 

@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 import dlio
@@ -25,6 +26,7 @@ def main(text: str) -> None:
         loaders: list[Any] = []
         told_of = _measured(comm, task["model_s"])
         told["made_per_s"] = _made_per_s(data, task["batch_size"], comm, loaders)
+        told["exchange"] = _exchange(data, task["batch_size"], task["epochs"], comm, loaders)
         for mode in task["modes"]:
             loader = dlio.DataLoader(
                 data, task["batch_size"], shuffle=True, mode=mode, num_workers=1
@@ -64,10 +66,8 @@ def main(text: str) -> None:
             loader.close()
         comm.close()
     if dist.get_rank() == 0:
-        made = told.pop("made_per_s")
-        print(
-            json.dumps({"nodes": names, "modes": told, "made_per_s": made, **told_of}), flush=True
-        )
+        apart = {name: told.pop(name) for name in ("made_per_s", "exchange")}
+        print(json.dumps({"nodes": names, "modes": told, **apart, **told_of}), flush=True)
     dist.destroy_process_group()
 
 
@@ -100,6 +100,35 @@ def _rate(comm: Communicator, dests: list[int], sources: list[int]) -> float:
         comm.barrier()
         rates.append(part * len(dests) / (time.perf_counter() - began))
     return float(np.median(rates))
+
+
+def _exchange(
+    data: Any, batch_size: int, epochs: int, comm: Communicator, loaders: list[Any]
+) -> dict[str, list[float]]:
+    """Bytes a second that epochs in mode `global` bring to peers, when nothing is computed, and
+    that an all-to-all of as many reaches over the same links, in turn."""
+    loader = dlio.DataLoader(data, batch_size, shuffle=True, mode="global", num_workers=1)
+    loaders.append(loader)
+    rates: dict[str, list[float]] = {"shuffle": [], "alltoallv": []}
+    for number in range(1 + epochs):
+        comm.barrier()
+        began = time.perf_counter()
+        for _ in loader:
+            pass
+        comm.barrier()
+        seconds = time.perf_counter() - began
+        moved = sum(comm.allgather(loader.stats()["bytes"]["peer"]))
+        part = moved // comm.size // (comm.size - 1)
+        parts = [0 if rank == comm.rank else part for rank in range(comm.size)]
+        out, into = (torch.ones(sum(parts), dtype=torch.uint8) for _ in range(2))
+        comm.barrier()
+        began = time.perf_counter()
+        dist.all_to_all_single(into, out, parts, parts)
+        comm.barrier()
+        if number:
+            rates["shuffle"].append(moved / seconds)
+            rates["alltoallv"].append(moved / (time.perf_counter() - began))
+    return rates
 
 
 def _made_per_s(data: Any, batch_size: int, comm: Communicator, loaders: list[Any]) -> float:

@@ -89,7 +89,7 @@ def link(
     from dlio.forecast.traffic import job_over, traffic
     from dlio.placement import Node
     from dlio.reader import open_reader
-    from dlio_bench.machine import spread
+    from dlio_bench.machine import ratio, spread
     from dlio_staging.pack import pack
 
     found: dict[str, Any] = {}
@@ -122,6 +122,12 @@ def link(
             )
             found[f"{count} nodes"] = {
                 key: told[key] for key in ("link_rate", "one_peer_rate", "step_s", "made_per_s")
+            }
+            rates = told["exchange"]
+            found[f"{count} nodes, exchange alone"] = {
+                "shuffle_MB_per_s": spread([each / 1e6 for each in rates["shuffle"]]),
+                "alltoallv_MB_per_s": spread([each / 1e6 for each in rates["alltoallv"]]),
+                "shuffle_over_alltoallv": ratio(rates["shuffle"], rates["alltoallv"]),
             }
             named = tuple(Node(name, (1 << 30,)) for name in told["nodes"])
             for mode in modes:

@@ -1,5 +1,6 @@
 """`dlio bench shuffle`: plans of a thousand ranks, real exchanges, partial tiers, mixing."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -16,6 +17,15 @@ from dlio.errors import UsageError
 from dlio.files import check_writable, write_json
 
 _CASES: Final = ("plan", "mixing", "capacity", "exchange", "decode", "link", "training")
+_FABRICS: Final = {
+    "memory": {},
+    "tcp": {
+        "OMPI_MCA_pml": "ob1",
+        "OMPI_MCA_btl": "tcp,self",
+        "OMPI_MCA_btl_tcp_if_include": "lo",
+    },
+}
+"""What Open MPI is told, so that messages take this way."""
 _USUAL: Final = ("plan", "mixing", "capacity", "exchange", "decode")
 _RANKS: Final = 4
 _SAMPLE_BYTES: Final = 100_000
@@ -75,7 +85,10 @@ def _seconds(work: Any) -> float:
 
 def exchange(repeats: int, samples: int = 4000) -> dict[str, Any]:
     """4 ranks on 2 and on 4 pretended nodes, mode `global`, samples of 100 kB that nobody decodes:
-    bytes a second that peers get, over those of an MPI Alltoallv of as many bytes."""
+    bytes a second that peers get, over those of an MPI Alltoallv of as many bytes, and over those
+    of one a window that is fed from the same tier and emptied into batches. The nodes are
+    pretended: their messages go through shared memory, which no nodes have between them, or
+    through TCP over this machine's loopback."""
     import numpy as np
 
     from dlio_bench.machine import ratio, spread
@@ -89,16 +102,18 @@ def exchange(repeats: int, samples: int = 4000) -> dict[str, Any]:
         del data
         packed = os.path.join(scratch, "packed")
         pack(os.path.join(scratch, "samples.npy"), packed, compress="none")
-        for nodes in (2, 4):
-            told = _ranks("exchange", packed, nodes, 32, repeats)
+        for nodes, fabric in itertools.product((2, 4), _FABRICS):
+            told = _ranks("exchange", packed, nodes, 32, repeats, fabric)
             rates = told["rates"]
-            found[f"{nodes}_nodes"] = {
+            found[f"{nodes}_nodes_{fabric}"] = {
                 "moved_bytes": told["moved"],
                 "messages": told["messages"],
                 "late": told["late"],
                 "shuffle_MB_per_s": spread([rate / 1e6 for rate in rates["shuffle"]]),
                 "alltoallv_MB_per_s": spread([rate / 1e6 for rate in rates["alltoallv"]]),
+                "fed_alltoallv_MB_per_s": spread([r / 1e6 for r in rates["fed_alltoallv"]]),
                 "shuffle_over_alltoallv": ratio(rates["shuffle"], rates["alltoallv"]),
+                "shuffle_over_fed": ratio(rates["shuffle"], rates["fed_alltoallv"]),
             }
     return found
 
@@ -119,7 +134,9 @@ def decode(source: str, repeats: int) -> dict[str, Any]:
     return found
 
 
-def _ranks(case: str, source: str, nodes: int, batch_size: int, repeats: int) -> dict[str, Any]:
+def _ranks(
+    case: str, source: str, nodes: int, batch_size: int, repeats: int, fabric: str = "memory"
+) -> dict[str, Any]:
     from dlio.comm.launch import find_mpirun
 
     task = {
@@ -135,6 +152,7 @@ def _ranks(case: str, source: str, nodes: int, batch_size: int, repeats: int) ->
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMP_NUM_THREADS": "1",
+        **_FABRICS[fabric],
     }
     argv = [find_mpirun(), "--oversubscribe", "--bind-to", "none", "-n", str(_RANKS)]
     argv += [sys.executable, "-m", "dlio_bench.exchange", json.dumps(task)]

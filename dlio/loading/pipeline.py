@@ -210,9 +210,14 @@ class Pipeline:
         """One sample, from payload to its slot."""
         hierarchy, step = self._work.hierarchy, batch.step
         sample = int(step.samples[slot])
-        payload: Buffer | None = step.payloads[slot]
         began = time.perf_counter()
         assert batch.slots is not None
+        payload: Buffer | None = None
+        if (sealed := step.payloads[slot]) is not None:
+            step.payloads[slot] = None  # The message's memory goes with its last sample.
+            payload = sealed.open()
+            if payload is None:
+                hierarchy.counters.add("late")
         pieces = batch.slots.pieces(slot) if payload is None else None
         if pieces is not None:
             place = hierarchy.read_into(
@@ -228,7 +233,6 @@ class Pipeline:
                 sample, int(step.blocks[slot]), int(step.places[slot]), scratch
             )
         else:
-            step.payloads[slot] = None  # The message's memory goes with its last sample.
             place = "peer"
         if place != "source":  # Reads of the source are counted where they happen.
             hierarchy.counters.add_bytes(place, len(payload))

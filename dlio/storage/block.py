@@ -159,6 +159,19 @@ class BlockInfo:
         if checked and hasher.intdigest() != digest:
             raise CorruptBlock(f"{self.where(place)}: its checksum does not match{_REMEDY}")
 
+    def read_stored(
+        self, descriptor: int | Readable, place: int, into: memoryview, *, checked: bool = True
+    ) -> tuple[int, int]:
+        """What is stored at `place`, compressed or not, at the beginning of memory of the raw
+        payload's size; (bytes stored, xxh3_64 of the raw payload). What is compressed is left to
+        be checked by whoever decompresses it. Raises CorruptBlock, as `read` does."""
+        offset, stored, raw, digest = self.table[place].item()
+        if stored == raw:
+            self.read_into(descriptor, place, [into], checked=checked)
+        else:
+            read_exactly(descriptor, into[:stored], self.start + offset, lambda: self.where(place))
+        return stored, digest
+
     def check(self, stored: memoryview, place: int, scratch: Scratch | None = None) -> memoryview:
         """The raw payload of what is stored at `place`: decompressed if need be, checked.
 
@@ -169,9 +182,7 @@ class BlockInfo:
         if stored_size == raw_size:
             return self._compare(stored, place, True)
         raw = new_memory(raw_size) if scratch is None else scratch.view(raw_size)
-        packed = _mine.packed.view(_LZ4_HEAD.size + stored_size)
-        packed[_LZ4_HEAD.size :] = stored
-        self._unpack(packed, raw, place)
+        self._unpack(_with_head(stored), raw, place)
         return self._compare(raw, place, True)
 
     def _read_packed(self, descriptor: int | Readable, place: int, raw: memoryview) -> None:
@@ -183,15 +194,10 @@ class BlockInfo:
         self._unpack(packed, raw, place)
 
     def _unpack(self, packed: memoryview, raw: memoryview, place: int) -> None:
-        """Decompress what follows room for a head into memory of its size, and no more."""
-        # Loaded at first use. lz4 itself cannot decompress into memory that is there.
-        from numcodecs.lz4 import decompress
-
-        _LZ4_HEAD.pack_into(packed, 0, len(raw))
         try:
-            decompress(packed, raw)
-        except (RuntimeError, ValueError) as error:
-            raise CorruptBlock(f"{self.where(place)}: LZ4 data is damaged{_REMEDY}") from error
+            _decompress(packed, raw)
+        except CorruptBlock as error:
+            raise CorruptBlock(f"{self.where(place)}: {error}{_REMEDY}") from error
 
     def _compare(self, raw: memoryview, place: int, checked: bool) -> memoryview:
         _, _, size, digest = self.table[place].item()
@@ -201,6 +207,30 @@ class BlockInfo:
 
     def where(self, place: int) -> str:
         return f"{self.path}, block {self.block}, sample {place} of it"
+
+
+def decompress_exactly(stored: memoryview, raw: memoryview) -> None:
+    """Decompress an LZ4 block into memory of its size, and no more. Raises CorruptBlock."""
+    _decompress(_with_head(stored), raw)
+
+
+def _with_head(stored: memoryview) -> memoryview:
+    """A copy with room for a head before it, in memory of this thread."""
+    packed = _mine.packed.view(_LZ4_HEAD.size + len(stored))
+    packed[_LZ4_HEAD.size :] = stored
+    return packed
+
+
+def _decompress(packed: memoryview, raw: memoryview) -> None:
+    """Decompress what follows room for a head."""
+    # Loaded at first use. lz4 itself cannot decompress into memory that is there.
+    from numcodecs.lz4 import decompress
+
+    _LZ4_HEAD.pack_into(packed, 0, len(raw))
+    try:
+        decompress(packed, raw)
+    except (RuntimeError, ValueError) as error:
+        raise CorruptBlock("LZ4 data is damaged") from error
 
 
 def scatter(payload: Buffer, pieces: Sequence[memoryview]) -> None:

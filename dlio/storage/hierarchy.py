@@ -17,6 +17,7 @@ from typing import Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from dlio.errors import CorruptBlock, SourceError, TierError
 from dlio.reader import Reader, data_bytes
@@ -196,6 +197,25 @@ class Hierarchy:
             )
             if found is not None:
                 return found[1]
+        self._scatter(sample, early, pieces)
+        return "source"
+
+    def read_stored(self, sample: int, block: int, place: int, into: memoryview) -> tuple[int, int]:
+        """A sample's payload as its tier stores it, compressed or not, at the beginning of `into`,
+        which has the payload's size; (bytes stored, xxh3_64 of the payload). Errors as for `read`.
+        """
+        early = self._early_payload(sample)
+        if early is None:
+            found = self._from_tier(
+                sample, block, lambda tier: tier.read_stored(block, place, into)
+            )
+            if found is not None:
+                return found[0]
+        self._scatter(sample, early, [into])
+        return len(into), xxhash.xxh3_64_intdigest(into)
+
+    def _scatter(self, sample: int, early: Buffer | None, pieces: Sequence[memoryview]) -> None:
+        """What was read early, or is read from the source now, into pieces of its size."""
         payload = self.read_source(sample) if early is None else early
         if len(payload) != sum(len(piece) for piece in pieces):
             raise SourceError(
@@ -203,7 +223,6 @@ class Hierarchy:
                 "bytes, not what its fields need"
             )
         scatter(payload, pieces)
-        return "source"
 
     def _from_tier(
         self, sample: int, block: int, read: Callable[[Tier], T]

@@ -119,6 +119,15 @@ class Tier:
         with self._opened(block) as (descriptor, info, checked):
             info.read_into(descriptor, place, pieces, checked=checked)
 
+    def read_stored(self, block: int, place: int, into: memoryview) -> tuple[int, int]:
+        """What is stored at `place` of a published block, compressed or not, at the beginning of
+        `into`, which has the payload's size; (bytes stored, xxh3_64 of the payload).
+
+        Raises as `read` does; compressed payloads are checked by whoever decompresses them.
+        """
+        with self._opened(block) as (descriptor, info, checked):
+            return info.read_stored(descriptor, place, into, checked=checked)
+
     @contextmanager
     def _opened(self, block: int) -> Iterator[tuple[int, BlockInfo, bool]]:
         """(descriptor, tables, whether this read is to be checked)"""

@@ -46,8 +46,8 @@ def test_plans_stay_small_and_quick() -> None:
 @pytest.mark.mpi
 def test_an_exchange_is_measured_beside_alltoallv() -> None:
     told = exchange(1, samples=300)
-    assert told["2_nodes"]["moved_bytes"] == pytest.approx(300 * 100_000 / 2, rel=0.2)
-    assert told["4_nodes"]["moved_bytes"] == pytest.approx(300 * 100_000 * 3 / 4, rel=0.2)
+    assert told["2_nodes_memory"]["moved_bytes"] == pytest.approx(300 * 100_000 / 2, rel=0.2)
+    assert told["4_nodes_tcp"]["moved_bytes"] == pytest.approx(300 * 100_000 * 3 / 4, rel=0.2)
     for figures in told.values():
         assert figures["late"] == 0
         assert figures["shuffle_over_alltoallv"]["median"] > 0
