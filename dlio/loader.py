@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import IterableDataset, Sampler
 
+from dlio.blockorder import window_of
 from dlio.dataset import Dataset, open_dataset
 from dlio.errors import UsageError
 from dlio.loading import accelerate
@@ -22,7 +23,7 @@ from dlio.loading.share import place
 from dlio.loading.stats import Stats, diagnose
 from dlio.loading.trace import Spans, path_of
 from dlio.order import Cursor
-from dlio.plans import check_mode
+from dlio.plans import check_mode, is_exact
 from dlio.schedule import steps_in_epoch
 
 _log = logging.getLogger("dlio")
@@ -55,6 +56,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         tiers: keep what the data set returns in tiers, as `dlio.open` does; without pickle.
         mode: `batch` trains a sample where it lives, `global` anywhere; `local` keeps each rank to
             what its node holds, `partial(q)` but for a fraction q, `ring` hands it on each epoch.
+        source_order: of what no tier holds. `sample` reads samples as the order comes to them;
+            `block(k)` whole blocks, once an epoch, for small samples: k blocks are shuffled at a
+            time, 16 for `block`.
         seed: of the order; the data set's, the generator's, or 0 by default. With it, the order of
             any map-style data set is dlio's formula.
         workers: `thread`; or `process`, torch's own workers, for Python that holds the GIL. By
@@ -92,6 +96,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         in_order: bool = True,
         tiers: Any = None,
         mode: str = "batch",
+        source_order: str = "sample",
         seed: int | None = None,
         workers: Workers | None = None,
         on_error: Literal["stop", "skip"] | None = None,
@@ -103,6 +108,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         pretend_nodes: int | None = None,
     ) -> None:
         _check(dataset, mode, workers, on_error, tiers)
+        if window_of(source_order) is not None and not is_exact(mode):
+            raise UsageError(f"source_order={source_order!r} goes with mode batch or global")
         super().__init__(
             dataset,
             batch_size,
@@ -126,6 +133,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self.shuffle = shuffle
         self.tiers = tiers
         self.mode = mode
+        self.source_order = source_order
         self.seed = seed
         self.workers = workers
         self.on_error = on_error
@@ -317,8 +325,23 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def _pass_of(self, state: dict[str, Any]) -> PlannedPass:
         """The planned pass of a state."""
         assert self.batch_size is not None
-        rank, ranks = place(self.group, self.mesh)
-        return PlannedPass(state, bool(self.shuffle), self.batch_size, self.drop_last, rank, ranks)
+        layout = None
+        if self.source_order != "sample":
+            if self._planned_data() is None:
+                raise UsageError(
+                    f"source_order={self.source_order!r} is for data sets that dlio reads itself, "
+                    f"not for {type(self.dataset).__name__}"
+                )
+            layout = self.data.reader.layout
+        return PlannedPass(
+            state,
+            bool(self.shuffle),
+            self.batch_size,
+            self.drop_last,
+            *place(self.group, self.mesh),
+            self.source_order,
+            layout,
+        )
 
     def _begin(self, peek: bool = False) -> Pass:
         """The pass that begins: resumed, chosen by set_epoch, or the next epoch."""

@@ -1,6 +1,7 @@
 """Mounting: a data set's blocks get homes on the job's nodes, and tiers to be pinned in."""
 
 import os
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -9,6 +10,7 @@ from typing import Literal, Self
 import numpy as np
 import numpy.typing as npt
 
+from dlio.blockorder import BlockOrder
 from dlio.comm import Communicator
 from dlio.comm.nodes import Nodes, find_nodes
 from dlio.errors import TierFull, UsageError
@@ -22,8 +24,9 @@ from dlio.storage.fill import Filler, blocks_in_order, filler_threads
 from dlio.storage.hierarchy import Hierarchy, Pins
 from dlio.storage.intake import Intake, StoredBlocks
 from dlio.storage.inventory import Use, make_room, stored_data
+from dlio.storage.passing import Progress
 from dlio.storage.places import find_place
-from dlio.storage.spec import TierSpec, choose_tiers
+from dlio.storage.spec import SHARED_MEMORY, TierSpec, choose_tiers
 from dlio.storage.tier import Tier
 from dlio.units import format_bytes
 
@@ -64,6 +67,7 @@ class Mount:
     """This process's leases on its disk tiers."""
     notes: list[str] = field(default_factory=list)
     _filler: Filler | None = None
+    _progress: Progress | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -83,6 +87,34 @@ class Mount:
                 filler_threads(self.block_bytes, self.requests),
             )
         return self._filler
+
+    def let_pass(self) -> None:
+        """Make the folder that blocks pinned nowhere pass through, in this node's memory, where
+        there is none yet; of this job alone. Collective."""
+        if self.hierarchy.passes:
+            return
+        (token, *_) = self.comm.allgather(secrets.token_hex(4))
+        reader, node = self.hierarchy.reader, self.nodes.names[self.nodes.here]
+        spec = TierSpec("ram", SHARED_MEMORY, int(self.block_bytes.sum()))
+        name = f"{reader.fingerprint}.{node}.{token}"
+        tier = Tier(spec, name, fingerprint=reader.fingerprint)
+        self.hierarchy.pass_through(tier)
+        local = self.ranks.local(self.nodes.here).tolist()
+        self._progress = Progress(tier.path, len(local), local.index(self.comm.rank))
+
+    @property
+    def progress(self) -> Progress:
+        """Of this node's ranks with what passes through; after `let_pass`."""
+        assert self._progress is not None
+        return self._progress
+
+    def passing_home(self, order: BlockOrder) -> npt.NDArray[np.int32]:
+        """Home node of each block for an epoch: those that are pinned nowhere go to the nodes in
+        turn, a rank's part to each of its ranks; shape (blocks,)."""
+        home = self.placement.home.copy()
+        blocks = order.blocks[home[order.blocks] < 0]
+        home[blocks] = self.ranks.node_of[np.arange(len(blocks)) % self.ranks.size]
+        return home
 
     def spare_tiers(self) -> list[TierSpec]:
         """The tiers with the capacity that this data set leaves on every node: for another one."""

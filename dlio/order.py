@@ -38,7 +38,7 @@ _U64 = npt.NDArray[np.uint64]
 _I64 = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Order:
     """The order in which one epoch visits the samples of a data set.
 
@@ -72,9 +72,7 @@ class Order:
 
     def _map(self, values: _I64, inverse: bool) -> _I64:
         given = np.asarray(values, np.int64)
-        if given.size and (int(given.min()) < 0 or int(given.max()) >= self.n):
-            wrong = given[(given < 0) | (given >= self.n)].flat[0]
-            raise IndexError(f"{wrong} is not within an order of {self.n} samples")
+        self._check(given)
         if not self.shuffled:
             return given.copy()
         if self.n <= _SORTED_UP_TO:
@@ -90,6 +88,11 @@ class Order:
                 mapped[outside] = network.apply(mapped[outside], inverse)
             result[start : start + _CHUNK] = mapped
         return result.reshape(given.shape)
+
+    def _check(self, given: _I64) -> None:
+        if given.size and (int(given.min()) < 0 or int(given.max()) >= self.n):
+            wrong = given[(given < 0) | (given >= self.n)].flat[0]
+            raise IndexError(f"{wrong} is not within an order of {self.n} samples")
 
 
 @dataclass(frozen=True, slots=True)

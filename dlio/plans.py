@@ -13,6 +13,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from dlio.blockorder import BlockOrder
 from dlio.errors import UsageError
 from dlio.homeplan import HomePlan
 from dlio.order import Order, share
@@ -75,6 +76,10 @@ class EpochPlan:
     window_bytes: int = WINDOW_BYTES
     """Payload bytes of a rank's window, about."""
 
+    @property
+    def global_batch(self) -> int:
+        return self.batch_size * self.ranks.size
+
 
 class WindowPlan(Protocol):
     """Plans of one rank."""
@@ -87,11 +92,12 @@ def plan_epoch(plan: EpochPlan) -> WindowPlan:
 
     Raises UsageError when an inexact mode is to begin in the middle of a global batch.
     """
-    if plan.mode == "global" and plan.ranks.nodes > _FEW_NODES:
+    by_block = isinstance(plan.order, BlockOrder)
+    if plan.mode == "global" and plan.ranks.nodes > _FEW_NODES and not by_block:
         return GlobalPlan(plan)
     if is_exact(plan.mode):
         return _ExactPlan(plan)
-    global_batch = plan.batch_size * plan.ranks.size
+    global_batch = plan.global_batch
     first, rest = divmod(plan.position, global_batch)
     if rest and plan.position < plan.order.n:
         raise UsageError(
@@ -142,7 +148,7 @@ class GlobalPlan:
 
     def __init__(self, plan: EpochPlan) -> None:
         self._plan = plan
-        self._batch = plan.batch_size * plan.ranks.size
+        self._batch = plan.global_batch
         self._end = min(plan.order.n, plan.position + plan.steps * self._batch)
         self._pushed = self._positions_to_push()
 

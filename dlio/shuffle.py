@@ -159,6 +159,11 @@ class Shuffle:
             self._consumed_step = number + 1
             self._condition.notify_all()
 
+    @property
+    def sent(self) -> int:
+        """Steps whose samples have been read for those that this rank sends them to."""
+        return self._windows[self._planned - 1].stop if self._planned else 0
+
     def give_up(self, number: int) -> None:
         """Stop waiting for what peers owe up to step `number`; it is read from the source."""
         with self._condition:

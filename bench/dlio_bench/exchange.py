@@ -114,7 +114,7 @@ def _fed_alltoallv(comm: Communicator, data: Any, nodes: int, batch_size: int) -
     batch = np.ones((window, size), np.uint8)
     chosen = np.random.default_rng(comm.rank)
     files = {block: os.open(os.path.join(tier.path, f"{block:08d}.blk"), 0) for block in blocks}
-    windows = len(data) // comm.size // window
+    windows = max(1, len(data) // comm.size // window)
 
     def read(into: memoryview) -> None:
         block = blocks[chosen.integers(len(blocks))]

@@ -16,7 +16,16 @@ import typer
 from dlio.errors import UsageError
 from dlio.files import check_writable, write_json
 
-_CASES: Final = ("plan", "mixing", "capacity", "exchange", "decode", "link", "training")
+_CASES: Final = (
+    "plan",
+    "mixing",
+    "capacity",
+    "exchange",
+    "decode",
+    "link",
+    "training",
+    "source-order",
+)
 _FABRICS: Final = {
     "memory": {},
     "tcp": {
@@ -191,6 +200,7 @@ def command(
     from dlio_bench.capacity import capacity
     from dlio_bench.links import link
     from dlio_bench.mixing import statistics, training
+    from dlio_bench.sourceorder import source_order
 
     if report is not None:
         check_writable("--report", report)
@@ -207,6 +217,8 @@ def command(
             found[name] = statistics()
         elif name == "exchange":
             found[name] = exchange(repeats)
+        elif name == "source-order":
+            found[name] = source_order()
         elif name == "link":
             found[name] = link(epochs=repeats)
         elif name == "capacity":

@@ -39,6 +39,13 @@ def command(
             "rank had goes to its neighbour for the next epoch."
         ),
     ] = "batch",
+    source_order: Annotated[
+        str,
+        typer.Option(
+            help="Of what no tier holds. sample: as the order comes to it; block(16): whole blocks "
+            "once an epoch, shuffled among 16 at a time, for small samples."
+        ),
+    ] = "sample",
     pretend_nodes: Annotated[
         int | None, typer.Option(help="Behave as if the ranks were on that many nodes.")
     ] = None,
@@ -74,6 +81,7 @@ def command(
         image_size=image_size,
         exchange=exchange,
         shuffle=shuffle,
+        source_order=source_order,
         pretend_nodes=pretend_nodes,
         tiers=tiers,
         seed=seed,

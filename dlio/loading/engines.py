@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
+from dlio.blockorder import BlockOrder
 from dlio.comm import Communicator, world
 from dlio.dataset import Dataset
 from dlio.errors import UsageError
@@ -131,6 +132,8 @@ class Engines:
         self, loader: Any, data: Dataset, batches: PlannedPass, spans: Spans | None
     ) -> tuple[str, Stats, Feed]:
         mounted = self._mount(loader, data)
+        if isinstance(batches.order, BlockOrder):
+            mounted.let_pass()
         if self._other_comm is None and loader.persistent_workers:
             self._other_comm = communicator(loader.group, loader.mesh)
         assert self._comm is not None

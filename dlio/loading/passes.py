@@ -14,8 +14,10 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler
 
+from dlio.blockorder import BlockOrder, window_of
 from dlio.errors import UsageError
 from dlio.order import Cursor, Order, share
+from dlio.reader import Layout
 from dlio.schedule import steps_in_epoch
 
 _KIND: Final = "sampler"
@@ -49,6 +51,7 @@ class PlannedPass:
     Args:
         begun: where it begins, as `state` tells it.
         rank, ranks: of those that share the data.
+        source_order: `sample`, or `block(k)` with the data set's layout.
 
     Raises UsageError when the state is none, or one in the middle of an epoch whose mode binds it
     to another number of ranks.
@@ -62,6 +65,8 @@ class PlannedPass:
         drop_last: bool,
         rank: int,
         ranks: int,
+        source_order: str = "sample",
+        layout: Layout | None = None,
     ) -> None:
         cursor = Cursor.from_dict(begun)
         self.cursor = cursor
@@ -73,7 +78,16 @@ class PlannedPass:
                 f"{self._begun['ranks']} ranks: go on with as many, or at the start of an epoch"
             )
         self.epoch = cursor.epoch
-        self.order = Order(cursor.samples, cursor.seed, cursor.epoch, shuffled)
+        self.source_order = source_order
+        window = window_of(source_order)
+        about = (cursor.samples, cursor.seed, cursor.epoch, shuffled)
+        self.order = Order(*about) if window is None else BlockOrder(*about, layout, window)
+        then = begun.get("source_order", "sample")
+        if cursor.position and then != source_order:
+            raise UsageError(
+                f"loader state in the middle of an epoch of source order {then}, this loader is of "
+                f"{source_order}: go on as it was saved, or at the start of an epoch"
+            )
         self.batch_size = batch_size
         self.rank, self.ranks = rank, ranks
         self.global_batch = batch_size * ranks
@@ -125,7 +139,10 @@ class PlannedPass:
         here, cursor = self.cursor.position + self._step * self.global_batch, self.cursor
         position = min(here, self._end) if self._step else cursor.position
         made = Cursor(cursor.seed, cursor.epoch, position, cursor.samples).as_dict()
-        return {**made, **self._bound} if position else {**made}
+        if not position:
+            return {**made}
+        kind = {} if self.source_order == "sample" else {"source_order": self.source_order}
+        return {**made, **self._bound, **kind}
 
     def next_state(self) -> dict[str, Any]:
         return Cursor(self.cursor.seed, self.epoch + 1, 0, self.cursor.samples).as_dict()

@@ -1,11 +1,13 @@
 """Data sets of dlio's: blocks in tiers, samples pushed between nodes, threads that decode."""
 
 import functools
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
 import xxhash
 
+from dlio.blockorder import BlockOrder
 from dlio.comm import Communicator
 from dlio.comm.waiting import default_timeout_s, peer_timeout_s
 from dlio.dataset import Dataset
@@ -23,7 +25,9 @@ from dlio.loading.stats import Stats
 from dlio.loading.trace import Spans
 from dlio.mount import Mount
 from dlio.plans import EpochPlan, is_exact, plan_epoch
-from dlio.shuffle import Shuffle
+from dlio.shuffle import Shuffle, windows_of
+from dlio.storage.fill import filler_threads
+from dlio.storage.passing import Passing
 from dlio.wire import MessageMemory
 
 
@@ -49,7 +53,9 @@ class Planned:
 
 def planned_feed(plan: Planned, batches: PlannedPass, stats: Stats) -> Feed:
     """The batches of a pass."""
-    mounted = plan.mounted
+    mounted, home = plan.mounted, plan.mounted.placement.home
+    if isinstance(batches.order, BlockOrder):
+        home = mounted.passing_home(batches.order)
     epoch = EpochPlan(
         order=batches.order,
         position=batches.cursor.position,
@@ -58,7 +64,7 @@ def planned_feed(plan: Planned, batches: PlannedPass, stats: Stats) -> Feed:
         mode=plan.mode,
         ranks=mounted.ranks,
         rank=plan.comm.rank,
-        home=mounted.placement.home,
+        home=home,
         layout=mounted.hierarchy.reader.layout,
     )
     if is_exact(plan.mode):
@@ -84,14 +90,43 @@ def planned_feed(plan: Planned, batches: PlannedPass, stats: Stats) -> Feed:
         trace=plan.trace,
     )
     shuffle = Shuffle(plan.comm, mounted.hierarchy, epoch, plan.generation, plan.memory, planner)
-    with Pipeline(shuffle, range(batches.steps), work) as pipeline:
+    with ExitStack() as stack:
+        passing = None
+        if isinstance(batches.order, BlockOrder):
+            passing = _passing(plan, epoch, batches.order)
+            stack.callback(passing.close)
+        pipeline = stack.enter_context(Pipeline(shuffle, range(batches.steps), work))
         pipeline.start()
         yield None
         while (batch := pipeline.take()) is not None:
+            if passing is not None:
+                done = min(batch.step.number + 1, shuffle.sent)
+                passing.done(epoch.position + done * epoch.global_batch)
             fed = _fed(batch, plan.data, plan.skip, stats)
             del batch
             yield fed
             del fed
+
+
+def _passing(plan: Planned, epoch: EpochPlan, order: BlockOrder) -> Passing:
+    """What brings the blocks of this pass that no tier pins."""
+    hierarchy, ranks = plan.mounted.hierarchy, plan.mounted.ranks
+    steps = plan.ahead
+    if ranks.nodes > 1:
+        # Messages of two windows are under way.
+        steps += 2 * max(map(len, windows_of(epoch, float(hierarchy.reader.sizes.mean()))))
+    window = int(np.diff(order.edges).max(initial=1))
+    here = (epoch.home == plan.mounted.nodes.here) & (plan.mounted.placement.home < 0)
+    return Passing(
+        hierarchy,
+        order,
+        here,
+        epoch.position,
+        ahead=steps * epoch.global_batch + window,
+        progress=plan.mounted.progress,
+        generation=plan.generation,
+        threads=filler_threads(plan.mounted.block_bytes, plan.mounted.requests),
+    )
 
 
 def _fed(batch: Batch, data: Dataset, skip: bool, stats: Stats) -> Fed:

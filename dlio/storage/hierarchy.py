@@ -91,6 +91,8 @@ class Hierarchy:
         """Blocks that this process has claimed, and will fill when what is wanted of them first
         has been read."""
         self._closed = False
+        self._passing: npt.NDArray[np.bool_] | None = None
+        """Blocks that no tier pins, but that pass through the last tier; shape (blocks,)."""
         self._impatience = int(_IMPATIENT_SHARE * data_bytes(reader) / ranks)
         if fill_timeout_s is None:
             fill_timeout_s = float(os.environ.get("DLIO_FILL_TIMEOUT", "60"))
@@ -101,6 +103,38 @@ class Hierarchy:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def pass_through(self, tier: Tier) -> None:
+        """Give blocks that are pinned nowhere a tier to pass through; owned, and the last."""
+        self.tiers.append(tier)
+        self._full.append(False)
+        self._passing = np.zeros(len(self.pins.tier), np.bool_)
+
+    @property
+    def passes(self) -> bool:
+        """Whether there is a tier for blocks to pass through."""
+        return self._passing is not None
+
+    def let_pass(self, blocks: npt.NDArray[np.bool_]) -> None:
+        """These blocks too may pass through, where they are pinned nowhere; shape (blocks,)."""
+        assert self._passing is not None
+        self._passing |= blocks & (self.pins.tier < 0)
+
+    def passing_blocks(self) -> set[int]:
+        """Blocks that are in the tier that they pass through."""
+        return self.tiers[-1].blocks() if self.passes else set()
+
+    def let_go(self, block: int) -> None:
+        """Take a block out of the tier that it passes through."""
+        self._arrived.discard(block)
+        self.tiers[-1].discard(block)
+
+    def _tier_of(self, block: int) -> int:
+        """Number of the tier that a block is in, or to be brought into; -1 for none."""
+        number = int(self.pins.tier[block])
+        if number < 0 and self._passing is not None and self._passing[block]:
+            return len(self.tiers) - 1
+        return number
 
     def hurry(self, samples: npt.NDArray[np.int64], then: Callable[[], object]) -> None:
         """Begin to read samples, many at a time, whose blocks have not arrived: those of a first
@@ -130,7 +164,7 @@ class Hierarchy:
         """Claim a block that is yet to be filled, for this process to do that."""
         if not self.fillable(block):
             return False
-        tier = self.tiers[self.pins.tier[block]]
+        tier = self.tiers[self._tier_of(block)]
         if tier.has(block) or not tier.claim(block):
             return False
         if tier.has(block):  # Filled in between.
@@ -228,7 +262,7 @@ class Hierarchy:
         self, sample: int, block: int, read: Callable[[Tier], T]
     ) -> tuple[T, str] | None:
         """What `read` gets from the block's tier, and its kind; None where it cannot."""
-        number = int(self.pins.tier[block])
+        number = self._tier_of(block)
         if number >= 0 and (block in self._arrived or self._bring(sample, block, number)):
             tier = self.tiers[number]
             try:
@@ -255,7 +289,7 @@ class Hierarchy:
         so that each sample has to speak for itself; or when the one that fills it did not finish
         within `timeout_s`.
         """
-        number = int(self.pins.tier[block])
+        number = self._tier_of(block)
         if not self.fillable(block):
             return False
         with self._lock:
@@ -284,7 +318,7 @@ class Hierarchy:
 
     def fillable(self, block: int) -> bool:
         """Whether a tier of this node is to hold the block, and can."""
-        number = int(self.pins.tier[block])
+        number = self._tier_of(block)
         return number >= 0 and not self._full[number] and block not in self._broken
 
     def missing(self) -> int:
@@ -309,7 +343,7 @@ class Hierarchy:
             left = [block for block in self._reserved if block not in self._filling]
             self._reserved.difference_update(left)
         for block in left:
-            self.tiers[self.pins.tier[block]].release(block)
+            self.tiers[self._tier_of(block)].release(block)
 
     def close(self) -> None:
         self.settle()
@@ -324,6 +358,8 @@ class Hierarchy:
             return True
         if not self.fillable(block):
             return False
+        if self.pins.tier[block] < 0:
+            return self.fill(block)  # It passes through: its other samples are wanted soon.
         size = int(self.reader.sizes[sample])
         starts = self.reader.layout.starts
         with self._lock:

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
+from dlio.blockorder import window_of
 from dlio.errors import UsageError
 from dlio.files import check_writable
-from dlio.plans import check_mode
+from dlio.plans import check_mode, is_exact
 
 MIN_IMAGE_SIZE = 32
 
@@ -22,6 +23,7 @@ class TrainConfig:
     image_size: int = 64
     exchange: str = "allreduce"
     shuffle: str = "batch"
+    source_order: str = "sample"
     pretend_nodes: int | None = None
     tiers: str | None = None
     seed: int = 0
@@ -42,6 +44,10 @@ class TrainConfig:
                 option = name.replace("_", "-")
                 raise UsageError(f"--{option} {getattr(self, name)}: give at least 1")
         check_mode(self.shuffle)
+        if window_of(self.source_order) is not None and not is_exact(self.shuffle):
+            raise UsageError(
+                f"--source-order {self.source_order} goes with --shuffle batch or global"
+            )
         if self.image_size < MIN_IMAGE_SIZE:
             raise UsageError(
                 f"--image-size {self.image_size}: give at least {MIN_IMAGE_SIZE} pixels, or too "

@@ -260,6 +260,7 @@ def _loader(data: Dataset, config: TrainConfig, training: bool) -> DataLoader:
         training,
         num_workers=config.workers,
         mode=config.shuffle,
+        source_order=config.source_order if training else "sample",
         pretend_nodes=config.pretend_nodes,
         pin_memory=torch.cuda.is_available(),
         trace=config.trace_out if training else None,

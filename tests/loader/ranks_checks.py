@@ -11,7 +11,15 @@ import dlio
 from dlio.comm import world
 
 
-def main(folder: str, tiers: str, mode: str, nodes: int, batch: int, leave_at: int) -> None:
+def main(
+    folder: str,
+    tiers: str,
+    mode: str,
+    source_order: str,
+    nodes: int,
+    batch: int,
+    leave_at: int,
+) -> None:
     epochs = []
     with (
         dlio.open(folder, tiers=tiers, image_size=32, seed=3) as data,
@@ -20,6 +28,7 @@ def main(folder: str, tiers: str, mode: str, nodes: int, batch: int, leave_at: i
             batch,
             True,
             mode=mode,
+            source_order=source_order,
             pretend_nodes=nodes,
         ) as loader,
     ):
@@ -45,4 +54,5 @@ def main(folder: str, tiers: str, mode: str, nodes: int, batch: int, leave_at: i
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], *(int(text) for text in sys.argv[4:7]))
+    folder, tiers, mode, source_order, *numbers = sys.argv[1:]
+    main(folder, tiers, mode, source_order, *(int(text) for text in numbers))

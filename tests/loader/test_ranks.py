@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dlio.blockorder import BlockOrder
 from dlio.forecast.traffic import job_over, traffic
 from dlio.order import Order
 from dlio.placement import Node
 from dlio.reader import open_reader
 from dlio.storage.shared import user_folder
 from dlio.storage.spec import SHARED_MEMORY
+from dlio_staging.pack import pack
 
 pytestmark = pytest.mark.mpi
 BODY = str(Path(__file__).with_name("ranks_checks.py"))
@@ -41,9 +43,15 @@ def run(
     soon: Callable[[Callable[[], bool]], bool],
 ) -> Run:
     def run(
-        ranks: int, tiers: str, mode: str = "batch", nodes: int = 1, batch: int = 4, leave: int = 0
+        ranks: int,
+        tiers: str,
+        mode: str = "batch",
+        nodes: int = 1,
+        batch: int = 4,
+        leave: int = 0,
+        source_order: str = "sample",
     ) -> list[dict[str, Any]]:
-        arguments = [str(folder), tiers, mode, str(nodes), str(batch), str(leave)]
+        arguments = [str(folder), tiers, mode, source_order, str(nodes), str(batch), str(leave)]
         ours = os.path.join(SHARED_MEMORY, user_folder())
         before = set(os.listdir(ours)) if os.path.isdir(ours) else set()
         done = mpirun(ranks, "-W", "error", BODY, *arguments)
@@ -170,6 +178,47 @@ def test_half_the_capacity_leaves_half_to_the_source(run: Run, folder: Path) -> 
     told = run(2, f"ram:{size // 4}B", nodes=2)
     assert _bytes(told, 1, "source") / size == pytest.approx(0.5, abs=0.04)
     assert sum(_bytes(told, 1, place) for place in ("source", "peer", "ram")) == size
+
+
+@pytest.mark.parametrize(("tiers", "share"), [("none", 1.0), ("ram:half", 0.5)])
+@pytest.mark.parametrize("mode", ["batch", "global"])
+def test_blocks_that_no_tier_holds_are_read_once_by_one_rank_of_the_job(
+    run: Run, folder: Path, mode: str, tiers: str, share: float
+) -> None:
+    reader = open_reader(str(folder))
+    size = int(reader.sizes.sum())
+    tiers = tiers.replace("half", f"{size // 4}B")
+    told = run(4, tiers, mode, nodes=2, batch=2, source_order="block(8)")
+    for epoch in (0, 1):
+        assert sorted(chain(*_global_batches(told, epoch))) == list(range(N))
+        assert _pixels(told, epoch).keys() == _pixels(told, 0).keys()
+        assert sum(rank["epochs"][epoch]["stats"]["late"] for rank in told) == 0
+    # Ranks that wait for nobody leave each other's blocks to the next pass.
+    first, second = (_bytes(told, epoch, "source") / size for epoch in (0, 1))
+    assert 0.9 < first < 1.06
+    assert first + second < 2.06 * share + (0 if tiers == "none" else 1 - share)
+    moved = _bytes(told, 1, "peer") / size
+    assert moved == pytest.approx(0.5, abs=0.16) if mode == "global" else moved < 0.3
+    order = BlockOrder(N, 3, 1, True, reader.layout, 8)
+    expected = order.samples(np.arange(N)).tolist()
+    assert _global_batches(told, 1) == [sorted(expected[k : k + 8]) for k in range(0, N, 8)]
+
+
+def test_what_tiers_hold_compressed_travels_compressed(
+    mpirun: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    values = np.repeat(np.arange(400 * 50, dtype=np.int64).reshape(400, 50), 40, axis=1)
+    np.save(tmp_path / "values.npy", values)
+    pack(str(tmp_path / "values.npy"), str(tmp_path / "packed"), compress="lz4")
+    body = str(Path(__file__).with_name("compressed_checks.py"))
+    done = mpirun(2, "-W", "error", body, str(tmp_path / "packed"))
+    assert done.returncode == 0, done.stderr
+    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert sorted(chain(*(rank["samples"] for rank in told))) == list(range(400))
+    assert all(rank["right"] and rank["late"] == 0 for rank in told)
+    sent, received = (sum(rank[key] for rank in told) for key in ("sent", "peer"))
+    assert received == pytest.approx(values.nbytes / 2, rel=0.2)
+    assert 0 < sent < received / 8
 
 
 @pytest.mark.parametrize("mode", ["batch", "global", "partial(0.5)"])

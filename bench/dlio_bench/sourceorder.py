@@ -1,0 +1,78 @@
+"""What `--source-order block` gains where samples are small and no tier holds them, and how random
+its batches still are."""
+
+import math
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+_SAMPLE_BYTES: Final = 4096
+_BATCH: Final = 64
+_GLOBAL_BATCH: Final = 1024
+_PARTS: Final = 8
+
+
+def source_order(
+    orders: Sequence[str] = ("sample", "block(4)", "block(16)", "block(64)"),
+    samples: int = 60_000,
+    at_most: int = 12_000,
+    latency_s: float = 0.002,
+) -> dict[str, Any]:
+    """Samples a second of small ones, in shards behind slowfs, that no tier holds; requests
+    a sample; and, of the order alone, how unevenly a global batch of 1,024 draws on eighths of the
+    data as they are stored, in units of what chance gives (1.0 is a uniformly random draw).
+
+    Args:
+        at_most: samples that are timed of each pass.
+    """
+    import dlio
+    from dlio_bench.slowfs import slow_mount, stats
+    from dlio_staging.pack import pack
+
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="dlio-bench-") as scratch:
+        data = np.random.default_rng(0).integers(0, 256, (samples, _SAMPLE_BYTES), np.uint8)
+        np.save(os.path.join(scratch, "samples.npy"), data)
+        del data
+        packed = os.path.join(scratch, "packed")
+        pack(os.path.join(scratch, "samples.npy"), packed, compress="none")
+        for order in orders:
+            with (
+                slow_mount(packed, latency_s=latency_s) as slow,
+                dlio.open(slow, tiers="none") as source,
+                dlio.DataLoader(
+                    source, _BATCH, shuffle=True, source_order=order, num_workers=4
+                ) as loader,
+            ):
+                before = stats(slow)["reads"]
+                began, seen = time.perf_counter(), 0
+                for _ in loader:
+                    seen += len(loader.last_samples)
+                    if seen >= at_most:
+                        break
+                seconds = time.perf_counter() - began
+                found[order] = {
+                    "samples_per_s": seen / seconds,
+                    "reads_a_sample": (stats(slow)["reads"] - before) / seen,
+                    "unevenness": _unevenness(source.reader.layout, order),
+                }
+    return found
+
+
+def _unevenness(layout: Any, source_order: str) -> float:
+    from dlio.blockorder import BlockOrder, window_of
+    from dlio.order import Order
+
+    count, window = int(layout.starts[-1]), window_of(source_order)
+    order = Order(count, 1) if window is None else BlockOrder(count, 1, 0, True, layout, window)
+    stored = layout.order.positions(order.samples(np.arange(count, dtype=np.int64)))
+    batches = stored[: count // _GLOBAL_BATCH * _GLOBAL_BATCH].reshape(-1, _GLOBAL_BATCH)
+    parts = batches * _PARTS // count
+    counts = np.stack([np.bincount(row, minlength=_PARTS) for row in parts])
+    share = 1 / _PARTS
+    chance = math.sqrt(_GLOBAL_BATCH * share * (1 - share))
+    return float(np.sqrt(((counts - _GLOBAL_BATCH * share) ** 2).mean()) / chance)
