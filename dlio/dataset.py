@@ -14,7 +14,7 @@ from dlio.mount import Mount, mount
 from dlio.reader import Reader, open_reader
 from dlio.sample import decode_sample, image_and_label
 from dlio.schema import Buffer
-from dlio.storage.spec import TierSpec, choose_tiers
+from dlio.storage.spec import TierSpec, choose_tiers, decoded_spec
 from dlio.transforms import fused
 
 
@@ -57,7 +57,7 @@ class Dataset(torch.utils.data.Dataset[Any]):
         """Makes a sample of (payload, index), where another library's data set is read."""
         self.epoch = 0
         self._mount: Mount | None = None
-        self._decoder = Decoder(self.crop, seed)
+        self._decoder = self._made_decoder()
 
     @property
     def path(self) -> str:
@@ -126,6 +126,16 @@ class Dataset(torch.utils.data.Dataset[Any]):
         if self._mount is not None:
             raise UsageError(f"tiers={tiers!r}: {self.path} is in use with tiers={self.tiers!r}")
         self.tiers = tiers
+        self._decoder = self._made_decoder()
+
+    def _made_decoder(self) -> Decoder:
+        kept = decoded_spec(self.tiers) is not None
+        if kept and not self.crops:
+            raise UsageError(
+                f"tiers={self.tiers!r}: {self.path} is not cropped here, and decoded tiers keep "
+                "labelled images for crops: leave :decoded out"
+            )
+        return Decoder(self.crop, self.seed, kept)
 
     @property
     def mounted(self) -> Mount | None:
@@ -157,7 +167,7 @@ class Dataset(torch.utils.data.Dataset[Any]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._decoder = Decoder(self.crop, self.seed)
+        self._decoder = self._made_decoder()
 
     def __repr__(self) -> str:
         return (

@@ -47,11 +47,57 @@ class Decoder:
 
     Args:
         seed: of the crops.
+        kept: with `prepare` between an image and its crops, the results of which a tier keeps.
+            Crops of training are then cut out of the image at a smaller size, whether it comes
+            from the tier or not.
     """
 
-    def __init__(self, crop: Crop, seed: int) -> None:
+    def __init__(self, crop: Crop, seed: int, kept: bool = False) -> None:
         self.crop = crop
         self.seed = seed
+        self.kept = kept
+        self._short = round(min(crop.size, crop.width) * 8 / 7)
+
+    @property
+    def recipe(self) -> str:
+        """Names what `prepare` makes of an image."""
+        if self.crop.train:
+            return f"short{self._short}"
+        return f"middle{self.crop.size}x{self.crop.width}r{self.crop.resize or 0}"
+
+    def prepare(self, image: Buffer, name: str) -> npt.NDArray[np.uint8]:
+        """What is the same of an image in every epoch, RGB, shape (rows, columns, 3): in training
+        all of it, its short side 8/7 of the crop's where it is longer; otherwise the crop.
+
+        Raises as `decode` does.
+        """
+        if not self.crop.train:
+            out = np.empty((self.crop.size, self.crop.width, 3), np.uint8)
+            self._cut_out(image, name, (), out)
+            return out
+        size = _jpeg_size(image, name)
+        if size is None:
+            pixels = _decode_other(image, name)
+        else:
+            factor = next((f for f in _FACTORS if min(size) >= f * self._short), 1)
+            pixels, _, _ = _decode_jpeg(image, name, size, Box(0, 0, *size, flip=False), factor)
+        scale = self._short / min(pixels.shape[:2])
+        if scale >= 1:
+            return pixels.copy()
+        rows, columns = (max(1, round(side * scale)) for side in pixels.shape[:2])
+        small: npt.NDArray[np.uint8] = opencv().resize(
+            pixels, (columns, rows), interpolation=opencv().INTER_AREA
+        )
+        return small
+
+    def finish(
+        self, pixels: npt.NDArray[np.uint8], uniforms: npt.NDArray[np.float64], out: Any
+    ) -> None:
+        """The crop of what `prepare` gave; arguments as for `decode`."""
+        if not self.crop.train:
+            out[:] = pixels
+            return
+        _resize(pixels, self.box(pixels.shape[0], pixels.shape[1], uniforms.tolist()), out)
 
     def draw(self, epoch: int, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """The random numbers of samples' crops, for `decode`; shape (n, numbers a sample)."""
@@ -76,10 +122,17 @@ class Decoder:
 
         Raises DecodeError when it is no image, a damaged or truncated one, or too large.
         """
-        cv2 = opencv()
+        if self.kept:
+            self.finish(self.prepare(image, name), uniforms, out)
+        else:
+            self._cut_out(image, name, uniforms.tolist(), out)
+
+    def _cut_out(
+        self, image: Buffer, name: str, uniforms: Sequence[float], out: npt.NDArray[np.uint8]
+    ) -> None:
         size = _jpeg_size(image, name)
         if size is not None:
-            box = self.box(*size, uniforms.tolist())
+            box = self.box(*size, uniforms)
             factor = self._factor(box)
             pixels, top, left = _decode_jpeg(image, name, size, box, factor)
             if factor > 1:
@@ -88,18 +141,8 @@ class Decoder:
             box = replace(box, top=box.top - top // factor, left=box.left - left // factor)
         else:
             pixels = _decode_other(image, name)
-            box = self.box(pixels.shape[0], pixels.shape[1], uniforms.tolist())
-        part = pixels[box.top : box.top + box.height, box.left : box.left + box.width]
-        height, width = self.crop.size, self.crop.width
-        shrinks = box.height >= 2 * height and box.width >= 2 * width
-        cv2.resize(
-            part,
-            (width, height),
-            dst=out,
-            interpolation=cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR,
-        )
-        if box.flip or box.upend:
-            cv2.flip(out, (-1 if box.upend else 1) if box.flip else 0, dst=out)
+            box = self.box(pixels.shape[0], pixels.shape[1], uniforms)
+        _resize(pixels, box, out)
 
     def box(self, height: int, width: int, uniforms: Sequence[float]) -> Box:
         """The part of an image of this size that is cut out; pure."""
@@ -118,6 +161,22 @@ def decode_whole(image: Buffer, name: str) -> npt.NDArray[np.uint8]:
     if size is not None:
         return _decode_jpeg(image, name, size, Box(0, 0, *size, flip=False), 1)[0].copy()
     return _decode_other(image, name)
+
+
+def _resize(pixels: npt.NDArray[np.uint8], box: Box, out: npt.NDArray[np.uint8]) -> None:
+    """The box of an image into `out`, of another size; turned as the box says."""
+    cv2 = opencv()
+    part = pixels[box.top : box.top + box.height, box.left : box.left + box.width]
+    height, width = out.shape[:2]
+    shrinks = box.height >= 2 * height and box.width >= 2 * width
+    cv2.resize(
+        part,
+        (width, height),
+        dst=out,
+        interpolation=cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR,
+    )
+    if box.flip or box.upend:
+        cv2.flip(out, (-1 if box.upend else 1) if box.flip else 0, dst=out)
 
 
 def _scaled(box: Box, factor: int, shape: tuple[int, ...]) -> Box:

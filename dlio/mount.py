@@ -20,13 +20,14 @@ from dlio.reader import Reader, data_bytes
 from dlio.schedule import Ranks
 from dlio.source import is_remote
 from dlio.storage.block import aligned, block_sizes
+from dlio.storage.decoded import DecodedTier
 from dlio.storage.fill import Filler, blocks_in_order, filler_threads
 from dlio.storage.hierarchy import Hierarchy, Pins
 from dlio.storage.intake import Intake, StoredBlocks
 from dlio.storage.inventory import Use, make_room, stored_data
 from dlio.storage.passing import Progress
 from dlio.storage.places import find_place
-from dlio.storage.spec import SHARED_MEMORY, TierSpec, choose_tiers
+from dlio.storage.spec import SHARED_MEMORY, TierSpec, choose_tiers, decoded_spec
 from dlio.storage.tier import Tier
 from dlio.units import format_bytes
 
@@ -67,7 +68,10 @@ class Mount:
     """This process's leases on its disk tiers."""
     notes: list[str] = field(default_factory=list)
     _filler: Filler | None = None
+    decoded_spec: TierSpec | None = None
+    """The tier of decoded images, where one is asked for."""
     _progress: Progress | None = None
+    _decoded: DecodedTier | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -116,6 +120,19 @@ class Mount:
         home[blocks] = self.ranks.node_of[np.arange(len(blocks)) % self.ranks.size]
         return home
 
+    def decoded(self, recipe: str) -> DecodedTier | None:
+        """The node's tier of decoded images, opened once; None where none is asked for.
+
+        Args:
+            recipe: names what is done to them; one a mount.
+        """
+        if self._decoded is None and self.decoded_spec is not None:
+            reader, node = self.hierarchy.reader, self.nodes.names[self.nodes.here]
+            name = f"{reader.fingerprint}.{node}.{recipe}"
+            capacity = self.decoded_spec.capacity
+            self._decoded = DecodedTier(name, len(reader), capacity, self.hierarchy.note)
+        return self._decoded
+
     def spare_tiers(self) -> list[TierSpec]:
         """The tiers with the capacity that this data set leaves on every node: for another one."""
         spare = []
@@ -136,6 +153,8 @@ class Mount:
         for tier, use in zip(disks, self.uses, strict=True):
             use.add_hits(tier.hits)
         self.hierarchy.close()
+        if self._decoded is not None:
+            self._decoded.close()
         for use in self.uses:
             use.close()
 
@@ -219,6 +238,7 @@ def mount(
         requests=requests,
         uses=uses,
         notes=notes,
+        decoded_spec=decoded_spec(tiers),
     )
 
 

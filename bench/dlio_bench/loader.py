@@ -12,7 +12,7 @@ import typer
 from dlio.errors import UsageError
 from dlio.files import check_writable, write_json
 from dlio_bench.contenders import CONTENDERS, Contender, missing
-from dlio_bench.feeding import arrays, slow
+from dlio_bench.feeding import arrays, decoded, slow
 from dlio_bench.task import Task
 
 _RATIOS = {
@@ -29,7 +29,7 @@ _RATIOS = {
 _USUAL = ("torch", "torch_floats", "ceiling", "full_decode", "dlio", "dlio_rows")
 
 
-_CASES = ("pictures", "arrays", "slow")
+_CASES = ("pictures", "arrays", "slow", "decoded")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ def command(
         list[str] | None,
         typer.Option(
             help="pictures; arrays: volumes of 2 MiB; slow: SRC behind a slow file system and a "
-            "consumer of 200 images/s. Repeatable."
+            "consumer of 200 images/s; decoded: a tier of decoded images. Repeatable."
         ),
     ] = None,
     folder: Annotated[str, typer.Option(help="For arrays, on the disk to be measured.")] = ".",
@@ -181,6 +181,11 @@ def command(
         found["slow"] = slow(source, repeats, workers, batch_size)
         for name, value in found["slow"].items():
             typer.echo(f"slow, {name}: {_told(value, 3)}")
+    if "decoded" in cases:
+        found["decoded"] = decoded(source, repeats, workers, image_size, batch_size)
+        for name, value in found["decoded"].items():
+            told = f"{_told(value)}" if isinstance(value, dict) else value
+            typer.echo(f"decoded, {name}: {told}")
     if report is not None:
         write_json(report, found)
     if as_json:

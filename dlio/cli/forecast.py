@@ -208,7 +208,7 @@ def _job(
     check_mode(mode)
     if (source is None) == (samples is None):
         raise UsageError("give a data set, or --samples of an imagined one")
-    capacities = tuple(spec.capacity for spec in parse_tiers(tiers))
+    capacities = tuple(spec.capacity for spec in parse_tiers(tiers) if not spec.decoded)
     named = tuple(Node(f"node{number}", capacities) for number in range(nodes))
     rest = (named, ranks_per_node, batch_size, mode, seed)
     if samples is not None:
@@ -237,7 +237,7 @@ def _machine(
     from dlio.forecast.events import Machine
     from dlio.storage.spec import parse_tiers
 
-    specs = parse_tiers(tiers)
+    specs = [spec for spec in parse_tiers(tiers) if not spec.decoded]
     texts = [_TIER_RATES[spec.kind] for spec in specs]
     if tier_bandwidth is not None:
         texts = tier_bandwidth.split(",")

@@ -141,7 +141,9 @@ class Engines:
         if self._maker is None or self._maker[0] != key:
             pinned = loader.pin_memory and torch.cuda.is_available()
             default = loader.collate_fn is default_collate
-            maker = maker_for(data, batches.batch_size, loader.collate_fn, default, pinned)
+            decoded = mounted.decoded(data.decoder.recipe)
+            size, collate = batches.batch_size, loader.collate_fn
+            maker = maker_for(data, size, collate, default, pinned, decoded)
             self._maker = (key, maker)
         self._generation += 1
         # The last pass's messages may be under way while the next one begins.

@@ -15,6 +15,7 @@ from dlio.loading.memory import BatchMemory
 from dlio.reader import data_bytes
 from dlio.sample import decode_sample
 from dlio.schema import Buffer, Schema
+from dlio.storage.decoded import DecodedTier
 
 _DIRECT_BYTES: Final = 1 << 16
 """Of a sample of arrays that is read into the batch itself, without another copy."""
@@ -34,6 +35,10 @@ class Slots(Protocol):
 
     def filled(self, slot: int, pieces: list[memoryview]) -> None: ...
 
+    def kept(self, slot: int, sample: int) -> float | None:
+        """Make a sample of what a tier keeps of it decoded; the seconds that saved, None where
+        there is no such thing."""
+
     def finish(self, kept: Sequence[int] | None) -> Any:
         """The batch, of the slots in `kept`; of all for None."""
 
@@ -46,6 +51,9 @@ class _Decoded:
 
     def filled(self, slot: int, pieces: list[memoryview]) -> None:
         raise AssertionError("it gave no pieces")
+
+    def kept(self, slot: int, sample: int) -> float | None:
+        return None
 
 
 class Maker(Protocol):
@@ -60,16 +68,22 @@ class Maker(Protocol):
 
 
 def maker_for(
-    data: Dataset, batch_size: int, collate: Collate, default: bool, pinned: bool
+    data: Dataset,
+    batch_size: int,
+    collate: Collate,
+    default: bool,
+    pinned: bool,
+    decoded: DecodedTier | None = None,
 ) -> Maker:
     """What suits the data set.
 
     Args:
         collate: the loader's; `default` tells whether it is torch's own.
         pinned: page-locked memory.
+        decoded: tier of decoded images.
     """
     if data.crops:
-        return CropMaker(data, batch_size, None if default else collate, pinned)
+        return CropMaker(data, batch_size, None if default else collate, pinned, decoded)
     if default and data.transform is None and data.finish is None and _is_arrays(data):
         return ArrayMaker(data, batch_size, pinned)
     return SampleMaker(data, batch_size, collate)
@@ -83,9 +97,15 @@ class CropMaker:
     owns_payloads = False
 
     def __init__(
-        self, data: Dataset, batch_size: int, collate: Collate | None, pinned: bool
+        self,
+        data: Dataset,
+        batch_size: int,
+        collate: Collate | None,
+        pinned: bool,
+        decoded: DecodedTier | None,
     ) -> None:
         self.data = data
+        self.decoded = decoded
         self.collate = collate
         shape = (batch_size, data.crop.size, data.crop.width, 3)
         self.memory = BatchMemory(shape, np.uint8, pinned)
@@ -104,13 +124,34 @@ class _Crops(_Decoded):
         self._made: list[Any] = [None] * len(samples) if maker.data.transform else []
 
     def make(self, slot: int, sample: int, payload: Buffer) -> float:
-        data = self._maker.data
+        data, tier = self._maker.data, self._maker.decoded
         values = _split(data, sample, payload)
-        image = self._images[slot]
-        data.decoder.decode(
-            values[data.image_field], data.reader.name(sample), self._uniforms[slot], image
-        )
-        self._labels[slot] = values[data.label_field]
+        image, uniforms = self._images[slot], self._uniforms[slot]
+        encoded, name = values[data.image_field], data.reader.name(sample)
+        label = int(values[data.label_field])
+        if tier is None:
+            data.decoder.decode(encoded, name, uniforms, image)
+        else:
+            began = time.thread_time()  # What others do meanwhile is not its cost.
+            pixels = data.decoder.prepare(encoded, name)
+            tier.put(sample, pixels, label, time.thread_time() - began)
+            data.decoder.finish(pixels, uniforms, image)
+        return self._made_of(slot, label)
+
+    def kept(self, slot: int, sample: int) -> float | None:
+        tier = self._maker.decoded
+        found = None if tier is None else tier.get(sample)
+        if tier is None or found is None:
+            return None
+        pixels, label = found
+        self._maker.data.decoder.finish(pixels, self._uniforms[slot], self._images[slot])
+        self._made_of(slot, label)
+        return tier.saves_s
+
+    def _made_of(self, slot: int, label: int) -> float:
+        """What is made of a crop that is in its slot; seconds of the user's transform."""
+        data, image = self._maker.data, self._images[slot]
+        self._labels[slot] = label
         if data.transform is None:
             return 0.0
         started = time.perf_counter()
@@ -186,6 +227,9 @@ class _Arrays:
             else memoryview(self._arrays[name][slot].reshape(-1).view(np.uint8))
             for name, begin, end in self._maker.parts
         ]
+
+    def kept(self, slot: int, sample: int) -> float | None:
+        return None
 
     def filled(self, slot: int, pieces: list[memoryview]) -> None:
         schema = self._maker.data.reader.schema

@@ -212,6 +212,13 @@ class Pipeline:
         sample = int(step.samples[slot])
         began = time.perf_counter()
         assert batch.slots is not None
+        saved_s = batch.slots.kept(slot, sample)
+        if saved_s is not None:
+            step.payloads[slot] = None
+            hierarchy.counters.add("decoded")
+            hierarchy.counters.add("decode_saved_s", saved_s)
+            spent["decode"] = spent.get("decode", 0.0) + time.perf_counter() - began
+            return
         payload: Buffer | None = None
         if (sealed := step.payloads[slot]) is not None:
             step.payloads[slot] = None  # The message's memory goes with its last sample.

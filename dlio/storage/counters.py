@@ -21,13 +21,17 @@ class Counters:
     """Payload bytes pushed to peers."""
     messages: int = 0
     """Messages pushed to peers."""
+    decoded: int = 0
+    """Samples that were taken from a tier of decoded images."""
+    decode_saved_s: float = 0.0
+    """Seconds of decoding that these did without, by what the first images took."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add_bytes(self, place: str, count: int) -> None:
         with self._lock:
             self.bytes[place] += count
 
-    def add(self, event: str, count: int = 1) -> None:
+    def add(self, event: str, count: float = 1) -> None:
         with self._lock:
             setattr(self, event, getattr(self, event) + count)
 
@@ -39,4 +43,6 @@ class Counters:
                 "late": self.late,
                 "sent": self.sent,
                 "messages": self.messages,
+                "decoded": self.decoded,
+                "decode_saved_s": self.decode_saved_s,
             }

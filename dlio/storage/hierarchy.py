@@ -271,7 +271,7 @@ class Hierarchy:
                 self._arrived.discard(block)  # Removed under us, by hand or by an epilog.
             except (CorruptBlock, OSError) as error:
                 self.counters.add("healed")
-                self._note(f"{error}; read from the source instead")
+                self.note(f"{error}; read from the source instead")
                 self._renew(block, tier)
         return None
 
@@ -307,10 +307,10 @@ class Hierarchy:
                 return True
         except TierError as error:
             self._full[number] = True
-            self._note(f"{error}; the blocks it was to hold are read from the source")
+            self.note(f"{error}; the blocks it was to hold are read from the source")
         except (SourceError, CorruptBlock) as error:
             self._broken.add(block)
-            self._note(f"block {block} of {self.reader.path} stays in the source: {error}")
+            self.note(f"block {block} of {self.reader.path} stays in the source: {error}")
         finally:
             with self._lock:
                 self._filling.pop(block).set()
@@ -387,7 +387,7 @@ class Hierarchy:
             # Another process of this node is at it; its lock goes with it if it dies.
             if time.monotonic() > deadline:
                 if timeout_s is None:
-                    self._note(
+                    self.note(
                         f"block {block} of {self.reader.path} was not in {tier.path} after "
                         f"{self._fill_timeout_s:.0f} s: the process that fills it is slow or "
                         "stopped; its samples are read from the source"
@@ -417,7 +417,8 @@ class Hierarchy:
             for sample in self.reader.layout.samples_of(block).tolist():
                 self._early.pop(sample, None)
 
-    def _note(self, event: str) -> None:
+    def note(self, event: str) -> None:
+        """Remember what users should know; see `notes`."""
         with self._lock:
             if len(self._events) < 1000:
                 self._events.append(event)

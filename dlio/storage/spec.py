@@ -24,15 +24,19 @@ class TierSpec:
     """Folder that the tier's own, private folder is made in."""
     capacity: int
     """Bytes per node."""
+    decoded: bool = False
+    """Whether it keeps decoded images, above the tiers of blocks."""
 
     def __str__(self) -> str:
         place = "ram" if self.kind == "ram" else self.root
-        return f"{place}:{format_bytes(self.capacity).replace(' ', '')}"
+        text = f"{place}:{format_bytes(self.capacity).replace(' ', '')}"
+        return f"{text}:decoded" if self.decoded else text
 
 
 def parse_tiers(text: str) -> list[TierSpec]:
     """Parse a comma-separated list of `ram:SIZE` and `FOLDER:SIZE`; `none` is no tier at all.
     Persistent memory is a folder on its file system, with or without `pmem:` before it.
+    `ram:SIZE:decoded`, one at most, keeps decoded images.
 
     Raises UsageError that quotes the part that cannot be understood.
     """
@@ -40,7 +44,10 @@ def parse_tiers(text: str) -> list[TierSpec]:
         return []
     specs = []
     for part in text.split(","):
-        place, colon, size = part.strip().rpartition(":")
+        text_, decoded, rest = part.strip().partition(":decoded")
+        if rest:
+            raise UsageError(f"tier {part.strip()!r}: write ram:8GiB:decoded")
+        place, colon, size = text_.rpartition(":")
         if not colon or not place:
             raise UsageError(
                 f"tier {part.strip()!r} has no size: write ram:2GiB or /local/scratch:20GiB"
@@ -48,10 +55,12 @@ def parse_tiers(text: str) -> list[TierSpec]:
         capacity = parse_bytes(size)
         place = place.removeprefix("pmem:")
         if place == "ram":
-            specs.append(TierSpec("ram", SHARED_MEMORY, capacity))
+            specs.append(TierSpec("ram", SHARED_MEMORY, capacity, bool(decoded)))
+        elif decoded:
+            raise UsageError(f"tier {part.strip()!r}: decoded images are kept in RAM alone")
         else:
             specs.append(TierSpec("disk", os.path.abspath(os.path.expanduser(place)), capacity))
-    places = [spec.root for spec in specs]
+    places = [(spec.root, spec.decoded) for spec in specs]
     if len(set(places)) != len(places):
         raise UsageError(f"tiers {text!r} name the same place twice: give each place once")
     return specs
@@ -77,12 +86,23 @@ def default_tiers(data_bytes: int, nodes_here: int = 1) -> list[TierSpec]:
 def choose_tiers(
     tiers: str | Sequence[TierSpec] | None, data_bytes: int, nodes_here: int = 1
 ) -> list[TierSpec]:
-    """The tiers that were given, else those of DLIO_TIERS, else the default."""
+    """The tiers of blocks that were given, else those of DLIO_TIERS, else the default. The default
+    is taken beside a tier of decoded images alone, too: something has to hold what it was not."""
     if tiers is None:
         tiers = os.environ.get("DLIO_TIERS")
     if tiers is None:
         return default_tiers(data_bytes, nodes_here)
-    return parse_tiers(tiers) if isinstance(tiers, str) else list(tiers)
+    given = parse_tiers(tiers) if isinstance(tiers, str) else list(tiers)
+    specs = [spec for spec in given if not spec.decoded]
+    return specs if specs or not given else default_tiers(data_bytes, nodes_here)
+
+
+def decoded_spec(tiers: str | Sequence[TierSpec] | None) -> TierSpec | None:
+    """The tier of decoded images, where one is asked for."""
+    if tiers is None:
+        tiers = os.environ.get("DLIO_TIERS", "none")
+    specs = parse_tiers(tiers) if isinstance(tiers, str) else tiers
+    return next((spec for spec in specs if spec.decoded), None)
 
 
 def _available_memory() -> int:

@@ -43,6 +43,10 @@ class EpochReport:
     """Messages with samples, between ranks."""
     late: int
     healed: int
+    decoded: int
+    """Samples that came decoded from a decoded tier."""
+    decode_saved_s: float
+    """Seconds of decoding that this saved, over all ranks' threads."""
     skipped: list[str]
     """Samples that could not be read or decoded, with --on-error skip."""
     notes: list[str]
@@ -77,6 +81,8 @@ class EpochReport:
             messages=sum(rank["messages"] for rank in ranks),
             late=sum(rank["late"] for rank in ranks),
             healed=sum(rank["healed"] for rank in ranks),
+            decoded=sum(rank["decoded"] for rank in ranks),
+            decode_saved_s=sum(rank["decode_saved_s"] for rank in ranks),
             skipped=sorted({name for rank in ranks for name in rank["skipped"]}),
             notes=list(dict.fromkeys(note for rank in ranks for note in rank["notes"])),
         )

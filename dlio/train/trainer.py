@@ -31,6 +31,7 @@ _STD = (0.229, 0.224, 0.225)
 """Of ImageNet's pixels, as torchvision's models are trained with."""
 _MOMENTUM = 0.9
 _WEIGHT_DECAY = 5e-4
+_COUNTED = ("bytes", "sent", "messages", "late", "healed", "decoded", "decode_saved_s")
 _WARM_UP = 0.15
 """Share of the steps in which the learning rate rises to its peak."""
 
@@ -69,7 +70,7 @@ def train(config: TrainConfig) -> RunReport:
             dataset={"samples": len(data), "bytes": int(data.reader.sizes.sum())},
             ranks=comm.size,
             nodes=len(mounted.nodes.names),
-            tiers=[str(spec) for spec in mounted.tiers],
+            tiers=[str(s) for s in (*mounted.tiers, mounted.decoded_spec) if s is not None],
             config=config,
         )
         trace = None
@@ -156,7 +157,7 @@ class _Run:
                 "first_batch_s": stats["first_batch_s"],
                 "exchange_wait_s": after["wait_s"] - before["wait_s"],
                 "exchange_bytes": after["bytes"] - before["bytes"],
-                **{key: stats[key] for key in ("bytes", "sent", "messages", "late", "healed")},
+                **{key: stats[key] for key in _COUNTED},
                 "skipped": stats["skipped"],
                 "notes": stats["notes"],
             }

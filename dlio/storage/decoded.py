@@ -1,0 +1,260 @@
+"""A tier of decoded images: pixels in shared memory, for what is decoded again every epoch.
+
+    /dev/shm/dlio-<uid>/<data set>.<node>.<recipe>/
+        index       per sample: u64 slab, offset, bytes stored, rows << 32 | columns, label, xxh3_64
+        room        u64: bytes that slabs take together
+        slab.<n>    pixels, RGB, one image behind another; written by one process each
+
+The ranks and jobs of a node share it; who decodes an image first puts it there, and nothing is ever
+evicted: under an order that visits each sample once an epoch no policy keeps more. An entry of the
+index is written after its pixels, and believed only with their checksum, so nobody waits for a
+lock. Whether it pays is measured, on the first images: what an image took to be decoded, against
+what it takes to be brought back, raw or as LZ4, and how many images there is room for either way.
+"""
+
+import fcntl
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import lz4.block
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from dlio.errors import CorruptBlock
+from dlio.storage.block import NO_ROOM, decompress_exactly, new_memory
+from dlio.storage.shared import SharedFolder
+
+_MOST_CHUNK: Final = 16 << 20
+_LEAST_CHUNK: Final = 1 << 20
+"""Bytes that a process takes for a slab: a sixteenth of all, within these."""
+_FIELDS: Final = 6
+_TRIED: Final = 32
+"""Images that are measured before it is decided how, and whether, images are kept."""
+_WORTH: Final = 0.8
+"""Of the time that decoding takes, what bringing an image back may take at most."""
+_Pixels = npt.NDArray[np.uint8]
+
+
+@dataclass(slots=True)
+class _Tried:
+    """What the first images cost, in seconds and bytes, together."""
+
+    images: int = 0
+    decode_s: float = 0.0
+    raw_s: float = 0.0
+    packed_s: float = 0.0
+    raw_bytes: int = 0
+    packed_bytes: int = 0
+
+
+class DecodedTier:
+    """Decoded images of a data set. Thread-safe. Owner: the mount.
+
+    Args:
+        name: of the folder: the data set's, the node's, and what is done to its images.
+        samples: in the data set.
+        capacity: bytes of this node.
+        tell: is told, once, how images are kept, and why.
+    """
+
+    def __init__(
+        self, name: str, samples: int, capacity: int, tell: Callable[[str], object]
+    ) -> None:
+        self.capacity = capacity
+        self._tell = tell
+        self._folder = SharedFolder(name)
+        self._lock = threading.Lock()
+        self._tried: _Tried | None = _Tried()
+        self._samples = samples
+        self._form = "raw"
+        self._decode_s = self._back_s = 0.0
+        self._room = self._open("room", 8)
+        descriptor = self._open("index", 8 * _FIELDS * samples)
+        try:
+            table = mmap.mmap(descriptor, 8 * _FIELDS * samples)
+        finally:
+            os.close(descriptor)
+        self._index = np.frombuffer(table, np.uint64).reshape(samples, _FIELDS)
+        self._slabs: dict[int, mmap.mmap] = {}
+        self._mine = 0
+        self._chunk = max(_LEAST_CHUNK, min(_MOST_CHUNK, capacity // 16))
+        self._at = self._chunk
+
+    @property
+    def saves_s(self) -> float:
+        """Seconds of decoding that an image which is here does without, by what the first took."""
+        return max(0.0, self._decode_s - self._back_s)
+
+    def get(self, sample: int) -> tuple[_Pixels, int] | None:
+        """(pixels of an image, RGB, shape (rows, columns, 3), not to be written into; its label);
+        None where they are not here."""
+        slab, offset, stored, shape, label, digest = self._index[sample].tolist()
+        if not slab or self._form == "none":
+            return None
+        rows, columns = shape >> 32, shape & 0xFFFFFFFF
+        size = rows * columns * 3
+        memory = self._slab(slab)
+        if memory is None or not 0 < stored <= size or offset + stored > len(memory):
+            return None
+        view = memoryview(memory)[offset : offset + stored]
+        if xxhash.xxh3_64_intdigest(view) != digest:
+            return None
+        raw = view
+        if stored < size:
+            raw = new_memory(size)
+            try:
+                decompress_exactly(view, raw)
+            except CorruptBlock:
+                return None
+        return np.frombuffer(raw, np.uint8).reshape(rows, columns, 3), label
+
+    def put(self, sample: int, pixels: _Pixels, label: int, decode_s: float) -> None:
+        """Keep an image, if there is room and it pays.
+
+        Args:
+            pixels: RGB, shape (rows, columns, 3), contiguous.
+            label: 0 or above.
+            decode_s: seconds that it took to get them.
+        """
+        if self._form == "none" or label < 0:
+            return
+        raw = pixels.reshape(-1)
+        if self._tried is not None:
+            self._try(raw, decode_s)
+        stored: npt.NDArray[np.uint8] = raw
+        if self._form == "lz4":
+            packed = np.frombuffer(lz4.block.compress(raw.data, store_size=False), np.uint8)
+            stored = packed if len(packed) < len(raw) else raw
+        with self._lock:
+            place = self._place(len(stored))
+            if place is None:
+                return
+            slab, offset = place
+            memory = self._slabs[slab]
+        memoryview(memory)[offset : offset + len(stored)] = stored.data
+        entry = self._index[sample]
+        shape = (pixels.shape[0] << 32) | pixels.shape[1]
+        entry[1:] = offset, len(stored), shape, label, xxhash.xxh3_64_intdigest(stored.data)
+        entry[0] = slab
+
+    def close(self) -> None:
+        """Let go. The last process to close it removes it."""
+        with self._lock:
+            self._form = "none"
+            self._slabs.clear()
+        os.close(self._room)
+        self._folder.close()
+
+    def _try(self, raw: _Pixels, decode_s: float) -> None:
+        """Measure one of the first images; decide at the last of them."""
+        packed = lz4.block.compress(raw.data, store_size=False)
+        into = new_memory(len(raw))
+        began = time.thread_time()
+        xxhash.xxh3_64_intdigest(raw.data)
+        hashed = time.thread_time()
+        decompress_exactly(memoryview(packed), into)
+        ended = time.thread_time()
+        with self._lock:
+            tried = self._tried
+            if tried is None:
+                return
+            tried.images += 1
+            tried.decode_s += decode_s
+            tried.raw_s += hashed - began
+            tried.packed_s += ended - began
+            tried.raw_bytes += len(raw)
+            tried.packed_bytes += len(packed)
+            if tried.images >= _TRIED:
+                self._decide(tried)
+                self._tried = None
+
+    def _decide(self, tried: _Tried) -> None:
+        each = 1.0 / tried.images
+        self._decode_s = tried.decode_s * each
+        saved = {}
+        for form, seconds, size in (
+            ("raw", tried.raw_s, tried.raw_bytes),
+            ("lz4", tried.packed_s, tried.packed_bytes),
+        ):
+            kept = min(self._samples, self.capacity / (size * each))
+            worth = seconds <= _WORTH * tried.decode_s
+            saved[form] = kept * (self._decode_s - seconds * each) if worth else 0.0
+        self._form = max(saved, key=lambda form: saved[form])
+        if not saved[self._form]:
+            self._form = "none"
+        self._back_s = (tried.packed_s if self._form == "lz4" else tried.raw_s) * each
+        took = f"an image takes {1e6 * self._decode_s:.0f} µs to decode"
+        back = f"{1e6 * tried.raw_s * each:.0f} µs to bring back, {1e6 * tried.packed_s * each:.0f}"
+        note = {
+            "raw": f"decoded images are kept raw: {took}, {back} from LZ4",
+            "lz4": f"decoded images are kept as LZ4, which makes room for more: {took}, {back} "
+            "from LZ4",
+            "none": f"decoded images are not kept, it does not pay: {took}, {back} from LZ4",
+        }[self._form]
+        self._tell(note)
+
+    def _place(self, count: int) -> tuple[int, int] | None:
+        """(slab, offset) for so many bytes; None when all is taken."""
+        if self._at + count > self._chunk:
+            if count > self._chunk or not self._take_room():
+                return None
+            self._at = 0
+        at, self._at = self._at, self._at + count
+        return self._mine, at
+
+    def _take_room(self) -> bool:
+        """A new slab of this process's, if the node has room for one."""
+        fcntl.flock(self._room, fcntl.LOCK_EX)
+        try:
+            taken = int.from_bytes(os.pread(self._room, 8, 0), "little")
+            if taken + self._chunk > self.capacity:
+                return False
+            number = taken // self._chunk + 1
+            descriptor = self._open(f"slab.{number}", 0)
+            try:
+                os.posix_fallocate(descriptor, 0, self._chunk)
+                memory = mmap.mmap(descriptor, self._chunk)
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    raise
+                return False
+            finally:
+                os.close(descriptor)
+            os.pwrite(self._room, (taken + self._chunk).to_bytes(8, "little"), 0)
+        finally:
+            fcntl.flock(self._room, fcntl.LOCK_UN)
+        self._slabs[number] = memory
+        self._mine = number
+        return True
+
+    def _slab(self, number: int) -> mmap.mmap | None:
+        found = self._slabs.get(number)
+        if found is None:
+            try:
+                descriptor = os.open(
+                    f"slab.{number}",
+                    os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW,
+                    dir_fd=self._folder.descriptor,
+                )
+            except FileNotFoundError:
+                return None
+            try:
+                found = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+            finally:
+                os.close(descriptor)
+            with self._lock:
+                found = self._slabs.setdefault(number, found)
+        return found
+
+    def _open(self, name: str, size: int) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        descriptor = os.open(name, flags, 0o600, dir_fd=self._folder.descriptor)
+        if os.fstat(descriptor).st_size < size:
+            os.ftruncate(descriptor, size)
+        return descriptor
