@@ -12,6 +12,7 @@ from dlio.decode import Decoder
 from dlio.errors import UsageError
 from dlio.mount import Mount, mount
 from dlio.reader import Reader, open_reader
+from dlio.replicas import replicated
 from dlio.sample import decode_sample, image_and_label
 from dlio.schema import Buffer
 from dlio.storage.spec import TierSpec, choose_tiers, decoded_spec
@@ -185,6 +186,7 @@ def open_dataset(
     transform: Callable[[Any], object] | None = None,
     seed: int = 0,
     on_error: str = "stop",
+    replicas: Sequence[str] = (),
     **options: Any,
 ) -> Dataset:
     """Open a data set; exported as `dlio.open`.
@@ -203,6 +205,9 @@ def open_dataset(
             a uint8 tensor of shape (3, size, size), or each sample that is no labelled image.
         seed: of crops and, in a loader, of the order.
         on_error: `stop` at a sample that cannot be read or decoded, or `skip` and count it.
+        replicas: other places where the same data set lies. Each read goes to the copy that is
+            expected to give it first, by what `dlio bench tiers` measured and by how long reads
+            take; and to another one when it fails.
         options: the reader's own, such as `select` for a slab of every HDF5 or Zarr sample.
 
     Raises UsageError for options that cannot work, SourceError when the path is no data set.
@@ -213,7 +218,7 @@ def open_dataset(
         raise UsageError(f"image_size={image_size}: choose 1 to 8192 pixels")
     choose_tiers(tiers, 0)
     return Dataset(
-        open_reader(path, **options),
+        replicated([open_reader(each, **options) for each in (path, *replicas)]),
         tiers=tiers,
         image_size=image_size,
         train=train,

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.comm import Communicator, Request
+from dlio.comm.funnel import joined, waiting
 from dlio.errors import DlioError
 from dlio.plans import EpochPlan, WindowPlan, plan_epoch
 from dlio.schedule import Window, window_steps
@@ -135,8 +136,11 @@ class Shuffle:
         Raises what ended the shuffle's thread, if something did.
         """
         with self._condition:
-            planned = self._condition.wait_for(
-                lambda: number in self._steps or self._error is not None, timeout_s
+            planned = waiting(
+                lambda limit_s: self._condition.wait_for(
+                    lambda: number in self._steps or self._error is not None, limit_s
+                ),
+                timeout_s,
             )
             if self._error is not None:
                 raise self._error
@@ -175,7 +179,7 @@ class Shuffle:
         with self._condition:
             self._closing = True
             self._condition.notify_all()
-        self._thread.join(2 * _CLOSE_TIMEOUT_S)
+        joined(self._thread, 2 * _CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
         try:

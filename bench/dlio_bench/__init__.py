@@ -2,7 +2,7 @@
 
 import typer
 
-from dlio_bench import loader, readers, shuffle, staging
+from dlio_bench import loader, readers, shuffle, staging, tiers
 
 command = typer.Typer(
     help="Measure, side by side in one run, with medians and spread.", no_args_is_help=True
@@ -11,3 +11,4 @@ command.command("loader")(loader.command)
 command.command("readers")(readers.command)
 command.command("shuffle")(shuffle.command)
 command.command("staging")(staging.command)
+command.command("tiers")(tiers.command)

@@ -8,8 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
+from dlio.bandwidths import measured
 from dlio.errors import UsageError
 from dlio.files import check_writable, write_json
+from dlio.storage.spec import TierSpec
 from dlio.units import format_bytes, format_seconds, parse_bytes, parse_seconds
 
 _TIER_RATES = {"ram": "8GiB", "disk": "2GiB"}
@@ -34,7 +36,10 @@ LinkBandwidth = Annotated[str, typer.Option(help="Bytes/s of a node's network, e
 LinkLatency = Annotated[str, typer.Option(help="Of a message.")]
 TierBandwidth = Annotated[
     str | None,
-    typer.Option(help="Bytes/s of each tier of a node: 8GiB,2GiB (these for RAM, disk)."),
+    typer.Option(
+        help="Bytes/s of each tier of a node: 8GiB,2GiB. By default as `dlio bench tiers` measured "
+        "them here, or these, for RAM and disk."
+    ),
 ]
 Report = Annotated[str | None, typer.Option(help="Write JSON to this file.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -223,6 +228,12 @@ def _job(
         reader.close()
 
 
+def _tier_rate(spec: TierSpec) -> str:
+    """As `dlio bench tiers` measured it on this machine, or what is usual."""
+    known = measured("ram" if spec.kind == "ram" else spec.root)
+    return _TIER_RATES[spec.kind] if known is None else f"{int(known[1])}B"
+
+
 def _machine(
     tiers: str,
     model_time: str,
@@ -238,7 +249,7 @@ def _machine(
     from dlio.storage.spec import parse_tiers
 
     specs = [spec for spec in parse_tiers(tiers) if not spec.decoded]
-    texts = [_TIER_RATES[spec.kind] for spec in specs]
+    texts = [_tier_rate(spec) for spec in specs]
     if tier_bandwidth is not None:
         texts = tier_bandwidth.split(",")
         if len(texts) != len(specs):

@@ -53,6 +53,10 @@ def command(
         str | None,
         typer.Option(help="ram:2GiB,/local/scratch:20GiB per node, or none. Or DLIO_TIERS."),
     ] = None,
+    replica: Annotated[
+        list[str] | None,
+        typer.Option(help="Another place where SRC lies; repeatable. Reads go to the fastest."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of order, crops and initial weights.", min=0)] = 0,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
     workers: Annotated[int, typer.Option(help="Decode threads of a rank.", min=1)] = 2,
@@ -84,6 +88,7 @@ def command(
         source_order=source_order,
         pretend_nodes=pretend_nodes,
         tiers=tiers,
+        replica=tuple(replica or ()),
         seed=seed,
         lr=lr,
         workers=workers,
@@ -128,8 +133,10 @@ def to_options(config: TrainConfig) -> list[str]:
     options = [config.source]
     for field in fields(config):
         value = getattr(config, field.name)
-        if field.name != "source" and value is not None:
-            options += [f"--{field.name.replace('_', '-')}", str(value)]
+        if field.name == "source" or value is None:
+            continue
+        for each in value if isinstance(value, tuple) else (value,):
+            options += [f"--{field.name.replace('_', '-')}", str(each)]
     return options
 
 
@@ -162,6 +169,6 @@ def _check(config: TrainConfig, ranks: int) -> None:
         raise UsageError(f"--model {config.model}: choose one of {', '.join(MODELS)}")
     config.check_outputs()
     choose_tiers(config.tiers, 0)
-    for path in (config.source, config.val):
+    for path in (config.source, config.val, *config.replica):
         if path is not None:
             open_reader(path).close()

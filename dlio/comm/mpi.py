@@ -2,15 +2,15 @@
 
 The background shuffle wants MPI_THREAD_MULTIPLE. Where the library gives MPI_THREAD_SERIALIZED, one
 call is made at a time: none of ours waits inside MPI, but for those that all ranks make at once.
+Where it gives less, the thread that has initialised it makes all calls (`dlio.comm.funnel`).
 """
 
-import contextlib
 import json
 import logging
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ except (ImportError, RuntimeError) as error:
     ) from error
 
 from dlio.comm import Buffer, Communicator, Json, Request
+from dlio.comm.funnel import use_funnel
 from dlio.comm.single import SingleCommunicator
 from dlio.comm.waiting import LONGEST_SLEEP_S, default_timeout_s, wait_all
 from dlio.errors import CommError
@@ -35,27 +36,50 @@ _CANCEL_TIMEOUT_S = 1.0
 
 def mpi_world() -> Communicator:
     """MPI's world, or a single process where it holds one rank."""
-    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
-        raise CommError(
-            "this MPI library lets only one thread call it (it gives less than "
-            "MPI_THREAD_SERIALIZED), and the background shuffle has one of its own: use Open MPI 5 "
-            "(pip install 'dlio[mpi]'), an MPI built with thread support, or torchrun"
-        )
     if MPI.COMM_WORLD.size == 1:
         return SingleCommunicator()
-    if MPI.Query_thread() < MPI.THREAD_MULTIPLE and MPI.COMM_WORLD.rank == 0:
-        _log.warning(
-            "this MPI library gives MPI_THREAD_SERIALIZED: dlio's threads call it one at a time, "
-            "which is slower; the user's own calls must not be made while a loader is in use"
-        )
+    level = MPI.Query_thread()
+    if level < MPI.THREAD_MULTIPLE and MPI.COMM_WORLD.rank == 0:
+        _log.warning(_SERIALIZED if level == MPI.THREAD_SERIALIZED else _FUNNELED)
     # A duplicate, so that the user's own messages on COMM_WORLD never meet ours.
     return MpiCommunicator(MPI.COMM_WORLD.Dup())
 
 
 _log = logging.getLogger("dlio")
-_one_at_a_time: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-    _one_at_a_time = threading.RLock()
+T = TypeVar("T")
+_SERIALIZED = (
+    "this MPI library gives MPI_THREAD_SERIALIZED: dlio's threads call it one at a time, which is "
+    "slower; the user's own calls must not be made while a loader is in use"
+)
+_FUNNELED = (
+    "this MPI library lets only one thread call it: samples move between ranks only while that "
+    "thread asks for a batch, not while it computes; Open MPI 5 (pip install 'dlio[mpi]'), an MPI "
+    "built with thread support, or torchrun let them move all the time"
+)
+
+
+def _caller() -> Callable[[Callable[[], Any]], Any]:
+    """What makes MPI calls, as the library allows."""
+    level = MPI.Query_thread()
+    if level == MPI.THREAD_MULTIPLE:
+        return lambda function: function()
+    if level < MPI.THREAD_SERIALIZED:
+        return use_funnel().call
+    lock = threading.RLock()
+
+    def call(function: Callable[[], Any]) -> Any:
+        with lock:
+            return function()
+
+    return call
+
+
+_made = _caller()
+
+
+def _call(function: Callable[[], T]) -> T:
+    found: T = _made(function)
+    return found
 
 
 class _MpiRequest:
@@ -63,14 +87,12 @@ class _MpiRequest:
         self._request = request
 
     def done(self) -> bool:
-        with _one_at_a_time:
-            return bool(self._request.Test())
+        return _call(lambda: bool(self._request.Test()))
 
     def cancel(self) -> bool:
         if self.done():
             return True
-        with _one_at_a_time:
-            self._request.Cancel()
+        _call(lambda: self._request.Cancel())
         deadline = time.monotonic() + _CANCEL_TIMEOUT_S
         while not (done := self.done()) and time.monotonic() < deadline:
             time.sleep(LONGEST_SLEEP_S)
@@ -90,55 +112,46 @@ class MpiCommunicator:
         mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
         lengths = np.zeros(self.size, np.int64)
         lengths[self.rank] = len(mine)
-        with _one_at_a_time:
-            gathering = self._comm.Iallgather(MPI.IN_PLACE, [lengths, 1, MPI.INT64_T])
+        gathering = _call(lambda: self._comm.Iallgather(MPI.IN_PLACE, [lengths, 1, MPI.INT64_T]))
         self._join(gathering, "allgather of lengths")
         starts = np.concatenate([[0], np.cumsum(lengths)])
         everything = np.empty(int(starts[-1]), np.uint8)
         layout = (lengths.tolist(), starts[:-1].tolist())
-        with _one_at_a_time:
-            gathering = self._comm.Iallgatherv(mine, [everything, layout, MPI.BYTE])
+        gathering = _call(lambda: self._comm.Iallgatherv(mine, [everything, layout, MPI.BYTE]))
         self._join(gathering, "allgather")
         return [
             json.loads(everything[starts[k] : starts[k + 1]].tobytes()) for k in range(self.size)
         ]
 
     def barrier(self) -> None:
-        with _one_at_a_time:
-            meeting = self._comm.Ibarrier()
+        meeting = _call(lambda: self._comm.Ibarrier())
         self._join(meeting, "barrier")
 
     def bcast(self, array: npt.NDArray[Any], root: int = 0) -> None:
-        with _one_at_a_time:
-            telling = self._comm.Ibcast(array, root)
+        telling = _call(lambda: self._comm.Ibcast(array, root))
         self._join(telling, "broadcast")
 
     def isend(self, data: Buffer, dest: int, tag: int) -> Request:
-        with _one_at_a_time:
-            return _MpiRequest(self._comm.Isend([data, MPI.BYTE], dest, tag))
+        return _call(lambda: _MpiRequest(self._comm.Isend([data, MPI.BYTE], dest, tag)))
 
     def irecv(self, into: Buffer, source: int, tag: int) -> Request:
-        with _one_at_a_time:
-            return _MpiRequest(self._comm.Irecv([into, MPI.BYTE], source, tag))
+        return _call(lambda: _MpiRequest(self._comm.Irecv([into, MPI.BYTE], source, tag)))
 
     def iallreduce(self, array: npt.NDArray[Any]) -> Request:
         if array.dtype not in (np.float32, np.float64, np.int64):
             # Open MPI sums types it does not know, bfloat16 above all, into garbage.
             raise CommError(f"cannot sum {array.dtype}: convert it to float32 first")
-        with _one_at_a_time:
-            return _MpiRequest(self._comm.Iallreduce(MPI.IN_PLACE, array, MPI.SUM))
+        return _call(lambda: _MpiRequest(self._comm.Iallreduce(MPI.IN_PLACE, array, MPI.SUM)))
 
     def wait(self, requests: Sequence[Request], what: str, timeout_s: float | None = None) -> None:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         wait_all(requests, what, limit_s, f"rank {self.rank} of {self.size}")
 
     def dup(self) -> "MpiCommunicator":
-        with _one_at_a_time:
-            return MpiCommunicator(self._comm.Dup())
+        return _call(lambda: MpiCommunicator(self._comm.Dup()))
 
     def close(self) -> None:
-        with _one_at_a_time:
-            self._comm.Free()
+        _call(lambda: self._comm.Free())
 
     def _join(self, request: "MPI.Request", what: str) -> None:
         self.wait([_MpiRequest(request)], what)

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
+from dlio.comm.funnel import waiting
 from dlio.errors import CommTimeout, CorruptBlock, DlioError, SourceError
 from dlio.loading.makers import Maker, Slots
 from dlio.loading.stats import Clock
@@ -148,7 +149,7 @@ class Pipeline:
     def _wait(self, batch: Batch) -> None:
         started = time.monotonic()
         gave_up = False
-        while not batch.done.wait(_POLL_S):
+        while not waiting(batch.done.wait, _POLL_S):
             waited = time.monotonic() - started
             if waited > self._work.peer_timeout_s and not gave_up:
                 self._shuffle.give_up(batch.step.number)

@@ -328,9 +328,11 @@ class Hierarchy:
         return sum(int(block) not in here[self.pins.tier[block]] for block in pinned)
 
     def notes(self) -> list[str]:
-        """What went wrong and was dealt with, in words; each once."""
+        """What went wrong and was dealt with, and what was decided, in words; each once."""
         with self._lock:
-            return list(dict.fromkeys(self._events))
+            found = list(dict.fromkeys(self._events))
+        copies: Callable[[], str] | None = getattr(self.reader, "told", None)
+        return found if copies is None else [*found, copies()]
 
     def settle(self) -> None:
         """End what `hurry` began; nothing is called back after this."""

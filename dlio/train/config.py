@@ -26,6 +26,8 @@ class TrainConfig:
     source_order: str = "sample"
     pretend_nodes: int | None = None
     tiers: str | None = None
+    replica: tuple[str, ...] = ()
+    """Other places where the training data lie."""
     seed: int = 0
     lr: float | None = None
     """Peak learning rate; by default it grows with the root of the global batch."""

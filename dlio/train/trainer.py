@@ -245,6 +245,7 @@ def _open(
         "train": training,
         "seed": config.seed,
         "on_error": config.on_error,
+        "replicas": config.replica if training else (),
     }
     if comm.rank == 0:
         data = open_dataset(path, **options)

@@ -41,6 +41,7 @@ class StageOptions:
     exclude: Sequence[str] = ()
     pin: bool = False
     pretend_nodes: int | None = None
+    replicas: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,8 @@ class Staged:
     evicted: list[str] = field(default_factory=list)
     seconds: float = 0.0
     complete: bool = False
+    copies: str = ""
+    """What each copy of the source gave to rank 0, where there are several."""
     planned: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """By node, what each tier was to hold and had to bring."""
 
@@ -99,12 +102,13 @@ def stage(path: str, options: StageOptions, *, dry: bool = False, quiet: bool = 
     """
     from dlio.comm import world
     from dlio.reader import open_reader
+    from dlio.replicas import Replicated, replicated
     from dlio.storage.spec import choose_tiers
     from dlio_staging.progress import show_progress
 
     started = time.monotonic()
     deadline = None if options.deadline_s is None else started + options.deadline_s
-    reader = open_reader(path)
+    reader = replicated([open_reader(each) for each in (path, *options.replicas)])
     disks = [
         spec for spec in choose_tiers(options.tiers, data_bytes(reader)) if spec.kind == "disk"
     ]
@@ -153,6 +157,8 @@ def stage(path: str, options: StageOptions, *, dry: bool = False, quiet: bool = 
             done.copied_bytes = sum(comm.allgather(copied or 0))
         done.read_bytes = sum(comm.allgather(mounted.hierarchy.counters.bytes["source"]))
         done.complete = complete
+        if isinstance(reader, Replicated):
+            done.copies = reader.told()
         if complete:
             _finish(mounted, options)
         comm.barrier()
@@ -198,6 +204,10 @@ def command(
         float | None, typer.Option(help="Stop after that many seconds; run again to go on.", min=0)
     ] = None,
     pin: Annotated[bool, typer.Option(help="Keep the data from being evicted.")] = False,
+    replica: Annotated[
+        list[str] | None,
+        typer.Option(help="Another place where SRC lies; repeatable. Reads go to the fastest."),
+    ] = None,
     report: Annotated[str | None, typer.Option(help="Write JSON to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="End in one line of JSON.")] = False,
     pretend_nodes: Annotated[
@@ -227,6 +237,7 @@ def command(
         exclude=exclude or (),
         pin=pin,
         pretend_nodes=pretend_nodes,
+        replicas=replica or (),
     )
     if not resume and not dry_run:
         _start_afresh(source, tiers)
@@ -413,8 +424,9 @@ def _start_afresh(source: str, tiers: str | None) -> None:
 
 
 def _tell(done: Staged) -> None:
-    for note in done.evicted:
-        typer.echo(note)
+    for note in (*done.evicted, done.copies):
+        if note:
+            typer.echo(note)
     rate = done.read_bytes / max(done.seconds, 1e-9)
     end = "" if done.complete else "; stopped at the deadline: run again to go on"
     copied = f", {format_bytes(done.copied_bytes)} copied from node to node"

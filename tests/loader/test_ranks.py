@@ -50,11 +50,12 @@ def run(
         batch: int = 4,
         leave: int = 0,
         source_order: str = "sample",
+        env: dict[str, str] | None = None,
     ) -> list[dict[str, Any]]:
         arguments = [str(folder), tiers, mode, source_order, str(nodes), str(batch), str(leave)]
         ours = os.path.join(SHARED_MEMORY, user_folder())
         before = set(os.listdir(ours)) if os.path.isdir(ours) else set()
-        done = mpirun(ranks, "-W", "error", BODY, *arguments)
+        done = mpirun(ranks, "-W", "error", BODY, *arguments, env=env)
         assert done.returncode == 0, done.stderr
         told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
@@ -219,6 +220,16 @@ def test_what_tiers_hold_compressed_travels_compressed(
     sent, received = (sum(rank[key] for rank in told) for key in ("sent", "peer"))
     assert received == pytest.approx(values.nbytes / 2, rel=0.2)
     assert 0 < sent < received / 8
+
+
+@pytest.mark.parametrize("level", ["funneled", "serialized"])
+def test_mpi_with_fewer_threads_brings_the_same(run: Run, level: str) -> None:
+    env = {"MPI4PY_RC_THREAD_LEVEL": level}
+    told = run(3, "ram:64MiB", "global", nodes=3, leave=2, env=env)
+    plain = run(3, "ram:64MiB", "global", nodes=3)
+    for epoch in (0, 1):
+        assert _pixels(told, epoch) == _pixels(plain, epoch)
+        assert sum(rank["epochs"][epoch]["stats"]["late"] for rank in told) == 0
 
 
 @pytest.mark.parametrize("mode", ["batch", "global", "partial(0.5)"])

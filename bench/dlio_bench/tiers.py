@@ -1,0 +1,156 @@
+"""`dlio bench tiers`: how fast the places are that data is read from, for `dlio plan` and for
+reads that have a choice."""
+
+import contextlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Any, Final
+
+import numpy as np
+import typer
+
+from dlio.errors import UsageError
+from dlio.files import check_writable, write_json
+from dlio.units import format_bytes, format_seconds
+
+_SAMPLE: Final = 100_000
+_SMALL: Final = 4096
+_PAGE: Final = 4096
+_SECONDS: Final = 2.0
+"""Each measurement takes about."""
+
+
+def measure(read: Callable[[int, int], object], length: int, threads: int) -> dict[str, float]:
+    """Random reads from a place, for about 2 x 2 s: seconds of a small one alone, and bytes a
+    second of samples of 100 kB, `threads` at a time.
+
+    Args:
+        read: (offset, count).
+        length: bytes that there are.
+    """
+    offsets = np.random.default_rng(0).integers(0, max(1, length - _SAMPLE), 1 << 16).tolist()
+    small, ends = [], time.monotonic() + _SECONDS
+    for offset in offsets:
+        began = time.perf_counter()
+        read(offset, min(_SMALL, length))
+        small.append(time.perf_counter() - began)
+        if time.monotonic() > ends:
+            break
+    count = min(_SAMPLE, length)
+    began = time.monotonic()
+    ends = began + _SECONDS
+
+    def reader(first: int) -> int:
+        done = 0
+        for offset in offsets[first::threads]:
+            read(offset, count)
+            done += count
+            if time.monotonic() > ends:
+                break
+        return done
+
+    with ThreadPoolExecutor(threads) as pool:
+        total = sum(pool.map(reader, range(threads)))
+    return {
+        "latency_s": float(np.median(small)),
+        "bytes_per_s": total / (time.monotonic() - began),
+    }
+
+
+def measure_tier(root: str, size: int, threads: int) -> dict[str, float]:
+    """Of a folder on a disk or in memory: a file of `size` bytes is written there, and read as it
+    comes from the device, where the system lets its cache be emptied."""
+    descriptor, path = tempfile.mkstemp(prefix=".dlio-bench-", dir=root)
+    try:
+        piece = np.random.default_rng(1).integers(0, 256, 1 << 20, np.uint8).tobytes()
+        for _ in range(max(1, size >> 20)):
+            os.write(descriptor, piece)
+        os.fsync(descriptor)
+        length = os.fstat(descriptor).st_size
+
+        def read(offset: int, count: int) -> None:
+            with contextlib.suppress(OSError):
+                # Whole pages; and what the kernel read ahead of an earlier one.
+                first = offset & -_PAGE
+                os.posix_fadvise(descriptor, first, count + 2 * _PAGE, os.POSIX_FADV_DONTNEED)
+            os.pread(descriptor, count, offset)
+
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        return measure(read, length, threads)
+    except OSError as error:
+        raise UsageError(f"{root} cannot be measured: {error.strerror}") from error
+    finally:
+        os.close(descriptor)
+        os.unlink(path)
+
+
+def measure_source(source: str, threads: int) -> dict[str, float]:
+    """Of a data set: its samples, as its reader reads them."""
+    from dlio.reader import open_reader
+
+    reader = open_reader(source)
+    try:
+        count = len(reader)
+        mean = max(1, int(np.asarray(reader.sizes).mean()))
+        smallest = int(np.argmin(reader.sizes))
+
+        def read(offset: int, size: int) -> None:
+            sample = smallest if size == _SMALL else (offset // mean) % count
+            reader.read(np.array([sample], np.int64))
+
+        return measure(read, int(np.asarray(reader.sizes).sum()), threads)
+    finally:
+        reader.close()
+
+
+def command(
+    sources: Annotated[
+        list[str] | None, typer.Argument(metavar="[SRC]...", help="Data sets, or copies of one.")
+    ] = None,
+    tiers: Annotated[
+        str | None, typer.Option(help="As elsewhere: ram:2GiB,/local/scratch:20GiB.")
+    ] = None,
+    size: Annotated[str, typer.Option(help="Of the file that is written into a tier.")] = "256MiB",
+    threads: Annotated[int, typer.Option(help="Reads at a time.", min=1)] = 4,
+    keep: Annotated[
+        bool, typer.Option(help="Remember what was measured, for this machine.")
+    ] = True,
+    report: Annotated[str | None, typer.Option(help="Write JSON to this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="End in one line of JSON.")] = False,
+) -> None:
+    """Measure tiers and sources: `dlio plan` then knows them, and reads that can go to several
+    copies of a source begin with them."""
+    from dlio.bandwidths import remember
+    from dlio.storage.spec import parse_tiers
+    from dlio.units import parse_bytes
+
+    if report is not None:
+        check_writable("--report", report)
+    specs = parse_tiers(tiers or "none")
+    if not specs and not sources:
+        raise UsageError("nothing to measure: name tiers with --tiers, or data sets")
+    found: dict[str, Any] = {}
+    for spec in specs:
+        name = "ram" if spec.kind == "ram" else spec.root
+        found[name] = measure_tier(spec.root, min(parse_bytes(size), spec.capacity), threads)
+    for source in sources or []:
+        found[source] = measure_source(source, threads)
+    kept = ""
+    for name, told in found.items():
+        typer.echo(
+            f"{name}: {format_bytes(int(told['bytes_per_s']))}/s in samples of 100 kB, "
+            f"{format_seconds(told['latency_s'])} for a small read"
+        )
+        if keep:
+            kept = remember(name, told["latency_s"], told["bytes_per_s"])
+    if kept:
+        typer.echo(f"remembered in {kept}")
+    if report is not None:
+        write_json(report, found)
+    if as_json:
+        typer.echo(json.dumps(found))

@@ -1,0 +1,52 @@
+"""One thread makes the calls of all."""
+
+import threading
+
+import pytest
+
+from dlio.comm import funnel
+from dlio.comm.funnel import Funnel, joined, waiting
+
+
+def test_calls_are_made_by_the_owner_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Funnel()
+    monkeypatch.setattr(funnel, "_funnel", made)
+    callers: list[int] = []
+    results: list[int] = []
+
+    def one() -> int:
+        callers.append(threading.get_ident())
+        return len(callers)
+
+    def work() -> None:
+        results.extend(made.call(one) for _ in range(20))
+        with pytest.raises(ZeroDivisionError):
+            made.call(lambda: 1 / 0)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert joined(thread, 10)
+    assert results == list(range(1, 21))
+    assert set(callers) == {threading.get_ident()}
+    assert not waiting(threading.Event().wait, 0.01)
+
+
+def test_what_is_handed_over_waits_for_the_owner() -> None:
+    made = Funnel()
+    done = threading.Event()
+    thread = threading.Thread(target=lambda: made.call(done.set))
+    thread.start()
+    assert not done.wait(0.1)
+    made.pump()
+    thread.join(10)
+    assert done.is_set()
+
+
+def test_an_owner_that_has_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(funnel, "_LOOK_S", 0.01)
+    made: list[Funnel] = []
+    owner = threading.Thread(target=lambda: made.append(Funnel()))
+    owner.start()
+    owner.join()
+    with pytest.raises(RuntimeError, match="has ended"):
+        made[0].call(lambda: None)
