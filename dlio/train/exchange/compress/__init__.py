@@ -1,0 +1,105 @@
+"""Gradient compressors with error feedback, selected by one word.
+
+| name        | bits an entry  | what is sent                                              |
+|-------------|----------------|-----------------------------------------------------------|
+| `onebit`    | about 1.03     | the sign; two means for each run of 1,024 entries or more |
+| `threshold` | at most 0.25   | index and sign of entries beyond a fixed threshold        |
+| `adaptive`  | at most 0.25   | the same of the 1/128 largest, with the mean of each sign |
+| `int8`      | 8.03           | whole multiples of a power of two per 256 entries         |
+| `bf16`      | 16             | bfloat16                                                  |
+| `fp16`      | 16             | float16, scaled by a power of two per 32,768 entries      |
+
+What is not sent is kept. With v = values + residual as float32 adds them, q what the message
+stands for and r the new residual, q + r = v exactly, as real numbers, for every entry. r is then a
+float32 number, so that float32 addition gives v back to the last bit. It holds because q is chosen
+for it: v - q is a float32 number when q/2 <= v <= 2q (Sterbenz), and when q is v's smaller and its
+last bit is no finer than v's. Each file says how it keeps to that.
+
+`onebit` is the exception, and cannot be otherwise. All entries of a sign share q; where v is
+much nearer to zero than q, v - q needs more than the 24 bits of a float32, whatever q is. So for
+|v| < |q|/2 only, r is the float32 number nearest to v - q, and |q + r - v| <= 2^-24 |q|, which is
+less than float32 addition loses when it adds q to anything.
+
+-0 counts as 0. Denormal numbers are kept exactly, too, unless the process flushes them to zero.
+A compressor raises DlioError, with the tensor's name, for an entry that is not finite: kept in a
+residual, it would spoil that entry of every step to come. The residual is then undefined.
+
+Parameters whose means and thresholds would say nothing, biases and norms above all, travel as
+`int8` in the messages of `onebit`, `threshold` and `adaptive`: see `layout.is_small`. Their bytes
+count.
+"""
+
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.errors import UsageError
+from dlio.train.exchange.compress.layout import Piece, Scratch
+
+NAMES: Final = ("onebit", "threshold", "adaptive", "int8", "bf16", "fp16")
+
+
+class Compressor(Protocol):
+    """Turns a region of float32 gradients into short messages, and messages into numbers.
+
+    It may keep state that decides what is sent, but never what a message stands for: any
+    compressor made with the same name and pieces reads it. For one thread at a time.
+    """
+
+    entries: int
+    """Length of the region."""
+    max_bytes: int
+    """Of a message; known beforehand, so that receives can be posted."""
+
+    def encode(
+        self,
+        values: npt.NDArray[np.float32],
+        residual: npt.NDArray[np.float32],
+        message: npt.NDArray[np.uint8],
+    ) -> int:
+        """Write a message for values + residual; the residual becomes what it leaves out.
+
+        Args:
+            values: shape (entries,); only read.
+            residual: shape (entries,), contiguous; overwritten.
+            message: at least max_bytes long, contiguous.
+
+        Returns:
+            The bytes of the message that are used, from its beginning.
+
+        Raises DlioError, naming the tensor, where an entry is nan or infinite.
+        """
+
+    def add(self, message: npt.NDArray[np.uint8], into: npt.NDArray[np.float32]) -> None:
+        """Add what a message stands for to `into`, shape (entries,), contiguous.
+
+        Raises CommError for a message that cannot have been written for this region, where that
+        shows: it may then have been added in part.
+        """
+
+
+def make_compressor(name: str, pieces: Sequence[Piece], scratch: Scratch) -> Compressor:
+    """Raises UsageError for a name that is not in NAMES."""
+    from dlio.train.exchange.compress.adaptive import Adaptive
+    from dlio.train.exchange.compress.half import Bfloat16, Float16
+    from dlio.train.exchange.compress.int8 import Int8
+    from dlio.train.exchange.compress.onebit import OneBit
+    from dlio.train.exchange.compress.sparse import Sparse
+    from dlio.train.exchange.compress.threshold import Threshold
+
+    match name:
+        case "onebit":
+            return OneBit(pieces, scratch)
+        case "threshold":
+            return Sparse(pieces, scratch, Threshold())
+        case "adaptive":
+            return Sparse(pieces, scratch, Adaptive())
+        case "int8":
+            return Int8(pieces, scratch)
+        case "bf16":
+            return Bfloat16(pieces, scratch)
+        case "fp16":
+            return Float16(pieces, scratch)
+    raise UsageError(f"compressor {name}: choose one of {', '.join(NAMES)}")

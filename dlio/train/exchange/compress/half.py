@@ -1,0 +1,126 @@
+"""Sixteen bits an entry: bfloat16 as it is, and float16 with a power of two for each chunk.
+
+Both round to the nearest, so that q/2 <= v <= 2q or q = 0, and v - q is exact. torch converts;
+numpy knows no bfloat16.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dlio.train.exchange.compress.layout import (
+    Piece,
+    Scratch,
+    all_finite,
+    refuse_not_finite,
+)
+
+_CHUNK: Final = 1 << 15
+"""The most that torch does in the calling thread."""
+_MOST_BFLOAT16: Final = float(torch.finfo(torch.bfloat16).max)
+_MOST_FLOAT16: Final = 32752.0
+"""The largest float16 below 2^15: a chunk's largest entry is brought to [2^14, 2^15)."""
+_LOWEST: Final = 15
+"""Biased exponent of a chunk's largest entry, at least: its scale is to be no denormal number."""
+_TO_SCALE: Final = 14
+_TO_INVERSE: Final = 268
+
+
+class Bfloat16:
+    """Message: bfloat16 (entries,). Entries beyond its largest number leave a residual."""
+
+    def __init__(self, pieces: Sequence[Piece], scratch: Scratch) -> None:
+        self._pieces = pieces
+        self._scratch = torch.from_numpy(scratch.floats)
+        self.entries = pieces[-1].stop if pieces else 0
+        self.max_bytes = 2 * self.entries
+
+    def encode(
+        self,
+        values: npt.NDArray[np.float32],
+        residual: npt.NDArray[np.float32],
+        message: npt.NDArray[np.uint8],
+    ) -> int:
+        halves = _typed(message[: self.max_bytes], torch.bfloat16)
+        for start, stop in _chunks(self.entries):
+            with np.errstate(all="ignore"):
+                v = np.add(residual[start:stop], values[start:stop], out=residual[start:stop])
+                if not all_finite(v):
+                    refuse_not_finite(v, start, self._pieces)
+            left, w = torch.from_numpy(v), self._scratch[: stop - start]
+            torch.clamp(left, -_MOST_BFLOAT16, _MOST_BFLOAT16, out=w)
+            halves[start:stop].copy_(w)
+            w.copy_(halves[start:stop])
+            left.sub_(w)
+        return self.max_bytes
+
+    def add(self, message: npt.NDArray[np.uint8], into: npt.NDArray[np.float32]) -> None:
+        halves = _typed(message[: self.max_bytes], torch.bfloat16)
+        for start, stop in _chunks(self.entries):
+            w = self._scratch[: stop - start].copy_(halves[start:stop])
+            torch.from_numpy(into[start:stop]).add_(w)
+
+
+class Float16:
+    """Message: float16 (entries,), then the chunks' exponents uint8 (chunks,)."""
+
+    def __init__(self, pieces: Sequence[Piece], scratch: Scratch) -> None:
+        self._pieces = pieces
+        self._scratch = scratch
+        self.entries = pieces[-1].stop if pieces else 0
+        self.max_bytes = 2 * self.entries + -(-self.entries // _CHUNK)
+
+    def encode(
+        self,
+        values: npt.NDArray[np.float32],
+        residual: npt.NDArray[np.float32],
+        message: npt.NDArray[np.uint8],
+    ) -> int:
+        halves = _typed(message[: 2 * self.entries], torch.float16)
+        exponents = message[2 * self.entries : self.max_bytes]
+        for number, (start, stop) in enumerate(_chunks(self.entries)):
+            v, w = residual[start:stop], self._scratch.floats[: stop - start]
+            with np.errstate(all="ignore"):
+                np.add(v, values[start:stop], out=v)
+                largest = np.maximum.reduce(np.abs(v, out=w))
+                if not np.isfinite(largest):
+                    refuse_not_finite(v, start, self._pieces)
+                exponent = max(int(largest.view(np.uint32)) >> 23, _LOWEST)
+                exponents[number] = exponent
+                np.multiply(v, _power(_TO_INVERSE - exponent), out=w)
+                scaled = torch.from_numpy(w)
+                halves[start:stop].copy_(scaled.clamp_(-_MOST_FLOAT16, _MOST_FLOAT16))
+                scaled.copy_(halves[start:stop])
+                np.multiply(w, _power(exponent - _TO_SCALE), out=w)
+                np.subtract(v, w, out=v)
+        return self.max_bytes
+
+    def add(self, message: npt.NDArray[np.uint8], into: npt.NDArray[np.float32]) -> None:
+        halves = _typed(message[: 2 * self.entries], torch.float16)
+        exponents = message[2 * self.entries : self.max_bytes]
+        for number, (start, stop) in enumerate(_chunks(self.entries)):
+            w = self._scratch.floats[: stop - start]
+            torch.from_numpy(w).copy_(halves[start:stop])
+            with np.errstate(under="ignore"):
+                np.multiply(w, _power(int(exponents[number]) - _TO_SCALE), out=w)
+            np.add(into[start:stop], w, out=into[start:stop])
+
+
+def _chunks(size: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, size, _CHUNK):
+        yield start, min(start + _CHUNK, size)
+
+
+def _typed(message: npt.NDArray[np.uint8], dtype: torch.dtype) -> torch.Tensor:
+    """A message's bytes as numbers; the same memory."""
+    if not len(message):
+        return torch.empty(0, dtype=dtype)
+    return torch.from_numpy(message).view(dtype)
+
+
+def _power(biased: int) -> np.float32:
+    """2^(biased - 127)."""
+    return np.uint32(biased << 23).view(np.float32)

@@ -1,0 +1,127 @@
+"""Eight bits an entry, as whole multiples of a power of two for each 256 entries.
+
+Rounded to the nearest multiple, not at random: error feedback already sends what rounding left
+out, so that random rounding would add noise and remove no bias; the nearest has half the largest
+error, needs no random numbers, gives the same bytes in every run, and keeps v - q exact. For v
+rounds to q = ks with k != 0 only when s/2 <= |v|, so that q/2 <= v <= 2q.
+
+Scales are powers of two, at the price of up to one of the eight bits, so that dividing by them is
+exact and a block's scale is one byte.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.train.exchange.compress.layout import Piece, Scratch, chunks, refuse_not_finite
+
+_BLOCK: Final = 256
+_MOST: Final = 127
+_LOWEST: Final = 7
+"""Exponents as float32 has them, biased by 127: of a block's largest entry, at least this. Below
+it, 2^-120, scales would be denormal; smaller entries mostly stay in the residual."""
+_HIGHEST: Final = 254
+_ROOM: Final = 1 << 17
+"""Added to the bits of a block's largest entry, this raises its exponent from 127/128 of the next
+power of two on: it would be rounded to 128 units."""
+_TO_SCALE: Final = 6
+"""A block whose largest entry is in [2^e, 2^(e+1)) counts in units of 2^(e-6)."""
+_TO_INVERSE: Final = 260
+
+
+class Int8:
+    """Message: exponents uint8 (blocks,), then numbers int8 (entries,)."""
+
+    def __init__(self, pieces: Sequence[Piece], scratch: Scratch) -> None:
+        self._pieces = pieces
+        self._scratch = scratch
+        self.entries = pieces[-1].stop if pieces else 0
+        self._blocks = -(-self.entries // _BLOCK)
+        self.max_bytes = self._blocks + self.entries
+
+    def encode(
+        self,
+        values: npt.NDArray[np.float32],
+        residual: npt.NDArray[np.float32],
+        message: npt.NDArray[np.uint8],
+    ) -> int:
+        numbers = message[self._blocks : self.max_bytes].view(np.int8)
+        with np.errstate(all="ignore"):
+            for start, rows, width in self._tiles():
+                stop = start + rows * width
+                v, w = residual[start:stop], self._scratch.floats[: stop - start]
+                v2, w2 = v.reshape(rows, width), w.reshape(rows, width)
+                np.add(v, values[start:stop], out=v)
+                np.abs(v, out=w)
+                largest = np.maximum.reduce(w2, axis=1)
+                if not np.isfinite(largest).all():
+                    refuse_not_finite(v, start, self._pieces)
+                exponents = np.maximum((largest.view(np.uint32) + _ROOM) >> 23, _LOWEST)
+                overflows = int(exponents.max()) > _HIGHEST
+                np.minimum(exponents, _HIGHEST, out=exponents)
+                message[start // _BLOCK :][:rows] = exponents
+                np.multiply(v2, _power(_TO_INVERSE - exponents), out=w2)
+                np.rint(w, out=w)
+                if overflows:
+                    np.clip(w, -_MOST, _MOST, out=w)
+                np.copyto(numbers[start:stop], w, casting="unsafe")
+                np.multiply(w2, _power(exponents - _TO_SCALE), out=w2)
+                np.subtract(v, w, out=v)
+        return self.max_bytes
+
+    def add(self, message: npt.NDArray[np.uint8], into: npt.NDArray[np.float32]) -> None:
+        numbers = message[self._blocks : self.max_bytes].view(np.int8)
+        for start, rows, width in self._tiles():
+            stop = start + rows * width
+            w = self._scratch.floats[: stop - start]
+            w2 = w.reshape(rows, width)
+            exponents = message[start // _BLOCK :][:rows].astype(np.uint32)
+            np.copyto(w, numbers[start:stop])
+            np.multiply(w2, _power(exponents - _TO_SCALE), out=w2)
+            np.add(into[start:stop], w, out=into[start:stop])
+
+    def _tiles(self) -> Iterator[tuple[int, int, int]]:
+        """(start, blocks, entries a block) of each chunk; the last block may be a short one."""
+        for start, stop in chunks(self.entries):
+            rows, rest = divmod(stop - start, _BLOCK)
+            if rows:
+                yield start, rows, _BLOCK
+            if rest:
+                yield stop - rest, 1, rest
+
+
+class SmallTensors:
+    """The small pieces of a region, gathered and sent as int8 beside something that is shorter."""
+
+    def __init__(self, pieces: Sequence[Piece], scratch: Scratch) -> None:
+        small = [piece for piece in pieces if piece.small]
+        where = [np.arange(piece.start, piece.stop) for piece in small]
+        self._where = np.concatenate([*where, np.empty(0, np.int64)])
+        gathered, at = [], 0
+        for piece in small:
+            gathered.append(Piece(piece.name, at, 1, piece.size, small=True))
+            at += piece.size
+        self._int8 = Int8(gathered, scratch)
+        self.max_bytes = self._int8.max_bytes
+
+    def encode(
+        self,
+        values: npt.NDArray[np.float32],
+        residual: npt.NDArray[np.float32],
+        message: npt.NDArray[np.uint8],
+    ) -> None:
+        left = residual[self._where]
+        self._int8.encode(values[self._where], left, message)
+        residual[self._where] = left
+
+    def add(self, message: npt.NDArray[np.uint8], into: npt.NDArray[np.float32]) -> None:
+        sums = into[self._where]
+        self._int8.add(message, sums)
+        into[self._where] = sums
+
+
+def _power(biased: npt.NDArray[np.uint32]) -> npt.NDArray[np.float32]:
+    """2^(biased - 127) as a column: shape (n,) to (n, 1)."""
+    return (biased << 23).astype(np.uint32).view(np.float32)[:, None]

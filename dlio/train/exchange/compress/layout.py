@@ -1,0 +1,147 @@
+"""Where tensors lie in a flat region, how a region is shared among ranks, and memory to work in."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.errors import DlioError
+
+CHUNK: Final = 1 << 16
+"""Entries that are worked on at a time: with its scratch memory a chunk stays in a core's cache.
+
+Nearly all is done by numpy, in the calling thread: torch shares such chunks among its threads, and
+with other work on the cores (decoding) they wait for each other for longer than the work takes.
+"""
+_SMALL_VECTOR: Final = 1 << 16
+_SMALL_MATRIX: Final = 1 << 10
+_BALANCE: Final = 8
+"""A rank's part ends at a row's end where that is within an eighth of a part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A tensor, or some of it, in a flat region: a matrix of `rows` times `width`."""
+
+    name: str
+    start: int
+    """First entry in the region."""
+    rows: int
+    width: int
+    """Entries of a row: of torch's layouts (out, in, ...), the weights that lead to one output.
+
+    That is the column of the papers, which write a layer as W^T x.
+    """
+    small: bool
+
+    @property
+    def size(self) -> int:
+        return self.rows * self.width
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.size
+
+
+def is_small(shape: Sequence[int]) -> bool:
+    """Whether a tensor is a bias, a norm or so little that compressing it harder gains nothing."""
+    count = math.prod(shape)
+    return count <= (_SMALL_MATRIX if len(shape) > 1 else _SMALL_VECTOR)
+
+
+def pieces_of(tensors: Sequence[tuple[str, Sequence[int]]]) -> list[Piece]:
+    """Tensors (name, shape) one after the other, as in a bucket. Empty ones have no piece."""
+    pieces = []
+    start = 0
+    for name, shape in tensors:
+        count = math.prod(shape)
+        if count:
+            rows = shape[0] if len(shape) > 1 else 1
+            pieces.append(Piece(name, start, rows, count // rows, is_small(shape)))
+            start += count
+    return pieces
+
+
+def split(pieces: Sequence[Piece], parts: int) -> list[list[Piece]]:
+    """Cut a region into `parts` of about the same size, at ends of rows where these are near.
+
+    The starts of a part's pieces count from the part's beginning; some parts may be empty.
+    """
+    total = pieces[-1].stop if pieces else 0
+    cuts = [0, *(_cut(pieces, total * k // parts, total // parts) for k in range(1, parts)), total]
+    return [
+        [
+            replace(each, start=each.start - cuts[k])
+            for piece in pieces
+            for each in _between(piece, cuts[k], cuts[k + 1])
+        ]
+        for k in range(parts)
+    ]
+
+
+def _cut(pieces: Sequence[Piece], wanted: int, part: int) -> int:
+    """The end of a row nearest to `wanted`, or `wanted` itself where that is far."""
+    piece = next((p for p in pieces if p.start <= wanted < p.stop), None)
+    if piece is None:
+        return wanted
+    nearest = piece.start + round((wanted - piece.start) / piece.width) * piece.width
+    return nearest if abs(nearest - wanted) * _BALANCE <= part else wanted
+
+
+def _between(piece: Piece, start: int, stop: int) -> Iterator[Piece]:
+    """What of a piece lies in start:stop: an end of a row, whole rows, a beginning of a row."""
+    start, stop = max(start, piece.start), min(stop, piece.stop)
+    if start >= stop:
+        return
+    first = piece.start + math.ceil((start - piece.start) / piece.width) * piece.width
+    last = piece.start + (stop - piece.start) // piece.width * piece.width
+    if first > last:  # Within one row.
+        yield replace(piece, start=start, rows=1, width=stop - start)
+        return
+    if start < first:
+        yield replace(piece, start=start, rows=1, width=first - start)
+    if first < last:
+        yield replace(piece, start=first, rows=(last - first) // piece.width)
+    if last < stop:
+        yield replace(piece, start=last, rows=1, width=stop - last)
+
+
+class Scratch:
+    """Memory of a chunk for the steps in between. For one thread at a time."""
+
+    def __init__(self) -> None:
+        self.floats = np.empty(CHUNK, np.float32)
+        self.mask = np.empty(CHUNK, np.bool_)
+
+
+def chunks(size: int) -> Iterator[tuple[int, int]]:
+    """(start, stop) of each chunk of a region."""
+    for start in range(0, size, CHUNK):
+        yield start, min(start + CHUNK, size)
+
+
+def all_finite(numbers: npt.NDArray[np.float32]) -> bool:
+    """Whether numbers, shape (n,), and their sum are finite; in a quarter of np.sum's time."""
+    return math.isfinite(np.einsum("i->", numbers))
+
+
+def refuse_not_finite(values: npt.NDArray[np.float32], start: int, pieces: Sequence[Piece]) -> None:
+    """Raise DlioError with the name of the tensor that the first entry that is nan or infinite
+    belongs to; return when there is none.
+
+    Args:
+        values: entries of the region, beginning with its entry `start`.
+    """
+    bad = np.flatnonzero(~np.isfinite(values))
+    if not len(bad):
+        return
+    first = start + int(bad[0])
+    name = next(piece.name for piece in pieces if piece.start <= first < piece.stop)
+    raise DlioError(
+        f"the gradient of {name} plus what earlier steps left of it has an entry that is "
+        f"{values[bad[0]]}: it cannot be compressed. The training diverges: lower the learning "
+        "rate (--lr)"
+    )

@@ -1,0 +1,248 @@
+"""What sums of compressed gradients promise, on however many ranks run this file:
+`quantised_checks.py CHECK`."""
+
+import hashlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dlio.comm import Communicator, world
+from dlio.errors import CommTimeout, UsageError
+from dlio.train.exchange.compress import NAMES, make_compressor
+from dlio.train.exchange.compress.layout import Scratch, pieces_of, split
+from dlio.train.exchange.compress.reduce import TAGS, QuantisedAllreduce
+
+LAYOUT: Final[Sequence[tuple[str, Sequence[int]]]] = (
+    ("conv.weight", (40, 30, 3, 3)),
+    ("conv.bias", (40,)),
+    ("norm.weight", (40,)),
+    ("fc.weight", (50, 1200)),
+    ("fc.bias", (50,)),
+)
+ENTRIES: Final = 40 * 30 * 9 + 40 + 40 + 50 * 1200 + 50
+_TAG = 7
+
+
+def check_sums(comm: Communicator) -> None:
+    """All ranks get the same bytes, and what they did not get is in residuals, for every step."""
+    for name in NAMES:
+        reduction = QuantisedAllreduce(comm, LAYOUT, name, _TAG)
+        applied, inputs = np.zeros(ENTRIES), np.zeros(ENTRIES)
+        for step in range(8):
+            region = _gradient(step, comm.rank)
+            inputs += sum(_gradient(step, rank).astype(np.float64) for rank in range(comm.size))
+            reduction.start(region)
+            reduction.wait()
+            assert _same_everywhere(comm, region), f"{name}: ranks differ at step {step}"
+            applied += region
+            residuals = _sum(comm, reduction.residual)
+            error = np.abs(applied + residuals - inputs).max()
+            assert error < 1e-5, f"{name}, step {step}: {error} was lost"
+        if comm.size > 1:
+            assert np.abs(applied - inputs).max() > 1e-5, f"{name} compressed nothing"
+        rest = np.empty(ENTRIES, np.float32)
+        reduction.flush(rest)
+        assert not reduction.residual.any()
+        assert _same_everywhere(comm, rest)
+        assert np.abs(applied + rest - inputs).max() < 1e-5
+        reduction.flush(rest)
+        assert not rest.any()
+        reduction.close()
+
+
+def check_counts(comm: Communicator) -> None:
+    """Messages and bytes are as many as the parts of a region ask for."""
+    for name in NAMES:
+        reduction = QuantisedAllreduce(comm, LAYOUT, name, _TAG)
+        for step in range(3):
+            reduction.start(_gradient(step, comm.rank))
+            reduction.wait()
+        parts = [
+            make_compressor(name, part, Scratch()).max_bytes
+            for part in split(pieces_of(LAYOUT), comm.size)
+        ]
+        others = comm.size - 1
+        most = 3 * (sum(parts) + (others - 1) * parts[comm.rank])
+        counted = reduction.statistics()
+        assert counted["messages"] == 3 * 2 * others
+        assert counted["wait_s"] >= 0
+        if name in ("threshold", "adaptive"):
+            assert 0 < counted["bytes"] <= most
+        else:
+            assert counted["bytes"] == most
+        # A ring allreduce of float32 sends so much.
+        assert most <= 3 * (2 * others / comm.size) * 4 * ENTRIES / _ratio(name) * 1.1
+        reduction.flush(np.empty(ENTRIES, np.float32))
+        after = reduction.statistics()
+        assert after["messages"] == counted["messages"] + 1
+        assert after["bytes"] == counted["bytes"] + 4 * ENTRIES
+        reduction.close()
+
+
+def check_feedback(comm: Communicator) -> None:
+    """Gradients that repeat arrive, on average, as they are: residuals do not grow."""
+
+    def gradient(rank: int) -> npt.NDArray[np.float32]:
+        # An entry that is always far beyond its row would take one-bit thousands of steps.
+        return np.clip(_gradient(0, rank)[:9000], -0.02, 0.02)
+
+    mean = sum(gradient(rank).astype(np.float64) for rank in range(comm.size))
+    for name in NAMES:
+        reduction = QuantisedAllreduce(comm, [("w", (30, 300))], name, _TAG)
+        applied = np.zeros(9000)
+        errors = []
+        for step in range(1, 501):
+            region = gradient(comm.rank)
+            reduction.start(region)
+            reduction.wait()
+            applied += region
+            if step in (125, 500):
+                errors.append(float(np.sqrt(np.mean((applied / step - mean) ** 2))))
+        size = float(np.sqrt(np.mean(np.square(mean))))
+        assert errors[1] < max(0.6 * errors[0], 1e-6 * size), f"{name}: {errors} of {size}"
+        reduction.close()
+
+
+def check_interleaved(comm: Communicator) -> None:
+    """Several regions under way at once, moved on by advance alone, some smaller than the number
+    of ranks: the sums are those that each region has on its own."""
+    layouts = [LAYOUT, [("w", (1,))], [("w", (2, 5000))], [], [("b", (3,))]]
+    names = ("onebit", "adaptive", "bf16", "int8", "fp16")
+
+    def reductions() -> list[QuantisedAllreduce]:
+        scratch = Scratch()
+        return [
+            QuantisedAllreduce(comm, layout, name, _TAG + TAGS * number, scratch)
+            for number, (layout, name) in enumerate(zip(layouts, names, strict=True))
+        ]
+
+    together, alone = reductions(), reductions()
+    for step in range(5):
+        regions = [_gradient(step, comm.rank)[: each.entries] for each in together]
+        for reduction, region in zip(together, regions, strict=True):
+            reduction.start(region)
+        deadline = time.monotonic() + 30
+        under_way = list(together)
+        while under_way := [each for each in under_way if not each.advance()]:
+            assert time.monotonic() < deadline
+            time.sleep(1e-4)
+        for reduction, region in zip(alone, regions, strict=True):
+            expected = _gradient(step, comm.rank)[: reduction.entries]
+            reduction.start(expected)
+            reduction.wait()
+            assert _same_everywhere(comm, region)
+            assert np.array_equal(region, expected)
+    for reduction in together + alone:
+        reduction.close()
+
+
+def check_deadline(comm: Communicator) -> None:
+    """A rank that is far behind is named, waited for again, and nothing is lost."""
+    reduction = QuantisedAllreduce(comm, LAYOUT, "onebit", _TAG)
+    region = _gradient(0, comm.rank)
+    last = comm.size - 1
+    if comm.rank != last:
+        reduction.start(region)
+        try:
+            reduction.wait(timeout_s=0.2)
+            raise AssertionError("the sum came without a rank's share")
+        except CommTimeout as error:
+            assert f"compressed gradients of rank {last}" in str(error)  # noqa: PT017
+        for call in (reduction.start, reduction.flush):
+            try:
+                call(region)
+                raise AssertionError("a sum is under way")
+            except UsageError as error:
+                assert "call wait()" in str(error)  # noqa: PT017
+    comm.barrier()
+    if comm.rank == last:
+        reduction.start(region)
+    reduction.wait(timeout_s=30)
+    assert _same_everywhere(comm, region)
+    reduction.close()
+
+
+def check_given_up(comm: Communicator) -> None:
+    """What nobody will answer is given up, and its memory may go."""
+    reduction = QuantisedAllreduce(comm, LAYOUT, "adaptive", _TAG)
+    if comm.rank == 0:
+        reduction.start(_gradient(0, 0))
+    reduction.close()
+    assert reduction.done()
+    comm.barrier()
+
+
+def check_training(comm: Communicator) -> None:
+    """Least squares: compressed gradients reach what exact ones do."""
+    generator = torch.Generator().manual_seed(0)
+    truth = torch.randn(8, 200, generator=generator)
+    inputs = torch.randn(comm.size * 400, 200, generator=generator)
+    labels = inputs @ truth.T
+    mine = slice(comm.rank * 400, (comm.rank + 1) * 400)
+    for name in NAMES:
+        reduction = QuantisedAllreduce(comm, [("w", (8, 200))], name, _TAG)
+        weights = torch.zeros(8, 200)
+        for step in range(400):
+            slope = (inputs[mine] @ weights.T - labels[mine]).T @ inputs[mine] / len(inputs)
+            region = slope.contiguous().numpy().reshape(-1)
+            reduction.start(region)
+            reduction.wait()
+            rate = {"onebit": 0.02, "threshold": 0.01, "adaptive": 0.01}.get(name, 0.1)
+            weights -= rate * torch.from_numpy(region).view(8, 200)
+            if step % 50 == 49:
+                reduction.flush(region)
+                weights -= rate * torch.from_numpy(region).view(8, 200)
+        error = float((weights - truth).square().mean())
+        limit = {"onebit": 0.01, "threshold": 0.05, "adaptive": 0.05}.get(name, 1e-4)
+        assert error < limit, f"{name}: error {error}"
+        reduction.close()
+
+
+CHECKS: Final[dict[str, Callable[[Communicator], None]]] = {
+    "sums": check_sums,
+    "counts": check_counts,
+    "feedback": check_feedback,
+    "interleaved": check_interleaved,
+    "deadline": check_deadline,
+    "given_up": check_given_up,
+    "training": check_training,
+}
+
+
+def _gradient(step: int, rank: int) -> npt.NDArray[np.float32]:
+    """Heavy-tailed, different on each rank."""
+    rng = np.random.default_rng([step, rank])
+    values = rng.standard_t(3, ENTRIES) * 1e-2
+    values[:1000] += 0.01
+    return values.astype(np.float32)
+
+
+def _ratio(name: str) -> float:
+    return {"onebit": 30, "threshold": 90, "adaptive": 90, "int8": 3.9, "bf16": 2, "fp16": 1.99}[
+        name
+    ]
+
+
+def _same_everywhere(comm: Communicator, array: npt.NDArray[np.float32]) -> bool:
+    seen = comm.allgather(hashlib.sha256(array.tobytes()).hexdigest())
+    return len(set(seen)) == 1
+
+
+def _sum(comm: Communicator, array: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+    if comm.size == 1:
+        return np.zeros(ENTRIES)
+    total = array.astype(np.float64)
+    comm.wait([comm.iallreduce(total)], "residuals")
+    return total
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for asked in sys.argv[1:]:
+        CHECKS[asked](world())
+        print(f"kept {asked}", flush=True)
