@@ -10,7 +10,6 @@ for another to make room: a rank that has planned window w needs others to have 
 they do before they consume w - 1.
 """
 
-import ctypes
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ import numpy.typing as npt
 
 from dlio.comm import Communicator, Request
 from dlio.comm.funnel import joined, waiting
+from dlio.comm.waiting import leave
 from dlio.errors import DlioError
 from dlio.plans import EpochPlan, WindowPlan, plan_epoch
 from dlio.schedule import Window, window_steps
@@ -339,14 +339,14 @@ class Shuffle:
             if receive.steps:
                 self._cancel(receive)
             else:
-                _leave(receive.request, receive.buffer)
+                leave(receive.request, receive.buffer)
         for send in self._sends:
-            _leave(*send)
+            leave(*send)
 
     @staticmethod
     def _cancel(receive: _Receive) -> None:
         if not receive.request.cancel():
-            _leave(receive.request, receive.buffer)
+            leave(receive.request, receive.buffer)
 
     def _agree_on_end(self, deadline: float) -> None:
         plan, tag = self._plan, self._tag_base + _WINDOW_TAGS
@@ -364,7 +364,7 @@ class Shuffle:
             time.sleep(_IDLE_S)
         for peer, request in asked.items():
             if not request.cancel():
-                _leave(request, answers[peer])
+                leave(request, answers[peer])
 
     def _settle(self, peer: int, planned: int) -> None:
         """Meet a peer that planned `planned` windows where this rank planned fewer or more."""
@@ -378,14 +378,6 @@ class Shuffle:
                 buffer = self._memory.take(message_bytes(self._hierarchy.reader.sizes[owed]))
                 request = self._comm.irecv(buffer, peer, self._tag_base + number % _WINDOW_TAGS)
                 self._receives.append(_Receive(request, buffer, number, peer, []))
-
-
-def _leave(request: Request, memory: Any) -> None:
-    """Of a message that was neither taken nor given up by a peer before a deadline: MPI reads and
-    writes its memory until the process ends, in MPI_Finalize even after Python has let go of all
-    else. It is never given back."""
-    for each in (request, memory):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
 
 def windows_of(plan: EpochPlan, mean_bytes: float) -> list[range]:

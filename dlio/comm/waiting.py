@@ -1,6 +1,7 @@
 """Waiting for requests without spinning: a rank shares its cores with its own decode threads, so
 a wait tests and sleeps, from 20 µs up to 1 ms, until a deadline."""
 
+import ctypes
 import os
 import time
 from collections.abc import Sequence
@@ -36,3 +37,11 @@ def wait_all(requests: Sequence[Request], what: str, limit_s: float, who: str) -
             )
         time.sleep(sleep_s)
         sleep_s = min(1.5 * sleep_s, LONGEST_SLEEP_S)
+
+
+def leave(*objects: object) -> None:
+    """Of a message that was neither taken nor given up by a peer before a deadline: MPI reads and
+    writes its memory until the process ends, in MPI_Finalize even after Python has let go of all
+    else. It is never given back."""
+    for each in objects:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))

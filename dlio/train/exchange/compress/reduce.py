@@ -18,7 +18,6 @@ about 2 (p - 1) / p b bytes: their number grows with p, their bytes do not. It d
 in the order of ranks as messages come.
 """
 
-import ctypes
 import time
 from collections.abc import Sequence
 from enum import Enum, auto
@@ -27,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.comm import Communicator, Request
+from dlio.comm.waiting import leave
 from dlio.errors import UsageError
 from dlio.train.exchange.compress import make_compressor
 from dlio.train.exchange.compress.layout import Piece, Scratch, pieces_of, split
@@ -204,10 +204,10 @@ class QuantisedAllreduce:
         receives += [(part.request, part.incoming) for part in self._parts if part.request]
         for request, memory in receives:
             if not request.cancel():
-                _leave(request, memory)
+                leave(request, memory)
         for request in self._sends:
             if not request.done():
-                _leave(request, *(part.outgoing for part in self._parts))
+                leave(request, *(part.outgoing for part in self._parts))
         self._share_requests.clear()
         self._sends.clear()
         for part in self._parts:
@@ -276,9 +276,3 @@ class QuantisedAllreduce:
             if part.request is not None:
                 return f"the sum of compressed gradients that rank {rank} owns"
         return "compressed gradients to leave"
-
-
-def _leave(*objects: object) -> None:
-    """Never free the memory of a message that could not be given up: MPI may still write it."""
-    for each in objects:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
