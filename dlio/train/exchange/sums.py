@@ -1,0 +1,243 @@
+"""Sums of one flat float32 region over all ranks, begun again and again, without blocking."""
+
+import time
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.comm import Communicator, Request
+from dlio.comm.waiting import leave
+from dlio.train.exchange.compress import make_compressor
+from dlio.train.exchange.compress.layout import Scratch, pieces_of
+from dlio.train.exchange.compress.reduce import QuantisedAllreduce
+from dlio.train.exchange.routes import Op, route
+from dlio.train.exchange.spec import ExchangeSpec
+
+_F32 = npt.NDArray[np.float32]
+_HEAD: Final = 8
+"""Bytes before a compressed message: how many it has, for those who hand it on."""
+Tensors = Sequence[tuple[str, Sequence[int]]]
+
+
+class Sum(Protocol):
+    """One region's sum. Ranks start and wait for the same regions in the same order."""
+
+    def start(self, region: _F32) -> None:
+        """Begin; `region` holds the sum when it is done, and must not be touched before."""
+
+    def advance(self) -> bool:
+        """Do what can be done without waiting; whether the sum is there."""
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return when the sum is there. Raises CommTimeout."""
+
+    def flush(self, region: _F32) -> None:
+        """Overwrite `region` with what all ranks have left out, and forget it. Collective."""
+
+    def statistics(self) -> dict[str, float]:
+        """Since the beginning: `wait_s`, `messages` and `bytes` sent by this rank."""
+
+    def close(self) -> None: ...
+
+
+def make_sum(
+    spec: ExchangeSpec,
+    comm: Communicator,
+    tensors: Tensors,
+    tag: int,
+    node_of: npt.NDArray[np.int32],
+    scratch: Scratch,
+) -> Sum:
+    """What suits the exchange; of `TAGS` tags from `tag` on.
+
+    Args:
+        tensors: (name, shape) of what lies in the region, one after the other.
+    """
+    if spec.topology in ("hierarchical", "tree", "star"):
+        ops = route(spec.topology, comm.rank, node_of, spec.compressor is not None)
+        return RoutedSum(comm, tensors, ops, spec.compressor, tag, scratch)
+    if spec.compressor is not None:
+        return QuantisedAllreduce(comm, tensors, spec.compressor, tag, scratch)
+    return AllreduceSum(comm)
+
+
+class AllreduceSum:
+    """The library's own non-blocking allreduce."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._request: Request | None = None
+        self._wait_s = 0.0
+        self._starts = self._bytes = 0
+
+    def start(self, region: _F32) -> None:
+        self._starts += 1
+        self._bytes += region.nbytes
+        self._request = self._comm.iallreduce(region)
+
+    def advance(self) -> bool:
+        if self._request is not None and self._request.done():
+            self._request = None
+        return self._request is None
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        if self._request is None:
+            return
+        began = time.perf_counter()
+        self._comm.wait([self._request], "gradients of the other ranks", timeout_s)
+        self._wait_s += time.perf_counter() - began
+        self._request = None
+
+    def flush(self, region: _F32) -> None:
+        region[:] = 0
+
+    def statistics(self) -> dict[str, float]:
+        """As a ring has them: each rank sends 2 (p - 1) messages of a p-th of the bytes."""
+        hops = 2 * (self._comm.size - 1)
+        sent = hops * self._bytes / self._comm.size
+        return {"wait_s": self._wait_s, "messages": float(hops * self._starts), "bytes": sent}
+
+    def close(self) -> None:
+        self._request = None
+
+
+class RoutedSum:
+    """A sum over messages of our own, along a route; compressed, each hop with what it leaves out
+    kept for the next sum, and what comes down a message that its root makes once."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        tensors: Tensors,
+        ops: Sequence[Op],
+        compressor: str | None,
+        tag: int,
+        scratch: Scratch,
+    ) -> None:
+        self._comm, self._tag = comm, tag
+        self._ops = list(ops)
+        pieces = pieces_of(tensors)
+        self.entries = pieces[-1].stop if pieces else 0
+        self._codec = None
+        longest = 4 * self.entries
+        if compressor is not None:
+            self._codec = make_compressor(compressor, pieces, scratch)
+            longest = _HEAD + self._codec.max_bytes
+            self.residual = np.zeros(self.entries, np.float32)
+        self._incoming = np.empty(longest, np.uint8)
+        self._outgoing = np.empty(longest if self._codec else 0, np.uint8)
+        self._down = False
+        """Whether `_outgoing` holds the sum as all ranks get it."""
+        self._at = len(self._ops)
+        self._receive: Request | None = None
+        self._sends: list[Request] = []
+        self._region = np.empty(0, np.float32)
+        self._wait_s = 0.0
+        self._messages = self._bytes = 0
+
+    def start(self, region: _F32) -> None:
+        self._region, self._at, self._down = region, 0, False
+        if self._ops:
+            self._begin()
+            self.advance()
+
+    def advance(self) -> bool:
+        while self._at < len(self._ops) and self._end():
+            self._at += 1
+            if self._at < len(self._ops):
+                self._begin()
+        self._sends = [send for send in self._sends if not send.done()]
+        return self._at == len(self._ops) and not self._sends
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        began = time.perf_counter()
+        try:
+            while not self.advance():
+                left_s = timeout_s
+                if timeout_s is not None:
+                    left_s = max(0.0, timeout_s - (time.perf_counter() - began))
+                if self._receive is not None and not self._receive.done():
+                    awaited, what = self._receive, f"gradients of rank {self._ops[self._at].peer}"
+                else:
+                    awaited, what = self._sends[0], "gradients to leave"
+                self._comm.wait([awaited], what, left_s)
+        finally:
+            self._wait_s += time.perf_counter() - began
+
+    def flush(self, region: _F32) -> None:
+        if self._codec is None:
+            region[:] = 0
+            return
+        region[:] = self.residual
+        self._comm.wait([self._comm.iallreduce(region)], "what other ranks have left out")
+        self.residual[:] = 0
+
+    def statistics(self) -> dict[str, float]:
+        return {
+            "wait_s": self._wait_s,
+            "messages": float(self._messages),
+            "bytes": float(self._bytes),
+        }
+
+    def close(self) -> None:
+        if self._receive is not None and not self._receive.cancel():
+            leave(self._receive, self._incoming)
+        for send in self._sends:
+            if not send.done():
+                leave(send, self._outgoing, self._region)
+        self._receive, self._sends = None, []
+
+    def _begin(self) -> None:
+        """Post what the operation that is next wants."""
+        kind, peer = self._ops[self._at]
+        if kind != "send":
+            self._receive = self._comm.irecv(self._incoming, peer, self._tag)
+        if kind in ("send", "swap"):
+            self._send(peer)
+
+    def _end(self) -> bool:
+        """Whether the operation that is next is over; ends it."""
+        if self._receive is None:
+            return True
+        if not self._receive.done():
+            return False
+        kind, _ = self._ops[self._at]
+        if kind != "add" and not all(send.done() for send in self._sends):
+            return False  # What is being sent is about to change.
+        self._receive = None
+        if self._codec is None:
+            arrived = self._incoming.view(np.float32)
+            if kind == "take":
+                self._region[:] = arrived
+            else:
+                self._region += arrived
+        elif kind == "take":
+            # To be handed on as it is.
+            self._incoming, self._outgoing = self._outgoing, self._incoming
+            self._give()
+        else:
+            self._codec.add(self._incoming[_HEAD:], self._region)
+        return True
+
+    def _send(self, peer: int) -> None:
+        message = self._region.view(np.uint8)
+        if self._codec is not None:
+            if not self._down:
+                used = self._codec.encode(self._region, self.residual, self._outgoing[_HEAD:])
+                self._outgoing[:_HEAD].view(np.uint64)[0] = used
+                if not any(op.kind == "take" for op in self._ops[self._at :]):
+                    self._give()  # The root has what it tells.
+            used = int(self._outgoing[:_HEAD].view(np.uint64)[0])
+            message = self._outgoing[: _HEAD + used]
+        self._sends.append(self._comm.isend(message, peer, self._tag))
+        self._messages += 1
+        self._bytes += len(message)
+
+    def _give(self) -> None:
+        """The region is what the message that goes down stands for."""
+        assert self._codec is not None
+        self._down = True
+        self._region[:] = 0
+        self._codec.add(self._outgoing[_HEAD:], self._region)
