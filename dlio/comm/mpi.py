@@ -53,9 +53,9 @@ def mpi_world() -> Communicator:
 
 
 _log = logging.getLogger("dlio")
-_one_at_a_time: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+one_at_a_time: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-    _one_at_a_time = threading.RLock()
+    one_at_a_time = threading.RLock()
 
 
 class _MpiRequest:
@@ -63,13 +63,13 @@ class _MpiRequest:
         self._request = request
 
     def done(self) -> bool:
-        with _one_at_a_time:
+        with one_at_a_time:
             return bool(self._request.Test())
 
     def cancel(self) -> bool:
         if self.done():
             return True
-        with _one_at_a_time:
+        with one_at_a_time:
             self._request.Cancel()
         deadline = time.monotonic() + _CANCEL_TIMEOUT_S
         while not (done := self.done()) and time.monotonic() < deadline:
@@ -90,13 +90,13 @@ class MpiCommunicator:
         mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
         lengths = np.zeros(self.size, np.int64)
         lengths[self.rank] = len(mine)
-        with _one_at_a_time:
+        with one_at_a_time:
             gathering = self._comm.Iallgather(MPI.IN_PLACE, [lengths, 1, MPI.INT64_T])
         self._join(gathering, "allgather of lengths")
         starts = np.concatenate([[0], np.cumsum(lengths)])
         everything = np.empty(int(starts[-1]), np.uint8)
         layout = (lengths.tolist(), starts[:-1].tolist())
-        with _one_at_a_time:
+        with one_at_a_time:
             gathering = self._comm.Iallgatherv(mine, [everything, layout, MPI.BYTE])
         self._join(gathering, "allgather")
         return [
@@ -104,28 +104,28 @@ class MpiCommunicator:
         ]
 
     def barrier(self) -> None:
-        with _one_at_a_time:
+        with one_at_a_time:
             meeting = self._comm.Ibarrier()
         self._join(meeting, "barrier")
 
     def bcast(self, array: npt.NDArray[Any], root: int = 0) -> None:
-        with _one_at_a_time:
+        with one_at_a_time:
             telling = self._comm.Ibcast(array, root)
         self._join(telling, "broadcast")
 
     def isend(self, data: Buffer, dest: int, tag: int) -> Request:
-        with _one_at_a_time:
+        with one_at_a_time:
             return _MpiRequest(self._comm.Isend([data, MPI.BYTE], dest, tag))
 
     def irecv(self, into: Buffer, source: int, tag: int) -> Request:
-        with _one_at_a_time:
+        with one_at_a_time:
             return _MpiRequest(self._comm.Irecv([into, MPI.BYTE], source, tag))
 
     def iallreduce(self, array: npt.NDArray[Any]) -> Request:
         if array.dtype not in (np.float32, np.float64, np.int64):
             # Open MPI sums types it does not know, bfloat16 above all, into garbage.
             raise CommError(f"cannot sum {array.dtype}: convert it to float32 first")
-        with _one_at_a_time:
+        with one_at_a_time:
             return _MpiRequest(self._comm.Iallreduce(MPI.IN_PLACE, array, MPI.SUM))
 
     def wait(self, requests: Sequence[Request], what: str, timeout_s: float | None = None) -> None:
@@ -133,11 +133,11 @@ class MpiCommunicator:
         wait_all(requests, what, limit_s, f"rank {self.rank} of {self.size}")
 
     def dup(self) -> "MpiCommunicator":
-        with _one_at_a_time:
+        with one_at_a_time:
             return MpiCommunicator(self._comm.Dup())
 
     def close(self) -> None:
-        with _one_at_a_time:
+        with one_at_a_time:
             self._comm.Free()
 
     def _join(self, request: "MPI.Request", what: str) -> None:
