@@ -1,7 +1,7 @@
 """A process group of torch.distributed on a communicator of MPI: what it owns, and how it starts
 the operations of mpi_collectives.py.
 
-Every operation is non-blocking calls of MPI (see torch_work.py) on bytes in host memory (see
+Every operation is non-blocking calls of MPI (see torch_progress.py) on bytes in host memory (see
 torch_buffers.py). A communicator serves each of an operation's two steps, and two others what
 callbacks start. With TORCH_DISTRIBUTED_DEBUG=DETAIL a step comes first in which ranks see whether
 they have called the same operation with the same sizes.
@@ -21,7 +21,8 @@ from torch._C._distributed_c10d import Store
 
 from dlio.comm.mpi import one_at_a_time
 from dlio.comm.torch_buffers import Scratch, Staging, typed
-from dlio.comm.torch_work import JointWork, Lane, Members, MpiWork, Progress, Step, in_callback
+from dlio.comm.torch_progress import Progress, in_callback
+from dlio.comm.torch_work import JointWork, Lane, Members, MpiWork, Step
 from dlio.errors import CommError, UsageError
 
 BACKEND: Final = "dlio-mpi"

@@ -29,13 +29,14 @@ MpiBuffer = list[Any]
 
 def whole(flat: torch.Tensor) -> MpiBuffer:
     """All bytes of a flat tensor, to be moved and not computed with."""
-    size = flat.numel() * flat.element_size()
+    size = size_of(flat)
     kind, width = _unit([size])
     return [_memory(flat), size // width, kind]
 
 
 def split(flat: torch.Tensor, sizes: Sequence[int]) -> MpiBuffer:
     """The bytes of a flat tensor in consecutive parts of `sizes` bytes."""
+    assert sum(sizes) == size_of(flat), "MPI would read or write beside the memory"
     kind, width = _unit(sizes)
     counts = [size // width for size in sizes]
     return [_memory(flat), (counts, offsets(counts)), kind]
@@ -46,7 +47,7 @@ def typed(flat: torch.Tensor, kind: MPI.Datatype) -> MpiBuffer:
 
     Raises UsageError when there are more than MPI counts.
     """
-    count = flat.numel() * flat.element_size() // kind.Get_size()
+    count = size_of(flat) // kind.Get_size()
     if count > _MOST_COUNT:
         raise UsageError(f"a reduction of {count} numbers: MPI takes {_MOST_COUNT}; split it")
     return [_memory(flat), count, kind]
@@ -225,7 +226,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _memory(flat: torch.Tensor) -> Any:
-    return MPI.memory.fromaddress(flat.data_ptr(), flat.numel() * flat.element_size())
+    return MPI.memory.fromaddress(flat.data_ptr(), size_of(flat))
 
 
 def _unit(sizes: Sequence[int]) -> tuple[MPI.Datatype, int]:

@@ -4,6 +4,7 @@ python process_group_checks.py CHECK... runs the named checks on one default gro
 gives to a collective is drawn from its number, so that every rank can compute what must come out.
 """
 
+import os
 import sys
 import threading
 import time
@@ -254,6 +255,9 @@ def check_single_tensors() -> None:
     wrong = [*sends[1:], 99]
     raises(UsageError, "rows", lambda: dist.all_to_all_single(got, given, receives, wrong))
     raises(UsageError, "are needed", lambda: dist.all_gather_into_tensor(out[:, :5], out[0, :4]))
+    to_oneself = [torch.zeros(1 + (rank == RANK)) for rank in range(SIZE)]
+    ones = [torch.zeros(1)] * SIZE
+    raises(UsageError, "are needed", lambda: dist.all_to_all(to_oneself, ones))
     short = [torch.zeros(1)] * (SIZE + 1)
     raises(UsageError, f"for {SIZE} ranks", lambda: dist.all_gather(short, torch.zeros(1)))
 
@@ -428,6 +432,16 @@ def check_async() -> None:
     work.get_future().add_done_callback(lambda _: done.set())
     assert done.wait(20)
     assert tensor[0] == SIZE
+    # It is also done for others while a rank is busy with something else.
+    other = torch.ones(30_000, dtype=torch.bfloat16)
+    dist.barrier()
+    began = time.monotonic()
+    work = dist.all_reduce(other, async_op=True)
+    if RANK == 0:
+        time.sleep(3)
+    assert work is not None
+    work.wait()
+    assert RANK == 0 or time.monotonic() - began < 2
     # One rank comes late; the others' calls return at once.
     if RANK == 0:
         time.sleep(0.5)
@@ -471,6 +485,15 @@ def check_callbacks() -> None:
     raises(ValueError, "own error", work.get_future().then(fails).wait)
 
 
+def check_unfinished() -> None:
+    """A program that ends with operations under way ends, and is not held up by its callbacks."""
+    init_process_group(timeout_s=600)
+    if RANK == 0:
+        work: Any = dist.all_reduce(torch.ones(3), async_op=True)
+        work.get_future().then(lambda future: future.value())
+    print("kept the promises", flush=True)
+
+
 def check_absent() -> None:
     """A rank that stays away is waited for up to the deadline; then all that follows fails."""
     waiting: Any = None
@@ -488,7 +511,8 @@ def check_absent() -> None:
 
 
 def check_member() -> None:
-    """A member that does not come to the making of a group."""
+    """A member that does not come to the making of a group, once it has come before."""
+    dist.new_group([0, 1])
     if RANK == 0:
         raises(CommTimeout, "1 of 2 never came", lambda: dist.new_group([0, 1]))
     else:
@@ -516,7 +540,32 @@ def check_mismatch() -> None:
     raises(CommError, "different operations; this one: b", call)
 
 
+def check_again() -> None:
+    """Ended and made anew; as if each rank were on a machine of its own."""
+    raises(UsageError, "initialised already", init_process_group)
+    dist.destroy_process_group()
+    raises(UsageError, "for all devices or none", lambda: init_process_group("cpu:dlio-mpi"))
+    os.environ["DLIO_NODE"] = f"node{RANK}"
+    init_process_group(timeout_s=7)
+    total = torch.ones(1)
+    dist.all_reduce(total, group=dist.new_group())
+    assert total.item() == SIZE
+    group: Any = dist.new_group()
+    assert group.timeout_s == 7
+    dist.destroy_process_group()
+    # Any of torch's backends, without environment variables.
+    init_process_group("gloo")
+    dist.all_reduce(total)
+    assert total.item() == SIZE * SIZE
+    group = dist.new_group(backend="dlio-mpi")
+    dist.all_reduce(total, group=group)
+    assert total.item() == SIZE**3
+
+
 def main() -> None:
+    if sys.argv[1:] == ["unfinished"]:
+        check_unfinished()
+        return
     init_process_group()
     assert dist.get_rank() == RANK
     assert dist.get_world_size() == SIZE

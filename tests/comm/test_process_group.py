@@ -39,6 +39,10 @@ def test_operations_overlap_and_callbacks_may_start_others(mpirun: MpiRun, ranks
     _kept(mpirun, ranks, CHECKS, "async", "callbacks")
 
 
+def test_groups_are_made_anew_and_for_other_backends(mpirun: MpiRun) -> None:
+    _kept(mpirun, 3, CHECKS, "again")
+
+
 def test_one_rank_is_a_group_too(mpirun: MpiRun) -> None:
     _kept(mpirun, 1, CHECKS, "reductions_to_one", "movement", "async", "callbacks")
 
@@ -59,6 +63,10 @@ def test_a_rank_that_stays_away_is_waited_for_up_to_the_deadline(mpirun: MpiRun)
 
 def test_a_group_whose_member_does_not_come_is_not_made(mpirun: MpiRun) -> None:
     _kept(mpirun, 2, CHECKS, "member", DLIO_TIMEOUT="2")
+
+
+def test_a_program_that_ends_too_early_ends(mpirun: MpiRun) -> None:
+    _kept(mpirun, 2, CHECKS, "unfinished")
 
 
 def test_ddp_tells_in_words_that_a_rank_is_gone(mpirun: MpiRun) -> None:
