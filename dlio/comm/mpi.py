@@ -5,6 +5,7 @@ call is made at a time: none of ours waits inside MPI, but for those that all ra
 Where it gives less, the thread that has initialised it makes all calls (`dlio.comm.funnel`).
 """
 
+import contextlib
 import json
 import logging
 import threading
@@ -58,6 +59,12 @@ _FUNNELED = (
 )
 
 
+one_at_a_time: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+"""Held around calls, below MPI_THREAD_MULTIPLE."""
+if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+    one_at_a_time = threading.RLock()
+
+
 def _caller() -> Callable[[Callable[[], Any]], Any]:
     """What makes MPI calls, as the library allows."""
     level = MPI.Query_thread()
@@ -65,10 +72,9 @@ def _caller() -> Callable[[Callable[[], Any]], Any]:
         return lambda function: function()
     if level < MPI.THREAD_SERIALIZED:
         return use_funnel().call
-    lock = threading.RLock()
 
     def call(function: Callable[[], Any]) -> Any:
-        with lock:
+        with one_at_a_time:
             return function()
 
     return call
@@ -141,7 +147,9 @@ class MpiCommunicator:
         if array.dtype not in (np.float32, np.float64, np.int64):
             # Open MPI sums types it does not know, bfloat16 above all, into garbage.
             raise CommError(f"cannot sum {array.dtype}: convert it to float32 first")
-        return _call(lambda: _MpiRequest(self._comm.Iallreduce(MPI.IN_PLACE, array, MPI.SUM)))
+        # In place Open MPI takes four times as long, for 100 MB on 2 ranks.
+        mine = array.copy()
+        return _call(lambda: _MpiRequest(self._comm.Iallreduce(mine, array, MPI.SUM)))
 
     def wait(self, requests: Sequence[Request], what: str, timeout_s: float | None = None) -> None:
         limit_s = self._timeout_s if timeout_s is None else timeout_s

@@ -1,0 +1,241 @@
+"""Tensors as MPI sees them: runs of bytes in host memory.
+
+Tensors that lie one behind the other in host memory, such as the chunks of one tensor, are used
+where they are; all others are copied through scratch memory, which is used again. An accelerator's
+tensors go through pinned memory: their copies are enqueued on streams, and MPI starts when they
+have arrived.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import torch
+from mpi4py import MPI
+
+from dlio.errors import UsageError
+
+_MOST_COUNT: Final = 2**31 - 1
+"""What MPI counts with an int."""
+_WORD: Final = 8
+_MOST_KEPT: Final = 4
+_MOST_WASTE: Final = 4
+"""A kept buffer is used for what fills at least a fourth of it."""
+
+MpiBuffer = list[Any]
+"""Memory, count or counts with offsets, and type, as mpi4py takes them."""
+
+
+def whole(flat: torch.Tensor) -> MpiBuffer:
+    """All bytes of a flat tensor, to be moved and not computed with."""
+    size = size_of(flat)
+    kind, width = _unit([size])
+    return [_memory(flat), size // width, kind]
+
+
+def split(flat: torch.Tensor, sizes: Sequence[int]) -> MpiBuffer:
+    """The bytes of a flat tensor in consecutive parts of `sizes` bytes."""
+    assert sum(sizes) == size_of(flat), "MPI would read or write beside the memory"
+    kind, width = _unit(sizes)
+    counts = [size // width for size in sizes]
+    return [_memory(flat), (counts, offsets(counts)), kind]
+
+
+def typed(flat: torch.Tensor, kind: MPI.Datatype) -> MpiBuffer:
+    """A flat tensor as MPI's numbers.
+
+    Raises UsageError when there are more than MPI counts.
+    """
+    count = size_of(flat) // kind.Get_size()
+    if count > _MOST_COUNT:
+        raise UsageError(f"a reduction of {count} numbers: MPI takes {_MOST_COUNT}; split it")
+    return [_memory(flat), count, kind]
+
+
+def offsets(counts: Sequence[int]) -> list[int]:
+    starts, at = [], 0
+    for count in counts:
+        starts.append(at)
+        at += count
+    return starts
+
+
+def size_of(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's elements."""
+    return tensor.numel() * tensor.element_size()
+
+
+class Scratch:
+    """Host memory that is used again: a first touch of pages costs more than a copy."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: list[torch.Tensor] = []
+
+    def take(self, size: int) -> torch.Tensor:
+        """At least `size` bytes; shape (>= size,), uint8."""
+        with self._lock:
+            for k, buffer in enumerate(self._free):
+                if size <= len(buffer) <= _MOST_WASTE * size:
+                    return self._free.pop(k)
+        return torch.empty(size, dtype=torch.uint8)
+
+    def give(self, buffer: torch.Tensor) -> None:
+        with self._lock:
+            self._free.append(buffer)
+            self._free.sort(key=len)
+            del self._free[:-_MOST_KEPT]
+
+
+class Staging:
+    """The host memory of one operation: filled by `source`, brought home by `finish`.
+
+    Args:
+        device: of all of the operation's tensors.
+    """
+
+    def __init__(self, scratch: Scratch, device: torch.device) -> None:
+        self.device = device
+        self._scratch = scratch
+        self._taken: list[torch.Tensor] = []
+        self._homeward: list[tuple[Sequence[torch.Tensor], torch.Tensor]] = []
+        self._loaded = self._stored = None
+        self._stream: torch.cuda.Stream | None = None
+
+    @torch.inference_mode()
+    def source(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The elements of all tensors, one behind the other; shape (bytes,), uint8.
+
+        On an accelerator they are there when `ready`.
+        """
+        flat = self._as_one(tensors)
+        if flat is not None:
+            return flat
+        flat = self.spare(sum(size_of(tensor) for tensor in tensors))
+        at = 0
+        for tensor in tensors:
+            straight = tensor.detach().resolve_conj().resolve_neg().contiguous()
+            flat[at : at + size_of(tensor)].copy_(_bytes(straight), non_blocking=True)
+            at += size_of(tensor)
+        if self.device.type == "cuda":
+            self._loaded = torch.cuda.current_stream(self.device).record_event()
+        return flat
+
+    @torch.inference_mode()
+    def sink(self, tensors: Sequence[torch.Tensor], apart: bool = False) -> torch.Tensor:
+        """Memory whose bytes `finish` puts into the tensors; shape (bytes,), uint8.
+
+        Args:
+            apart: never the tensors' own memory, which MPI reads meanwhile.
+        """
+        flat = None if apart else self._as_one(tensors)
+        if flat is None:
+            flat = self.spare(sum(size_of(tensor) for tensor in tensors))
+            self._homeward.append((tensors, flat))
+            if self.device.type == "cuda":
+                # Results are written after what the caller's stream does with the tensors now.
+                self._loaded = torch.cuda.current_stream(self.device).record_event()
+        return flat
+
+    def spare(self, size: int) -> torch.Tensor:
+        """Memory until `finish`; shape (size,), uint8."""
+        if self.device.type == "cuda":
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        buffer = self._scratch.take(size)
+        self._taken.append(buffer)
+        return buffer[:size]
+
+    def ready(self) -> bool:
+        """Whether sources hold their tensors' elements."""
+        return self._loaded is None or self._loaded.query()
+
+    @torch.inference_mode()
+    def finish(self) -> None:
+        """Put results into their tensors; on an accelerator, enqueue that."""
+        if self.device.type == "cuda":
+            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        with self.on_stream():
+            if self._stream is not None and self._loaded is not None:
+                self._stream.wait_event(self._loaded)
+            for tensors, flat in self._homeward:
+                _unpack(flat, tensors)
+                if self._stream is not None:
+                    for tensor in tensors:
+                        tensor.record_stream(self._stream)
+            if self._stream is not None:
+                self._stored = self._stream.record_event()
+        self._homeward.clear()
+        for buffer in self._taken:
+            self._scratch.give(buffer)
+        self._taken.clear()
+
+    def synchronize(self) -> None:
+        """Make the current stream wait for the results."""
+        if self._stored is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._stored)
+
+    @contextlib.contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """On the stream on which results come home, where there is one."""
+        if self._stream is None:
+            yield
+        else:
+            with torch.cuda.stream(self._stream):
+                yield
+
+    def _as_one(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """The tensors' own memory, where it is one run of bytes of the host."""
+        if self.device.type != "cpu":
+            return None
+        filled = [tensor for tensor in tensors if tensor.numel()]
+        if not filled:
+            return torch.empty(0, dtype=torch.uint8)
+        if any(not t.is_contiguous() or t.is_conj() or t.is_neg() for t in filled):
+            return None
+        if len(filled) == 1:
+            return _bytes(filled[0].detach())
+        storage = filled[0].untyped_storage()
+        at = filled[0].data_ptr()
+        for tensor in filled:
+            if tensor.data_ptr() != at or tensor.untyped_storage().data_ptr() != storage.data_ptr():
+                return None
+            at += size_of(tensor)
+        start = filled[0].data_ptr() - storage.data_ptr()
+        size = at - filled[0].data_ptr()
+        return torch.empty(0, dtype=torch.uint8).set_(storage, start, (size,), (1,))
+
+
+def _unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    at = 0
+    for tensor in tensors:
+        part = flat[at : at + size_of(tensor)]
+        at += size_of(tensor)
+        if tensor.is_contiguous():
+            _bytes(tensor.detach()).copy_(part, non_blocking=True)
+        else:
+            straight = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            _bytes(straight).copy_(part, non_blocking=True)
+            tensor.detach().copy_(straight)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's bytes; shape (bytes,), uint8."""
+    # Not by reshape: a tensor of one element may have any stride.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _memory(flat: torch.Tensor) -> Any:
+    return MPI.memory.fromaddress(flat.data_ptr(), size_of(flat))
+
+
+def _unit(sizes: Sequence[int]) -> tuple[MPI.Datatype, int]:
+    """The type and its bytes in which parts of `sizes` bytes are counted."""
+    if sum(sizes) <= _MOST_COUNT:
+        return MPI.BYTE, 1
+    if sum(sizes) // _WORD <= _MOST_COUNT and not any(size % _WORD for size in sizes):
+        return MPI.INT64_T, _WORD
+    raise UsageError(
+        f"a message of {sum(sizes)} bytes: MPI takes {_MOST_COUNT}, or {_WORD} times as many in "
+        f"parts that are multiples of {_WORD} bytes; split it"
+    )

@@ -1,0 +1,93 @@
+"""torch.distributed on MPI: what torch promises of each operation, and its own trainers."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import MpiRun
+
+CHECKS = Path(__file__).with_name("process_group_checks.py")
+TRAINING = Path(__file__).with_name("training_checks.py")
+OPERATIONS = ["single_tensors", "coalesced", "messages", "objects", "groups", "functional"]
+
+pytestmark = pytest.mark.mpi
+
+
+def _kept(mpirun: MpiRun, ranks: int, body: Path, *checks: str, **env: str) -> str:
+    done = mpirun(ranks, str(body), *checks, env=env, timeout_s=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("kept the promises") == ranks, done.stdout
+    return done.stderr
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_operations_do_what_torch_promises(mpirun: MpiRun, ranks: int) -> None:
+    _kept(mpirun, ranks, CHECKS, *OPERATIONS)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_reductions_are_right_and_the_same_on_all_ranks(mpirun: MpiRun, ranks: int) -> None:
+    _kept(mpirun, ranks, CHECKS, "reductions", "reductions_to_one")
+
+
+def test_every_type_and_shape_is_moved(mpirun: MpiRun) -> None:
+    _kept(mpirun, 3, CHECKS, "movement")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_operations_overlap_and_callbacks_may_start_others(mpirun: MpiRun, ranks: int) -> None:
+    _kept(mpirun, ranks, CHECKS, "async", "callbacks")
+
+
+def test_groups_are_made_anew_and_for_other_backends(mpirun: MpiRun) -> None:
+    _kept(mpirun, 3, CHECKS, "again")
+
+
+def test_one_rank_is_a_group_too(mpirun: MpiRun) -> None:
+    _kept(mpirun, 1, CHECKS, "reductions_to_one", "movement", "async", "callbacks")
+
+
+def test_mpi_that_takes_one_call_at_a_time_serves_too(mpirun: MpiRun) -> None:
+    _kept(mpirun, 2, CHECKS, "messages", "async", "callbacks", MPI4PY_RC_THREAD_LEVEL="serialized")
+
+
+def test_mpi_for_one_thread_is_refused(mpirun: MpiRun) -> None:
+    done = mpirun(1, str(CHECKS), "async", env={"MPI4PY_RC_THREAD_LEVEL": "funneled"})
+    assert done.returncode != 0
+    assert "lets only one thread call it" in done.stderr
+
+
+def test_a_rank_that_stays_away_is_waited_for_up_to_the_deadline(mpirun: MpiRun) -> None:
+    _kept(mpirun, 2, CHECKS, "absent", DLIO_TIMEOUT="2")
+
+
+def test_a_group_whose_member_does_not_come_is_not_made(mpirun: MpiRun) -> None:
+    _kept(mpirun, 2, CHECKS, "member", DLIO_TIMEOUT="2")
+
+
+def test_a_program_that_ends_too_early_ends(mpirun: MpiRun) -> None:
+    _kept(mpirun, 2, CHECKS, "unfinished")
+
+
+def test_ddp_tells_in_words_that_a_rank_is_gone(mpirun: MpiRun) -> None:
+    _kept(mpirun, 2, CHECKS, "bereaved", DLIO_TIMEOUT="2")
+
+
+def test_ranks_that_do_not_agree_are_told_so(mpirun: MpiRun) -> None:
+    _kept(mpirun, 2, CHECKS, "callbacks", "mismatch", TORCH_DISTRIBUTED_DEBUG="DETAIL")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ddp_and_fsdp_train_as_one_process_does(mpirun: MpiRun, ranks: int) -> None:
+    _kept(mpirun, ranks, TRAINING, "ddp", "unused", "fsdp")
+
+
+def test_comm_hooks_of_ddp_work_and_leave_ranks_equal(mpirun: MpiRun) -> None:
+    _kept(mpirun, 2, TRAINING, "hooks")
+
+
+def test_a_mesh_trains_and_its_checkpoint_loads_on_fewer_ranks(
+    mpirun: MpiRun, tmp_path: Path
+) -> None:
+    _kept(mpirun, 4, TRAINING, "mesh", "save", str(tmp_path / "checkpoint"))
+    _kept(mpirun, 2, TRAINING, "load", str(tmp_path / "checkpoint"))
