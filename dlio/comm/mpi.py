@@ -89,8 +89,9 @@ def _call(function: Callable[[], T]) -> T:
 
 
 class _MpiRequest:
-    def __init__(self, request: "MPI.Request") -> None:
+    def __init__(self, request: "MPI.Request", keep: object = None) -> None:
         self._request = request
+        self._keep = keep  # mpi4py holds no memory that a reduction sends from.
 
     def done(self) -> bool:
         return _call(lambda: bool(self._request.Test()))
@@ -149,7 +150,7 @@ class MpiCommunicator:
             raise CommError(f"cannot sum {array.dtype}: convert it to float32 first")
         # In place Open MPI takes four times as long, for 100 MB on 2 ranks.
         mine = array.copy()
-        return _call(lambda: _MpiRequest(self._comm.Iallreduce(mine, array, MPI.SUM)))
+        return _call(lambda: _MpiRequest(self._comm.Iallreduce(mine, array, MPI.SUM), mine))
 
     def wait(self, requests: Sequence[Request], what: str, timeout_s: float | None = None) -> None:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
