@@ -118,8 +118,10 @@ def _exchange(
         comm.barrier()
         seconds = time.perf_counter() - began
         moved = sum(comm.allgather(loader.stats()["bytes"]["peer"]))
-        part = moved // comm.size // (comm.size - 1)
-        parts = [0 if rank == comm.rank else part for rank in range(comm.size)]
+        nodes = data.mounted.nodes.node_of
+        away = nodes != nodes[comm.rank]
+        part = moved // comm.size // int(away.sum())
+        parts = (part * away).tolist()
         out, into = (torch.ones(sum(parts), dtype=torch.uint8) for _ in range(2))
         comm.barrier()
         began = time.perf_counter()

@@ -89,7 +89,7 @@ def link(
     from dlio.forecast.traffic import job_over, traffic
     from dlio.placement import Node
     from dlio.reader import open_reader
-    from dlio_bench.machine import ratio, spread
+    from dlio_bench.machine import spread
     from dlio_staging.pack import pack
 
     found: dict[str, Any] = {}
@@ -108,6 +108,10 @@ def link(
             "epochs": epochs,
         }
         reader = open_reader(packed)
+        with shaped(2, rate) as places:
+            # Two ranks a node, which share its link.
+            alone = _run([place for place in places for _ in range(2)], {**task, "modes": []})
+            found["4 ranks on 2 nodes, exchange alone"] = _exchange(alone)
         for count in counts:
             with shaped(count, rate) as places:
                 told = _run(places, task)
@@ -123,12 +127,7 @@ def link(
             found[f"{count} nodes"] = {
                 key: told[key] for key in ("link_rate", "one_peer_rate", "step_s", "made_per_s")
             }
-            rates = told["exchange"]
-            found[f"{count} nodes, exchange alone"] = {
-                "shuffle_MB_per_s": spread([each / 1e6 for each in rates["shuffle"]]),
-                "alltoallv_MB_per_s": spread([each / 1e6 for each in rates["alltoallv"]]),
-                "shuffle_over_alltoallv": ratio(rates["shuffle"], rates["alltoallv"]),
-            }
+            found[f"{count} nodes, exchange alone"] = _exchange(told)
             named = tuple(Node(name, (1 << 30,)) for name in told["nodes"])
             for mode in modes:
                 job = job_over(reader, named, 1, batch_size, mode)
@@ -158,21 +157,34 @@ def link(
     return found
 
 
+def _exchange(told: dict[str, Any]) -> dict[str, Any]:
+    """Epochs in mode `global` without computing, beside all-to-alls of as many bytes."""
+    from dlio_bench.machine import ratio, spread
+
+    rates = told["exchange"]
+    return {
+        "shuffle_MB_per_s": spread([each / 1e6 for each in rates["shuffle"]]),
+        "alltoallv_MB_per_s": spread([each / 1e6 for each in rates["alltoallv"]]),
+        "shuffle_over_alltoallv": ratio(rates["shuffle"], rates["alltoallv"]),
+    }
+
+
 def _run(places: list[tuple[str, str, str]], task: dict[str, Any]) -> dict[str, Any]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     processes = []
+    distinct = list(dict.fromkeys(places))
     with contextlib.ExitStack() as stack:
         for rank, (space, interface, _) in enumerate(places):
             environment = {
                 **os.environ,
                 "RANK": str(rank),
-                "LOCAL_RANK": "0",
+                "LOCAL_RANK": str(places[:rank].count(places[rank])),
                 "WORLD_SIZE": str(len(places)),
                 "MASTER_ADDR": places[0][2],
                 "MASTER_PORT": str(port),
                 "GLOO_SOCKET_IFNAME": interface,
-                "DLIO_NODE": f"node{rank}",
+                "DLIO_NODE": f"node{distinct.index(places[rank])}",
                 "OMP_NUM_THREADS": "1",
             }
             said = stack.enter_context(tempfile.TemporaryFile("w+"))
