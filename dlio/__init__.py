@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from dlio.comm.process_group import init_process_group
     from dlio.dataset import Dataset
     from dlio.dataset import open_dataset as open
     from dlio.errors import (
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from dlio.loader import DataLoader
+    from dlio.train.distribute import distribute
 
 __all__ = [
     "CommError",
@@ -41,12 +43,16 @@ __all__ = [
     "TierFull",
     "UsageError",
     "__version__",
+    "distribute",
+    "init_process_group",
     "open",
 ]
 
 _WHERE = {
     "DataLoader": ("dlio.loader", "DataLoader"),
     "Dataset": ("dlio.dataset", "Dataset"),
+    "distribute": ("dlio.train.distribute", "distribute"),
+    "init_process_group": ("dlio.comm.process_group", "init_process_group"),
     "open": ("dlio.dataset", "open_dataset"),
     **{
         name: ("dlio.errors", name)

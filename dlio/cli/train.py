@@ -29,7 +29,12 @@ def command(
     ),
     image_size: Annotated[int, typer.Option(help="Side of the crops, in pixels.")] = 64,
     exchange: Annotated[
-        Literal["allreduce", "gossip"], typer.Option(help="How ranks keep one model.")
+        str,
+        typer.Option(
+            help="How ranks keep one model: allreduce, hierarchical, tree, parameter-server, "
+            "gossip, asgd, local-sgd(8), diloco(32); +bf16, +fp16, +int8, +onebit, +threshold or "
+            "+adaptive compresses what is sent."
+        ),
     ] = "allreduce",
     shuffle: Annotated[
         str,

@@ -46,6 +46,9 @@ class TrainConfig:
                 option = name.replace("_", "-")
                 raise UsageError(f"--{option} {getattr(self, name)}: give at least 1")
         check_mode(self.shuffle)
+        from dlio.train.exchange.spec import parse_exchange  # It loads torch.
+
+        parse_exchange(self.exchange)
         if window_of(self.source_order) is not None and not is_exact(self.shuffle):
             raise UsageError(
                 f"--source-order {self.source_order} goes with --shuffle batch or global"

@@ -37,7 +37,7 @@ class EpochReport:
     exchange_wait_s: float
     """Waiting for other ranks' gradients or weights, mean over ranks."""
     exchange_bytes: int
-    """Gradients or weights handed to the exchange, over all ranks."""
+    """Of gradients or weights, sent by all ranks; of an allreduce as a ring sends them."""
     peak_lr: float
     messages: int
     """Messages with samples, between ranks."""

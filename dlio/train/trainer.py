@@ -117,7 +117,9 @@ class _Run:
         broadcast_state(self.model, comm)
         # A copy without hooks, which the ranks' mean is evaluated in.
         self._mean_model = copy.deepcopy(self.model)
-        self.exchange: Exchange = make_exchange(config.exchange, self.model, comm, config.seed)
+        self.exchange: Exchange = make_exchange(
+            config.exchange, self.model, comm, config.seed, config.pretend_nodes
+        )
         self._optimizer = _optimizer(self.model)
         self.steps = len(loader)
         self._global_batch = config.batch_size * comm.size

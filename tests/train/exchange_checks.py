@@ -1,13 +1,16 @@
 """What exchanges promise, on however many ranks run this file: `exchange_checks.py CHECK`."""
 
+import hashlib
 import math
 import sys
+import time
 from collections.abc import Callable
 from typing import Final
 
 import torch
 from torch import nn
 
+import dlio
 from dlio.comm import Communicator, world
 from dlio.order import share
 from dlio.train.exchange import Exchange, make_exchange
@@ -60,8 +63,11 @@ def check_allreduce(comm: Communicator) -> None:
     assert all(each == checksums[0] for each in checksums)
     counted = exchange.statistics()
     if comm.size > 1:
-        assert counted["messages"] == 6 * 3
-        assert counted["bytes"] == 6 * 4 * (1 + sum(p.numel() for p in _trainable(net)))
+        # As a ring has them, of 3 buckets.
+        hops = 2 * (comm.size - 1)
+        assert counted["messages"] == 6 * 3 * hops
+        whole_bytes = 6 * 4 * (3 + sum(p.numel() for p in _trainable(net)))
+        assert counted["bytes"] == whole_bytes * hops / comm.size
     exchange.close()
 
 
@@ -162,6 +168,184 @@ def check_mean(comm: Communicator) -> None:
     assert all((tensor == 1).all() for tensor in net.state_dict().values())
 
 
+SUMS: Final = ("allreduce", "hierarchical", "tree", "parameter-server", "local-sgd(1)")
+
+
+def _identical(net: nn.Module, comm: Communicator) -> bool:
+    raw = b"".join(p.detach().numpy().tobytes() for p in net.parameters())
+    return len({*comm.allgather(hashlib.sha256(raw).hexdigest())}) == 1
+
+
+def check_sums(comm: Communicator) -> None:
+    """Every way to sum trains as one process does, and leaves identical bytes on all ranks."""
+    for name in SUMS:
+        net, whole = _net(1), _net(1)
+        exchange = make_exchange(name, net, comm, seed=0, pretend_nodes=max(1, comm.size // 2))
+        optimizer, reference = _optimizer(net), _optimizer(whole)
+        for step in range(3):
+            planned = comm.size * _BATCH
+            inputs, labels = _samples(step, planned)
+            mine = share(planned, comm.size, comm.rank)
+            _step(net, exchange, optimizer, inputs[mine], labels[mine], planned, comm.size)
+            reference.zero_grad(set_to_none=True)
+            nn.functional.cross_entropy(whole(inputs), labels).backward()  # type: ignore[no-untyped-call]
+            reference.step()
+        exchange.finish()
+        for (what, a), b in zip(net.named_parameters(), whole.parameters(), strict=True):
+            assert _difference(a, b) < 2e-6, f"{name}: {what} differs by {_difference(a, b)}"
+        assert _identical(net, comm), name
+        exchange.close()
+
+
+def check_compressed(comm: Communicator) -> None:
+    """Whatever is left out, all ranks hold identical bytes; and bytes are as few as promised."""
+    size = 4 * sum(p.numel() for p in _trainable(_net(1)))
+    for name in (*SUMS, "diloco(2)"):
+        for compressor, fewer in _FEWER.items():
+            net = _net(1)
+            spec = f"{name}+{compressor}"
+            exchange = make_exchange(spec, net, comm, seed=0, pretend_nodes=max(1, comm.size // 2))
+            optimizer = torch.optim.SGD(_trainable(net), lr=0.01)
+            for step in range(4):
+                planned = comm.size * _BATCH
+                inputs, labels = _samples(step, planned)
+                mine = share(planned, comm.size, comm.rank)
+                _step(net, exchange, optimizer, inputs[mine], labels[mine], planned, comm.size)
+            exchange.finish()
+            assert all(p.isfinite().all() for p in net.parameters())
+            assert _identical(net, comm), spec
+            told = exchange.statistics()
+            sums = 2 if name == "diloco(2)" else 4
+            most = sums * size * (comm.size if name == "parameter-server" else 2 * comm.size)
+            assert 0 < told["bytes"] < most / fewer, f"{spec}: {told['bytes']} of {most}"
+            exchange.close()
+
+
+_FEWER: Final = {"onebit": 20, "threshold": 50, "adaptive": 50, "int8": 3, "bf16": 1.9, "fp16": 1.9}
+"""Times fewer bytes, at least, of layers as narrow as these."""
+
+
+def check_gossips(comm: Communicator) -> None:
+    """Variants of gossip keep ranks together that train on different samples."""
+    apart = None
+    for name in (
+        "gossip",
+        "gossip(hypercube)",
+        "gossip(gradient)",
+        "gossip+int8",
+        "gossip+bf16",
+        "gossip+adaptive",
+        "gossip+onebit",
+        "gossip(gradient)+int8",
+    ):
+        if apart is None:
+            alone = _net(1)
+            _train_apart(alone, None, comm)
+            apart = consensus_distance(alone, averaged_state(alone, comm), comm)
+        net = _net(1)
+        exchange = make_exchange(name, net, comm, seed=0)
+        _train_apart(net, exchange, comm)
+        exchange.finish()
+        together = consensus_distance(net, averaged_state(net, comm), comm)
+        nearer = 1.0 if name in _DRIFT else 0.5
+        assert together < nearer * apart, f"{name}: distance {together}, {apart} without"
+        told = exchange.statistics()
+        assert told["messages"] <= 70 * 3
+        exchange.close()
+
+
+_DRIFT: Final = ("gossip(gradient)", "gossip(gradient)+int8", "gossip+adaptive", "gossip+onebit")
+"""Where ranks are nearer than alone, not more."""
+
+
+def _train_apart(net: Net, exchange: Exchange | None, comm: Communicator) -> None:
+    optimizer = torch.optim.SGD(_trainable(net), lr=0.02)
+    for step in range(70):
+        inputs, labels = _samples(1000 * comm.rank + step, _BATCH)
+        if exchange is not None:
+            _step(net, exchange, optimizer, inputs, labels, comm.size * _BATCH, comm.size)
+            continue
+        optimizer.zero_grad(set_to_none=True)
+        nn.functional.cross_entropy(net(inputs), labels).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
+def check_asgd(comm: Communicator) -> None:
+    """Ranks wait for nobody, one of them slow; nothing is left under way."""
+    alone = _net(1)
+    optimizer = torch.optim.SGD(_trainable(alone), lr=0.05)
+    for step in range(70):
+        inputs, labels = _taught(1000 * comm.rank + step)
+        optimizer.zero_grad(set_to_none=True)
+        nn.functional.cross_entropy(alone(inputs), labels).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    apart = consensus_distance(alone, averaged_state(alone, comm), comm)
+    for name in ("asgd", "asgd+bf16"):
+        net = _net(1)
+        exchange = make_exchange(name, net, comm, seed=0)
+        optimizer = torch.optim.SGD(_trainable(net), lr=0.05)
+        for step in range(70):
+            if comm.rank == 0:
+                time.sleep(0.01)
+            inputs, labels = _taught(1000 * comm.rank + step)
+            _step(net, exchange, optimizer, inputs, labels, comm.size * len(inputs), comm.size)
+        told = exchange.statistics()
+        exchange.close()
+        together = consensus_distance(net, averaged_state(net, comm), comm)
+        assert together < 1.5 * apart, f"{name}: distance {together}, {apart} without"
+        assert told["wait_s"] == 0
+        assert sum(comm.allgather(told["accepted"] + told["refused"])) > 0
+        assert 0 < told["messages"] <= 2 * 70
+
+
+def check_distribute(comm: Communicator) -> None:
+    """A hand-written loop with two optimizers, accumulation, clipping and uneven shares trains as
+    one process does."""
+
+    def train(net: Net, together: bool) -> None:
+        # With the usual eps, gradients of next to nothing turn rounding into steps.
+        first = torch.optim.Adam(net.first.parameters(), lr=1e-3, eps=1e-5)
+        rest = [p for p in _trainable(net) if all(p is not q for q in net.first.parameters())]
+        optimizers = [first, torch.optim.SGD(rest, lr=0.05, momentum=0.9)]
+        ranks = dlio.distribute(net, optimizers) if together else None
+        for step in range(6):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            for part in range(2):
+                count = comm.size * _BATCH - 1
+                inputs, labels = _samples(10 * step + part, count)
+                if ranks is not None:
+                    mine = share(count, comm.size, comm.rank)
+                    inputs, labels = inputs[mine], labels[mine]
+                    ranks.weigh(len(mine))
+                loss = nn.functional.cross_entropy(net(inputs), labels) / 2
+                loss.backward()  # type: ignore[no-untyped-call]
+            nn.utils.clip_grad_norm_(_trainable(net), 0.3)
+            for optimizer in optimizers:
+                optimizer.step()
+        if ranks is not None:
+            assert ranks.statistics()["messages"] > 0
+            ranks.close()
+
+    net, whole = _net(comm.rank + 5), _net(5)
+    train(net, together=True)
+    train(whole, together=False)
+    for (name, a), b in zip(net.named_parameters(), whole.named_parameters(), strict=True):
+        error = _difference(a, b[1])
+        assert error < 1e-5, f"{name} differs by {error}"
+    # Hooks are gone.
+    before = net.last.weight.detach().clone()
+    nn.functional.cross_entropy(net(torch.ones(1, _FEATURES)), torch.tensor([0])).backward()  # type: ignore[no-untyped-call]
+    assert torch.equal(before, net.last.weight)
+
+
+def _taught(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Samples whose labels a linear teacher gives, so that ranks' steps have a common direction."""
+    inputs, _ = _samples(seed, 64)
+    teacher = torch.randn(_FEATURES, 5, generator=torch.Generator().manual_seed(7))
+    return inputs, (inputs @ teacher).argmax(1)
+
+
 CHECKS: Final[dict[str, Callable[[Communicator], None]]] = {
     "allreduce": check_allreduce,
     "skipped": check_skipped,
@@ -169,6 +353,11 @@ CHECKS: Final[dict[str, Callable[[Communicator], None]]] = {
     "gossip": check_gossip,
     "gossip_trains": check_gossip_trains,
     "mean": check_mean,
+    "sums": check_sums,
+    "compressed": check_compressed,
+    "gossips": check_gossips,
+    "asgd": check_asgd,
+    "distribute": check_distribute,
 }
 
 

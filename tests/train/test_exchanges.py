@@ -5,16 +5,17 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from dlio.comm import Request
+from dlio.comm import Json, Request
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
-from dlio.train.exchange import NAMES, make_exchange
-from dlio.train.exchange.allreduce import Allreduce
-from dlio.train.exchange.buckets import BUCKET_BYTES
+from dlio.train.exchange import NAMES, make_exchange, parse_exchange
+from dlio.train.exchange.asgd import Asgd
+from dlio.train.exchange.buckets import BUCKET_BYTES, trainable
 
 MpiRun = Callable[..., subprocess.CompletedProcess[str]]
 BODY = Path(__file__).with_name("exchange_checks.py")
@@ -27,6 +28,9 @@ BODY = Path(__file__).with_name("exchange_checks.py")
         (2, ("allreduce", "skipped", "mean", "half", "gossip")),
         (3, ("allreduce", "mean", "gossip", "gossip_trains")),
         (4, ("gossip",)),
+        (2, ("sums", "compressed", "gossips", "distribute")),
+        (3, ("sums", "compressed", "asgd", "distribute")),
+        (4, ("sums", "gossips", "asgd")),
     ],
 )
 def test_ranks_keep_the_promises(mpirun: MpiRun, ranks: int, checks: tuple[str, ...]) -> None:
@@ -56,12 +60,13 @@ def test_one_process_neither_copies_nor_communicates(name: str) -> None:
     assert model.weight.grad is gradient
     assert gradient.data_ptr() == before[0]
     assert torch.equal(gradient, before[1])
-    assert exchange.statistics() == {"wait_s": 0, "messages": 0, "bytes": 0}
+    told = exchange.statistics()
+    assert (told["wait_s"], told["messages"], told["bytes"]) == (0, 0, 0)
     exchange.close()
 
 
 def test_an_unknown_exchange_names_the_known_ones() -> None:
-    with pytest.raises(UsageError, match="allreduce, gossip"):
+    with pytest.raises(UsageError, match="allreduce, hierarchical"):
         make_exchange("telepathy", nn.Linear(1, 1), SingleCommunicator(), seed=0)
 
 
@@ -72,6 +77,12 @@ class _Counting(SingleCommunicator):
 
     def __init__(self) -> None:
         self.started: list[int] = []
+
+    def allgather(self, value: Json) -> list[Json]:
+        return [value, value]
+
+    def dup(self) -> "_Counting":
+        return self
 
     def iallreduce(self, array: object) -> Request:
         self.started.append(len(array))  # type: ignore[arg-type]
@@ -85,7 +96,7 @@ def _two_buckets() -> nn.Sequential:
 
 def test_reductions_start_while_backward_goes_on() -> None:
     model, comm = _two_buckets(), _Counting()
-    exchange = Allreduce(model, comm)
+    exchange = make_exchange("allreduce", model, comm, 0)
     started_at_first_layer: list[int] = []
     next(model.parameters()).register_hook(  # type: ignore[no-untyped-call]
         lambda _: started_at_first_layer.append(len(comm.started))
@@ -103,7 +114,7 @@ def test_reductions_start_in_the_same_order_with_and_without_samples() -> None:
     orders = []
     for samples in (0, 1):
         model, comm = _two_buckets(), _Counting()
-        exchange = Allreduce(model, comm)
+        exchange = make_exchange("allreduce", model, comm, 0)
         exchange.before_backward(samples, 1)
         if samples:
             model(torch.ones(1, 4)).sum().backward()
@@ -116,6 +127,58 @@ def test_reductions_start_in_the_same_order_with_and_without_samples() -> None:
 
 def test_closing_removes_the_hooks() -> None:
     model, comm = _two_buckets(), _Counting()
-    Allreduce(model, comm).close()
+    make_exchange("allreduce", model, comm, 0).close()
     model(torch.ones(1, 4)).sum().backward()
     assert comm.started == []
+
+
+class _Alone(SingleCommunicator):
+    """One of two ranks, whose peer says nothing."""
+
+    size = 2
+
+    def irecv(self, into: object, source: int, tag: int) -> Request:
+        return _Never()
+
+    def isend(self, data: object, dest: int, tag: int) -> Request:
+        return _Never()
+
+
+class _Never:
+    def done(self) -> bool:
+        return False
+
+    def cancel(self) -> bool:
+        return True
+
+
+def test_asgd_averages_with_what_it_has_come_nearer_to() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    exchange = Asgd(trainable(model), _Alone(), parse_exchange("asgd"), seed=0)
+    ahead, behind = (np.array(each, np.float32) for each in ([3.0, 0.1], [-3.0, 0.0]))
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[0.0, 0.0]]))
+        exchange.before_step()
+        model.weight.copy_(torch.tensor([[1.0, 0.0]]))
+        exchange._read()
+        exchange._merge([behind.view(np.uint8)])
+        assert model.weight.tolist() == [[1.0, 0.0]]
+        exchange._merge([ahead.view(np.uint8), behind.view(np.uint8)])
+    assert model.weight[0].tolist() == pytest.approx([2.0, 0.05])
+    told = exchange.statistics()
+    assert (told["accepted"], told["refused"]) == (1, 2)
+    # From here on it has not moved, so it has come nearer to nobody.
+    with torch.no_grad():
+        exchange._merge([ahead.view(np.uint8)])
+    assert model.weight[0].tolist() == pytest.approx([2.0, 0.05])
+
+
+def test_asgd_sends_less_often_when_its_queue_is_full() -> None:
+    model = nn.Linear(2, 1)
+    exchange = Asgd(trainable(model), _Alone(), parse_exchange("asgd"), seed=0)
+    for _ in range(300):
+        exchange.before_step()
+        exchange.after_step()
+    told = exchange.statistics()
+    assert told["messages"] == 2 * 2  # Two of a notice and weights; nothing has left.
+    assert told["interval"] == 64

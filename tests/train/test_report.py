@@ -25,6 +25,8 @@ def _rank(**changed: Any) -> dict[str, Any]:
         "messages": 1,
         "late": 0,
         "healed": 0,
+        "decoded": 0,
+        "decode_saved_s": 0.0,
         "skipped": [],
         "notes": [],
         **changed,

@@ -4,26 +4,29 @@ An exchange has three places in a training step: while backward makes gradients,
 optimizer's step, and after it. It owns a communicator of its own, and the hooks that it sets.
 """
 
-from typing import Final, Protocol
+from collections.abc import Iterable
+from typing import Protocol
 
 from torch import nn
 
 from dlio.comm import Communicator
-from dlio.errors import UsageError
+from dlio.comm.nodes import find_nodes
+from dlio.train.exchange.buckets import Named, trainable
+from dlio.train.exchange.spec import NAMES, ExchangeSpec, parse_exchange
 
-NAMES: Final = ("allreduce", "gossip")
+__all__ = ["NAMES", "Exchange", "ExchangeSpec", "exchange_of", "make_exchange", "parse_exchange"]
 
 
 class Exchange(Protocol):
-    """Keeps the ranks' models together. Owner: the trainer, which closes it.
-
-    The trainer divides each rank's summed loss by `planned / ranks`, where `planned` is the
-    number of samples in the step's global batch; so gradients, averaged over ranks, are those of
-    the global batch, however unevenly its samples are shared.
-    """
+    """Keeps the ranks' models together. Owner: whoever made it, who closes it."""
 
     def before_backward(self, samples: int, planned: int) -> None:
-        """A step begins: this rank has `samples` of the global batch's `planned`."""
+        """A step begins: this rank has `samples` of the global batch's `planned`, and divides its
+        summed loss by `planned / ranks`. Gradients, averaged over ranks, are then those of the
+        global batch, however unevenly its samples are shared."""
+
+    def weigh(self, samples: float) -> None:
+        """In place of `before_backward`, where a rank's loss is the mean over its samples."""
 
     def before_step(self) -> None:
         """Gradients are final, here and on the other ranks, when this returns."""
@@ -41,13 +44,40 @@ class Exchange(Protocol):
         """Remove hooks, give the communicator back. Collective."""
 
 
-def make_exchange(name: str, model: nn.Module, comm: Communicator, seed: int) -> Exchange:
-    """Raises UsageError for a name that is not in NAMES. Collective."""
-    from dlio.train.exchange.allreduce import Allreduce
-    from dlio.train.exchange.gossip import Gossip
+def make_exchange(
+    name: str, model: nn.Module, comm: Communicator, seed: int, pretend_nodes: int | None = None
+) -> Exchange:
+    """The exchange of a model. Collective. Raises UsageError for a name that is none."""
+    spec = parse_exchange(name)
+    return exchange_of(spec, trainable(model), model.modules(), comm, seed, pretend_nodes)
 
-    if name == "allreduce":
-        return Allreduce(model, comm.dup())
-    if name == "gossip":
-        return Gossip(model, comm.dup(), seed)
-    raise UsageError(f"--exchange {name}: choose one of {', '.join(NAMES)}")
+
+def exchange_of(
+    spec: ExchangeSpec,
+    named: Named,
+    modules: Iterable[nn.Module],
+    comm: Communicator,
+    seed: int,
+    pretend_nodes: int | None = None,
+) -> Exchange:
+    """The exchange of some parameters. Collective.
+
+    Args:
+        named: the same on all ranks.
+        modules: whose forward passes use them.
+        comm: duplicated.
+    """
+    from dlio.train.exchange.asgd import Asgd
+    from dlio.train.exchange.gossip import Gossip
+    from dlio.train.exchange.gradients import GradientExchange
+    from dlio.train.exchange.periodic import Periodic
+
+    node_of = find_nodes(comm, pretend_nodes).node_of.tolist()
+    own = comm.dup()
+    if spec.merge == "half":
+        return Gossip(named, modules, own, spec, seed)
+    if spec.merge == "parzen":
+        return Asgd(named, own, spec, seed)
+    if spec.payload == "delta":
+        return Periodic(named, own, spec, node_of)
+    return GradientExchange(named, own, spec, node_of)

@@ -11,6 +11,8 @@ from torch import nn
 from dlio.comm import Communicator
 
 BUCKET_BYTES = 1 << 20
+Named = Sequence[tuple[str, nn.Parameter]]
+"""Parameters with their names, in the model's order."""
 
 
 class Bucket:
@@ -19,11 +21,14 @@ class Bucket:
     float32 whatever the parameters are: MPI libraries sum bfloat16 into garbage.
 
     Args:
+        named: parameters with their names.
         extra: elements beyond the parameters', at the buffer's end.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], extra: int = 0) -> None:
-        self.parameters = list(parameters)
+    def __init__(self, named: Named, extra: int = 0) -> None:
+        self.tensors = [(name, tuple(parameter.shape)) for name, parameter in named]
+        """(name, shape) of what lies in the buffer, one after the other."""
+        self.parameters = parameters = [parameter for _, parameter in named]
         count = sum(parameter.numel() for parameter in parameters)
         self.flat = torch.zeros(count + extra)
         ends = np.cumsum([parameter.numel() for parameter in parameters]).tolist()
@@ -44,15 +49,20 @@ class Bucket:
         return self.array.view(np.uint8)
 
 
-def in_buckets(model: nn.Module) -> list[list[nn.Parameter]]:
-    """Trainable parameters, last first as backward makes their gradients, about a MiB together."""
-    buckets: list[list[nn.Parameter]] = []
+def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Named parameters that get gradients."""
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def in_buckets(named: Named) -> list[list[tuple[str, nn.Parameter]]]:
+    """Parameters, last first as backward makes their gradients, about a MiB together."""
+    buckets: list[list[tuple[str, nn.Parameter]]] = []
     size = BUCKET_BYTES
-    for parameter in reversed([p for p in model.parameters() if p.requires_grad]):
+    for name, parameter in reversed(named):
         if size >= BUCKET_BYTES:
             buckets.append([])
             size = 0
-        buckets[-1].append(parameter)
+        buckets[-1].append((name, parameter))
         size += 4 * parameter.numel()
     return buckets
 
@@ -60,7 +70,13 @@ def in_buckets(model: nn.Module) -> list[list[nn.Parameter]]:
 @torch.no_grad()
 def broadcast_state(model: nn.Module, comm: Communicator) -> None:
     """Overwrite parameters and buffers with rank 0's. Collective."""
-    for tensor in model.state_dict().values():
+    broadcast_tensors(list(model.state_dict().values()), comm)
+
+
+@torch.no_grad()
+def broadcast_tensors(tensors: Sequence[torch.Tensor], comm: Communicator) -> None:
+    """Overwrite tensors with rank 0's. Collective."""
+    for tensor in tensors:
         array = tensor.detach().to("cpu", torch.float64).contiguous().numpy()
         comm.bcast(array)
         tensor.copy_(torch.from_numpy(array))

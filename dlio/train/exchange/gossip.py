@@ -1,4 +1,4 @@
-"""GossipGraD: each step a rank averages its weights with one other's (Daily et al., 2018).
+"""GossipGraD: each step a rank averages with one other (Daily et al., 2018).
 
 Messages a step are constant, where an allreduce needs a logarithm of the ranks. Partners follow
 a dissemination pattern: after ceil(log2 p) steps everyone's update has reached everyone, and with
@@ -6,28 +6,43 @@ p a power of two the weights are the exact mean. Then the ranks are permuted ("r
 a rank is not always behind the same neighbour.
 
 Weights, not gradients: averaging gradients with one partner lets ranks drift apart without bound.
+`gossip(gradient)` is that variant. With a sparse compressor what travels is what a rank's weights
+have changed by since the last step, less what is left out; and every REFRESH steps whole weights
+as bfloat16, since changes alone let ranks drift apart, too.
 """
 
 import math
 import time
+from collections.abc import Iterable
+from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
 from dlio.comm import Communicator, Request
+from dlio.comm.waiting import leave
 from dlio.order import Order
-from dlio.train.exchange.buckets import Bucket, in_buckets
+from dlio.train.exchange.buckets import Bucket, Named, in_buckets
+from dlio.train.exchange.compress import Compressor, make_compressor
+from dlio.train.exchange.compress.layout import Scratch, pieces_of
+from dlio.train.exchange.spec import ExchangeSpec
 
-_ROTATIONS = 64
+REFRESH: Final = 64
+"""Steps from one exchange of whole weights to the next, where only changes travel in between."""
+_ROTATIONS: Final = 64
 """Length of the cycle of permutations."""
-_FIRST_TAG = 1
+_FIRST_TAG: Final = 1
 
 
-def partners(step: int, rank: int, ranks: int, seed: int) -> tuple[int, int]:
+def partners(
+    step: int, rank: int, ranks: int, seed: int, topology: str = "dissemination"
+) -> tuple[int, int]:
     """(rank to send to, rank to receive from) at a step; both `rank` itself when it is alone.
 
-    Source: dissemination with rotation, arXiv 1803.05880.
+    Source: dissemination with rotation, arXiv 1803.05880. In `hypercube` both are one rank; where
+    the number of ranks is no power of two some are alone at some steps.
     """
     if ranks == 1:
         return rank, rank
@@ -36,29 +51,63 @@ def partners(step: int, rank: int, ranks: int, seed: int) -> tuple[int, int]:
     permutation = Order(ranks, seed, rotation).samples(np.arange(ranks, dtype=np.int64))
     place = int(np.flatnonzero(permutation == rank)[0])
     distance = 2 ** (step % period)
+    if topology == "hypercube":
+        other = place ^ distance
+        peer = int(permutation[other]) if other < ranks else rank
+        return peer, peer
     return (
         int(permutation[(place + distance) % ranks]),
         int(permutation[(place - distance) % ranks]),
     )
 
 
+class _Lane:
+    """One bucket's messages."""
+
+    def __init__(self, group: Named, spec: ExchangeSpec, scratch: Scratch) -> None:
+        self.outgoing, self.incoming = Bucket(group), Bucket(group)
+        self.requests: list[Request] = []
+        pieces = pieces_of(self.outgoing.tensors)
+        self.codec: Compressor | None = None
+        if spec.compressor is not None:
+            self.codec = make_compressor(spec.compressor, pieces, scratch)
+        self.whole = make_compressor("bf16", pieces, scratch) if spec.payload == "delta" else None
+        """What weights are sent with now and then, where usually their changes are."""
+        codecs = [codec for codec in (self.codec, self.whole) if codec is not None]
+        longest = max([codec.max_bytes for codec in codecs], default=0)
+        self.message, self.arrived = np.empty(longest, np.uint8), np.empty(longest, np.uint8)
+        self.residual = np.zeros(self.outgoing.flat.numel() if codecs else 0, np.float32)
+        self.before = np.empty(0, np.float32)
+        """Weights of the last step, of which changes are told."""
+        self.own = np.empty(0, np.float32)
+        """What this rank's message stands for, where its partner adds half of the difference."""
+
+
 class Gossip:
-    """Sends weights after each step; joins and merges them layer by layer, before the next use.
+    """Sends after each step; joins and merges bucket by bucket, before the next use.
 
     A bucket's message travels while the next batch is awaited and while the layers before it
     compute: a module that owns parameters joins their bucket in its forward pre-hook.
+
+    Args:
+        modules: whose forward passes use the parameters.
     """
 
-    def __init__(self, model: nn.Module, comm: Communicator, seed: int) -> None:
-        self._comm = comm
-        self._seed = seed
-        groups = in_buckets(model) if comm.size > 1 else []
-        self._outgoing = [Bucket(group) for group in groups]
-        self._incoming = [Bucket(group) for group in groups]
-        self._requests: list[list[Request]] = [[] for _ in groups]
-        number_of = {parameter: k for k, group in enumerate(groups) for parameter in group}
+    def __init__(
+        self,
+        named: Named,
+        modules: Iterable[nn.Module],
+        comm: Communicator,
+        spec: ExchangeSpec,
+        seed: int,
+    ) -> None:
+        self._comm, self._spec, self._seed = comm, spec, seed
+        groups = in_buckets(named) if comm.size > 1 else []
+        scratch = Scratch()
+        self._lanes = [_Lane(group, spec, scratch) for group in groups]
+        number_of = {p: k for k, group in enumerate(groups) for _, p in group}
         self._hooks = []
-        for module in model.modules():
+        for module in modules if spec.payload != "gradient" else ():
             owned = sorted(
                 {number_of[p] for p in module.parameters(recurse=False) if p in number_of}
             )
@@ -70,59 +119,133 @@ class Gossip:
                 )
         self._step = 0
         self._wait_s = 0.0
+        self._messages = self._bytes = 0
 
     def before_backward(self, samples: int, planned: int) -> None:
-        pass
+        self._unscale = planned / self._comm.size / max(1, samples)
+
+    def weigh(self, samples: float) -> None:
+        self._unscale = 1.0
+
+    _unscale = 1.0
 
     def before_step(self) -> None:
         # A parameter that this step did not use has not been joined yet.
         self.finish()
+        if self._spec.payload == "gradient":
+            self._send(tuple(range(len(self._lanes))), whole=False)
+            self.finish()
 
     def after_step(self) -> None:
-        if not self._outgoing:
-            return
-        to, source = partners(self._step, self._comm.rank, self._comm.size, self._seed)
-        self._step += 1
-        # The first layers are used first and are in the last bucket: it leaves first.
-        for number in reversed(range(len(self._outgoing))):
-            outgoing, incoming = self._outgoing[number], self._incoming[number]
-            with torch.no_grad():
-                for parameter, view in zip(outgoing.parameters, outgoing.views, strict=True):
-                    view.copy_(parameter)
-            tag = _FIRST_TAG + number
-            self._requests[number] = [
-                self._comm.irecv(incoming.bytes, source, tag),
-                self._comm.isend(outgoing.bytes, to, tag),
-            ]
+        if self._lanes and self._spec.payload != "gradient":
+            # The first layers are used first and are in the last bucket: it leaves first.
+            whole = self._spec.payload == "weight" or self._step % REFRESH == REFRESH - 1
+            self._send(tuple(reversed(range(len(self._lanes)))), whole)
 
     def finish(self) -> None:
-        self._join(tuple(range(len(self._requests))))
+        self._join(tuple(range(len(self._lanes))))
 
     def statistics(self) -> dict[str, float]:
-        size = sum(bucket.flat.numel() * 4 for bucket in self._outgoing)
         return {
             "wait_s": self._wait_s,
-            "messages": float(self._step * len(self._outgoing)),
-            "bytes": float(self._step * size),
+            "messages": float(self._messages),
+            "bytes": float(self._bytes),
         }
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        for lane in self._lanes:
+            for request in lane.requests:
+                if not request.done() and not request.cancel():
+                    leave(request, lane.incoming, lane.outgoing, lane.message, lane.arrived)
         if self._comm.size > 1:
             self._comm.close()
+
+    @torch.no_grad()
+    def _send(self, numbers: tuple[int, ...], whole: bool) -> None:
+        """Post this step's messages.
+
+        Args:
+            whole: weights; otherwise gradients, or changes.
+        """
+        comm = self._comm
+        to, source = partners(self._step, comm.rank, comm.size, self._seed, self._spec.topology)
+        self._step += 1
+        self._whole = whole
+        for number in numbers:
+            lane = self._lanes[number]
+            self._fill(lane)
+            if to == comm.rank:
+                lane.before = lane.outgoing.array.copy() if lane.whole is not None else lane.before
+                continue
+            codec = lane.whole if whole and lane.whole is not None else lane.codec
+            into, message = lane.incoming.bytes, lane.outgoing.bytes
+            if codec is not None:
+                values = self._values(lane, whole)
+                # Of weights nothing is left for later: they are whole again next time.
+                residual = np.zeros_like(values) if whole else lane.residual
+                used = codec.encode(values, residual, lane.message)
+                into, message = lane.arrived, lane.message[:used]
+                lane.own = np.zeros_like(values)
+                codec.add(lane.message, lane.own)
+            tag = _FIRST_TAG + number
+            lane.requests = [comm.irecv(into, source, tag), comm.isend(message, to, tag)]
+            self._messages += 1
+            self._bytes += len(message)
+
+    def _fill(self, lane: _Lane) -> None:
+        """What is to be told, into the bucket: weights, or gradients."""
+        out = lane.outgoing
+        for parameter, view in zip(out.parameters, out.views, strict=True):
+            if self._spec.payload != "gradient":
+                view.copy_(parameter)
+            elif parameter.grad is None:
+                view.zero_()
+            else:
+                view.copy_(parameter.grad)
+
+    def _values(self, lane: _Lane, whole: bool) -> npt.NDArray[np.float32]:
+        if whole or self._spec.payload != "delta":
+            return lane.outgoing.array
+        if not len(lane.before):
+            lane.before = lane.outgoing.array.copy()
+        return lane.outgoing.array - lane.before
 
     def _join(self, numbers: tuple[int, ...]) -> None:
         """Wait for these buckets' messages, if any are under way, and merge them."""
         for number in numbers:
-            requests = self._requests[number]
-            if not requests:
+            lane = self._lanes[number]
+            if not lane.requests:
                 continue
             started = time.perf_counter()
-            self._comm.wait(requests, "weights of a gossip partner")
+            self._comm.wait(lane.requests, "weights of a gossip partner")
             self._wait_s += time.perf_counter() - started
-            self._requests[number] = []
-            bucket = self._incoming[number]
-            with torch.no_grad():
-                for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                    parameter.lerp_(view.to(parameter.device, parameter.dtype), 0.5)
+            lane.requests = []
+            self._merge(lane)
+
+    @torch.no_grad()
+    def _merge(self, lane: _Lane) -> None:
+        codec = lane.whole if self._whole and lane.whole is not None else lane.codec
+        bucket = lane.incoming
+        if codec is not None:
+            # Both ranks move by half of the difference of what was told.
+            theirs = bucket.array
+            theirs[:] = 0
+            codec.add(lane.arrived, theirs)
+            theirs -= lane.own
+        for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+            target = parameter
+            if self._spec.payload == "gradient":
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                target = parameter.grad  # type: ignore[assignment]
+            there = view.to(target.device, target.dtype)
+            if codec is None:
+                target.lerp_(there, 0.5)
+            else:
+                target.add_(there, alpha=0.5)
+        if lane.whole is not None:
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                view.copy_(parameter)
+            lane.before = bucket.array.copy()

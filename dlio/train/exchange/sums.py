@@ -159,10 +159,10 @@ class RoutedSum:
                 if timeout_s is not None:
                     left_s = max(0.0, timeout_s - (time.perf_counter() - began))
                 if self._receive is not None and not self._receive.done():
-                    awaited, what = self._receive, f"gradients of rank {self._ops[self._at].peer}"
+                    what = f"gradients of rank {self._ops[self._at].peer}"
+                    self._comm.wait([self._receive], what, left_s)
                 else:
-                    awaited, what = self._sends[0], "gradients to leave"
-                self._comm.wait([awaited], what, left_s)
+                    self._comm.wait(self._sends[:1], "gradients to leave", left_s)
         finally:
             self._wait_s += time.perf_counter() - began
 

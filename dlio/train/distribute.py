@@ -1,0 +1,116 @@
+"""`dlio.distribute`: a hand-written training loop on many ranks, by one line."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from dlio.comm import Communicator, world
+from dlio.train.exchange import Exchange, exchange_of, parse_exchange
+from dlio.train.exchange.buckets import broadcast_tensors
+
+
+class Distributed:
+    """What `distribute` has set up. `close` takes it away, on all ranks; as does `with`."""
+
+    def __init__(self, exchanges: Sequence[Exchange], hooks: Sequence[Any]) -> None:
+        self.exchanges = list(exchanges)
+        """One for each optimizer."""
+        self._hooks = list(hooks)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def weigh(self, samples: float) -> None:
+        """The next losses of this rank are means over so many samples: ranks then count by their
+        samples. Without it all count alike."""
+        for exchange in self.exchanges:
+            exchange.weigh(samples)
+
+    def finish(self) -> None:
+        """Join what is under way: before weights are looked at, of an exchange that sends them."""
+        for exchange in self.exchanges:
+            exchange.finish()
+
+    def statistics(self) -> dict[str, float]:
+        """This rank's sums since the beginning: `wait_s`, `messages` and `bytes` sent, and more of
+        some exchanges."""
+        told: dict[str, float] = {}
+        for exchange in self.exchanges:
+            for key, value in exchange.statistics().items():
+                told[key] = told.get(key, 0.0) + value
+        return told
+
+    def close(self) -> None:
+        """Finish, and remove all hooks. Collective."""
+        self.finish()
+        for hook in self._hooks:
+            hook.remove()
+        for exchange in self.exchanges:
+            exchange.close()
+        self._hooks, self.exchanges = [], []
+
+
+def distribute(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    exchange: str = "allreduce",
+    *,
+    seed: int = 0,
+    pretend_nodes: int | None = None,
+) -> Distributed:
+    """Train on all ranks (of mpirun, srun or torchrun) what each of them trains: exported as
+    `dlio.distribute`. Collective.
+
+    Parameters and buffers become rank 0's. From then on `backward` leaves the mean of all ranks'
+    gradients in `.grad`, so clipping, accumulation, schedulers and scalers go on as before; or, of
+    an exchange that sends weights, `step` is followed by it. Ranks are to call `backward` and
+    `step` alike, each on its own share of the data, with losses that are means.
+
+    Args:
+        optimizer: one or several, over parameters of `model`.
+        exchange: as `dlio train --exchange` has it, see `dlio.train.exchange.spec`.
+        seed: of whom gossip and asgd talk to.
+        pretend_nodes: behave as if the ranks were on that many nodes.
+
+    Raises UsageError for an exchange that is none.
+    """
+    spec = parse_exchange(exchange)
+    comm = world()
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    with torch.no_grad():
+        broadcast_tensors(list(model.state_dict().values()), comm)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    taken: set[nn.Parameter] = set()
+    exchanges: list[Exchange] = []
+    hooks: list[Any] = []
+    for each in optimizers:
+        named = [(names.get(p, f"parameter {k}"), p) for k, p in enumerate(parameters_of(each))]
+        named = [(name, p) for name, p in named if p not in taken and p.requires_grad]
+        taken |= {parameter for _, parameter in named}
+        made = exchange_of(spec, named, model.modules(), comm, seed, pretend_nodes)
+        exchanges.append(made)
+        hooks += follow(each, made)
+    return Distributed(exchanges, hooks)
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """In the order of its groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def follow(optimizer: torch.optim.Optimizer, exchange: Exchange) -> Iterable[Any]:
+    """Have an exchange called around an optimizer's steps; the hooks."""
+    return (
+        optimizer.register_step_pre_hook(lambda *_: exchange.before_step()),
+        optimizer.register_step_post_hook(lambda *_: exchange.after_step()),
+    )
+
+
+def broadcast_parameters(parameters: Sequence[torch.Tensor], comm: Communicator) -> None:
+    """Overwrite parameters with rank 0's. Collective."""
+    broadcast_tensors([p.detach() for p in parameters], comm)

@@ -1,0 +1,228 @@
+"""ASGD (Keuper and Pfreundt, 2015): ranks step on their own and send their weights, unasked and
+unacknowledged, to random others, which take what helps them.
+
+What arrives is judged by a Parzen window of the rank's own way: weights w_n count if the way from w
+brings w nearer to them than it was. Those that count, and w itself, are averaged. The way is
+not the last step, as published, but all since the last merge: of millions of weights a single step
+is mostly the noise of its batch, which leads away from everybody, and nearly nothing would count.
+
+A rank sends as often as its queue allows ("communication load balancing"): each message that finds
+the queue below its set point makes the interval shorter, each that finds it above longer.
+
+A message is a notice of 8 bytes, then the weights; a receiver has a receive posted for each rank's
+notice, and takes the weights of a few at a time. Two-sided, so a rank that dies takes nobody along.
+"""
+
+import random
+import time
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dlio.comm import Communicator, Request
+from dlio.comm.waiting import leave
+from dlio.train.exchange.buckets import Bucket, Named
+from dlio.train.exchange.compress import make_compressor
+from dlio.train.exchange.compress.layout import Scratch, pieces_of
+from dlio.train.exchange.spec import ExchangeSpec
+
+_NOTICE: Final = 1
+_WEIGHTS: Final = 2
+_QUEUE: Final = 2
+"""Set point: messages of this rank that have not left."""
+_MAILBOX: Final = 2
+"""Messages that are taken at a time."""
+_LONGEST: Final = 64
+"""Steps between two messages, at most."""
+_CLOSE_TIMEOUT_S: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sent:
+    """A message under way, and the memory that it is read from."""
+
+    requests: list[Request]
+    memory: npt.NDArray[np.uint8]
+    notice: npt.NDArray[np.int64]
+
+
+class Asgd:
+    """Asynchronous weights to random ranks."""
+
+    def __init__(self, named: Named, comm: Communicator, spec: ExchangeSpec, seed: int) -> None:
+        self._comm = comm
+        self._random = random.Random(f"{seed}.{comm.rank}")  # noqa: S311 - whom to tell is no secret
+        named = named if comm.size > 1 else []
+        self._now = Bucket(named)
+        self._before = torch.empty_like(self._now.flat)
+        """Weights of the last merge."""
+        self._started = False
+        pieces = pieces_of(self._now.tensors)
+        self._codec = None
+        longest = 4 * self._now.flat.numel()
+        if spec.compressor is not None and named:
+            self._codec = make_compressor(spec.compressor, pieces, Scratch())
+            longest = self._codec.max_bytes
+        self._longest = longest
+        peers = [rank for rank in range(comm.size) if rank != comm.rank]
+        self._peers = peers
+        self._notices = {peer: np.zeros(1, np.int64) for peer in peers}
+        self._expected = {peer: self._listen(peer) for peer in peers}
+        self._arriving: list[tuple[Request, npt.NDArray[np.uint8]]] = []
+        self._waiting: list[int] = []
+        """Ranks whose notice has come, and whose weights have not been asked for."""
+        self._spare = [np.empty(longest, np.uint8) for _ in range(_MAILBOX)]
+        self._sends: list[_Sent] = []
+        self._out: list[npt.NDArray[np.uint8]] = []
+        self._sent = dict.fromkeys(peers, 0)
+        self._heard = dict.fromkeys(peers, 0)
+        self._steps, self._interval = 0, 1.0
+        self._messages = self._bytes = 0
+        self._accepted = self._refused = 0
+
+    def before_backward(self, samples: int, planned: int) -> None:
+        pass
+
+    def weigh(self, samples: float) -> None:
+        pass
+
+    @torch.no_grad()
+    def before_step(self) -> None:
+        if self._peers and not self._started:
+            self._read()
+            self._before.copy_(self._now.flat)
+            self._started = True
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        if not self._peers:
+            return
+        self._read()
+        self._merge(self._collect())
+        self._send()
+
+    def finish(self) -> None:
+        pass
+
+    def statistics(self) -> dict[str, float]:
+        """Also: `accepted` and `refused` messages, and the present `interval` in steps."""
+        return {
+            "wait_s": 0.0,
+            "messages": float(self._messages),
+            "bytes": float(self._bytes),
+            "accepted": float(self._accepted),
+            "refused": float(self._refused),
+            "interval": self._interval,
+        }
+
+    def close(self) -> None:
+        """Take what others have sent, so that nothing is left under way. Collective."""
+        if not self._peers:
+            return
+        everyone = self._comm.allgather({str(peer): n for peer, n in self._sent.items()})
+        owed = {peer: int(everyone[peer][str(self._comm.rank)]) for peer in self._peers}
+        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
+        while time.monotonic() < deadline and (
+            self._sends or self._arriving or self._waiting or self._heard != owed
+        ):
+            self._collect()
+            self._clear_sent()
+            time.sleep(0.0002)
+        for peer, request in self._expected.items():
+            if not request.cancel():
+                leave(request, self._notices[peer])
+        for request, memory in self._arriving:
+            if not request.cancel():
+                leave(request, memory)
+        for sent in self._sends:
+            leave(sent)
+        self._comm.close()
+
+    def _listen(self, peer: int) -> Request:
+        return self._comm.irecv(self._notices[peer].view(np.uint8), peer, _NOTICE)
+
+    def _read(self) -> None:
+        for parameter, view in zip(self._now.parameters, self._now.views, strict=True):
+            view.copy_(parameter)
+
+    def _collect(self) -> list[npt.NDArray[np.uint8]]:
+        """Messages that have come; asks for those that have been announced."""
+        for peer, request in list(self._expected.items()):
+            if request.done():
+                self._heard[peer] += 1
+                self._waiting.append(peer)
+                self._expected[peer] = self._listen(peer)
+        arrived = [memory for request, memory in self._arriving if request.done()]
+        self._arriving = [(r, m) for r, m in self._arriving if not any(m is a for a in arrived)]
+        self._spare += arrived
+        while self._waiting and self._spare and len(self._arriving) < _MAILBOX:
+            memory, peer = self._spare.pop(0), self._waiting.pop(0)
+            if any(memory is a for a in arrived):
+                self._spare.append(memory)
+                self._waiting.insert(0, peer)
+                break  # It has not been read yet.
+            self._arriving.append((self._comm.irecv(memory, peer, _WEIGHTS), memory))
+        return arrived
+
+    def _merge(self, messages: list[npt.NDArray[np.uint8]]) -> None:
+        """The mean of the weights and of those received that this rank has come nearer to."""
+        if not messages:
+            return
+        now, before = self._now.flat, self._before
+        total, count = now.clone(), 1
+        for message in messages:
+            if self._codec is None:
+                theirs = torch.from_numpy(message.view(np.float32))
+            else:
+                unpacked = np.zeros(now.numel(), np.float32)
+                self._codec.add(message, unpacked)
+                theirs = torch.from_numpy(unpacked)
+            nearer = torch.dist(now, theirs) < torch.dist(before, theirs)
+            if bool(nearer):
+                self._accepted += 1
+                total += theirs
+                count += 1
+            else:
+                self._refused += 1
+        if count == 1:
+            return
+        now.copy_(total.div_(count))
+        before.copy_(now)
+        for parameter, view in zip(self._now.parameters, self._now.views, strict=True):
+            parameter.copy_(view)
+
+    def _clear_sent(self) -> None:
+        gone = [sent for sent in self._sends if all(each.done() for each in sent.requests)]
+        self._out += [sent.memory for sent in gone]
+        self._sends = [sent for sent in self._sends if sent not in gone]
+
+    def _send(self) -> None:
+        """Tell a random rank, when it is time and the queue is short."""
+        self._clear_sent()
+        self._steps += 1
+        if self._steps < self._interval:
+            return
+        self._steps = 0
+        if len(self._sends) >= _QUEUE:
+            self._interval = min(_LONGEST, 2 * self._interval)
+            return
+        self._interval = max(1.0, 0.9 * self._interval)
+        peer = self._random.choice(self._peers)
+        memory = self._out.pop() if self._out else np.empty(self._longest, np.uint8)
+        used = self._longest
+        if self._codec is None:
+            memory.view(np.float32)[:] = self._now.array
+        else:
+            used = self._codec.encode(self._now.array, np.zeros_like(self._now.array), memory)
+        self._sent[peer] += 1
+        notice = np.array([self._sent[peer]])
+        requests = [
+            self._comm.isend(notice.view(np.uint8), peer, _NOTICE),
+            self._comm.isend(memory[:used], peer, _WEIGHTS),
+        ]
+        self._sends.append(_Sent(requests, memory, notice))
+        self._messages += 2
+        self._bytes += used + notice.nbytes

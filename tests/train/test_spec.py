@@ -1,0 +1,119 @@
+"""What users write of an exchange."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlio.errors import UsageError
+from dlio.train.exchange.compress import NAMES as COMPRESSORS
+from dlio.train.exchange.routes import Op, route
+from dlio.train.exchange.spec import NAMES, parse_exchange
+
+
+@pytest.mark.parametrize(
+    ("text", "payload", "topology", "period", "compressor"),
+    [
+        ("allreduce", "gradient", "all", 1, None),
+        ("gossip", "weight", "dissemination", 1, None),
+        ("gossip(hypercube)", "weight", "hypercube", 1, None),
+        ("gossip(gradient)", "gradient", "dissemination", 1, None),
+        ("gossip+adaptive", "delta", "dissemination", 1, "adaptive"),
+        ("gossip+bf16", "weight", "dissemination", 1, "bf16"),
+        ("hierarchical+onebit", "gradient", "hierarchical", 1, "onebit"),
+        ("local-sgd", "delta", "all", 8, None),
+        ("diloco(50)+int8", "delta", "all", 50, "int8"),
+        ("asgd+bf16", "weight", "random", 1, "bf16"),
+    ],
+)
+def test_names_mean_what_they_say(
+    text: str, payload: str, topology: str, period: int, compressor: str | None
+) -> None:
+    spec = parse_exchange(text)
+    assert (spec.payload, spec.topology, spec.period, spec.compressor) == (
+        payload,
+        topology,
+        period,
+        compressor,
+    )
+    assert parse_exchange(str(spec)) == spec
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("telepathy", "choose one of"),
+        ("gossip(ring)", "choose one of"),
+        ("allreduce(3)", "choose one of"),
+        ("local-sgd(0)", "number of steps"),
+        ("local-sgd(x)", "number of steps"),
+        ("allreduce+zip", "compressor 'zip'"),
+        ("asgd+adaptive", "whole weights"),
+        ("", "choose one of"),
+    ],
+)
+def test_what_does_not_compose_is_refused_with_a_reason(text: str, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        parse_exchange(text)
+
+
+def test_everything_else_composes() -> None:
+    for name in NAMES:
+        for compressor in COMPRESSORS:
+            if name != "asgd" or compressor in ("bf16", "fp16", "int8"):
+                assert parse_exchange(f"{name}+{compressor}").compressor == compressor
+
+
+@given(
+    st.lists(st.integers(0, 4), min_size=2, max_size=19),
+    st.sampled_from(["hierarchical", "tree", "star"]),
+    st.booleans(),
+)
+def test_routes_bring_the_sum_to_all(nodes: list[int], topology: str, compressed: bool) -> None:
+    node_of = np.array(nodes, np.int32)
+    ranks = len(nodes)
+    lists = [route(topology, rank, node_of, compressed) for rank in range(ranks)]
+    # Every number is a set of ranks, so that nothing is added twice.
+    held = [{rank} for rank in range(ranks)]
+    wires: dict[tuple[int, int], list[set[int]]] = {}
+    at, posted = [0] * ranks, [False] * ranks
+
+    def step(rank: int) -> bool:
+        if at[rank] == len(lists[rank]):
+            return False
+        kind, peer = lists[rank][at[rank]]
+        if kind in ("send", "swap") and not posted[rank]:
+            wires.setdefault((rank, peer), []).append(set(held[rank]))
+            posted[rank] = True
+            if kind == "send":
+                at[rank], posted[rank] = at[rank] + 1, False
+            return True
+        if kind != "send" and wires.get((peer, rank)):
+            arrived = wires[peer, rank].pop(0)
+            if kind == "take":
+                held[rank] = arrived
+            else:
+                assert not held[rank] & arrived
+                held[rank] |= arrived
+            at[rank], posted[rank] = at[rank] + 1, False
+            return True
+        return False
+
+    moved = True
+    while moved:
+        moved = False
+        for rank in range(ranks):
+            moved |= step(rank)
+    assert at == [len(each) for each in lists]
+    assert held == [set(range(ranks))] * ranks
+    assert not any(wires.values())
+
+
+def test_a_tree_is_as_deep_as_a_logarithm_and_a_star_has_one_server() -> None:
+    node_of = np.arange(16, dtype=np.int32)
+    assert max(len(route("tree", rank, node_of)) for rank in range(16)) == 8
+    assert len(route("star", 0, node_of)) == 30
+    assert route("star", 5, node_of) == [Op("send", 0), Op("take", 0)]
+    # Four nodes of four ranks: three adds, two swaps, three sends.
+    kinds = [op.kind for op in route("hierarchical", 0, node_of // 4)]
+    assert kinds == ["add"] * 3 + ["swap"] * 2 + ["send"] * 3
