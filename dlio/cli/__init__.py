@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from dlio.cli import demo, forecast, ls, train
+from dlio.cli import demo, forecast, ls, run, train
 from dlio.errors import DlioError, UsageError
 
 _CORE: dict[str, Callable[..., None]] = {
@@ -40,6 +40,13 @@ def make_app() -> typer.Typer:
         rich_markup_mode=None,
     )
     app.callback(help=app.info.help)(_options)
+    # What follows the script is the script's.
+    own = {
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "allow_interspersed_args": False,
+    }
+    app.command("run", context_settings=own)(run.command)
     for name, function in _CORE.items():
         app.command(name)(function)
     for entry in sorted(entry_points(group="dlio.commands"), key=lambda entry: entry.name):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset, default_collate
 
 from dlio.blockorder import BlockOrder
@@ -122,7 +123,7 @@ class Engines:
         def begin() -> Iterator[Any]:
             given, loader.collate_fn = loader.collate_fn, _collating(loader, data, batches)
             try:
-                return torch.utils.data.DataLoader.__iter__(loader)
+                return TorchLoader.__iter__(loader)
             finally:
                 loader.collate_fn = given
 

@@ -89,12 +89,14 @@ def planned_feed(plan: Planned, batches: PlannedPass, stats: Stats) -> Feed:
         skip=plan.skip,
         trace=plan.trace,
     )
-    shuffle = Shuffle(plan.comm, mounted.hierarchy, epoch, plan.generation, plan.memory, planner)
     with ExitStack() as stack:
         passing = None
         if isinstance(batches.order, BlockOrder):
+            # Before anything is read: what passes through is not read sample by sample.
             passing = _passing(plan, epoch, batches.order)
             stack.callback(passing.close)
+        hierarchy = mounted.hierarchy
+        shuffle = Shuffle(plan.comm, hierarchy, epoch, plan.generation, plan.memory, planner)
         pipeline = stack.enter_context(Pipeline(shuffle, range(batches.steps), work))
         pipeline.start()
         yield None

@@ -91,6 +91,7 @@ class Hierarchy:
         """Blocks that this process has claimed, and will fill when what is wanted of them first
         has been read."""
         self._closed = False
+        self._is_over: Callable[[int], bool] = lambda _: False
         self._passing: npt.NDArray[np.bool_] | None = None
         """Blocks that no tier pins, but that pass through the last tier; shape (blocks,)."""
         self._impatience = int(_IMPATIENT_SHARE * data_bytes(reader) / ranks)
@@ -115,10 +116,16 @@ class Hierarchy:
         """Whether there is a tier for blocks to pass through."""
         return self._passing is not None
 
-    def let_pass(self, blocks: npt.NDArray[np.bool_]) -> None:
-        """These blocks too may pass through, where they are pinned nowhere; shape (blocks,)."""
+    def let_pass(self, blocks: npt.NDArray[np.bool_], is_over: Callable[[int], bool]) -> None:
+        """These blocks too may pass through, where they are pinned nowhere.
+
+        Args:
+            blocks: shape (blocks,).
+            is_over: whether a block has been used by all, and is not to be brought again.
+        """
         assert self._passing is not None
         self._passing |= blocks & (self.pins.tier < 0)
+        self._is_over = is_over
 
     def passing_blocks(self) -> set[int]:
         """Blocks that are in the tier that they pass through."""
@@ -263,7 +270,10 @@ class Hierarchy:
     ) -> tuple[T, str] | None:
         """What `read` gets from the block's tier, and its kind; None where it cannot."""
         number = self._tier_of(block)
-        if number >= 0 and (block in self._arrived or self._bring(sample, block, number)):
+        # What passes through may have been taken away since an earlier pass, by another rank.
+        for _ in range(2 if self.pins.tier[block] < 0 else 1):
+            if number < 0 or not (block in self._arrived or self._bring(sample, block, number)):
+                return None
             tier = self.tiers[number]
             try:
                 return read(tier), tier.kind
@@ -292,15 +302,22 @@ class Hierarchy:
         number = self._tier_of(block)
         if not self.fillable(block):
             return False
-        with self._lock:
-            if block in self._arrived:
-                return True
-            under_way = self._filling.get(block)
-            if under_way is None:
-                self._filling[block] = threading.Event()
-        if under_way is not None:
-            under_way.wait(self._fill_timeout_s if timeout_s is None else timeout_s)
-            return block in self._arrived
+        limit_s = self._fill_timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s
+        while True:
+            with self._lock:
+                if block in self._arrived:
+                    return True
+                under_way = self._filling.get(block)
+                if under_way is None:
+                    self._filling[block] = threading.Event()
+                    break
+            under_way.wait(max(0.0, deadline - time.monotonic()))
+            # Another thread may have had less patience with the process that fills it.
+            if block not in self._arrived and (
+                time.monotonic() >= deadline or not self.fillable(block)
+            ):
+                return False
         try:
             if self._fill_or_wait(block, self.tiers[number], timeout_s):
                 self._arrived.add(block)
@@ -398,6 +415,8 @@ class Hierarchy:
             time.sleep(_POLL_S)
         try:
             if not tier.has(block):
+                if self.pins.tier[block] < 0 and self._is_over(block):
+                    return False
                 self._copy(block, tier)
         finally:
             tier.release(block)

@@ -84,7 +84,7 @@ class Passing:
         self._closing = False
         self._swept: tuple[int, int] | None = None
         self._condition = threading.Condition()
-        hierarchy.let_pass(here)
+        hierarchy.let_pass(here, self._is_over)
         self._threads = [
             threading.Thread(target=self._bring, name=f"dlio-pass-{k}", daemon=True)
             for k in range(threads if len(self._blocks) else 0)
@@ -135,6 +135,10 @@ class Passing:
             if not self._closing:
                 self._condition.wait(_WAIT_S)
             return None
+
+    def _is_over(self, block: int) -> bool:
+        span = self._progress.span(self._generation)
+        return span is not None and bool(self._last[block] <= span[0])
 
     def _sweep(self) -> None:
         """Take away what no rank of the node is to use soon; of an earlier pass, too."""

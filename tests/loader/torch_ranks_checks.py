@@ -23,7 +23,7 @@ def numbers(loader: dlio.DataLoader) -> list[list[int]]:
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
-    main(sys.argv[1], sys.argv[2], sys.argv[3], *(int(text) for text in sys.argv[4:7]))
+    main(*sys.argv[1:4], "sample", *map(int, sys.argv[4:7]))
     data = list(range(43))
     shared = numbers(dlio.DataLoader(data, 4, shuffle=True, num_workers=1))
     mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))

@@ -4,6 +4,7 @@ import errno
 import functools
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -276,3 +277,37 @@ def test_blocks_that_were_claimed_for_a_first_batch_are_let_go_again(tmp_path: P
     jobs[0].close()
     assert jobs[1].fill(0, timeout_s=0)
     jobs[1].close()
+
+
+def test_a_patient_reader_does_not_give_up_with_an_impatient_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = MemoryReader()
+    mine, others = _two_jobs(reader, tmp_path)
+    tier = others.tiers[others.pins.tier[0]]
+    assert tier.claim(0)
+    fill_or_wait = Hierarchy._fill_or_wait
+    trying, released = threading.Event(), threading.Event()
+
+    def slowly(hierarchy: Hierarchy, block: int, there: Tier, timeout_s: float | None) -> bool:
+        found = fill_or_wait(hierarchy, block, there, timeout_s)
+        if timeout_s == 0:
+            trying.set()
+            released.wait(10)
+        return found
+
+    monkeypatch.setattr(Hierarchy, "_fill_or_wait", slowly)
+    impatient = threading.Thread(target=lambda: mine.fill(0, timeout_s=0))
+    impatient.start()
+    assert trying.wait(10)
+    brought: list[bool] = []
+    patient = threading.Thread(target=lambda: brought.append(mine.fill(0, timeout_s=20)))
+    patient.start()
+    time.sleep(0.05)
+    tier.release(0)
+    released.set()
+    for thread in (impatient, patient):
+        thread.join(20)
+    assert brought == [True]
+    for job in (mine, others):
+        job.close()

@@ -1,0 +1,63 @@
+"""`dlio run`: a script for one process, on many ranks."""
+
+import sys
+from typing import Annotated, Literal
+
+import typer
+
+from dlio.errors import UsageError
+
+
+def command(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A training script of torch's.")],
+    ranks: Annotated[
+        int | None,
+        typer.Option("-n", "--ranks", help="Start this many ranks on this machine.", min=1),
+    ] = None,
+    exchange: Annotated[
+        str, typer.Option(help="How ranks keep one model; as `dlio train --exchange`.")
+    ] = "allreduce",
+    batch: Annotated[
+        Literal["global", "per-rank"],
+        typer.Option(
+            help="global: a batch of the script's is shared out, so its learning rate is right; "
+            "per-rank: each rank has one, and steps become fewer."
+        ),
+    ] = "global",
+    tiers: Annotated[
+        str | None,
+        typer.Option(help="ram:2GiB,/local/scratch:20GiB per node, for data that dlio can read."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of a script that does not seed.", min=0)] = 0,
+    pretend_nodes: Annotated[
+        int | None, typer.Option(help="Behave as if the ranks were on that many nodes.")
+    ] = None,
+) -> None:
+    """Run SCRIPT on many ranks, unchanged; what follows it are its own arguments.
+
+    Its optimizers get the mean of all ranks' gradients, its DataLoaders give each rank a part of
+    every batch, rank 0 prints and saves.
+    """
+    from dlio.comm.launch import run_ranks, under_mpi
+    from dlio.storage.spec import choose_tiers
+    from dlio.train.exchange.spec import parse_exchange
+
+    parse_exchange(exchange)
+    choose_tiers(tiers, 0)
+    if not under_mpi() and ranks is not None and ranks > 1:
+        # As it was written, so that the script's own arguments stay its own.
+        given = sys.argv[1:] if sys.argv[1:2] == ["run"] else sys.argv[sys.argv.index("run") :]
+        code = run_ranks(ranks, given)
+        if code:
+            raise typer.Exit(code)
+        return
+
+    from dlio.comm import world
+    from dlio.script.runner import RunOptions, run_script
+
+    if ranks is not None and ranks != world().size:
+        raise UsageError(
+            f"-n {ranks} under an mpirun that started {world().size}: leave -n out, or mpirun"
+        )
+    run_script(script, context.args, RunOptions(exchange, batch, tiers, seed, pretend_nodes))

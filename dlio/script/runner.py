@@ -1,0 +1,258 @@
+"""Running a script on this rank: what is taken over of torch's while it runs."""
+
+import builtins
+import contextlib
+import io
+import os
+import random
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from dlio.comm import Communicator, world
+from dlio.errors import UsageError
+from dlio.script import share
+from dlio.script.share import Context, SharingLoader
+from dlio.train.distribute import broadcast_parameters, follow, parameters_of
+from dlio.train.exchange import Exchange, exchange_of, parse_exchange
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How a script is run; the options of `dlio run`."""
+
+    exchange: str = "allreduce"
+    batch: str = "global"
+    tiers: str | None = None
+    seed: int = 0
+    pretend_nodes: int | None = None
+
+
+def run_script(path: str, arguments: Sequence[str], options: RunOptions) -> None:
+    """Run a script as this rank's part of it. Collective; what the script raises is raised.
+
+    Raises UsageError where there is no such script, or an option cannot be.
+    """
+    parse_exchange(options.exchange)
+    if not os.path.isfile(path):
+        raise UsageError(f"{path}: no such script")
+    comm = world()
+    context = Context(comm, options.batch, options.tiers)
+    _seed(options.seed)
+    argv, folder = sys.argv, sys.path[0] if sys.path else ""
+    sys.argv = [path, *arguments]
+    sys.path[0:1] = [os.path.dirname(os.path.abspath(path))]
+    takeover = _Takeover(comm, context, options)
+    try:
+        with takeover.installed():
+            runpy.run_path(path, run_name="__main__")
+        takeover.finish()
+    finally:
+        sys.argv, sys.path[0] = argv, folder
+        takeover.close()
+    if comm.rank == 0:
+        for note in takeover.notes():
+            sys.stderr.write(f"dlio run: {note}\n")
+
+
+def _seed(seed: int) -> None:
+    """The same on all ranks, for scripts that do not seed: they draw the same weights and order."""
+    import numpy as np
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - the one that scripts draw from
+    torch.manual_seed(seed)
+
+
+class _Takeover:
+    """What is put in the place of torch's parts, and what has been made of them."""
+
+    def __init__(self, comm: Communicator, context: Context, options: RunOptions) -> None:
+        self._comm, self._context, self._options = comm, context, options
+        self._spec = parse_exchange(options.exchange)
+        self._exchanges: list[tuple[torch.optim.Optimizer, Exchange]] = []
+        self._modules: dict[nn.Module, tuple[Exchange, ...]] = {}
+        self._of_parameter: dict[torch.Tensor, Exchange] = {}
+        self._seen_buffers: set[int] = set()
+        self._stepped = False
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """While the script runs."""
+        if self._comm.size == 1:
+            yield
+            return
+        share.use(self._context)
+        with contextlib.ExitStack() as stack:
+            put = _putter(stack)
+            put(torch.utils.data, "DataLoader", SharingLoader)
+            put(torch.utils.data.dataloader, "DataLoader", SharingLoader)
+            put(torch.optim.Optimizer, "__init__", self._optimizer_made(torch.optim.Optimizer))
+            put(nn.Module, "train", self._mode_set(nn.Module.train))
+            put(torch, "save", self._saved(torch.save))
+            put(torch.distributed, "init_process_group", _refused)
+            hook = register_module_forward_pre_hook(self._forward)
+            stack.callback(hook.remove)
+            if self._comm.rank:
+                os.environ["TQDM_DISABLE"] = "1"
+                put(sys, "stdout", _Silent())
+                put(builtins, "__import__", _without_writers(builtins.__import__))
+            yield
+
+    def finish(self) -> None:
+        """Weights are as they would be used next."""
+        for _, exchange in self._exchanges:
+            exchange.finish()
+
+    def close(self) -> None:
+        share.use(None)
+        # In the middle of an error others may not come to a collective.
+        if sys.exc_info()[0] is None:
+            for _, exchange in self._exchanges:
+                exchange.close()
+
+    def notes(self) -> list[str]:
+        """What could not be made right, or gains nothing, in a line each."""
+        context = self._context
+        found = list(context.notes)
+        if self._comm.size > 1 and not self._exchanges:
+            found.append("the script made no optimizer of torch's: every rank did all of it")
+        elif self._comm.size > 1 and self._stepped and not context.shared:
+            found.append(
+                "the script trained on no batch of a torch DataLoader: every rank computed all of "
+                "its samples, which is right but gains nothing"
+            )
+        return found
+
+    def _optimizer_made(self, kind: type[torch.optim.Optimizer]) -> Callable[..., None]:
+        original = kind.__init__
+
+        def made(optimizer: torch.optim.Optimizer, *args: Any, **options: Any) -> None:
+            original(optimizer, *args, **options)
+            self._adopt(optimizer)
+
+        return made
+
+    def _adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keep an optimizer's parameters together from here on. Collective."""
+        parameters = [p for p in parameters_of(optimizer) if p.requires_grad]
+        fresh = [p for p in parameters if p not in self._of_parameter]
+        broadcast_parameters(fresh, self._comm)
+        number = len(self._exchanges)
+        named = [(f"parameter {k} of optimizer {number}", p) for k, p in enumerate(fresh)]
+        seed, pretend = self._options.seed, self._options.pretend_nodes
+        exchange = exchange_of(self._spec, named, (), self._comm, seed, pretend)
+        follow(optimizer, exchange)
+        optimizer.register_step_post_hook(self._has_stepped)
+        self._exchanges.append((optimizer, exchange))
+        self._of_parameter.update(dict.fromkeys(fresh, exchange))
+        self._modules.clear()
+
+    def _has_stepped(self, *_: object) -> None:
+        self._stepped = True
+
+    def _forward(self, module: nn.Module, _: object) -> None:
+        """Before a module's forward pass: its buffers are rank 0's at the first; weights that are
+        under way are joined; gradients count by the batch that this rank has."""
+        found = self._modules.get(module)
+        if found is None:
+            found = self._look_at(module)
+        for exchange in found:
+            exchange.finish()
+            exchange.weigh(self._context.weight)
+
+    def _look_at(self, module: nn.Module) -> tuple[Exchange, ...]:
+        buffers = [b for b in module.buffers(recurse=False) if id(b) not in self._seen_buffers]
+        if buffers:
+            broadcast_parameters(buffers, self._comm)
+            self._seen_buffers |= {id(buffer) for buffer in buffers}
+            self._kept = [*getattr(self, "_kept", []), *buffers]
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            self._context.note(
+                "batch norms take the statistics of each rank's share of a batch, and rank 0's are "
+                "kept: a curve differs a little from one process's"
+            )
+        own = {self._of_parameter.get(p) for p in module.parameters(recurse=False)}
+        found = tuple(exchange for exchange in own if exchange is not None)
+        self._modules[module] = found
+        return found
+
+    def _mode_set(self, original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+        def train(module: nn.Module, mode: bool = True) -> nn.Module:
+            self._context.evaluating = not mode
+            return original(module, mode)
+
+        return train
+
+    def _saved(self, original: Callable[..., None]) -> Callable[..., None]:
+        def save(*args: Any, **options: Any) -> None:
+            self.finish()
+            if self._comm.rank == 0:
+                original(*args, **options)
+            # Who reads it next finds it whole.
+            self._comm.barrier()
+
+        return save
+
+
+def _putter(stack: contextlib.ExitStack) -> Callable[[Any, str, Any], None]:
+    def put(owner: Any, name: str, value: Any) -> None:
+        stack.callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, value)
+
+    return put
+
+
+class _Silent(io.TextIOBase):
+    """Standard output of ranks that are not to be heard."""
+
+    encoding = "utf-8"
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+def _refused(*_: object, **__: object) -> None:
+    raise UsageError(
+        "the script calls torch.distributed.init_process_group: it distributes itself; start it "
+        "with mpirun or torchrun, or leave that to `dlio run`"
+    )
+
+
+class _Writer:
+    """TensorBoard's SummaryWriter where nothing is to be written."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.log_dir = os.devnull
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_, **__: None
+
+    def __enter__(self) -> "_Writer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def _without_writers(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`import`, after which TensorBoard's writers write nothing."""
+
+    def imported(name: str, *args: Any, **options: Any) -> Any:
+        found = original(name, *args, **options)
+        if "tensorboard" in name:
+            for module in ("torch.utils.tensorboard", "tensorboardX"):
+                there = sys.modules.get(module)
+                if there is not None and getattr(there, "SummaryWriter", _Writer) is not _Writer:
+                    there.SummaryWriter = _Writer  # type: ignore[attr-defined]
+        return found
+
+    return imported

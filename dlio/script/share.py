@@ -1,0 +1,177 @@
+"""Batches shared among the ranks: each gets its part of every batch that one process would have."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, IterableDataset
+
+from dlio.comm import Communicator
+from dlio.loader import DataLoader
+from dlio.loading.adapt import adapted
+from dlio.order import share
+
+_TOLD_AT_ONCE: Final = 1 << 24
+"""Indices that rank 0 tells the others at the beginning of a pass."""
+
+
+class Context:
+    """What loaders must know of the run. One for the process."""
+
+    def __init__(self, comm: Communicator, batch: str, tiers: str | None) -> None:
+        self.comm = comm
+        self.batch = batch
+        """`global`, a batch of the script's is shared; or `per-rank`, each rank has one."""
+        self.tiers = tiers
+        self.evaluating = False
+        """Whether the script's last word to a model was `eval()`."""
+        self.weight = 1.0
+        """Samples of the batch that this rank was given last."""
+        self.shared = self.loaders = 0
+        self.notes: list[str] = []
+
+    @property
+    def training(self) -> bool:
+        return torch.is_grad_enabled() and not self.evaluating
+
+    def note(self, text: str) -> None:
+        """What users should know; said once, at the end."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+_context: Context | None = None
+
+
+def use(context: Context | None) -> None:
+    """Have loaders that are made from now on share their batches."""
+    global _context
+    _context = context
+
+
+class SharingLoader(DataLoader):
+    """torch's DataLoader as a script has it. A pass that trains gives this rank's share of each
+    batch; one that evaluates (`eval()`, or without gradients) gives all of it, so that what the
+    script computes of it is right on every rank."""
+
+    def __init__(self, dataset: Any, *args: Any, **options: Any) -> None:
+        assert _context is not None
+        self._context = _context
+        _context.loaders += 1
+        if _context.tiers is not None and adapted(dataset, _context.tiers) is not None:
+            options.setdefault("tiers", _context.tiers)
+        super().__init__(dataset, *args, **options)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        context = self._context
+        if context.comm.size == 1 or not context.training:
+            return self._whole()
+        if isinstance(self.dataset, IterableDataset):
+            context.note(
+                "an iterable data set gives every rank all samples: shard it in its __iter__ by "
+                "the environment's rank to gain from more ranks"
+            )
+            return self._whole()
+        if self.batch_size is None and self.batch_sampler is None:
+            context.note("a loader without batches gives every rank all samples")
+            return self._whole()
+        context.shared += 1
+        return self._shares()
+
+    def _whole(self) -> Iterator[Any]:
+        self._context.weight = 1.0
+        return _alone(self)
+
+    def _shares(self) -> Iterator[Any]:
+        """This rank's parts of a pass that rank 0 draws."""
+        context = self._context
+        comm = context.comm
+        # As torch's loader draws: a seed for workers, then what the sampler wants.
+        torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        batches = _told(self.batch_sampler, comm, context.batch)
+        mine, weights = [], []
+        for batch in batches:
+            part = share(len(batch), comm.size, comm.rank)
+            # A batch of fewer samples than ranks: whoever has none computes on one, for nothing.
+            weights.append(float(len(part)))
+            mine.append(batch[part.start : part.stop] if len(part) else batch[:1])
+        inner = _with_batches(self, mine)
+        drawn = _random_states(self.generator)
+        parts = _alone(inner)
+        _set_random_states(self.generator, drawn)
+        for weight, data in zip(weights, parts, strict=True):
+            context.weight = weight
+            yield data
+
+
+def _alone(loader: DataLoader) -> Iterator[Any]:
+    """A pass of a loader as in a single process."""
+    return torch_iterator(loader)
+
+
+def torch_iterator(loader: DataLoader) -> Iterator[Any]:
+    """A pass whose order is the sampler's, whatever ranks there are."""
+    loader._users_sampler = True
+    return DataLoader.__iter__(loader)
+
+
+def _random_states(generator: torch.Generator | None) -> list[torch.Tensor]:
+    return [torch.get_rng_state(), *([] if generator is None else [generator.get_state()])]
+
+
+def _set_random_states(generator: torch.Generator | None, states: list[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if generator is not None:
+        generator.set_state(states[1])
+
+
+def _with_batches(loader: DataLoader, batches: list[list[int]]) -> DataLoader:
+    """A loader like another one, of these batches."""
+    made = DataLoader(
+        loader.dataset,
+        batch_sampler=batches,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+        tiers=loader.tiers,
+        workers=loader.workers,
+    )
+    made._data = loader._data  # Its tiers are opened once.
+    return made
+
+
+def _told(sampler: Any, comm: Communicator, batch: str) -> list[list[int]]:
+    """The batches of a pass, as rank 0's sampler draws them; of `per-rank`, as many ranks' batches
+    together as there are ranks. Collective."""
+    head = np.zeros(2, np.int64)
+    drawn: list[Sequence[int]] = []
+    if comm.rank == 0:
+        drawn = [list(each) for each in sampler]
+        head[:] = len(drawn), sum(map(len, drawn))
+    else:
+        _draw(sampler)
+    comm.bcast(head)
+    lengths, flat = np.zeros(head[0], np.int64), np.zeros(head[1], np.int64)
+    if comm.rank == 0:
+        lengths[:] = [len(each) for each in drawn]
+        flat[:] = np.concatenate([np.asarray(each) for each in drawn]) if drawn else []
+    comm.bcast(lengths)
+    comm.bcast(flat)
+    batches = [part.tolist() for part in np.split(flat, np.cumsum(lengths)[:-1])] if head[0] else []
+    if batch == "per-rank":
+        groups = [batches[k : k + comm.size] for k in range(0, len(batches), comm.size)]
+        return [[index for each in group for index in each] for group in groups]
+    return batches
+
+
+def _draw(sampler: Any) -> None:
+    """Draw as rank 0 does, so that random numbers go on alike; what comes is not used."""
+    inner = sampler.sampler if type(sampler) is BatchSampler else sampler
+    for _ in iter(inner):
+        break

@@ -1,0 +1,140 @@
+"""Scripts for one process, unchanged, on many ranks: the same weights."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+SCRIPTS = Path(__file__).with_name("scripts")
+NAMES = sorted(path.stem for path in SCRIPTS.glob("*.py"))
+
+
+def _run(*argv: str, timeout_s: float = 180) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *argv],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def _flat(saved: Any) -> dict[str, torch.Tensor]:
+    if isinstance(saved, torch.Tensor):
+        return {"": saved}
+    items = saved.items() if isinstance(saved, dict) else enumerate(saved)
+    return {f"{key}.{name}": t for key, value in items for name, t in _flat(value).items()}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, str]]:
+    """What each script saves and prints when Python itself runs it."""
+    folder = tmp_path_factory.mktemp("alone")
+    found = {}
+    for name in NAMES:
+        out = str(folder / f"{name}.pt")
+        done = _run(str(SCRIPTS / f"{name}.py"), *(["--out"] if name == "clipping" else []), out)
+        assert done.returncode == 0, done.stderr
+        found[name] = (_flat(torch.load(out)), done.stdout)
+    return found
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_script_gets_the_weights_that_one_process_gets(
+    name: str, ranks: int, alone: dict[str, tuple[Any, str]], tmp_path: Path
+) -> None:
+    out = str(tmp_path / "out.pt")
+    option = ["--out"] if name == "clipping" else []
+    script = str(SCRIPTS / f"{name}.py")
+    done = _run("-m", "dlio.cli", "run", "-n", str(ranks), script, *option, out)
+    assert done.returncode == 0, done.stderr
+    expected, printed = alone[name]
+    found = _flat(torch.load(out))
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert torch.allclose(found[key], tensor, atol=1e-5, rtol=0), key
+    # Once, by rank 0, and right: of all that is held out, not of a share.
+    assert re.sub(r"\d+\.\d+", "#", done.stdout) == re.sub(r"\d+\.\d+", "#", printed)
+    if name == "plain":
+        assert done.stdout == printed
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("exchange", ["gossip", "hierarchical", "local-sgd(2)", "asgd", "tree"])
+def test_other_exchanges_train_a_script_too(exchange: str, tmp_path: Path) -> None:
+    out = str(tmp_path / "out.pt")
+    argv = ["-m", "dlio.cli", "run", "-n", "3", "--exchange", exchange]
+    done = _run(*argv, str(SCRIPTS / "plain.py"), out)
+    assert done.returncode == 0, done.stderr
+    right = [int(text) for text in re.findall(r": (\d+) of 330", done.stdout)]
+    assert len(right) == 2
+    assert right[1] > 200
+
+
+@pytest.mark.mpi
+def test_batches_of_each_rank_make_steps_fewer(tmp_path: Path) -> None:
+    out = str(tmp_path / "out.pt")
+    argv = ["-m", "dlio.cli", "run", "-n", "2", "--batch", "per-rank"]
+    script = tmp_path / "count.py"
+    script.write_text(
+        """
+import torch
+from torch.utils.data import DataLoader
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+sizes = []
+for x in DataLoader(torch.arange(50.0)[:, None], batch_size=10, shuffle=True):
+    optimizer.zero_grad()
+    model(x).mean().backward()
+    optimizer.step()
+    sizes.append(len(x))
+print(sizes)
+"""
+    )
+    done = _run(*argv, str(script), out)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[10, 10, 5]\n"
+
+
+@pytest.mark.mpi
+def test_what_gains_nothing_or_cannot_be_is_said(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(4, 2)).sum().backward()
+    optimizer.step()
+"""
+    )
+    done = _run("-m", "dlio.cli", "run", "-n", "2", str(script))
+    assert done.returncode == 0
+    assert "no batch of a torch DataLoader" in done.stderr
+    script.write_text("import torch.distributed as d\nd.init_process_group('gloo')\n")
+    done = _run("-m", "dlio.cli", "run", "-n", "2", str(script))
+    assert done.returncode == 2
+    assert "distributes itself" in done.stderr
+    script.write_text("raise KeyError('mine')\n")
+    done = _run("-m", "dlio.cli", "run", "-n", "2", str(script))
+    assert done.returncode == 1
+    assert "KeyError: 'mine'" in done.stderr
+
+
+def test_a_script_that_is_not_there_and_an_exchange_that_is_none() -> None:
+    done = _run("-m", "dlio.cli", "run", "nowhere.py")
+    assert done.returncode == 2
+    assert "nowhere.py: no such script" in done.stderr
+    done = _run("-m", "dlio.cli", "run", "--exchange", "telepathy", "nowhere.py")
+    assert done.returncode == 2
+    assert "choose one of" in done.stderr
