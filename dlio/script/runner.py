@@ -19,8 +19,9 @@ from dlio.comm import Communicator, world
 from dlio.errors import UsageError
 from dlio.script import share
 from dlio.script.share import Context, SharingLoader
-from dlio.train.distribute import broadcast_parameters, follow, parameters_of
+from dlio.train.distribute import follow, parameters_of
 from dlio.train.exchange import Exchange, exchange_of, parse_exchange
+from dlio.train.exchange.buckets import broadcast_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,8 @@ class _Takeover:
         self._exchanges: list[tuple[torch.optim.Optimizer, Exchange]] = []
         self._modules: dict[nn.Module, tuple[Exchange, ...]] = {}
         self._of_parameter: dict[torch.Tensor, Exchange] = {}
-        self._seen_buffers: set[int] = set()
+        self._buffers: dict[int, torch.Tensor] = {}
+        """Those that are rank 0's, by `id`, which holds as long as they are kept."""
         self._stepped = False
 
     @contextlib.contextmanager
@@ -143,7 +145,7 @@ class _Takeover:
         """Keep an optimizer's parameters together from here on. Collective."""
         parameters = [p for p in parameters_of(optimizer) if p.requires_grad]
         fresh = [p for p in parameters if p not in self._of_parameter]
-        broadcast_parameters(fresh, self._comm)
+        broadcast_tensors(fresh, self._comm)
         number = len(self._exchanges)
         named = [(f"parameter {k} of optimizer {number}", p) for k, p in enumerate(fresh)]
         seed, pretend = self._options.seed, self._options.pretend_nodes
@@ -168,11 +170,10 @@ class _Takeover:
             exchange.weigh(self._context.weight)
 
     def _look_at(self, module: nn.Module) -> tuple[Exchange, ...]:
-        buffers = [b for b in module.buffers(recurse=False) if id(b) not in self._seen_buffers]
+        buffers = [b for b in module.buffers(recurse=False) if id(b) not in self._buffers]
         if buffers:
-            broadcast_parameters(buffers, self._comm)
-            self._seen_buffers |= {id(buffer) for buffer in buffers}
-            self._kept = [*getattr(self, "_kept", []), *buffers]
+            broadcast_tensors(buffers, self._comm)
+            self._buffers.update((id(buffer), buffer) for buffer in buffers)
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             self._context.note(
                 "batch norms take the statistics of each rank's share of a batch, and rank 0's are "

@@ -106,12 +106,7 @@ class SharingLoader(DataLoader):
 
 
 def _alone(loader: DataLoader) -> Iterator[Any]:
-    """A pass of a loader as in a single process."""
-    return torch_iterator(loader)
-
-
-def torch_iterator(loader: DataLoader) -> Iterator[Any]:
-    """A pass whose order is the sampler's, whatever ranks there are."""
+    """A pass whose order is the sampler's, as in a single process."""
     loader._users_sampler = True
     return DataLoader.__iter__(loader)
 

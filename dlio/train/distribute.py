@@ -6,9 +6,9 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from dlio.comm import Communicator, world
+from dlio.comm import world
 from dlio.train.exchange import Exchange, exchange_of, parse_exchange
-from dlio.train.exchange.buckets import broadcast_tensors
+from dlio.train.exchange.buckets import broadcast_state
 
 
 class Distributed:
@@ -82,8 +82,7 @@ def distribute(
     spec = parse_exchange(exchange)
     comm = world()
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-    with torch.no_grad():
-        broadcast_tensors(list(model.state_dict().values()), comm)
+    broadcast_state(model, comm)
     names = {parameter: name for name, parameter in model.named_parameters()}
     taken: set[nn.Parameter] = set()
     exchanges: list[Exchange] = []
@@ -109,8 +108,3 @@ def follow(optimizer: torch.optim.Optimizer, exchange: Exchange) -> Iterable[Any
         optimizer.register_step_pre_hook(lambda *_: exchange.before_step()),
         optimizer.register_step_post_hook(lambda *_: exchange.after_step()),
     )
-
-
-def broadcast_parameters(parameters: Sequence[torch.Tensor], comm: Communicator) -> None:
-    """Overwrite parameters with rank 0's. Collective."""
-    broadcast_tensors([p.detach() for p in parameters], comm)

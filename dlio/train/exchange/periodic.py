@@ -64,9 +64,7 @@ class Periodic:
 
     def statistics(self) -> dict[str, float]:
         told = [each.statistics() for each in self._sums]
-        return {
-            key: sum(each[key] for each in told) for key in ("wait_s", "messages", "bytes")
-        } or {"wait_s": 0.0, "messages": 0.0, "bytes": 0.0}
+        return {key: sum(each[key] for each in told) for key in ("wait_s", "messages", "bytes")}
 
     def close(self) -> None:
         for each in self._sums:
