@@ -24,10 +24,28 @@ def command(
     val: Annotated[str | None, typer.Option(help="Held-out data set.")] = None,
     epochs: Annotated[int, typer.Option(help="Passes over the data.")] = 3,
     batch_size: Annotated[int, typer.Option(help="Samples of a step, per rank.")] = 32,
-    model: Annotated[str, typer.Option(help="resnet: a small one, for 64 to 224 pixels.")] = (
-        "resnet"
-    ),
+    accumulate: Annotated[
+        int, typer.Option(help="Batches whose gradients are added before each step.", min=1)
+    ] = 1,
+    model: Annotated[
+        str,
+        typer.Option(
+            help="resnet, a small one for 64 to 224 pixels, resnet(width=64); or yours: "
+            "module:factory, called with those of classes and image_size that it takes."
+        ),
+    ] = "resnet",
     image_size: Annotated[int, typer.Option(help="Side of the crops, in pixels.")] = 64,
+    optimizer: Annotated[
+        str, typer.Option(help="nesterov, sgd, adagrad, rmsprop, adam or adamw.")
+    ] = "nesterov",
+    momentum: Annotated[float, typer.Option(help="Of nesterov, sgd and rmsprop.")] = 0.9,
+    weight_decay: Annotated[
+        float | None, typer.Option(help="Of weights; biases and norms have none.")
+    ] = None,
+    clip: Annotated[float | None, typer.Option(help="Largest norm of a step's gradient.")] = None,
+    precision: Annotated[
+        str, typer.Option(help="fp32; bf16 or fp16: mixed, weights stay float32.")
+    ] = "fp32",
     exchange: Annotated[
         str,
         typer.Option(
@@ -78,32 +96,48 @@ def command(
         str | None, typer.Option(help="Write every step's samples to this file.")
     ] = None,
     save: Annotated[str | None, typer.Option(help="Write the weights to this file.")] = None,
+    checkpoint: Annotated[
+        str | None, typer.Option(help="Write checkpoints to this folder, while training goes on.")
+    ] = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(help="Steps between two; the ends of epochs besides.", min=1)
+    ] = None,
+    keep: Annotated[int, typer.Option(help="Checkpoints that are kept.", min=1)] = 2,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Go on from the newest checkpoint of --checkpoint, if it holds one."
+        ),
+    ] = False,
+    nan: Annotated[
+        str, typer.Option(help="At a loss that is no number: stop; skip the step; off, go on.")
+    ] = "stop",
+    early_stopping: Annotated[
+        int | None,
+        typer.Option(help="Stop after so many epochs without a better held-out accuracy.", min=1),
+    ] = None,
+    tensorboard: Annotated[
+        str | None, typer.Option(help="Write curves for TensorBoard to this folder.")
+    ] = None,
+    summaries: Annotated[
+        int | None,
+        typer.Option(help="Steps between histograms of weights and gradients there.", min=1),
+    ] = None,
+    dump_matrices: Annotated[
+        str | None,
+        typer.Option(help="Write weights and gradients to this folder, each epoch, as .npy."),
+    ] = None,
+    callback: Annotated[
+        list[str] | None,
+        typer.Option(help="module:factory of a dlio.train.callbacks.Callback; repeatable."),
+    ] = None,
 ) -> None:
     """Train a small network on a data set, fed from a hierarchy of tiers."""
-    source, val = find_parts(source, val)
-    config = TrainConfig(
-        source=source,
-        val=val,
-        epochs=epochs,
-        batch_size=batch_size,
-        model=model,
-        image_size=image_size,
-        exchange=exchange,
-        shuffle=shuffle,
-        source_order=source_order,
-        pretend_nodes=pretend_nodes,
-        tiers=tiers,
-        replica=tuple(replica or ()),
-        seed=seed,
-        lr=lr,
-        workers=workers,
-        on_error=on_error,
-        device=device,
-        report=report,
-        trace=trace,
-        trace_out=trace_out,
-        save=save,
-    )
+    given = dict(locals())
+    given["source"], given["val"] = find_parts(source, val)
+    for name in ("replica", "callback"):
+        given[name] = tuple(given[name] or ())
+    config = TrainConfig(**{field.name: given[field.name] for field in fields(TrainConfig)})
     run(config, ranks)
 
 
@@ -140,8 +174,12 @@ def to_options(config: TrainConfig) -> list[str]:
         value = getattr(config, field.name)
         if field.name == "source" or value is None:
             continue
+        option = f"--{field.name.replace('_', '-')}"
+        if isinstance(value, bool):
+            options += [option] if value else []
+            continue
         for each in value if isinstance(value, tuple) else (value,):
-            options += [f"--{field.name.replace('_', '-')}", str(each)]
+            options += [option, str(each)]
     return options
 
 
@@ -166,12 +204,11 @@ def _check(config: TrainConfig, ranks: int) -> None:
     """Tell the user what is wrong before ranks are started. Opens, and so lists, the data."""
     from dlio.reader import open_reader
     from dlio.storage.spec import choose_tiers
-    from dlio.train.model import MODELS
+    from dlio.train.model import find_model
 
     if config.pretend_nodes is not None and not 1 <= config.pretend_nodes <= ranks:
         raise UsageError(f"--pretend-nodes {config.pretend_nodes}: 1 to {ranks}, the ranks of -n")
-    if config.model not in MODELS:
-        raise UsageError(f"--model {config.model}: choose one of {', '.join(MODELS)}")
+    find_model(config.model)
     config.check_outputs()
     choose_tiers(config.tiers, 0)
     for path in (config.source, config.val, *config.replica):

@@ -8,6 +8,28 @@ from dlio.files import check_writable
 from dlio.plans import check_mode, is_exact
 
 MIN_IMAGE_SIZE = 32
+_AT_LEAST_ONE = (
+    "epochs",
+    "batch_size",
+    "accumulate",
+    "workers",
+    "checkpoint_every",
+    "keep",
+    "early_stopping",
+    "summaries",
+)
+_CHOICES = {
+    "optimizer": ("nesterov", "sgd", "adagrad", "rmsprop", "adam", "adamw"),
+    "precision": ("fp32", "bf16", "fp16"),
+    "nan": ("stop", "skip", "off"),
+}
+_NEEDS = {
+    "checkpoint_every": "checkpoint",
+    "resume": "checkpoint",
+    "summaries": "tensorboard",
+    "early_stopping": "val",
+}
+"""Options that mean nothing without another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +41,17 @@ class TrainConfig:
     epochs: int = 3
     batch_size: int = 32
     """Per rank."""
+    accumulate: int = 1
+    """Batches whose gradients are added before each step of the optimizer."""
     model: str = "resnet"
     image_size: int = 64
+    optimizer: str = "nesterov"
+    momentum: float = 0.9
+    weight_decay: float | None = None
+    """By default what is usual with the optimizer."""
+    clip: float | None = None
+    """Largest norm of a step's gradient."""
+    precision: str = "fp32"
     exchange: str = "allreduce"
     shuffle: str = "batch"
     source_order: str = "sample"
@@ -30,7 +61,8 @@ class TrainConfig:
     """Other places where the training data lie."""
     seed: int = 0
     lr: float | None = None
-    """Peak learning rate; by default it grows with the root of the global batch."""
+    """Peak learning rate; by default the optimizer's usual one, which grows with the root of the
+    global batch."""
     workers: int = 2
     """Decode threads of a rank."""
     on_error: str = "stop"
@@ -39,10 +71,27 @@ class TrainConfig:
     trace: str | None = None
     trace_out: str | None = None
     save: str | None = None
+    checkpoint: str | None = None
+    """A folder of checkpoints."""
+    checkpoint_every: int | None = None
+    """Steps of the optimizer; by default one checkpoint an epoch."""
+    keep: int = 2
+    """Checkpoints that are kept."""
+    resume: bool = False
+    nan: str = "stop"
+    early_stopping: int | None = None
+    """Epochs without a better held-out accuracy, after which the run ends."""
+    tensorboard: str | None = None
+    summaries: int | None = None
+    """Steps from one summary of gradients and weights to the next."""
+    dump_matrices: str | None = None
+    callback: tuple[str, ...] = ()
+    """`module:factory` of callbacks of the user's."""
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "workers"):
-            if getattr(self, name) < 1:
+        for name in _AT_LEAST_ONE:
+            value = getattr(self, name)
+            if value is not None and value < 1:
                 option = name.replace("_", "-")
                 raise UsageError(f"--{option} {getattr(self, name)}: give at least 1")
         check_mode(self.shuffle)
@@ -60,13 +109,31 @@ class TrainConfig:
             )
         if not 0 <= self.seed < 2**64:
             raise UsageError(f"--seed {self.seed}: give a number from 0 to 2^64 - 1")
-        if self.lr is not None and not self.lr > 0:
-            raise UsageError(f"--lr {self.lr}: give a number above 0")
+        for name in ("lr", "clip"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise UsageError(f"--{name} {value}: give a number above 0")
+        if not 0 <= self.momentum < 1:
+            raise UsageError(f"--momentum {self.momentum}: give a number from 0, below 1")
+        if self.weight_decay is not None and not self.weight_decay >= 0:
+            raise UsageError(f"--weight-decay {self.weight_decay}: give a number from 0")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise UsageError(
+                    f"--{name} {getattr(self, name)}: choose one of {', '.join(choices)}"
+                )
+        for name, other in _NEEDS.items():
+            if getattr(self, name) and getattr(self, other) is None:
+                raise UsageError(
+                    f"--{name.replace('_', '-')} wants --{other.replace('_', '-')}, too"
+                )
 
     def peak_lr(self, ranks: int) -> float:
+        from dlio.train.optimizers import usual_lr  # It loads torch.
+
         if self.lr is not None:
             return self.lr
-        return float(0.1 * (self.batch_size * ranks / 64) ** 0.5)
+        return usual_lr(self.optimizer, self.batch_size * self.accumulate * ranks)
 
     def check_outputs(self) -> None:
         """Find out before the run that its results can be written. Raises UsageError."""

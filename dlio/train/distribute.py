@@ -1,6 +1,6 @@
 """`dlio.distribute`: a hand-written training loop on many ranks, by one line."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -31,10 +31,57 @@ class Distributed:
         for exchange in self.exchanges:
             exchange.weigh(samples)
 
+    def before_backward(self, samples: int, planned: int) -> None:
+        """In place of `weigh`: the next loss is this rank's sum over `samples`, divided by
+        `planned / ranks`, where all ranks together were to have `planned`."""
+        for exchange in self.exchanges:
+            exchange.before_backward(samples, planned)
+
+    def accumulate(self, more: bool) -> None:
+        """Whether the next backward is followed by another before the step: gradients stay this
+        rank's own until the last, and are sent once."""
+        for exchange in self.exchanges:
+            exchange.accumulate(more)
+
+    def before_step(self) -> None:
+        """Gradients are final when this returns. Called by the optimizers, where they are
+        followed."""
+        for exchange in self.exchanges:
+            exchange.before_step()
+
+    def after_step(self) -> None:
+        """The optimizers have changed the weights, or left a step out."""
+        for exchange in self.exchanges:
+            exchange.after_step()
+
     def finish(self) -> None:
         """Join what is under way: before weights are looked at, of an exchange that sends them."""
         for exchange in self.exchanges:
             exchange.finish()
+
+    @property
+    def alike(self) -> bool:
+        """Whether all ranks have the same weights after every step, byte by byte."""
+        return all(exchange.alike for exchange in self.exchanges)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What the next steps depend on besides weights; see `Exchange.state`."""
+        return {
+            f"{number}/{name}": tensor
+            for number, exchange in enumerate(self.exchanges)
+            for name, tensor in exchange.state().items()
+        }
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from `state`, after weights have been loaded; without one, afresh."""
+        for number, exchange in enumerate(self.exchanges):
+            exchange.load_state(
+                {
+                    name.removeprefix(f"{number}/"): tensor
+                    for name, tensor in state.items()
+                    if name.startswith(f"{number}/")
+                }
+            )
 
     def statistics(self) -> dict[str, float]:
         """This rank's sums since the beginning: `wait_s`, `messages` and `bytes` sent, and more of
@@ -62,6 +109,7 @@ def distribute(
     *,
     seed: int = 0,
     pretend_nodes: int | None = None,
+    follow_steps: bool = True,
 ) -> Distributed:
     """Train on all ranks (of mpirun, srun or torchrun) what each of them trains: exported as
     `dlio.distribute`. Collective.
@@ -76,6 +124,8 @@ def distribute(
         exchange: as `dlio train --exchange` has it, see `dlio.train.exchange.spec`.
         seed: of whom gossip and asgd talk to.
         pretend_nodes: behave as if the ranks were on that many nodes.
+        follow_steps: have `before_step` and `after_step` called by the optimizers. Without, the
+            caller does, at every step, also at those that a scaler leaves out.
 
     Raises UsageError for an exchange that is none.
     """
@@ -84,16 +134,20 @@ def distribute(
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     broadcast_state(model, comm)
     names = {parameter: name for name, parameter in model.named_parameters()}
+    # As backward will come to them, whatever groups an optimizer has.
+    places = {parameter: place for place, parameter in enumerate(names)}
     taken: set[nn.Parameter] = set()
     exchanges: list[Exchange] = []
     hooks: list[Any] = []
     for each in optimizers:
-        named = [(names.get(p, f"parameter {k}"), p) for k, p in enumerate(parameters_of(each))]
+        of_each = sorted(parameters_of(each), key=lambda p: places.get(p, -1))
+        named = [(names.get(p, f"parameter {k}"), p) for k, p in enumerate(of_each)]
         named = [(name, p) for name, p in named if p not in taken and p.requires_grad]
         taken |= {parameter for _, parameter in named}
         made = exchange_of(spec, named, model.modules(), comm, seed, pretend_nodes)
         exchanges.append(made)
-        hooks += follow(each, made)
+        if follow_steps:
+            hooks += follow(each, made)
     return Distributed(exchanges, hooks)
 
 

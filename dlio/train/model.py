@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from dlio.errors import UsageError
+from dlio.train.factory import call_with, load_factory, split_options
 
 
 class ResidualBlock(nn.Module):
@@ -69,12 +70,32 @@ class SmallResNet(nn.Module):
         return logits
 
 
-MODELS: Final[dict[str, Callable[[int, int], nn.Module]]] = {"resnet": SmallResNet}
-"""By the name that --model takes: (classes, image size) -> model."""
+MODELS: Final[dict[str, Callable[..., nn.Module]]] = {"resnet": SmallResNet}
+"""By the name that --model takes."""
 
 
-def make_model(name: str, classes: int, image_size: int) -> nn.Module:
-    """Raises UsageError for a name that is not in MODELS."""
+def make_model(text: str, classes: int, image_size: int) -> nn.Module:
+    """The model of `--model`: one of MODELS, or `module:factory`, with `(option=value)` behind it.
+
+    A factory gets those of `classes` (or `num_classes`) and `image_size` that it has parameters
+    for, and gives a module: float32 (n, 3, image_size, image_size) -> logits (n, classes).
+
+    Raises UsageError for what is none.
+    """
+    name, options = split_options("--model", text)
+    offered = ((("classes", "num_classes"), classes), (("image_size",), image_size))
+    factory = find_model(text)
+    model = call_with("--model", name, factory, options, offered)
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"--model {name}: gave a {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def find_model(text: str) -> Callable[..., nn.Module]:
+    """Raises UsageError where there is no such model."""
+    name, _ = split_options("--model", text)
+    if ":" in name:
+        return load_factory("--model", name)
     if name not in MODELS:
-        raise UsageError(f"--model {name}: choose one of {', '.join(MODELS)}")
-    return MODELS[name](classes, image_size)
+        raise UsageError(f"--model {name}: choose {', '.join(MODELS)}, or module:factory")
+    return MODELS[name]

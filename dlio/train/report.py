@@ -47,6 +47,11 @@ class EpochReport:
     """Samples that came decoded from a decoded tier."""
     decode_saved_s: float
     """Seconds of decoding that this saved, over all ranks' threads."""
+    step_ms: dict[str, float]
+    """Milliseconds from one step of the optimizer to the next: `median` and `p95`, of the rank
+    where they are longest."""
+    left_out: int
+    """Steps that the optimizer was not let do (--nan skip), of the rank with most."""
     skipped: list[str]
     """Samples that could not be read or decoded, with --on-error skip."""
     notes: list[str]
@@ -83,6 +88,11 @@ class EpochReport:
             healed=sum(rank["healed"] for rank in ranks),
             decoded=sum(rank["decoded"] for rank in ranks),
             decode_saved_s=sum(rank["decode_saved_s"] for rank in ranks),
+            step_ms={
+                "median": max(rank["step_ms"][0] for rank in ranks),
+                "p95": max(rank["step_ms"][1] for rank in ranks),
+            },
+            left_out=max(rank["left_out"] for rank in ranks),
             skipped=sorted({name for rank in ranks for name in rank["skipped"]}),
             notes=list(dict.fromkeys(note for rank in ranks for note in rank["notes"])),
         )
@@ -99,6 +109,13 @@ class RunReport:
     tiers: list[str]
     config: TrainConfig
     epochs: list[EpochReport] = field(default_factory=list)
+    """Of a run that was resumed, those before it, too."""
+    resumed: str | None = None
+    """The checkpoint that the run went on from."""
+    stopped: str | None = None
+    """Why it ended early, when it did."""
+    checkpoints: dict[str, Any] | None = None
+    """Names `written`, `failures`, and `wait_s`, the seconds that rank 0's training waited."""
 
     def to_json(self) -> str:
         from importlib.metadata import version
@@ -160,6 +177,8 @@ class RunReport:
 
     def sentences(self) -> list[str]:
         """What the figures say, in words."""
+        if not self.epochs:
+            return []
         first, last, data_bytes = self.epochs[0], self.epochs[-1], self.dataset["bytes"]
         kept = first.bytes["disk"] > 0 and first.bytes["source"] < 0.95 * data_bytes
         said = [f"The source was read {first.bytes['source'] / data_bytes:.2f} times in epoch 1"]
@@ -185,6 +204,17 @@ class RunReport:
             )
         if last.val_accuracy is not None:
             said.append(f"Held-out accuracy is {last.val_accuracy:.1%}.")
+        if self.stopped is not None:
+            said.append(f"Stopped after {len(self.epochs)} epoch(s): {self.stopped}.")
+        left_out = sum(epoch.left_out for epoch in self.epochs)
+        if left_out:
+            said.append(f"{left_out} step(s) whose loss or gradient was no number were left out.")
+        if self.checkpoints is not None:
+            said.append(
+                f"{len(self.checkpoints['written'])} checkpoint(s) were written; training waited "
+                f"{self.checkpoints['wait_s']:.2f} s for them."
+            )
+            said += [f"{failure}." for failure in self.checkpoints["failures"]]
         skipped = sorted({name for epoch in self.epochs for name in epoch.skipped})
         if skipped:
             names = ", ".join(skipped[:3]) + (", ..." if len(skipped) > 3 else "")

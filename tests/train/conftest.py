@@ -1,5 +1,9 @@
 """A data set that a run of a second or two trains on."""
 
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,3 +20,28 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("drawn") / "pictures"
     draw_dataset(str(folder), images=101, validation=23, classes=4)
     return folder
+
+
+@pytest.fixture
+def dlio(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run `dlio ARGS...` in a process of its own, in an empty folder."""
+    root = Path(__file__).resolve().parents[2]
+    paths = [str(root), *(str(root / room) for room in ("readers", "staging", "bench"))]
+
+    def run(*args: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "dlio.cli", *args],
+            cwd=tmp_path,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(paths),
+                "DLIO_CACHE": str(tmp_path / "cache"),
+                "DLIO_TIMEOUT": "60",
+            },
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    return run

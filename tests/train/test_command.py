@@ -1,10 +1,8 @@
 """`dlio train`, as a user types it."""
 
 import json
-import os
 import shutil
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields
@@ -21,31 +19,6 @@ from dlio.train.model import make_model
 
 MpiRun = Callable[..., subprocess.CompletedProcess[str]]
 SAMPLES, CLASSES = 101, 4
-
-
-@pytest.fixture
-def dlio(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run `dlio ARGS...` in a process of its own, in an empty folder."""
-    root = Path(__file__).resolve().parents[2]
-    paths = [str(root), *(str(root / room) for room in ("readers", "staging", "bench"))]
-
-    def run(*args: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "dlio.cli", *args],
-            cwd=tmp_path,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(paths),
-                "DLIO_CACHE": str(tmp_path / "cache"),
-                "DLIO_TIMEOUT": "60",
-            },
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-
-    return run
 
 
 def _consumed(trace: Path, epoch: int) -> Counter[int]:

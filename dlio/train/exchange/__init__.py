@@ -4,9 +4,10 @@ An exchange has three places in a training step: while backward makes gradients,
 optimizer's step, and after it. It owns a communicator of its own, and the hooks that it sets.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
+import torch
 from torch import nn
 
 from dlio.comm import Communicator
@@ -20,6 +21,9 @@ __all__ = ["NAMES", "Exchange", "ExchangeSpec", "exchange_of", "make_exchange", 
 class Exchange(Protocol):
     """Keeps the ranks' models together. Owner: whoever made it, who closes it."""
 
+    alike: bool
+    """Whether all ranks have the same weights after every step, byte by byte."""
+
     def before_backward(self, samples: int, planned: int) -> None:
         """A step begins: this rank has `samples` of the global batch's `planned`, and divides its
         summed loss by `planned / ranks`. Gradients, averaged over ranks, are then those of the
@@ -27,6 +31,10 @@ class Exchange(Protocol):
 
     def weigh(self, samples: float) -> None:
         """In place of `before_backward`, where a rank's loss is the mean over its samples."""
+
+    def accumulate(self, more: bool) -> None:
+        """Whether the next backward is followed by another before the optimizer's step: nothing
+        need be sent for it."""
 
     def before_step(self) -> None:
         """Gradients are final, here and on the other ranks, when this returns."""
@@ -36,6 +44,14 @@ class Exchange(Protocol):
 
     def finish(self) -> None:
         """Join what is under way: weights are as they will be used next."""
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What the next steps depend on besides weights, as tensors on the host, which later steps
+        may overwrite; joins what is under way. Between two steps. Of those named `owed/...` the
+        sum over ranks is what counts; the others are good for the same number of ranks only."""
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from `state`, or from those of it that are there; weights have been loaded."""
 
     def statistics(self) -> dict[str, float]:
         """Since the beginning: `wait_s` seconds spent waiting, `messages`, `bytes` sent."""

@@ -15,6 +15,7 @@ notice, and takes the weights of a few at a time. Two-sided, so a rank that dies
 
 import random
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -52,6 +53,8 @@ class _Sent:
 class Asgd:
     """Asynchronous weights to random ranks."""
 
+    alike = False
+
     def __init__(self, named: Named, comm: Communicator, spec: ExchangeSpec, seed: int) -> None:
         self._comm = comm
         self._random = random.Random(f"{seed}.{comm.rank}")  # noqa: S311 - whom to tell is no secret
@@ -86,6 +89,9 @@ class Asgd:
     def before_backward(self, samples: int, planned: int) -> None:
         pass
 
+    def accumulate(self, more: bool) -> None:
+        pass
+
     def weigh(self, samples: float) -> None:
         pass
 
@@ -106,6 +112,21 @@ class Asgd:
 
     def finish(self) -> None:
         pass
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Without messages that are under way, which nobody counts on."""
+        if not self._started:
+            return {}
+        return {
+            "before": self._before,
+            "interval": torch.tensor([float(self._steps), self._interval], dtype=torch.float64),
+        }
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._started = "before" in state
+        if self._started:
+            self._before.copy_(state["before"])
+            self._steps, self._interval = int(state["interval"][0]), float(state["interval"][1])
 
     def statistics(self) -> dict[str, float]:
         """Also: `accepted` and `refused` messages, and the present `interval` in steps."""

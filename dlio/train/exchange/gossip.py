@@ -13,7 +13,7 @@ as bfloat16, since changes alone let ranks drift apart, too.
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import numpy as np
@@ -93,6 +93,8 @@ class Gossip:
         modules: whose forward passes use the parameters.
     """
 
+    alike = False
+
     def __init__(
         self,
         named: Named,
@@ -124,6 +126,9 @@ class Gossip:
     def before_backward(self, samples: int, planned: int) -> None:
         self._unscale = planned / self._comm.size / max(1, samples)
 
+    def accumulate(self, more: bool) -> None:
+        pass
+
     def weigh(self, samples: float) -> None:
         self._unscale = 1.0
 
@@ -144,6 +149,23 @@ class Gossip:
 
     def finish(self) -> None:
         self._join(tuple(range(len(self._lanes))))
+
+    def state(self) -> dict[str, torch.Tensor]:
+        self.finish()
+        state = {"step": torch.tensor(self._step)}
+        for number, lane in enumerate(self._lanes):
+            if len(lane.residual):
+                state[f"owed/{number}"] = torch.from_numpy(lane.residual)
+            if len(lane.before):
+                state[f"before/{number}"] = torch.from_numpy(lane.before)
+        return state
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._step = int(state.get("step", 0))
+        for number, lane in enumerate(self._lanes):
+            if f"owed/{number}" in state:
+                lane.residual[:] = state[f"owed/{number}"].numpy()
+            lane.before = state.get(f"before/{number}", torch.empty(0)).numpy().copy()
 
     def statistics(self) -> dict[str, float]:
         return {

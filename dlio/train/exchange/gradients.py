@@ -1,6 +1,7 @@
 """Synchronous data parallelism: gradients are summed over all ranks while backward goes on."""
 
 import time
+from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
@@ -13,7 +14,7 @@ from dlio.train.exchange.buckets import Bucket, Named, in_buckets
 from dlio.train.exchange.compress.layout import Scratch
 from dlio.train.exchange.compress.reduce import TAGS
 from dlio.train.exchange.spec import ExchangeSpec
-from dlio.train.exchange.sums import Sum, make_sum
+from dlio.train.exchange.sums import Sum, load_residuals, make_sum, residuals_of
 
 _FIRST_TAG: Final = 1
 
@@ -32,6 +33,8 @@ class GradientExchange:
 
     One rank: no hook, no copy, no communication.
     """
+
+    alike = True
 
     def __init__(
         self, named: Named, comm: Communicator, spec: ExchangeSpec, node_of: list[int]
@@ -61,6 +64,7 @@ class GradientExchange:
         self._started = 0
         self._in_backward = False
         self._done_this_step = False
+        self._held = self._was_held = False
         self._weight, self._scale, self._contribution = 1.0, 1.0, 1.0
         self._whole = False
         self._exposed_s = 0.0
@@ -71,23 +75,34 @@ class GradientExchange:
         self._weight, self._scale = float(samples), planned / self._comm.size
         self._contribution = 1.0
         self._whole = True
+        self._done_this_step = False
 
     def weigh(self, samples: float) -> None:
         """A rank's loss is a mean over so many samples; the same number everywhere for equals."""
         self._weight, self._scale, self._contribution = samples, 1.0, samples
         self._whole = False
 
+    def accumulate(self, more: bool) -> None:
+        """Gradients stay this rank's own until the backward that no other follows."""
+        self._held = more
+
     def before_step(self) -> None:
         """Gradients are the mean's when this returns, on a rank without samples, too."""
         if self._whole and not self._done_this_step and self._buckets:
             self._finish(everything=True)
-        self._done_this_step = False
+        self._done_this_step = True
 
     def after_step(self) -> None:
         pass
 
     def finish(self) -> None:
         pass
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return residuals_of(self._sums)
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        load_residuals(self._sums, state)
 
     def statistics(self) -> dict[str, float]:
         told = [each.statistics() for each in self._sums]
@@ -108,6 +123,9 @@ class GradientExchange:
     def _gradient_ready(self, parameter: torch.Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
         assert parameter.grad is not None
+        if self._held:
+            self._was_held = True
+            return
         if not self._in_backward:
             self._in_backward = True
             self._done_this_step = False
@@ -125,7 +143,8 @@ class GradientExchange:
 
     def _backward_ends(self) -> None:
         self._in_backward = False
-        self._finish(everything=self._whole)
+        # What a backward that was held has reached, this one may not, and others may not know.
+        self._finish(everything=self._whole or self._was_held)
         self._done_this_step = True
 
     def _finish(self, everything: bool) -> None:
@@ -155,6 +174,7 @@ class GradientExchange:
         self._exposed_s += time.perf_counter() - began
         self._missing = [set(bucket.parameters) for bucket in self._buckets]
         self._started = 0
+        self._was_held = False
 
     @torch.no_grad()
     def _take(self, number: int, bucket: Bucket, scale: float, everything: bool) -> None:
@@ -180,7 +200,11 @@ class GradientExchange:
     def _start(self, number: int) -> None:
         bucket = self._buckets[number]
         for parameter in self._missing[number]:
-            self._where[parameter][1].zero_()
+            view = self._where[parameter][1]
+            if parameter.grad is None:
+                view.zero_()
+            else:  # Of an earlier backward: another part of the loss, or a batch that was held.
+                torch.mul(parameter.grad, self._contribution, out=view)
         if not self._compressed:
             bucket.flat[-1] = self._weight
         self._sums[number].start(bucket.array)

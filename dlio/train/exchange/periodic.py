@@ -5,6 +5,7 @@ weights have changed by (Stich, 2019; Douillard et al., 2023).
 learning rate of 0.7, as published.
 """
 
+from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
@@ -15,7 +16,7 @@ from dlio.train.exchange.buckets import Bucket, Named, in_buckets
 from dlio.train.exchange.compress.layout import Scratch
 from dlio.train.exchange.compress.reduce import TAGS
 from dlio.train.exchange.spec import ExchangeSpec
-from dlio.train.exchange.sums import make_sum
+from dlio.train.exchange.sums import load_residuals, make_sum, residuals_of
 
 _FIRST_TAG: Final = 1
 _OUTER_RATE: Final = 0.7
@@ -25,6 +26,8 @@ _OUTER_MOMENTUM: Final = 0.9
 class Periodic:
     """Every `spec.period` steps, and at the end, weights become the last common ones plus the mean
     change, compressed where the exchange says so; what is left out is told next time."""
+
+    alike = False
 
     def __init__(
         self, named: Named, comm: Communicator, spec: ExchangeSpec, node_of: list[int]
@@ -47,6 +50,9 @@ class Periodic:
     def before_backward(self, samples: int, planned: int) -> None:
         pass
 
+    def accumulate(self, more: bool) -> None:
+        pass
+
     def weigh(self, samples: float) -> None:
         pass
 
@@ -61,6 +67,22 @@ class Periodic:
     def finish(self) -> None:
         if self._steps:
             self._agree()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        state = {"steps": torch.tensor(self._steps), **residuals_of(self._sums)}
+        for number, (common, momentum) in enumerate(zip(self._common, self._momentum, strict=True)):
+            state[f"common/{number}"], state[f"momentum/{number}"] = common, momentum
+        return state
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        load_residuals(self._sums, state)
+        self._steps = int(state.get("steps", 0))
+        for number, bucket in enumerate(self._buckets):
+            self._read(bucket)
+            common = state.get(f"common/{number}", bucket.flat)
+            self._common[number].copy_(common)
+            if f"momentum/{number}" in state:
+                self._momentum[number].copy_(state[f"momentum/{number}"])
 
     def statistics(self) -> dict[str, float]:
         told = [each.statistics() for each in self._sums]

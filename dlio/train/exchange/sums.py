@@ -1,11 +1,12 @@
 """Sums of one flat float32 region over all ranks, begun again and again, without blocking."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from dlio.comm import Communicator, Request
 from dlio.comm.waiting import leave
@@ -24,6 +25,9 @@ Tensors = Sequence[tuple[str, Sequence[int]]]
 class Sum(Protocol):
     """One region's sum. Ranks start and wait for the same regions in the same order."""
 
+    residual: _F32
+    """What this rank has not given to others yet: as long as the region, or empty."""
+
     def start(self, region: _F32) -> None:
         """Begin; `region` holds the sum when it is done, and must not be touched before."""
 
@@ -40,6 +44,22 @@ class Sum(Protocol):
         """Since the beginning: `wait_s`, `messages` and `bytes` sent by this rank."""
 
     def close(self) -> None: ...
+
+
+def residuals_of(sums: Sequence[Sum]) -> dict[str, torch.Tensor]:
+    """What sums have left out, for a checkpoint."""
+    return {
+        f"owed/{number}": torch.from_numpy(each.residual)
+        for number, each in enumerate(sums)
+        if len(each.residual)
+    }
+
+
+def load_residuals(sums: Sequence[Sum], state: Mapping[str, torch.Tensor]) -> None:
+    for number, each in enumerate(sums):
+        kept = state.get(f"owed/{number}")
+        if kept is not None and len(kept) == len(each.residual):
+            each.residual[:] = kept.numpy()
 
 
 def make_sum(
@@ -68,6 +88,7 @@ class AllreduceSum:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
+        self.residual = np.empty(0, np.float32)
         self._request: Request | None = None
         self._wait_s = 0.0
         self._starts = self._bytes = 0
@@ -122,6 +143,7 @@ class RoutedSum:
         self.entries = pieces[-1].stop if pieces else 0
         self._codec = None
         longest = 4 * self.entries
+        self.residual = np.empty(0, np.float32)
         if compressor is not None:
             self._codec = make_compressor(compressor, pieces, scratch)
             longest = _HEAD + self._codec.max_bytes

@@ -1,0 +1,58 @@
+"""Weights and gradients as files, to be looked at."""
+
+import functools
+import io
+import os
+from typing import IO
+
+import numpy as np
+import torch
+
+from dlio.files import unwritable, write_whole
+from dlio.train.callbacks import Callback
+from dlio.train.report import EpochReport
+from dlio.train.worker import Worker
+
+
+class MatrixDump(Callback):
+    """At the end of each epoch FOLDER/epoch-0001/weights/NAME.npy of each parameter and buffer,
+    and gradients/NAME.npy of the epoch's last step; rank 0's, float32 where they are fewer bits."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._gradients: dict[str, torch.Tensor] = {}
+
+    def begins(self, run: Worker) -> None:
+        _make(self._folder)
+
+    def after_step(self, run: Worker) -> None:
+        self._gradients = {
+            name: parameter.grad
+            for name, parameter in run.model.named_parameters()
+            if parameter.grad is not None
+        }
+
+    def epoch_ends(self, run: Worker, report: EpochReport) -> None:
+        epoch = os.path.join(self._folder, f"epoch-{report.epoch + 1:04d}")
+        for kind, tensors in (("weights", run.model.state_dict()), ("gradients", self._gradients)):
+            folder = os.path.join(epoch, kind)
+            _make(folder)
+            for name, tensor in tensors.items():
+                held = tensor.detach().cpu()
+                if held.is_floating_point() and held.itemsize < 4:
+                    held = held.float()
+                packed = io.BytesIO()
+                np.save(packed, held.numpy())
+                path = os.path.join(folder, f"{name}.npy")
+                write_whole(path, functools.partial(_put, packed.getbuffer()))
+
+
+def _put(packed: memoryview, file: IO[bytes]) -> None:
+    file.write(packed)
+
+
+def _make(folder: str) -> None:
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise unwritable(f"--dump-matrices {folder}", error) from error

@@ -1,0 +1,59 @@
+"""A run whose loss or gradients are no numbers any more does not go on unnoticed."""
+
+from typing import Final
+
+import torch
+
+from dlio.errors import DlioError
+from dlio.train.callbacks import Callback
+from dlio.train.worker import Worker
+
+_NAMED: Final = 3
+
+
+class NanGuard(Callback):
+    """Ends the run, or leaves such steps out.
+
+    On a GPU a run that is to end is told of it a step late, so that no step waits for the device.
+    Overflows that a loss scaler looks after are none of its business.
+
+    Args:
+        skip: leave the optimizer's step out and go on.
+    """
+
+    def __init__(self, skip: bool) -> None:
+        self._skip = skip
+        self._before: tuple[torch.Tensor, int] | None = None
+
+    def before_step(self, run: Worker) -> bool:
+        finite = torch.isfinite(run.last_loss)
+        if run.gradient_norm is not None and not run.precision.scales:
+            finite = finite & torch.isfinite(run.gradient_norm).to(finite.device)
+        if self._skip:
+            return bool(finite)
+        if finite.device.type == "cpu":
+            if not finite:
+                raise self._error(run, run.updates)
+            return True
+        before, self._before = self._before, (finite, run.updates)
+        if before is not None and not before[0]:
+            raise self._error(run, before[1])
+        return True
+
+    @staticmethod
+    def _error(run: Worker, step: int) -> DlioError:
+        wrong = [
+            name
+            for name, parameter in run.model.named_parameters()
+            if parameter.grad is not None and not parameter.grad.isfinite().all()
+        ]
+        more = ", ..." if len(wrong) > _NAMED else ""
+        of = f" (gradients of {', '.join(wrong[:_NAMED])}{more})" if wrong else ""
+        samples = ", ".join(map(str, run.loader.last_samples[:8].tolist()))
+        loss = float(run.last_loss)
+        return DlioError(
+            f"rank {run.comm.rank}, epoch {run.epoch_number + 1}, step {step + 1} of the "
+            f"optimizer: the loss is {loss:g} or a gradient is not finite{of}; samples "
+            f"{samples}, ...; try a smaller --lr, --clip 1, or --nan skip, which leaves such steps "
+            "out"
+        )

@@ -1,0 +1,90 @@
+"""TensorBoard: curves of a run, and summaries of its gradients and weights."""
+
+from typing import Any, Final
+
+import torch
+
+from dlio.errors import UsageError
+from dlio.files import unwritable
+from dlio.storage.counters import PLACES
+from dlio.train.callbacks import Callback
+from dlio.train.report import EpochReport
+from dlio.train.worker import Worker
+
+_LOSS_EVERY: Final = 10
+"""Steps; reading a loss waits for the device."""
+
+
+class TensorBoard(Callback):
+    """Rank 0's. Steps are the optimizer's; epochs are told at their last step.
+
+    Args:
+        summaries: steps between two summaries of each parameter: norms of weights and gradients,
+            their ratio, and histograms. None for none.
+
+    Raises UsageError where TensorBoard is not installed, or the folder cannot be written.
+    """
+
+    def __init__(self, folder: str, summaries: int | None) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise UsageError(
+                f"--tensorboard: {error}; install it: pip install 'dlio[tensorboard]'"
+            ) from error
+        self._summaries = summaries
+        try:
+            self._writer: Any = SummaryWriter(folder)
+        except OSError as error:
+            raise unwritable(f"--tensorboard {folder}", error) from error
+
+    def __exit__(self, *_: object) -> None:
+        self._writer.close()
+
+    def after_step(self, run: Worker) -> None:
+        if run.updates % _LOSS_EVERY == 1:
+            count = max(1, len(run.loader.last_samples))
+            self._scalar("train/loss", float(run.last_loss) / count, run.updates)
+            self._scalar("train/lr", run.optimizer.param_groups[0]["lr"], run.updates)
+            if run.gradient_norm is not None:
+                self._scalar("train/gradient_norm", float(run.gradient_norm), run.updates)
+        if self._summaries is not None and run.updates % self._summaries == 0:
+            self._summarise(run)
+
+    def epoch_ends(self, run: Worker, report: EpochReport) -> None:
+        step = run.updates
+        for name, value in {
+            "epoch/loss": report.loss,
+            "epoch/accuracy": report.accuracy,
+            "epoch/val_accuracy": report.val_accuracy,
+            "epoch/samples_per_s": report.samples_per_s,
+            "epoch/stall_fraction": report.stall_fraction,
+            "epoch/step_ms_median": report.step_ms["median"],
+            "epoch/step_ms_p95": report.step_ms["p95"],
+            "exchange/wait_s": report.exchange_wait_s,
+            "exchange/bytes": float(report.exchange_bytes),
+            "exchange/consensus_distance": report.consensus_distance,
+            **{f"data/bytes_{place}": float(report.bytes[place]) for place in PLACES},
+        }.items():
+            if value is not None:
+                self._scalar(name, value, step)
+        self._writer.flush()
+
+    @torch.no_grad()
+    def _summarise(self, run: Worker) -> None:
+        for name, parameter in run.model.named_parameters():
+            weight = parameter.detach().float()
+            self._writer.add_histogram(f"weights/{name}", weight.cpu(), run.updates)
+            size = float(weight.norm())
+            self._scalar(f"weight_norm/{name}", size, run.updates)
+            if parameter.grad is None:
+                continue
+            gradient = parameter.grad.float()
+            if bool(gradient.isfinite().all()):
+                self._writer.add_histogram(f"gradients/{name}", gradient.cpu(), run.updates)
+            norm = float(gradient.norm())
+            self._scalar(f"gradient_norm/{name}", norm, run.updates)
+            self._scalar(f"gradient_to_weight/{name}", norm / max(size, 1e-12), run.updates)
+
+    def _scalar(self, name: str, value: float, step: int) -> None:
+        self._writer.add_scalar(name, value, step)

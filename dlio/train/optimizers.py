@@ -1,0 +1,71 @@
+"""torch's optimizers by the names that --optimizer takes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from dlio.errors import UsageError
+
+_Make = Callable[[list[dict[str, Any]], float], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    make: _Make
+    """Of parameter groups and a momentum."""
+    peak_lr: float
+    """For a global batch of 64; it grows with the batch's root."""
+    weight_decay: float
+
+
+_KINDS: Final = {
+    "nesterov": _Kind(
+        lambda groups, m: torch.optim.SGD(groups, lr=0.0, momentum=m, nesterov=m > 0), 0.1, 5e-4
+    ),
+    "sgd": _Kind(lambda groups, m: torch.optim.SGD(groups, lr=0.0, momentum=m), 0.1, 5e-4),
+    "adagrad": _Kind(lambda groups, _: torch.optim.Adagrad(groups, lr=0.0), 1e-2, 1e-4),
+    "rmsprop": _Kind(
+        lambda groups, m: torch.optim.RMSprop(groups, lr=0.0, momentum=m, alpha=0.99), 3e-4, 1e-4
+    ),
+    "adam": _Kind(lambda groups, _: torch.optim.Adam(groups, lr=0.0), 2e-3, 1e-4),
+    "adamw": _Kind(lambda groups, _: torch.optim.AdamW(groups, lr=0.0), 2e-3, 5e-2),
+}
+
+
+def make_optimizer(
+    name: str, model: nn.Module, momentum: float, weight_decay: float | None
+) -> torch.optim.Optimizer:
+    """Of all parameters that get gradients; biases and norms do not decay. Its learning rate is 0
+    until somebody sets one.
+
+    Args:
+        weight_decay: None for what is usual with the optimizer.
+
+    Raises UsageError for a name that is none.
+    """
+    kind = _kind(name)
+    decay = kind.weight_decay if weight_decay is None else weight_decay
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    if not parameters:
+        raise UsageError(
+            "the model has no parameter that gets gradients: there is nothing to train"
+        )
+    return kind.make([group for group in groups if group["params"]], momentum)
+
+
+def usual_lr(name: str, global_batch: int) -> float:
+    """A peak learning rate that a residual net bears. Raises UsageError as make_optimizer."""
+    return float(_kind(name).peak_lr * (global_batch / 64) ** 0.5)
+
+
+def _kind(name: str) -> _Kind:
+    if name not in _KINDS:
+        raise UsageError(f"--optimizer {name}: choose one of {', '.join(_KINDS)}")
+    return _KINDS[name]

@@ -1,0 +1,277 @@
+"""One rank of a training run: its model, optimizer, exchange and loaders, and their steps."""
+
+import copy
+import math
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from dlio.comm import Communicator
+from dlio.errors import UsageError
+from dlio.loader import DataLoader
+from dlio.train.callbacks import Callback
+from dlio.train.config import TrainConfig
+from dlio.train.distribute import distribute
+from dlio.train.exchange.buckets import averaged_state, consensus_distance
+from dlio.train.model import make_model
+from dlio.train.optimizers import make_optimizer
+from dlio.train.precision import Precision
+from dlio.train.progress import Progress
+from dlio.train.report import EpochReport
+from dlio.train.trace import Trace
+
+_MEAN: Final = (0.485, 0.456, 0.406)
+_STD: Final = (0.229, 0.224, 0.225)
+"""Of ImageNet's pixels, as torchvision's models are trained with."""
+_COUNTED: Final = ("bytes", "sent", "messages", "late", "healed", "decoded", "decode_saved_s")
+_WARM_UP: Final = 0.15
+"""Share of the steps in which the learning rate rises to its peak."""
+
+
+class Worker:
+    """What callbacks see of a run. Made on all ranks together; `close` is collective, too."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        comm: Communicator,
+        loader: DataLoader,
+        held_out: DataLoader | None,
+    ) -> None:
+        self.config, self.comm = config, comm
+        self.loader, self.held_out = loader, held_out
+        self.device = _device(config.device, comm)
+        torch.manual_seed(config.seed)
+        classes = len(loader.data.classes) or int(loader.data.reader.labels.max()) + 1
+        self.model = make_model(config.model, classes, config.image_size)
+        self.model.to(self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        # A copy without hooks, which the ranks' mean is evaluated in.
+        self._mean_model = copy.deepcopy(self.model) if held_out is not None else None
+        self.optimizer = make_optimizer(
+            config.optimizer, self.model, config.momentum, config.weight_decay
+        )
+        self.exchange = distribute(
+            self.model,
+            self.optimizer,
+            config.exchange,
+            seed=config.seed,
+            pretend_nodes=config.pretend_nodes,
+            follow_steps=False,  # Gradients are clipped when they are final.
+        )
+        # Masks of dropout differ from rank to rank.
+        torch.manual_seed((config.seed + comm.rank) % 2**63)
+        self.precision = Precision(config.precision, self.device)
+        self.callbacks: Sequence[Callback] = ()
+        self.steps = len(loader)
+        """Of a whole epoch: batches of a rank."""
+        self.global_batch = config.batch_size * comm.size
+        self.epoch_number = 0
+        self.position = 0
+        """Samples of the epoch's order that all ranks have trained on."""
+        self.updates = 0
+        """Steps of the optimizer since the run began."""
+        self.left_out = 0
+        """Steps of this epoch that the optimizer was not let do."""
+        self.sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        """Of this epoch and rank: loss, correct answers, samples; kept on the device."""
+        self.last_loss = torch.zeros((), device=self.device)
+        """Sum of losses of this rank's last batch."""
+        self.gradient_norm: torch.Tensor | None = None
+        """Of the last step, before clipping."""
+        self.history: list[EpochReport] = []
+        self.stopped: str | None = None
+        """Why the run ends early, when it does."""
+        self._pending = 0
+        """Samples of this rank in batches that have been accumulated."""
+        self._update_s: list[float] = []
+        self._mean = torch.tensor(_MEAN, device=self.device).view(1, 3, 1, 1) * 255
+        self._std = torch.tensor(_STD, device=self.device).view(1, 3, 1, 1) * 255
+
+    def stop(self, reason: str) -> None:
+        """End the run after this epoch. To be called on all ranks."""
+        self.stopped = reason
+
+    def close(self) -> None:
+        self.exchange.close()
+
+    def epoch(self, epoch: int, progress: Progress, trace: Trace | None) -> EpochReport:
+        """Train an epoch, or what is left of it, and evaluate. Collective."""
+        loader = self.loader
+        self.model.train()
+        loader.set_epoch(epoch)
+        if self.epoch_number != epoch or not self.position:
+            self.epoch_number, self.position, self.left_out = epoch, 0, 0
+            self.sums.zero_()
+        begun = self.position
+        self._update_s = []
+        before = self.exchange.statistics()
+        started = updated = time.perf_counter()
+        for step, (images, labels) in enumerate(loader):
+            if trace is not None:
+                done = begun // self.global_batch
+                trace.step(epoch, done + step, loader.last_samples.tolist())
+            self._batch(images, labels, begun, step)
+            progress.step(epoch, begun // self.global_batch + step, len(images), loader.stall_s)
+            if not self._pending_batches(begun, step + 1):
+                now = time.perf_counter()
+                self._update_s.append(now - updated)
+                updated = now
+        self.exchange.finish()
+        self.sums.tolist()  # Waits for the device.
+        seconds = time.perf_counter() - started
+        after = self.exchange.statistics()
+        if trace is not None:
+            trace.end_epoch()
+        report = self._reported(seconds, {key: after[key] - before[key] for key in before})
+        self.history.append(report)
+        self.position = 0
+        for callback in self.callbacks:
+            callback.epoch_ends(self, report)
+        return report
+
+    def _batch(self, images: torch.Tensor, labels: torch.Tensor, begun: int, step: int) -> None:
+        """Backward of a batch, and the optimizer's step where no other is accumulated first."""
+        samples = len(self.loader.data)
+        more = self._pending_batches(begun, step + 1)
+        first = begun + (step - step % self.config.accumulate) * self.global_batch
+        planned = min(self.config.accumulate * self.global_batch, samples - first)
+        self._pending += len(images)
+        self.exchange.before_backward(self._pending, planned)
+        self.exchange.accumulate(more > 0)
+        if len(images):
+            self._backward(images, labels, planned)
+        self.position = min(samples, begun + (step + 1) * self.global_batch)
+        if not more:
+            self._update(first, planned)
+
+    def _backward(self, images: torch.Tensor, labels: torch.Tensor, planned: int) -> None:
+        labels = labels.to(self.device, non_blocking=True)
+        with self.precision.casting():
+            logits = self.model(self._normalised(images))
+            losses = cross_entropy(logits, labels, reduction="sum")
+        mean = losses.div(planned / self.comm.size)
+        self.precision.scaler.scale(mean).backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            self.last_loss = losses.detach()
+            self.sums[0] += self.last_loss
+            self.sums[1] += (logits.argmax(1) == labels).sum()
+            self.sums[2] += len(images)
+
+    def _pending_batches(self, begun: int, done: int) -> int:
+        """How many batches are still to be accumulated after `done` of this pass."""
+        left = math.ceil((len(self.loader.data) - begun) / self.global_batch) - done
+        return min(-done % self.config.accumulate, left)
+
+    @torch.no_grad()
+    def _update(self, first: int, planned: int) -> None:
+        """A step of the optimizer, with gradients of the samples from position `first` on."""
+        config, precision = self.config, self.precision
+        self.exchange.before_step()
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        if self.comm.size == 1 and self._pending not in (0, planned):
+            # Samples that were skipped count nowhere; among ranks the exchange corrects it.
+            torch._foreach_mul_(gradients, planned / self._pending)
+        if precision.scales and gradients:
+            precision.scaler.unscale_(self.optimizer)
+        if gradients and (config.clip is not None or config.nan != "off"):
+            self.gradient_norm = get_total_norm(gradients)
+            if config.clip is not None:
+                clip_grads_with_norm_(self.model.parameters(), config.clip, self.gradient_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr(first)
+        wanted = [callback.before_step(self) for callback in self.callbacks]
+        if not all(wanted):
+            self.left_out += 1
+            if precision.scales:
+                precision.scaler.update()
+        elif gradients or not precision.scales:
+            precision.step(self.optimizer)
+        self.exchange.after_step()
+        self.updates += 1
+        self._pending = 0
+        for callback in self.callbacks:
+            callback.after_step(self)
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def lr(self, first: int) -> float:
+        """Linear warm-up, then a cosine down to zero at the last step.
+
+        Args:
+            first: position in the epoch of the first sample of the step: so the rate follows the
+                samples, on any number of ranks.
+        """
+        samples = len(self.loader.data)
+        total = samples * self.config.epochs
+        done = self.epoch_number * samples + first
+        batch = self.config.accumulate * self.global_batch
+        peak, warm = self.config.peak_lr(self.comm.size), max(batch, _WARM_UP * total)
+        if done < warm:
+            return peak * min(1.0, (done + batch) / warm)
+        return peak * 0.5 * (1 + math.cos(math.pi * (done - warm) / max(1, total - warm)))
+
+    def _reported(self, seconds: float, exchanged: dict[str, float]) -> EpochReport:
+        """The epoch, over all ranks; evaluates. Collective."""
+        stats = self.loader.stats()
+        mean = averaged_state(self.model, self.comm)
+        steps_ms = np.array(self._update_s) * 1000 if self._update_s else np.zeros(1)
+        everyone = self.comm.allgather(
+            {
+                "sums": self.sums.tolist(),
+                "seconds": seconds,
+                "stall_s": stats["stall_s"],
+                "first_batch_s": stats["first_batch_s"],
+                "exchange_wait_s": exchanged["wait_s"],
+                "exchange_bytes": exchanged["bytes"],
+                "step_ms": [float(np.median(steps_ms)), float(np.quantile(steps_ms, 0.95))],
+                "left_out": self.left_out,
+                **{key: stats[key] for key in _COUNTED},
+                "skipped": stats["skipped"],
+                "notes": stats["notes"],
+            }
+        )
+        return EpochReport.of_ranks(
+            self.epoch_number,
+            everyone,
+            self._evaluate(mean),
+            consensus_distance(self.model, mean, self.comm),
+            self.config.peak_lr(self.comm.size),
+        )
+
+    @torch.no_grad()
+    def _evaluate(self, mean: dict[str, torch.Tensor]) -> float | None:
+        """Accuracy of the ranks' mean model on the held-out data. Collective."""
+        if self.held_out is None or self._mean_model is None:
+            return None
+        self._mean_model.load_state_dict(mean)
+        self._mean_model.eval()
+        counts = np.zeros(2, np.int64)
+        self.held_out.set_epoch(0)
+        for images, labels in self.held_out:
+            if len(images):
+                with self.precision.casting():
+                    answers = self._mean_model(self._normalised(images)).argmax(1).cpu()
+                counts += ((answers == labels).sum().item(), len(labels))
+        self.comm.wait([self.comm.iallreduce(counts)], "the accuracy")
+        return float(counts[0] / max(1, counts[1]))
+
+    def _normalised(self, images: torch.Tensor) -> torch.Tensor:
+        # images: uint8 (n, 3, size, size), channels last -> float32, likewise
+        moved = images.to(self.device, non_blocking=True).float()
+        return moved.sub_(self._mean).div_(self._std)
+
+
+def _device(name: str, comm: Communicator) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        if not torch.cuda.is_available():
+            raise UsageError("--device cuda: torch finds no GPU here; use --device cpu")
+        name = f"cuda:{comm.rank % torch.cuda.device_count()}"
+    if name.split(":")[0] not in ("cpu", "cuda"):
+        raise UsageError(f"--device {name}: choose auto, cpu or cuda")
+    return torch.device(name)

@@ -1,0 +1,74 @@
+"""Models and callbacks that tests name on the command line, as users do."""
+
+import json
+import os
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from dlio.train.callbacks import Callback
+from dlio.train.report import EpochReport
+from dlio.train.worker import Worker
+
+
+def mlp(classes: int, image_size: int, width: int = 8) -> nn.Module:
+    """Without batch norms or dropout: the same on any number of ranks."""
+    pixels = 3 * image_size * image_size
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(pixels, width), nn.Tanh(), nn.Linear(width, classes)
+    )
+
+
+def dropping(classes: int, image_size: int) -> nn.Module:
+    return nn.Sequential(mlp(classes, image_size, 16), nn.Dropout(0.2))
+
+
+def exploding(classes: int, image_size: int, at: int) -> nn.Module:
+    """Whose outputs are no numbers at one of its training steps."""
+    return _Exploding(mlp(classes, image_size), at)
+
+
+class _Exploding(nn.Module):
+    def __init__(self, inner: nn.Module, at: int) -> None:
+        super().__init__()
+        self.inner, self._left = inner, at
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.inner(x)
+        if not self.training:
+            return logits
+        self._left -= 1
+        return logits * float("nan") if self._left == 0 else logits
+
+
+def no_module(classes: int) -> list[int]:
+    return [classes]
+
+
+class Log(Callback):
+    """Appends, to PATH.<rank>, a line for each step of the optimizer: its number, epoch, samples
+    and learning rate. A line is written at once, so it outlives a kill."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def after_step(self, run: Worker) -> None:
+        line = json.dumps(
+            [
+                run.updates,
+                run.epoch_number,
+                run.loader.last_samples.tolist(),
+                run.optimizer.param_groups[0]["lr"],
+            ]
+        )
+        with open(f"{self._path}.{run.comm.rank}", "a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
+class Stop(Callback):
+    """Ends a run after its first epoch, as a user's own rule would."""
+
+    def epoch_ends(self, run: Worker, report: EpochReport) -> None:
+        Path("seen.txt").write_text(f"{report.epoch} {os.getpid()}", encoding="utf-8")
+        run.stop("enough")

@@ -1,0 +1,363 @@
+"""Checkpoints: whole whenever a run ends, and a run that goes on is the one that was stopped."""
+
+import json
+import os
+import pickle
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dlio.comm.single import SingleCommunicator
+from dlio.errors import SourceError, UsageError
+from dlio.train.checkpoint import Checkpoints
+from dlio.train.checkpoint.folder import open_checkpoint
+from dlio.train.checkpoint.reader import contents
+
+Args = tuple[str, ...]
+Dlio = Callable[..., subprocess.CompletedProcess[str]]
+ROOT = Path(__file__).resolve().parents[2]
+SHAPE = ("--image-size", "32", "--tiers", "ram:64MiB", "--workers", "1")
+MLP = ("--model", "nets:mlp")
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """The folder that commands run in, with the models they name."""
+    shutil.copy(Path(__file__).with_name("nets.py"), tmp_path)
+    return tmp_path
+
+
+def _weights(path: Path) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = torch.load(path, weights_only=True)
+    return state
+
+
+def _equal(one: Path, other: Path) -> bool:
+    mine, theirs = _weights(one), _weights(other)
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[k], theirs[k]) for k in mine)
+
+
+def _forget_after(folder: Path, count: int) -> None:
+    """As if the run had been killed when it had written `count` checkpoints."""
+    for path in sorted(folder.glob("step-*"))[count:]:
+        shutil.rmtree(path)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("exchange", "model"),
+    [
+        ("allreduce", "resnet(width=4)"),
+        ("gossip", "nets:dropping"),
+        ("local-sgd(4)+int8", "nets:mlp"),
+    ],
+)
+def test_a_run_goes_on_in_the_middle_of_an_epoch_as_if_it_had_not_been_stopped(
+    dlio: Dlio, pictures: Path, here: Path, exchange: str, model: str
+) -> None:
+    same: Args = (
+        str(pictures / "train"),
+        "-n",
+        "2",
+        "--batch-size",
+        "10",
+        "--epochs",
+        "2",
+        *SHAPE,
+    )
+    same += ("--exchange", exchange, "--model", model, "--checkpoint-every", "4", "--keep", "99")
+    told = ("--report", "r.json", "--trace", "t.jsonl")
+    whole = dlio("train", *same, "--checkpoint", "c", "--save", "whole.pt", *told)
+    assert whole.returncode == 0, whole.stderr
+    names = sorted(path.name for path in (here / "c").glob("step-*"))
+    assert names == [f"step-{step:08d}" for step in (4, 6, 8, 12)]
+    steps = [json.loads(line) for line in (here / "t.jsonl").read_text().splitlines()]
+    epochs = json.loads((here / "r.json").read_text())["epochs"]
+    _forget_after(here / "c", 3)
+
+    again = dlio("train", *same, "--checkpoint", "c", "--resume", "--save", "again.pt", *told)
+    assert again.returncode == 0, again.stderr
+    assert "step-00000008: epoch 2, step 8" in again.stdout
+    assert _equal(here / "whole.pt", here / "again.pt")
+    resumed = [json.loads(line) for line in (here / "t.jsonl").read_text().splitlines()]
+    assert resumed == [row for row in steps if (row["epoch"], row["step"]) >= (1, 2)]
+    report = json.loads((here / "r.json").read_text())
+    assert report["resumed"].endswith("step-00000008")
+    for before, after in zip(epochs, report["epochs"], strict=True):
+        assert (before["samples"], before["loss"]) == (after["samples"], after["loss"])
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_run_goes_on_with_another_number_of_ranks(
+    dlio: Dlio, pictures: Path, here: Path, ranks: int
+) -> None:
+    same: Args = (
+        str(pictures / "train"),
+        "--epochs",
+        "2",
+        *SHAPE,
+        *MLP,
+        "--optimizer",
+        "adam",
+    )
+    same += ("--keep", "99", "--checkpoint-every", "4")
+    whole = dlio(
+        "train", *same, "-n", "2", "--batch-size", "10", "--checkpoint", "c", "--save", "whole.pt"
+    )
+    assert whole.returncode == 0, whole.stderr
+    _forget_after(here / "c", 3)
+    batch = str(20 // ranks)
+    again = dlio(
+        *("train", *same, "-n", str(ranks), "--batch-size", batch, "--trace", "t.jsonl"),
+        *("--checkpoint", "c", "--resume", "--save", "again.pt"),
+    )
+    assert again.returncode == 0, again.stderr
+    assert "global batch was" not in again.stdout
+    mine, theirs = _weights(here / "whole.pt"), _weights(here / "again.pt")
+    for name, value in mine.items():
+        assert torch.allclose(value, theirs[name], rtol=0, atol=1e-5), name
+    rows = [json.loads(line) for line in (here / "t.jsonl").read_text().splitlines()]
+    # 8 of the run's 12 steps are done: 2 of this epoch's 6, of 20 samples.
+    assert len([s for row in rows for s in row["samples"]]) == 101 - 40
+
+
+def _killed_at_random(
+    pictures: Path, here: Path, ranks: int, kills: int, seed: int
+) -> tuple[int, list[Path]]:
+    """Run until the end, killed again and again; kills that hit, and the logs of the ranks."""
+    draws = random.Random(seed)
+    paths = [str(ROOT), *(str(ROOT / room) for room in ("readers", "staging", "bench"))]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "DLIO_CACHE": str(here)}
+    command = [sys.executable, "-m", "dlio.cli", "train", str(pictures / "train")]
+    command += ["-n", str(ranks), "--batch-size", str(4 // ranks), "--epochs", "8", *SHAPE, *MLP]
+    command += ["--checkpoint-every", "3", "--checkpoint", "c", "--resume", "--save", "killed.pt"]
+    command += ["--callback", "nets:Log(path='log')"]
+    hits = 0
+    for turn in range(kills + 1):
+        with subprocess.Popen(
+            command,
+            cwd=here,
+            env=environment,
+            start_new_session=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        ) as run:
+            if turn < kills:
+                # From when it trains on, at any moment of the work of some checkpoints.
+                assert _in_time(lambda: _lines(here / "log.0") > 0 or run.poll() is not None)
+                before = _lines(here / "log.0")
+                _in_time(lambda b=before: _lines(here / "log.0") > b or run.poll() is not None)  # type: ignore[misc]
+                time.sleep(draws.uniform(0, 0.15))
+            else:
+                output, _ = run.communicate(timeout=300)
+                assert run.returncode == 0, output
+                break
+            if run.poll() is None:
+                hits += 1
+            _kill(run)
+        for path in (here / "c").glob("step-*"):
+            open_checkpoint(str(path))
+        with Checkpoints(str(here / "c"), SingleCommunicator(), 99) as checkpoints:
+            newest = sorted(path.name for path in (here / "c").glob("step-*"))[-1:]
+            found = checkpoints.newest()
+            assert ([] if found is None else [Path(found.path).name]) == newest
+    return hits, [here / f"log.{rank}" for rank in range(ranks)]
+
+
+def _kill(run: "subprocess.Popen[str]") -> None:
+    """The launcher, mpirun and all ranks, at once: they are in one session, or its children."""
+    family = {run.pid}
+    for _ in range(3):
+        for entry in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                parent = int(Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+            if parent in family:
+                family.add(int(entry))
+    for pid in family:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    run.communicate(timeout=60)
+
+
+def _lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def _in_time(condition: Callable[[], Any], seconds: float = 120) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return bool(condition())
+
+
+def _check_killed_run(dlio: Dlio, pictures: Path, here: Path, ranks: int, kills: int) -> int:
+    hits, logs = _killed_at_random(pictures, here, ranks, kills, seed=kills)
+    whole = dlio(
+        *("train", str(pictures / "train"), "-n", str(ranks), "--batch-size", str(4 // ranks)),
+        *("--epochs", "8", *SHAPE, *MLP, "--save", "whole.pt"),
+        *("--callback", "nets:Log(path='whole')"),
+    )
+    assert whole.returncode == 0, whole.stderr
+    assert _equal(here / "whole.pt", here / "killed.pt")
+    for rank, log in enumerate(logs):
+        expected = {}
+        for line in (here / f"whole.{rank}").read_text().splitlines():
+            number, *rest = json.loads(line)
+            expected[number] = rest
+        seen = set()
+        for line in log.read_text().splitlines():
+            number, *rest = json.loads(line)
+            # A step that was done again, after a kill, was the same.
+            assert rest == expected[number]
+            seen.add(number)
+        assert seen == expected.keys()
+    assert not list((here / "c").glob(".unfinished-*"))
+    return hits
+
+
+def test_a_run_that_is_killed_goes_on_from_a_whole_checkpoint_and_ends_the_same(
+    dlio: Dlio, pictures: Path, here: Path
+) -> None:
+    assert _check_killed_run(dlio, pictures, here, ranks=1, kills=3) >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_twenty_kills_of_two_ranks(dlio: Dlio, pictures: Path, here: Path) -> None:
+    assert _check_killed_run(dlio, pictures, here, ranks=2, kills=20) >= 15
+
+
+def _saved(folder: Path, steps: int = 2) -> None:
+    with Checkpoints(str(folder), SingleCommunicator(), 9) as checkpoints:
+        for step in range(steps):
+            checkpoints.save(step, {"all/model/w": torch.full((1000,), float(step))}, {"at": step})
+            checkpoints.wait()
+        assert not checkpoints.failures
+
+
+def test_a_damaged_checkpoint_is_told_of_and_an_older_one_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _saved(tmp_path / "c")
+    (file,) = (tmp_path / "c" / "step-00000001").glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    place = data.index(torch.ones(8).numpy().tobytes())
+    data[place + 5] ^= 4
+    file.write_bytes(data)
+    with Checkpoints(str(tmp_path / "c"), SingleCommunicator()) as checkpoints:
+        found = checkpoints.newest()
+    assert found is not None
+    assert found.about["at"] == 0
+    assert not found.read("all/")["model/w"].any()
+    assert "step-00000001" in capsys.readouterr().err
+
+
+class _Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch evil",)
+
+
+@pytest.mark.parametrize("what", [b"", b"garbage", pickle.dumps([1]), pickle.dumps(_Evil())])
+def test_a_table_of_contents_is_read_without_running_what_is_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: bytes
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _saved(tmp_path / "c", 1)
+    path = tmp_path / "c" / "step-00000000"
+    assert set(contents(str(path))) == {"all/model/w", "checksum/rank0"}
+    (path / ".metadata").write_bytes(what)
+    with pytest.raises(SourceError, match="table of contents"):
+        contents(str(path))
+    assert not (tmp_path / "evil").exists()
+
+
+def test_two_runs_do_not_write_to_one_folder(tmp_path: Path) -> None:
+    with (
+        Checkpoints(str(tmp_path / "c"), SingleCommunicator()),
+        pytest.raises(UsageError, match=f"another run .process {os.getpid()}"),
+    ):
+        Checkpoints(str(tmp_path / "c"), SingleCommunicator())
+    with Checkpoints(str(tmp_path / "c"), SingleCommunicator()):
+        pass
+
+
+def test_what_a_killed_run_was_writing_is_removed_and_as_many_as_wanted_are_kept(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "c" / ".unfinished-00000007").mkdir(parents=True)
+    with Checkpoints(str(tmp_path / "c"), SingleCommunicator(), keep=2) as checkpoints:
+        for step in range(5):
+            checkpoints.save(step, {"rank0/x": torch.zeros(3)}, {})
+        checkpoints.wait()
+        assert [Path(path).name for path in checkpoints.found()] == [
+            "step-00000004",
+            "step-00000003",
+        ]
+    assert {path.name for path in (tmp_path / "c").iterdir()} == {
+        ".lock",
+        "step-00000003",
+        "step-00000004",
+    }
+
+
+def test_a_full_disk_costs_the_checkpoint_and_not_the_run(
+    tmp_path: Path, full_disk: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Checkpoints(str(tmp_path / "c"), SingleCommunicator()) as checkpoints:
+        checkpoints.save(1, {"all/w": torch.zeros(10)}, {})
+        checkpoints.wait()
+        with full_disk(5000):
+            checkpoints.save(2, {"all/w": torch.zeros(100_000)}, {})
+            checkpoints.wait()
+        assert len(checkpoints.failures) == 1
+        checkpoints.save(3, {"all/w": torch.zeros(100_000)}, {})
+        checkpoints.wait()
+    assert "no checkpoint:" in capsys.readouterr().err
+    names = sorted(path.name for path in (tmp_path / "c").iterdir())
+    assert names == [".lock", "step-00000001", "step-00000003"]
+
+
+def test_what_is_copied_is_what_was_there_when_it_was_asked_for(tmp_path: Path) -> None:
+    weights = torch.zeros(1_000_000)
+    with Checkpoints(str(tmp_path / "c"), SingleCommunicator()) as checkpoints:
+        for step in range(3):
+            weights += 1
+            checkpoints.save(step, {"all/w": weights}, {})
+            weights += 100  # Training goes on.
+            weights -= 100
+        checkpoints.wait()
+        found = checkpoints.newest()
+    assert found is not None
+    assert torch.equal(found.read("all/")["w"], torch.full((1_000_000,), 3.0))
+
+
+def test_a_run_does_not_go_on_with_another_runs_checkpoints(
+    dlio: Dlio, pictures: Path, here: Path
+) -> None:
+    same = ("train", str(pictures / "train"), "--epochs", "1", *SHAPE, "--checkpoint", "c")
+    assert dlio(*same, *MLP, "--resume").returncode == 0  # Nothing is there: it begins.
+    again = dlio(*same, *MLP)
+    assert again.returncode == 2
+    assert "--resume goes on with it" in again.stderr
+    for other, named in (
+        (("--seed", "5"), "--seed 0"),
+        (("--model", "resnet"), "--model nets:mlp"),
+    ):
+        refused = dlio(*same, *MLP, *other, "--resume")
+        assert refused.returncode == 2
+        assert named in refused.stderr

@@ -1,0 +1,252 @@
+"""What `dlio train` offers besides: optimizers, precision, accumulation, callbacks, own models."""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dlio.errors import UsageError
+from dlio.train.config import _CHOICES, TrainConfig
+from dlio.train.factory import call_with, split_options
+from dlio.train.model import make_model
+from dlio.train.optimizers import make_optimizer
+
+Args = tuple[str, ...]
+Dlio = Callable[..., subprocess.CompletedProcess[str]]
+SHAPE = ("--image-size", "32", "--workers", "1")
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    shutil.copy(Path(__file__).with_name("nets.py"), tmp_path)
+    return tmp_path
+
+
+def _weights(path: Path) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = torch.load(path, weights_only=True)
+    return state
+
+
+@pytest.mark.parametrize("name", _CHOICES["optimizer"])
+def test_each_optimizer_learns_and_decays_weights_only(name: str) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = make_optimizer(name, net, 0.9, 1e-2)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [1e-2, 0.0]
+    assert all(p.ndim > 1 for p in optimizer.param_groups[0]["params"])
+    x = torch.randn(64, 4)
+    y = x[:, :1] * x[:, 1:2]
+    losses = []
+    for _ in range(60):
+        for group in optimizer.param_groups:
+            group["lr"] = TrainConfig("x", optimizer=name).peak_lr(2)
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(net(x), y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_accumulated_batches_are_one_large_batch(
+    dlio: Dlio, pictures: Path, here: Path, ranks: int
+) -> None:
+    same: Args = (
+        "train",
+        str(pictures / "train"),
+        "--epochs",
+        "2",
+        *SHAPE,
+        "--model",
+        "nets:mlp",
+    )
+    same += ("-n", str(ranks), "--report", "r.json")
+    large = dlio(*same, "--batch-size", "12", "--save", "large.pt")
+    assert large.returncode == 0, large.stderr
+    sent = [
+        epoch["exchange_bytes"] for epoch in json.loads((here / "r.json").read_text())["epochs"]
+    ]
+    small = dlio(*same, "--batch-size", "4", "--accumulate", "3", "--save", "small.pt")
+    assert small.returncode == 0, small.stderr
+    one, other = _weights(here / "large.pt"), _weights(here / "small.pt")
+    for name, value in one.items():
+        assert torch.allclose(value, other[name], rtol=0, atol=1e-5), name
+    report = json.loads((here / "r.json").read_text())
+    # Gradients are sent once for three batches.
+    assert [epoch["exchange_bytes"] for epoch in report["epochs"]] == sent
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision_learns_as_float32_does(
+    dlio: Dlio, pictures: Path, here: Path, precision: str
+) -> None:
+    same: Args = (
+        "train",
+        str(pictures),
+        "--epochs",
+        "3",
+        *SHAPE,
+        "--model",
+        "resnet(width=8)",
+    )
+    same += ("--report", "r.json", "--batch-size", "16")
+    losses = {}
+    for each in ("fp32", precision):
+        done = dlio(*same, "--precision", each)
+        assert done.returncode == 0, done.stderr
+        losses[each] = [e["loss"] for e in json.loads((here / "r.json").read_text())["epochs"]]
+    assert losses[precision] != losses["fp32"]
+    assert losses[precision] == pytest.approx(losses["fp32"], rel=0.05)
+
+
+def test_a_loss_that_is_no_number_stops_the_run_or_the_step(
+    dlio: Dlio, pictures: Path, here: Path
+) -> None:
+    same: Args = (
+        "train",
+        str(pictures / "train"),
+        "--epochs",
+        "1",
+        *SHAPE,
+        "--batch-size",
+        "10",
+    )
+    same += ("--model", "nets:exploding(at=3)", "--report", "r.json", "--save", "w.pt")
+    stopped = dlio(*same)
+    assert stopped.returncode == 2
+    assert "epoch 1, step 3 of the optimizer" in stopped.stderr
+    assert "--nan skip" in stopped.stderr
+    assert not (here / "r.json").exists()
+    skipped = dlio(*same, "--nan", "skip")
+    assert skipped.returncode == 0, skipped.stderr
+    assert json.loads((here / "r.json").read_text())["epochs"][0]["left_out"] == 1
+    assert all(value.isfinite().all() for value in _weights(here / "w.pt").values())
+    went_on = dlio(*same, "--nan", "off")
+    assert went_on.returncode == 0, went_on.stderr
+    assert not all(value.isfinite().all() for value in _weights(here / "w.pt").values())
+
+
+@pytest.mark.mpi
+def test_a_run_that_gets_no_better_ends_on_all_ranks(
+    dlio: Dlio, pictures: Path, here: Path
+) -> None:
+    # At such a rate nothing is learnt: the held-out accuracy stays what it is.
+    done = dlio(
+        *("train", str(pictures), "-n", "2", "--epochs", "9", *SHAPE, "--model", "nets:mlp"),
+        *("--lr", "1e-12", "--early-stopping", "2", "--report", "r.json"),
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads((here / "r.json").read_text())
+    assert len(report["epochs"]) == 3
+    assert "has not been better" in report["stopped"]
+    assert "has not been better" in done.stdout
+
+
+def test_matrices_are_dumped_as_they_are(dlio: Dlio, pictures: Path, here: Path) -> None:
+    done = dlio(
+        *("train", str(pictures / "train"), "--epochs", "2", *SHAPE, "--model", "nets:mlp"),
+        *("--dump-matrices", "dump", "--save", "w.pt"),
+    )
+    assert done.returncode == 0, done.stderr
+    last = here / "dump" / "epoch-0002"
+    for name, value in _weights(here / "w.pt").items():
+        assert np.array_equal(np.load(last / "weights" / f"{name}.npy"), value.numpy())
+        gradient = np.load(last / "gradients" / f"{name}.npy")
+        assert gradient.shape == tuple(value.shape)
+        assert gradient.any()
+
+
+def test_tensorboard_gets_curves_and_summaries(dlio: Dlio, pictures: Path, here: Path) -> None:
+    reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    done = dlio(
+        *("train", str(pictures), "--epochs", "2", *SHAPE, "--model", "nets:mlp"),
+        *("--tensorboard", "tb", "--summaries", "2", "--report", "r.json"),
+    )
+    assert done.returncode == 0, done.stderr
+    events = reading.EventAccumulator(str(here / "tb"))
+    events.Reload()
+    tags = events.Tags()
+    assert {"train/loss", "train/lr", "epoch/val_accuracy", "data/bytes_source"} <= {
+        *tags["scalars"]
+    }
+    assert {"weights/1.weight", "gradients/1.weight"} <= {*tags["histograms"]}
+    told = [event.value for event in events.Scalars("epoch/val_accuracy")]
+    report = json.loads((here / "r.json").read_text())
+    assert told == pytest.approx([epoch["val_accuracy"] for epoch in report["epochs"]])
+
+
+@pytest.mark.mpi
+def test_a_users_own_callback_and_model(dlio: Dlio, pictures: Path, here: Path) -> None:
+    same: Args = ("train", str(pictures / "train"), "-n", "2", "--epochs", "5", *SHAPE)
+    done = dlio(*same, "--model", "nets:mlp(width=3)", "--callback", "nets:Stop", "--save", "w.pt")
+    assert done.returncode == 0, done.stderr
+    assert (here / "seen.txt").read_text().startswith("0 ")
+    assert "Stopped after 1 epoch(s): enough." in done.stdout
+    assert _weights(here / "w.pt")["1.weight"].shape == (3, 3 * 32 * 32)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--model", "nets:nothing"], "nets has no nothing"),
+        (["--model", "nowhere:net"], "no module nowhere"),
+        (["--model", "nets:mlp(depth=3)"], "depth"),
+        (["--model", "nets:mlp(3)"], "option=value"),
+        (["--model", "nets:no_module"], "not a torch.nn.Module"),
+        (["--callback", "nets:mlp(classes=1, image_size=2)"], "not a dlio.train.callbacks"),
+        (["--optimizer", "lbfgs"], "adamw"),
+        (["--resume"], "--checkpoint"),
+        (["--summaries", "3"], "--tensorboard"),
+        (["--early-stopping", "3"], "--val"),
+    ],
+)
+def test_mistakes_say_what_there_is(
+    dlio: Dlio, pictures: Path, here: Path, options: list[str], said: str
+) -> None:
+    done = dlio("train", str(pictures / "train"), *SHAPE, *options)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert said in line
+
+
+def test_a_factory_gets_what_it_has_parameters_for() -> None:
+    offered = ((("classes", "num_classes"), 7), (("image_size",), 32))
+
+    def both(num_classes: int, image_size: int) -> tuple[int, int]:
+        return num_classes, image_size
+
+    def anything(**options: int) -> dict[str, int]:
+        return options
+
+    assert call_with("--model", "x", both, {}, offered) == (7, 32)
+    assert call_with("--model", "x", both, {"image_size": 5}, offered) == (7, 5)
+    # As torchvision's: it hands on what it does not know, and num_classes is understood there.
+    assert call_with("--model", "x", anything, {"width": 2}, offered) == {
+        "num_classes": 7,
+        "width": 2,
+    }
+    assert call_with("--model", "x", dict, {}, ()) == {}
+
+
+def test_options_in_brackets_are_literals() -> None:
+    assert split_options("--model", "resnet") == ("resnet", {})
+    assert split_options("--model", "a.b:c(x=1, y='z', w=(1, 2))") == (
+        "a.b:c",
+        {"x": 1, "y": "z", "w": (1, 2)},
+    )
+    for wrong in ("net(__import__('os'))", "net(x=open('a'))", "net(", "a b", "net(**{})"):
+        with pytest.raises(UsageError, match="--model"):
+            split_options("--model", wrong)
+
+
+def test_the_widths_of_a_model_can_be_chosen() -> None:
+    narrow = make_model("resnet(width=4)", 5, 64)
+    assert sum(p.numel() for p in narrow.parameters()) < 30_000
