@@ -34,8 +34,8 @@ class Communicator(Protocol):
     """A group of ranks that exchange messages.
 
     Thread-safe when each thread uses a communicator of its own (`dup`). Collectives
-    (`allgather`, `barrier`, `bcast`, `iallreduce`, `dup`) are called by all ranks in the same
-    order; they are for set-up and gradients, never for feeding data.
+    (`allgather`, `barrier`, `bcast`, `iallreduce`, `dup`, `split`) are called by all ranks in the
+    same order; they are for set-up and gradients, never for feeding data.
     """
 
     rank: int
@@ -65,6 +65,10 @@ class Communicator(Protocol):
 
     def dup(self) -> "Communicator":
         """A communicator of the same ranks whose messages never meet this one's. Collective."""
+
+    def split(self, group: int) -> "Communicator":
+        """A communicator of the ranks that give the same number, in their order; to be closed as a
+        duplicate is. Collective over all ranks."""
 
     def close(self) -> None:
         """Give a duplicate back. Collective; the world's communicator stays open."""

@@ -159,6 +159,13 @@ class MpiCommunicator:
     def dup(self) -> "MpiCommunicator":
         return _call(lambda: MpiCommunicator(self._comm.Dup()))
 
+    def split(self, group: int) -> Communicator:
+        part: Any = _call(lambda: self._comm.Split(group, self.rank))
+        if part.size > 1:
+            return MpiCommunicator(part)
+        _call(part.Free)
+        return SingleCommunicator()
+
     def close(self) -> None:
         _call(lambda: self._comm.Free())
 

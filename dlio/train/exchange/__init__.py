@@ -70,11 +70,15 @@ def exchange_of(
     from dlio.train.exchange.asgd import Asgd
     from dlio.train.exchange.gossip import Gossip
     from dlio.train.exchange.gradients import GradientExchange
+    from dlio.train.exchange.node_gossip import NodeGossip
     from dlio.train.exchange.periodic import Periodic
 
     node_of = find_nodes(comm, pretend_nodes).node_of.tolist()
+    if spec.merge == "half" and not spec.flat and 1 < len(set(node_of)) < comm.size:
+        return NodeGossip(named, modules, comm, spec, seed, node_of)
     own = comm.dup()
     if spec.merge == "half":
+        # One node, or one rank on each: whoever asks for gossip has it between ranks.
         return Gossip(named, modules, own, spec, seed)
     if spec.merge == "parzen":
         return Asgd(named, own, spec, seed)

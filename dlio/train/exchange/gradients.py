@@ -1,6 +1,7 @@
 """Synchronous data parallelism: gradients are summed over all ranks while backward goes on."""
 
 import time
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -31,11 +32,20 @@ class GradientExchange:
     With a compressor a mean that is given is not exact; what it lacks is in the next one.
 
     One rank: no hook, no copy, no communication.
+
+    Args:
+        before_wait: called at the end of each backward, before other ranks are waited for.
     """
 
     def __init__(
-        self, named: Named, comm: Communicator, spec: ExchangeSpec, node_of: list[int]
+        self,
+        named: Named,
+        comm: Communicator,
+        spec: ExchangeSpec,
+        node_of: list[int],
+        before_wait: Callable[[], None] | None = None,
     ) -> None:
+        self._before_wait = before_wait
         self._comm = comm
         groups = in_buckets(named) if comm.size > 1 else []
         scratch, nodes = Scratch(), np.asarray(node_of, np.int32)
@@ -142,6 +152,8 @@ class GradientExchange:
         for number in range(self._started, len(self._buckets)):
             if reached[number]:
                 self._start(number)
+        if self._before_wait is not None:
+            self._before_wait()
         for number, each in enumerate(self._sums):
             if reached[number]:
                 each.wait()
