@@ -4,9 +4,9 @@ An exchange is a payload (gradients, weights, or what weights have changed by), 
 travels over, a compressor, a period in steps, and how what arrives is merged. The presets name the
 combinations that were published; a compressor goes with those that can bear it.
 
-`gossip` is between nodes, with the mean within each, where there are several nodes and several ranks
-on one of them, and between ranks otherwise: those of one machine, too, would they rather not wait
-for each other. `gossip(flat)` is between ranks wherever they are.
+`gossip` is between nodes, with the mean within each, where there are several nodes and several
+ranks on one of them. Otherwise it is between ranks: those of one machine, too, for who asks for
+gossip there wants it. `gossip(flat)` is between ranks wherever they are.
 """
 
 import re
