@@ -6,8 +6,8 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from dlio.comm import world
-from dlio.train.exchange import Exchange, exchange_of, parse_exchange
+from dlio.comm import Communicator, world
+from dlio.train.exchange import Exchange, ExchangeSpec, exchange_of, parse_exchange
 from dlio.train.exchange.buckets import broadcast_state
 
 
@@ -83,18 +83,31 @@ def distribute(
     comm = world()
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     broadcast_state(model, comm)
+    exchanges = exchanges_of(spec, model, optimizers, comm, seed, pretend_nodes)
+    hooks: list[Any] = []
+    for each, made in zip(optimizers, exchanges, strict=True):
+        hooks += follow(each, made)
+    return Distributed(exchanges, hooks)
+
+
+def exchanges_of(
+    spec: ExchangeSpec,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    comm: Communicator,
+    seed: int,
+    pretend_nodes: int | None,
+) -> list[Exchange]:
+    """One for each optimizer; of a parameter that several have, the first one's. Collective."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     taken: set[nn.Parameter] = set()
-    exchanges: list[Exchange] = []
-    hooks: list[Any] = []
+    made: list[Exchange] = []
     for each in optimizers:
         named = [(names.get(p, f"parameter {k}"), p) for k, p in enumerate(parameters_of(each))]
         named = [(name, p) for name, p in named if p not in taken and p.requires_grad]
         taken |= {parameter for _, parameter in named}
-        made = exchange_of(spec, named, model.modules(), comm, seed, pretend_nodes)
-        exchanges.append(made)
-        hooks += follow(each, made)
-    return Distributed(exchanges, hooks)
+        made.append(exchange_of(spec, named, model.modules(), comm, seed, pretend_nodes))
+    return made
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

@@ -1,5 +1,6 @@
 """What exchanges promise, on however many ranks run this file: `exchange_checks.py CHECK`."""
 
+import copy
 import hashlib
 import math
 import sys
@@ -339,6 +340,33 @@ def check_distribute(comm: Communicator) -> None:
     assert torch.equal(before, net.last.weight)
 
 
+def check_parts(comm: Communicator) -> None:
+    """Losses of one step that reach different parameters, one after the other, and backwards that
+    are held until the last: all gradients are the mean's."""
+    for held in (False, True):
+        torch.manual_seed(3)
+        net = nn.Sequential(nn.Linear(4, 3), nn.Linear(4, 3))
+        exchange = make_exchange("allreduce", net, comm, seed=0)
+        whole = copy.deepcopy(net)
+        inputs = [_samples(step, 2 * comm.size)[0][:, :4] for step in range(3)]
+        for number, x in enumerate(inputs):
+            part = number % 2
+            mine = x[share(len(x), comm.size, comm.rank)]
+            exchange.weigh(len(mine))
+            exchange.hold(held and number < 2)
+            net[part](mine).square().mean().backward()
+            whole[part](x).square().mean().backward()
+        exchange.before_step()
+        for a, b in zip(net.parameters(), whole.parameters(), strict=True):
+            assert a.grad is not None
+            assert b.grad is not None
+            assert _difference(a.grad, b.grad) < 1e-6
+        if comm.size > 1:
+            backwards = 1 if held else 3
+            assert exchange.statistics()["messages"] == backwards * 2 * (comm.size - 1)
+        exchange.close()
+
+
 def _taught(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Samples whose labels a linear teacher gives, so that ranks' steps have a common direction."""
     inputs, _ = _samples(seed, 64)
@@ -358,6 +386,7 @@ CHECKS: Final[dict[str, Callable[[Communicator], None]]] = {
     "gossips": check_gossips,
     "asgd": check_asgd,
     "distribute": check_distribute,
+    "parts": check_parts,
 }
 
 

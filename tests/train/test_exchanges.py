@@ -28,7 +28,7 @@ BODY = Path(__file__).with_name("exchange_checks.py")
         (2, ("allreduce", "skipped", "mean", "half", "gossip")),
         (3, ("allreduce", "mean", "gossip", "gossip_trains")),
         (4, ("gossip",)),
-        (2, ("sums", "compressed", "gossips", "distribute")),
+        (2, ("sums", "compressed", "gossips", "distribute", "parts")),
         (3, ("sums", "compressed", "asgd", "distribute")),
         (4, ("sums", "gossips", "asgd")),
     ],

@@ -28,6 +28,10 @@ class Exchange(Protocol):
     def weigh(self, samples: float) -> None:
         """In place of `before_backward`, where a rank's loss is the mean over its samples."""
 
+    def hold(self, held: bool) -> None:
+        """While held, backward leaves each rank its own gradients, which the next backward that is
+        not held, or the step, adds to: for accumulation that spares messages."""
+
     def before_step(self) -> None:
         """Gradients are final, here and on the other ranks, when this returns."""
 

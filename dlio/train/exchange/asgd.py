@@ -89,6 +89,9 @@ class Asgd:
     def weigh(self, samples: float) -> None:
         pass
 
+    def hold(self, held: bool) -> None:
+        pass
+
     @torch.no_grad()
     def before_step(self) -> None:
         if self._peers and not self._started:

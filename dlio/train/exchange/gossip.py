@@ -124,6 +124,9 @@ class Gossip:
     def weigh(self, samples: float) -> None:
         pass
 
+    def hold(self, held: bool) -> None:
+        pass
+
     def before_step(self) -> None:
         # A parameter that this step did not use has not been joined yet.
         self.finish()

@@ -26,8 +26,9 @@ class GradientExchange:
 
     Sums are started in one order on all ranks, bucket by bucket, whatever order gradients come in.
     A rank without samples, whose backward does not run, and a parameter that only this rank's
-    backward did not reach contribute zeros; a bucket that no parameter of is reached is left out,
-    on all ranks alike. Each rank's gradients count by its `weight`, which travels with them.
+    backward did not reach contribute what is in `.grad`, of earlier backwards of the step, or
+    zeros; a bucket that no parameter of is reached is left out, on all ranks alike. Each rank's
+    gradients count by its `weight`, which travels with them.
 
     With a compressor a mean that is given is not exact; what it lacks is in the next one.
 
@@ -73,6 +74,9 @@ class GradientExchange:
         self._done_this_step = False
         self._weight, self._scale, self._contribution = 1.0, 1.0, 1.0
         self._whole = False
+        self._held = False
+        self._held_back: set[int] = set()
+        """Buckets that have gradients which other ranks have not been told."""
         self._exposed_s = 0.0
 
     def before_backward(self, samples: int, planned: int) -> None:
@@ -87,10 +91,14 @@ class GradientExchange:
         self._weight, self._scale, self._contribution = samples, 1.0, samples
         self._whole = False
 
+    def hold(self, held: bool) -> None:
+        self._held = held
+
     def before_step(self) -> None:
         """Gradients are the mean's when this returns, on a rank without samples, too."""
-        if self._whole and not self._done_this_step and self._buckets:
-            self._finish(everything=True)
+        missed = self._whole and not self._done_this_step
+        if self._buckets and (missed or self._held_back):
+            self._finish(everything=self._whole)
         self._done_this_step = False
 
     def after_step(self) -> None:
@@ -118,16 +126,17 @@ class GradientExchange:
     def _gradient_ready(self, parameter: torch.Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
         assert parameter.grad is not None
+        if self._held:
+            self._held_back.add(self._where[parameter][0])
+            return
         if not self._in_backward:
             self._in_backward = True
             self._done_this_step = False
             Variable._execution_engine.queue_callback(self._backward_ends)
-        number, view = self._where[parameter]
+        number = self._where[parameter][0]
         if number < self._started:
             return  # A second gradient of one backward: summed at its end.
-        view.copy_(parameter.grad)
-        if self._contribution != 1.0:
-            view.mul_(self._contribution)
+        self._contribute(parameter)
         self._missing[number].discard(parameter)
         self._start_complete()
         for each in self._sums[: self._started]:
@@ -145,8 +154,10 @@ class GradientExchange:
             everything: buckets that no gradient has come for, too: other ranks have some.
         """
         reached = [
-            everything or len(missing) < len(bucket.parameters)
-            for bucket, missing in zip(self._buckets, self._missing, strict=True)
+            everything or len(missing) < len(bucket.parameters) or number in self._held_back
+            for number, (bucket, missing) in enumerate(
+                zip(self._buckets, self._missing, strict=True)
+            )
         ]
         began = time.perf_counter()
         for number in range(self._started, len(self._buckets)):
@@ -167,6 +178,7 @@ class GradientExchange:
         self._exposed_s += time.perf_counter() - began
         self._missing = [set(bucket.parameters) for bucket in self._buckets]
         self._started = 0
+        self._held_back = set()
 
     @torch.no_grad()
     def _take(self, number: int, bucket: Bucket, scale: float, everything: bool) -> None:
@@ -189,10 +201,20 @@ class GradientExchange:
             self._start(self._started)
             self._started += 1
 
+    @torch.no_grad()
+    def _contribute(self, parameter: nn.Parameter) -> None:
+        view = self._where[parameter][1]
+        if parameter.grad is None:
+            view.zero_()
+            return
+        view.copy_(parameter.grad)
+        if self._contribution != 1.0:
+            view.mul_(self._contribution)
+
     def _start(self, number: int) -> None:
         bucket = self._buckets[number]
         for parameter in self._missing[number]:
-            self._where[parameter][1].zero_()
+            self._contribute(parameter)
         if not self._compressed:
             bucket.flat[-1] = self._weight
         self._sums[number].start(bucket.array)

@@ -75,6 +75,9 @@ class NodeGossip:
     def weigh(self, samples: float) -> None:
         self._within.weigh(samples)
 
+    def hold(self, held: bool) -> None:
+        self._within.hold(held)
+
     def before_step(self) -> None:
         # First what others may be waiting for: a rank without samples has joined nothing yet.
         self.finish()

@@ -50,6 +50,9 @@ class Periodic:
     def weigh(self, samples: float) -> None:
         pass
 
+    def hold(self, held: bool) -> None:
+        pass
+
     def before_step(self) -> None:
         pass
 
