@@ -152,6 +152,11 @@ class MpiCommunicator:
         mine = array.copy()
         return _call(lambda: _MpiRequest(self._comm.Iallreduce(mine, array, MPI.SUM), mine))
 
+    def iallreduce_device(self, tensor: Any) -> Request:
+        """Sum a float32 tensor in a GPU's memory in place, where `sums_device_memory`. Its stream
+        has been waited for."""
+        return _call(lambda: _MpiRequest(self._comm.Iallreduce(MPI.IN_PLACE, tensor), tensor))
+
     def wait(self, requests: Sequence[Request], what: str, timeout_s: float | None = None) -> None:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         wait_all(requests, what, limit_s, f"rank {self.rank} of {self.size}")

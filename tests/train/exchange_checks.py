@@ -3,12 +3,15 @@
 import copy
 import hashlib
 import math
+import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import dlio
@@ -340,6 +343,25 @@ def check_distribute(comm: Communicator) -> None:
     assert torch.equal(before, net.last.weight)
 
 
+def check_presets(comm: Communicator) -> None:
+    """Every preset trains a hand-written loop, and those that sum leave identical bytes."""
+    names = ("allreduce", "hierarchical", "tree+int8", "parameter-server", "gossip", "asgd")
+    for name in (*names, "gossip(gradient)+int8", "local-sgd(2)+adaptive", "diloco(2)"):
+        net = _net(comm.rank)
+        optimizer = torch.optim.SGD(_trainable(net), lr=0.02)
+        with dlio.distribute(net, optimizer, name, pretend_nodes=comm.size) as ranks:
+            for step in range(4):
+                inputs, labels = _samples(1000 * comm.rank + step, _BATCH)
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(net(inputs), labels).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+            ranks.finish()
+            assert ranks.statistics()["messages"] > 0, name
+        assert all(p.isfinite().all() for p in net.parameters())
+        if not name.startswith(("gossip", "asgd")):
+            assert _identical(net, comm), name
+
+
 def check_parts(comm: Communicator) -> None:
     """Losses of one step that reach different parameters, one after the other, and backwards that
     are held until the last: all gradients are the mean's."""
@@ -387,6 +409,7 @@ CHECKS: Final[dict[str, Callable[[Communicator], None]]] = {
     "asgd": check_asgd,
     "distribute": check_distribute,
     "parts": check_parts,
+    "presets": check_presets,
 }
 
 
@@ -435,6 +458,12 @@ def _step(
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
     for asked in sys.argv[1:]:
         CHECKS[asked](world())
         print(f"kept {asked}", flush=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        assert world().size == 1  # What the world had is closed.
+        assert not [thread.name for thread in threading.enumerate() if "dlio" in thread.name]

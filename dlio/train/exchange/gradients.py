@@ -2,19 +2,31 @@
 
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 
 from dlio.comm import Communicator
+from dlio.comm.funnel import elsewhere
+from dlio.train.exchange.backward import after_backward, sends_after_backward
 from dlio.train.exchange.buckets import Bucket, Named, in_buckets
 from dlio.train.exchange.compress.layout import Scratch
 from dlio.train.exchange.compress.reduce import TAGS
+from dlio.train.exchange.paths import (
+    CudaCopies,
+    DeviceMpiPath,
+    HostPath,
+    NcclPath,
+    Path,
+    PinnedPath,
+    find_path,
+)
 from dlio.train.exchange.spec import ExchangeSpec
-from dlio.train.exchange.sums import Sum, make_sum
+from dlio.train.exchange.sums import make_sum
 
 _FIRST_TAG: Final = 1
 
@@ -31,6 +43,9 @@ class GradientExchange:
     gradients count by its `weight`, which travels with them.
 
     With a compressor a mean that is given is not exact; what it lacks is in the next one.
+
+    Where the gradients lie and how they get to other ranks is in `dlio.train.exchange.paths`. With
+    a GPU and an MPI that only the main thread may call, nothing is sent before backward is over.
 
     One rank: no hook, no copy, no communication.
 
@@ -52,13 +67,26 @@ class GradientExchange:
         scratch, nodes = Scratch(), np.asarray(node_of, np.int32)
         # The weight must be exact: it rides with a bucket that is not compressed, or alone.
         self._compressed = spec.compressor is not None
-        self._buckets = [Bucket(group, extra=int(not self._compressed)) for group in groups]
-        self._sums: list[Sum] = []
+        devices = [parameter.device for _, parameter in named]
+        path = find_path(devices, spec, comm) if groups else "host"
+        where = devices[0] if path != "host" else None
+        extra = int(not self._compressed)
+        self._buckets = [Bucket(group, extra, where) for group in groups]
+        self._group: Any = dist.new_group(backend="nccl") if path == "nccl" else None
+        stream: Any = torch.cuda.Stream(where) if path == "pinned" else None  # type: ignore[no-untyped-call]
+        self._sums: list[Path] = []
         for number, bucket in enumerate(self._buckets):
-            extra = [] if self._compressed else [("", (1,))]
             tag = _FIRST_TAG + number * TAGS
-            tensors = [*bucket.tensors, *extra]
-            self._sums.append(make_sum(spec, comm, tensors, tag, nodes, scratch))
+            tensors = [*bucket.tensors, *([("", (1,))] if extra else [])]
+            if path == "nccl":
+                self._sums.append(NcclPath(bucket, comm.size, self._group))
+            elif path == "mpi":
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._sums.append(DeviceMpiPath(bucket, comm, event))
+            else:
+                total = make_sum(spec, comm, tensors, tag, nodes, scratch)
+                made = HostPath(bucket, total) if path == "host" else None
+                self._sums.append(made or PinnedPath(bucket, total, CudaCopies(stream)))
         self._where = {
             parameter: (number, view)
             for number, bucket in enumerate(self._buckets)
@@ -68,6 +96,11 @@ class GradientExchange:
             parameter.register_post_accumulate_grad_hook(self._gradient_ready)  # type: ignore[no-untyped-call]
             for parameter in self._where
         ]
+        self._end_after_backward: Callable[[], None] | None = None
+        self._unfinished = False
+        """Whether a backward is over whose messages another thread is to send."""
+        if groups and sends_after_backward(devices):
+            self._end_after_backward = after_backward(self._after_backward)
         self._missing = [set(bucket.parameters) for bucket in self._buckets]
         self._started = 0
         self._in_backward = False
@@ -118,8 +151,12 @@ class GradientExchange:
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        if self._end_after_backward is not None:
+            self._end_after_backward()
         for each in self._sums:
             each.close()
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
         if self._comm.size > 1:
             self._comm.close()
 
@@ -138,14 +175,25 @@ class GradientExchange:
             return  # A second gradient of one backward: summed at its end.
         self._contribute(parameter)
         self._missing[number].discard(parameter)
+        if self._end_after_backward is not None and elsewhere():
+            return
         self._start_complete()
         for each in self._sums[: self._started]:
-            each.advance()
+            if not each.advance():
+                break
 
     def _backward_ends(self) -> None:
+        if self._end_after_backward is not None and elsewhere():
+            self._unfinished = True
+            return
         self._in_backward = False
+        self._unfinished = False
         self._finish(everything=self._whole)
         self._done_this_step = True
+
+    def _after_backward(self) -> None:
+        if self._unfinished:
+            self._backward_ends()
 
     def _finish(self, everything: bool) -> None:
         """Start what is left, wait for all, and put the means into `.grad`.
@@ -163,6 +211,9 @@ class GradientExchange:
         for number in range(self._started, len(self._buckets)):
             if reached[number]:
                 self._start(number)
+        for number, each in enumerate(self._sums):
+            if reached[number]:
+                each.begin()
         if self._before_wait is not None:
             self._before_wait()
         for number, each in enumerate(self._sums):
@@ -173,16 +224,24 @@ class GradientExchange:
             total = self._summed_weight()
         for number, bucket in enumerate(self._buckets):
             if reached[number]:
-                weight = float(bucket.flat[-1]) if total is None else total
-                self._take(number, bucket, self._scale / max(weight, 1e-12), everything)
+                self._take(number, bucket, total, everything)
         self._exposed_s += time.perf_counter() - began
         self._missing = [set(bucket.parameters) for bucket in self._buckets]
         self._started = 0
         self._held_back = set()
 
     @torch.no_grad()
-    def _take(self, number: int, bucket: Bucket, scale: float, everything: bool) -> None:
-        bucket.flat *= scale
+    def _take(self, number: int, bucket: Bucket, total: float | None, everything: bool) -> None:
+        """Means into `.grad`.
+
+        Args:
+            total: sum of the ranks' weights; None where it is the bucket's last element.
+        """
+        if total is None and bucket.flat.device.type != "cpu":
+            bucket.flat *= self._scale / bucket.flat[-1].clamp(min=1e-12)  # Nobody waits for it.
+        else:
+            weight = float(bucket.flat[-1]) if total is None else total
+            bucket.flat *= self._scale / max(weight, 1e-12)
         for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
             if parameter.grad is None:
                 if parameter in self._missing[number] and not everything:
@@ -217,4 +276,4 @@ class GradientExchange:
             self._contribute(parameter)
         if not self._compressed:
             bucket.flat[-1] = self._weight
-        self._sums[number].start(bucket.array)
+        self._sums[number].start()
