@@ -1,8 +1,8 @@
 """Communication between ranks: one protocol, one implementation a file.
 
 `world()` is the process's own communicator: MPI when the process was started by mpirun or
-srun (or has initialised MPI itself), else torch.distributed where that is initialised
-(`torchrun`), otherwise one process on its own.
+srun (or has initialised MPI itself, and is not alone in it), else torch.distributed where that is
+initialised (`torchrun`), otherwise one process on its own.
 """
 
 import sys
@@ -34,8 +34,8 @@ class Communicator(Protocol):
     """A group of ranks that exchange messages.
 
     Thread-safe when each thread uses a communicator of its own (`dup`). Collectives
-    (`allgather`, `barrier`, `bcast`, `iallreduce`, `dup`) are called by all ranks in the same
-    order; they are for set-up and gradients, never for feeding data.
+    (`allgather`, `barrier`, `bcast`, `iallreduce`, `dup`, `split`) are called by all ranks in the
+    same order; they are for set-up and gradients, never for feeding data.
     """
 
     rank: int
@@ -66,6 +66,10 @@ class Communicator(Protocol):
     def dup(self) -> "Communicator":
         """A communicator of the same ranks whose messages never meet this one's. Collective."""
 
+    def split(self, group: int) -> "Communicator":
+        """A communicator of the ranks that give the same number, in their order; to be closed as a
+        duplicate is. Collective over all ranks."""
+
     def close(self) -> None:
         """Give a duplicate back. Collective; the world's communicator stays open."""
 
@@ -82,8 +86,7 @@ def world() -> Communicator:
     Raises CommError when the process runs under MPI but no MPI library can be loaded.
     """
     global _world, _torch_world
-    mpi = sys.modules.get("mpi4py.MPI")
-    if under_mpi() or (mpi is not None and mpi.Is_initialized()):
+    if under_mpi() or mpi_ranks() > 1:
         if _world is None:
             from dlio.comm.mpi import mpi_world
 
@@ -103,6 +106,15 @@ def world() -> Communicator:
             _world = SingleCommunicator()
         _torch_world = group
     return _world
+
+
+def mpi_ranks() -> int:
+    """Of an MPI that somebody has initialised. One that is alone says nothing: libraries look for
+    other ranks by initialising it."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
+        return 0
+    return int(mpi.COMM_WORLD.size)
 
 
 def _torch_group() -> Any:

@@ -22,12 +22,16 @@ class Funnel:
         self._owner = threading.current_thread()
         self._calls: SimpleQueue[_Call] = SimpleQueue()
 
+    def is_owner(self) -> bool:
+        """Whether this thread makes its calls itself."""
+        return threading.current_thread() is self._owner
+
     def call(self, function: Callable[[], T]) -> T:
         """What `function` returns or raises, called by the owner.
 
         Raises RuntimeError when the owner has ended.
         """
-        if threading.current_thread() is self._owner:
+        if self.is_owner():
             self.pump()
             return function()
         call = _Call(function)
@@ -41,7 +45,7 @@ class Funnel:
 
     def pump(self) -> None:
         """Make the calls that wait, where this is the owner."""
-        if threading.current_thread() is not self._owner:
+        if not self.is_owner():
             return
         while True:
             try:
@@ -74,6 +78,16 @@ def use_funnel() -> Funnel:
     if _funnel is None:
         _funnel = Funnel()
     return _funnel
+
+
+def funnel_in_use() -> bool:
+    """Whether one thread of this process makes all calls."""
+    return _funnel is not None
+
+
+def elsewhere() -> bool:
+    """Whether this thread's calls are another one's to make."""
+    return _funnel is not None and not _funnel.is_owner()
 
 
 def waiting(wait: Callable[[float], bool], timeout_s: float) -> bool:

@@ -152,12 +152,24 @@ class MpiCommunicator:
         mine = array.copy()
         return _call(lambda: _MpiRequest(self._comm.Iallreduce(mine, array, MPI.SUM), mine))
 
+    def iallreduce_device(self, tensor: Any) -> Request:
+        """Sum a float32 tensor in a GPU's memory in place, where `sums_device_memory`. Its stream
+        has been waited for."""
+        return _call(lambda: _MpiRequest(self._comm.Iallreduce(MPI.IN_PLACE, tensor), tensor))
+
     def wait(self, requests: Sequence[Request], what: str, timeout_s: float | None = None) -> None:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         wait_all(requests, what, limit_s, f"rank {self.rank} of {self.size}")
 
     def dup(self) -> "MpiCommunicator":
         return _call(lambda: MpiCommunicator(self._comm.Dup()))
+
+    def split(self, group: int) -> Communicator:
+        part: Any = _call(lambda: self._comm.Split(group, self.rank))
+        if part.size > 1:
+            return MpiCommunicator(part)
+        _call(part.Free)
+        return SingleCommunicator()
 
     def close(self) -> None:
         _call(lambda: self._comm.Free())

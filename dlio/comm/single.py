@@ -49,5 +49,8 @@ class SingleCommunicator:
     def dup(self) -> "SingleCommunicator":
         return self
 
+    def split(self, group: int) -> "SingleCommunicator":
+        return self
+
     def close(self) -> None:
         pass

@@ -156,6 +156,14 @@ class TorchCommunicator:
         name = f"{self._name}/{self._duplicates}"
         return TorchCommunicator(self._store, name, self.rank, self.size)
 
+    def split(self, group: int) -> Communicator:
+        self._duplicates += 1
+        members = [k for k, theirs in enumerate(self.allgather(group)) if theirs == group]
+        if len(members) == 1:
+            return SingleCommunicator()
+        name = f"{self._name}/{self._duplicates}.{group}"
+        return TorchCommunicator(self._store, name, members.index(self.rank), len(members))
+
     def close(self) -> None:
         self._mail.close()
         self._group = self._store = None

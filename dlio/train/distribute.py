@@ -6,8 +6,8 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from dlio.comm import world
-from dlio.train.exchange import Exchange, exchange_of, parse_exchange
+from dlio.comm import Communicator, world
+from dlio.train.exchange import Exchange, ExchangeSpec, exchange_of, parse_exchange
 from dlio.train.exchange.buckets import broadcast_state
 
 
@@ -37,11 +37,11 @@ class Distributed:
         for exchange in self.exchanges:
             exchange.before_backward(samples, planned)
 
-    def accumulate(self, more: bool) -> None:
-        """Whether the next backward is followed by another before the step: gradients stay this
-        rank's own until the last, and are sent once."""
+    def hold(self, held: bool) -> None:
+        """While held, backward leaves gradients to this rank: held for all but the last of the
+        batches that a step accumulates, they are sent once."""
         for exchange in self.exchanges:
-            exchange.accumulate(more)
+            exchange.hold(held)
 
     def before_step(self) -> None:
         """Gradients are final when this returns. Called by the optimizers, where they are
@@ -133,22 +133,35 @@ def distribute(
     comm = world()
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     broadcast_state(model, comm)
+    exchanges = exchanges_of(spec, model, optimizers, comm, seed, pretend_nodes)
+    hooks: list[Any] = []
+    if follow_steps:
+        for each, made in zip(optimizers, exchanges, strict=True):
+            hooks += follow(each, made)
+    return Distributed(exchanges, hooks)
+
+
+def exchanges_of(
+    spec: ExchangeSpec,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    comm: Communicator,
+    seed: int,
+    pretend_nodes: int | None,
+) -> list[Exchange]:
+    """One for each optimizer; of a parameter that several have, the first one's. Collective."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     # As backward will come to them, whatever groups an optimizer has.
     places = {parameter: place for place, parameter in enumerate(names)}
     taken: set[nn.Parameter] = set()
-    exchanges: list[Exchange] = []
-    hooks: list[Any] = []
+    made: list[Exchange] = []
     for each in optimizers:
         of_each = sorted(parameters_of(each), key=lambda p: places.get(p, -1))
         named = [(names.get(p, f"parameter {k}"), p) for k, p in enumerate(of_each)]
         named = [(name, p) for name, p in named if p not in taken and p.requires_grad]
         taken |= {parameter for _, parameter in named}
-        made = exchange_of(spec, named, model.modules(), comm, seed, pretend_nodes)
-        exchanges.append(made)
-        if follow_steps:
-            hooks += follow(each, made)
-    return Distributed(exchanges, hooks)
+        made.append(exchange_of(spec, named, model.modules(), comm, seed, pretend_nodes))
+    return made
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

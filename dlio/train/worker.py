@@ -142,7 +142,7 @@ class Worker:
         planned = min(self.config.accumulate * self.global_batch, samples - first)
         self._pending += len(images)
         self.exchange.before_backward(self._pending, planned)
-        self.exchange.accumulate(more > 0)
+        self.exchange.hold(more > 0)
         if len(images):
             self._backward(images, labels, planned)
         self.position = min(samples, begun + (step + 1) * self.global_batch)

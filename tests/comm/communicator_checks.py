@@ -53,6 +53,14 @@ def check(comm: Communicator) -> None:
         pass
     else:
         raise AssertionError("more nodes than ranks")
+    part = comm.split(comm.rank % 2)
+    members = list(range(comm.rank % 2, comm.size, 2))
+    assert (part.rank, part.size) == (members.index(comm.rank), len(members))
+    assert part.allgather(comm.rank) == members
+    total = np.full(3, comm.rank, np.int64)
+    part.wait([part.iallreduce(total)], "sum of a part")
+    assert (total == sum(members)).all()
+    part.close()
     comm.barrier()
     other.close()
 

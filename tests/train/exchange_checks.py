@@ -1,13 +1,17 @@
 """What exchanges promise, on however many ranks run this file: `exchange_checks.py CHECK`."""
 
+import copy
 import hashlib
 import math
+import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import dlio
@@ -339,6 +343,52 @@ def check_distribute(comm: Communicator) -> None:
     assert torch.equal(before, net.last.weight)
 
 
+def check_presets(comm: Communicator) -> None:
+    """Every preset trains a hand-written loop, and those that sum leave identical bytes."""
+    names = ("allreduce", "hierarchical", "tree+int8", "parameter-server", "gossip", "asgd")
+    for name in (*names, "gossip(gradient)+int8", "local-sgd(2)+adaptive", "diloco(2)"):
+        net = _net(comm.rank)
+        optimizer = torch.optim.SGD(_trainable(net), lr=0.02)
+        with dlio.distribute(net, optimizer, name, pretend_nodes=comm.size) as ranks:
+            for step in range(4):
+                inputs, labels = _samples(1000 * comm.rank + step, _BATCH)
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(net(inputs), labels).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+            ranks.finish()
+            assert ranks.statistics()["messages"] > 0, name
+        assert all(p.isfinite().all() for p in net.parameters())
+        if not name.startswith(("gossip", "asgd")):
+            assert _identical(net, comm), name
+
+
+def check_parts(comm: Communicator) -> None:
+    """Losses of one step that reach different parameters, one after the other, and backwards that
+    are held until the last: all gradients are the mean's."""
+    for held in (False, True):
+        torch.manual_seed(3)
+        net = nn.Sequential(nn.Linear(4, 3), nn.Linear(4, 3))
+        exchange = make_exchange("allreduce", net, comm, seed=0)
+        whole = copy.deepcopy(net)
+        inputs = [_samples(step, 2 * comm.size)[0][:, :4] for step in range(3)]
+        for number, x in enumerate(inputs):
+            part = number % 2
+            mine = x[share(len(x), comm.size, comm.rank)]
+            exchange.weigh(len(mine))
+            exchange.hold(held and number < 2)
+            net[part](mine).square().mean().backward()
+            whole[part](x).square().mean().backward()
+        exchange.before_step()
+        for a, b in zip(net.parameters(), whole.parameters(), strict=True):
+            assert a.grad is not None
+            assert b.grad is not None
+            assert _difference(a.grad, b.grad) < 1e-6
+        if comm.size > 1:
+            backwards = 1 if held else 3
+            assert exchange.statistics()["messages"] == backwards * 2 * (comm.size - 1)
+        exchange.close()
+
+
 def _taught(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Samples whose labels a linear teacher gives, so that ranks' steps have a common direction."""
     inputs, _ = _samples(seed, 64)
@@ -358,6 +408,8 @@ CHECKS: Final[dict[str, Callable[[Communicator], None]]] = {
     "gossips": check_gossips,
     "asgd": check_asgd,
     "distribute": check_distribute,
+    "parts": check_parts,
+    "presets": check_presets,
 }
 
 
@@ -406,6 +458,12 @@ def _step(
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
     for asked in sys.argv[1:]:
         CHECKS[asked](world())
         print(f"kept {asked}", flush=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        assert world().size == 1  # What the world had is closed.
+        assert not [thread.name for thread in threading.enumerate() if "dlio" in thread.name]

@@ -16,6 +16,7 @@ from dlio.errors import UsageError
 from dlio.train.exchange import NAMES, make_exchange, parse_exchange
 from dlio.train.exchange.asgd import Asgd
 from dlio.train.exchange.buckets import BUCKET_BYTES, trainable
+from tests.conftest import TorchRun
 
 MpiRun = Callable[..., subprocess.CompletedProcess[str]]
 BODY = Path(__file__).with_name("exchange_checks.py")
@@ -28,7 +29,7 @@ BODY = Path(__file__).with_name("exchange_checks.py")
         (2, ("allreduce", "skipped", "mean", "half", "gossip")),
         (3, ("allreduce", "mean", "gossip", "gossip_trains")),
         (4, ("gossip",)),
-        (2, ("sums", "compressed", "gossips", "distribute")),
+        (2, ("sums", "compressed", "gossips", "distribute", "parts")),
         (3, ("sums", "compressed", "asgd", "distribute")),
         (4, ("sums", "gossips", "asgd")),
     ],
@@ -38,6 +39,12 @@ def test_ranks_keep_the_promises(mpirun: MpiRun, ranks: int, checks: tuple[str, 
     assert done.returncode == 0, done.stderr
     for check in checks:
         assert done.stdout.splitlines().count(f"kept {check}") == ranks
+
+
+def test_ranks_of_torch_distributed_keep_them_without_mpi(torchrun: TorchRun) -> None:
+    checks = ("allreduce", "distribute", "parts", "presets")
+    for said in torchrun(2, str(BODY), *checks):
+        assert said.splitlines() == [f"kept {check}" for check in checks]
 
 
 @pytest.mark.parametrize("check", ["allreduce", "mean", "half"])

@@ -18,6 +18,9 @@ from dlio.train.exchange.spec import NAMES, parse_exchange
         ("gossip", "weight", "dissemination", 1, None),
         ("gossip(hypercube)", "weight", "hypercube", 1, None),
         ("gossip(gradient)", "gradient", "dissemination", 1, None),
+        ("gossip(hypercube, gradient)", "gradient", "hypercube", 1, None),
+        ("gossip(flat)", "weight", "dissemination", 1, None),
+        ("gossip(hypercube,flat)+int8", "weight", "hypercube", 1, "int8"),
         ("gossip+adaptive", "delta", "dissemination", 1, "adaptive"),
         ("gossip+bf16", "weight", "dissemination", 1, "bf16"),
         ("hierarchical+onebit", "gradient", "hierarchical", 1, "onebit"),
@@ -37,6 +40,7 @@ def test_names_mean_what_they_say(
         compressor,
     )
     assert parse_exchange(str(spec)) == spec
+    assert spec.flat == ("flat" in text)
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,9 @@ class Exchange(Protocol):
     def weigh(self, samples: float) -> None:
         """In place of `before_backward`, where a rank's loss is the mean over its samples."""
 
-    def accumulate(self, more: bool) -> None:
-        """Whether the next backward is followed by another before the optimizer's step: nothing
-        need be sent for it."""
+    def hold(self, held: bool) -> None:
+        """While held, backward leaves each rank its own gradients, which the next backward that is
+        not held, or the step, adds to: for accumulation that spares messages."""
 
     def before_step(self) -> None:
         """Gradients are final, here and on the other ranks, when this returns."""
@@ -86,11 +86,15 @@ def exchange_of(
     from dlio.train.exchange.asgd import Asgd
     from dlio.train.exchange.gossip import Gossip
     from dlio.train.exchange.gradients import GradientExchange
+    from dlio.train.exchange.node_gossip import NodeGossip
     from dlio.train.exchange.periodic import Periodic
 
     node_of = find_nodes(comm, pretend_nodes).node_of.tolist()
+    if spec.merge == "half" and not spec.flat and 1 < len(set(node_of)) < comm.size:
+        return NodeGossip(named, modules, comm, spec, seed, node_of)
     own = comm.dup()
     if spec.merge == "half":
+        # One node, or one rank on each: whoever asks for gossip has it between ranks.
         return Gossip(named, modules, own, spec, seed)
     if spec.merge == "parzen":
         return Asgd(named, own, spec, seed)

@@ -89,10 +89,10 @@ class Asgd:
     def before_backward(self, samples: int, planned: int) -> None:
         pass
 
-    def accumulate(self, more: bool) -> None:
+    def weigh(self, samples: float) -> None:
         pass
 
-    def weigh(self, samples: float) -> None:
+    def hold(self, held: bool) -> None:
         pass
 
     @torch.no_grad()

@@ -16,21 +16,24 @@ Named = Sequence[tuple[str, nn.Parameter]]
 
 
 class Bucket:
-    """Some parameters and one flat float32 buffer on the host, with a view for each.
+    """Some parameters and one flat float32 buffer, with a view for each.
 
     float32 whatever the parameters are: MPI libraries sum bfloat16 into garbage.
 
     Args:
         named: parameters with their names.
         extra: elements beyond the parameters', at the buffer's end.
+        device: where the buffer is; `array` and `bytes` are of one on the host.
     """
 
-    def __init__(self, named: Named, extra: int = 0) -> None:
+    def __init__(
+        self, named: Named, extra: int = 0, device: torch.device | str | None = None
+    ) -> None:
         self.tensors = [(name, tuple(parameter.shape)) for name, parameter in named]
         """(name, shape) of what lies in the buffer, one after the other."""
         self.parameters = parameters = [parameter for _, parameter in named]
         count = sum(parameter.numel() for parameter in parameters)
-        self.flat = torch.zeros(count + extra)
+        self.flat = torch.zeros(count + extra, device=device)
         ends = np.cumsum([parameter.numel() for parameter in parameters]).tolist()
         self.views = [
             self.flat[end - parameter.numel() : end].view(parameter.shape)

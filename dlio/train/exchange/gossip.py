@@ -13,7 +13,7 @@ as bfloat16, since changes alone let ranks drift apart, too.
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -27,6 +27,7 @@ from dlio.order import Order
 from dlio.train.exchange.buckets import Bucket, Named, in_buckets
 from dlio.train.exchange.compress import Compressor, make_compressor
 from dlio.train.exchange.compress.layout import Scratch, pieces_of
+from dlio.train.exchange.joining import join_before_use
 from dlio.train.exchange.spec import ExchangeSpec
 
 REFRESH: Final = 64
@@ -67,6 +68,8 @@ class _Lane:
     def __init__(self, group: Named, spec: ExchangeSpec, scratch: Scratch) -> None:
         self.outgoing, self.incoming = Bucket(group), Bucket(group)
         self.requests: list[Request] = []
+        self.under_way = self.merged = False
+        """Whether messages are awaited; whether `incoming` holds what is to be taken over."""
         pieces = pieces_of(self.outgoing.tensors)
         self.codec: Compressor | None = None
         if spec.compressor is not None:
@@ -91,6 +94,8 @@ class Gossip:
 
     Args:
         modules: whose forward passes use the parameters.
+        onward: told of each bucket's number and merged values, once a step and as early as they are
+            there; parameters have them later, before their next use.
     """
 
     alike = False
@@ -102,37 +107,27 @@ class Gossip:
         comm: Communicator,
         spec: ExchangeSpec,
         seed: int,
+        onward: Callable[[int, Bucket], None] | None = None,
     ) -> None:
         self._comm, self._spec, self._seed = comm, spec, seed
         groups = in_buckets(named) if comm.size > 1 else []
         scratch = Scratch()
         self._lanes = [_Lane(group, spec, scratch) for group in groups]
-        number_of = {p: k for k, group in enumerate(groups) for _, p in group}
-        self._hooks = []
-        for module in modules if spec.payload != "gradient" else ():
-            owned = sorted(
-                {number_of[p] for p in module.parameters(recurse=False) if p in number_of}
-            )
-            if owned:
-                self._hooks.append(
-                    module.register_forward_pre_hook(
-                        lambda _module, _inputs, owned=tuple(owned): self._join(owned)
-                    )
-                )
+        users = modules if spec.payload != "gradient" else ()
+        self._hooks = join_before_use(users, groups, self._join)
+        self._onward = onward
         self._step = 0
         self._wait_s = 0.0
         self._messages = self._bytes = 0
 
     def before_backward(self, samples: int, planned: int) -> None:
-        self._unscale = planned / self._comm.size / max(1, samples)
-
-    def accumulate(self, more: bool) -> None:
         pass
 
     def weigh(self, samples: float) -> None:
-        self._unscale = 1.0
+        pass
 
-    _unscale = 1.0
+    def hold(self, held: bool) -> None:
+        pass
 
     def before_step(self) -> None:
         # A parameter that this step did not use has not been joined yet.
@@ -199,6 +194,9 @@ class Gossip:
             lane = self._lanes[number]
             self._fill(lane)
             if to == comm.rank:
+                if self._onward is not None:
+                    lane.incoming.flat.copy_(lane.outgoing.flat)
+                    self._onward(number, lane.incoming)
                 lane.before = lane.outgoing.array.copy() if lane.whole is not None else lane.before
                 continue
             codec = lane.whole if whole and lane.whole is not None else lane.codec
@@ -213,6 +211,7 @@ class Gossip:
                 codec.add(lane.message, lane.own)
             tag = _FIRST_TAG + number
             lane.requests = [comm.irecv(into, source, tag), comm.isend(message, to, tag)]
+            lane.under_way = True
             self._messages += 1
             self._bytes += len(message)
 
@@ -234,20 +233,53 @@ class Gossip:
             lane.before = lane.outgoing.array.copy()
         return lane.outgoing.array - lane.before
 
-    def _join(self, numbers: tuple[int, ...]) -> None:
-        """Wait for these buckets' messages, if any are under way, and merge them."""
+    def merge_all(self) -> None:
+        """Wait for all buckets, and have `onward` told; parameters are left as they are."""
+        for number in reversed(range(len(self._lanes))):
+            self._await(number)
+
+    def _join(self, numbers: Sequence[int]) -> None:
+        """Have these buckets' messages, if any are under way, in the parameters."""
         for number in numbers:
+            self._await(number)
             lane = self._lanes[number]
-            if not lane.requests:
-                continue
-            started = time.perf_counter()
-            self._comm.wait(lane.requests, "weights of a gossip partner")
-            self._wait_s += time.perf_counter() - started
-            lane.requests = []
-            self._merge(lane)
+            if lane.merged:
+                lane.merged = False
+                self._take(lane)
+        if self._onward is not None:
+            for number in reversed(range(len(self._lanes))):
+                lane = self._lanes[number]
+                if lane.under_way and not all(request.done() for request in lane.requests):
+                    break
+                self._await(number)
+
+    def _await(self, number: int) -> None:
+        lane = self._lanes[number]
+        if not lane.under_way:
+            return
+        started = time.perf_counter()
+        self._comm.wait(lane.requests, "weights of a gossip partner")
+        self._wait_s += time.perf_counter() - started
+        lane.requests, lane.under_way, lane.merged = [], False, True
+        if self._onward is not None:
+            self._merge(lane, into_parameters=False)
+            self._onward(number, lane.incoming)
 
     @torch.no_grad()
-    def _merge(self, lane: _Lane) -> None:
+    def _take(self, lane: _Lane) -> None:
+        """Merged values into the parameters, or their gradients."""
+        if self._onward is None:
+            self._merge(lane, into_parameters=True)
+        else:
+            for target, view in zip(self._targets(lane), lane.incoming.views, strict=True):
+                target.copy_(view)
+        if lane.whole is not None:
+            self._fill(lane)
+            lane.before = lane.outgoing.array.copy()
+
+    @torch.no_grad()
+    def _merge(self, lane: _Lane, into_parameters: bool) -> None:
+        """The mean of what is here and what has come, into the parameters or the buffer."""
         codec = lane.whole if self._whole and lane.whole is not None else lane.codec
         bucket = lane.incoming
         if codec is not None:
@@ -256,18 +288,25 @@ class Gossip:
             theirs[:] = 0
             codec.add(lane.arrived, theirs)
             theirs -= lane.own
-        for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-            target = parameter
-            if self._spec.payload == "gradient":
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                target = parameter.grad  # type: ignore[assignment]
+        for target, view in zip(self._targets(lane), bucket.views, strict=True):
+            if not into_parameters:
+                mine = target.to(view.device, view.dtype)
+                if codec is None:
+                    view.lerp_(mine, 0.5)
+                else:
+                    torch.add(mine, view, alpha=0.5, out=view)
+                continue
             there = view.to(target.device, target.dtype)
             if codec is None:
                 target.lerp_(there, 0.5)
             else:
                 target.add_(there, alpha=0.5)
-        if lane.whole is not None:
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                view.copy_(parameter)
-            lane.before = bucket.array.copy()
+
+    def _targets(self, lane: _Lane) -> list[torch.Tensor]:
+        """What is merged: parameters, or their gradients."""
+        if self._spec.payload != "gradient":
+            return list(lane.incoming.parameters)
+        for parameter in lane.incoming.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return [parameter.grad for parameter in lane.incoming.parameters]  # type: ignore[misc]

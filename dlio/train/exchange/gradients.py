@@ -1,18 +1,30 @@
 """Synchronous data parallelism: gradients are summed over all ranks while backward goes on."""
 
 import time
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 
 from dlio.comm import Communicator
+from dlio.comm.funnel import elsewhere
+from dlio.train.exchange.backward import after_backward, sends_after_backward
 from dlio.train.exchange.buckets import Bucket, Named, in_buckets
 from dlio.train.exchange.compress.layout import Scratch
 from dlio.train.exchange.compress.reduce import TAGS
+from dlio.train.exchange.paths import (
+    CudaCopies,
+    DeviceMpiPath,
+    HostPath,
+    NcclPath,
+    Path,
+    PinnedPath,
+    find_path,
+)
 from dlio.train.exchange.spec import ExchangeSpec
 from dlio.train.exchange.sums import Sum, load_residuals, make_sum, residuals_of
 
@@ -26,31 +38,59 @@ class GradientExchange:
 
     Sums are started in one order on all ranks, bucket by bucket, whatever order gradients come in.
     A rank without samples, whose backward does not run, and a parameter that only this rank's
-    backward did not reach contribute zeros; a bucket that no parameter of is reached is left out,
-    on all ranks alike. Each rank's gradients count by its `weight`, which travels with them.
+    backward did not reach contribute what is in `.grad`, of earlier backwards of the step, or
+    zeros; a bucket that no parameter of is reached is left out, on all ranks alike. Each rank's
+    gradients count by its `weight`, which travels with them.
 
     With a compressor a mean that is given is not exact; what it lacks is in the next one.
 
+    Where the gradients lie and how they get to other ranks is in `dlio.train.exchange.paths`. With
+    a GPU and an MPI that only the main thread may call, nothing is sent before backward is over.
+
     One rank: no hook, no copy, no communication.
+
+    Args:
+        before_wait: called at the end of each backward, before other ranks are waited for.
     """
 
     alike = True
 
     def __init__(
-        self, named: Named, comm: Communicator, spec: ExchangeSpec, node_of: list[int]
+        self,
+        named: Named,
+        comm: Communicator,
+        spec: ExchangeSpec,
+        node_of: list[int],
+        before_wait: Callable[[], None] | None = None,
     ) -> None:
+        self._before_wait = before_wait
         self._comm = comm
         groups = in_buckets(named) if comm.size > 1 else []
         scratch, nodes = Scratch(), np.asarray(node_of, np.int32)
         # The weight must be exact: it rides with a bucket that is not compressed, or alone.
         self._compressed = spec.compressor is not None
-        self._buckets = [Bucket(group, extra=int(not self._compressed)) for group in groups]
-        self._sums: list[Sum] = []
+        devices = [parameter.device for _, parameter in named]
+        path = find_path(devices, spec, comm) if groups else "host"
+        where = devices[0] if path != "host" else None
+        extra = int(not self._compressed)
+        self._buckets = [Bucket(group, extra, where) for group in groups]
+        self._group: Any = dist.new_group(backend="nccl") if path == "nccl" else None
+        stream: Any = torch.cuda.Stream(where) if path == "pinned" else None  # type: ignore[no-untyped-call]
+        self._sums: list[Path] = []
+        self._totals: list[Sum] = []
         for number, bucket in enumerate(self._buckets):
-            extra = [] if self._compressed else [("", (1,))]
             tag = _FIRST_TAG + number * TAGS
-            tensors = [*bucket.tensors, *extra]
-            self._sums.append(make_sum(spec, comm, tensors, tag, nodes, scratch))
+            tensors = [*bucket.tensors, *([("", (1,))] if extra else [])]
+            if path == "nccl":
+                self._sums.append(NcclPath(bucket, comm.size, self._group))
+            elif path == "mpi":
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._sums.append(DeviceMpiPath(bucket, comm, event))
+            else:
+                total = make_sum(spec, comm, tensors, tag, nodes, scratch)
+                self._totals.append(total)
+                made = HostPath(bucket, total) if path == "host" else None
+                self._sums.append(made or PinnedPath(bucket, total, CudaCopies(stream)))
         self._where = {
             parameter: (number, view)
             for number, bucket in enumerate(self._buckets)
@@ -60,13 +100,20 @@ class GradientExchange:
             parameter.register_post_accumulate_grad_hook(self._gradient_ready)  # type: ignore[no-untyped-call]
             for parameter in self._where
         ]
+        self._end_after_backward: Callable[[], None] | None = None
+        self._unfinished = False
+        """Whether a backward is over whose messages another thread is to send."""
+        if groups and sends_after_backward(devices):
+            self._end_after_backward = after_backward(self._after_backward)
         self._missing = [set(bucket.parameters) for bucket in self._buckets]
         self._started = 0
         self._in_backward = False
         self._done_this_step = False
-        self._held = self._was_held = False
         self._weight, self._scale, self._contribution = 1.0, 1.0, 1.0
         self._whole = False
+        self._held = False
+        self._held_back: set[int] = set()
+        """Buckets that have gradients which other ranks have not been told."""
         self._exposed_s = 0.0
 
     def before_backward(self, samples: int, planned: int) -> None:
@@ -75,22 +122,21 @@ class GradientExchange:
         self._weight, self._scale = float(samples), planned / self._comm.size
         self._contribution = 1.0
         self._whole = True
-        self._done_this_step = False
 
     def weigh(self, samples: float) -> None:
         """A rank's loss is a mean over so many samples; the same number everywhere for equals."""
         self._weight, self._scale, self._contribution = samples, 1.0, samples
         self._whole = False
 
-    def accumulate(self, more: bool) -> None:
-        """Gradients stay this rank's own until the backward that no other follows."""
-        self._held = more
+    def hold(self, held: bool) -> None:
+        self._held = held
 
     def before_step(self) -> None:
         """Gradients are the mean's when this returns, on a rank without samples, too."""
-        if self._whole and not self._done_this_step and self._buckets:
-            self._finish(everything=True)
-        self._done_this_step = True
+        missed = self._whole and not self._done_this_step
+        if self._buckets and (missed or self._held_back):
+            self._finish(everything=self._whole)
+        self._done_this_step = False
 
     def after_step(self) -> None:
         pass
@@ -99,10 +145,10 @@ class GradientExchange:
         pass
 
     def state(self) -> dict[str, torch.Tensor]:
-        return residuals_of(self._sums)
+        return residuals_of(self._totals)
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        load_residuals(self._sums, state)
+        load_residuals(self._totals, state)
 
     def statistics(self) -> dict[str, float]:
         told = [each.statistics() for each in self._sums]
@@ -115,8 +161,12 @@ class GradientExchange:
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        if self._end_after_backward is not None:
+            self._end_after_backward()
         for each in self._sums:
             each.close()
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
         if self._comm.size > 1:
             self._comm.close()
 
@@ -124,28 +174,36 @@ class GradientExchange:
         assert isinstance(parameter, nn.Parameter)
         assert parameter.grad is not None
         if self._held:
-            self._was_held = True
+            self._held_back.add(self._where[parameter][0])
             return
         if not self._in_backward:
             self._in_backward = True
             self._done_this_step = False
             Variable._execution_engine.queue_callback(self._backward_ends)
-        number, view = self._where[parameter]
+        number = self._where[parameter][0]
         if number < self._started:
             return  # A second gradient of one backward: summed at its end.
-        view.copy_(parameter.grad)
-        if self._contribution != 1.0:
-            view.mul_(self._contribution)
+        self._contribute(parameter)
         self._missing[number].discard(parameter)
+        if self._end_after_backward is not None and elsewhere():
+            return
         self._start_complete()
         for each in self._sums[: self._started]:
-            each.advance()
+            if not each.advance():
+                break
 
     def _backward_ends(self) -> None:
+        if self._end_after_backward is not None and elsewhere():
+            self._unfinished = True
+            return
         self._in_backward = False
-        # What a backward that was held has reached, this one may not, and others may not know.
-        self._finish(everything=self._whole or self._was_held)
+        self._unfinished = False
+        self._finish(everything=self._whole)
         self._done_this_step = True
+
+    def _after_backward(self) -> None:
+        if self._unfinished:
+            self._backward_ends()
 
     def _finish(self, everything: bool) -> None:
         """Start what is left, wait for all, and put the means into `.grad`.
@@ -154,13 +212,20 @@ class GradientExchange:
             everything: buckets that no gradient has come for, too: other ranks have some.
         """
         reached = [
-            everything or len(missing) < len(bucket.parameters)
-            for bucket, missing in zip(self._buckets, self._missing, strict=True)
+            everything or len(missing) < len(bucket.parameters) or number in self._held_back
+            for number, (bucket, missing) in enumerate(
+                zip(self._buckets, self._missing, strict=True)
+            )
         ]
         began = time.perf_counter()
         for number in range(self._started, len(self._buckets)):
             if reached[number]:
                 self._start(number)
+        for number, each in enumerate(self._sums):
+            if reached[number]:
+                each.begin()
+        if self._before_wait is not None:
+            self._before_wait()
         for number, each in enumerate(self._sums):
             if reached[number]:
                 each.wait()
@@ -169,16 +234,24 @@ class GradientExchange:
             total = self._summed_weight()
         for number, bucket in enumerate(self._buckets):
             if reached[number]:
-                weight = float(bucket.flat[-1]) if total is None else total
-                self._take(number, bucket, self._scale / max(weight, 1e-12), everything)
+                self._take(number, bucket, total, everything)
         self._exposed_s += time.perf_counter() - began
         self._missing = [set(bucket.parameters) for bucket in self._buckets]
         self._started = 0
-        self._was_held = False
+        self._held_back = set()
 
     @torch.no_grad()
-    def _take(self, number: int, bucket: Bucket, scale: float, everything: bool) -> None:
-        bucket.flat *= scale
+    def _take(self, number: int, bucket: Bucket, total: float | None, everything: bool) -> None:
+        """Means into `.grad`.
+
+        Args:
+            total: sum of the ranks' weights; None where it is the bucket's last element.
+        """
+        if total is None and bucket.flat.device.type != "cpu":
+            bucket.flat *= self._scale / bucket.flat[-1].clamp(min=1e-12)  # Nobody waits for it.
+        else:
+            weight = float(bucket.flat[-1]) if total is None else total
+            bucket.flat *= self._scale / max(weight, 1e-12)
         for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
             if parameter.grad is None:
                 if parameter in self._missing[number] and not everything:
@@ -197,14 +270,20 @@ class GradientExchange:
             self._start(self._started)
             self._started += 1
 
+    @torch.no_grad()
+    def _contribute(self, parameter: nn.Parameter) -> None:
+        view = self._where[parameter][1]
+        if parameter.grad is None:
+            view.zero_()
+            return
+        view.copy_(parameter.grad)
+        if self._contribution != 1.0:
+            view.mul_(self._contribution)
+
     def _start(self, number: int) -> None:
         bucket = self._buckets[number]
         for parameter in self._missing[number]:
-            view = self._where[parameter][1]
-            if parameter.grad is None:
-                view.zero_()
-            else:  # Of an earlier backward: another part of the loss, or a batch that was held.
-                torch.mul(parameter.grad, self._contribution, out=view)
+            self._contribute(parameter)
         if not self._compressed:
             bucket.flat[-1] = self._weight
-        self._sums[number].start(bucket.array)
+        self._sums[number].start()

@@ -50,10 +50,10 @@ class Periodic:
     def before_backward(self, samples: int, planned: int) -> None:
         pass
 
-    def accumulate(self, more: bool) -> None:
+    def weigh(self, samples: float) -> None:
         pass
 
-    def weigh(self, samples: float) -> None:
+    def hold(self, held: bool) -> None:
         pass
 
     def before_step(self) -> None:

@@ -3,6 +3,10 @@
 An exchange is a payload (gradients, weights, or what weights have changed by), a topology that it
 travels over, a compressor, a period in steps, and how what arrives is merged. The presets name the
 combinations that were published; a compressor goes with those that can bear it.
+
+`gossip` is between nodes, with the mean within each, where there are several nodes and several
+ranks on one of them. Otherwise it is between ranks: those of one machine, too, for who asks for
+gossip there wants it. `gossip(flat)` is between ranks wherever they are.
 """
 
 import re
@@ -31,13 +35,18 @@ class ExchangeSpec:
     period: int = 1
     """Steps between two exchanges, at least."""
     compressor: str | None = None
+    flat: bool = False
+    """Of gossip: between all ranks, whichever nodes they are on."""
 
     def __str__(self) -> str:
         text = self.preset
         if self.preset in _PERIODS:
             text += f"({self.period})"
-        elif self.preset == "gossip" and (self.topology, self.payload) != _GOSSIP:
-            text += "(gradient)" if self.payload == "gradient" else f"({self.topology})"
+        elif self.preset == "gossip":
+            said = [self.topology] if self.topology != _PRESETS["gossip"][1] else []
+            said += ["gradient"] if self.payload == "gradient" else []
+            said += ["flat"] if self.flat else []
+            text += f"({','.join(said)})" if said else ""
         return text if self.compressor is None else f"{text}+{self.compressor}"
 
 
@@ -53,11 +62,12 @@ _PRESETS: Final = {
 }
 _PERIODS: Final = {"local-sgd": 8, "diloco": 32}
 """Presets whose argument is a period, and what it is by default."""
-_GOSSIP: Final = ("dissemination", "weight")
+_GOSSIP: Final = ("dissemination", "hypercube", "gradient", "flat")
+"""What gossip takes as arguments, with commas between."""
 NAMES: Final = tuple(_PRESETS)
 USAGE: Final = (
-    f"choose one of {', '.join(NAMES)}; gossip(hypercube), gossip(gradient), local-sgd(STEPS), "
-    f"diloco(STEPS); and behind it, with a +, one of {', '.join(COMPRESSORS)}"
+    f"choose one of {', '.join(NAMES)}; gossip(hypercube), gossip(gradient), gossip(flat), "
+    f"local-sgd(STEPS), diloco(STEPS); and behind it, with a +, one of {', '.join(COMPRESSORS)}"
 )
 
 
@@ -68,7 +78,7 @@ def parse_exchange(text: str) -> ExchangeSpec:
         raise UsageError(f"exchange {text!r}: {USAGE}")
     name, argument, compressor = match.groups()
     payload, topology, merge = _PRESETS[name]
-    period = 1
+    period, flat = 1, False
     if name in _PERIODS:
         period = _PERIODS[name]
         if argument is not None:
@@ -76,13 +86,12 @@ def parse_exchange(text: str) -> ExchangeSpec:
                 raise UsageError(f"exchange {text!r}: {name}(STEPS) wants a number of steps from 1")
             period = int(argument)
     elif argument is not None:
-        kind = argument.strip()
-        if name != "gossip" or kind not in ("dissemination", "hypercube", "gradient"):
+        kinds = [kind.strip() for kind in argument.split(",")]
+        if name != "gossip" or not set(kinds) <= set(_GOSSIP):
             raise UsageError(f"exchange {text!r}: {USAGE}")
-        if kind == "gradient":
-            payload = "gradient"
-        else:
-            topology = kind
+        flat = "flat" in kinds
+        payload = "gradient" if "gradient" in kinds else payload
+        topology = "hypercube" if "hypercube" in kinds else topology
     if compressor is not None:
         if compressor not in COMPRESSORS:
             raise UsageError(f"exchange {text!r}: compressor {compressor!r} is none; {USAGE}")
@@ -94,4 +103,4 @@ def parse_exchange(text: str) -> ExchangeSpec:
                     f"exchange {text!r}: {name} sends whole weights, of which {compressor} leaves "
                     "most for later: choose bf16, fp16 or int8"
                 )
-    return ExchangeSpec(name, payload, topology, merge, period, compressor)
+    return ExchangeSpec(name, payload, topology, merge, period, compressor, flat)

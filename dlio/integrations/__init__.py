@@ -2,7 +2,8 @@
 
 PyTorch Lightning takes a `dlio.DataLoader` as any other: what it re-creates in distributed runs
 keeps its options. Hugging Face Accelerate's `prepare` leaves it as it is: it shares the data
-itself. Hugging Face's Trainer makes loaders of its own; with the mixin it makes ours.
+itself. Hugging Face's Trainer makes loaders of its own; with the mixin it makes ours. Lightning's
+strategy "dlio" is in `dlio.integrations.lightning`.
 """
 
 from typing import Any

@@ -1,0 +1,392 @@
+"""PyTorch Lightning on dlio's ranks and exchanges.
+
+    import dlio.integrations.lightning
+
+    lightning.Trainer(strategy="dlio", devices=4)
+    lightning.Trainer(strategy=DlioStrategy(exchange="gossip+adaptive"))
+
+Started by mpirun, srun or torchrun, each process as a rank. Lightning knows no way to register a
+strategy that it finds by itself: importing this module does. Both packages that Lightning comes in
+do, `lightning` and `pytorch_lightning`; where both are installed, the one that is imported first.
+"""
+
+import atexit
+import contextlib
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
+
+from dlio.comm import Communicator, world
+from dlio.errors import CommError, UsageError
+from dlio.integrations.launched import Launched, launched
+from dlio.integrations.objects import broadcast_object, gather_tensor
+from dlio.loader import DataLoader
+from dlio.train.distribute import exchanges_of
+from dlio.train.exchange import Exchange, parse_exchange
+from dlio.train.exchange.buckets import averaged_state, broadcast_state
+
+
+def _package() -> str:
+    """The package that Lightning is imported from."""
+    here = [name for name in ("lightning", "pytorch_lightning") if find_spec(name) is not None]
+    if not here:
+        raise UsageError("Lightning is not installed: pip install lightning")
+    return next((name for name in here if name in sys.modules), here[0])
+
+
+_PACKAGE: Final = _package()
+_PYTORCH: Final = "lightning.pytorch" if _PACKAGE == "lightning" else "pytorch_lightning"
+_FABRIC: Final = "lightning.fabric" if _PACKAGE == "lightning" else "lightning_fabric"
+_strategies: Any = import_module(f"{_PYTORCH}.strategies")
+_environments: Any = import_module(f"{_FABRIC}.plugins.environments")
+_rank_zero: Any = import_module(f"{_PYTORCH}.utilities.rank_zero")
+_seed: Any = import_module(f"{_FABRIC}.utilities.seed")
+
+
+class DlioEnvironment(_environments.ClusterEnvironment):  # type: ignore[misc]
+    """Ranks as their launcher has made them."""
+
+    def __init__(self, place: Launched) -> None:
+        self._place = place
+
+    creates_processes_externally = True
+
+    @property
+    def main_address(self) -> str:
+        raise UsageError("dlio's ranks have found each other: no address is asked for")
+
+    @property
+    def main_port(self) -> int:
+        raise UsageError("dlio's ranks have found each other: no port is asked for")
+
+    @staticmethod
+    def detect() -> bool:
+        return False  # It comes with the strategy.
+
+    def world_size(self) -> int:
+        return self._place.ranks
+
+    def set_world_size(self, size: int) -> None:
+        pass
+
+    def global_rank(self) -> int:
+        return self._place.rank
+
+    def set_global_rank(self, rank: int) -> None:
+        pass
+
+    def local_rank(self) -> int:
+        return self._place.local_rank
+
+    def node_rank(self) -> int:
+        return self._place.machine
+
+
+class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
+    """Trains on all ranks, with one of dlio's exchanges.
+
+    How many ranks there are is the launcher's word: `devices` and `num_nodes` only say which
+    devices a machine's ranks take, in turn. Ranks count by the samples of their batches. While
+    Lightning accumulates gradients nothing is exchanged.
+
+    Of exchanges that let ranks differ, `gossip` and `asgd`, the mean of all ranks is what is saved,
+    and what the model holds after `fit`.
+
+    A `dlio.DataLoader` shares its data itself; torch's get Lightning's DistributedSampler. With
+    MPI torch.distributed runs on it from set-up to teardown, for metrics that use it.
+
+    Args:
+        exchange: as `dlio train --exchange` has it.
+        seed: of whom gossip and asgd talk to.
+        pretend_nodes: behave as if the ranks were on that many nodes.
+        options: ParallelStrategy's.
+
+    Raises UsageError for an exchange that is none. To be made on all ranks alike.
+    """
+
+    strategy_name = "dlio"
+    model: Any
+
+    def __init__(
+        self,
+        exchange: str = "allreduce",
+        *,
+        seed: int = 0,
+        pretend_nodes: int | None = None,
+        **options: Any,
+    ) -> None:
+        self._spec = parse_exchange(exchange)
+        self._exchange_seed, self._pretend_nodes = seed, pretend_nodes
+        self._place = launched()
+        options.setdefault("cluster_environment", DlioEnvironment(self._place))
+        super().__init__(**options)
+        self.num_nodes = 1
+        self._exchanges: dict[Any, Exchange] = {}
+        self._owns_group = self._failed = False
+
+    @property
+    def is_distributed(self) -> bool:
+        return self._place.ranks > 1
+
+    @property
+    def root_device(self) -> torch.device:
+        devices: Any = self.parallel_devices or [torch.device("cpu")]
+        device: torch.device = devices[self._place.local_rank % len(devices)]
+        return device
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self._place.ranks, "rank": self._place.rank}
+
+    def set_world_ranks(self) -> None:
+        """Asked for by Lightning as soon as there is a trainer."""
+        _rank_zero.rank_zero_only.rank = self._place.rank
+        devices: Any = self.parallel_devices or []
+        if self._place.by == "nobody" and len(devices) > 1 and devices[0].type == "cpu":
+            warnings.warn(
+                f"one process, though devices={len(devices)}: strategy 'dlio' starts none; start "
+                f"the script with mpirun -n {len(devices)}, srun or torchrun",
+                stacklevel=2,
+            )
+
+    def statistics(self) -> dict[str, float]:
+        """This rank's sums, as `dlio.distribute`'s: `wait_s`, `messages`, `bytes` and more."""
+        told: dict[str, float] = {}
+        for exchange in self._exchanges.values():
+            for key, value in exchange.statistics().items():
+                told[key] = told.get(key, 0.0) + value
+        return told
+
+    # Set-up and teardown.
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        _seed.reset_seed()
+        if self._place.ranks == 1 or dist.is_initialized():
+            return
+        if self._place.by == "mpi":
+            from dlio.comm.process_group import init_process_group
+
+            try:
+                init_process_group()
+                self._owns_group = True
+            except CommError as error:
+                # The exchange needs none; metrics of torchmetrics would.
+                _rank_zero.rank_zero_warn(f"metrics of torchmetrics see one rank only: {error}")
+        else:
+            on_gpu = self.root_device.type == "cuda"
+            if on_gpu:
+                torch.cuda.set_device(self.root_device)
+            dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+            # Until the end: torchrun's meeting place serves one group.
+            atexit.register(_destroy_group)
+
+    def setup(self, trainer: Any) -> None:
+        self._failed = False
+        _leave_loaders_of_ours(trainer)
+        if trainer.state.fn == "fit" and self._layer_sync is not None:
+            self.model = self._layer_sync.apply(self.model)
+        super().setup(trainer)
+        model: Any = self.model
+        broadcast_state(model, world())
+        optimizers = list(self.optimizers) if trainer.state.fn == "fit" else []
+        made = exchanges_of(
+            self._spec, model, optimizers, world(), self._exchange_seed, self._pretend_nodes
+        )
+        self._exchanges = dict(zip(optimizers, made, strict=True))
+
+    def model_to_device(self) -> None:
+        self.model.to(self.root_device)
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
+
+    def teardown(self) -> None:
+        # After an error others may not come to a collective.
+        if not self._failed:
+            self.finish()
+            for exchange in self._exchanges.values():
+                exchange.close()
+            if self._owns_group and dist.is_initialized():
+                dist.destroy_process_group()
+                self._owns_group = False
+        self._exchanges = {}
+        super().teardown()
+
+    # Training.
+
+    def finish(self) -> None:
+        """Weights are as they will be used next. Collective."""
+        for exchange in self._exchanges.values():
+            exchange.finish()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        samples = _samples_in(batch)
+        for exchange in self._exchanges.values():
+            exchange.weigh(samples)
+
+    def training_step(self, *args: Any, **options: Any) -> Any:
+        if any(True for _ in self.lightning_module.parameters(recurse=False)):
+            self.finish()  # Its own weights are used without its forward being called.
+        return super().training_step(*args, **options)
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        for exchange in self._exchanges.values():
+            exchange.hold(True)
+        try:
+            yield
+        finally:
+            for exchange in self._exchanges.values():
+                exchange.hold(False)
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **options: Any
+    ) -> Any:
+        """Lightning's closure runs forward and backward, so the exchange comes in behind it, before
+        gradients are clipped; and after the step whether or not a scaler has left it out."""
+        exchange = self._exchanges.get(optimizer)
+        if exchange is None:
+            return super().optimizer_step(optimizer, closure, model, **options)
+
+        def with_exchange() -> Any:
+            result = closure()
+            exchange.before_step()
+            return result
+
+        output = super().optimizer_step(optimizer, with_exchange, model, **options)
+        exchange.after_step()
+        return output
+
+    def on_train_end(self) -> None:
+        self.finish()
+        if self._ranks_differ:
+            model = self.lightning_module
+            model.load_state_dict(averaged_state(model, world()))
+
+    def on_validation_start(self) -> None:
+        self.finish()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """What is saved: on all ranks alike, which all call it."""
+        self.finish()
+        if self._ranks_differ:
+            return averaged_state(self.lightning_module, world())
+        state: dict[str, Any] = super().lightning_module_state_dict()
+        return state
+
+    @property
+    def _ranks_differ(self) -> bool:
+        return self._place.ranks > 1 and self._spec.merge in ("half", "parzen")
+
+    # Between ranks.
+
+    def _comm(self) -> Communicator | None:
+        """None with one rank, and before torchrun's ranks have met."""
+        comm = world()
+        return comm if comm.size > 1 else None
+
+    def barrier(self, name: str | None = None) -> None:
+        if (comm := self._comm()) is not None:
+            comm.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """`src`'s object: a tensor, or what `dlio.integrations.objects` tells without pickle."""
+        comm = self._comm()
+        return obj if comm is None else broadcast_object(obj, comm, src)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """The mean of all ranks, `sum`, `max`, `min` or `product`; in the tensor, where it can hold
+        it, as Lightning's own has it."""
+        comm = self._comm()
+        if comm is None or not isinstance(tensor, torch.Tensor):
+            return tensor
+        if group is not None:
+            return _fabric_distributed()._sync_ddp_if_available(tensor, group, reduce_op)
+        name = "mean" if reduce_op is None else str(reduce_op).rpartition(".")[2].lower()
+        if name not in _REDUCED:
+            raise UsageError(f"reduce_op={reduce_op!r}: choose one of {', '.join(_REDUCED)}")
+        if name in ("mean", "avg") and not tensor.is_floating_point():
+            tensor = tensor.float()
+        found = _REDUCED[name](gather_tensor(tensor, comm)).to(tensor.dtype)
+        return tensor.detach().copy_(found)
+
+    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        comm = self._comm()
+        if comm is None:
+            return tensor
+        if group is not None:
+            return super().all_gather(tensor, group, sync_grads)
+        if sync_grads:
+            return _Gather.apply(tensor, comm)  # type: ignore[no-untyped-call]
+        return gather_tensor(tensor, comm)
+
+
+_REDUCED: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "mean": lambda rows: rows.mean(0),
+    "avg": lambda rows: rows.mean(0),
+    "sum": lambda rows: rows.sum(0),
+    "max": lambda rows: rows.amax(0),
+    "min": lambda rows: rows.amin(0),
+    "product": lambda rows: rows.prod(0),
+}
+
+
+class _Gather(torch.autograd.Function):
+    """Gradients of what others have made of this rank's tensor come back to it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, comm: Communicator) -> torch.Tensor:
+        ctx.comm = comm
+        return gather_tensor(tensor, comm)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        mine = gather_tensor(gradients[0], ctx.comm)
+        return mine.sum(0)[ctx.comm.rank], None
+
+
+def _leave_loaders_of_ours(trainer: Any) -> None:
+    """Have Lightning put no sampler into a loader that shares its data itself. Where it asks that
+    in another way, it does, and the loader follows the sampler."""
+    connector = trainer._data_connector
+    asked = getattr(connector, "_requires_distributed_sampler", None)
+    if asked is None or getattr(asked, "of_dlio", False):
+        return
+
+    def requires(loader: Any) -> bool:
+        ours = isinstance(loader, DataLoader) and not loader._users_sampler
+        # Predictions are put in order by a sampler that Lightning knows.
+        return not (ours and not trainer.predicting) and bool(asked(loader))
+
+    requires.of_dlio = True  # type: ignore[attr-defined]
+    connector._requires_distributed_sampler = requires
+
+
+def _samples_in(batch: Any) -> float:
+    """Samples of a batch: the length of its first tensor; 1 where there is none."""
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor) and leaf.ndim:
+            return float(len(leaf))
+    return 1.0
+
+
+def _fabric_distributed() -> Any:
+    return import_module(f"{_FABRIC}.utilities.distributed")
+
+
+def _destroy_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+_strategies.StrategyRegistry.register(
+    "dlio", DlioStrategy, description="dlio's exchanges, on ranks of MPI or torchrun", override=True
+)

@@ -1,0 +1,217 @@
+"""What the strategy "dlio" promises, on however many ranks run this: `lightning_checks.py FOLDER`.
+
+Trains as many samples a step on one rank as on several, and writes what came of it to FOLDER.
+"""
+
+import json
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+import torchmetrics
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+
+import dlio
+from dlio.errors import UsageError
+from dlio.integrations.lightning import DlioStrategy
+
+warnings.simplefilter("ignore")
+logging.disable(logging.WARNING)
+_GLOBAL_BATCH = 8
+
+
+class Module(lightning.LightningModule):  # type: ignore[misc, unused-ignore]
+    """A small net that learns by automatic optimisation, and tells what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.scale = nn.Parameter(torch.ones(1))
+        self.error = torchmetrics.MeanMetric()
+        self.seen: list[float] = []
+        self.largest = 0.0
+
+    def training_step(self, batch: Any, _: int) -> Any:
+        x, y = batch
+        self.seen += x[:, 0].tolist()
+        return (self.net(x)[:, 0] * self.scale - y).square().mean()
+
+    def validation_step(self, batch: Any, _: int) -> None:
+        x, y = batch
+        errors = (self.net(x)[:, 0] * self.scale - y).square()
+        self.log("val", errors.mean(), sync_dist=True, batch_size=len(x))
+        self.error.update(errors)
+        self.log("metric", self.error)
+
+    def on_before_zero_grad(self, _: Any) -> None:
+        norms = [p.grad.norm() for p in self.parameters() if p.grad is not None]
+        if norms:
+            self.largest = max(self.largest, float(torch.stack(norms).norm()))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.2)
+
+
+class ByHand(Module):
+    """Two optimizers, stepped by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, number: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, number))
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        rest = [self.scale, *self.net[2].parameters()]
+        return [torch.optim.SGD(self.net[0].parameters(), 0.01), torch.optim.SGD(rest, 0.02)]
+
+
+def _data(count: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(count, 6, generator=generator)
+    return TensorDataset(x, 3 * torch.tanh(x @ torch.arange(6.0)))
+
+
+class Pairs(Dataset[Any]):
+    """The same samples, for a loader that shares them itself."""
+
+    def __init__(self) -> None:
+        self._data = _data(44)
+
+    def __len__(self) -> int:
+        return 44
+
+    def __getitem__(self, index: int) -> Any:
+        return self._data[index]
+
+
+def _trainer(strategy: Any, ranks: int, **options: Any) -> Any:
+    return lightning.Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy=strategy,
+        max_epochs=2,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"enable_checkpointing": False, **options},
+    )
+
+
+def _loader(ranks: int, count: int = 48) -> DataLoader[Any]:
+    return DataLoader(_data(count), _GLOBAL_BATCH // ranks, shuffle=False)
+
+
+def check_values(strategy: DlioStrategy, rank: int, ranks: int) -> None:
+    """What Lightning asks a strategy for, between ranks."""
+    said = {"path": Path("a"), "many": [1, (2.5, None)], 3: "text"}
+    assert strategy.broadcast(said if rank == 0 else None) == said
+    assert strategy.broadcast(rank, src=ranks - 1) == ranks - 1
+    told = strategy.broadcast(torch.full((2, 2), float(rank), dtype=torch.bfloat16))
+    assert told.dtype == torch.bfloat16
+    assert not told.any()
+    try:
+        strategy.broadcast(object() if rank == 0 else None)
+    except UsageError as error:
+        assert "object cannot be told" in str(error)  # noqa: PT017 - runs without pytest
+    else:
+        raise AssertionError("no error")
+    mine = torch.tensor(float(rank))
+    assert float(strategy.reduce(mine.clone())) == (ranks - 1) / 2
+    assert float(strategy.reduce(mine.clone(), reduce_op="sum")) == ranks * (ranks - 1) / 2
+    assert (
+        float(strategy.reduce(mine.clone(), reduce_op=torch.distributed.ReduceOp.MAX)) == ranks - 1
+    )
+    assert int(strategy.reduce(torch.tensor(rank), reduce_op="min")) == 0
+    assert strategy.reduce_boolean_decision(rank == 0, all=False) is True
+    assert strategy.reduce_boolean_decision(rank == 0) is False
+    assert strategy.reduce_boolean_decision(True) is True
+    gathered = strategy.all_gather(torch.tensor([rank, 5]))
+    assert gathered.tolist() == [[each, 5] for each in range(ranks)]
+    weight = torch.tensor([1.0 + rank], requires_grad=True)
+    strategy.all_gather(weight, sync_grads=True).square().sum().backward()
+    assert weight.grad is not None
+    assert float(weight.grad) == ranks * 2 * (1 + rank)
+    strategy.barrier()
+
+
+class Values(lightning.Callback):  # type: ignore[misc, unused-ignore]
+    def on_fit_start(self, trainer: Any, _: Any) -> None:
+        if trainer.world_size > 1:
+            check_values(trainer.strategy, trainer.global_rank, trainer.world_size)
+
+
+def main(folder: Path) -> None:
+    ranks = int(os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    told: dict[str, Any] = {}
+
+    module = Module()
+    callback = lightning.pytorch.callbacks.ModelCheckpoint(str(folder / "saved"), "last")
+    trainer = _trainer(
+        "dlio",
+        ranks,
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.3,
+        enable_checkpointing=True,
+        callbacks=[callback, Values()],
+    )
+    rank = trainer.global_rank
+    sampler: Any = DistributedSampler(_data(48), ranks, rank, shuffle=False)
+    in_order = DataLoader(sampler.dataset, _GLOBAL_BATCH // ranks, sampler=sampler)
+    trainer.fit(module, in_order, _loader(ranks, 16))
+    assert trainer.world_size == ranks
+    assert trainer.global_step == 6
+    told["weights"] = torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
+    told["largest"] = module.largest
+    told["seen"] = module.seen
+    told["val"] = float(trainer.callback_metrics["val"])
+    told["metric"] = float(trainer.callback_metrics["metric"])
+    # Another entry point, after the first one's teardown.
+    told["again"] = trainer.validate(module, _loader(ranks, 16), verbose=False)[0]["val"]
+    saved = torch.load(folder / "saved" / "last.ckpt", weights_only=False)
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(saved["state_dict"][name], tensor), name
+
+    module = ByHand()
+    trainer = _trainer(DlioStrategy("hierarchical"), ranks)
+    loader = dlio.DataLoader(Pairs(), _GLOBAL_BATCH // ranks, shuffle=True, seed=5, num_workers=2)
+    trainer.fit(module, loader)
+    told["by_hand"] = torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
+    told["seen_by_hand"] = module.seen
+    assert trainer.train_dataloader is loader
+    loader.close()
+
+    for exchange in ("gossip", "gossip(gradient)", "local-sgd(2)+int8", "asgd"):
+        module = Module()
+        strategy = DlioStrategy(exchange)
+        trainer = _trainer(strategy, ranks, gradient_clip_val=1.0)
+        counted: dict[str, float] = {}
+
+        class Counts(lightning.Callback):  # type: ignore[misc, unused-ignore]
+            def on_train_end(self, trainer: Any, _: Any) -> None:
+                counted.update(trainer.strategy.statistics())  # noqa: B023
+
+        trainer.callbacks.append(Counts())
+        trainer.fit(module, _loader(ranks), _loader(ranks, 16))
+        weights = torch.cat([p.detach().flatten() for p in module.parameters()])
+        told[exchange] = [weights.tolist(), counted["messages"], trainer.global_step, module.seen]
+        assert not strategy.statistics()
+
+    (folder / f"{rank}.json").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]))

@@ -1,0 +1,35 @@
+"""What is told to other ranks without pickle."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlio.errors import UsageError
+from dlio.integrations.objects import packed, unpacked
+
+SIMPLE = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+VALUES = st.recursive(
+    SIMPLE | st.text(min_size=1, alphabet="abc/.").map(Path),
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.integers() | st.text() | st.tuples(st.integers()), inner)
+    ),
+)
+
+
+@given(VALUES)
+def test_values_come_as_they_went_types_included(value: Any) -> None:
+    told = unpacked(json.loads(json.dumps(packed(value))))
+    assert told == value
+    assert repr(told) == repr(value)
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, b"bytes", [1, [lambda: 0]]])
+def test_what_has_no_such_form_is_refused(value: Any) -> None:
+    with pytest.raises(UsageError, match="cannot be told to other ranks"):
+        packed(value)

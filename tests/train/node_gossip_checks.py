@@ -1,0 +1,222 @@
+"""What gossip of nodes promises, on real ranks: `node_gossip_checks.py NODES CHECK...`."""
+
+import hashlib
+import math
+import sys
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+import torch
+from torch import nn
+
+from dlio.comm import Communicator, world
+from dlio.train.exchange import make_exchange
+from dlio.train.exchange.buckets import in_buckets, trainable
+from dlio.train.exchange.gossip import Gossip, partners
+from dlio.train.exchange.node_gossip import NodeGossip
+
+_FEATURES: Final = 6
+_RATE: Final = 0.1
+
+
+class Line(nn.Module):
+    """Squared errors of a plane, whose gradient numpy knows, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plane = nn.Linear(_FEATURES, 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.plane(x)[:, 0]
+        return out
+
+
+class Deep(nn.Module):
+    """Three buckets, attention that reads a child's weights, and a layer that is used at times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(_FEATURES, 512)
+        self.attention = nn.MultiheadAttention(512, 4, batch_first=True)
+        self.at_times = nn.Linear(512, 512)
+        self.last = nn.Linear(512, 1)
+
+    def forward(self, x: torch.Tensor, detour: bool = False) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))[None]
+        hidden = self.attention(hidden, hidden, hidden, need_weights=False)[0][0] + hidden[0]
+        if detour:
+            hidden = hidden + self.at_times(hidden)
+        out: torch.Tensor = self.last(hidden)[:, 0]
+        return out
+
+
+def _samples(step: int, rank: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    inputs = torch.randn(count, _FEATURES, generator=generator)
+    return inputs, torch.randn(count, generator=generator)
+
+
+def _counts(step: int, ranks: int) -> list[int]:
+    """Samples of each rank: uneven, and none now and then."""
+    return [(3 * step + 2 * rank) % 5 for rank in range(ranks)]
+
+
+def check_oracle(comm: Communicator, nodes: int) -> None:
+    """Nodes' weights are those of gossip between nodes, each stepping by its samples' gradient."""
+    for means in (False, True):
+        torch.manual_seed(5)
+        net = Line()
+        exchange = make_exchange("gossip", net, comm, seed=3, pretend_nodes=nodes)
+        assert isinstance(exchange, NodeGossip)
+        optimizer = torch.optim.SGD(net.parameters(), lr=_RATE)
+        start = net.plane.weight.detach().numpy()[0].astype(np.float64)
+        weights = np.repeat(start[None], nodes, axis=0)
+        node_of = [rank * nodes // comm.size for rank in range(comm.size)]
+        for step in range(9):
+            counts = _counts(step, comm.size)
+            if means:
+                counts = [count + 1 for count in counts]
+            planned = sum(counts)
+            inputs, labels = _samples(step, comm.rank, counts[comm.rank])
+            errors = (net(inputs) - labels).square() if len(inputs) else None
+            optimizer.zero_grad(set_to_none=True)
+            if means:
+                assert errors is not None
+                exchange.weigh(len(inputs))
+                errors.mean().backward()
+            else:
+                exchange.before_backward(len(inputs), planned)
+                if errors is not None:
+                    (errors.sum() / (planned / comm.size)).backward()
+            exchange.before_step()
+            optimizer.step()
+            exchange.after_step()
+            # The same in numpy.
+            for node in range(nodes):
+                members = [rank for rank in range(comm.size) if node_of[rank] == node]
+                slope, count = np.zeros(_FEATURES), 0
+                for rank in members:
+                    x, y = (
+                        each.numpy().astype(np.float64)
+                        for each in _samples(step, rank, counts[rank])
+                    )
+                    slope += 2 * (x @ weights[node] - y) @ x
+                    count += len(x)
+                whole = count if means else planned * len(members) / comm.size
+                weights[node] -= _RATE * slope / max(whole, 1)
+            sources = [partners(step, node, nodes, 3)[1] for node in range(nodes)]
+            weights = (weights + weights[sources]) / 2
+        exchange.finish()
+        mine = net.plane.weight.detach().numpy()[0]
+        assert np.allclose(mine, weights[node_of[comm.rank]], rtol=0, atol=1e-5), (mine, weights)
+        exchange.close()
+
+
+VARIANTS: Final = (
+    "gossip",
+    "gossip(hypercube)",
+    "gossip(gradient)",
+    "gossip+bf16",
+    "gossip+int8",
+    "gossip+adaptive",
+    "gossip(hypercube)+onebit",
+    "gossip(gradient)+int8",
+)
+
+
+def check_nodes(comm: Communicator, nodes: int) -> None:
+    """The ranks of a node hold identical bytes, in every variant; messages are counted, and each
+    step has as many."""
+    node = comm.rank * nodes // comm.size
+    leader = all(other * nodes // comm.size != node for other in range(comm.rank))
+    on_node = sum(other * nodes // comm.size == node for other in range(comm.size))
+    for name in VARIANTS if nodes == 2 else VARIANTS[:2]:
+        for half in (False, True):
+            torch.manual_seed(1)
+            net: nn.Module = Deep()
+            if half:
+                if name not in ("gossip", "gossip+adaptive"):
+                    continue
+                net = net.to(torch.bfloat16)
+            exchange = make_exchange(name, net, comm, seed=0, pretend_nodes=nodes)
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+            told = []
+            for step in range(6):
+                count = _counts(step, comm.size)[comm.rank]
+                inputs, labels = _samples(step, comm.rank, count)
+                if half:
+                    inputs, labels = inputs.bfloat16(), labels.bfloat16()
+                exchange.before_backward(count, 2 * comm.size)
+                optimizer.zero_grad(set_to_none=True)
+                if count:
+                    # A layer that a node's first rank does not use, nor hand on as it comes by.
+                    loss = (net(inputs, comm.rank % 2 == 1) - labels).square().sum()
+                    loss.div(2).backward()
+                exchange.before_step()
+                optimizer.step()
+                exchange.after_step()
+                told.append(exchange.statistics())
+            exchange.finish()
+            raw = b"".join(p.detach().float().numpy().tobytes() for p in net.parameters())
+            assert all(p.isfinite().all() for p in net.parameters())
+            hashes = comm.allgather([node, hashlib.sha256(raw).hexdigest()])
+            assert len({tuple(each) for each in hashes}) == nodes, name
+            if nodes > 2 or "gradient" in name:
+                # Nodes are apart, or nothing would be shown.
+                assert len({each[1] for each in hashes}) == nodes, name
+            if name == "gossip":
+                told = [*told, exchange.statistics()]
+                buckets = len(in_buckets(trainable(net)))
+                assert buckets > 2
+                between = buckets if leader else 0
+                ring = 2 * (on_node - 1) * buckets
+                hand_on = buckets * (on_node - 1) if leader else 0
+                assert told[-1]["between_messages"] == 6 * between
+                assert told[-1]["messages"] == 6 * (between + ring + hand_on)
+                size = 4 * sum(p.numel() for p in net.parameters())
+                assert told[-1]["between_bytes"] == (6 * size if leader else 0)
+            exchange.close()
+
+
+def check_flat(comm: Communicator, nodes: int) -> None:
+    """Nodes are passed over when asked, when there is one, and when each has one rank."""
+    for name, pretend in (("gossip(flat)", nodes), ("gossip", 1), ("gossip", comm.size)):
+        net = Line()
+        with torch.no_grad():
+            net.plane.weight.fill_(comm.rank)
+        exchange = make_exchange(name, net, comm, seed=0, pretend_nodes=pretend)
+        assert isinstance(exchange, Gossip)
+        rounds = math.ceil(math.log2(comm.size))
+        for _ in range(rounds):
+            exchange.before_step()
+            exchange.after_step()
+        exchange.finish()
+        assert exchange.statistics()["messages"] == rounds
+        if comm.size & (comm.size - 1) == 0:
+            assert torch.allclose(net.plane.weight, torch.tensor((comm.size - 1) / 2))
+        exchange.close()
+
+
+def check_unfinished(comm: Communicator, nodes: int) -> None:
+    """Closed in the middle of a step, nothing is left that a wait would hang on."""
+    net = Deep()
+    exchange = make_exchange("gossip", net, comm, seed=0, pretend_nodes=nodes)
+    exchange.before_step()
+    exchange.after_step()
+    exchange.close()
+    assert net(torch.ones(2, _FEATURES)).isfinite().all()
+
+
+CHECKS: Final[dict[str, Callable[[Communicator, int], None]]] = {
+    "oracle": check_oracle,
+    "nodes": check_nodes,
+    "flat": check_flat,
+    "unfinished": check_unfinished,
+}
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for asked in sys.argv[2:]:
+        CHECKS[asked](world(), int(sys.argv[1]))
+        print(f"kept {asked}", flush=True)

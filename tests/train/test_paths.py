@@ -1,0 +1,204 @@
+"""How gradients get from where they are to their sum; a GPU's streams are stood in for."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import nn
+
+from dlio.comm import Request
+from dlio.comm.devices import told
+from dlio.comm.single import SingleCommunicator
+from dlio.errors import UsageError
+from dlio.train.exchange import backward, gradients, make_exchange, parse_exchange
+from dlio.train.exchange.backward import after_backward
+from dlio.train.exchange.buckets import Bucket
+from dlio.train.exchange.paths import PinnedPath, agreed, choose, find_path
+
+CPU, GPU, OTHER = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")
+
+
+@pytest.mark.parametrize(
+    ("devices", "on_host", "nccl", "mpi", "path"),
+    [
+        ([CPU, CPU], False, True, True, "host"),
+        ([GPU, CPU], False, True, True, "host"),
+        ([GPU, OTHER], False, True, True, "host"),
+        ([], False, True, True, "host"),
+        ([GPU, GPU], False, True, True, "nccl"),
+        ([GPU], False, False, True, "mpi"),
+        ([GPU], False, False, False, "pinned"),
+        ([GPU], True, True, True, "pinned"),
+    ],
+)
+def test_the_path_follows_from_where_parameters_are_and_who_can_sum(
+    devices: list[torch.device], on_host: bool, nccl: bool, mpi: bool, path: str
+) -> None:
+    assert choose(devices, on_host, nccl, mpi) == path
+
+
+def test_ranks_of_different_kinds_meet_on_the_host() -> None:
+    assert agreed(["nccl", "nccl"]) is None
+    assert agreed(["nccl", "host"]) == "pinned"
+    assert agreed(["mpi", "pinned"]) == "pinned"
+    assert find_path([CPU], parse_exchange("allreduce"), SingleCommunicator()) == "host"
+
+
+@pytest.mark.parametrize(
+    ("environment", "library", "kinds", "asked", "takes"),
+    [
+        (None, "Open MPI v5.0.11", "", True, False),
+        (None, "Open MPI v6.0", "mpi,system,cuda", True, False),
+        ("1", "Open MPI v5.0.11", "", False, True),
+        ("0", "MPICH Version: 4.3", "cuda", True, False),
+        (None, "MPICH Version: 4.3", "mpi,system,cuda:device", False, True),
+        (None, "MVAPICH 4", "", True, True),
+        (None, "MPICH Version: 4.1", "mpi,system", False, False),
+    ],
+)
+def test_mpi_gets_gpu_memory_only_where_it_can_sum_it(
+    environment: str | None, library: str, kinds: str, asked: bool, takes: bool
+) -> None:
+    assert told(environment, library, kinds, lambda: asked) is takes
+
+
+def test_a_word_that_is_none_is_refused() -> None:
+    with pytest.raises(UsageError, match="DLIO_CUDA_AWARE=yes"):
+        told("yes", "MPICH", "", lambda: False)
+
+
+class _Copies:
+    """Copies that arrive when they are told to."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+        self.there = False
+        self._pair = (torch.empty(0), torch.empty(0))
+
+    def to_host(self, host: torch.Tensor, device: torch.Tensor) -> None:
+        self.log.append("to host")
+        self.there = False
+        self._pair = (host, device)
+
+    def arrived(self) -> bool:
+        if self.there:
+            self._pair[0].copy_(self._pair[1])
+        return self.there
+
+    def await_host(self) -> None:
+        self.log.append("awaited")
+        self.there = True
+        self.arrived()
+
+    def to_device(self, device: torch.Tensor, host: torch.Tensor) -> None:
+        self.log.append("to device")
+        device.copy_(host)
+
+
+class _Doubles:
+    """A sum with a rank that has the same."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+        self.residual = np.empty(0, np.float32)
+
+    def start(self, region: npt.NDArray[np.float32]) -> None:
+        self.log.append(f"sent {region.tolist()}")
+        self._region = region
+
+    def advance(self) -> bool:
+        self.log.append("advanced")
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        self.log.append("summed")
+        self._region *= 2
+
+    def flush(self, region: npt.NDArray[np.float32]) -> None:
+        raise NotImplementedError
+
+    def statistics(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        self.log.append("closed")
+
+
+@pytest.mark.parametrize("arrives_early", [True, False])
+def test_pinned_memory_is_sent_when_the_copy_is_there_and_goes_back_when_it_is_summed(
+    arrives_early: bool,
+) -> None:
+    log: list[str] = []
+    copies = _Copies(log)
+    bucket = Bucket([("a", nn.Parameter(torch.zeros(2)))], extra=1)
+    path = PinnedPath(bucket, _Doubles(log), copies, torch.zeros(3))
+    for turn in (1.0, 2.0):
+        log.clear()
+        bucket.flat.fill_(turn)
+        path.start()
+        assert not path.advance()
+        assert log == ["to host"]
+        if arrives_early:
+            copies.there = True
+            assert path.advance()
+            assert path.advance()
+        path.begin()
+        path.begin()
+        path.wait()
+        sent = f"sent {[turn] * 3}"
+        between = [sent, "advanced"] if arrives_early else ["awaited", sent]
+        assert log == ["to host", *between, "summed", "to device"]
+        assert bucket.flat.tolist() == [2 * turn] * 3
+    path.close()
+    assert log[-1] == "closed"
+
+
+class _Twin(SingleCommunicator):
+    """Two ranks that have the same."""
+
+    size = 2
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def allgather(self, value: object) -> list[object]:
+        return [value, value]
+
+    def dup(self) -> "_Twin":
+        return self
+
+    def iallreduce(self, array: npt.NDArray[Any]) -> Request:
+        self.log.append("sent")
+        array *= 2
+        return super().iallreduce(array)
+
+
+def test_a_thread_that_may_not_send_leaves_it_to_the_one_that_waits_for_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list[str] = []
+    in_autograd = True
+    monkeypatch.setattr(gradients, "sends_after_backward", lambda _: True)
+    monkeypatch.setattr(gradients, "elsewhere", lambda: in_autograd)
+    model = nn.Linear(2, 1)
+    before = torch.autograd.backward
+    exchange = make_exchange("allreduce", model, _Twin(log), seed=0)
+
+    def returned() -> None:
+        nonlocal in_autograd
+        assert log == []
+        in_autograd = False
+
+    end = after_backward(returned)
+    # In the order in which they were asked for; this one before the exchange's.
+    backward._called.reverse()
+    exchange.weigh(1.0)
+    model(torch.ones(1, 2)).sum().backward()
+    assert log == ["sent"]
+    assert model.weight.grad is not None
+    assert model.weight.grad.tolist() == [[1.0, 1.0]]
+    end()
+    exchange.close()
+    assert torch.autograd.backward is before
