@@ -36,6 +36,14 @@ def command(
             "+adaptive compresses what is sent."
         ),
     ] = "allreduce",
+    balance: Annotated[
+        bool,
+        typer.Option(
+            "--balance",
+            help="Ranks that compute faster take more of each global batch; with --shuffle batch "
+            "or global.",
+        ),
+    ] = False,
     shuffle: Annotated[
         str,
         typer.Option(
@@ -89,6 +97,7 @@ def command(
         model=model,
         image_size=image_size,
         exchange=exchange,
+        balance=balance,
         shuffle=shuffle,
         source_order=source_order,
         pretend_nodes=pretend_nodes,
@@ -138,7 +147,10 @@ def to_options(config: TrainConfig) -> list[str]:
     options = [config.source]
     for field in fields(config):
         value = getattr(config, field.name)
-        if field.name == "source" or value is None:
+        if field.name == "source" or value is None or value is False:
+            continue
+        if value is True:
+            options.append(f"--{field.name.replace('_', '-')}")
             continue
         for each in value if isinstance(value, tuple) else (value,):
             options += [f"--{field.name.replace('_', '-')}", str(each)]

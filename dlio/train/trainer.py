@@ -5,6 +5,7 @@ import io
 import math
 import os
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,6 +19,7 @@ from dlio.dataset import Dataset, open_dataset
 from dlio.errors import UsageError
 from dlio.files import write_whole
 from dlio.loader import DataLoader
+from dlio.train.balance import Balancer, Clock
 from dlio.train.config import TrainConfig
 from dlio.train.exchange import Exchange, make_exchange
 from dlio.train.exchange.buckets import averaged_state, broadcast_state, consensus_distance
@@ -76,7 +78,7 @@ def train(config: TrainConfig) -> RunReport:
         trace = None
         if config.trace is not None:
             trace = stack.enter_context(Trace(config.trace, comm))
-        progress = stack.enter_context(Progress(config.epochs, run.steps, comm.rank, comm.size))
+        progress = stack.enter_context(Progress(config.epochs, run.steps, comm.rank))
         for epoch in range(config.epochs):
             report.epochs.append(run.epoch(epoch, progress, trace))
             progress.epoch_ends(report.epochs[-1])
@@ -120,11 +122,15 @@ class _Run:
         self.exchange: Exchange = make_exchange(
             config.exchange, self.model, comm, config.seed, config.pretend_nodes
         )
+        clock = Clock(lambda: self.exchange.statistics()["wait_s"], self._device)
+        loaders = [loader] if held_out is None else [loader, held_out]
+        self._balancer = Balancer(comm, loaders, config.batch_size, clock, config.balance)
         self._optimizer = _optimizer(self.model)
         self.steps = len(loader)
         self._global_batch = config.batch_size * comm.size
         self._mean = torch.tensor(_MEAN, device=self._device).view(1, 3, 1, 1) * 255
         self._std = torch.tensor(_STD, device=self._device).view(1, 3, 1, 1) * 255
+        self._balancer.calibrate(self._trial())
 
     def epoch(self, epoch: int, progress: Progress, trace: Trace | None) -> EpochReport:
         """Train one epoch and evaluate. Collective."""
@@ -141,8 +147,9 @@ class _Run:
             planned = min(self._global_batch, len(loader.data) - step * self._global_batch)
             if self._comm.size == 1:
                 planned = len(images)  # Skipped samples count nowhere; no exchange corrects it.
-            sums += self._step(epoch * self.steps + step, images, labels, planned)
-            progress.step(epoch, step, len(images), loader.stall_s)
+            with self._balancer.step(len(images)):
+                sums += self._step(epoch * self.steps + step, images, labels, planned)
+            progress.step(epoch, step, planned, loader.stall_s)
         self.exchange.finish()
         totals = sums.tolist()  # Waits for the device.
         seconds = time.perf_counter() - started
@@ -162,8 +169,10 @@ class _Run:
                 **{key: stats[key] for key in _COUNTED},
                 "skipped": stats["skipped"],
                 "notes": stats["notes"],
+                **self._balancer.told(),
             }
         )
+        self._balancer.agree(everyone)
         return EpochReport.of_ranks(
             epoch,
             everyone,
@@ -194,6 +203,20 @@ class _Run:
         self._optimizer.step()
         self.exchange.after_step()
         return sums
+
+    def _trial(self) -> Callable[[int], None]:
+        """Forward and backward of a number of samples, on a copy of the model."""
+        model = copy.deepcopy(self._mean_model).train()
+        shape = (3, self._config.image_size, self._config.image_size)
+
+        def compute(samples: int) -> None:
+            images = torch.randint(256, (samples, *shape), dtype=torch.uint8)
+            images = images.contiguous(memory_format=torch.channels_last)
+            labels = torch.zeros(samples, dtype=torch.int64, device=self._device)
+            loss = cross_entropy(model(self._normalised(images)), labels)
+            loss.backward()  # type: ignore[no-untyped-call]
+
+        return compute
 
     @torch.no_grad()
     def _evaluate(self, mean: dict[str, torch.Tensor]) -> float | None:
