@@ -78,7 +78,8 @@ class Clock:
 
     def __init__(self, waited: Callable[[], float], device: torch.device | None = None) -> None:
         self._waited = waited
-        self._device = device if device is not None and device.type == "cuda" else None
+        self.device = device if device is not None and device.type == "cuda" else None
+        """That is waited for at a step's end: what is asked of it is done later."""
         self.steps: list[tuple[int, float]] = []
         """(samples, seconds) of each."""
 
@@ -87,8 +88,8 @@ class Clock:
         """Time what is within a `with`."""
         began, waited = time.perf_counter(), self._waited()
         yield
-        if self._device is not None:
-            torch.cuda.synchronize(self._device)
+        if self.device is not None:
+            torch.cuda.synchronize(self.device)
         seconds = time.perf_counter() - began - (self._waited() - waited)
         self.steps.append((samples, max(seconds, _LEAST_S)))
 
@@ -126,6 +127,8 @@ class Balancer:
         self._shares = Shares.even(batch_size, comm.size)
         self._clock = clock
         self._chosen = chosen and comm.size > 1
+        # To wait for a GPU at each step costs: only where shares are made of it.
+        self._timed = self._chosen or clock.device is None
         self._cost: Cost | None = None
 
     @property
@@ -135,7 +138,7 @@ class Balancer:
 
     def step(self, samples: int) -> contextlib.AbstractContextManager[None]:
         """Around each step's computation on this rank's `samples`, exchange included."""
-        return self._clock.step(samples)
+        return self._clock.step(samples) if self._timed else contextlib.nullcontext()
 
     def calibrate(self, compute: Callable[[int], object]) -> None:
         """Share by what `compute` takes, given a number of samples: forward and backward, on a
@@ -145,8 +148,9 @@ class Balancer:
             return
         many = max(2, self._shares.global_batch // self._comm.size)
         few = many // 2
-        clock = Clock(lambda: 0.0, self._clock._device)
-        with torch.random.fork_rng():
+        clock = Clock(lambda: 0.0, self._clock.device)
+        device = self._clock.device
+        with torch.random.fork_rng([] if device is None else [device]):
             compute(many)
             for _ in range(_ROUNDS):
                 self._comm.barrier()  # Ranks that share cores disturb each other as they will.

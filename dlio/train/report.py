@@ -53,7 +53,8 @@ class EpochReport:
     shares: list[int]
     """Samples of a whole step that each rank took."""
     rank_samples_per_s: list[float | None]
-    """That each rank computes, waiting for data and for other ranks left out."""
+    """That each rank computes, waiting for data and for other ranks left out; None where it had no
+    samples, and on a GPU without --balance."""
 
     @classmethod
     def of_ranks(

@@ -130,7 +130,8 @@ class _Run:
         self._global_batch = config.batch_size * comm.size
         self._mean = torch.tensor(_MEAN, device=self._device).view(1, 3, 1, 1) * 255
         self._std = torch.tensor(_STD, device=self._device).view(1, 3, 1, 1) * 255
-        self._balancer.calibrate(self._trial())
+        if config.balance:
+            self._balancer.calibrate(self._trial())
 
     def epoch(self, epoch: int, progress: Progress, trace: Trace | None) -> EpochReport:
         """Train one epoch and evaluate. Collective."""

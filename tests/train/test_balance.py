@@ -175,3 +175,11 @@ def test_balancing_goes_with_exact_modes_alone() -> None:
     assert TrainConfig("pictures", shuffle="global", balance=True).balance
     with pytest.raises(UsageError, match="choose mode batch or global"):
         TrainConfig("pictures", shuffle="ring", balance=True)
+
+
+def test_a_gpu_is_waited_for_only_where_shares_are_made_of_it() -> None:
+    clock = Clock(lambda: pytest.fail("steps are timed"), torch.device("cuda", 0))
+    balancer = Balancer(_Ranks(), [], 32, clock, chosen=False)
+    with balancer.step(32):
+        pass
+    assert balancer.told()["computed_per_s"] is None
