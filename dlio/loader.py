@@ -3,7 +3,7 @@
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -23,8 +23,9 @@ from dlio.loading.share import place
 from dlio.loading.stats import Stats, diagnose
 from dlio.loading.trace import Spans, path_of
 from dlio.order import Cursor
-from dlio.plans import check_mode, is_exact
+from dlio.plans import check_mode, check_shares, is_exact
 from dlio.schedule import steps_in_epoch
+from dlio.shares import checked_shares
 
 _log = logging.getLogger("dlio")
 Workers = Literal["thread", "process"]
@@ -69,6 +70,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         device: hand out batches on this device, copied ahead of their use.
         mesh, group: the ranks that share the data, a DeviceMesh with a data-parallel dimension or
             a process group; the others, of one model-parallel group, get the same samples.
+        shares: samples that each rank gets of a step, for ranks of different speed; the same list
+            on all ranks. It sums to `batch_size` x ranks, and the last, smaller step is dealt in
+            proportion. As an attribute it may be set between passes. Even for None.
         trace: write a trace of each pass for chrome://tracing or Perfetto to this file.
         writer: a SummaryWriter of TensorBoard's, for scalars after each pass.
         pretend_nodes: behave as if the ranks were spread over that many nodes.
@@ -103,11 +107,15 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         device: torch.device | str | int | None = None,
         mesh: Any = None,
         group: Any = None,
+        shares: Sequence[int] | None = None,
         trace: str | None = None,
         writer: Any = None,
         pretend_nodes: int | None = None,
     ) -> None:
         _check(dataset, mode, workers, on_error, tiers)
+        check_shares(mode, shares is not None)
+        if shares is not None and (sampler is not None or batch_sampler is not None):
+            raise UsageError("shares= are of the loader's own order: leave the sampler out")
         if window_of(source_order) is not None and not is_exact(mode):
             raise UsageError(f"source_order={source_order!r} goes with mode batch or global")
         super().__init__(
@@ -139,6 +147,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self.on_error = on_error
         self.device = device
         self.mesh, self.group = mesh, group
+        self.shares = shares
         self.trace, self.writer = trace, writer
         self.pretend_nodes = pretend_nodes
         self.last_samples: npt.NDArray[np.int64] = np.empty(0, np.int64)
@@ -333,14 +342,21 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                     f"not for {type(self.dataset).__name__}"
                 )
             layout = self.data.reader.layout
+        rank, ranks = place(self.group, self.mesh)
+        shares = None
+        if self.shares is not None:
+            check_shares(self.mode, True)
+            shares = checked_shares(self.shares, self.batch_size, ranks)
         return PlannedPass(
             state,
             bool(self.shuffle),
             self.batch_size,
             self.drop_last,
-            *place(self.group, self.mesh),
+            rank,
+            ranks,
             self.source_order,
             layout,
+            shares,
         )
 
     def _begin(self, peek: bool = False) -> Pass:

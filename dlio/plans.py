@@ -19,6 +19,7 @@ from dlio.homeplan import HomePlan
 from dlio.order import Order, share
 from dlio.reader import Layout
 from dlio.schedule import Ranks, Window, cut_window, deal, plan_window, senders_of, with_ranks
+from dlio.shares import Shares
 
 _I64 = npt.NDArray[np.int64]
 _FEW_NODES: Final = 4
@@ -57,6 +58,15 @@ def check_mode(mode: Any) -> str:
     return mode
 
 
+def check_shares(mode: str, asked: bool) -> None:
+    """Raises UsageError where shares by rank are asked of a mode that gives all ranks alike."""
+    if asked and not is_exact(mode):
+        raise UsageError(
+            f"shares by rank (shares=, --balance) with shuffle mode {mode}, which gives all ranks "
+            "as many samples: choose mode batch or global"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class EpochPlan:
     """What all ranks agree on for one pass over the data."""
@@ -75,10 +85,17 @@ class EpochPlan:
     layout: Layout
     window_bytes: int = WINDOW_BYTES
     """Payload bytes of a rank's window, about."""
+    shares: Shares | None = None
+    """Of the global batch; even for None. In `batch` and `global` mode."""
 
     @property
     def global_batch(self) -> int:
         return self.batch_size * self.ranks.size
+
+    @property
+    def largest_batch(self) -> int:
+        """Samples that a rank gets of a step, at most; the same on all ranks."""
+        return self.batch_size if self.shares is None else max(self.shares.counts)
 
 
 class WindowPlan(Protocol):
@@ -90,13 +107,15 @@ class WindowPlan(Protocol):
 def plan_epoch(plan: EpochPlan) -> WindowPlan:
     """What suits the mode and the number of nodes.
 
-    Raises UsageError when an inexact mode is to begin in the middle of a global batch.
+    Raises UsageError when an inexact mode is to begin in the middle of a global batch, or to deal
+    uneven shares.
     """
     by_block = isinstance(plan.order, BlockOrder)
     if plan.mode == "global" and plan.ranks.nodes > _FEW_NODES and not by_block:
         return GlobalPlan(plan)
     if is_exact(plan.mode):
         return _ExactPlan(plan)
+    check_shares(plan.mode, plan.shares is not None)
     global_batch = plan.global_batch
     first, rest = divmod(plan.position, global_batch)
     if rest and plan.position < plan.order.n:
@@ -135,6 +154,7 @@ class _ExactPlan:
             plan.ranks,
             plan.rank,
             "batch" if plan.mode == "batch" else "global",
+            plan.shares,
         )
 
 
@@ -157,7 +177,11 @@ class GlobalPlan:
         mine, counts = [], []
         for step in steps:
             first = plan.position + step * batch
-            part = share(min(batch, self._end - first), plan.ranks.size, plan.rank)
+            count = min(batch, self._end - first)
+            if plan.shares is None:
+                part = share(count, plan.ranks.size, plan.rank)
+            else:
+                part = plan.shares.part(count, plan.rank)
             mine.append(np.arange(first + part.start, first + part.stop, dtype=np.int64))
             counts.append(len(part))
         samples = plan.order.samples(np.concatenate(mine) if mine else np.empty(0, np.int64))
@@ -179,7 +203,8 @@ class GlobalPlan:
         step = inside // self._batch
         first = self._plan.position + step * self._batch
         counts = np.minimum(self._batch, self._end - first)
-        return deal(inside - step * self._batch, counts, self._plan.ranks.size)
+        ranks, shares = self._plan.ranks.size, self._plan.shares
+        return deal(inside - step * self._batch, counts, ranks, shares)
 
     def _positions_to_push(self) -> _I64:
         """Ascending."""

@@ -25,6 +25,13 @@ def command(
             "per-rank: each rank has one, and steps become fewer."
         ),
     ] = "global",
+    balance: Annotated[
+        bool,
+        typer.Option(
+            "--balance",
+            help="Ranks that compute faster get more of each batch, from the second pass on.",
+        ),
+    ] = False,
     tiers: Annotated[
         str | None,
         typer.Option(help="ram:2GiB,/local/scratch:20GiB per node, for data that dlio can read."),
@@ -60,4 +67,5 @@ def command(
         raise UsageError(
             f"-n {ranks} under an mpirun that started {world().size}: leave -n out, or mpirun"
         )
-    run_script(script, context.args, RunOptions(exchange, batch, tiers, seed, pretend_nodes))
+    options = RunOptions(exchange, batch, tiers, seed, pretend_nodes, balance)
+    run_script(script, context.args, options)

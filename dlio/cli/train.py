@@ -54,6 +54,14 @@ def command(
             "+adaptive compresses what is sent."
         ),
     ] = "allreduce",
+    balance: Annotated[
+        bool,
+        typer.Option(
+            "--balance",
+            help="Ranks that compute faster take more of each global batch; with --shuffle batch "
+            "or global.",
+        ),
+    ] = False,
     shuffle: Annotated[
         str,
         typer.Option(

@@ -26,6 +26,7 @@ from dlio.loading.threads import Fetching, pin_with, thread_feed, torch_feed
 from dlio.loading.trace import Spans
 from dlio.mount import Mount
 from dlio.order import Order
+from dlio.shares import Shares
 from dlio.storage.hierarchy import Hierarchy
 from dlio.wire import MessageMemory
 
@@ -41,6 +42,8 @@ class Begun:
     """`planned`, `threads` or `torch`."""
     state: dict[str, Any]
     """Where it begins."""
+    shares: Shares | None
+    """Of the global batch, where they are not even."""
     stats: Stats
     feed: Feed
     spans: Spans | None
@@ -57,6 +60,8 @@ class Engines:
         self._other_comm: Communicator | None = None
         self._generation = 0
         self._maker: tuple[Any, Maker] | None = None
+        self._maker_batch = 0
+        """Samples that a batch of its memory takes."""
         self._ahead: Begun | None = None
         self._memory = MessageMemory()
 
@@ -75,7 +80,7 @@ class Engines:
         if engine == "planned" and data is not None and loader.collate_fn is default_collate:
             feed = transformed_feed(feed, data.batch_transform)
         next(feed)
-        return Begun(engine, batches.state(), stats, feed, spans)
+        return Begun(engine, batches.state(), _shares(batches), stats, feed, spans)
 
     def begin_ahead(self, loader: Any, data: Dataset | None, batches: Pass) -> None:
         """Begin the pass that is likely to be next, while the last batches of this one are
@@ -88,7 +93,7 @@ class Engines:
         ahead, self._ahead = self._ahead, None
         if ahead is None:
             return None
-        if ahead.state != batches.state():
+        if ahead.state != batches.state() or ahead.shares != _shares(batches):
             ahead.feed.close()
             return None
         ahead.stats.restart()
@@ -139,13 +144,13 @@ class Engines:
             self._other_comm = communicator(loader.group, loader.mesh)
         assert self._comm is not None
         key = (id(data), loader.collate_fn, loader.pin_memory)
-        if self._maker is None or self._maker[0] != key:
+        size = batches.own_batch
+        if self._maker is None or self._maker[0] != key or size > self._maker_batch:
             pinned = loader.pin_memory and torch.cuda.is_available()
             default = loader.collate_fn is default_collate
             decoded = mounted.decoded(data.decoder.recipe)
-            size, collate = batches.batch_size, loader.collate_fn
-            maker = maker_for(data, size, collate, default, pinned, decoded)
-            self._maker = (key, maker)
+            maker = maker_for(data, size, loader.collate_fn, default, pinned, decoded)
+            self._maker, self._maker_batch = (key, maker), size
         self._generation += 1
         # The last pass's messages may be under way while the next one begins.
         comm = self._comm
@@ -205,6 +210,10 @@ class Engines:
             self._comm = communicator(loader.group, loader.mesh)
         whole = loader.group is None and loader.mesh is None
         return data.mount(world() if whole else self._comm, loader.pretend_nodes)
+
+
+def _shares(batches: Pass) -> Shares | None:
+    return batches.shares if isinstance(batches, PlannedPass) else None
 
 
 def cores() -> int:

@@ -19,6 +19,7 @@ from dlio.errors import UsageError
 from dlio.order import Cursor, Order, share
 from dlio.reader import Layout
 from dlio.schedule import steps_in_epoch
+from dlio.shares import Shares
 
 _KIND: Final = "sampler"
 _FORMAT: Final = 2
@@ -52,6 +53,7 @@ class PlannedPass:
         begun: where it begins, as `state` tells it.
         rank, ranks: of those that share the data.
         source_order: `sample`, or `block(k)` with the data set's layout.
+        shares: of the global batch; even for None.
 
     Raises UsageError when the state is none, or one in the middle of an epoch whose mode binds it
     to another number of ranks.
@@ -67,6 +69,7 @@ class PlannedPass:
         ranks: int,
         source_order: str = "sample",
         layout: Layout | None = None,
+        shares: Shares | None = None,
     ) -> None:
         cursor = Cursor.from_dict(begun)
         self.cursor = cursor
@@ -90,6 +93,7 @@ class PlannedPass:
             )
         self.batch_size = batch_size
         self.rank, self.ranks = rank, ranks
+        self.shares = shares
         self.global_batch = batch_size * ranks
         self.steps = steps_in_epoch(cursor.samples, cursor.position, self.global_batch, drop_last)
         self._end = cursor.samples
@@ -100,11 +104,19 @@ class PlannedPass:
     def __len__(self) -> int:
         return self.steps
 
+    @property
+    def own_batch(self) -> int:
+        """Samples that this rank gets of a step, at most."""
+        return self.batch_size if self.shares is None else self.shares.counts[self.rank]
+
     def __iter__(self) -> Iterator[list[int]]:
         for step in range(self.steps):
             first = self.cursor.position + step * self.global_batch
             last = min(first + self.global_batch, self._end)
-            part = share(last - first, self.ranks, self.rank)
+            if self.shares is None:
+                part = share(last - first, self.ranks, self.rank)
+            else:
+                part = self.shares.part(last - first, self.rank)
             positions = np.arange(first + part.start, first + part.stop, dtype=np.int64)
             yield self.order.samples(positions).tolist()
 

@@ -66,6 +66,7 @@ def planned_feed(plan: Planned, batches: PlannedPass, stats: Stats) -> Feed:
         rank=plan.comm.rank,
         home=home,
         layout=mounted.hierarchy.reader.layout,
+        shares=batches.shares,
     )
     if is_exact(plan.mode):
         batches.unbound(plan.mode)

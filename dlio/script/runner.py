@@ -33,6 +33,7 @@ class RunOptions:
     tiers: str | None = None
     seed: int = 0
     pretend_nodes: int | None = None
+    balance: bool = False
 
 
 def run_script(path: str, arguments: Sequence[str], options: RunOptions) -> None:
@@ -45,6 +46,7 @@ def run_script(path: str, arguments: Sequence[str], options: RunOptions) -> None
         raise UsageError(f"{path}: no such script")
     comm = world()
     context = Context(comm, options.batch, options.tiers)
+    context.balance = options.balance
     _seed(options.seed)
     argv, folder = sys.argv, sys.path[0] if sys.path else ""
     sys.argv = [path, *arguments]
@@ -83,6 +85,10 @@ class _Takeover:
         self._buffers: dict[int, torch.Tensor] = {}
         """Those that are rank 0's, by `id`, which holds as long as they are kept."""
         self._stepped = False
+        context.waited = self._waited
+
+    def _waited(self) -> float:
+        return sum(exchange.statistics()["wait_s"] for _, exchange in self._exchanges)
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -123,6 +129,9 @@ class _Takeover:
         """What could not be made right, or gains nothing, in a line each."""
         context = self._context
         found = list(context.notes)
+        if context.last_shares is not None:
+            counts = ", ".join(map(str, context.last_shares.counts))
+            found.append(f"ranks had {counts} samples of a batch in the last pass that trained")
         if self._comm.size > 1 and not self._exchanges:
             found.append("the script made no optimizer of torch's: every rank did all of it")
         elif self._comm.size > 1 and self._stepped and not context.shared:

@@ -1,6 +1,7 @@
 """Batches shared among the ranks: each gets its part of every batch that one process would have."""
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -10,7 +11,8 @@ from torch.utils.data import BatchSampler, IterableDataset
 from dlio.comm import Communicator
 from dlio.loader import DataLoader
 from dlio.loading.adapt import adapted
-from dlio.order import share
+from dlio.shares import Shares
+from dlio.train.balance import Clock, Cost, reshared
 
 _TOLD_AT_ONCE: Final = 1 << 24
 """Indices that rank 0 tells the others at the beginning of a pass."""
@@ -28,6 +30,12 @@ class Context:
         """Whether the script's last word to a model was `eval()`."""
         self.weight = 1.0
         """Samples of the batch that this rank was given last."""
+        self.balance = False
+        """Whether faster ranks get larger shares."""
+        self.waited: Callable[[], float] = lambda: 0.0
+        """Seconds that this rank has waited for others so far."""
+        self.last_shares: Shares | None = None
+        """Of a pass that was balanced."""
         self.shared = self.loaders = 0
         self.notes: list[str] = []
 
@@ -50,6 +58,40 @@ def use(context: Context | None) -> None:
     _context = context
 
 
+class _Balance:
+    """Shares of one loader's batches, by how long the script was busy with those of the pass
+    before: all between taking a batch and asking for the next, without waiting for other ranks."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._clock = Clock(lambda: context.waited())
+        self._cost: Cost | None = None
+        self._shares: Shares | None = None
+
+    def step(self, samples: int) -> contextlib.AbstractContextManager[None]:
+        """Around what the script does with a batch of this rank's."""
+        return self._clock.step(samples) if self._context.balance else contextlib.nullcontext()
+
+    def shares(self, most: int) -> Shares:
+        """Of a pass that begins, with batches of at most so many samples. Collective."""
+        comm, steps = self._context.comm, self._clock.steps
+        if self._shares is None or self._shares.global_batch != max(most, comm.size):
+            cuts = np.diff(max(most, comm.size) * np.arange(comm.size + 1) // comm.size)
+            self._shares = Shares(tuple(cuts.tolist()))
+        if self._cost is not None:
+            self._cost = self._cost.corrected(steps)
+        elif (rate := self._clock.rate()) is not None:
+            self._cost = Cost(0.0, 1 / rate)
+        self._clock.steps = []
+        told = comm.allgather(None if self._cost is None else self._cost.per_sample_s)
+        if None not in told:
+            # Without what a step costs whatever its size: where ranks are done together, which is
+            # what the shares come to rest at, that makes no difference.
+            self._shares = reshared(self._shares, [Cost(0.0, cost) for cost in told])
+        self._context.last_shares = self._shares
+        return self._shares
+
+
 class SharingLoader(DataLoader):
     """torch's DataLoader as a script has it. A pass that trains gives this rank's share of each
     batch; one that evaluates (`eval()`, or without gradients) gives all of it, so that what the
@@ -58,6 +100,7 @@ class SharingLoader(DataLoader):
     def __init__(self, dataset: Any, *args: Any, **options: Any) -> None:
         assert _context is not None
         self._context = _context
+        self._balance = _Balance(_context)
         _context.loaders += 1
         if _context.tiers is not None and adapted(dataset, _context.tiers) is not None:
             options.setdefault("tiers", _context.tiers)
@@ -91,8 +134,11 @@ class SharingLoader(DataLoader):
         torch.empty((), dtype=torch.int64).random_(generator=self.generator)
         batches = _told(self.batch_sampler, comm, context.batch)
         mine, weights = [], []
+        shares = Shares.even(1, comm.size)
+        if context.balance:
+            shares = self._balance.shares(max(map(len, batches), default=0))
         for batch in batches:
-            part = share(len(batch), comm.size, comm.rank)
+            part = shares.part(len(batch), comm.rank)
             # A batch of fewer samples than ranks: whoever has none computes on one, for nothing.
             weights.append(float(len(part)))
             mine.append(batch[part.start : part.stop] if len(part) else batch[:1])
@@ -102,7 +148,8 @@ class SharingLoader(DataLoader):
         _set_random_states(self.generator, drawn)
         for weight, data in zip(weights, parts, strict=True):
             context.weight = weight
-            yield data
+            with self._balance.step(int(weight)):
+                yield data
 
 
 def _alone(loader: DataLoader) -> Iterator[Any]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from dlio.blockorder import window_of
 from dlio.errors import UsageError
 from dlio.files import check_writable
-from dlio.plans import check_mode, is_exact
+from dlio.plans import check_mode, check_shares, is_exact
 
 MIN_IMAGE_SIZE = 32
 _AT_LEAST_ONE = (
@@ -53,6 +53,8 @@ class TrainConfig:
     """Largest norm of a step's gradient."""
     precision: str = "fp32"
     exchange: str = "allreduce"
+    balance: bool = False
+    """Ranks take shares of the global batch by how fast they compute."""
     shuffle: str = "batch"
     source_order: str = "sample"
     pretend_nodes: int | None = None
@@ -95,6 +97,7 @@ class TrainConfig:
                 option = name.replace("_", "-")
                 raise UsageError(f"--{option} {getattr(self, name)}: give at least 1")
         check_mode(self.shuffle)
+        check_shares(self.shuffle, self.balance)
         from dlio.train.exchange.spec import parse_exchange  # It loads torch.
 
         parse_exchange(self.exchange)

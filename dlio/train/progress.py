@@ -13,9 +13,8 @@ _REFRESH_S = 0.1
 class Progress:
     """Shows where a run is; rank 0 speaks for all. Owns the bar."""
 
-    def __init__(self, epochs: int, steps: int, rank: int, ranks: int) -> None:
+    def __init__(self, epochs: int, steps: int, rank: int) -> None:
         speaks = rank == 0
-        self._ranks = ranks
         self._epochs = epochs
         self._steps = steps
         self._speaks = speaks
@@ -35,7 +34,8 @@ class Progress:
             self._bar.stop()
 
     def step(self, epoch: int, step: int, samples: int, stall_s: float) -> None:
-        """This rank has done a step with `samples`; it has waited `stall_s` in this epoch."""
+        """A step with `samples` over all ranks is done; this one has waited `stall_s` in this
+        epoch."""
         if not self._speaks:
             return
         now = time.perf_counter()
@@ -53,7 +53,7 @@ class Progress:
             return
         self._last = now
         seconds = max(now - self._started, 1e-9)
-        rate = self._samples / seconds * self._ranks
+        rate = self._samples / seconds
         said = f"{rate:,.0f} samples/s, waited {stall_s:.1f} s for data"
         if self._bar is not None:
             self._bar.update(self._task, completed=step + 1, said=said)

@@ -55,6 +55,11 @@ class EpochReport:
     skipped: list[str]
     """Samples that could not be read or decoded, with --on-error skip."""
     notes: list[str]
+    shares: list[int]
+    """Samples of a whole step that each rank took."""
+    rank_samples_per_s: list[float | None]
+    """That each rank computes, waiting for data and for other ranks left out; None where it had no
+    samples, and on a GPU without --balance."""
 
     @classmethod
     def of_ranks(
@@ -95,6 +100,8 @@ class EpochReport:
             left_out=max(rank["left_out"] for rank in ranks),
             skipped=sorted({name for rank in ranks for name in rank["skipped"]}),
             notes=list(dict.fromkeys(note for rank in ranks for note in rank["notes"])),
+            shares=[rank["share"] for rank in ranks],
+            rank_samples_per_s=[rank["computed_per_s"] for rank in ranks],
         )
 
 
@@ -202,6 +209,9 @@ class RunReport:
                     else "."
                 )
             )
+        if len(set(last.shares)) > 1:
+            counts = ", ".join(map(str, last.shares[:8])) + (", ..." if self.ranks > 8 else "")
+            said.append(f"Ranks took {counts} samples of a step in the last epoch.")
         if last.val_accuracy is not None:
             said.append(f"Held-out accuracy is {last.val_accuracy:.1%}.")
         if self.stopped is not None:

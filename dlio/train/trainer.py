@@ -78,7 +78,7 @@ def train(config: TrainConfig) -> RunReport:
         trace = None
         if config.trace is not None:
             trace = stack.enter_context(Trace(config.trace, comm))
-        progress = stack.enter_context(Progress(config.epochs, run.steps, comm.rank, comm.size))
+        progress = stack.enter_context(Progress(config.epochs, run.steps, comm.rank))
         for callback in run.callbacks:
             callback.begins(run)
         for epoch in range(len(run.history), config.epochs):

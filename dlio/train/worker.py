@@ -3,7 +3,7 @@
 import copy
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from dlio.comm import Communicator
 from dlio.errors import UsageError
 from dlio.loader import DataLoader
+from dlio.train.balance import Balancer, Clock
 from dlio.train.callbacks import Callback
 from dlio.train.config import TrainConfig
 from dlio.train.distribute import distribute
@@ -52,6 +53,7 @@ class Worker:
         self.model.to(self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         # A copy without hooks, which the ranks' mean is evaluated in.
         self._mean_model = copy.deepcopy(self.model) if held_out is not None else None
+        trial = copy.deepcopy(self.model) if config.balance else None
         self.optimizer = make_optimizer(
             config.optimizer, self.model, config.momentum, config.weight_decay
         )
@@ -63,6 +65,9 @@ class Worker:
             pretend_nodes=config.pretend_nodes,
             follow_steps=False,  # Gradients are clipped when they are final.
         )
+        clock = Clock(lambda: self.exchange.statistics()["wait_s"], self.device)
+        loaders = [loader] if held_out is None else [loader, held_out]
+        self._balancer = Balancer(comm, loaders, config.batch_size, clock, config.balance)
         # Masks of dropout differ from rank to rank.
         torch.manual_seed((config.seed + comm.rank) % 2**63)
         self.precision = Precision(config.precision, self.device)
@@ -91,6 +96,8 @@ class Worker:
         self._update_s: list[float] = []
         self._mean = torch.tensor(_MEAN, device=self.device).view(1, 3, 1, 1) * 255
         self._std = torch.tensor(_STD, device=self.device).view(1, 3, 1, 1) * 255
+        if trial is not None:
+            self._balancer.calibrate(self._trial(trial))
 
     def stop(self, reason: str) -> None:
         """End the run after this epoch. To be called on all ranks."""
@@ -115,8 +122,11 @@ class Worker:
             if trace is not None:
                 done = begun // self.global_batch
                 trace.step(epoch, done + step, loader.last_samples.tolist())
-            self._batch(images, labels, begun, step)
-            progress.step(epoch, begun // self.global_batch + step, len(images), loader.stall_s)
+            before_batch = self.position
+            with self._balancer.step(len(images)):
+                self._batch(images, labels, begun, step)
+            trained = self.position - before_batch
+            progress.step(epoch, begun // self.global_batch + step, trained, loader.stall_s)
             if not self._pending_batches(begun, step + 1):
                 now = time.perf_counter()
                 self._update_s.append(now - updated)
@@ -232,8 +242,10 @@ class Worker:
                 **{key: stats[key] for key in _COUNTED},
                 "skipped": stats["skipped"],
                 "notes": stats["notes"],
+                **self._balancer.told(),
             }
         )
+        self._balancer.agree(everyone)
         return EpochReport.of_ranks(
             self.epoch_number,
             everyone,
@@ -241,6 +253,20 @@ class Worker:
             consensus_distance(self.model, mean, self.comm),
             self.config.peak_lr(self.comm.size),
         )
+
+    def _trial(self, model: torch.nn.Module) -> Callable[[int], None]:
+        """Forward and backward of a number of samples, on a copy of the model."""
+        shape = (3, self.config.image_size, self.config.image_size)
+
+        def compute(samples: int) -> None:
+            images = torch.randint(256, (samples, *shape), dtype=torch.uint8)
+            images = images.contiguous(memory_format=torch.channels_last)
+            labels = torch.zeros(samples, dtype=torch.int64, device=self.device)
+            with self.precision.casting():
+                loss = cross_entropy(model.train()(self._normalised(images)), labels)
+            loss.backward()  # type: ignore[no-untyped-call]
+
+        return compute
 
     @torch.no_grad()
     def _evaluate(self, mean: dict[str, torch.Tensor]) -> float | None:

@@ -80,6 +80,44 @@ def test_other_exchanges_train_a_script_too(exchange: str, tmp_path: Path) -> No
 
 
 @pytest.mark.mpi
+def test_a_slow_rank_gets_less_and_the_weights_stay_the_same(tmp_path: Path) -> None:
+    script = tmp_path / "slow.py"
+    script.write_text(
+        """
+import os, sys, time
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+sample_s = 0.006 if os.environ.get("OMPI_COMM_WORLD_RANK") == "1" else 0.002
+torch.manual_seed(3)
+inputs = torch.randn(100, 4)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(inputs, inputs.sum(1)), batch_size=16, shuffle=True)
+for epoch in range(4):
+    for x, y in loader:
+        optimizer.zero_grad()
+        (model(x)[:, 0] - y).square().mean().backward()
+        time.sleep(sample_s * len(x))
+        optimizer.step()
+torch.save(model.state_dict(), sys.argv[1])
+"""
+    )
+    found = {}
+    for ranks in ("1", "2"):
+        out = str(tmp_path / f"{ranks}.pt")
+        done = _run("-m", "dlio.cli", "run", "-n", ranks, "--balance", str(script), out)
+        assert done.returncode == 0, done.stderr
+        found[ranks] = _flat(torch.load(out))
+    told = re.search(r"ranks had (\d+), (\d+) samples of a batch", done.stderr)
+    assert told is not None
+    fast, slow = map(int, told.groups())
+    assert fast + slow == 16
+    assert fast > slow
+    for key, tensor in found["1"].items():
+        assert torch.allclose(found["2"][key], tensor, atol=1e-5, rtol=0), key
+
+
+@pytest.mark.mpi
 def test_batches_of_each_rank_make_steps_fewer(tmp_path: Path) -> None:
     out = str(tmp_path / "out.pt")
     argv = ["-m", "dlio.cli", "run", "-n", "2", "--batch", "per-rank"]

@@ -17,6 +17,7 @@ from torch import nn
 import dlio
 from dlio.comm import Communicator, world
 from dlio.order import share
+from dlio.shares import fastest_shares
 from dlio.train.exchange import Exchange, make_exchange
 from dlio.train.exchange.buckets import averaged_state, broadcast_state, consensus_distance
 
@@ -73,6 +74,36 @@ def check_allreduce(comm: Communicator) -> None:
         whole_bytes = 6 * 4 * (3 + sum(p.numel() for p in _trainable(net)))
         assert counted["bytes"] == whole_bytes * hops / comm.size
     exchange.close()
+
+
+def check_shares(comm: Communicator) -> None:
+    """Shares by speed change no gradient: training on them equals training on the whole."""
+    full = comm.size * _BATCH
+    cost = [1.0 + 2 * (rank == comm.size - 1) for rank in range(comm.size)]
+    shares = fastest_shares(full, [0.0] * comm.size, cost)
+    assert comm.size == 1 or shares.counts[0] > shares.counts[-1]
+    for name in ("allreduce", "tree", "hierarchical", "parameter-server"):
+        net, whole = _net(1), _net(1)
+        exchange = make_exchange(name, net, comm, seed=0)
+        for step, planned in enumerate([full, full - 1, 1]):
+            inputs, labels = _samples(step, planned)
+            mine = shares.part(planned, comm.rank)
+            for each in (net, whole):
+                each.zero_grad(set_to_none=True)
+            exchange.before_backward(len(mine), planned)
+            if len(mine):
+                losses = nn.functional.cross_entropy(
+                    net(inputs[mine]), labels[mine], reduction="sum"
+                )
+                losses.div(planned / comm.size).backward()  # type: ignore[no-untyped-call]
+            exchange.before_step()
+            nn.functional.cross_entropy(whole(inputs), labels).backward()  # type: ignore[no-untyped-call]
+            for a, b in zip(_trainable(net), _trainable(whole), strict=True):
+                if b.grad is not None:
+                    assert a.grad is not None
+                    assert _difference(a.grad, b.grad) < 1e-6
+            exchange.after_step()
+        exchange.close()
 
 
 def check_skipped(comm: Communicator) -> None:
@@ -398,6 +429,7 @@ def _taught(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 CHECKS: Final[dict[str, Callable[[Communicator], None]]] = {
     "allreduce": check_allreduce,
+    "shares": check_shares,
     "skipped": check_skipped,
     "half": check_half,
     "gossip": check_gossip,

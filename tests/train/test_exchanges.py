@@ -26,8 +26,8 @@ BODY = Path(__file__).with_name("exchange_checks.py")
 @pytest.mark.parametrize(
     ("ranks", "checks"),
     [
-        (2, ("allreduce", "skipped", "mean", "half", "gossip")),
-        (3, ("allreduce", "mean", "gossip", "gossip_trains")),
+        (2, ("allreduce", "shares", "skipped", "mean", "half", "gossip")),
+        (3, ("allreduce", "shares", "mean", "gossip", "gossip_trains")),
         (4, ("gossip",)),
         (2, ("sums", "compressed", "gossips", "distribute", "parts")),
         (3, ("sums", "compressed", "asgd", "distribute")),

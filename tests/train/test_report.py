@@ -29,6 +29,8 @@ def _rank(**changed: Any) -> dict[str, Any]:
         "decode_saved_s": 0.0,
         "skipped": [],
         "notes": [],
+        "share": 5,
+        "computed_per_s": 8.0,
         **changed,
     }
 

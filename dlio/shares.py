@@ -1,0 +1,117 @@
+"""Shares of a global batch for ranks of different speed. Pure.
+
+Shares are whole samples of a full step. A smaller step is dealt in proportion, by the one formula
+that even shares have, too: rank r of edges e gets the places from count·e[r] // B to
+count·e[r + 1] // B of a step of `count` samples, B being the global batch.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.errors import UsageError
+
+_I64 = npt.NDArray[np.int64]
+_HALVINGS = 60
+"""Of the interval that the slowest rank's time is looked for in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What each rank gets of a step's global batch."""
+
+    counts: tuple[int, ...]
+    """Samples of a whole step, by rank; at least 1 each."""
+    edges: _I64 = field(init=False, repr=False, compare=False)
+    """Samples of the ranks before each, then all; shape (ranks + 1,)."""
+
+    def __post_init__(self) -> None:
+        if not self.counts or any(int(count) != count or count < 1 for count in self.counts):
+            raise UsageError(
+                f"shares {list(self.counts)}: give each rank a whole number of samples from 1"
+            )
+        edges = np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int64)
+        object.__setattr__(self, "edges", edges)
+
+    @classmethod
+    def even(cls, batch_size: int, ranks: int) -> "Shares":
+        return cls((batch_size,) * ranks)
+
+    @property
+    def global_batch(self) -> int:
+        return int(self.edges[-1])
+
+    def part(self, count: int, rank: int) -> range:
+        """The places of a step of `count` samples that are `rank`'s; those of all ranks are
+        `range(count)`, and none has more than a sample's fraction beyond its proportion."""
+        first, last = int(self.edges[rank]), int(self.edges[rank + 1])
+        return range(count * first // self.global_batch, count * last // self.global_batch)
+
+    def quotas(self, counts: _I64) -> _I64:
+        """Samples of each rank in steps of `counts` samples; shape (steps, ranks)."""
+        return np.diff(counts[:, None] * self.edges // self.global_batch, axis=1)
+
+    def deal(self, in_step: _I64, counts: _I64) -> npt.NDArray[np.int32]:
+        """The rank whose `part` each place is in.
+
+        Args:
+            in_step: places in their steps, below `counts`, the samples of these; both (n,).
+        """
+        # Largest rank r with count·edge[r] // B <= place, that is edge[r] <= the bound.
+        bound = ((in_step + 1) * self.global_batch - 1) // np.maximum(counts, 1)
+        return (np.searchsorted(self.edges, bound, side="right") - 1).astype(np.int32)
+
+
+def checked_shares(counts: Sequence[int], batch_size: int, ranks: int) -> Shares:
+    """Raises UsageError when they do not make up a global batch of `ranks` ranks."""
+    shares = Shares(tuple(counts))
+    if len(shares.counts) != ranks or shares.global_batch != batch_size * ranks:
+        raise UsageError(
+            f"shares {list(shares.counts)}: with batches of {batch_size}, {ranks} ranks want "
+            f"{ranks} numbers that sum to {batch_size * ranks}"
+        )
+    return shares
+
+
+def fastest_shares(
+    global_batch: int, fixed_s: Sequence[float], per_sample_s: Sequence[float]
+) -> Shares:
+    """The shares with which the slowest rank is done soonest: none have a smaller maximum of
+    fixed_s[r] + per_sample_s[r] · counts[r]. Ties go to the lower rank.
+
+    Args:
+        fixed_s, per_sample_s: of each rank; the latter above 0.
+
+    Cost O(ranks): 1 ms for a thousand ranks.
+    """
+    fixed, per_sample = np.asarray(fixed_s, np.float64), np.asarray(per_sample_s, np.float64)
+    ranks = len(fixed)
+    if global_batch < ranks:
+        raise UsageError(f"a global batch of {global_batch} samples for {ranks} ranks: give more")
+    # What all ranks can do within a time, the longest for which that is not too much; then one
+    # by one, to whoever is done with another one first.
+    low, high = 0.0, float((fixed + per_sample * global_batch).max())
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        if _within(middle, fixed, per_sample).sum() <= global_batch:
+            low = middle
+        else:
+            high = middle
+    counts = _within(low, fixed, per_sample)
+    ends = [(fixed[r] + per_sample[r] * (counts[r] + 1), r) for r in range(ranks)]
+    heapq.heapify(ends)
+    for _ in range(global_batch - int(counts.sum())):
+        _, rank = ends[0]
+        counts[rank] += 1
+        heapq.heapreplace(ends, (fixed[rank] + per_sample[rank] * (counts[rank] + 1), rank))
+    return Shares(tuple(counts.tolist()))
+
+
+def _within(
+    seconds: float, fixed: npt.NDArray[np.float64], per_sample: npt.NDArray[np.float64]
+) -> _I64:
+    """Samples that each rank can do in a time, at least 1."""
+    return np.maximum(1, np.floor((seconds - fixed) / per_sample)).astype(np.int64)

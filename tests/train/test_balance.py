@@ -1,0 +1,185 @@
+"""Balancing: simulated ranks get the split in which all are done together, and keep it."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dlio.comm.single import SingleCommunicator
+from dlio.errors import UsageError
+from dlio.shares import Shares, fastest_shares
+from dlio.train.balance import Balancer, Clock, Cost, reshared
+from dlio.train.config import TrainConfig
+
+_BATCH = 32
+
+
+class _Rank:
+    """A simulated one, whose steps take `true` seconds, give or take `noise`."""
+
+    def __init__(self, true: Cost, noise: float = 0.0) -> None:
+        self._true, self._noise = true, noise
+        self._random = random.Random(str(true))
+        self.believed = Cost.fitted(
+            (_BATCH // 2, self.step(_BATCH // 2)), (_BATCH, self.step(_BATCH))
+        )
+
+    def step(self, samples: int) -> float:
+        return self._true.of(samples) * self._random.uniform(1 - self._noise, 1 + self._noise)
+
+    def epoch(self, samples: int, steps: int = 20) -> None:
+        taken = [(samples, self.step(samples)) for _ in range(steps)]
+        self.believed = self.believed.corrected(taken)
+
+
+def _trained(ranks: Sequence[_Rank], epochs: int) -> list[Shares]:
+    """Shares of each epoch."""
+    shares = reshared(Shares.even(_BATCH, len(ranks)), [rank.believed for rank in ranks])
+    found = [shares]
+    for _ in range(epochs):
+        for rank, count in zip(ranks, shares.counts, strict=True):
+            rank.epoch(count)
+        shares = reshared(shares, [rank.believed for rank in ranks])
+        found.append(shares)
+    return found
+
+
+def _ideal(costs: Sequence[Cost]) -> Shares:
+    fixed = [cost.fixed_s for cost in costs]
+    return fastest_shares(_BATCH * len(costs), fixed, [cost.per_sample_s for cost in costs])
+
+
+def _apart(one: Shares, other: Shares) -> int:
+    return max(abs(a - b) for a, b in zip(one.counts, other.counts, strict=True))
+
+
+costs = st.lists(
+    st.builds(Cost, st.floats(0.0, 0.05), st.floats(0.001, 0.01)), min_size=2, max_size=5
+)
+
+
+@given(costs)
+def test_the_first_epoch_already_has_the_ideal_split(true: list[Cost]) -> None:
+    (found,) = _trained([_Rank(cost) for cost in true], 0)
+    slowest = [
+        max(cost.of(n) for cost, n in zip(true, shares.counts, strict=True))
+        for shares in (found, _ideal(true))
+    ]
+    assert slowest[0] <= 1.011 * slowest[1]
+
+
+@pytest.mark.parametrize("slower", [1.0, 1.5, 3.0, 10.0])
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_noisy_times_converge_to_the_ideal_within_one_sample(ranks: int, slower: float) -> None:
+    true = [Cost(0.004, 0.002)] * (ranks - 1) + [Cost(0.004 * slower, 0.002 * slower)]
+    shares = _trained([_Rank(cost, noise=0.1) for cost in true], 12)
+    assert _apart(shares[-1], _ideal(true)) <= 1
+    # And they rest there.
+    assert len(set(shares[-4:])) == 1
+
+
+@settings(max_examples=50)
+@given(st.floats(0.0, 0.03), st.floats(0.001, 0.01))
+def test_a_wrong_calibration_is_made_good(fixed: float, per_sample: float) -> None:
+    """Of a rank that is slower than it was, in whichever part: what is measured counts."""
+    true = [Cost(fixed, per_sample), Cost(3 * fixed, 3 * per_sample)]
+    ranks = [_Rank(cost) for cost in true]
+    ranks[1].believed = Cost(0.0, 0.004)
+    found = _trained(ranks, 25)[-1]
+    ends = [cost.of(n) for cost, n in zip(true, found.counts, strict=True)]
+    best = [cost.of(n) for cost, n in zip(true, _ideal(true).counts, strict=True)]
+    assert max(ends) <= 1.03 * max(best) + max(cost.per_sample_s for cost in true)
+
+
+def test_a_fit_stays_within_what_can_be() -> None:
+    fitted = Cost.fitted((16, 0.26), (32, 0.42))
+    assert (fitted.fixed_s, fitted.per_sample_s) == pytest.approx((0.1, 0.01))
+    # Twice the samples in more than twice the time: no negative part.
+    assert Cost.fitted((16, 0.1), (32, 0.4)) == Cost(0.0, 0.4 / 32)
+    # Noise alone: some of it still grows with the samples.
+    noisy = Cost.fitted((16, 0.5), (32, 0.4))
+    assert noisy.per_sample_s > 0
+    assert noisy.of(32) == pytest.approx(0.4)
+
+
+def test_a_step_without_samples_says_nothing() -> None:
+    cost = Cost(0.1, 0.01)
+    assert cost.corrected([(0, 5.0)]) == cost
+    assert cost.corrected([]) == cost
+
+
+def test_a_clock_leaves_out_what_was_waited() -> None:
+    waited = iter([10.0, 10.0 + 1e6])
+    clock = Clock(lambda: next(waited))
+    assert clock.rate() is None
+    with clock.step(4):
+        pass
+    # A million seconds of waiting are none of computing.
+    assert clock.steps[0][1] < 1
+    clock.steps = [(4, 0.5), (8, 1.0), (1, 50.0)]
+    assert clock.rate() == 8
+
+
+class _Ranks(SingleCommunicator):
+    """Rank 0 of two that do not know of each other: the other needs three times as long."""
+
+    size = 2
+
+    def allgather(self, value: Any) -> list[Any]:
+        return [value, [3 * part for part in value]]
+
+
+class _Loader:
+    shares: Sequence[int] | None = None
+
+
+def test_calibrating_shares_by_speed_and_draws_nothing() -> None:
+    loaders = [_Loader(), _Loader()]
+    asked: list[int] = []
+
+    def compute(samples: int) -> None:
+        asked.append(samples)
+        torch.rand(samples)
+
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    balancer = Balancer(_Ranks(), loaders, 32, Clock(lambda: 0.0), chosen=True)
+    balancer.calibrate(compute)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert set(asked) == {16, 32}
+    assert sum(balancer.shares) == 64
+    assert balancer.shares[0] > 40
+    assert [loader.shares for loader in loaders] == [balancer.shares] * 2
+
+
+def test_without_the_option_ranks_are_measured_and_nothing_changes() -> None:
+    loader = _Loader()
+    balancer = Balancer(_Ranks(), [loader], 32, Clock(lambda: 0.0), chosen=False)
+    balancer.calibrate(lambda samples: pytest.fail("nobody asked for it"))
+    with balancer.step(32):
+        pass
+    told = balancer.told()
+    assert told["computed_per_s"] > 0
+    balancer.agree([told, told])
+    assert balancer.shares == [32, 32]
+    assert loader.shares is None
+    # Each epoch's rates are its own.
+    assert balancer.told()["computed_per_s"] is None
+
+
+def test_balancing_goes_with_exact_modes_alone() -> None:
+    assert TrainConfig("pictures", shuffle="global", balance=True).balance
+    with pytest.raises(UsageError, match="choose mode batch or global"):
+        TrainConfig("pictures", shuffle="ring", balance=True)
+
+
+def test_a_gpu_is_waited_for_only_where_shares_are_made_of_it() -> None:
+    clock = Clock(lambda: pytest.fail("steps are timed"), torch.device("cuda", 0))
+    balancer = Balancer(_Ranks(), [], 32, clock, chosen=False)
+    with balancer.step(32):
+        pass
+    assert balancer.told()["computed_per_s"] is None
