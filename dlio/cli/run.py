@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from dlio.errors import UsageError
+from dlio.cli.ranks import started
 
 
 def command(
@@ -46,26 +46,21 @@ def command(
     Its optimizers get the mean of all ranks' gradients, its DataLoaders give each rank a part of
     every batch, rank 0 prints and saves.
     """
-    from dlio.comm.launch import run_ranks, under_mpi
     from dlio.storage.spec import choose_tiers
     from dlio.train.exchange.spec import parse_exchange
 
     parse_exchange(exchange)
     choose_tiers(tiers, 0)
-    if not under_mpi() and ranks is not None and ranks > 1:
-        # As it was written, so that the script's own arguments stay its own.
-        given = sys.argv[1:] if sys.argv[1:2] == ["run"] else sys.argv[sys.argv.index("run") :]
-        code = run_ranks(ranks, given)
-        if code:
-            raise typer.Exit(code)
+    # As it was written, so that the script's own arguments stay its own.
+    if started(ranks, _written):
         return
 
-    from dlio.comm import world
     from dlio.script.runner import RunOptions, run_script
 
-    if ranks is not None and ranks != world().size:
-        raise UsageError(
-            f"-n {ranks} under an mpirun that started {world().size}: leave -n out, or mpirun"
-        )
     options = RunOptions(exchange, batch, tiers, seed, pretend_nodes, balance)
     run_script(script, context.args, options)
+
+
+def _written() -> list[str]:
+    # Options of dlio itself may stand before.
+    return sys.argv[sys.argv.index("run") :]

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from dlio.cli.ranks import started
 from dlio.errors import UsageError
 from dlio.train.config import TrainConfig
 
@@ -154,22 +155,18 @@ def run(config: TrainConfig, ranks: int | None) -> None:
 
     Raises typer.Exit with the ranks' exit code when they failed.
     """
-    from dlio.comm.launch import run_ranks, under_mpi
 
-    if not under_mpi() and ranks is not None and ranks > 1:
+    def command() -> list[str]:
+        assert ranks is not None
         _check(config, ranks)
-        code = run_ranks(ranks, ["train", *to_options(config)])
-        if code:
-            raise typer.Exit(code)
+        return ["train", *to_options(config)]
+
+    if started(ranks, command):
         return
 
     from dlio.comm import world
     from dlio.train.trainer import train
 
-    if ranks is not None and ranks != world().size:
-        raise UsageError(
-            f"-n {ranks} under an mpirun that started {world().size}: leave -n out, or mpirun"
-        )
     done = train(config)
     if world().rank == 0:
         done.print()

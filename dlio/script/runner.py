@@ -85,6 +85,8 @@ class _Takeover:
         self._buffers: dict[int, torch.Tensor] = {}
         """Those that are rank 0's, by `id`, which holds as long as they are kept."""
         self._stepped = False
+        self._steps = 0
+        """Of optimizers."""
         context.waited = self._waited
 
     def _waited(self) -> float:
@@ -104,6 +106,7 @@ class _Takeover:
             put(torch.optim.Optimizer, "__init__", self._optimizer_made(torch.optim.Optimizer))
             put(nn.Module, "train", self._mode_set(nn.Module.train))
             put(torch, "save", self._saved(torch.save))
+            put(torch.amp.GradScaler, "step", self._scaled_step(torch.amp.GradScaler.step))
             put(torch.distributed, "init_process_group", _refused)
             hook = register_module_forward_pre_hook(self._forward)
             stack.callback(hook.remove)
@@ -167,6 +170,23 @@ class _Takeover:
 
     def _has_stepped(self, *_: object) -> None:
         self._stepped = True
+        self._steps += 1
+
+    def _scaled_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A GradScaler's, which leaves out steps of gradients that overflowed. Where ranks send
+        weights, each finds that for itself: what it sends then, others wait for."""
+
+        def step(scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
+            before = self._steps
+            result = original(scaler, optimizer, *args, **options)
+            if self._steps == before:
+                for each, exchange in self._exchanges:
+                    if each is optimizer:
+                        exchange.before_step()
+                        exchange.after_step()
+            return result
+
+        return step
 
     def _forward(self, module: nn.Module, _: object) -> None:
         """Before a module's forward pass: its buffers are rank 0's at the first; weights that are

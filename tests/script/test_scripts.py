@@ -176,3 +176,36 @@ def test_a_script_that_is_not_there_and_an_exchange_that_is_none() -> None:
     done = _run("-m", "dlio.cli", "run", "--exchange", "telepathy", "nowhere.py")
     assert done.returncode == 2
     assert "choose one of" in done.stderr
+
+
+SCALED = """
+import torch
+torch.manual_seed(0)
+x = torch.randn(64, 4)
+x[::2] *= 1e4  # A rank that gets these overflows at scales that others bear.
+data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+net = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-12)
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**122)
+skipped = 0
+for inputs, targets in torch.utils.data.DataLoader(data, batch_size=2):
+    optimizer.zero_grad()
+    scaler.scale(torch.nn.functional.l1_loss(net(inputs), targets)).backward()
+    scaler.step(optimizer)
+    before = scaler.get_scale()
+    scaler.update()
+    skipped += scaler.get_scale() < before
+print("skipped", skipped)
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("exchange", ["allreduce", "gossip", "local-sgd(1)"])
+def test_steps_that_a_scaler_leaves_out_on_one_rank_hold_nobody_up(
+    exchange: str, tmp_path: Path
+) -> None:
+    (tmp_path / "scaled.py").write_text(SCALED)
+    command = ("-m", "dlio.cli", "run", "-n", "2", "--exchange", exchange)
+    done = _run(*command, str(tmp_path / "scaled.py"), timeout_s=60)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) >= 1
