@@ -84,6 +84,7 @@ class _Takeover:
         self._of_parameter: dict[torch.Tensor, Exchange] = {}
         self._buffers: dict[int, torch.Tensor] = {}
         """Those that are rank 0's, by `id`, which holds as long as they are kept."""
+        self._watched: set[tuple[nn.Module, Exchange]] = set()
         self._stepped = False
         self._steps = 0
         """Of optimizers."""
@@ -189,14 +190,19 @@ class _Takeover:
         return step
 
     def _forward(self, module: nn.Module, _: object) -> None:
-        """Before a module's forward pass: its buffers are rank 0's at the first; weights that are
-        under way are joined; gradients count by the batch that this rank has."""
+        """Before a module's forward pass: its buffers are rank 0's at the first; gradients count by
+        the batch that this rank has; what is evaluated is what ranks have agreed on.
+
+        The batch's weight is set here, not where it is handed out: a script may ask for the next
+        batch before it calls backward on this one.
+        """
         found = self._modules.get(module)
         if found is None:
             found = self._look_at(module)
         for exchange in found:
-            exchange.finish()
             exchange.weigh(self._context.weight)
+            if not self._context.training:
+                exchange.finish()
 
     def _look_at(self, module: nn.Module) -> tuple[Exchange, ...]:
         buffers = [b for b in module.buffers(recurse=False) if id(b) not in self._buffers]
@@ -210,6 +216,11 @@ class _Takeover:
             )
         own = {self._of_parameter.get(p) for p in module.parameters(recurse=False)}
         found = tuple(exchange for exchange in own if exchange is not None)
+        for exchange in found:
+            if (module, exchange) not in self._watched:
+                self._watched.add((module, exchange))
+                exchange.watch(module)
+                exchange.finish()  # Its hook comes too late for this pass.
         self._modules[module] = found
         return found
 

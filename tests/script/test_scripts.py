@@ -143,6 +143,43 @@ print(sizes)
 
 
 @pytest.mark.mpi
+def test_ranks_agree_as_often_as_the_exchange_says(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import copy, torch
+from torch.utils.data import DataLoader
+torch.manual_seed(1)
+data = list(zip(torch.randn(48, 3), torch.randn(48, 1)))
+model = torch.nn.Linear(3, 1)
+alone = copy.deepcopy(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def loss(net, x, y):
+    return (net(x) - y).square().mean()
+def tell():
+    pairs = zip(model.parameters(), alone.parameters())
+    print("on its own", all(torch.allclose(a, b) for a, b in pairs))
+for x, y in DataLoader(data, batch_size=8):
+    optimizer.zero_grad()
+    loss(model, x, y).backward()
+    optimizer.step()
+    gradients = torch.autograd.grad(loss(alone, x, y), list(alone.parameters()))
+    with torch.no_grad():
+        for parameter, gradient in zip(alone.parameters(), gradients):
+            parameter -= 0.1 * gradient
+tell()
+model.eval()
+model(x)
+tell()
+"""
+    )
+    for exchange, said in (("local-sgd(100)", [True, False]), ("local-sgd(2)", [False, False])):
+        done = _run("-m", "dlio.cli", "run", "-n", "2", "--exchange", exchange, str(script))
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines() == [f"on its own {each}" for each in said]
+
+
+@pytest.mark.mpi
 def test_what_gains_nothing_or_cannot_be_is_said(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

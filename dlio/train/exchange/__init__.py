@@ -42,6 +42,9 @@ class Exchange(Protocol):
     def after_step(self) -> None:
         """The optimizer has changed the weights."""
 
+    def watch(self, module: nn.Module) -> None:
+        """A module whose forward passes use parameters, found after the exchange was made."""
+
     def finish(self) -> None:
         """Join what is under way: weights are as they will be used next."""
 

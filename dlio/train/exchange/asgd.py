@@ -22,6 +22,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
 from dlio.comm import Communicator, Request
 from dlio.comm.waiting import leave
@@ -109,6 +110,9 @@ class Asgd:
         self._read()
         self._merge(self._collect())
         self._send()
+
+    def watch(self, module: nn.Module) -> None:
+        pass
 
     def finish(self) -> None:
         pass

@@ -110,7 +110,7 @@ class Gossip:
         onward: Callable[[int, Bucket], None] | None = None,
     ) -> None:
         self._comm, self._spec, self._seed = comm, spec, seed
-        groups = in_buckets(named) if comm.size > 1 else []
+        self._groups = groups = in_buckets(named) if comm.size > 1 else []
         scratch = Scratch()
         self._lanes = [_Lane(group, spec, scratch) for group in groups]
         users = modules if spec.payload != "gradient" else ()
@@ -141,6 +141,10 @@ class Gossip:
             # The first layers are used first and are in the last bucket: it leaves first.
             whole = self._spec.payload == "weight" or self._step % REFRESH == REFRESH - 1
             self._send(tuple(reversed(range(len(self._lanes)))), whole)
+
+    def watch(self, module: nn.Module) -> None:
+        if self._spec.payload != "gradient":
+            self._hooks += join_before_use([module], self._groups, self._join)
 
     def finish(self) -> None:
         self._join(tuple(range(len(self._lanes))))

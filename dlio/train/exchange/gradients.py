@@ -141,6 +141,9 @@ class GradientExchange:
     def after_step(self) -> None:
         pass
 
+    def watch(self, module: nn.Module) -> None:
+        pass
+
     def finish(self) -> None:
         pass
 

@@ -9,7 +9,7 @@ takes for ranks.
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -63,7 +63,7 @@ class NodeGossip:
             self._between = Gossip(named, modules, first_ranks, spec, seed, self._hand_on)
         else:
             first_ranks.close()  # Of the others, who have nothing to say.
-            self._told = _Told(named, () if self._gradients else modules, node, self._gradients)
+            self._told = _Told(named, modules, node, self._gradients)
         # Others may wait in their forward pass for what this rank is to hand on.
         before_wait = None if self._between is None else self._between.merge_all
         self._within = GradientExchange(
@@ -102,6 +102,11 @@ class NodeGossip:
         if self._between is not None and self._hand_on is not None:
             self._hand_on.wait()
             self._between.after_step()
+
+    def watch(self, module: nn.Module) -> None:
+        for each in (self._between, self._told):
+            if each is not None:
+                each.watch(module)
 
     def finish(self) -> None:
         if self._between is not None:
@@ -185,11 +190,17 @@ class _Told:
         self, named: Named, modules: Iterable[nn.Module], node: Communicator, gradients: bool
     ) -> None:
         self._node, self._gradients = node, gradients
-        groups = in_buckets(named)
+        self._groups = groups = in_buckets(named)
         self._buckets = [Bucket(group) for group in groups]
         self._receives: dict[int, Request] = {}
-        self._hooks = join_before_use(modules, groups, self._join)
+        self._hooks: list[Any] = []
+        for module in modules:
+            self.watch(module)
         self._wait_s = 0.0
+
+    def watch(self, module: nn.Module) -> None:
+        if not self._gradients:
+            self._hooks += join_before_use([module], self._groups, self._join)
 
     def expect(self) -> None:
         """Post this step's receives."""
