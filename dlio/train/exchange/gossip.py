@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from dlio.comm import Communicator, Request
+from dlio.comm.progress import Progress
 from dlio.comm.waiting import leave
 from dlio.order import Order
 from dlio.train.exchange.buckets import Bucket, Named, in_buckets
@@ -102,6 +103,7 @@ class Gossip:
         seed: int,
     ) -> None:
         self._comm, self._spec, self._seed = comm, spec, seed
+        self._progress = Progress(comm)
         groups = in_buckets(named) if comm.size > 1 else []
         scratch = Scratch()
         self._lanes = [_Lane(group, spec, scratch) for group in groups]
@@ -159,6 +161,7 @@ class Gossip:
             for request in lane.requests:
                 if not request.done() and not request.cancel():
                     leave(request, lane.incoming, lane.outgoing, lane.message, lane.arrived)
+        self._progress.close()
         if self._comm.size > 1:
             self._comm.close()
 
@@ -193,6 +196,7 @@ class Gossip:
             lane.requests = [comm.irecv(into, source, tag), comm.isend(message, to, tag)]
             self._messages += 1
             self._bytes += len(message)
+            self._progress.go()
 
     def _fill(self, lane: _Lane) -> None:
         """What is to be told, into the bucket: weights, or gradients."""
@@ -223,6 +227,8 @@ class Gossip:
             self._wait_s += time.perf_counter() - started
             lane.requests = []
             self._merge(lane)
+        if not any(lane.requests for lane in self._lanes):
+            self._progress.rest()
 
     @torch.no_grad()
     def _merge(self, lane: _Lane) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from dlio.comm import Communicator
+from dlio.comm.progress import Progress
 from dlio.train.exchange.buckets import Bucket, Named, in_buckets
 from dlio.train.exchange.compress.layout import Scratch
 from dlio.train.exchange.compress.reduce import TAGS
@@ -37,6 +38,7 @@ class GradientExchange:
         self, named: Named, comm: Communicator, spec: ExchangeSpec, node_of: list[int]
     ) -> None:
         self._comm = comm
+        self._progress = Progress(comm)
         groups = in_buckets(named) if comm.size > 1 else []
         scratch, nodes = Scratch(), np.asarray(node_of, np.int32)
         # The weight must be exact: it rides with a bucket that is not compressed, or alone.
@@ -102,6 +104,7 @@ class GradientExchange:
             hook.remove()
         for each in self._sums:
             each.close()
+        self._progress.close()
         if self._comm.size > 1:
             self._comm.close()
 
@@ -145,6 +148,7 @@ class GradientExchange:
         for number, each in enumerate(self._sums):
             if reached[number]:
                 each.wait()
+        self._progress.rest()
         total = None
         if self._compressed:
             total = self._summed_weight()
@@ -158,13 +162,15 @@ class GradientExchange:
 
     @torch.no_grad()
     def _take(self, number: int, bucket: Bucket, scale: float, everything: bool) -> None:
-        bucket.flat *= scale
         for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
             if parameter.grad is None:
                 if parameter in self._missing[number] and not everything:
                     continue  # No rank's backward reached it.
                 parameter.grad = torch.empty_like(parameter)
-            parameter.grad.copy_(view)
+            if (parameter.grad.dtype, parameter.grad.device) == (view.dtype, view.device):
+                torch.mul(view, scale, out=parameter.grad)
+            else:
+                parameter.grad.copy_(view * scale)
 
     def _summed_weight(self) -> float:
         weight = np.array([self._weight])
@@ -184,3 +190,4 @@ class GradientExchange:
         if not self._compressed:
             bucket.flat[-1] = self._weight
         self._sums[number].start(bucket.array)
+        self._progress.go()
