@@ -45,8 +45,8 @@ def command(
     fabric: Annotated[
         list[str] | None,
         typer.Option(
-            help="memory, tcp or link (TCP at 1 Gbit/s each way; as root): what overlap and step "
-            "send through. Repeatable."
+            help="memory, tcp or link (TCP at 1 Gbit/s each way; as root): what messages go "
+            "through. Repeatable."
         ),
     ] = None,
     plot: Annotated[

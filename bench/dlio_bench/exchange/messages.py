@@ -25,7 +25,7 @@ def measure(options: Options) -> dict[str, Any]:
 
     exchanges = options.exchanges or NAMES
     rows = [row for p in options.counts for row in _counted(p, exchanges)]
-    links = {fabric: _fitted(fabric, options.repeats) for fabric in FABRICS}
+    links = {fabric: _fitted(fabric, options.repeats) for fabric in options.fabrics or FABRICS}
     checks = [
         row
         for fabric, (link, _) in links.items()
@@ -152,8 +152,10 @@ _EVERY_STEP: Final = {"local-sgd": "local-sgd(1)", "diloco": "diloco(1)"}
 def _carried(
     options: Options, exchanges: tuple[str, ...], links: dict[str, Link]
 ) -> dict[str, Any]:
-    """The model's seconds for each preset on 2 to 4,096 ranks."""
-    link, inside = links["tcp"], links["memory"]
+    """The model's seconds for each preset on 2 to 4,096 ranks: within a node over the first fabric,
+    memory unless others were asked for, between nodes over the last."""
+    fitted = list(links.values())
+    inside, link = fitted[0], fitted[-1]
     if options.alpha_us is not None:
         link = replace(link, alpha_s=options.alpha_us * 1e-6)
     if options.bandwidth_gbs is not None:
