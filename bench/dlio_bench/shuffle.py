@@ -3,8 +3,6 @@
 import itertools
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 import tracemalloc
@@ -15,6 +13,7 @@ import typer
 
 from dlio.errors import UsageError
 from dlio.files import check_writable, write_json
+from dlio_bench.ranks import FABRICS, run
 
 _CASES: Final = (
     "plan",
@@ -26,19 +25,9 @@ _CASES: Final = (
     "training",
     "source-order",
 )
-_FABRICS: Final = {
-    "memory": {},
-    "tcp": {
-        "OMPI_MCA_pml": "ob1",
-        "OMPI_MCA_btl": "tcp,self",
-        "OMPI_MCA_btl_tcp_if_include": "lo",
-    },
-}
-"""What Open MPI is told, so that messages take this way."""
 _USUAL: Final = ("plan", "mixing", "capacity", "exchange", "decode")
 _RANKS: Final = 4
 _SAMPLE_BYTES: Final = 100_000
-_TIMEOUT_S: Final = 600.0
 
 
 def plan(repeats: int) -> dict[str, Any]:
@@ -111,7 +100,7 @@ def exchange(repeats: int, samples: int = 4000) -> dict[str, Any]:
         del data
         packed = os.path.join(scratch, "packed")
         pack(os.path.join(scratch, "samples.npy"), packed, compress="none")
-        for nodes, fabric in itertools.product((2, 4), _FABRICS):
+        for nodes, fabric in itertools.product((2, 4), FABRICS):
             told = _ranks("exchange", packed, nodes, 32, repeats, fabric)
             rates = told["rates"]
             found[f"{nodes}_nodes_{fabric}"] = {
@@ -146,8 +135,6 @@ def decode(source: str, repeats: int) -> dict[str, Any]:
 def _ranks(
     case: str, source: str, nodes: int, batch_size: int, repeats: int, fabric: str = "memory"
 ) -> dict[str, Any]:
-    from dlio.comm.launch import find_mpirun
-
     task = {
         "case": case,
         "source": source,
@@ -156,23 +143,7 @@ def _ranks(
         "nodes": nodes,
         "repeats": repeats,
     }
-    environment = {
-        **os.environ,
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMP_NUM_THREADS": "1",
-        **_FABRICS[fabric],
-    }
-    argv = [find_mpirun(), "--oversubscribe", "--bind-to", "none", "-n", str(_RANKS)]
-    argv += [sys.executable, "-m", "dlio_bench.exchange", json.dumps(task)]
-    done = subprocess.run(
-        argv, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        raise UsageError(f"the ranks of case {case} failed: {done.stderr.strip()[-800:]}")
-    told: dict[str, Any] = json.loads(lines[-1])
-    return told
+    return run("dlio_bench.shuffled", task, _RANKS, fabric)
 
 
 def command(

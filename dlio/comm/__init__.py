@@ -63,6 +63,10 @@ class Communicator(Protocol):
         The default deadline is DLIO_TIMEOUT seconds, 300 when unset.
         """
 
+    def poke(self) -> bool:
+        """Have the library move on what is under way, of this communicator and others. False where
+        it does so by itself, or where not any thread may ask it to."""
+
     def dup(self) -> "Communicator":
         """A communicator of the same ranks whose messages never meet this one's. Collective."""
 

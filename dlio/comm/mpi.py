@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -88,6 +89,13 @@ def _call(function: Callable[[], T]) -> T:
     return found
 
 
+@cache
+def _quiet() -> "MPI.Intracomm":
+    """A communicator that no message comes on: Open MPI looks after the others only when it finds
+    none on the one that it is asked about."""
+    return MPI.COMM_SELF.Dup()
+
+
 class _MpiRequest:
     def __init__(self, request: "MPI.Request", keep: object = None) -> None:
         self._request = request
@@ -160,6 +168,12 @@ class MpiCommunicator:
     def wait(self, requests: Sequence[Request], what: str, timeout_s: float | None = None) -> None:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         wait_all(requests, what, limit_s, f"rank {self.rank} of {self.size}")
+
+    def poke(self) -> bool:
+        if MPI.Query_thread() < MPI.THREAD_SERIALIZED or MPI.Is_finalized():
+            return False
+        _call(lambda: _quiet().Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG))
+        return True
 
     def dup(self) -> "MpiCommunicator":
         return _call(lambda: MpiCommunicator(self._comm.Dup()))

@@ -46,6 +46,9 @@ class SingleCommunicator:
     def wait(self, requests: Sequence[Request], what: str, timeout_s: float | None = None) -> None:
         pass
 
+    def poke(self) -> bool:
+        return False
+
     def dup(self) -> "SingleCommunicator":
         return self
 

@@ -151,6 +151,9 @@ class TorchCommunicator:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         wait_all(requests, what, limit_s, f"rank {self.rank} of {self.size}")
 
+    def poke(self) -> bool:
+        return False
+
     def dup(self) -> "TorchCommunicator":
         self._duplicates += 1
         name = f"{self._name}/{self._duplicates}"

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from dlio.comm import Communicator, Request
+from dlio.comm.progress import Progress
 from dlio.comm.waiting import leave
 from dlio.train.exchange.buckets import Bucket, Named
 from dlio.train.exchange.compress import make_compressor
@@ -58,6 +59,7 @@ class Asgd:
 
     def __init__(self, named: Named, comm: Communicator, spec: ExchangeSpec, seed: int) -> None:
         self._comm = comm
+        self._progress = Progress(comm)
         self._random = random.Random(f"{seed}.{comm.rank}")  # noqa: S311 - whom to tell is no secret
         named = named if comm.size > 1 else []
         self._now = Bucket(named)
@@ -110,6 +112,10 @@ class Asgd:
         self._read()
         self._merge(self._collect())
         self._send()
+        if self._sends or self._arriving:
+            self._progress.go()
+        else:
+            self._progress.rest()
 
     def watch(self, module: nn.Module) -> None:
         pass
@@ -145,6 +151,7 @@ class Asgd:
 
     def close(self) -> None:
         """Take what others have sent, so that nothing is left under way. Collective."""
+        self._progress.close()
         if not self._peers:
             return
         everyone = self._comm.allgather({str(peer): n for peer, n in self._sent.items()})

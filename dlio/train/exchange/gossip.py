@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from dlio.comm import Communicator, Request
+from dlio.comm.progress import Progress
 from dlio.comm.waiting import leave
 from dlio.order import Order
 from dlio.train.exchange.buckets import Bucket, Named, in_buckets
@@ -111,6 +112,7 @@ class Gossip:
     ) -> None:
         self._comm, self._spec, self._seed = comm, spec, seed
         self._groups = groups = in_buckets(named) if comm.size > 1 else []
+        self._progress = Progress(comm)
         scratch = Scratch()
         self._lanes = [_Lane(group, spec, scratch) for group in groups]
         users = modules if spec.payload != "gradient" else ()
@@ -180,6 +182,7 @@ class Gossip:
             for request in lane.requests:
                 if not request.done() and not request.cancel():
                     leave(request, lane.incoming, lane.outgoing, lane.message, lane.arrived)
+        self._progress.close()
         if self._comm.size > 1:
             self._comm.close()
 
@@ -218,6 +221,7 @@ class Gossip:
             lane.under_way = True
             self._messages += 1
             self._bytes += len(message)
+            self._progress.go()
 
     def _fill(self, lane: _Lane) -> None:
         """What is to be told, into the bucket: weights, or gradients."""
@@ -256,6 +260,8 @@ class Gossip:
                 if lane.under_way and not all(request.done() for request in lane.requests):
                     break
                 self._await(number)
+        if not any(lane.under_way for lane in self._lanes):
+            self._progress.rest()
 
     def _await(self, number: int) -> None:
         lane = self._lanes[number]

@@ -12,6 +12,7 @@ from torch.autograd import Variable
 
 from dlio.comm import Communicator
 from dlio.comm.funnel import elsewhere
+from dlio.comm.progress import Progress
 from dlio.train.exchange.backward import after_backward, sends_after_backward
 from dlio.train.exchange.buckets import Bucket, Named, in_buckets
 from dlio.train.exchange.compress.layout import Scratch
@@ -65,6 +66,7 @@ class GradientExchange:
     ) -> None:
         self._before_wait = before_wait
         self._comm = comm
+        self._progress = Progress(comm)
         groups = in_buckets(named) if comm.size > 1 else []
         scratch, nodes = Scratch(), np.asarray(node_of, np.int32)
         # The weight must be exact: it rides with a bucket that is not compressed, or alone.
@@ -170,6 +172,7 @@ class GradientExchange:
             each.close()
         if self._group is not None:
             dist.destroy_process_group(self._group)
+        self._progress.close()
         if self._comm.size > 1:
             self._comm.close()
 
@@ -232,6 +235,7 @@ class GradientExchange:
         for number, each in enumerate(self._sums):
             if reached[number]:
                 each.wait()
+        self._progress.rest()
         total = None
         if self._compressed:
             total = self._summed_weight()
@@ -250,17 +254,21 @@ class GradientExchange:
         Args:
             total: sum of the ranks' weights; None where it is the bucket's last element.
         """
+        scale: Any
         if total is None and bucket.flat.device.type != "cpu":
-            bucket.flat *= self._scale / bucket.flat[-1].clamp(min=1e-12)  # Nobody waits for it.
+            scale = self._scale / bucket.flat[-1].clamp(min=1e-12)  # Nobody waits for it.
         else:
             weight = float(bucket.flat[-1]) if total is None else total
-            bucket.flat *= self._scale / max(weight, 1e-12)
+            scale = self._scale / max(weight, 1e-12)
         for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
             if parameter.grad is None:
                 if parameter in self._missing[number] and not everything:
                     continue  # No rank's backward reached it.
                 parameter.grad = torch.empty_like(parameter)
-            parameter.grad.copy_(view)
+            if (parameter.grad.dtype, parameter.grad.device) == (view.dtype, view.device):
+                torch.mul(view, scale, out=parameter.grad)
+            else:
+                parameter.grad.copy_(view * scale)
 
     def _summed_weight(self) -> float:
         weight = np.array([self._weight])
@@ -290,3 +298,4 @@ class GradientExchange:
         if not self._compressed:
             bucket.flat[-1] = self._weight
         self._sums[number].start()
+        self._progress.go()

@@ -1,7 +1,7 @@
 """Ranks of `dlio bench shuffle`, started by mpirun: what an exchange of samples reaches, beside an
 Alltoallv of the same bytes, and how much of its speed decoding keeps meanwhile.
 
-Usage: python -m dlio_bench.exchange JSON. Rank 0 prints one line of JSON.
+Usage: python -m dlio_bench.shuffled JSON. Rank 0 prints one line of JSON.
 """
 
 import json

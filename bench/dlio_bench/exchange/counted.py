@@ -1,0 +1,73 @@
+"""Ranks of `dlio bench exchange --case messages`: what each exchange sends, as it says itself and
+as the MPI library has counted.
+
+Usage: python -m dlio_bench.exchange.counted JSON. Rank 0 prints one line of JSON.
+"""
+
+import json
+import sys
+from typing import Any
+
+import torch
+
+from dlio.comm import Communicator, world
+from dlio.train.exchange import make_exchange
+from dlio.train.exchange.buckets import in_buckets, trainable
+from dlio.train.exchange.spec import parse_exchange
+from dlio_bench.exchange.monitor import Monitor
+from dlio_bench.exchange.variants import Training
+
+
+def main(text: str) -> None:
+    task: dict[str, Any] = json.loads(text)
+    torch.set_num_threads(1)
+    comm = world()
+    try:
+        monitor, why = Monitor(), None
+    except OSError as error:
+        monitor, why = None, str(error)
+    training = Training(task["network"], task["batch_size"], comm.rank)
+    found: dict[str, Any] = {
+        "parameter_bytes": training.bytes,
+        "buckets": len(in_buckets(trainable(training.model))),
+        "not_counted": why,
+        "exchanges": {},
+    }
+    for name in task["exchanges"]:
+        # Whole periods, and at least two steps.
+        steps = max(2, parse_exchange(name).period, task["steps"])
+        mine = _sent(name, training, steps, task["nodes"], comm, monitor)
+        ranks = comm.allgather(mine)
+        found["exchanges"][name] = {"steps": steps, "ranks": ranks}
+    if comm.rank == 0:
+        print(json.dumps(found), flush=True)
+
+
+def _sent(
+    name: str,
+    training: Training,
+    steps: int,
+    nodes: int,
+    comm: Communicator,
+    monitor: Monitor | None,
+) -> dict[str, list[float]]:
+    """Messages and bytes a step of this rank's: `told` by the exchange, `counted` by MPI."""
+    exchange = make_exchange(name, training.model, comm, 0, nodes)
+    comm.barrier()
+    before = (0, 0) if monitor is None else monitor.read()
+    for _ in range(steps):
+        training.step(exchange)
+    exchange.finish()
+    # What is counted has been handed to MPI: nothing of a later step can be among it.
+    after = (0, 0) if monitor is None else monitor.read()
+    told = exchange.statistics()
+    comm.barrier()
+    exchange.close()
+    found = {"told": [told["messages"] / steps, told["bytes"] / steps]}
+    if monitor is not None:
+        found["counted"] = [(b - a) / steps for a, b in zip(before, after, strict=True)]
+    return found
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

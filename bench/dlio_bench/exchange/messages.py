@@ -1,0 +1,176 @@
+"""`--case messages`: what each exchange sends, on 2 to 16 ranks, and would take on 4,096."""
+
+from dataclasses import asdict, replace
+from typing import Any, Final
+
+from dlio_bench.exchange import alphabeta
+from dlio_bench.exchange.alphabeta import Link, Work
+from dlio_bench.exchange.monitor import ENVIRONMENT
+from dlio_bench.exchange.options import Options
+from dlio_bench.ranks import FABRICS, run
+
+_SIZES: Final = tuple(1 << power for power in range(10, 26))
+"""1 KiB to 32 MiB."""
+_STEPS: Final = 8
+_CARRIED: Final = tuple(1 << power for power in range(1, 13))
+_PARAMETERS: Final = 25_600_000
+_PER_NODE: Final = 8
+_BUCKETS: Final = 56
+"""Of ResNet-50's parameters."""
+
+
+def measure(options: Options) -> dict[str, Any]:
+    """Counted messages and bytes, the fitted model, its error, and what it gives."""
+    from dlio.train.exchange import NAMES
+
+    exchanges = options.exchanges or NAMES
+    rows = [row for p in options.counts for row in _counted(p, exchanges)]
+    links = {fabric: _fitted(fabric, options.repeats) for fabric in options.fabrics or FABRICS}
+    checks = [
+        row
+        for fabric, (link, _) in links.items()
+        for p in options.counts
+        if p <= 4
+        for row in _checked(fabric, link, p, exchanges, options.repeats)
+    ]
+    carried = _carried(options, exchanges, {name: link for name, (link, _) in links.items()})
+    found: dict[str, Any] = {
+        "rows": rows,
+        "links": [
+            {
+                "fabric": name,
+                "alpha_us": link.alpha_s * 1e6,
+                "GB_per_s": 1e-9 / link.beta_s,
+                "adding_GB_per_s": 1e-9 / link.gamma_s,
+                "fit_error": error,
+            }
+            for name, (link, error) in links.items()
+        ],
+        "model_and_measured": checks,
+        "carried": carried["rows"],
+        "said": [
+            "Messages and bytes of a rank and step, bytes in parts of the parameters'; counted by "
+            "Open MPI's monitoring, a message as the point-to-point layer has it. An allreduce is "
+            "inside MPI: it tells a ring's messages, the library chooses its own.",
+            f"Carried: seconds of a step's exchange of {_PARAMETERS:,} parameters, nothing hidden; "
+            + carried["link"],
+        ],
+    }
+    if options.plot is not None:
+        from dlio_bench.exchange.drawing import draw
+
+        draw(carried["seconds"], _CARRIED, carried["link"], options.plot)
+        found["plot"] = options.plot
+    return found
+
+
+def nodes_of(p: int) -> int:
+    """Nodes that the ranks pretend to be on: at least 2, of 4 ranks where there are as many."""
+    return max(2, p // 4)
+
+
+def _counted(p: int, exchanges: tuple[str, ...]) -> list[dict[str, Any]]:
+    task = {
+        "network": "perceptron",
+        "batch_size": 2,
+        "steps": _STEPS,
+        "nodes": nodes_of(p),
+        "exchanges": exchanges,
+    }
+    told = run("dlio_bench.exchange.counted", task, p, environment=ENVIRONMENT)
+    work = Work(told["parameter_bytes"], told["buckets"], p // nodes_of(p))
+    rows = []
+    for name, figures in told["exchanges"].items():
+        row: dict[str, Any] = {"ranks": p, "exchange": name}
+        for who in ("counted", "told"):
+            if who not in figures["ranks"][0]:
+                row["not_counted"] = told["not_counted"]
+                continue
+            messages, size = zip(*(rank[who] for rank in figures["ranks"]), strict=True)
+            row[f"messages_{who}"] = sum(messages) / p
+            row[f"bytes_{who}"] = sum(size) / p / work.size
+            if who == "counted":
+                row["most_messages"], row["most_bytes"] = max(messages), max(size) / work.size
+        if name in alphabeta.FORMULAE:
+            theory = alphabeta.counts(name, p, work)
+            row["messages_in_theory"] = theory.messages
+            row["bytes_in_theory"] = theory.size / work.size
+            row["most_bytes_in_theory"] = theory.most_size / work.size
+        rows.append(row)
+    return rows
+
+
+def _fitted(fabric: str, repeats: int) -> tuple[Link, float]:
+    task = {"what": "messages", "sizes": _SIZES, "repeats": 4 * repeats}
+    told = run("dlio_bench.exchange.timed", task, 2, fabric)
+    link, error = alphabeta.fit(_SIZES, told["seconds"])
+    return replace(link, gamma_s=told["gamma_s"]), error
+
+
+def _checked(
+    fabric: str, link: Link, p: int, exchanges: tuple[str, ...], repeats: int
+) -> list[dict[str, Any]]:
+    """Measured exchanges beside the model's, of ranks that share this machine's cores."""
+    import os
+
+    from dlio_bench.machine import spread
+
+    names = [name for name in exchanges if name in alphabeta.FORMULAE]
+    nodes = nodes_of(p)
+    asked = [_EVERY_STEP.get(name, name) for name in names]
+    task = {
+        "what": "exchanges",
+        "network": "perceptron",
+        "nodes": nodes,
+        "repeats": repeats,
+        "exchanges": asked,
+    }
+    told = run("dlio_bench.exchange.timed", task, p, fabric)
+    here = alphabeta.shared(link, p, len(os.sched_getaffinity(0)))
+    work = Work(told["parameter_bytes"], told["buckets"], p // nodes)
+    rows = []
+    for name, ask in zip(names, asked, strict=True):
+        preset = "allreduce" if ask in _EVERY_STEP.values() else name
+        model = alphabeta.seconds(preset, p, work, here)
+        measured = spread(told["seconds"][ask])
+        rows.append(
+            {
+                "fabric": fabric,
+                "ranks": p,
+                "exchange": ask,
+                "measured_ms": {key: 1e3 * value for key, value in measured.items()},
+                "model_ms": 1e3 * model,
+                "model_over_measured": model / measured["median"],
+            }
+        )
+    return rows
+
+
+_EVERY_STEP: Final = {"local-sgd": "local-sgd(1)", "diloco": "diloco(1)"}
+
+
+def _carried(
+    options: Options, exchanges: tuple[str, ...], links: dict[str, Link]
+) -> dict[str, Any]:
+    """The model's seconds for each preset on 2 to 4,096 ranks: within a node over the first fabric,
+    memory unless others were asked for, between nodes over the last."""
+    fitted = list(links.values())
+    inside, link = fitted[0], fitted[-1]
+    if options.alpha_us is not None:
+        link = replace(link, alpha_s=options.alpha_us * 1e-6)
+    if options.bandwidth_gbs is not None:
+        link = replace(link, beta_s=1e-9 / options.bandwidth_gbs)
+    work = Work(4 * _PARAMETERS, _BUCKETS, _PER_NODE)
+    names = [name for name in exchanges if name in alphabeta.FORMULAE]
+    seconds = {
+        name: [alphabeta.seconds(name, p, work, link, inside) for p in _CARRIED] for name in names
+    }
+    rows = [
+        {"exchange": name, **{f"{p:,}": told[_CARRIED.index(p)] for p in (2, 16, 64, 256, 4096)}}
+        for name, told in seconds.items()
+    ]
+    said = (
+        f"{link.alpha_s * 1e6:.3g} µs a message, {1e-9 / link.beta_s:.3g} GB/s, "
+        f"{_BUCKETS} buckets, nodes of {_PER_NODE}"
+    )
+    return {"rows": rows, "seconds": seconds, "link": said, "parameters": asdict(link)}

@@ -1,0 +1,96 @@
+"""`--case overlap`: how much of an exchange's time backward hides, and what one process pays."""
+
+from typing import Any, Final
+
+from dlio_bench.exchange.options import Options
+from dlio_bench.ranks import FABRICS, LINK, TIMEOUT_S, run, why_no_link
+
+_EXCHANGES: Final = (
+    "allreduce",
+    "hierarchical",
+    "tree",
+    "parameter-server",
+    "gossip",
+    "asgd",
+    "local-sgd(2)",
+    "diloco(2)",
+    "allreduce+bf16",
+    "allreduce+int8",
+    "allreduce+onebit",
+    "allreduce+threshold",
+    "allreduce+adaptive",
+)
+_STEPS: Final = 2
+_OVERHEAD_STEPS: Final = 20
+
+
+def measure(options: Options) -> dict[str, Any]:
+    """On 2 ranks of one thread each: share of an exchange's time that is hidden, 1 - (T1 - T0) /
+    Tx, with T0 seconds of a step without it, T1 with it, and Tx of the exchange alone, of the same
+    repeat. On 1 rank: seconds under `dlio.distribute` over those of the plain loop, less one."""
+    from dlio_bench.machine import spread
+
+    rows, said = [], []
+    fabrics, lacking = fabrics_of(options)
+    if lacking is not None:
+        said.append(f"No link: {lacking}")
+    for fabric in fabrics:
+        for name in options.exchanges or _EXCHANGES:
+            told = _ranks(2, options.repeats, (name,), options, fabric)["exchanges"][name]
+            hidden = [1 - (t["with_s"] - t["without_s"]) / t["alone_s"] for t in told]
+            rows.append(
+                {
+                    "fabric": fabric,
+                    "exchange": name,
+                    **{
+                        heading: spread([t[key] for t in told])
+                        for heading, key in (
+                            ("step_without_s", "without_s"),
+                            ("with_s", "with_s"),
+                            ("exchange_alone_s", "alone_s"),
+                        )
+                    },
+                    "hidden_percent": spread([100 * each for each in hidden]),
+                }
+            )
+    alone = _ranks(1, _OVERHEAD_STEPS * options.repeats, (), options, "memory")
+    return {
+        "rows": rows,
+        "overhead_of_one_rank_percent": _middle([100 * each for each in alone["overhead"]]),
+        "said": [
+            *said,
+            "Hidden: 1 - (with - without) / alone. Without a link of its own an exchange is "
+            "copying and adding, by the same cores that compute: only waiting can be hidden, and "
+            "the ceiling lies below 100 %.",
+        ],
+    }
+
+
+def fabrics_of(options: Options) -> tuple[list[str], str | None]:
+    """Those asked for, else all that can be had here; and why there is no link."""
+    if options.fabrics:
+        return list(options.fabrics), None
+    lacking = why_no_link()
+    return [*FABRICS, *([] if lacking else [LINK])], lacking
+
+
+def _ranks(
+    ranks: int, repeats: int, exchanges: tuple[str, ...], options: Options, fabric: str
+) -> dict[str, Any]:
+    task = {
+        "network": options.network,
+        "batch_size": options.batch_size,
+        "steps": _STEPS,
+        "repeats": repeats,
+        "nodes": ranks,
+        "exchanges": exchanges,
+    }
+    return run("dlio_bench.exchange.overlapped", task, ranks, fabric, timeout_s=3 * TIMEOUT_S)
+
+
+def _middle(values: list[float]) -> dict[str, float]:
+    """Median, and the quartiles in the place of extremes: single steps are told by chance."""
+    import statistics
+
+    least, median, most = statistics.quantiles(values, n=4)
+    return {"median": median, "min": least, "max": most}

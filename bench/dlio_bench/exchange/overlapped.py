@@ -1,0 +1,81 @@
+"""Ranks of `dlio bench exchange --case overlap`: steps without an exchange, with each, and each
+exchange alone, in turn.
+
+Usage: python -m dlio_bench.exchange.overlapped JSON. Rank 0 prints one line of JSON.
+"""
+
+import json
+import sys
+from typing import Any
+
+import torch
+
+import dlio
+from dlio.comm import Communicator, world
+from dlio.train.exchange import make_exchange
+from dlio_bench.exchange.variants import Training, timed
+
+
+def main(text: str) -> None:
+    task: dict[str, Any] = json.loads(text)
+    torch.set_num_threads(1)
+    comm = world()
+    training = Training(task["network"], task["batch_size"], comm.rank)
+    found: dict[str, Any] = {"parameter_bytes": training.bytes}
+    if comm.size == 1:
+        found["overhead"] = _overhead(training, task["repeats"], comm)
+    else:
+        found["exchanges"] = {name: [] for name in task["exchanges"]}
+        for _ in range(task["repeats"]):
+            for name in task["exchanges"]:
+                told = _once(name, training, task["steps"], task["nodes"], comm)
+                found["exchanges"][name].append(told)
+    if comm.rank == 0:
+        print(json.dumps(found), flush=True)
+
+
+def _once(
+    name: str, training: Training, steps: int, nodes: int, comm: Communicator
+) -> dict[str, float]:
+    """Seconds of a step without the exchange, before and after; with it; and of it alone."""
+    before = timed(lambda: training.step(None), steps, comm)
+    exchange = make_exchange(name, training.model, comm, 0, nodes)
+
+    # Its memory is touched for the first time. What goes on behind a later step is under way when
+    # the time begins, and when it ends.
+    training.step(exchange)
+    training.step(exchange)
+    within = timed(lambda: training.step(exchange), steps, comm)
+    exchange.finish()
+    training.alone(exchange)
+    alone = timed(lambda: training.alone(exchange), 2 * steps, comm)
+    exchange.close()
+    alone -= timed(lambda: training.alone(None), 2 * steps, comm)
+    after = timed(lambda: training.step(None), steps, comm)
+    return {
+        "without_s": (before + after) / 2,
+        "with_s": within,
+        "alone_s": alone,
+    }
+
+
+def _overhead(training: Training, repeats: int, comm: Communicator) -> list[float]:
+    """Of one process, seconds of a step under `dlio.distribute` over those of the same loop
+    without, less one; of neighbouring steps."""
+    optimizer = torch.optim.SGD(training.model.parameters(), lr=1e-4)
+
+    def step() -> None:
+        training.step(None, optimizer=optimizer)
+
+    found = []
+    for number in range(repeats):
+        plain = [timed(step, 1, comm)] if number % 2 == 0 else []
+        with dlio.distribute(training.model, optimizer):
+            ours = timed(step, 1, comm)
+        plain += [] if plain else [timed(step, 1, comm)]
+        found.append(ours / plain[0] - 1)
+    return found
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,80 @@
+"""Ranks of `dlio bench exchange --case messages`: seconds of messages there and back, of additions,
+and of each exchange alone.
+
+Usage: python -m dlio_bench.exchange.timed JSON. Rank 0 prints one line of JSON.
+"""
+
+import json
+import statistics
+import sys
+import time
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from dlio.comm import Communicator, world
+from dlio.train.exchange import make_exchange
+from dlio.train.exchange.buckets import in_buckets, trainable
+from dlio_bench.exchange.variants import Training, timed
+
+
+def main(text: str) -> None:
+    task: dict[str, Any] = json.loads(text)
+    torch.set_num_threads(1)
+    comm = world()
+    found = (_messages if task["what"] == "messages" else _exchanges)(task, comm)
+    if comm.rank == 0:
+        print(json.dumps(found), flush=True)
+
+
+def _messages(task: dict[str, Any], comm: Communicator) -> dict[str, Any]:
+    """By size, the median of a message's seconds: half of there and back, between ranks 0 and 1;
+    and seconds to add a byte of what came."""
+    found = []
+    for size in task["sizes"]:
+        memory = np.ones(size, np.uint8)
+        seconds = []
+        for _ in range(task["repeats"] + 1):
+            comm.barrier()
+            began = time.perf_counter()
+            for turn in (0, 1):
+                if comm.rank == turn:
+                    comm.wait([comm.isend(memory, 1 - turn, 1)], "a message to leave")
+                else:
+                    comm.wait([comm.irecv(memory, turn, 1)], "a message")
+            seconds.append((time.perf_counter() - began) / 2)
+        found.append(statistics.median(seconds[1:]))
+    return {"seconds": found, "gamma_s": _gamma(task["repeats"])}
+
+
+def _gamma(repeats: int, entries: int = 1 << 22) -> float:
+    there, came = np.ones(entries, np.float32), np.ones(entries, np.float32)
+    seconds = []
+    for _ in range(repeats + 1):
+        began = time.perf_counter()
+        there += came
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[1:]) / (4 * entries)
+
+
+def _exchanges(task: dict[str, Any], comm: Communicator) -> dict[str, Any]:
+    """Seconds of each exchange by step, without computing."""
+    training = Training(task["network"], 2, comm.rank)
+    found: dict[str, Any] = {name: [] for name in task["exchanges"]}
+    for _ in range(task["repeats"]):
+        for name in task["exchanges"]:
+            bare = timed(lambda: training.alone(None), 4, comm)
+            exchange = make_exchange(name, training.model, comm, 0, task["nodes"])
+            alone = partial(training.alone, exchange)
+            timed(alone, 2, comm)
+            whole = timed(alone, 4, comm)
+            found[name].append(whole - bare)
+            exchange.close()
+    buckets = len(in_buckets(trainable(training.model)))
+    return {"seconds": found, "parameter_bytes": training.bytes, "buckets": buckets}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,143 @@
+"""`--case training`: what each exchange makes of a network, and how soon."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, Final
+
+from dlio.errors import UsageError
+from dlio_bench.exchange.options import Options
+
+_COMPRESSED: Final = (
+    "allreduce+onebit",
+    "allreduce+threshold",
+    "allreduce+adaptive",
+    "allreduce+bf16",
+)
+_YARDSTICK: Final = "allreduce"
+_POINT: Final = 0.01
+_TIMEOUT_S: Final = 7200.0
+
+
+def measure(options: Options) -> dict[str, Any]:
+    """Runs of `dlio train` of every exchange by seed, reports kept as they come: final held-out
+    accuracy, seconds to allreduce's mean accuracy less a point, bytes, and how far ranks' weights
+    lie apart."""
+    from dlio.train.exchange import NAMES
+
+    options.check_training()
+    exchanges = options.exchanges or (*NAMES, *_COMPRESSED)
+    reports: dict[str, list[dict[str, Any]]] = {name: [] for name in exchanges}
+    with ExitStack() as stack:
+        folder = options.keep
+        if folder is None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dlio-bench-"))
+        os.makedirs(folder, exist_ok=True)
+        for seed in range(options.seeds):
+            for name in exchanges:
+                reports[name].append(_trained(name, seed, folder, options))
+    finals = {name: [final_accuracy(each) for each in told] for name, told in reports.items()}
+    goal = None
+    if _YARDSTICK in finals:
+        goal = statistics.mean(finals[_YARDSTICK]) - _POINT
+    yardstick = reports.get(_YARDSTICK)
+    rows = [_row(name, told, finals[name], goal, yardstick) for name, told in reports.items()]
+    said = [
+        f"{options.ranks} ranks, {options.seeds} seed(s), {options.epochs} epoch(s): mean ± "
+        "standard deviation. Accuracy lies on a line between the ends of epochs, for the time to "
+        "it; seconds are of training, evaluation aside. Bytes are all ranks', over the run."
+    ]
+    if goal is not None:
+        said.append(f"The goal is {goal:.1%}, allreduce's mean less a point.")
+    return {"rows": rows, "goal": goal, "accuracies": finals, "said": said}
+
+
+def _trained(exchange: str, seed: int, folder: str, options: Options) -> dict[str, Any]:
+    """The report of a run; the one in `folder`, where that is of the same run."""
+    path = os.path.join(folder, f"{exchange}-{seed}.json")
+    wanted = {
+        "source": os.path.abspath(str(options.source)),
+        "val": os.path.abspath(str(options.val)),
+        "epochs": options.epochs,
+        "exchange": exchange,
+        "seed": seed,
+    }
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as file:
+            kept: dict[str, Any] = json.load(file)
+        same = all(kept["config"][key] == value for key, value in wanted.items())
+        if same and kept["ranks"] == options.ranks:
+            return kept
+        raise UsageError(
+            f"{path} is the report of another training: name another folder by --keep, or remove it"
+        )
+    argv = ["train", wanted["source"], "--val", wanted["val"], "-n", str(options.ranks)]
+    argv += ["--epochs", str(options.epochs), "--seed", str(seed), "--exchange", exchange]
+    done = subprocess.run(
+        [sys.executable, "-m", "dlio.cli", *map(str, argv), "--report", path],
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode:
+        raise UsageError(f"training by {exchange}, seed {seed}: {done.stderr.strip()[-800:]}")
+    with open(path, encoding="utf-8") as file:
+        told: dict[str, Any] = json.load(file)
+    return told
+
+
+def final_accuracy(report: dict[str, Any]) -> float:
+    """Held out, after the last epoch."""
+    return float(report["epochs"][-1]["val_accuracy"])
+
+
+def seconds_to(goal: float, epochs: Sequence[dict[str, Any]]) -> float | None:
+    """Seconds of training until held-out accuracy reached `goal`, on lines between what it was at
+    the ends of epochs and nothing at the beginning; None where it never did."""
+    spent, before = 0.0, 0.0
+    for epoch in epochs:
+        reached = epoch["val_accuracy"]
+        if reached >= goal:
+            share = (goal - before) / (reached - before) if reached > before else 0.0
+            return spent + max(0.0, share) * float(epoch["seconds"])
+        spent, before = spent + float(epoch["seconds"]), reached
+    return None
+
+
+def _row(
+    name: str,
+    reports: Sequence[dict[str, Any]],
+    finals: Sequence[float],
+    goal: float | None,
+    yardstick: Sequence[dict[str, Any]] | None,
+) -> dict[str, Any]:
+    epochs = [report["epochs"] for report in reports]
+    sent = [sum(epoch["exchange_bytes"] for epoch in each) for each in epochs]
+    row: dict[str, Any] = {
+        "exchange": name,
+        "held_out_percent": _with_deviation([100 * each for each in finals]),
+        "seconds": _with_deviation([sum(epoch["seconds"] for epoch in each) for each in epochs]),
+        "sent_MB": statistics.mean(sent) / 1e6,
+        "distance": statistics.mean(each[-1]["consensus_distance"] for each in epochs),
+    }
+    if goal is not None:
+        times = [seconds_to(goal, each) for each in epochs]
+        reached = [each for each in times if each is not None]
+        row["seconds_to_goal"] = _with_deviation(reached) if reached else "-"
+        row["reached"] = f"{len(reached)} of {len(times)}"
+    if yardstick is not None:
+        exact = [sum(epoch["exchange_bytes"] for epoch in each["epochs"]) for each in yardstick]
+        row["allreduce_over_sent"] = statistics.mean(exact) / max(1.0, statistics.mean(sent))
+    return row
+
+
+def _with_deviation(values: Sequence[float]) -> str:
+    if len(values) == 1:
+        return f"{values[0]:.1f}"
+    return f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}"

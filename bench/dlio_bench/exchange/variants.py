@@ -1,0 +1,75 @@
+"""A training step with an exchange around it, without one, and an exchange without computing."""
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from dlio.comm import Communicator
+from dlio.train.exchange import Exchange
+from dlio_bench.exchange.networks import batch, make
+
+
+class Training:
+    """A network that is trained on one batch, again and again; the same weights on all ranks."""
+
+    def __init__(self, network: str, batch_size: int, rank: int) -> None:
+        self.model = make(network)
+        self._inputs, self._labels = batch(network, batch_size, seed=rank)
+        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
+        self._parameters = list(self.model.parameters())
+        self.step(None)
+        self._gradients = [_gradient(parameter).clone() for parameter in self._parameters]
+
+    @property
+    def bytes(self) -> int:
+        """Of all gradients as float32."""
+        return 4 * sum(parameter.numel() for parameter in self._parameters)
+
+    def step(
+        self,
+        exchange: Exchange | None,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        """Forward, backward, step.
+
+        Args:
+            model: what is called in the model's place, such as DDP around it.
+            optimizer: in the place of this training's own.
+        """
+        optimizer = optimizer or self._optimizer
+        optimizer.zero_grad(set_to_none=True)
+        logits = (model or self.model)(self._inputs)
+        cross_entropy(logits, self._labels).backward()  # type: ignore[no-untyped-call]
+        if exchange is not None:
+            exchange.before_step()
+        optimizer.step()
+        if exchange is not None:
+            exchange.after_step()
+
+    def alone(self, exchange: Exchange | None) -> None:
+        """What `step` does between ranks, with gradients that are there already; whatever of it
+        goes on behind a later step is waited for."""
+        self._optimizer.zero_grad(set_to_none=True)
+        torch.autograd.backward(self._parameters, self._gradients)
+        if exchange is not None:
+            exchange.before_step()
+            exchange.after_step()
+            exchange.finish()
+
+
+def timed(work: Callable[[], None], times: int, comm: Communicator) -> float:
+    """Seconds of each of some calls, of all ranks together. Collective."""
+    comm.barrier()
+    began = time.perf_counter()
+    for _ in range(times):
+        work()
+    comm.barrier()
+    return (time.perf_counter() - began) / times
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad

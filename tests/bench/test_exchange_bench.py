@@ -1,0 +1,150 @@
+"""`dlio bench exchange` measures what it says, on little data."""
+
+import json
+import xml.etree.ElementTree
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dlio.cli import main
+from dlio.errors import UsageError
+from dlio_bench.exchange import messages, overlap, slow_rank, step, training
+from dlio_bench.exchange.command import show
+from dlio_bench.exchange.drawing import draw
+from dlio_bench.exchange.options import Options
+
+TINY = Options(repeats=1, network="perceptron", batch_size=2, fabrics=("memory",), counts=(2, 4))
+
+
+@pytest.mark.mpi
+def test_messages_are_counted_as_theory_has_them(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    picture = tmp_path / "model.svg"
+    exchanges = ("allreduce", "tree", "parameter-server", "gossip", "asgd")
+    options = replace(TINY, exchanges=exchanges, plot=str(picture), alpha_us=2.0, bandwidth_gbs=10)
+    found = messages.measure(options)
+    for row in found["rows"]:
+        if row["exchange"] == "asgd":
+            assert row["messages_counted"] <= row["messages_in_theory"]
+        elif "messages_counted" in row:
+            # A weight travels with each bucket.
+            assert row["bytes_counted"] == pytest.approx(row["bytes_in_theory"], rel=1e-4)
+            assert row["most_bytes"] == pytest.approx(row["most_bytes_in_theory"], rel=1e-4)
+            if row["exchange"] != "allreduce":
+                assert row["messages_counted"] == row["messages_told"]
+                assert row["messages_counted"] == row["messages_in_theory"]
+    assert len(found["rows"]) == 2 * len(exchanges)
+    carried = {row["exchange"]: row for row in found["carried"]}
+    assert carried["gossip"]["16"] == carried["gossip"]["4,096"]
+    assert carried["parameter-server"]["4,096"] > 200 * carried["parameter-server"]["16"]
+    assert xml.etree.ElementTree.parse(picture).getroot().tag.endswith("svg")
+    show("messages", found)
+    assert "parameter-server" in capsys.readouterr().out
+
+
+@pytest.mark.mpi
+def test_overlap_is_of_steps_with_and_without() -> None:
+    found = overlap.measure(replace(TINY, exchanges=("allreduce", "gossip")))
+    for row in found["rows"]:
+        assert row["step_without_s"]["median"] > 0
+        assert row["with_s"]["median"] > 0
+        assert "hidden_percent" in row
+    assert found["overhead_of_one_rank_percent"]["median"] > -100
+
+
+@pytest.mark.mpi
+def test_steps_stand_beside_those_of_ddp() -> None:
+    options = replace(TINY, exchanges=("allreduce", "allreduce+onebit", "allreduce+threshold"))
+    rows = step.measure(options)["rows"]
+    less = {
+        row["exchange"]: row["float32_over_sent"] for row in rows if row["network"] == "perceptron"
+    }
+    assert less["none"] is None
+    assert less["allreduce"] == pytest.approx(1, rel=1e-4)
+    assert less["DDP, fp16 hook"] == pytest.approx(2)
+    assert less["DDP, PowerSGD of rank 4"] > 4
+    assert less["allreduce+onebit"] > 25
+    assert less["allreduce+threshold"] > 60
+
+
+@pytest.mark.mpi
+def test_a_slow_rank_is_told_beside_none() -> None:
+    found = slow_rank.measure(replace(TINY, seconds=0.3))
+    assert [row["exchange"] for row in found["rows"]] == [
+        "allreduce",
+        "gossip",
+        "local-sgd",
+        "asgd",
+    ]
+    assert all(row["kept_percent"]["median"] > 0 for row in found["rows"])
+
+
+@pytest.mark.mpi
+def test_a_training_goes_on_where_it_was_interrupted(pictures: Path, tmp_path: Path) -> None:
+    options = Options(
+        source=str(pictures),
+        val=str(pictures.parent / "val"),
+        exchanges=("allreduce", "gossip+bf16"),
+        seeds=1,
+        epochs=1,
+        keep=str(tmp_path / "kept"),
+    )
+    found = training.measure(options)
+    kept = sorted((tmp_path / "kept").iterdir())
+    assert [path.name for path in kept] == ["allreduce-0.json", "gossip+bf16-0.json"]
+    exact, gossip = found["rows"]
+    assert exact["sent_MB"] > 1.9 * gossip["sent_MB"] > 0
+    written = [path.stat().st_mtime_ns for path in kept]
+    assert training.measure(options) == found
+    assert [path.stat().st_mtime_ns for path in kept] == written
+    with pytest.raises(UsageError, match="another training"):
+        training.measure(replace(options, epochs=2))
+
+
+def test_time_to_an_accuracy_lies_between_epochs() -> None:
+    epochs = [{"val_accuracy": 0.2, "seconds": 10.0}, {"val_accuracy": 0.4, "seconds": 8.0}]
+    assert training.seconds_to(0.1, epochs) == 5.0
+    assert training.seconds_to(0.3, epochs) == 14.0
+    assert training.seconds_to(0.5, epochs) is None
+
+
+def test_a_picture_is_of_the_kind_that_its_name_says(tmp_path: Path) -> None:
+    path = tmp_path / "model.png"
+    draw({"gossip": [1.0, 1.0], "tree": [1.0, 2.0]}, (2, 4), "a link", str(path))
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--case", "telepathy"], "choose from messages"),
+        (["--case", "training"], "--val"),
+        (["--exchange", "telepathy"], "choose one of allreduce"),
+        (["--fabric", "string"], "choose memory, tcp or link"),
+        (["--plot", "model.gif"], "ends in .png or .svg"),
+        (["--alpha-us", "0"], "above 0"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    capsys: pytest.CaptureFixture[str], argv: list[str], said: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "exchange", *argv])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.mpi
+def test_the_command_tells_and_writes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    report = tmp_path / "r.json"
+    argv = ["--case", "slow-rank", "--exchange", "asgd", "--repeats", "1", "--report", str(report)]
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "exchange", *argv])
+    assert ended.value.code in (0, None)
+    assert "asgd" in capsys.readouterr().out
+    told = json.loads(report.read_text())
+    assert told["slow-rank"]["rows"][0]["exchange"] == "asgd"
+    assert told["machine"]["versions"]["torch"]
