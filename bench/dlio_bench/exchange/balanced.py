@@ -1,0 +1,72 @@
+"""One rank of `--case balance`: `python -m dlio_bench.exchange.balanced JSON`.
+
+What it computes is almost all sleep, in proportion to its samples, so that a machine with fewer
+cores than ranks does not distort it.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+_BATCH: Final = 32
+_SIZE: Final = 32
+_MODEL: Final = "sleeping"
+
+
+def _rank(task: dict[str, Any]) -> None:
+    """One rank's training."""
+    from dlio.comm import world
+    from dlio.train.config import TrainConfig
+    from dlio.train.model import MODELS
+    from dlio.train.trainer import train
+
+    comm = world()
+    sample_s = task["sample_s"] * (task["factor"] if comm.rank == comm.size - 1 else 1.0)
+    MODELS[_MODEL] = _sleeping(sample_s)
+    report = train(
+        TrainConfig(
+            task["source"],
+            epochs=task["epochs"],
+            batch_size=_BATCH,
+            model=_MODEL,
+            image_size=_SIZE,
+            tiers="ram:1GiB",
+            workers=1,
+            balance=task["balance"],
+        )
+    )
+    if comm.rank == 0:
+        epochs = [
+            {
+                "seconds": epoch.seconds,
+                "shares": epoch.shares,
+                "rates": epoch.rank_samples_per_s,
+            }
+            for epoch in report.epochs
+        ]
+        print(json.dumps({"epochs": epochs}), flush=True)
+
+
+def _sleeping(sample_s: float) -> Callable[[int, int], Any]:
+    """A factory of models that take `sample_s` for each sample."""
+    import torch
+    from torch import nn
+
+    class Sleeping(nn.Module):
+        def __init__(self, classes: int, image_size: int) -> None:
+            super().__init__()
+            self.head = nn.Linear(3, classes)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            # x: (n, 3, size, size) -> (n, classes)
+            time.sleep(sample_s * len(x))
+            logits: torch.Tensor = self.head(x.mean(dim=(2, 3)))
+            return logits
+
+    return Sleeping
+
+
+if __name__ == "__main__":
+    _rank(json.loads(sys.argv[1]))
