@@ -1,4 +1,4 @@
-"""The largest 1/128 of the entries, sent as the mean of their sign (Dryden et al., "Communication
+"""The largest 1/32 of the entries, sent as the mean of their sign (Dryden et al., "Communication
 quantization for data-parallel training of deep neural networks", MLHPC 2016)."""
 
 from typing import Final
@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.errors import UsageError
+from dlio.train.exchange.compress.sparse import SHARE, order_statistic
 
 _REACH: Final = 2.0**15
 
@@ -25,20 +26,13 @@ class Adaptive:
     Raises UsageError for a smaller ratio.
     """
 
-    def __init__(self, ratio: int = 128) -> None:
+    def __init__(self, ratio: int = SHARE) -> None:
         if ratio < 32:
             raise UsageError(f"one entry in {ratio}: send one in 32 or fewer")
         self._ratio = ratio
 
     def level(self, tensor: int, sample: npt.NDArray[np.float32]) -> float:
-        place = len(sample) - max(1, len(sample) // self._ratio)
-        sample.partition(place)
-        level = float(sample[place])
-        if level == 0:
-            # Mostly zeros: the smallest of the others.
-            level = float(sample[sample > 0].min(initial=np.inf))
-            return 0.0 if level == np.inf else level
-        return level
+        return order_statistic(sample, self._ratio)
 
     def cut(self, sizes: npt.NDArray[np.float32], level: float) -> tuple[float, float]:
         mean = float(sizes.mean(dtype=np.float64))
@@ -49,6 +43,3 @@ class Adaptive:
             sizes = sizes[sizes >= least]
             mean = float(sizes.mean(dtype=np.float64))
         return least, min(mean, 2 * float(sizes.min()))
-
-    def crowded(self, tensor: int) -> None:
-        pass
