@@ -31,8 +31,8 @@ class Adaptive:
             raise UsageError(f"one entry in {ratio}: send one in 32 or fewer")
         self._ratio = ratio
 
-    def level(self, tensor: int, sample: npt.NDArray[np.float32]) -> float:
-        return order_statistic(sample, self._ratio)
+    def level(self, tensor: int, sample: npt.NDArray[np.float32], ratio: float) -> float:
+        return order_statistic(sample, ratio)
 
     def cut(self, sizes: npt.NDArray[np.float32], level: float) -> tuple[float, float]:
         mean = float(sizes.mean(dtype=np.float64))

@@ -33,6 +33,8 @@ ROOM: Final = 27
 """Entries of a tensor for each byte that is sent of them, at least."""
 SHARE: Final = 32
 """One entry in so many is to be sent."""
+_DENSEST: Final = 4
+"""One in so many at most is to be sent of any tensor."""
 _SAMPLE: Final = 1024
 _LONGEST: Final = 127
 """Entries that one byte goes on by, at most."""
@@ -45,9 +47,9 @@ _HEAD: Final = 3
 class Rule(Protocol):
     """What is sent of a tensor, and as what."""
 
-    def level(self, tensor: int, sample: npt.NDArray[np.float32]) -> float:
-        """The |v| from which on entries are sent, from magnitudes of at most 1,024 of them,
-        shape (n,), which may be overwritten. 0 when they do not tell."""
+    def level(self, tensor: int, sample: npt.NDArray[np.float32], ratio: float) -> float:
+        """The |v| from which on entries are sent, so that one in `ratio` is, from magnitudes of at
+        most 1,024 of them, shape (n,), which may be overwritten. 0 when they do not tell."""
 
     def cut(self, sizes: npt.NDArray[np.float32], level: float) -> tuple[float, float]:
         """For the entries of one sign: (least, q).
@@ -61,10 +63,10 @@ class Rule(Protocol):
         """
 
 
-def order_statistic(sample: npt.NDArray[np.float32], ratio: int) -> float:
+def order_statistic(sample: npt.NDArray[np.float32], ratio: float) -> float:
     """The magnitude that one in `ratio` reaches, or, of mostly zeros, the smallest of the others;
     0 where all are zero. The sample is overwritten."""
-    place = len(sample) - max(1, len(sample) // ratio)
+    place = len(sample) - max(1, int(len(sample) / ratio))
     sample.partition(place)
     level = float(sample[place])
     if level == 0:
@@ -76,6 +78,8 @@ def order_statistic(sample: npt.NDArray[np.float32], ratio: int) -> float:
 @dataclass(slots=True)
 class _Tensor:
     piece: Piece
+    ratio: float
+    """Of entries to those that are to be sent."""
     room: int
     """Bytes of its entries, at most."""
     begin: int = 0
@@ -96,8 +100,10 @@ class Sparse:
         self._random = np.random.default_rng(seed)
         self.entries = pieces[-1].stop if pieces else 0
         self._small = SmallTensors(pieces, scratch)
+        large = [piece for piece in pieces if not piece.small]
         self._tensors = [
-            _Tensor(piece, max(1, piece.size // ROOM)) for piece in pieces if not piece.small
+            _Tensor(piece, ratio, max(1, int(piece.size / ratio * SHARE / ROOM)))
+            for piece, ratio in zip(large, _ratios(large), strict=True)
         ]
         self._small_at = 4 * _HEAD * len(self._tensors)
         self._steps_at = self._small_at + self._small.max_bytes
@@ -155,7 +161,7 @@ class Sparse:
             sample = np.abs(v[at] + values[at])
         else:
             sample = np.abs(v + values)
-        level = self._rule.level(number, sample)
+        level = self._rule.level(number, sample, self._tensors[number].ratio)
         if level == 0:
             largest = max(
                 float(np.abs(v[start : start + CHUNK] + values[start : start + CHUNK]).max())
@@ -225,6 +231,14 @@ class Sparse:
         sent -= q
         v[places] = sent
         return bits[0] | (bits[1] | 1 << 15) << 16, ahead[kept], negative[kept]
+
+
+def _ratios(pieces: Sequence[Piece]) -> list[float]:
+    """Of entries to those that are to be sent, for each tensor: by the square root of its size,
+    and `SHARE` of all."""
+    roots = [math.sqrt(piece.size) for piece in pieces]
+    entries = sum(piece.size for piece in pieces)
+    return [max(_DENSEST, SHARE * sum(roots) * root / entries) for root in roots]
 
 
 def _around(ahead: npt.NDArray[np.int64], begin: int, size: int) -> npt.NDArray[np.int64]:

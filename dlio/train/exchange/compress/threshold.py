@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.errors import UsageError
-from dlio.train.exchange.compress.sparse import SHARE, order_statistic
+from dlio.train.exchange.compress.sparse import order_statistic
 
 _REACH: Final = 2.0**21
 """Of numbers of three significant bits."""
@@ -36,10 +36,10 @@ class Threshold:
         self._fixed = None if threshold is None else _number(_step(threshold))
         self._steps: dict[int, int] = {}
 
-    def level(self, tensor: int, sample: npt.NDArray[np.float32]) -> float:
+    def level(self, tensor: int, sample: npt.NDArray[np.float32], ratio: float) -> float:
         if self._fixed is not None:
             return self._fixed
-        found = order_statistic(sample, SHARE)
+        found = order_statistic(sample, ratio)
         if 0 < found < math.inf:
             wanted = _step(found)
             last = self._steps.get(tensor, wanted)
