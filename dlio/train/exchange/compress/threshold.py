@@ -10,10 +10,10 @@ import numpy.typing as npt
 from dlio.errors import UsageError
 from dlio.train.exchange.compress.sparse import order_statistic
 
-_REACH: Final = 2.0**21
-"""Of numbers of three significant bits."""
-_STEPS: Final = 4
-"""Of thresholds in an octave: 1, 1.25, 1.5, 1.75."""
+_REACH: Final = 2.0**20
+"""Of numbers of four significant bits."""
+_STEPS: Final = 8
+"""Of thresholds in an octave: 1, 1.125, and so on to 1.875."""
 _LOWEST, _HIGHEST = -126 * _STEPS, 127 * _STEPS
 
 
