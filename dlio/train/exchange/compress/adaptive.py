@@ -1,4 +1,4 @@
-"""The largest 1/32 of the entries, sent as the mean of their sign (Dryden et al., "Communication
+"""The largest entries, one in 32, sent as the mean of their sign (Dryden et al., "Communication
 quantization for data-parallel training of deep neural networks", MLHPC 2016)."""
 
 from typing import Final
@@ -6,8 +6,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from dlio.errors import UsageError
-from dlio.train.exchange.compress.sparse import SHARE, order_statistic
+from dlio.train.exchange.compress.sparse import order_statistic
 
 _REACH: Final = 2.0**15
 
@@ -18,18 +17,7 @@ class Adaptive:
     So that v - q is exact for the smallest entries sent, too: where their mean is more than twice
     the level, only those beyond half the mean are sent, as at most twice their smallest. That
     takes a distribution with a tail as heavy as that of 1/v^3, or single entries far beyond all.
-
-    Args:
-        ratio: of entries to those that are sent, on average; 32 or more. A 64th of the entries is
-            the most that is sent, so that with less than 64 some always wait.
-
-    Raises UsageError for a smaller ratio.
     """
-
-    def __init__(self, ratio: int = SHARE) -> None:
-        if ratio < 32:
-            raise UsageError(f"one entry in {ratio}: send one in 32 or fewer")
-        self._ratio = ratio
 
     def level(self, tensor: int, sample: npt.NDArray[np.float32], ratio: float) -> float:
         return order_statistic(sample, ratio)

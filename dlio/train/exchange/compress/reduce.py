@@ -13,9 +13,12 @@ holds what this rank has not sent, of the own part what this rank has not told. 
 
 up to the rounding of float32 additions (and of `onebit`, see `compress`).
 
-With p ranks and messages of b bytes for the whole region, a rank sends 2 (p - 1) messages and
-about 2 (p - 1) / p b bytes: their number grows with p, their bytes do not. It decodes and sums
-in the order of ranks as messages come.
+Two ranks send each other their messages of the whole region, and add both in the order of ranks:
+as many bytes, in one hop, which leaves things out once and not twice.
+
+With more ranks, p of them, and messages of b bytes for the whole region, a rank sends 2 (p - 1)
+messages and about 2 (p - 1) / p b bytes: their number grows with p, their bytes do not. It decodes
+and sums in the order of ranks as messages come.
 """
 
 import time
@@ -36,7 +39,8 @@ TAGS = 2
 
 
 _ONE_HOP = 2
-"""Ranks that send each other their messages as they are."""
+"""Ranks that send each other messages of the whole region: as many bytes, p - 1 times b, as
+2 (p - 1) / p times b; with more ranks it would be more."""
 
 
 class _Phase(Enum):

@@ -1,10 +1,13 @@
 """Entries beyond a level, as index and sign; the rest waits in the residual.
 
-A tensor's level and what its entries are sent as come from a rule (`threshold`, `adaptive`). For
-each tensor no more than a 64th of its entries is sent: those that found no room are first in the
-next message, so that none can be kept waiting by those before it.
+A tensor's level and what its entries are sent as come from a rule (`threshold`, `adaptive`). One
+entry in 32 of a region is to be sent, and of its tensors in proportion to the square roots of their
+sizes: entries of small tensors, which more of the net goes through, have the larger gradients.
 
-An entry takes 16 bits: its place in a block of 32,768 entries, and its sign.
+An entry takes a byte: a sign, and how many entries it goes over since the one before it. Where
+these are more than 126, bytes that go over 127 each stand before it. A tensor has room for about a
+sixth more bytes than entries that are to be sent; those that find none are first in the next
+message, so that none can be kept waiting by those before it.
 
 What is exact: an entry is sent as q with |q| <= 2|v|, and where |v| > 2|q|, q's last bit is no
 finer than v's, because rules give few bits to q, and send only the largest where one entry is far
@@ -30,7 +33,7 @@ from dlio.train.exchange.compress.layout import (
 )
 
 ROOM: Final = 27
-"""Entries of a tensor for each byte that is sent of them, at least."""
+"""Entries of a region for each byte that is sent of them, at least."""
 SHARE: Final = 32
 """One entry in so many is to be sent."""
 _DENSEST: Final = 4
