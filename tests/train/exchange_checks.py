@@ -225,29 +225,6 @@ _FEWER: Final = {"onebit": 20, "threshold": 50, "adaptive": 50, "int8": 3, "bf16
 """Times fewer bytes, at least, of layers as narrow as these."""
 
 
-def check_momentum(comm: Communicator) -> None:
-    """Momentum that an exchange takes is the optimizer's, where nothing is left out; where most is,
-    ranks hold identical bytes all the same, one without samples included."""
-    for name in ("allreduce", "allreduce+adaptive", "hierarchical+threshold"):
-        net, whole = _net(1), _net(1)
-        exchange = make_exchange(name, net, comm, seed=0, momentum=0.9)
-        optimizer = _optimizer(net)
-        reference = torch.optim.SGD(_trainable(whole), lr=0.1, momentum=0.9, nesterov=True)
-        for step in range(8):
-            planned = comm.size * _BATCH if step != 5 else 1
-            inputs, labels = _samples(step, planned)
-            mine = share(planned, comm.size, comm.rank)
-            _step(net, exchange, optimizer, inputs[mine], labels[mine], planned, comm.size)
-            reference.zero_grad(set_to_none=True)
-            nn.functional.cross_entropy(whole(inputs), labels).backward()  # type: ignore[no-untyped-call]
-            reference.step()
-        assert _identical(net, comm), name
-        if name == "allreduce":
-            for (what, a), b in zip(net.named_parameters(), whole.parameters(), strict=True):
-                assert _difference(a, b) < 1e-5, f"{what} differs by {_difference(a, b)}"
-        exchange.close()
-
-
 def check_gossips(comm: Communicator) -> None:
     """Variants of gossip keep ranks together that train on different samples."""
     apart = None
@@ -378,7 +355,6 @@ CHECKS: Final[dict[str, Callable[[Communicator], None]]] = {
     "mean": check_mean,
     "sums": check_sums,
     "compressed": check_compressed,
-    "momentum": check_momentum,
     "gossips": check_gossips,
     "asgd": check_asgd,
     "distribute": check_distribute,

@@ -31,8 +31,6 @@ BODY = Path(__file__).with_name("exchange_checks.py")
         (2, ("sums", "compressed", "gossips", "distribute")),
         (3, ("sums", "compressed", "asgd", "distribute")),
         (4, ("sums", "gossips", "asgd")),
-        (2, ("momentum",)),
-        (3, ("momentum",)),
     ],
 )
 def test_ranks_keep_the_promises(mpirun: MpiRun, ranks: int, checks: tuple[str, ...]) -> None:

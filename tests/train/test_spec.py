@@ -40,22 +40,6 @@ def test_names_mean_what_they_say(
 
 
 @pytest.mark.parametrize(
-    ("text", "delays"),
-    [
-        ("allreduce+adaptive", True),
-        ("tree+threshold", True),
-        ("allreduce+onebit", False),
-        ("allreduce", False),
-        ("gossip+adaptive", False),
-        ("local-sgd(4)+adaptive", False),
-        ("gossip(gradient)+adaptive", False),
-    ],
-)
-def test_gradients_that_are_mostly_sent_later_are_known(text: str, delays: bool) -> None:
-    assert parse_exchange(text).delays == delays
-
-
-@pytest.mark.parametrize(
     ("text", "why"),
     [
         ("telepathy", "choose one of"),
