@@ -19,7 +19,7 @@ from dlio.errors import UsageError
 from dlio.files import write_whole
 from dlio.loader import DataLoader
 from dlio.train.config import TrainConfig
-from dlio.train.exchange import Exchange, make_exchange, parse_exchange
+from dlio.train.exchange import Exchange, make_exchange
 from dlio.train.exchange.buckets import averaged_state, broadcast_state, consensus_distance
 from dlio.train.model import make_model
 from dlio.train.progress import Progress
@@ -117,11 +117,10 @@ class _Run:
         broadcast_state(self.model, comm)
         # A copy without hooks, which the ranks' mean is evaluated in.
         self._mean_model = copy.deepcopy(self.model)
-        sent = _MOMENTUM if comm.size > 1 and parse_exchange(config.exchange).delays else 0.0
         self.exchange: Exchange = make_exchange(
-            config.exchange, self.model, comm, config.seed, config.pretend_nodes, sent
+            config.exchange, self.model, comm, config.seed, config.pretend_nodes
         )
-        self._optimizer = _optimizer(self.model, bare=sent > 0)
+        self._optimizer = _optimizer(self.model)
         self.steps = len(loader)
         self._global_batch = config.batch_size * comm.size
         self._mean = torch.tensor(_MEAN, device=self._device).view(1, 3, 1, 1) * 255
@@ -227,21 +226,15 @@ class _Run:
         return peak * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
 
 
-def _optimizer(model: nn.Module, bare: bool) -> torch.optim.SGD:
-    """SGD with Nesterov's momentum; no weight decay on biases and batch norms.
-
-    Args:
-        bare: the exchange has the momentum. Weights then decay by what they do with it.
-    """
-    momentum = 0.0 if bare else _MOMENTUM
-    decay = _WEIGHT_DECAY / (1 - _MOMENTUM) if bare else _WEIGHT_DECAY
+def _optimizer(model: nn.Module) -> torch.optim.SGD:
+    """SGD with Nesterov's momentum; no weight decay on biases and batch norms."""
     decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     free = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
     groups: list[dict[str, Any]] = [
-        {"params": decayed, "weight_decay": decay},
+        {"params": decayed, "weight_decay": _WEIGHT_DECAY},
         {"params": free, "weight_decay": 0.0},
     ]
-    return torch.optim.SGD(groups, lr=0.0, momentum=momentum, nesterov=not bare)
+    return torch.optim.SGD(groups, lr=0.0, momentum=_MOMENTUM, nesterov=True)
 
 
 def _open(

@@ -45,20 +45,11 @@ class Exchange(Protocol):
 
 
 def make_exchange(
-    name: str,
-    model: nn.Module,
-    comm: Communicator,
-    seed: int,
-    pretend_nodes: int | None = None,
-    momentum: float = 0.0,
+    name: str, model: nn.Module, comm: Communicator, seed: int, pretend_nodes: int | None = None
 ) -> Exchange:
-    """The exchange of a model. Collective. Raises UsageError for a name that is none.
-
-    Args:
-        momentum: see `exchange_of`.
-    """
+    """The exchange of a model. Collective. Raises UsageError for a name that is none."""
     spec = parse_exchange(name)
-    return exchange_of(spec, trainable(model), model.modules(), comm, seed, pretend_nodes, momentum)
+    return exchange_of(spec, trainable(model), model.modules(), comm, seed, pretend_nodes)
 
 
 def exchange_of(
@@ -68,7 +59,6 @@ def exchange_of(
     comm: Communicator,
     seed: int,
     pretend_nodes: int | None = None,
-    momentum: float = 0.0,
 ) -> Exchange:
     """The exchange of some parameters. Collective.
 
@@ -76,10 +66,6 @@ def exchange_of(
         named: the same on all ranks.
         modules: whose forward passes use them.
         comm: duplicated.
-        momentum: Nesterov's, which an exchange that `delays` takes of a rank's own gradients, and
-            sends (Lin et al., "Deep gradient compression", ICLR 2018), so that what is sent late is
-            not spread over yet later steps. For an optimizer that has none of its own; with one
-            backward a step. Other exchanges want 0.
     """
     from dlio.train.exchange.asgd import Asgd
     from dlio.train.exchange.gossip import Gossip
@@ -94,4 +80,4 @@ def exchange_of(
         return Asgd(named, own, spec, seed)
     if spec.payload == "delta":
         return Periodic(named, own, spec, node_of)
-    return GradientExchange(named, own, spec, node_of, momentum)
+    return GradientExchange(named, own, spec, node_of)

@@ -28,19 +28,13 @@ class GradientExchange:
     backward did not reach contribute zeros; a bucket that no parameter of is reached is left out,
     on all ranks alike. Each rank's gradients count by its `weight`, which travels with them.
 
-    With a compressor a mean that is given is not exact; what it lacks is in the next one. With
-    momentum, `.grad` has the mean of what the ranks' gradients and their momentum change.
+    With a compressor a mean that is given is not exact; what it lacks is in the next one.
 
     One rank: no hook, no copy, no communication.
     """
 
     def __init__(
-        self,
-        named: Named,
-        comm: Communicator,
-        spec: ExchangeSpec,
-        node_of: list[int],
-        momentum: float = 0.0,
+        self, named: Named, comm: Communicator, spec: ExchangeSpec, node_of: list[int]
     ) -> None:
         self._comm = comm
         groups = in_buckets(named) if comm.size > 1 else []
@@ -48,8 +42,6 @@ class GradientExchange:
         # The weight must be exact: it rides with a bucket that is not compressed, or alone.
         self._compressed = spec.compressor is not None
         self._buckets = [Bucket(group, extra=int(not self._compressed)) for group in groups]
-        self._momentum = momentum
-        self._velocities = [torch.zeros_like(each.flat) for each in self._buckets if momentum]
         self._sums: list[Sum] = []
         for number, bucket in enumerate(self._buckets):
             extra = [] if self._compressed else [("", (1,))]
@@ -189,9 +181,6 @@ class GradientExchange:
         bucket = self._buckets[number]
         for parameter in self._missing[number]:
             self._where[parameter][1].zero_()
-        if self._momentum:
-            velocity = self._velocities[number].mul_(self._momentum).add_(bucket.flat)
-            bucket.flat.add_(velocity, alpha=self._momentum)
         if not self._compressed:
             bucket.flat[-1] = self._weight
         self._sums[number].start(bucket.array)

@@ -15,7 +15,6 @@ from dlio.train.exchange.compress import NAMES as COMPRESSORS
 _PATTERN: Final = re.compile(r"([a-z-]+)(?:\(([^)]*)\))?(?:\+([a-z0-9]+))?")
 _SPARSE: Final = ("onebit", "threshold", "adaptive")
 """Compressors that leave most of it for later: of what adds up, not of weights."""
-_DELAYING: Final = ("threshold", "adaptive")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +31,6 @@ class ExchangeSpec:
     period: int = 1
     """Steps between two exchanges, at least."""
     compressor: str | None = None
-
-    @property
-    def delays(self) -> bool:
-        """Whether most of each gradient is sent in a later step than its own. The momentum is then
-        better taken before it is sent, see `make_exchange`."""
-        return self.payload == "gradient" and self.merge == "sum" and self.compressor in _DELAYING
 
     def __str__(self) -> str:
         text = self.preset
