@@ -25,7 +25,7 @@ from dlio.train.exchange.compress.layout import (
     pieces_of,
     split,
 )
-from dlio.train.exchange.compress.sparse import ROOM, SHARE, Sparse, _entries, _steps
+from dlio.train.exchange.compress.sparse import ROOM, SHARE, Sparse, _entries, _steps, ratios_of
 from dlio.train.exchange.compress.threshold import Threshold
 
 Floats = npt.NDArray[np.float32]
@@ -324,6 +324,17 @@ def test_messages_never_outgrow_their_share(name: str, kind: str) -> None:
         q, used = encoded(compressor, drawn(kind, count, step) * np.float32(0.25), residual)
         assert np.count_nonzero(q) <= count // ROOM
         assert used <= compressor.max_bytes <= 4 * count / 100
+
+
+@given(st.lists(st.integers(1, 10**7), max_size=40))
+def test_shares_of_tensors_add_up(drawn_sizes: list[int]) -> None:
+    sizes = np.array(drawn_sizes, np.int64)
+    ratios = ratios_of(sizes)
+    assert (sizes / ratios).sum() == pytest.approx(sizes.sum() / SHARE)
+    order = np.argsort(sizes)
+    assert (np.diff(ratios[order]) >= -1e-6).all()
+    assert (np.diff((sizes / ratios)[order]) >= -1e-6).all()
+    assert ((ratios >= 4) & (ratios <= 64)).all()
 
 
 @pytest.mark.parametrize("name", ["threshold", "adaptive"])

@@ -1,8 +1,9 @@
 """Entries beyond a level, as index and sign; the rest waits in the residual.
 
 A tensor's level and what its entries are sent as come from a rule (`threshold`, `adaptive`). One
-entry in 32 of a region is to be sent, and of its tensors in proportion to the square roots of their
-sizes: entries of small tensors, which more of the net goes through, have the larger gradients.
+entry in 32 of a region is to be sent, and of each tensor as many as the square root of its size
+says, between one in 4 and one in 64: small ones (the classifier, convolutions of 1x1) have entries
+with by far the larger gradients, and take few bytes.
 
 An entry takes a byte: a sign, and how many entries it goes over since the one before it. Where
 these are more than 126, bytes that go over 127 each stand before it. A tensor has room for about a
@@ -37,7 +38,9 @@ ROOM: Final = 27
 SHARE: Final = 32
 """One entry in so many is to be sent."""
 _DENSEST: Final = 4
-"""One in so many at most is to be sent of any tensor."""
+"""Of any tensor one entry in so many is to be sent, at most."""
+_SPARSEST: Final = 64
+"""Of any tensor one entry in so many is to be sent, at least."""
 _SAMPLE: Final = 1024
 _LONGEST: Final = 127
 """Entries that one byte goes on by, at most."""
@@ -104,9 +107,10 @@ class Sparse:
         self.entries = pieces[-1].stop if pieces else 0
         self._small = SmallTensors(pieces, scratch)
         large = [piece for piece in pieces if not piece.small]
+        ratios = ratios_of(np.array([piece.size for piece in large], np.int64)).tolist()
         self._tensors = [
             _Tensor(piece, ratio, max(1, int(piece.size / ratio * SHARE / ROOM)))
-            for piece, ratio in zip(large, _ratios(large), strict=True)
+            for piece, ratio in zip(large, ratios, strict=True)
         ]
         self._small_at = 4 * _HEAD * len(self._tensors)
         self._steps_at = self._small_at + self._small.max_bytes
@@ -236,12 +240,20 @@ class Sparse:
         return bits[0] | (bits[1] | 1 << 15) << 16, ahead[kept], negative[kept]
 
 
-def _ratios(pieces: Sequence[Piece]) -> list[float]:
-    """Of entries to those that are to be sent, for each tensor: by the square root of its size,
-    and `SHARE` of all."""
-    roots = [math.sqrt(piece.size) for piece in pieces]
-    entries = sum(piece.size for piece in pieces)
-    return [max(_DENSEST, SHARE * sum(roots) * root / entries) for root in roots]
+def ratios_of(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Of entries to those that are to be sent, for tensors of such sizes: in proportion to the
+    square roots of these, within bounds, so that it is `SHARE` of all."""
+    roots = np.sqrt(sizes)
+    least, most = sizes / _SPARSEST, sizes / _DENSEST
+    low, high = 0.0, float(roots.max(initial=0.0))
+    for _ in range(50):
+        factor = (low + high) / 2
+        if np.clip(factor * roots, least, most).sum() < sizes.sum() / SHARE:
+            low = factor
+        else:
+            high = factor
+    ratios: npt.NDArray[np.float64] = sizes / np.clip(high * roots, least, most)
+    return ratios
 
 
 def _around(ahead: npt.NDArray[np.int64], begin: int, size: int) -> npt.NDArray[np.int64]:
