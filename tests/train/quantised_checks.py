@@ -62,14 +62,17 @@ def check_counts(comm: Communicator) -> None:
         for step in range(3):
             reduction.start(_gradient(step, comm.rank))
             reduction.wait()
+        hops = 1 if comm.size == 2 else 2
         parts = [
             make_compressor(name, part, Scratch()).max_bytes
-            for part in split(pieces_of(LAYOUT), comm.size)
+            for part in split(pieces_of(LAYOUT), 1 if hops == 1 else comm.size)
         ]
         others = comm.size - 1
-        most = 3 * (sum(parts) + (others - 1) * parts[comm.rank])
+        most = 3 * parts[0]
+        if hops == 2:
+            most = 3 * (sum(parts) + (others - 1) * parts[comm.rank])
         counted = reduction.statistics()
-        assert counted["messages"] == 3 * 2 * others
+        assert counted["messages"] == 3 * hops * others
         assert counted["wait_s"] >= 0
         if name in ("threshold", "adaptive"):
             assert 0 < counted["bytes"] <= most

@@ -3,8 +3,8 @@
 | name        | bits an entry  | what is sent                                              |
 |-------------|----------------|-----------------------------------------------------------|
 | `onebit`    | about 1.03     | the sign; two means for each run of 1,024 entries or more |
-| `threshold` | at most 0.25   | index and sign of entries beyond a fixed threshold        |
-| `adaptive`  | at most 0.25   | the same of the 1/128 largest, with the mean of each sign |
+| `threshold` | about 0.26     | index and sign of entries beyond a threshold, one in 32   |
+| `adaptive`  | about 0.26     | the same of the largest, with the mean of each sign       |
 | `int8`      | 8.03           | whole multiples of a power of two per 256 entries         |
 | `bf16`      | 16             | bfloat16                                                  |
 | `fp16`      | 16             | float16, scaled by a power of two per 32,768 entries      |

@@ -1,4 +1,4 @@
-"""The largest 1/128 of the entries, sent as the mean of their sign (Dryden et al., "Communication
+"""The largest entries, one in 32, sent as the mean of their sign (Dryden et al., "Communication
 quantization for data-parallel training of deep neural networks", MLHPC 2016)."""
 
 from typing import Final
@@ -6,7 +6,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from dlio.errors import UsageError
+from dlio.train.exchange.compress.sparse import order_statistic
 
 _REACH: Final = 2.0**15
 
@@ -17,28 +17,10 @@ class Adaptive:
     So that v - q is exact for the smallest entries sent, too: where their mean is more than twice
     the level, only those beyond half the mean are sent, as at most twice their smallest. That
     takes a distribution with a tail as heavy as that of 1/v^3, or single entries far beyond all.
-
-    Args:
-        ratio: of entries to those that are sent, on average; 32 or more. A 64th of the entries is
-            the most that is sent, so that with less than 64 some always wait.
-
-    Raises UsageError for a smaller ratio.
     """
 
-    def __init__(self, ratio: int = 128) -> None:
-        if ratio < 32:
-            raise UsageError(f"one entry in {ratio}: send one in 32 or fewer")
-        self._ratio = ratio
-
-    def level(self, tensor: int, sample: npt.NDArray[np.float32]) -> float:
-        place = len(sample) - max(1, len(sample) // self._ratio)
-        sample.partition(place)
-        level = float(sample[place])
-        if level == 0:
-            # Mostly zeros: the smallest of the others.
-            level = float(sample[sample > 0].min(initial=np.inf))
-            return 0.0 if level == np.inf else level
-        return level
+    def level(self, tensor: int, sample: npt.NDArray[np.float32], ratio: float) -> float:
+        return order_statistic(sample, ratio)
 
     def cut(self, sizes: npt.NDArray[np.float32], level: float) -> tuple[float, float]:
         mean = float(sizes.mean(dtype=np.float64))
@@ -49,6 +31,3 @@ class Adaptive:
             sizes = sizes[sizes >= least]
             mean = float(sizes.mean(dtype=np.float64))
         return least, min(mean, 2 * float(sizes.min()))
-
-    def crowded(self, tensor: int) -> None:
-        pass

@@ -13,9 +13,12 @@ holds what this rank has not sent, of the own part what this rank has not told. 
 
 up to the rounding of float32 additions (and of `onebit`, see `compress`).
 
-With p ranks and messages of b bytes for the whole region, a rank sends 2 (p - 1) messages and
-about 2 (p - 1) / p b bytes: their number grows with p, their bytes do not. It decodes and sums
-in the order of ranks as messages come.
+Two ranks send each other their messages of the whole region, and add both in the order of ranks:
+as many bytes, in one hop, which leaves things out once and not twice.
+
+With more ranks, p of them, and messages of b bytes for the whole region, a rank sends 2 (p - 1)
+messages and about 2 (p - 1) / p b bytes: their number grows with p, their bytes do not. It decodes
+and sums in the order of ranks as messages come.
 """
 
 import time
@@ -33,6 +36,11 @@ from dlio.train.exchange.compress.layout import Piece, Scratch, pieces_of, split
 
 TAGS = 2
 """Of a QuantisedAllreduce: its first tag, and the one after it."""
+
+
+_ONE_HOP = 2
+"""Ranks that send each other messages of the whole region: as many bytes, p - 1 times b, as
+2 (p - 1) / p times b; with more ranks it would be more."""
 
 
 class _Phase(Enum):
@@ -90,19 +98,22 @@ class QuantisedAllreduce:
         alone = comm.size == 1
         self.residual = np.zeros(0 if alone else self.entries, np.float32)
         """What this rank has not yet given to others, shape (entries,): part of a checkpoint."""
+        self._one_hop = comm.size == _ONE_HOP
         self._parts: list[_Part] = []
         begin = 0
-        for part in split(pieces, comm.size):
+        for part in split(pieces, 1 if self._one_hop else comm.size):
             self._parts.append(_Part([] if alone else part, begin, compressor, scratch))
             begin = self._parts[-1].span.stop
-        own = self._parts[comm.rank].compressor
+        self._own = self._parts[0 if self._one_hop else comm.rank]
+        """What other ranks send this one their shares of."""
+        own = self._own.compressor
         self._shares = {
             rank: np.empty(own.max_bytes, np.uint8)
             for rank in range(comm.size)
             if rank != comm.rank and own.entries
         }
         self._share_requests: dict[int, Request] = {}
-        self._total = np.empty(own.entries, np.float32)
+        self._total = np.empty(0 if self._one_hop else own.entries, np.float32)
         self._next_rank = 0
         self._sends: list[Request] = []
         self._phase = _Phase.IDLE
@@ -129,6 +140,11 @@ class QuantisedAllreduce:
         self._next_rank = 0
         for rank, share in self._shares.items():
             self._share_requests[rank] = self._comm.irecv(share, rank, self._tag)
+        if self._one_hop:
+            if self.entries:
+                self._send(self._own, region, list(self._shares), self._tag)
+                self._total = region
+            return
         # From the next rank on, so that not all send to the same one first.
         for step in range(1, self._comm.size):
             rank = (self._comm.rank + step) % self._comm.size
@@ -140,7 +156,8 @@ class QuantisedAllreduce:
     def advance(self) -> bool:
         """Do whatever can be done without waiting; whether the sum is there."""
         if self._phase is _Phase.SHARES and self._add_shares():
-            self._tell_sum()
+            if not self._one_hop:
+                self._tell_sum()
             self._phase = _Phase.SUMS
         if self._phase is _Phase.SUMS:
             self._take_sums()
@@ -225,14 +242,17 @@ class QuantisedAllreduce:
 
     def _add_shares(self) -> bool:
         """Add to the own part's total, rank by rank; whether all have been added."""
-        own = self._parts[self._comm.rank]
+        own = self._own
         if not own.compressor.entries:
             return True
         while self._next_rank < self._comm.size:
             rank = self._next_rank
             if rank == 0:
                 self._total[:] = 0
-            if rank == self._comm.rank:
+            if rank == self._comm.rank and self._one_hop:
+                with np.errstate(over="ignore"):
+                    own.compressor.add(own.outgoing, self._total)
+            elif rank == self._comm.rank:
                 self._total += self._region[own.span]
             elif self._share_requests[rank].done():
                 with np.errstate(over="ignore"):  # Found and named when the sum is compressed.
@@ -244,7 +264,7 @@ class QuantisedAllreduce:
         return True
 
     def _tell_sum(self) -> None:
-        own = self._parts[self._comm.rank]
+        own = self._own
         if own.compressor.entries:
             self._send(own, self._total, list(self._shares), self._tag + 1)
             self._take(own, own.outgoing)

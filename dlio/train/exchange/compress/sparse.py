@@ -1,10 +1,14 @@
 """Entries beyond a level, as index and sign; the rest waits in the residual.
 
-A tensor's level and what its entries are sent as come from a rule (`threshold`, `adaptive`). For
-each tensor no more than a 64th of its entries is sent: those that found no room are first in the
-next message, so that none can be kept waiting by those before it.
+A tensor's level and what its entries are sent as come from a rule (`threshold`, `adaptive`). One
+entry in 32 of a region is to be sent, and of each tensor as many as the square root of its size
+says, between one in 4 and one in 64: small ones (the classifier, convolutions of 1x1) have entries
+with by far the larger gradients, and take few bytes.
 
-An entry takes 16 bits: its place in a block of 32,768 entries, and its sign.
+An entry takes a byte: a sign, and how many entries it goes over since the one before it. Where
+these are more than 126, bytes that go over 127 each stand before it. A tensor has room for about a
+sixth more bytes than entries that are to be sent; those that find none are first in the next
+message, so that none can be kept waiting by those before it.
 
 What is exact: an entry is sent as q with |q| <= 2|v|, and where |v| > 2|q|, q's last bit is no
 finer than v's, because rules give few bits to q, and send only the largest where one entry is far
@@ -29,51 +33,69 @@ from dlio.train.exchange.compress.layout import (
     refuse_not_finite,
 )
 
-MOST_SENT: Final = 64
-"""One entry in so many, at most."""
+ROOM: Final = 27
+"""Entries of a region for each byte that is sent of them, at least."""
+SHARE: Final = 32
+"""One entry in so many is to be sent."""
+_DENSEST: Final = 4
+"""Of any tensor one entry in so many is to be sent, at most."""
+_SPARSEST: Final = 64
+"""Of any tensor one entry in so many is to be sent, at least."""
 _SAMPLE: Final = 1024
-_BLOCK: Final = 1 << 15
-_PLACE: Final = _BLOCK - 1
-_SIGN: Final = np.uint16(_BLOCK)
+_LONGEST: Final = 127
+"""Entries that one byte goes on by, at most."""
+_ESCAPE: Final = 127
+_SIGN: Final = 128
+_HEAD: Final = 3
+"""Words of 32 bits that a tensor has in the head."""
 
 
 class Rule(Protocol):
     """What is sent of a tensor, and as what."""
 
-    def level(self, tensor: int, sample: npt.NDArray[np.float32]) -> float:
-        """The |v| from which on entries are sent, from magnitudes of at most 1,024 of them,
-        shape (n,), which may be overwritten. 0 when they do not tell."""
+    def level(self, tensor: int, sample: npt.NDArray[np.float32], ratio: float) -> float:
+        """The |v| from which on entries are sent, so that one in `ratio` is, from magnitudes of at
+        most 1,024 of them, shape (n,), which may be overwritten. 0 when they do not tell."""
 
     def cut(self, sizes: npt.NDArray[np.float32], level: float) -> tuple[float, float]:
         """For the entries of one sign: (least, q).
 
         Those that are smaller than `least` are not sent after all, the others as q, which is cut
-        to a bfloat16 number. So that v - q is exact: q <= 2 least and, for the largest v, either
-        v <= 2^15 q, or q is a power of two and v <= 2^23 q.
+        to a bfloat16 number. So that v - q is exact: q <= 2 least and, for the largest v,
+        v <= 2^(24 - n) q where q has n significant bits.
 
         Args:
             sizes: magnitudes, all at least `level`, shape (n > 0,).
         """
 
-    def crowded(self, tensor: int) -> None:
-        """More entries were beyond the level than can be sent."""
+
+def order_statistic(sample: npt.NDArray[np.float32], ratio: float) -> float:
+    """The magnitude that one in `ratio` reaches, or, of mostly zeros, the smallest of the others;
+    0 where all are zero. The sample is overwritten."""
+    place = len(sample) - max(1, int(len(sample) / ratio))
+    sample.partition(place)
+    level = float(sample[place])
+    if level == 0:
+        level = float(sample[sample > 0].min(initial=np.inf))
+        return 0.0 if level == np.inf else level
+    return level
 
 
 @dataclass(slots=True)
 class _Tensor:
     piece: Piece
-    most: int
-    """Entries sent, at most."""
-    blocks: slice
-    """Of the message's counts."""
-    next_entry: int = 0
+    ratio: float
+    """Of entries to those that are to be sent."""
+    room: int
+    """Bytes of its entries, at most."""
+    begin: int = 0
     """Where to begin to look for what is to be sent."""
 
 
 class Sparse:
-    """Message: for each large tensor, two bfloat16 numbers, for positive and negative entries;
-    entries of each block, uint16 (blocks,); words uint16 (sum of these,); small tensors, whose
-    length is fixed, stand before the words."""
+    """Message: for each large tensor three words, uint32: two bfloat16 numbers, for positive and
+    (above) for negative entries; the entry that it begins at; its bytes. Then small tensors, whose
+    length is fixed, and the bytes, tensor by tensor."""
 
     def __init__(
         self, pieces: Sequence[Piece], scratch: Scratch, rule: Rule, seed: int = 0
@@ -84,23 +106,15 @@ class Sparse:
         self._random = np.random.default_rng(seed)
         self.entries = pieces[-1].stop if pieces else 0
         self._small = SmallTensors(pieces, scratch)
-        self._tensors: list[_Tensor] = []
-        starts = []
-        blocks = 0
-        for piece in pieces:
-            if not piece.small:
-                starts.append(np.arange(piece.start, piece.stop, _BLOCK))
-                last = blocks + len(starts[-1])
-                most = max(1, piece.size // MOST_SENT)
-                self._tensors.append(_Tensor(piece, most, slice(blocks, last)))
-                blocks = last
-        self._block_starts = np.concatenate([*starts, np.empty(0, np.int64)])
-        self._block_tensors = np.repeat(np.arange(len(starts)), [len(each) for each in starts])
-        self._counts_at = 4 * len(self._tensors)
-        self._small_at = self._counts_at + 2 * blocks
-        self._words_at = self._small_at + self._small.max_bytes + self._small.max_bytes % 2
-        self._most = sum(tensor.most for tensor in self._tensors)
-        self.max_bytes = self._words_at + 2 * self._most
+        large = [piece for piece in pieces if not piece.small]
+        ratios = ratios_of(np.array([piece.size for piece in large], np.int64)).tolist()
+        self._tensors = [
+            _Tensor(piece, ratio, max(1, int(piece.size / ratio * SHARE / ROOM)))
+            for piece, ratio in zip(large, ratios, strict=True)
+        ]
+        self._small_at = 4 * _HEAD * len(self._tensors)
+        self._steps_at = self._small_at + self._small.max_bytes
+        self.max_bytes = self._steps_at + sum(tensor.room for tensor in self._tensors)
 
     def encode(
         self,
@@ -108,45 +122,42 @@ class Sparse:
         residual: npt.NDArray[np.float32],
         message: npt.NDArray[np.uint8],
     ) -> int:
-        means = message[: self._counts_at].view(np.uint16).reshape(-1, 2)
-        counts = message[self._counts_at : self._small_at].view(np.uint16)
-        words = message[self._words_at : self.max_bytes].view(np.uint16)
-        at = 0
+        head = message[: self._small_at].view(np.uint32).reshape(-1, _HEAD)
+        at = self._steps_at
         with np.errstate(all="ignore"):
             self._small.encode(values, residual, message[self._small_at :])
             for number, tensor in enumerate(self._tensors):
                 piece = tensor.piece
                 v = residual[piece.start : piece.stop]
                 level = self._level(number, v, values[piece.start : piece.stop])
-                places = self._candidates(tensor, v, values[piece.start : piece.stop], level)
-                if tensor.next_entry:
-                    self._rule.crowded(number)
-                means[number], places, negative = self._send(v, places, level)
-                word = (places & _PLACE).astype(np.uint16)
-                word[negative] |= _SIGN
-                words[at : at + len(word)] = word
-                at += len(word)
-                length = tensor.blocks.stop - tensor.blocks.start
-                counts[tensor.blocks] = np.bincount(places // _BLOCK, minlength=length)
-        return self._words_at + 2 * at
+                begin = tensor.begin
+                ahead = self._candidates(tensor, v, values[piece.start : piece.stop], level)
+                bits, ahead, negative = self._send(v, begin, ahead, level)
+                steps = _steps(ahead, negative)
+                message[at : at + len(steps)] = steps
+                at += len(steps)
+                head[number] = bits, begin, len(steps)
+        return at
 
     def add(self, message: npt.NDArray[np.uint8], into: npt.NDArray[np.float32]) -> None:
-        if len(message) < self._words_at:
+        if len(message) < self._steps_at:
             raise CommError(f"a message of {len(message)} bytes is damaged: it has no whole head")
-        means = message[: self._counts_at].view(np.uint16).reshape(-1, 2)
-        counts = message[self._counts_at : self._small_at].view(np.uint16).astype(np.int64)
-        total = int(counts.sum())
-        if total > self._most or self._words_at + 2 * total > len(message):
-            raise CommError(f"a message says that it holds {total} entries: it is damaged")
+        head = message[: self._small_at].view(np.uint32).reshape(-1, _HEAD)
+        at = self._steps_at
+        total = int(head[:, 2].sum(dtype=np.int64))
+        if at + total > len(message):
+            raise CommError(f"a message says that it holds {total} steps: it is damaged")
         self._small.add(message[self._small_at :], into)
-        words = message[self._words_at :][: 2 * total].view(np.uint16)
-        places = (words & _PLACE).astype(np.int64)
-        places += np.repeat(self._block_starts, counts)
-        if total and int(places.max()) >= self.entries:
-            raise CommError("a message has an entry beyond the region's end: it is damaged")
-        plus, minus = (means.T.astype(np.uint32) << 16).view(np.float32)[:, self._block_tensors]
-        q = np.where(words & _SIGN, np.repeat(minus, counts), np.repeat(plus, counts))
-        into[places] += q
+        for tensor, (bits, begin, length) in zip(self._tensors, head.tolist(), strict=True):
+            ahead, negative = _entries(message[at : at + length])
+            at += length
+            size = tensor.piece.size
+            if begin >= size or (len(ahead) and int(ahead[-1]) >= size):
+                raise CommError(
+                    f"a message has an entry beyond the end of {tensor.piece.name}: it is damaged"
+                )
+            q = np.where(negative, *(_from_bfloat16(each) for each in (bits >> 16, bits & 0xFFFF)))
+            into[tensor.piece.start : tensor.piece.stop][_around(ahead, begin, size)] += q
 
     def _level(
         self, number: int, v: npt.NDArray[np.float32], values: npt.NDArray[np.float32]
@@ -157,7 +168,7 @@ class Sparse:
             sample = np.abs(v[at] + values[at])
         else:
             sample = np.abs(v + values)
-        level = self._rule.level(number, sample)
+        level = self._rule.level(number, sample, self._tensors[number].ratio)
         if level == 0:
             largest = max(
                 float(np.abs(v[start : start + CHUNK] + values[start : start + CHUNK]).max())
@@ -174,9 +185,10 @@ class Sparse:
         values: npt.NDArray[np.float32],
         level: float,
     ) -> npt.NDArray[np.int64]:
-        """Add values to v; the entries that are to be sent, at most tensor.most, in order."""
+        """Add values to v; how far ahead of tensor.begin the entries lie that are to be sent, in
+        order. Moves tensor.begin to the first that there is no room for."""
         limit = np.float32(level)
-        begin = tensor.next_entry
+        begin = tensor.begin
         found: list[npt.NDArray[np.int64]] = []
         count = 0
         before = np.empty(0, np.int64)
@@ -189,7 +201,7 @@ class Sparse:
             np.abs(chunk, out=w)
             if not all_finite(w):
                 refuse_not_finite(chunk, tensor.piece.start + start, self._pieces)
-            if count > tensor.most:
+            if count > tensor.room:
                 continue
             places = np.flatnonzero(np.greater_equal(w, limit, out=mask))
             places += start
@@ -199,18 +211,17 @@ class Sparse:
             found.append(places)
             count += len(places)
         places = np.concatenate([*found, before])
-        tensor.next_entry = 0
-        if len(places) > tensor.most:
-            tensor.next_entry = int(places[tensor.most])
-            places = places[: tensor.most]
-        if begin:
-            places.sort()
-        return places
+        ahead = np.where(places < begin, places + (len(v) - begin), places - begin)
+        fit = int(np.searchsorted(np.cumsum(1 + _escapes(ahead)), tensor.room, side="right"))
+        tensor.begin = int(places[fit]) if fit < len(places) else 0
+        return ahead[:fit]
 
     def _send(
-        self, v: npt.NDArray[np.float32], places: npt.NDArray[np.int64], level: float
-    ) -> tuple[tuple[int, int], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Take out of v what is sent; its bits for each sign, the entries, which are negative."""
+        self, v: npt.NDArray[np.float32], begin: int, ahead: npt.NDArray[np.int64], level: float
+    ) -> tuple[int, npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Take out of v what is sent; the bits of both signs' numbers, the entries, which are
+        negative."""
+        places = _around(ahead, begin, len(v))
         sent = v[places]
         negative = np.signbit(sent)
         sizes = np.abs(sent)
@@ -226,9 +237,56 @@ class Sparse:
         np.negative(q, out=q, where=negative)
         sent -= q
         v[places] = sent
-        if not kept.all():
-            places, negative = places[kept], negative[kept]
-        return (bits[0], bits[1] | int(_SIGN)), places, negative
+        return bits[0] | (bits[1] | 1 << 15) << 16, ahead[kept], negative[kept]
+
+
+def ratios_of(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Of entries to those that are to be sent, for tensors of such sizes: in proportion to the
+    square roots of these, within bounds, so that it is `SHARE` of all."""
+    roots = np.sqrt(sizes)
+    least, most = sizes / _SPARSEST, sizes / _DENSEST
+    low, high = 0.0, float(roots.max(initial=0.0))
+    for _ in range(50):
+        factor = (low + high) / 2
+        if np.clip(factor * roots, least, most).sum() < sizes.sum() / SHARE:
+            low = factor
+        else:
+            high = factor
+    ratios: npt.NDArray[np.float64] = sizes / np.clip(high * roots, least, most)
+    return ratios
+
+
+def _around(ahead: npt.NDArray[np.int64], begin: int, size: int) -> npt.NDArray[np.int64]:
+    """Places in a tensor of what lies so far ahead of `begin`: behind its end comes its start."""
+    places = ahead + begin
+    places[places >= size] -= size
+    return places
+
+
+def _escapes(ahead: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """How many bytes stand before each entry's own, to come near enough to it."""
+    escapes: npt.NDArray[np.int64] = (np.diff(ahead, prepend=-1) - 1) // _LONGEST
+    return escapes
+
+
+def _steps(ahead: npt.NDArray[np.int64], negative: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint8]:
+    """A byte for each entry: how many entries it goes over, and the sign above; and before it,
+    where these are too many, bytes that go on by 127 without an entry."""
+    escapes = _escapes(ahead)
+    steps = np.full(len(ahead) + int(escapes.sum()), _ESCAPE, np.uint8)
+    over = (np.diff(ahead, prepend=-1) - 1) - _LONGEST * escapes
+    steps[np.cumsum(escapes + 1) - 1] = over + _SIGN * negative
+    return steps
+
+
+def _entries(
+    steps: npt.NDArray[np.uint8],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """What `_steps` was made of."""
+    over = steps & np.uint8(_SIGN - 1)
+    ahead = np.cumsum(np.minimum(over + np.uint8(1), np.uint8(_LONGEST)), dtype=np.int64) - 1
+    is_entry = over != _ESCAPE
+    return ahead[is_entry], steps[is_entry] >= _SIGN
 
 
 def _from_bfloat16(bits: int) -> np.float32:

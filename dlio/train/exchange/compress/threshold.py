@@ -1,5 +1,5 @@
-"""Entries beyond a fixed threshold, sent as the threshold (Strom, "Scalable distributed DNN
-training using commodity GPU cloud computing", Interspeech 2015)."""
+"""Entries beyond a threshold, sent as the threshold (Strom, "Scalable distributed DNN training
+using commodity GPU cloud computing", Interspeech 2015)."""
 
 import math
 from typing import Final
@@ -8,26 +8,24 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.errors import UsageError
-from dlio.train.exchange.compress.sparse import MOST_SENT
+from dlio.train.exchange.compress.sparse import order_statistic
 
-_FIRST: Final = 8
-"""Thresholds that are chosen here begin as so many root mean squares."""
-_REACH: Final = 2.0**23
-_LOWEST, _HIGHEST = -126, 127
-"""Exponents of thresholds."""
+_REACH: Final = 2.0**20
+"""Of numbers of four significant bits."""
+_STEPS: Final = 8
+"""Of thresholds in an octave: 1, 1.125, and so on to 1.875."""
+_LOWEST, _HIGHEST = -126 * _STEPS, 127 * _STEPS
 
 
 class Threshold:
-    """Each tensor has a threshold, a power of two, from its first gradient that is not zero on.
+    """Each tensor has a threshold, which follows what one entry in 32 is beyond, by steps of an
+    eighth to a quarter.
 
-    It begins as 8 times that gradient's root mean square: sums of gradients that are independent
-    from step to step leave [-t, t] after (t / rms)^2 steps, so that about one entry in 64 is sent.
-    It doubles after every 64 messages in which more entries were beyond it than could be sent:
-    else residuals would grow without end where gradients are alike from step to step. In 64 such
-    messages each entry has its turn. Little is sent in the first steps, until residuals have grown.
+    One that stays as it is, as Strom has them, would have to be tuned for each network, and sends
+    ever less as gradients become smaller, or lets residuals grow.
 
     Args:
-        threshold: the same for all tensors and steps, instead; rounded to the nearest power of two.
+        threshold: the same for all tensors and steps, instead; rounded to a nearby step.
 
     Raises UsageError for a threshold that is not above 0.
     """
@@ -35,19 +33,18 @@ class Threshold:
     def __init__(self, threshold: float | None = None) -> None:
         if threshold is not None and not 0 < threshold < math.inf:
             raise UsageError(f"a threshold of {threshold}: give a number above 0")
-        self._fixed = None if threshold is None else _power_of_two(threshold)
-        self._levels: dict[int, float] = {}
-        self._crowded: dict[int, int] = {}
+        self._fixed = None if threshold is None else _number(_step(threshold))
+        self._steps: dict[int, int] = {}
 
-    def level(self, tensor: int, sample: npt.NDArray[np.float32]) -> float:
+    def level(self, tensor: int, sample: npt.NDArray[np.float32], ratio: float) -> float:
         if self._fixed is not None:
             return self._fixed
-        level = self._levels.get(tensor, 0.0)
-        if level == 0:
-            rms = float(np.sqrt(np.mean(np.square(sample, dtype=np.float64))))
-            if 0 < rms < math.inf:
-                level = self._levels[tensor] = _power_of_two(_FIRST * rms)
-        return level
+        found = order_statistic(sample, ratio)
+        if 0 < found < math.inf:
+            wanted = _step(found)
+            last = self._steps.get(tensor, wanted)
+            self._steps[tensor] = last + min(max(wanted - last, -1), 1)
+        return _number(self._steps[tensor]) if tensor in self._steps else 0.0
 
     def cut(self, sizes: npt.NDArray[np.float32], level: float) -> tuple[float, float]:
         largest = float(sizes.max())
@@ -55,11 +52,13 @@ class Threshold:
             level *= 2
         return level, level
 
-    def crowded(self, tensor: int) -> None:
-        self._crowded[tensor] = self._crowded.get(tensor, 0) + 1
-        if self._crowded[tensor] % MOST_SENT == 0 and tensor in self._levels:
-            self._levels[tensor] = min(2 * self._levels[tensor], 2.0**_HIGHEST)
+
+def _step(value: float) -> int:
+    """The number of the nearest threshold."""
+    fraction, exponent = math.frexp(value)
+    step = (exponent - 1) * _STEPS + round((2 * fraction - 1) * _STEPS)
+    return min(max(step, _LOWEST), _HIGHEST)
 
 
-def _power_of_two(value: float) -> float:
-    return 2.0 ** min(max(round(math.log2(value)), _LOWEST), _HIGHEST)
+def _number(step: int) -> float:
+    return math.ldexp(1 + step % _STEPS / _STEPS, step // _STEPS)
