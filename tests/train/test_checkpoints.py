@@ -59,6 +59,8 @@ def _forget_after(folder: Path, count: int) -> None:
         ("allreduce", "resnet(width=4)"),
         ("gossip", "nets:dropping"),
         ("local-sgd(4)+int8", "nets:mlp"),
+        ("allreduce+adaptive", "nets:mlp"),
+        ("gossip+threshold", "nets:mlp"),
     ],
 )
 def test_a_run_goes_on_in_the_middle_of_an_epoch_as_if_it_had_not_been_stopped(

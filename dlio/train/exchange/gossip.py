@@ -157,6 +157,8 @@ class Gossip:
         for number, lane in enumerate(self._lanes):
             if len(lane.residual):
                 state[f"owed/{number}"] = torch.from_numpy(lane.residual)
+            if lane.codec is not None:
+                state[f"codec/{number}"] = torch.from_numpy(lane.codec.state())
             if len(lane.before):
                 state[f"before/{number}"] = torch.from_numpy(lane.before)
         return state
@@ -166,6 +168,8 @@ class Gossip:
         for number, lane in enumerate(self._lanes):
             if f"owed/{number}" in state:
                 lane.residual[:] = state[f"owed/{number}"].numpy()
+            if lane.codec is not None and f"codec/{number}" in state:
+                lane.codec.load_state(state[f"codec/{number}"].numpy())
             lane.before = state.get(f"before/{number}", torch.empty(0)).numpy().copy()
 
     def statistics(self) -> dict[str, float]:

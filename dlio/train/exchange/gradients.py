@@ -27,7 +27,8 @@ from dlio.train.exchange.paths import (
     find_path,
 )
 from dlio.train.exchange.spec import ExchangeSpec
-from dlio.train.exchange.sums import Sum, load_residuals, make_sum, residuals_of
+from dlio.train.exchange.sums import Sum, make_sum, state_of
+from dlio.train.exchange.sums import load_state as load_sums
 
 _FIRST_TAG: Final = 1
 
@@ -150,10 +151,10 @@ class GradientExchange:
         pass
 
     def state(self) -> dict[str, torch.Tensor]:
-        return residuals_of(self._totals)
+        return state_of(self._totals)
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        load_residuals(self._totals, state)
+        load_sums(self._totals, state)
 
     def statistics(self) -> dict[str, float]:
         told = [each.statistics() for each in self._sums]

@@ -17,7 +17,8 @@ from dlio.train.exchange.buckets import Bucket, Named, in_buckets
 from dlio.train.exchange.compress.layout import Scratch
 from dlio.train.exchange.compress.reduce import TAGS
 from dlio.train.exchange.spec import ExchangeSpec
-from dlio.train.exchange.sums import load_residuals, make_sum, residuals_of
+from dlio.train.exchange.sums import load_state as load_sums
+from dlio.train.exchange.sums import make_sum, state_of
 
 _FIRST_TAG: Final = 1
 _OUTER_RATE: Final = 0.7
@@ -73,13 +74,13 @@ class Periodic:
             self._agree()
 
     def state(self) -> dict[str, torch.Tensor]:
-        state = {"steps": torch.tensor(self._steps), **residuals_of(self._sums)}
+        state = {"steps": torch.tensor(self._steps), **state_of(self._sums)}
         for number, (common, momentum) in enumerate(zip(self._common, self._momentum, strict=True)):
             state[f"common/{number}"], state[f"momentum/{number}"] = common, momentum
         return state
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        load_residuals(self._sums, state)
+        load_sums(self._sums, state)
         self._steps = int(state.get("steps", 0))
         for number, bucket in enumerate(self._buckets):
             self._read(bucket)

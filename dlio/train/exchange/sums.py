@@ -25,9 +25,6 @@ Tensors = Sequence[tuple[str, Sequence[int]]]
 class Sum(Protocol):
     """One region's sum. Ranks start and wait for the same regions in the same order."""
 
-    residual: _F32
-    """What this rank has not given to others yet: as long as the region, or empty."""
-
     def start(self, region: _F32) -> None:
         """Begin; `region` holds the sum when it is done, and must not be touched before."""
 
@@ -40,26 +37,32 @@ class Sum(Protocol):
     def flush(self, region: _F32) -> None:
         """Overwrite `region` with what all ranks have left out, and forget it. Collective."""
 
+    def state(self) -> dict[str, torch.Tensor]:
+        """For a checkpoint, between two sums: `owed`, what this rank has not given to others, and
+        more, which is good for the same number of ranks only."""
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from `state`, or from what there is of it."""
+
     def statistics(self) -> dict[str, float]:
         """Since the beginning: `wait_s`, `messages` and `bytes` sent by this rank."""
 
     def close(self) -> None: ...
 
 
-def residuals_of(sums: Sequence[Sum]) -> dict[str, torch.Tensor]:
-    """What sums have left out, for a checkpoint."""
+def state_of(sums: Sequence[Sum]) -> dict[str, torch.Tensor]:
+    """Of several sums, for a checkpoint; `owed/<number>` and the like."""
     return {
-        f"owed/{number}": torch.from_numpy(each.residual)
+        f"{name}/{number}": value
         for number, each in enumerate(sums)
-        if len(each.residual)
+        for name, value in each.state().items()
     }
 
 
-def load_residuals(sums: Sequence[Sum], state: Mapping[str, torch.Tensor]) -> None:
+def load_state(sums: Sequence[Sum], state: Mapping[str, torch.Tensor]) -> None:
     for number, each in enumerate(sums):
-        kept = state.get(f"owed/{number}")
-        if kept is not None and len(kept) == len(each.residual):
-            each.residual[:] = kept.numpy()
+        ours = [name for name in state if name.endswith(f"/{number}")]
+        each.load_state({name.rpartition("/")[0]: state[name] for name in ours})
 
 
 def make_sum(
@@ -88,7 +91,6 @@ class AllreduceSum:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self.residual = np.empty(0, np.float32)
         self._request: Request | None = None
         self._wait_s = 0.0
         self._starts = self._bytes = 0
@@ -113,6 +115,12 @@ class AllreduceSum:
 
     def flush(self, region: _F32) -> None:
         region[:] = 0
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        pass
 
     def statistics(self) -> dict[str, float]:
         """As a ring has them: each rank sends 2 (p - 1) messages of a p-th of the bytes."""
@@ -143,7 +151,6 @@ class RoutedSum:
         self.entries = pieces[-1].stop if pieces else 0
         self._codec = None
         longest = 4 * self.entries
-        self.residual = np.empty(0, np.float32)
         if compressor is not None:
             self._codec = make_compressor(compressor, pieces, scratch)
             longest = _HEAD + self._codec.max_bytes
@@ -195,6 +202,18 @@ class RoutedSum:
         region[:] = self.residual
         self._comm.wait([self._comm.iallreduce(region)], "what other ranks have left out")
         self.residual[:] = 0
+
+    def state(self) -> dict[str, torch.Tensor]:
+        if self._codec is None:
+            return {}
+        codec = torch.from_numpy(self._codec.state())
+        return {"owed": torch.from_numpy(self.residual), "codec": codec}
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        if self._codec is not None and "owed" in state:
+            self.residual[:] = state["owed"].numpy()
+        if self._codec is not None and "codec" in state:
+            self._codec.load_state(state["codec"].numpy())
 
     def statistics(self) -> dict[str, float]:
         return {

@@ -72,6 +72,12 @@ class Compressor(Protocol):
         Raises DlioError, naming the tensor, where an entry is nan or infinite.
         """
 
+    def state(self) -> npt.NDArray[np.int64]:
+        """What the next messages depend on besides values and residuals, for a checkpoint."""
+
+    def load_state(self, state: npt.NDArray[np.int64]) -> None:
+        """Go on from another's `state`, of the same name and pieces."""
+
     def add(self, message: npt.NDArray[np.uint8], into: npt.NDArray[np.float32]) -> None:
         """Add what a message stands for to `into`, shape (entries,), contiguous.
 

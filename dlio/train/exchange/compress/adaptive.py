@@ -19,6 +19,9 @@ class Adaptive:
     takes a distribution with a tail as heavy as that of 1/v^3, or single entries far beyond all.
     """
 
+    def __init__(self) -> None:
+        self.steps: dict[int, int] = {}
+
     def level(self, tensor: int, sample: npt.NDArray[np.float32], ratio: float) -> float:
         return order_statistic(sample, ratio)
 

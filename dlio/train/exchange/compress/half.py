@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from dlio.train.exchange.compress.layout import (
+    Memoryless,
     Piece,
     Scratch,
     all_finite,
@@ -29,7 +30,7 @@ _TO_SCALE: Final = 14
 _TO_INVERSE: Final = 268
 
 
-class Bfloat16:
+class Bfloat16(Memoryless):
     """Message: bfloat16 (entries,). Entries beyond its largest number leave a residual."""
 
     def __init__(self, pieces: Sequence[Piece], scratch: Scratch) -> None:
@@ -64,7 +65,7 @@ class Bfloat16:
             torch.from_numpy(into[start:stop]).add_(w)
 
 
-class Float16:
+class Float16(Memoryless):
     """Message: float16 (entries,), then the chunks' exponents uint8 (chunks,)."""
 
     def __init__(self, pieces: Sequence[Piece], scratch: Scratch) -> None:

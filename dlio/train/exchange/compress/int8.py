@@ -15,7 +15,13 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from dlio.train.exchange.compress.layout import Piece, Scratch, chunks, refuse_not_finite
+from dlio.train.exchange.compress.layout import (
+    Memoryless,
+    Piece,
+    Scratch,
+    chunks,
+    refuse_not_finite,
+)
 
 _BLOCK: Final = 256
 _MOST: Final = 127
@@ -31,7 +37,7 @@ _TO_SCALE: Final = 6
 _TO_INVERSE: Final = 260
 
 
-class Int8:
+class Int8(Memoryless):
     """Message: exponents uint8 (blocks,), then numbers int8 (entries,)."""
 
     def __init__(self, pieces: Sequence[Piece], scratch: Scratch) -> None:

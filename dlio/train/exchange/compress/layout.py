@@ -109,6 +109,16 @@ def _between(piece: Piece, start: int, stop: int) -> Iterator[Piece]:
         yield replace(piece, start=last, rows=1, width=stop - last)
 
 
+class Memoryless:
+    """A compressor whose messages depend on nothing before."""
+
+    def state(self) -> npt.NDArray[np.int64]:
+        return np.empty(0, np.int64)
+
+    def load_state(self, state: npt.NDArray[np.int64]) -> None:
+        pass
+
+
 class Scratch:
     """Memory of a chunk for the steps in between. For one thread at a time."""
 

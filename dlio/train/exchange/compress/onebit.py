@@ -20,6 +20,7 @@ import numpy.typing as npt
 from dlio.train.exchange.compress.int8 import SmallTensors
 from dlio.train.exchange.compress.layout import (
     CHUNK,
+    Memoryless,
     Piece,
     Scratch,
     all_finite,
@@ -53,7 +54,7 @@ class _Tile:
         return -(-(self.groups * self.width) // 8)
 
 
-class OneBit:
+class OneBit(Memoryless):
     """Message: means bfloat16 (groups, 2), non-negative first; small tensors; signs, a bit each."""
 
     def __init__(self, pieces: Sequence[Piece], scratch: Scratch) -> None:

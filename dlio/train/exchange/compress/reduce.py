@@ -22,11 +22,12 @@ and sums in the order of ranks as messages come.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from dlio.comm import Communicator, Request
 from dlio.comm.waiting import leave
@@ -205,6 +206,24 @@ class QuantisedAllreduce:
         self._messages += 1
         self._bytes += region.nbytes
         self.residual[:] = 0
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """For a checkpoint, between two sums."""
+        return {
+            "owed": torch.from_numpy(self.residual),
+            **{
+                f"part{number}": torch.from_numpy(part.compressor.state())
+                for number, part in enumerate(self._parts)
+            },
+        }
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from `state`, or from what there is of it."""
+        if "owed" in state:
+            self.residual[:] = state["owed"].numpy()
+        for number, part in enumerate(self._parts):
+            if f"part{number}" in state:
+                part.compressor.load_state(state[f"part{number}"].numpy())
 
     def statistics(self) -> dict[str, float]:
         """Since the beginning: `wait_s` seconds in wait and flush, `messages` and `bytes` sent; a

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.errors import CommError
+from dlio.order import keyed_uniforms
 from dlio.train.exchange.compress.int8 import SmallTensors
 from dlio.train.exchange.compress.layout import (
     CHUNK,
@@ -46,12 +47,16 @@ _LONGEST: Final = 127
 """Entries that one byte goes on by, at most."""
 _ESCAPE: Final = 127
 _SIGN: Final = 128
+_NONE: Final = np.iinfo(np.int64).min
 _HEAD: Final = 3
 """Words of 32 bits that a tensor has in the head."""
 
 
 class Rule(Protocol):
     """What is sent of a tensor, and as what."""
+
+    steps: dict[int, int]
+    """What it remembers of tensors, by number."""
 
     def level(self, tensor: int, sample: npt.NDArray[np.float32], ratio: float) -> float:
         """The |v| from which on entries are sent, so that one in `ratio` is, from magnitudes of at
@@ -103,7 +108,7 @@ class Sparse:
         self._pieces = pieces
         self._scratch = scratch
         self._rule = rule
-        self._random = np.random.default_rng(seed)
+        self._seed, self._messages = seed, 0
         self.entries = pieces[-1].stop if pieces else 0
         self._small = SmallTensors(pieces, scratch)
         large = [piece for piece in pieces if not piece.small]
@@ -124,6 +129,7 @@ class Sparse:
     ) -> int:
         head = message[: self._small_at].view(np.uint32).reshape(-1, _HEAD)
         at = self._steps_at
+        self._messages += 1
         with np.errstate(all="ignore"):
             self._small.encode(values, residual, message[self._small_at :])
             for number, tensor in enumerate(self._tensors):
@@ -159,12 +165,26 @@ class Sparse:
             q = np.where(negative, *(_from_bfloat16(each) for each in (bits >> 16, bits & 0xFFFF)))
             into[tensor.piece.start : tensor.piece.stop][_around(ahead, begin, size)] += q
 
+    def state(self) -> npt.NDArray[np.int64]:
+        steps = [self._rule.steps.get(number, _NONE) for number in range(len(self._tensors))]
+        begins = [tensor.begin for tensor in self._tensors]
+        return np.array([self._messages, *begins, *steps], np.int64)
+
+    def load_state(self, state: npt.NDArray[np.int64]) -> None:
+        self._messages, *each = state.tolist()
+        count = len(self._tensors)
+        for tensor, begin in zip(self._tensors, each[:count], strict=True):
+            tensor.begin = begin
+        self._rule.steps = {k: step for k, step in enumerate(each[count:]) if step != _NONE}
+
     def _level(
         self, number: int, v: npt.NDArray[np.float32], values: npt.NDArray[np.float32]
     ) -> float:
         """From which magnitude on to send; infinity when all is zero."""
         if len(v) > _SAMPLE:
-            at = self._random.integers(0, len(v), _SAMPLE)
+            one = np.array([number], np.int64)
+            drawn = keyed_uniforms(self._seed, self._messages, one, _SAMPLE)[0]
+            at = (drawn * len(v)).astype(np.int64)
             sample = np.abs(v[at] + values[at])
         else:
             sample = np.abs(v + values)

@@ -34,7 +34,7 @@ class Threshold:
         if threshold is not None and not 0 < threshold < math.inf:
             raise UsageError(f"a threshold of {threshold}: give a number above 0")
         self._fixed = None if threshold is None else _number(_step(threshold))
-        self._steps: dict[int, int] = {}
+        self.steps: dict[int, int] = {}
 
     def level(self, tensor: int, sample: npt.NDArray[np.float32], ratio: float) -> float:
         if self._fixed is not None:
@@ -42,9 +42,9 @@ class Threshold:
         found = order_statistic(sample, ratio)
         if 0 < found < math.inf:
             wanted = _step(found)
-            last = self._steps.get(tensor, wanted)
-            self._steps[tensor] = last + min(max(wanted - last, -1), 1)
-        return _number(self._steps[tensor]) if tensor in self._steps else 0.0
+            last = self.steps.get(tensor, wanted)
+            self.steps[tensor] = last + min(max(wanted - last, -1), 1)
+        return _number(self.steps[tensor]) if tensor in self.steps else 0.0
 
     def cut(self, sizes: npt.NDArray[np.float32], level: float) -> tuple[float, float]:
         largest = float(sizes.max())
