@@ -67,7 +67,7 @@ def init_process_group(backend: str = BACKEND, timeout_s: float | None = None) -
 
 def _create(options: Any, _: Any) -> MpiProcessGroup:
     """torch's way in: make the communicators of a group. Collective over its members."""
-    _check_threads()
+    check_threads()
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     here = MPI.COMM_WORLD.rank
     if options.group_size > MPI.COMM_WORLD.size or ranks[options.group_rank] != here:
@@ -126,7 +126,8 @@ def _meet(store: Store, name: str, size: int, timeout_s: float) -> None:
         ) from error
 
 
-def _check_threads() -> None:
+def check_threads() -> None:
+    """Raises CommError where MPI cannot serve the threads of a process group."""
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise CommError(
             "this MPI library lets only one thread call it (it gives less than "

@@ -172,14 +172,16 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
         if self._place.ranks == 1 or dist.is_initialized():
             return
         if self._place.by == "mpi":
-            from dlio.comm.process_group import init_process_group
+            from dlio.comm.process_group import check_threads, init_process_group
 
             try:
-                init_process_group()
-                self._owns_group = True
+                check_threads()
             except CommError as error:
                 # The exchange needs none; metrics of torchmetrics would.
                 _rank_zero.rank_zero_warn(f"metrics of torchmetrics see one rank only: {error}")
+                return
+            init_process_group()
+            self._owns_group = True
         else:
             on_gpu = self.root_device.type == "cuda"
             if on_gpu:

@@ -3,6 +3,7 @@
 import hashlib
 import math
 import sys
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from dlio.comm import Communicator, world
+from dlio.comm import Buffer, Communicator, Request, world
 from dlio.train.exchange import make_exchange
 from dlio.train.exchange.buckets import in_buckets, trainable
 from dlio.train.exchange.gossip import Gossip, partners
@@ -39,8 +40,8 @@ class Deep(nn.Module):
         super().__init__()
         self.first = nn.Linear(_FEATURES, 512)
         self.attention = nn.MultiheadAttention(512, 4, batch_first=True)
-        self.at_times = nn.Linear(512, 512)
         self.last = nn.Linear(512, 1)
+        self.at_times = nn.Linear(512, 512)
 
     def forward(self, x: torch.Tensor, detour: bool = False) -> torch.Tensor:
         hidden = torch.tanh(self.first(x))[None]
@@ -198,6 +199,37 @@ def check_flat(comm: Communicator, nodes: int) -> None:
         exchange.close()
 
 
+def check_late(comm: Communicator, nodes: int) -> None:
+    """A node's first rank hands on what comes when it has no use for it itself, and is about to
+    wait for those that have."""
+    net = Deep()
+    exchange = make_exchange("gossip", net, comm, seed=0, pretend_nodes=nodes)
+    assert isinstance(exchange, NodeGossip)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    if comm.rank == comm.size // 2:
+        assert exchange._between is not None
+        between = exchange._between._comm
+        send = between.isend
+
+        def late(data: Buffer, dest: int, tag: int) -> Request:
+            if tag == 1:  # The last bucket to leave: that of `at_times`.
+                time.sleep(0.3)
+            return send(data, dest, tag)
+
+        between.isend = late  # type: ignore[method-assign]
+    for step in range(3):
+        inputs, labels = _samples(step, comm.rank, 2)
+        exchange.before_backward(2, 2 * comm.size)
+        optimizer.zero_grad(set_to_none=True)
+        loss = (net(inputs, detour=exchange._between is None) - labels).square().mean()
+        loss.backward()
+        exchange.before_step()
+        optimizer.step()
+        exchange.after_step()
+    exchange.finish()
+    exchange.close()
+
+
 def check_unfinished(comm: Communicator, nodes: int) -> None:
     """Closed in the middle of a step, nothing is left that a wait would hang on."""
     net = Deep()
@@ -212,6 +244,7 @@ CHECKS: Final[dict[str, Callable[[Communicator, int], None]]] = {
     "oracle": check_oracle,
     "nodes": check_nodes,
     "flat": check_flat,
+    "late": check_late,
     "unfinished": check_unfinished,
 }
 
