@@ -131,7 +131,8 @@ def _table(title: str, rows: list[dict[str, Any]]) -> None:
     table = Table(title=title, box=SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
     for heading in headings:
         words = any(isinstance(row.get(heading), str) for row in rows)
-        table.add_column(heading.replace("_", " "), justify="left" if words else "right")
+        justify: Any = "left" if words else "right"
+        table.add_column(heading.replace("_", " "), justify=justify, no_wrap=words)
     for row in rows:
         table.add_row(*(_figure(row.get(heading)) for heading in headings))
     Console(width=max(130, Console().width)).print(table)

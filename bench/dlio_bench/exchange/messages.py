@@ -7,7 +7,8 @@ from dlio_bench.exchange import alphabeta
 from dlio_bench.exchange.alphabeta import Link, Work
 from dlio_bench.exchange.monitor import ENVIRONMENT
 from dlio_bench.exchange.options import Options
-from dlio_bench.ranks import FABRICS, run
+from dlio_bench.exchange.overlap import fabrics_of
+from dlio_bench.ranks import LINK, run
 
 _SIZES: Final = tuple(1 << power for power in range(10, 26))
 """1 KiB to 32 MiB."""
@@ -25,7 +26,7 @@ def measure(options: Options) -> dict[str, Any]:
 
     exchanges = options.exchanges or NAMES
     rows = [row for p in options.counts for row in _counted(p, exchanges)]
-    links = {fabric: _fitted(fabric, options.repeats) for fabric in options.fabrics or FABRICS}
+    links = {fabric: _fitted(fabric, options.repeats) for fabric in fabrics_of(options)[0]}
     checks = [
         row
         for fabric, (link, _) in links.items()
@@ -52,6 +53,9 @@ def measure(options: Options) -> dict[str, Any]:
             "Messages and bytes of a rank and step, bytes in parts of the parameters'; counted by "
             "Open MPI's monitoring, a message as the point-to-point layer has it. An allreduce is "
             "inside MPI: it tells a ring's messages, the library chooses its own.",
+            "Model and measured: the model is of messages. What ranks copy on their own, into "
+            "buckets and out of them, is not in it, and counts where messages go through memory; "
+            "nor is that ranks wait for their turn on shared cores.",
             f"Carried: seconds of a step's exchange of {_PARAMETERS:,} parameters, nothing hidden; "
             + carried["link"],
         ],
@@ -103,7 +107,7 @@ def _counted(p: int, exchanges: tuple[str, ...]) -> list[dict[str, Any]]:
 def _fitted(fabric: str, repeats: int) -> tuple[Link, float]:
     task = {"what": "messages", "sizes": _SIZES, "repeats": 4 * repeats}
     told = run("dlio_bench.exchange.timed", task, 2, fabric)
-    link, error = alphabeta.fit(_SIZES, told["seconds"])
+    link, error = alphabeta.fit(_SIZES, told["crossing"])
     return replace(link, gamma_s=told["gamma_s"]), error
 
 
@@ -126,7 +130,9 @@ def _checked(
         "exchanges": asked,
     }
     told = run("dlio_bench.exchange.timed", task, p, fabric)
-    here = alphabeta.shared(link, p, len(os.sched_getaffinity(0)))
+    # Bytes cost the cores that ranks share; the link was measured between two, and all share it.
+    cores = 2 if fabric == LINK else len(os.sched_getaffinity(0))
+    here = alphabeta.shared(link, p, cores)
     work = Work(told["parameter_bytes"], told["buckets"], p // nodes)
     rows = []
     for name, ask in zip(names, asked, strict=True):
@@ -152,10 +158,10 @@ _EVERY_STEP: Final = {"local-sgd": "local-sgd(1)", "diloco": "diloco(1)"}
 def _carried(
     options: Options, exchanges: tuple[str, ...], links: dict[str, Link]
 ) -> dict[str, Any]:
-    """The model's seconds for each preset on 2 to 4,096 ranks: within a node over the first fabric,
-    memory unless others were asked for, between nodes over the last."""
+    """The model's seconds for each preset on 2 to 4,096 ranks: within a node through memory,
+    between nodes through TCP, or what was measured instead."""
     fitted = list(links.values())
-    inside, link = fitted[0], fitted[-1]
+    inside, link = links.get("memory", fitted[0]), links.get("tcp", fitted[-1])
     if options.alpha_us is not None:
         link = replace(link, alpha_s=options.alpha_us * 1e-6)
     if options.bandwidth_gbs is not None:

@@ -1,5 +1,5 @@
-"""Ranks of `dlio bench exchange --case messages`: seconds of messages there and back, of additions,
-and of each exchange alone.
+"""Ranks of `dlio bench exchange --case messages`: seconds of messages, of
+additions, and of each exchange alone.
 
 Usage: python -m dlio_bench.exchange.timed JSON. Rank 0 prints one line of JSON.
 """
@@ -30,23 +30,32 @@ def main(text: str) -> None:
 
 
 def _messages(task: dict[str, Any], comm: Communicator) -> dict[str, Any]:
-    """By size, the median of a message's seconds: half of there and back, between ranks 0 and 1;
-    and seconds to add a byte of what came."""
-    found = []
+    """By size, medians of a message's seconds between ranks 0 and 1: `crossing`, where both send
+    at once, as exchanges do, and `alone`, half of there and back; and seconds to add a byte."""
+    other = 1 - comm.rank
+    found: dict[str, list[float]] = {"crossing": [], "alone": []}
     for size in task["sizes"]:
-        memory = np.ones(size, np.uint8)
-        seconds = []
-        for _ in range(task["repeats"] + 1):
-            comm.barrier()
-            began = time.perf_counter()
+        out, into = np.ones(size, np.uint8), np.ones(size, np.uint8)
+
+        def cross(out: Any = out, into: Any = into) -> None:
+            comm.wait([comm.irecv(into, other, 1), comm.isend(out, other, 1)], "a message")
+
+        def there_and_back(out: Any = out, into: Any = into) -> None:
             for turn in (0, 1):
                 if comm.rank == turn:
-                    comm.wait([comm.isend(memory, 1 - turn, 1)], "a message to leave")
+                    comm.wait([comm.isend(out, other, 1)], "a message to leave")
                 else:
-                    comm.wait([comm.irecv(memory, turn, 1)], "a message")
-            seconds.append((time.perf_counter() - began) / 2)
-        found.append(statistics.median(seconds[1:]))
-    return {"seconds": found, "gamma_s": _gamma(task["repeats"])}
+                    comm.wait([comm.irecv(into, other, 1)], "a message")
+
+        for name, work, ways in (("crossing", cross, 1), ("alone", there_and_back, 2)):
+            seconds = []
+            for _ in range(task["repeats"] + 1):
+                comm.barrier()
+                began = time.perf_counter()
+                work()
+                seconds.append((time.perf_counter() - began) / ways)
+            found[name].append(statistics.median(seconds[1:]))
+    return {**found, "gamma_s": _gamma(task["repeats"])}
 
 
 def _gamma(repeats: int, entries: int = 1 << 22) -> float:
