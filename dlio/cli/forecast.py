@@ -1,7 +1,6 @@
 """`dlio plan` and `dlio simulate`: jobs of any size, from the code that plans real ones."""
 
 import json
-import os
 import re
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
@@ -10,6 +9,7 @@ import typer
 
 from dlio.bandwidths import measured
 from dlio.errors import UsageError
+from dlio.figures import picture
 from dlio.files import check_writable, write_json
 from dlio.storage.spec import TierSpec
 from dlio.units import format_bytes, format_seconds, parse_bytes, parse_seconds
@@ -373,43 +373,29 @@ def _show_sweep(told: Sequence[dict[str, Any]]) -> None:
 
 
 def _draw(told: Sequence[dict[str, Any]], path: str) -> None:
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise UsageError("--plot needs matplotlib: pip install 'dlio[plot]'") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    nodes = [row["nodes"] for row in told]
-    figure, (times, shares) = pyplot.subplots(2, 1, sharex=True, figsize=(7, 7))
-    for key, name in (("first_epoch", "first epoch"), ("later_epoch", "later epochs")):
-        times.plot(nodes, [row[key]["seconds"] for row in told], marker="o", label=name)
-    times.set_ylabel("seconds an epoch")
-    times.set_yscale("log")
-    shares.plot(nodes, [row["moved_share"] for row in told], marker="o", label="moved")
-    shares.plot(
-        nodes,
-        [row["source_bytes"] / max(1, row["bytes"]) for row in told],
-        marker="o",
-        label="from the source",
-    )
-    shares.plot(
-        nodes, [row["later_epoch"]["stall_share"] for row in told], marker="o", label="waiting"
-    )
-    shares.set_ylabel("share of the bytes, or of the time")
-    shares.set_xlabel("nodes")
-    shares.set_xscale("log", base=2)
-    for axes in (times, shares):
-        axes.legend()
-        axes.grid(True, alpha=0.3)
-    figure.suptitle(
-        f"{told[0]['samples']:,} samples, {format_bytes(told[0]['bytes'])}, mode {told[0]['mode']}"
-    )
-    temporary = f"{path}.{os.getpid()}.tmp"
-    try:
-        figure.savefig(temporary, format=path[-3:])
-        os.replace(temporary, path)
-    finally:
-        pyplot.close(figure)
-        if os.path.exists(temporary):
-            os.unlink(temporary)
+    with picture(path) as pyplot:
+        nodes = [row["nodes"] for row in told]
+        figure, (times, shares) = pyplot.subplots(2, 1, sharex=True, figsize=(7, 7))
+        for key, name in (("first_epoch", "first epoch"), ("later_epoch", "later epochs")):
+            times.plot(nodes, [row[key]["seconds"] for row in told], marker="o", label=name)
+        times.set_ylabel("seconds an epoch")
+        times.set_yscale("log")
+        shares.plot(nodes, [row["moved_share"] for row in told], marker="o", label="moved")
+        shares.plot(
+            nodes,
+            [row["source_bytes"] / max(1, row["bytes"]) for row in told],
+            marker="o",
+            label="from the source",
+        )
+        shares.plot(
+            nodes, [row["later_epoch"]["stall_share"] for row in told], marker="o", label="waiting"
+        )
+        shares.set_ylabel("share of the bytes, or of the time")
+        shares.set_xlabel("nodes")
+        shares.set_xscale("log", base=2)
+        for axes in (times, shares):
+            axes.legend()
+            axes.grid(True, alpha=0.3)
+        figure.suptitle(
+            f"{told[0]['samples']:,} samples, {format_bytes(told[0]['bytes'])}, mode {told[0]['mode']}"
+        )

@@ -73,7 +73,7 @@ def train(config: TrainConfig) -> RunReport:
         if checkpoints is not None:
             if config.resume:
                 report.resumed = _resume(run, checkpoints)
-            callbacks.append(CheckpointCallback(checkpoints, config.checkpoint_every))
+            callbacks.append(CheckpointCallback(run, checkpoints, config.checkpoint_every))
         run.callbacks = [stack.enter_context(callback) for callback in callbacks]
         trace = None
         if config.trace is not None:

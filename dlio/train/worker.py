@@ -15,7 +15,7 @@ from dlio.comm import Communicator
 from dlio.errors import UsageError
 from dlio.loader import DataLoader
 from dlio.train.balance import Balancer, Clock
-from dlio.train.callbacks import Callback
+from dlio.train.callbacks.base import Callback
 from dlio.train.config import TrainConfig
 from dlio.train.distribute import distribute
 from dlio.train.exchange.buckets import averaged_state, consensus_distance

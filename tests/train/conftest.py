@@ -1,6 +1,7 @@
 """A data set that a run of a second or two trains on."""
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -45,3 +46,10 @@ def dlio(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         )
 
     return run
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """The folder that commands run in, with the models and callbacks that they name."""
+    shutil.copy(Path(__file__).with_name("nets.py"), tmp_path)
+    return tmp_path

@@ -7,9 +7,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from dlio.train.callbacks import Callback
+from dlio.train.callbacks import Callback, Run
 from dlio.train.report import EpochReport
-from dlio.train.worker import Worker
 
 
 def mlp(classes: int, image_size: int, width: int = 8) -> nn.Module:
@@ -53,7 +52,7 @@ class Log(Callback):
     def __init__(self, path: str) -> None:
         self._path = path
 
-    def after_step(self, run: Worker) -> None:
+    def after_step(self, run: Run) -> None:
         line = json.dumps(
             [
                 run.updates,
@@ -69,6 +68,6 @@ class Log(Callback):
 class Stop(Callback):
     """Ends a run after its first epoch, as a user's own rule would."""
 
-    def epoch_ends(self, run: Worker, report: EpochReport) -> None:
+    def epoch_ends(self, run: Run, report: EpochReport) -> None:
         Path("seen.txt").write_text(f"{report.epoch} {os.getpid()}", encoding="utf-8")
         run.stop("enough")

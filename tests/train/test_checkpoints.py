@@ -29,13 +29,6 @@ SHAPE = ("--image-size", "32", "--tiers", "ram:64MiB", "--workers", "1")
 MLP = ("--model", "nets:mlp")
 
 
-@pytest.fixture
-def here(tmp_path: Path) -> Path:
-    """The folder that commands run in, with the models they name."""
-    shutil.copy(Path(__file__).with_name("nets.py"), tmp_path)
-    return tmp_path
-
-
 def _weights(path: Path) -> dict[str, torch.Tensor]:
     state: dict[str, torch.Tensor] = torch.load(path, weights_only=True)
     return state

@@ -1,7 +1,6 @@
 """What `dlio train` offers besides: optimizers, precision, accumulation, callbacks, own models."""
 
 import json
-import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -20,12 +19,6 @@ from dlio.train.optimizers import make_optimizer
 Args = tuple[str, ...]
 Dlio = Callable[..., subprocess.CompletedProcess[str]]
 SHAPE = ("--image-size", "32", "--workers", "1")
-
-
-@pytest.fixture
-def here(tmp_path: Path) -> Path:
-    shutil.copy(Path(__file__).with_name("nets.py"), tmp_path)
-    return tmp_path
 
 
 def _weights(path: Path) -> dict[str, torch.Tensor]:

@@ -1,9 +1,8 @@
 """The picture of `--case messages`: seconds of a step's exchange against ranks."""
 
-import os
 from collections.abc import Mapping, Sequence
 
-from dlio.errors import UsageError
+from dlio.figures import picture
 
 
 def draw(
@@ -13,29 +12,15 @@ def draw(
 
     Raises UsageError without matplotlib.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise UsageError("--plot needs matplotlib: pip install 'dlio[plot]'") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5.5))
-    for (name, told), marker in zip(seconds.items(), "os^vDPX*<>", strict=False):
-        axes.plot(ranks, told, marker=marker, markersize=4, label=name)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(ranks, [f"{p:,}" for p in ranks])
-    axes.set_xlabel("ranks")
-    axes.set_ylabel("seconds of a step's exchange, none hidden")
-    axes.grid(True, alpha=0.3)
-    axes.legend()
-    axes.set_title(title, fontsize=9)
-    temporary = f"{path}.{os.getpid()}.tmp"
-    try:
-        figure.savefig(temporary, format=path[-3:])
-        os.replace(temporary, path)
-    finally:
-        pyplot.close(figure)
-        if os.path.exists(temporary):
-            os.unlink(temporary)
+    with picture(path) as pyplot:
+        _, axes = pyplot.subplots(figsize=(8, 5.5))
+        for (name, told), marker in zip(seconds.items(), "os^vDPX*<>", strict=False):
+            axes.plot(ranks, told, marker=marker, markersize=4, label=name)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(ranks, [f"{p:,}" for p in ranks])
+        axes.set_xlabel("ranks")
+        axes.set_ylabel("seconds of a step's exchange, none hidden")
+        axes.grid(True, alpha=0.3)
+        axes.legend()
+        axes.set_title(title, fontsize=9)

@@ -3,43 +3,11 @@
 A callback of a user's own is named by `--callback module:factory`, as many as wanted.
 """
 
-from typing import TYPE_CHECKING, Self
-
 from dlio.errors import UsageError
+from dlio.train.callbacks.base import Callback, Run
 from dlio.train.config import TrainConfig
 
-if TYPE_CHECKING:
-    from dlio.train.report import EpochReport
-    from dlio.train.worker import Worker
-
-__all__ = ["Callback", "make_callbacks"]
-
-
-class Callback:
-    """Does nothing; override what is wanted. Every rank has its own, called alike.
-
-    Entered before the first epoch, and left at the run's end, also after an error.
-    """
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def begins(self, run: "Worker") -> None:
-        """Before the first step; a run that is resumed has been."""
-
-    def before_step(self, run: "Worker") -> bool:
-        """Gradients are final, clipped, and of all ranks where the exchange is one of gradients.
-        False has the optimizer leave this step out."""
-        return True
-
-    def after_step(self, run: "Worker") -> None:
-        """Weights have changed; gradients are there still."""
-
-    def epoch_ends(self, run: "Worker", report: "EpochReport") -> None:
-        """Evaluated, too. `run.stop` ends the run."""
+__all__ = ["Callback", "Run", "make_callbacks"]
 
 
 def make_callbacks(config: TrainConfig, rank: int) -> list[Callback]:

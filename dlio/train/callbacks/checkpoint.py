@@ -1,6 +1,6 @@
 """Checkpoints while a run goes on."""
 
-from dlio.train.callbacks import Callback
+from dlio.train.callbacks.base import Callback, Run
 from dlio.train.checkpoint.folder import Checkpoints
 from dlio.train.checkpoint.state import about, tensors_of
 from dlio.train.report import EpochReport
@@ -11,27 +11,24 @@ class CheckpointCallback(Callback):
     """One every so many steps, and at the end of each epoch.
 
     Args:
+        worker: whose state it is.
         checkpoints: opened, and closed, by somebody else.
         every: steps of the optimizer; None for the ends of epochs alone.
     """
 
-    def __init__(self, checkpoints: Checkpoints, every: int | None) -> None:
-        self._checkpoints, self._every = checkpoints, every
-        self._last = -1
+    def __init__(self, worker: Worker, checkpoints: Checkpoints, every: int | None) -> None:
+        self._worker, self._checkpoints, self._every = worker, checkpoints, every
+        self._last = worker.updates
 
-    def begins(self, run: Worker) -> None:
-        self._last = run.updates
-
-    def after_step(self, run: Worker) -> None:
+    def after_step(self, run: Run) -> None:
         whole_epoch = run.position >= len(run.loader.data)
         if self._every is not None and not whole_epoch and run.updates % self._every == 0:
-            self._save(run)
+            self._save(run.updates)
 
-    def epoch_ends(self, run: Worker, report: EpochReport) -> None:
-        self._save(run)
+    def epoch_ends(self, run: Run, report: EpochReport) -> None:
+        self._save(run.updates)
 
-    def _save(self, run: Worker) -> None:
-        if run.updates == self._last:
-            return
-        self._last = run.updates
-        self._checkpoints.save(run.updates, tensors_of(run), about(run))
+    def _save(self, updates: int) -> None:
+        if updates != self._last:
+            self._last = updates
+            self._checkpoints.save(updates, tensors_of(self._worker), about(self._worker))

@@ -1,8 +1,7 @@
 """Ending a run that gets no better."""
 
-from dlio.train.callbacks import Callback
+from dlio.train.callbacks.base import Callback, Run
 from dlio.train.report import EpochReport
-from dlio.train.worker import Worker
 
 
 class EarlyStopping(Callback):
@@ -11,7 +10,7 @@ class EarlyStopping(Callback):
     def __init__(self, patience: int) -> None:
         self._patience = patience
 
-    def epoch_ends(self, run: Worker, report: EpochReport) -> None:
+    def epoch_ends(self, run: Run, report: EpochReport) -> None:
         # From the history, which a resumed run has, too.
         seen = [epoch.val_accuracy or 0.0 for epoch in run.history]
         best = seen.index(max(seen))

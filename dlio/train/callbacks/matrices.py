@@ -9,9 +9,8 @@ import numpy as np
 import torch
 
 from dlio.files import unwritable, write_whole
-from dlio.train.callbacks import Callback
+from dlio.train.callbacks.base import Callback, Run
 from dlio.train.report import EpochReport
-from dlio.train.worker import Worker
 
 
 class MatrixDump(Callback):
@@ -22,17 +21,17 @@ class MatrixDump(Callback):
         self._folder = folder
         self._gradients: dict[str, torch.Tensor] = {}
 
-    def begins(self, run: Worker) -> None:
+    def begins(self, run: Run) -> None:
         _make(self._folder)
 
-    def after_step(self, run: Worker) -> None:
+    def after_step(self, run: Run) -> None:
         self._gradients = {
             name: parameter.grad
             for name, parameter in run.model.named_parameters()
             if parameter.grad is not None
         }
 
-    def epoch_ends(self, run: Worker, report: EpochReport) -> None:
+    def epoch_ends(self, run: Run, report: EpochReport) -> None:
         epoch = os.path.join(self._folder, f"epoch-{report.epoch + 1:04d}")
         for kind, tensors in (("weights", run.model.state_dict()), ("gradients", self._gradients)):
             folder = os.path.join(epoch, kind)

@@ -5,8 +5,7 @@ from typing import Final
 import torch
 
 from dlio.errors import DlioError
-from dlio.train.callbacks import Callback
-from dlio.train.worker import Worker
+from dlio.train.callbacks.base import Callback, Run
 
 _NAMED: Final = 3
 
@@ -25,7 +24,7 @@ class NanGuard(Callback):
         self._skip = skip
         self._before: tuple[torch.Tensor, int] | None = None
 
-    def before_step(self, run: Worker) -> bool:
+    def before_step(self, run: Run) -> bool:
         finite = torch.isfinite(run.last_loss)
         if run.gradient_norm is not None and not run.precision.scales:
             finite = finite & torch.isfinite(run.gradient_norm).to(finite.device)
@@ -41,7 +40,7 @@ class NanGuard(Callback):
         return True
 
     @staticmethod
-    def _error(run: Worker, step: int) -> DlioError:
+    def _error(run: Run, step: int) -> DlioError:
         wrong = [
             name
             for name, parameter in run.model.named_parameters()

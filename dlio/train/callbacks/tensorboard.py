@@ -7,9 +7,8 @@ import torch
 from dlio.errors import UsageError
 from dlio.files import unwritable
 from dlio.storage.counters import PLACES
-from dlio.train.callbacks import Callback
+from dlio.train.callbacks.base import Callback, Run
 from dlio.train.report import EpochReport
-from dlio.train.worker import Worker
 
 _LOSS_EVERY: Final = 10
 """Steps; reading a loss waits for the device."""
@@ -41,7 +40,7 @@ class TensorBoard(Callback):
     def __exit__(self, *_: object) -> None:
         self._writer.close()
 
-    def after_step(self, run: Worker) -> None:
+    def after_step(self, run: Run) -> None:
         if run.updates % _LOSS_EVERY == 1:
             count = max(1, len(run.loader.last_samples))
             self._scalar("train/loss", float(run.last_loss) / count, run.updates)
@@ -51,7 +50,7 @@ class TensorBoard(Callback):
         if self._summaries is not None and run.updates % self._summaries == 0:
             self._summarise(run)
 
-    def epoch_ends(self, run: Worker, report: EpochReport) -> None:
+    def epoch_ends(self, run: Run, report: EpochReport) -> None:
         step = run.updates
         for name, value in {
             "epoch/loss": report.loss,
@@ -71,7 +70,7 @@ class TensorBoard(Callback):
         self._writer.flush()
 
     @torch.no_grad()
-    def _summarise(self, run: Worker) -> None:
+    def _summarise(self, run: Run) -> None:
         for name, parameter in run.model.named_parameters():
             weight = parameter.detach().float()
             self._writer.add_histogram(f"weights/{name}", weight.cpu(), run.updates)
