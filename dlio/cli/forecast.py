@@ -396,6 +396,7 @@ def _draw(told: Sequence[dict[str, Any]], path: str) -> None:
         for axes in (times, shares):
             axes.legend()
             axes.grid(True, alpha=0.3)
+        job = told[0]
         figure.suptitle(
-            f"{told[0]['samples']:,} samples, {format_bytes(told[0]['bytes'])}, mode {told[0]['mode']}"
+            f"{job['samples']:,} samples, {format_bytes(job['bytes'])}, mode {job['mode']}"
         )
