@@ -15,7 +15,7 @@ from dlio.train.exchange import make_exchange
 from dlio.train.exchange.buckets import in_buckets, trainable
 from dlio.train.exchange.spec import parse_exchange
 from dlio_bench.exchange.monitor import Monitor
-from dlio_bench.exchange.variants import Training
+from dlio_bench.exchange.variants import Training, nodes_for
 
 
 def main(text: str) -> None:
@@ -52,7 +52,7 @@ def _sent(
     monitor: Monitor | None,
 ) -> dict[str, list[float]]:
     """Messages and bytes a step of this rank's: `told` by the exchange, `counted` by MPI."""
-    exchange = make_exchange(name, training.model, comm, 0, nodes)
+    exchange = make_exchange(name, training.model, comm, 0, nodes_for(name, nodes, comm.size))
     comm.barrier()
     before = (0, 0) if monitor is None else monitor.read()
     for _ in range(steps):

@@ -73,3 +73,9 @@ def timed(work: Callable[[], None], times: int, comm: Communicator) -> float:
 def _gradient(parameter: torch.Tensor) -> torch.Tensor:
     assert parameter.grad is not None
     return parameter.grad
+
+
+def nodes_for(exchange: str, nodes: int, ranks: int) -> int:
+    """On how many nodes an exchange believes its ranks to be: `gossip` is measured between ranks,
+    which is what it is between nodes."""
+    return nodes if exchange.startswith("hierarchical") else ranks
