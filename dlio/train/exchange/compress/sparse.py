@@ -5,6 +5,9 @@ entry in 32 of a region is to be sent, and of each tensor as many as the square 
 says, between one in 4 and one in 64: small ones (the classifier, convolutions of 1x1) have entries
 with by far the larger gradients, and take few bytes.
 
+Of tensors that most would be sent of, every entry is written as one of three, five in a byte; of
+others those that are sent:
+
 An entry takes a byte: a sign, and how many entries it goes over since the one before it. Where
 these are more than 126, bytes that go over 127 each stand before it. A tensor has room for about a
 sixth more bytes than entries that are to be sent; those that find none are first in the next
@@ -38,9 +41,17 @@ ROOM: Final = 27
 SHARE: Final = 32
 """One entry in so many is to be sent."""
 _DENSEST: Final = 4
-"""Of any tensor one entry in so many is to be sent, at most."""
+"""Of a tensor whose entries are counted one in so many is to be sent, at most."""
 _SPARSEST: Final = 64
 """Of any tensor one entry in so many is to be sent, at least."""
+_WHOLE: Final = 12
+"""A tensor that one in so many, or more, would be sent of is written whole."""
+WHOLE_RATIO: Final = 2.5
+"""Of a tensor that is written whole one entry in so many is to be sent."""
+_TRITS: Final = 5
+"""Entries in a byte of a tensor that is written whole."""
+_POWERS: Final = np.array([1, 3, 9, 27, 81], np.uint8)
+_READ: Final = (np.arange(3**_TRITS, dtype=np.uint8)[:, None] // _POWERS) % 3
 _SAMPLE: Final = 1024
 _LONGEST: Final = 127
 """Entries that one byte goes on by, at most."""
@@ -88,6 +99,7 @@ class _Tensor:
     """Of entries to those that are to be sent."""
     room: int
     """Bytes of its entries, at most."""
+    whole: bool
     begin: int = 0
     """Where to begin to look for what is to be sent."""
 
@@ -107,14 +119,19 @@ class Sparse:
         self.entries = pieces[-1].stop if pieces else 0
         self._small = SmallTensors(pieces, scratch)
         large = [piece for piece in pieces if not piece.small]
-        ratios = ratios_of(np.array([piece.size for piece in large], np.int64)).tolist()
+        whole, ratios = plan(np.array([piece.size for piece in large], np.int64))
         self._tensors = [
-            _Tensor(piece, ratio, max(1, int(piece.size / ratio * SHARE / ROOM)))
-            for piece, ratio in zip(large, ratios, strict=True)
+            _Tensor(piece, WHOLE_RATIO, piece.size, whole=True)
+            if is_whole
+            else _Tensor(piece, ratio, max(1, int(piece.size / ratio * SHARE / ROOM)), whole=False)
+            for piece, is_whole, ratio in zip(large, whole.tolist(), ratios.tolist(), strict=True)
         ]
         self._small_at = 4 * _HEAD * len(self._tensors)
         self._steps_at = self._small_at + self._small.max_bytes
-        self.max_bytes = self._steps_at + sum(tensor.room for tensor in self._tensors)
+        self.max_bytes = self._steps_at + sum(
+            -(-tensor.piece.size // _TRITS) if tensor.whole else tensor.room
+            for tensor in self._tensors
+        )
 
     def encode(
         self,
@@ -133,7 +150,10 @@ class Sparse:
                 begin = tensor.begin
                 ahead = self._candidates(tensor, v, values[piece.start : piece.stop], level)
                 bits, ahead, negative = self._send(v, begin, ahead, level)
-                steps = _steps(ahead, negative)
+                if tensor.whole:
+                    steps = _trits(ahead, negative, piece.size)
+                else:
+                    steps = _steps(ahead, negative)
                 message[at : at + len(steps)] = steps
                 at += len(steps)
                 head[number] = bits, begin, len(steps)
@@ -149,9 +169,12 @@ class Sparse:
             raise CommError(f"a message says that it holds {total} steps: it is damaged")
         self._small.add(message[self._small_at :], into)
         for tensor, (bits, begin, length) in zip(self._tensors, head.tolist(), strict=True):
-            ahead, negative = _entries(message[at : at + length])
-            at += length
             size = tensor.piece.size
+            if tensor.whole:
+                ahead, negative = _entries_of_trits(message[at : at + length], size)
+            else:
+                ahead, negative = _entries(message[at : at + length])
+            at += length
             if begin >= size or (len(ahead) and int(ahead[-1]) >= size):
                 raise CommError(
                     f"a message has an entry beyond the end of {tensor.piece.name}: it is damaged"
@@ -240,15 +263,31 @@ class Sparse:
         return bits[0] | (bits[1] | 1 << 15) << 16, ahead[kept], negative[kept]
 
 
-def ratios_of(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+def plan(
+    sizes: npt.NDArray[np.int64],
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]:
+    """For tensors of such sizes: which are written whole, for at most half of the bytes; and of
+    entries to those that are to be sent of the others, so that it is a byte for `SHARE` of all."""
+    order = np.argsort(sizes, kind="stable")
+    bytes_whole = -(-sizes // _TRITS)
+    whole = ratios_of(sizes, sizes.sum() / SHARE) <= _WHOLE
+    fit = np.cumsum((bytes_whole * whole)[order]) <= sizes.sum() / SHARE / 2
+    whole[order] &= fit
+    ratios = np.ones(len(sizes))
+    left = sizes.sum() / SHARE - (bytes_whole * whole).sum()
+    ratios[~whole] = ratios_of(sizes[~whole], left)
+    return whole, ratios
+
+
+def ratios_of(sizes: npt.NDArray[np.int64], wanted: float) -> npt.NDArray[np.float64]:
     """Of entries to those that are to be sent, for tensors of such sizes: in proportion to the
-    square roots of these, within bounds, so that it is `SHARE` of all."""
+    square roots of these, within bounds, so that it is `wanted` of all."""
     roots = np.sqrt(sizes)
     least, most = sizes / _SPARSEST, sizes / _DENSEST
     low, high = 0.0, float(roots.max(initial=0.0))
     for _ in range(50):
         factor = (low + high) / 2
-        if np.clip(factor * roots, least, most).sum() < sizes.sum() / SHARE:
+        if np.clip(factor * roots, least, most).sum() < wanted:
             low = factor
         else:
             high = factor
@@ -287,6 +326,27 @@ def _entries(
     ahead = np.cumsum(np.minimum(over + np.uint8(1), np.uint8(_LONGEST)), dtype=np.int64) - 1
     is_entry = over != _ESCAPE
     return ahead[is_entry], steps[is_entry] >= _SIGN
+
+
+def _trits(
+    places: npt.NDArray[np.int64], negative: npt.NDArray[np.bool_], size: int
+) -> npt.NDArray[np.uint8]:
+    """A third of a byte and less for each of a tensor's entries: 0, or 1 for positive ones that are
+    sent and 2 for negative ones."""
+    digits = np.zeros(-(-size // _TRITS) * _TRITS, np.uint8)
+    digits[places] = 1 + negative
+    return digits.reshape(-1, _TRITS) @ _POWERS
+
+
+def _entries_of_trits(
+    trits: npt.NDArray[np.uint8], size: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """What `_trits` was made of."""
+    if len(trits) != -(-size // _TRITS) or (size and int(trits.max()) >= len(_READ)):
+        raise CommError(f"a message has {len(trits)} bytes for {size} entries: it is damaged")
+    digits = _READ[trits].reshape(-1)
+    places = np.flatnonzero(digits)
+    return places, digits[places] == 2
 
 
 def _from_bfloat16(bits: int) -> np.float32:
