@@ -1,17 +1,19 @@
 """Entries beyond a level, as index and sign; the rest waits in the residual.
 
-A tensor's level and what its entries are sent as come from a rule (`threshold`, `adaptive`). One
-entry in 32 of a region is to be sent, and of each tensor as many as the square root of its size
-says, between one in 4 and one in 64: small ones (the classifier, convolutions of 1x1) have entries
+A tensor's level and what its entries are sent as come from a rule (`threshold`, `adaptive`). A
+message has about a byte for 32 entries, and each tensor a part of it by the square root of its
+size, for one entry in 4 to one in 64: small ones (the classifier, convolutions of 1x1) have entries
 with by far the larger gradients, and take few bytes.
 
-Of tensors that most would be sent of, every entry is written as one of three, five in a byte; of
-others those that are sent:
+Of small tensors two fifths are sent, whatever the rule, as the mean of their sign: these are
+written whole, each entry as one of three numbers, five entries in a byte, for at most half of a
+message's bytes. They have by far the most of a gradient's energy, of which a threshold would leave
+much to later.
 
-An entry takes a byte: a sign, and how many entries it goes over since the one before it. Where
-these are more than 126, bytes that go over 127 each stand before it. A tensor has room for about a
-sixth more bytes than entries that are to be sent; those that find none are first in the next
-message, so that none can be kept waiting by those before it.
+Of others an entry that is sent takes a byte: a sign, and how many entries it goes over since the
+one before it. Where these are more than 126, bytes that go over 127 each stand before it. A tensor
+has room for about a sixth more bytes than entries that are to be sent; those that find none are
+first in the next message, so that none can be kept waiting by those before it.
 
 What is exact: an entry is sent as q with |q| <= 2|v|, and where |v| > 2|q|, q's last bit is no
 finer than v's, because rules give few bits to q, and send only the largest where one entry is far
@@ -19,7 +21,7 @@ beyond the others. What is not sent is in the residual as it is.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -57,12 +59,13 @@ _LONGEST: Final = 127
 """Entries that one byte goes on by, at most."""
 _ESCAPE: Final = 127
 _SIGN: Final = 128
+_REACH: Final = 2.0**15
 _HEAD: Final = 3
 """Words of 32 bits that a tensor has in the head."""
 
 
 class Rule(Protocol):
-    """What is sent of a tensor, and as what."""
+    """What is sent of a tensor that is not written whole, and as what."""
 
     def level(self, tensor: int, sample: npt.NDArray[np.float32], ratio: float) -> float:
         """The |v| from which on entries are sent, so that one in `ratio` is, from magnitudes of at
@@ -90,6 +93,23 @@ def order_statistic(sample: npt.NDArray[np.float32], ratio: float) -> float:
         level = float(sample[sample > 0].min(initial=np.inf))
         return 0.0 if level == np.inf else level
     return level
+
+
+def mean_beyond(sizes: npt.NDArray[np.float32], level: float) -> tuple[float, float]:
+    """(least, q) as `Rule.cut` wants them, with q the mean.
+
+    So that v - q is exact for the smallest entries sent, too: where their mean is more than twice
+    the level, only those beyond half the mean are sent, as at most twice their smallest. That
+    takes a distribution with a tail as heavy as that of 1/v^3, or single entries far beyond all.
+    """
+    mean = float(sizes.mean(dtype=np.float64))
+    least = max(level, float(sizes.max()) / _REACH)
+    if mean > 2 * least:
+        least = mean / 2
+    if least > level:
+        sizes = sizes[sizes >= least]
+        mean = float(sizes.mean(dtype=np.float64))
+    return least, min(mean, 2 * float(sizes.min()))
 
 
 @dataclass(slots=True)
@@ -149,7 +169,9 @@ class Sparse:
                 level = self._level(number, v, values[piece.start : piece.stop])
                 begin = tensor.begin
                 ahead = self._candidates(tensor, v, values[piece.start : piece.stop], level)
-                bits, ahead, negative = self._send(v, begin, ahead, level)
+                cut = mean_beyond if tensor.whole else self._rule.cut
+                bits, kept, negative = _send(v, _around(ahead, begin, len(v)), level, cut)
+                ahead = ahead[kept]
                 if tensor.whole:
                     steps = _trits(ahead, negative, piece.size)
                 else:
@@ -191,7 +213,11 @@ class Sparse:
             sample = np.abs(v[at] + values[at])
         else:
             sample = np.abs(v + values)
-        level = self._rule.level(number, sample, self._tensors[number].ratio)
+        tensor = self._tensors[number]
+        if tensor.whole:
+            level = order_statistic(sample, tensor.ratio)
+        else:
+            level = self._rule.level(number, sample, tensor.ratio)
         if level == 0:
             largest = max(
                 float(np.abs(v[start : start + CHUNK] + values[start : start + CHUNK]).max())
@@ -239,28 +265,31 @@ class Sparse:
         tensor.begin = int(places[fit]) if fit < len(places) else 0
         return ahead[:fit]
 
-    def _send(
-        self, v: npt.NDArray[np.float32], begin: int, ahead: npt.NDArray[np.int64], level: float
-    ) -> tuple[int, npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Take out of v what is sent; the bits of both signs' numbers, the entries, which are
-        negative."""
-        places = _around(ahead, begin, len(v))
-        sent = v[places]
-        negative = np.signbit(sent)
-        sizes = np.abs(sent)
-        q = np.zeros_like(sent)
-        bits = [0, 0]
-        for number, side in enumerate((~negative, negative)):
-            of_side = sizes[side]
-            if len(of_side):
-                least, mean = self._rule.cut(of_side, level)
-                bits[number] = int(np.float32(mean).view(np.uint32)) >> 16
-                q[side] = np.where(of_side >= least, _from_bfloat16(bits[number]), 0)
-        kept = q != 0
-        np.negative(q, out=q, where=negative)
-        sent -= q
-        v[places] = sent
-        return bits[0] | (bits[1] | 1 << 15) << 16, ahead[kept], negative[kept]
+
+def _send(
+    v: npt.NDArray[np.float32],
+    places: npt.NDArray[np.int64],
+    level: float,
+    cut: Callable[[npt.NDArray[np.float32], float], tuple[float, float]],
+) -> tuple[int, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Take out of v what is sent of some entries; the bits of both signs' numbers, which entries
+    are sent, and which of those are negative."""
+    sent = v[places]
+    negative = np.signbit(sent)
+    sizes = np.abs(sent)
+    q = np.zeros_like(sent)
+    bits = [0, 0]
+    for number, side in enumerate((~negative, negative)):
+        of_side = sizes[side]
+        if len(of_side):
+            least, mean = cut(of_side, level)
+            bits[number] = int(np.float32(mean).view(np.uint32)) >> 16
+            q[side] = np.where(of_side >= least, _from_bfloat16(bits[number]), 0)
+    kept = q != 0
+    np.negative(q, out=q, where=negative)
+    sent -= q
+    v[places] = sent
+    return bits[0] | (bits[1] | 1 << 15) << 16, kept, negative[kept]
 
 
 def plan(
