@@ -25,7 +25,16 @@ from dlio.train.exchange.compress.layout import (
     pieces_of,
     split,
 )
-from dlio.train.exchange.compress.sparse import ROOM, SHARE, Sparse, _entries, _steps, ratios_of
+from dlio.train.exchange.compress.sparse import (
+    ROOM,
+    SHARE,
+    Sparse,
+    _entries,
+    _entries_of_trits,
+    _steps,
+    _trits,
+    plan,
+)
 from dlio.train.exchange.compress.threshold import Threshold
 
 Floats = npt.NDArray[np.float32]
@@ -215,7 +224,7 @@ def test_parts_of_a_region_are_hardly_longer_than_the_whole(name: str) -> None:
     pieces = pieces_of(RESNET)
     whole = make_compressor(name, pieces, Scratch()).max_bytes
     parts = [make_compressor(name, part, Scratch()).max_bytes for part in split(pieces, 8)]
-    assert sum(parts) <= 1.02 * whole
+    assert sum(parts) <= 1.05 * whole
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -329,8 +338,11 @@ def test_messages_never_outgrow_their_share(name: str, kind: str) -> None:
 @given(st.lists(st.integers(1, 10**7), max_size=40))
 def test_shares_of_tensors_add_up(drawn_sizes: list[int]) -> None:
     sizes = np.array(drawn_sizes, np.int64)
-    ratios = ratios_of(sizes)
-    assert (sizes / ratios).sum() == pytest.approx(sizes.sum() / SHARE)
+    whole, ratios = plan(sizes)
+    taken = (-(-sizes // 5))[whole].sum()
+    assert taken <= sizes.sum() / SHARE / 2
+    assert taken + (sizes / ratios)[~whole].sum() == pytest.approx(sizes.sum() / SHARE)
+    sizes, ratios = sizes[~whole], ratios[~whole]
     order = np.argsort(sizes)
     assert (np.diff(ratios[order]) >= -1e-6).all()
     assert (np.diff((sizes / ratios)[order]) >= -1e-6).all()
@@ -339,20 +351,21 @@ def test_shares_of_tensors_add_up(drawn_sizes: list[int]) -> None:
 
 @pytest.mark.parametrize("name", ["threshold", "adaptive"])
 def test_small_tensors_are_sent_more_of_within_the_same_bytes(name: str) -> None:
-    layout: Layout = [("head", (40, 256)), ("shortcut", (256, 128)), ("conv", (256, 256, 3, 3))]
+    layout: Layout = [("head", (40, 256)), ("conv", (256, 256, 3, 3)), ("other", (256, 128, 3, 3))]
     compressor = make(name, layout)
     residual = np.zeros(compressor.entries, np.float32)
-    counts = []
+    counts, lengths = [], []
     for step in range(100):
         values = np.random.default_rng(step).normal(size=compressor.entries).astype(np.float32)
         q, used = encoded(compressor, values, residual)
-        pieces = pieces_of(layout)
-        counts.append([np.count_nonzero(q[piece.start : piece.stop]) for piece in pieces])
+        counts.append([np.count_nonzero(q[p.start : p.stop]) for p in pieces_of(layout)])
+        lengths.append(used)
         assert used <= compressor.max_bytes <= compressor.entries / ROOM + 12 * len(layout)
-    head, shortcut, conv = np.mean(counts[50:], axis=0)
-    assert 0.8 <= (head + shortcut + conv) / (compressor.entries / SHARE) <= 1.2
-    assert 0.7 <= shortcut / head / np.sqrt(32_768 / 10_240) <= 1.4
-    assert 0.7 <= conv / shortcut / np.sqrt(589_824 / 32_768) <= 1.4
+    head, conv, other = np.mean(counts[50:], axis=0)
+    assert 0.3 <= head / 10_240 <= 0.5
+    assert 0.8 <= (10_240 / 5 + conv + other) / (compressor.entries / SHARE) <= 1.2
+    assert 0.8 <= np.mean(lengths[50:]) / (compressor.entries / SHARE) <= 1.2
+    assert 0.8 <= conv / other / np.sqrt(2) <= 1.2
 
 
 @pytest.mark.parametrize("rule", [Threshold(0.25), Adaptive()], ids=["threshold", "adaptive"])
@@ -421,6 +434,19 @@ def test_gaps_of_any_length_are_read_as_they_were_written(gaps: list[int], seed:
     assert np.array_equal(signs, negative)
 
 
+@settings(deadline=None)
+@given(st.integers(0, 700), st.floats(0, 1), st.integers(0, 2**32))
+def test_trits_are_read_as_they_were_written(size: int, share: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    places = np.flatnonzero(rng.random(size) < share)
+    negative = rng.random(len(places)) < 0.5
+    trits = _trits(places, negative, size)
+    assert len(trits) == -(-size // 5)
+    again, signs = _entries_of_trits(trits, size)
+    assert np.array_equal(again, places)
+    assert np.array_equal(signs, negative)
+
+
 @settings(deadline=None, max_examples=20)
 @given(st.integers(0, 2**32))
 def test_adaptive_sends_the_largest_as_the_mean_of_their_sign(seed: int) -> None:
@@ -481,6 +507,24 @@ def test_a_damaged_message_is_refused(name: str, word: int | None, damage: int) 
     used = compressor.encode(values, np.zeros_like(values), message)
     if word is None:
         message[12:used] = damage - 1
+    else:
+        message[:12].view(np.uint32)[word] = damage
+    with pytest.raises(CommError, match="damaged"):
+        compressor.add(message, np.zeros_like(values))
+
+
+@pytest.mark.parametrize("name", ["threshold", "adaptive"])
+@pytest.mark.parametrize(("word", "damage"), [(1, 1500), (2, 200), (None, 243)], ids=str)
+def test_a_damaged_tensor_that_is_written_whole_is_refused(
+    name: str, word: int | None, damage: int
+) -> None:
+    compressor = make(name, [("w", (50, 30)), ("v", (1000, 100))])
+    message = np.empty(compressor.max_bytes, np.uint8)
+    values = drawn("heavy", compressor.entries, 0)
+    compressor.encode(values, np.zeros_like(values), message)
+    assert message[:12].view(np.uint32)[2] == 300
+    if word is None:
+        message[24] = damage
     else:
         message[:12].view(np.uint32)[word] = damage
     with pytest.raises(CommError, match="damaged"):

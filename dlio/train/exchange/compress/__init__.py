@@ -3,8 +3,8 @@
 | name        | bits an entry  | what is sent                                              |
 |-------------|----------------|-----------------------------------------------------------|
 | `onebit`    | about 1.03     | the sign; two means for each run of 1,024 entries or more |
-| `threshold` | about 0.26     | index and sign of entries beyond a threshold, one in 32   |
-| `adaptive`  | about 0.26     | the same of the largest, with the mean of each sign       |
+| `threshold` | about 0.27     | place and sign of entries beyond a threshold              |
+| `adaptive`  | about 0.27     | place and sign of the largest, and the mean of each sign  |
 | `int8`      | 8.03           | whole multiples of a power of two per 256 entries         |
 | `bf16`      | 16             | bfloat16                                                  |
 | `fp16`      | 16             | float16, scaled by a power of two per 32,768 entries      |
@@ -26,7 +26,7 @@ residual, it would spoil that entry of every step to come. The residual is then 
 
 Parameters whose means and thresholds would say nothing, biases and norms above all, travel as
 `int8` in the messages of `onebit`, `threshold` and `adaptive`: see `layout.is_small`. Their bytes
-count.
+count. Of somewhat larger ones `threshold` and `adaptive` send more than of others: see `sparse`.
 """
 
 from collections.abc import Sequence

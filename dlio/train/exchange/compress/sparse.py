@@ -1,14 +1,19 @@
 """Entries beyond a level, as index and sign; the rest waits in the residual.
 
-A tensor's level and what its entries are sent as come from a rule (`threshold`, `adaptive`). One
-entry in 32 of a region is to be sent, and of each tensor as many as the square root of its size
-says, between one in 4 and one in 64: small ones (the classifier, convolutions of 1x1) have entries
+A tensor's level and what its entries are sent as come from a rule (`threshold`, `adaptive`). A
+message has about a byte for 32 entries, and each tensor a part of it by the square root of its
+size, for one entry in 4 to one in 64: small ones (the classifier, convolutions of 1x1) have entries
 with by far the larger gradients, and take few bytes.
 
-An entry takes a byte: a sign, and how many entries it goes over since the one before it. Where
-these are more than 126, bytes that go over 127 each stand before it. A tensor has room for about a
-sixth more bytes than entries that are to be sent; those that find none are first in the next
-message, so that none can be kept waiting by those before it.
+Of small tensors two fifths are sent, whatever the rule, as the mean of their sign: these are
+written whole, each entry as one of three numbers, five entries in a byte, for at most half of a
+message's bytes. They have by far the most of a gradient's energy, of which a threshold would leave
+much to later.
+
+Of others an entry that is sent takes a byte: a sign, and how many entries it goes over since the
+one before it. Where these are more than 126, bytes that go over 127 each stand before it. A tensor
+has room for about a sixth more bytes than entries that are to be sent; those that find none are
+first in the next message, so that none can be kept waiting by those before it.
 
 What is exact: an entry is sent as q with |q| <= 2|v|, and where |v| > 2|q|, q's last bit is no
 finer than v's, because rules give few bits to q, and send only the largest where one entry is far
@@ -16,7 +21,7 @@ beyond the others. What is not sent is in the residual as it is.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -39,21 +44,30 @@ ROOM: Final = 27
 SHARE: Final = 32
 """One entry in so many is to be sent."""
 _DENSEST: Final = 4
-"""Of any tensor one entry in so many is to be sent, at most."""
+"""Of a tensor whose entries are counted one in so many is to be sent, at most."""
 _SPARSEST: Final = 64
 """Of any tensor one entry in so many is to be sent, at least."""
+_WHOLE: Final = 12
+"""A tensor that one in so many, or more, would be sent of is written whole."""
+WHOLE_RATIO: Final = 2.5
+"""Of a tensor that is written whole one entry in so many is to be sent."""
+_TRITS: Final = 5
+"""Entries in a byte of a tensor that is written whole."""
+_POWERS: Final = np.array([1, 3, 9, 27, 81], np.uint8)
+_READ: Final = (np.arange(3**_TRITS, dtype=np.uint8)[:, None] // _POWERS) % 3
 _SAMPLE: Final = 1024
 _LONGEST: Final = 127
 """Entries that one byte goes on by, at most."""
 _ESCAPE: Final = 127
 _SIGN: Final = 128
 _NONE: Final = np.iinfo(np.int64).min
+_REACH: Final = 2.0**15
 _HEAD: Final = 3
 """Words of 32 bits that a tensor has in the head."""
 
 
 class Rule(Protocol):
-    """What is sent of a tensor, and as what."""
+    """What is sent of a tensor that is not written whole, and as what."""
 
     steps: dict[int, int]
     """What it remembers of tensors, by number."""
@@ -86,6 +100,23 @@ def order_statistic(sample: npt.NDArray[np.float32], ratio: float) -> float:
     return level
 
 
+def mean_beyond(sizes: npt.NDArray[np.float32], level: float) -> tuple[float, float]:
+    """(least, q) as `Rule.cut` wants them, with q the mean.
+
+    So that v - q is exact for the smallest entries sent, too: where their mean is more than twice
+    the level, only those beyond half the mean are sent, as at most twice their smallest. That
+    takes a distribution with a tail as heavy as that of 1/v^3, or single entries far beyond all.
+    """
+    mean = float(sizes.mean(dtype=np.float64))
+    least = max(level, float(sizes.max()) / _REACH)
+    if mean > 2 * least:
+        least = mean / 2
+    if least > level:
+        sizes = sizes[sizes >= least]
+        mean = float(sizes.mean(dtype=np.float64))
+    return least, min(mean, 2 * float(sizes.min()))
+
+
 @dataclass(slots=True)
 class _Tensor:
     piece: Piece
@@ -93,6 +124,7 @@ class _Tensor:
     """Of entries to those that are to be sent."""
     room: int
     """Bytes of its entries, at most."""
+    whole: bool
     begin: int = 0
     """Where to begin to look for what is to be sent."""
 
@@ -112,14 +144,19 @@ class Sparse:
         self.entries = pieces[-1].stop if pieces else 0
         self._small = SmallTensors(pieces, scratch)
         large = [piece for piece in pieces if not piece.small]
-        ratios = ratios_of(np.array([piece.size for piece in large], np.int64)).tolist()
+        whole, ratios = plan(np.array([piece.size for piece in large], np.int64))
         self._tensors = [
-            _Tensor(piece, ratio, max(1, int(piece.size / ratio * SHARE / ROOM)))
-            for piece, ratio in zip(large, ratios, strict=True)
+            _Tensor(piece, WHOLE_RATIO, piece.size, whole=True)
+            if is_whole
+            else _Tensor(piece, ratio, max(1, int(piece.size / ratio * SHARE / ROOM)), whole=False)
+            for piece, is_whole, ratio in zip(large, whole.tolist(), ratios.tolist(), strict=True)
         ]
         self._small_at = 4 * _HEAD * len(self._tensors)
         self._steps_at = self._small_at + self._small.max_bytes
-        self.max_bytes = self._steps_at + sum(tensor.room for tensor in self._tensors)
+        self.max_bytes = self._steps_at + sum(
+            -(-tensor.piece.size // _TRITS) if tensor.whole else tensor.room
+            for tensor in self._tensors
+        )
 
     def encode(
         self,
@@ -138,8 +175,13 @@ class Sparse:
                 level = self._level(number, v, values[piece.start : piece.stop])
                 begin = tensor.begin
                 ahead = self._candidates(tensor, v, values[piece.start : piece.stop], level)
-                bits, ahead, negative = self._send(v, begin, ahead, level)
-                steps = _steps(ahead, negative)
+                cut = mean_beyond if tensor.whole else self._rule.cut
+                bits, kept, negative = _send(v, _around(ahead, begin, len(v)), level, cut)
+                ahead = ahead[kept]
+                if tensor.whole:
+                    steps = _trits(ahead, negative, piece.size)
+                else:
+                    steps = _steps(ahead, negative)
                 message[at : at + len(steps)] = steps
                 at += len(steps)
                 head[number] = bits, begin, len(steps)
@@ -155,9 +197,12 @@ class Sparse:
             raise CommError(f"a message says that it holds {total} steps: it is damaged")
         self._small.add(message[self._small_at :], into)
         for tensor, (bits, begin, length) in zip(self._tensors, head.tolist(), strict=True):
-            ahead, negative = _entries(message[at : at + length])
-            at += length
             size = tensor.piece.size
+            if tensor.whole:
+                ahead, negative = _entries_of_trits(message[at : at + length], size)
+            else:
+                ahead, negative = _entries(message[at : at + length])
+            at += length
             if begin >= size or (len(ahead) and int(ahead[-1]) >= size):
                 raise CommError(
                     f"a message has an entry beyond the end of {tensor.piece.name}: it is damaged"
@@ -188,7 +233,11 @@ class Sparse:
             sample = np.abs(v[at] + values[at])
         else:
             sample = np.abs(v + values)
-        level = self._rule.level(number, sample, self._tensors[number].ratio)
+        tensor = self._tensors[number]
+        if tensor.whole:
+            level = order_statistic(sample, tensor.ratio)
+        else:
+            level = self._rule.level(number, sample, tensor.ratio)
         if level == 0:
             largest = max(
                 float(np.abs(v[start : start + CHUNK] + values[start : start + CHUNK]).max())
@@ -236,39 +285,58 @@ class Sparse:
         tensor.begin = int(places[fit]) if fit < len(places) else 0
         return ahead[:fit]
 
-    def _send(
-        self, v: npt.NDArray[np.float32], begin: int, ahead: npt.NDArray[np.int64], level: float
-    ) -> tuple[int, npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Take out of v what is sent; the bits of both signs' numbers, the entries, which are
-        negative."""
-        places = _around(ahead, begin, len(v))
-        sent = v[places]
-        negative = np.signbit(sent)
-        sizes = np.abs(sent)
-        q = np.zeros_like(sent)
-        bits = [0, 0]
-        for number, side in enumerate((~negative, negative)):
-            of_side = sizes[side]
-            if len(of_side):
-                least, mean = self._rule.cut(of_side, level)
-                bits[number] = int(np.float32(mean).view(np.uint32)) >> 16
-                q[side] = np.where(of_side >= least, _from_bfloat16(bits[number]), 0)
-        kept = q != 0
-        np.negative(q, out=q, where=negative)
-        sent -= q
-        v[places] = sent
-        return bits[0] | (bits[1] | 1 << 15) << 16, ahead[kept], negative[kept]
+
+def _send(
+    v: npt.NDArray[np.float32],
+    places: npt.NDArray[np.int64],
+    level: float,
+    cut: Callable[[npt.NDArray[np.float32], float], tuple[float, float]],
+) -> tuple[int, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Take out of v what is sent of some entries; the bits of both signs' numbers, which entries
+    are sent, and which of those are negative."""
+    sent = v[places]
+    negative = np.signbit(sent)
+    sizes = np.abs(sent)
+    q = np.zeros_like(sent)
+    bits = [0, 0]
+    for number, side in enumerate((~negative, negative)):
+        of_side = sizes[side]
+        if len(of_side):
+            least, mean = cut(of_side, level)
+            bits[number] = int(np.float32(mean).view(np.uint32)) >> 16
+            q[side] = np.where(of_side >= least, _from_bfloat16(bits[number]), 0)
+    kept = q != 0
+    np.negative(q, out=q, where=negative)
+    sent -= q
+    v[places] = sent
+    return bits[0] | (bits[1] | 1 << 15) << 16, kept, negative[kept]
 
 
-def ratios_of(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+def plan(
+    sizes: npt.NDArray[np.int64],
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]:
+    """For tensors of such sizes: which are written whole, for at most half of the bytes; and of
+    entries to those that are to be sent of the others, so that it is a byte for `SHARE` of all."""
+    order = np.argsort(sizes, kind="stable")
+    bytes_whole = -(-sizes // _TRITS)
+    whole = ratios_of(sizes, sizes.sum() / SHARE) <= _WHOLE
+    fit = np.cumsum((bytes_whole * whole)[order]) <= sizes.sum() / SHARE / 2
+    whole[order] &= fit
+    ratios = np.ones(len(sizes))
+    left = sizes.sum() / SHARE - (bytes_whole * whole).sum()
+    ratios[~whole] = ratios_of(sizes[~whole], left)
+    return whole, ratios
+
+
+def ratios_of(sizes: npt.NDArray[np.int64], wanted: float) -> npt.NDArray[np.float64]:
     """Of entries to those that are to be sent, for tensors of such sizes: in proportion to the
-    square roots of these, within bounds, so that it is `SHARE` of all."""
+    square roots of these, within bounds, so that it is `wanted` of all."""
     roots = np.sqrt(sizes)
     least, most = sizes / _SPARSEST, sizes / _DENSEST
     low, high = 0.0, float(roots.max(initial=0.0))
     for _ in range(50):
         factor = (low + high) / 2
-        if np.clip(factor * roots, least, most).sum() < sizes.sum() / SHARE:
+        if np.clip(factor * roots, least, most).sum() < wanted:
             low = factor
         else:
             high = factor
@@ -307,6 +375,27 @@ def _entries(
     ahead = np.cumsum(np.minimum(over + np.uint8(1), np.uint8(_LONGEST)), dtype=np.int64) - 1
     is_entry = over != _ESCAPE
     return ahead[is_entry], steps[is_entry] >= _SIGN
+
+
+def _trits(
+    places: npt.NDArray[np.int64], negative: npt.NDArray[np.bool_], size: int
+) -> npt.NDArray[np.uint8]:
+    """A third of a byte and less for each of a tensor's entries: 0, or 1 for positive ones that are
+    sent and 2 for negative ones."""
+    digits = np.zeros(-(-size // _TRITS) * _TRITS, np.uint8)
+    digits[places] = 1 + negative
+    return digits.reshape(-1, _TRITS) @ _POWERS
+
+
+def _entries_of_trits(
+    trits: npt.NDArray[np.uint8], size: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """What `_trits` was made of."""
+    if len(trits) != -(-size // _TRITS) or (size and int(trits.max()) >= len(_READ)):
+        raise CommError(f"a message has {len(trits)} bytes for {size} entries: it is damaged")
+    digits = _READ[trits].reshape(-1)
+    places = np.flatnonzero(digits)
+    return places, digits[places] == 2
 
 
 def _from_bfloat16(bits: int) -> np.float32:

@@ -18,14 +18,14 @@ _LOWEST, _HIGHEST = -126 * _STEPS, 127 * _STEPS
 
 
 class Threshold:
-    """Each tensor has a threshold, which follows what one entry in 32 is beyond, by steps of an
-    eighth to a quarter.
+    """Each tensor has a threshold, which follows what so many entries are beyond as are to be sent,
+    by a sixteenth to an eighth a message.
 
     One that stays as it is, as Strom has them, would have to be tuned for each network, and sends
     ever less as gradients become smaller, or lets residuals grow.
 
     Args:
-        threshold: the same for all tensors and steps, instead; rounded to a nearby step.
+        threshold: the same for all tensors and messages, instead; rounded to four bits.
 
     Raises UsageError for a threshold that is not above 0.
     """
