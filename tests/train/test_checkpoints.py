@@ -187,6 +187,16 @@ def _kill(run: "subprocess.Popen[str]") -> None:
         except ProcessLookupError:
             continue
     run.communicate(timeout=60)
+    assert _in_time(lambda: not any(_is_running(pid) for pid in family))
+
+
+def _is_running(pid: int) -> bool:
+    """Not a zombie either, which nobody may wait for."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] not in "ZX"
 
 
 def _lines(path: Path) -> int:

@@ -40,6 +40,7 @@ _UNFINISHED: Final = ".unfinished-"
 _LOCK: Final = ".lock"
 _FORMAT: Final = 1
 _WRITE_TIMEOUT_S: Final = 1800.0
+_LOCK_TIMEOUT_S: Final = 2.0
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -292,7 +293,12 @@ def _lock(folder: str) -> int | None:
     except OSError as error:
         raise unwritable(f"--checkpoint {folder}", error) from error
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # A run that was killed a moment ago may not have let go yet.
+        deadline = time.monotonic() + _LOCK_TIMEOUT_S
+        while not _locked(lock) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if not _locked(lock):
+            raise BlockingIOError
     except BlockingIOError:
         who = os.pread(lock, 200, 0).decode(errors="replace").strip()
         os.close(lock)
@@ -308,6 +314,14 @@ def _lock(folder: str) -> int | None:
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
     return lock
+
+
+def _locked(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _sync(folder: str) -> None:
