@@ -295,22 +295,20 @@ def _lock(folder: str) -> int | None:
     try:
         # A run that was killed a moment ago may not have let go yet.
         deadline = time.monotonic() + _LOCK_TIMEOUT_S
-        while not _locked(lock) and time.monotonic() < deadline:
+        while not (free := _locked(lock)) and time.monotonic() < deadline:
             time.sleep(0.02)
-        if not _locked(lock):
-            raise BlockingIOError
-    except BlockingIOError:
-        who = os.pread(lock, 200, 0).decode(errors="replace").strip()
-        os.close(lock)
-        raise UsageError(
-            f"--checkpoint {folder}: another run ({who}) writes there; wait for it, or name "
-            "another folder"
-        ) from None
     except OSError as error:
         os.close(lock)
         if error.errno in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
             return None
         raise
+    if not free:
+        who = os.pread(lock, 200, 0).decode(errors="replace").strip()
+        os.close(lock)
+        raise UsageError(
+            f"--checkpoint {folder}: another run ({who}) writes there; wait for it, or name "
+            "another folder"
+        )
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
     return lock
