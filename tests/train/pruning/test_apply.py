@@ -139,11 +139,11 @@ def test_parameters_hooks_and_attributes_are_the_same_objects_after_a_cut() -> N
     fired: list[tuple[int, ...]] = []
     seen: list[int] = []
     handles = [
-        p.register_post_accumulate_grad_hook(lambda p: fired.append(tuple(p.shape)))
+        p.register_post_accumulate_grad_hook(lambda p: fired.append(tuple(p.shape)))  # type: ignore[no-untyped-call]
         for p in model.parameters()
     ]
     weight = model.get_parameter("0.weight")
-    weight.register_hook(lambda grad: seen.append(len(grad)))
+    weight.register_hook(lambda grad: seen.append(len(grad)))  # type: ignore[no-untyped-call]
     weight.mark = "mine"  # type: ignore[attr-defined]
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     _step(model, optimizer, inputs)

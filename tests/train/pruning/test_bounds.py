@@ -105,7 +105,7 @@ def _lengths(layer: nn.Module, inputs: torch.Tensor) -> float:
             layer.kernel_size,
             layer.dilation,
             layer.padding,
-            layer.stride,  # type: ignore[arg-type]
+            layer.stride,
         )
         return float((patches.square().sum(1) + 1).sqrt().max())
     return float((inputs.square().sum(-1) + 1).sqrt().max())
@@ -126,7 +126,7 @@ def _change(
     small = copy.deepcopy(layer)
     weight = small.weight.detach().movedim(member.dim, 0)
     mine = member.channels[removal.neuron]
-    constant = 0.0
+    constant = torch.zeros(1)
     if removal.twin >= 0:
         weight[member.channels[removal.twin]] += removal.scale * weight[mine]
     elif member.constant:

@@ -168,7 +168,8 @@ def test_heads_that_are_counted_beside_their_reader_are_found() -> None:
                 layer(x).view(shape).transpose(1, 2) for layer in (self.query, self.key, self.value)
             )
             mixed = torch.softmax(q @ k.transpose(2, 3), -1) @ v
-            return mixed.transpose(1, 2).reshape(*x.shape[:2], self.all_head_size)
+            out: torch.Tensor = mixed.transpose(1, 2).reshape(*x.shape[:2], self.all_head_size)
+            return out
 
     class Whole(nn.Module):
         def __init__(self) -> None:
