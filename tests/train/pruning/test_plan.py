@@ -17,7 +17,6 @@ from dlio.train.pruning import (
     Limits,
     Plan,
     Statistics,
-    apply,
     find_groups,
     plan,
     weights_of,
@@ -144,21 +143,25 @@ def test_twins_do_not_depend_on_the_size_of_blocks(
         assert twin.distance <= 1e-3 * np.linalg.norm(vectors[twin.of])
 
 
-def test_bounds_hold_one_after_another() -> None:
-    """The second group's twins are judged by weights that read what the first one left."""
-    groups, weights, statistics = _case("mlp", 2)
-    model, _ = make("mlp", "relu", 2)
-    limits = Limits(constant=0.2, twin=0.5, loss=0.0, share=1.0, multiple=1)
-    both = plan(groups, weights, statistics, limits)
+def test_twins_are_judged_by_what_the_removals_before_them_leave() -> None:
+    model, inputs = make("mlp", "relu", 2)
+    groups = find_groups(model, inputs).groups
     with torch.no_grad():
-        applied = apply(model, groups, Plan({}, (), {}))
-        first = plan(groups[:1], weights, statistics, limits)
-        applied = apply(model, groups, first)
-    second = plan(applied.groups[1:], weights_of(model, applied.groups), statistics, limits)
-    mine = [r for r in both.removals if r.group == groups[1].name]
-    assert [(r.neuron, r.kind, r.twin) for r in mine] == [
-        (r.neuron, r.kind, r.twin) for r in second.removals
-    ]
-    np.testing.assert_allclose(
-        [r.bound for r in mine], [r.bound for r in second.removals], rtol=1e-3, atol=1e-5
-    )
+        model.get_parameter("0.weight")[:8] = 0
+        model.get_parameter("0.bias")[:8] = -1
+        for name in ("2.weight", "2.bias"):
+            model.get_parameter(name)[3] = model.get_parameter(name)[5]
+        model.get_parameter("2.weight")[3, :8] = 7
+    with Collector(model, groups, every=1) as collector:
+        model(inputs).square().mean().backward()
+        collector.step()
+    limits = Limits(loss=0.0, twin=1e-3, multiple=1)
+    weights = weights_of(model, groups)
+    what = plan(groups, weights, collector.statistics(), limits)
+    dead = [r for r in what.removals if r.group == "0"]
+    assert [(r.neuron, r.kind, r.bound) for r in dead] == [(n, "dead", 0.0) for n in range(8)]
+    twins = [r for r in what.removals if r.kind == "twin"]
+    assert [{r.neuron, r.twin} for r in twins] == [{3, 5}]
+    assert twins[0].bound == 0.0
+    alone = plan(groups[1:], weights, collector.statistics(), limits)
+    assert not [r for r in alone.removals if r.kind == "twin"]
