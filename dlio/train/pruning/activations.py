@@ -22,7 +22,7 @@ _NEUTRAL: Final = (
     # grows, and positive factors pass.
     *("view", "unsafeview", "reshape", "transpose", "permute", "squeeze", "unsqueeze"),
     *("tbackward", "clone", "alias", "tocopy", "mean", "maxpool", "avgpool", "adaptiveavgpool"),
-    *("adaptivemaxpool", "mkldnnmaxpool", "mkldnnadaptiveavgpool"),
+    *("cat", "adaptivemaxpool", "mkldnnmaxpool", "mkldnnadaptiveavgpool"),
 )
 
 

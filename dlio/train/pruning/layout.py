@@ -95,11 +95,12 @@ def shrink_to(
                 "make the model with the options of the one that was trained"
             )
         gone[key] = np.delete(np.arange(size, dtype=np.int64), left)
-    for key in layout.counts:
-        if not hasattr(model.get_submodule(key.partition(":")[0]), key.partition(":")[2]):
-            raise DlioError(f"the pruned model has a count '{key}', this one has none")
+    modules = dict(model.named_modules())
+    counts = [(*key.partition(":")[::2], count) for key, count in layout.counts.items()]
+    for name, attribute, _ in counts:
+        if not hasattr(modules.get(name), attribute):
+            raise DlioError(f"the pruned model has a count '{name}.{attribute}', this one has none")
     cuts = cut_layers(model, gone, optimizers)
-    for key, count in layout.counts.items():
-        name, _, attribute = key.partition(":")
-        setattr(model.get_submodule(name), attribute, count)
+    for name, attribute, count in counts:
+        setattr(modules[name], attribute, count)
     return cuts

@@ -152,7 +152,7 @@ class Collector:
 
     @torch.no_grad()
     def step(self) -> None:
-        """A step's gradients are there, and the optimizer has not used them yet."""
+        """A step's gradients are there, not scaled, and the optimizer has not used them yet."""
         if self.step_count % self._every == 0:
             for name, (module, dim) in self._layers.items():
                 weight = module.get_parameter("weight")

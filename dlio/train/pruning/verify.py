@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
-from dlio.train.pruning.cutting import cut_layers
+from dlio.train.pruning.cutting import cut_layers, split_key
 from dlio.train.pruning.groups import Group, Indices, channels_gone
 
 _TOLERANCE = 1e-4
@@ -39,7 +39,7 @@ class Trial:
         """Why they cannot be cut together; empty where they can."""
         keep = {group.name: _keep(group.width) for group in groups}
         gone = channels_gone(groups, keep)
-        small = copy.deepcopy(self._model)
+        small = self._copy({split_key(key)[0] for key in gone})
         try:
             cut_layers(small, gone)
             count_anew(small, groups, keep)
@@ -71,6 +71,15 @@ class Trial:
         if not _distance(after, expected) <= _TOLERANCE:
             return "the model's output depends on it by other ways than the layers that read it"
         return ""
+
+    def _copy(self, layers: set[str]) -> nn.Module:
+        """A copy that has tensors of its own only for these layers, and shares all others."""
+        memo: dict[int, Any] = {}
+        for name, module in self._model.named_modules():
+            if name not in layers:
+                for tensor in (*module._parameters.values(), *module._buffers.values()):
+                    memo[id(tensor)] = tensor
+        return copy.deepcopy(self._model, memo)
 
     def _outputs(self, model: nn.Module) -> list[torch.Tensor]:
         with torch.no_grad():

@@ -158,11 +158,39 @@ def transformer(activation: str, width: int = 24) -> tuple[nn.Module, torch.Tens
     return Transformer(activation, width), torch.randint(0, 11, (6, 5))
 
 
+class Branches(nn.Module):
+    """A net that goes down and up again, with a concatenation and a gate on channels."""
+
+    def __init__(self, activation: str, width: int) -> None:
+        super().__init__()
+        self.act = ACTIVATIONS[activation]()
+        self.a = nn.Conv2d(3, width, 3, padding=1)
+        self.down = nn.Conv2d(width, 16, 3, stride=2, padding=1)
+        self.up = nn.ConvTranspose2d(16, width, 2, stride=2)
+        self.joined = nn.Conv2d(2 * width, 16, 1, bias=False)
+        self.squeeze = nn.Conv2d(16, 8, 1)
+        self.gate = nn.Conv2d(8, 16, 1)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a = self.act(self.a(x))
+        up = self.act(self.up(self.act(self.down(a))))
+        joined = self.act(self.joined(torch.cat([a, up], 1)))
+        gate = self.gate(self.act(self.squeeze(joined.mean(dim=(2, 3), keepdim=True))))
+        out: torch.Tensor = self.head((joined * torch.sigmoid(gate)).mean(dim=(2, 3)))
+        return out
+
+
+def branches(activation: str, width: int = 24) -> tuple[nn.Module, torch.Tensor]:
+    return Branches(activation, width), torch.randn(8, 3, 8, 8)
+
+
 KINDS = {
     "mlp": mlp,
     "convolutional": convolutional,
     "residual": residual,
     "depthwise": depthwise,
+    "branches": branches,
     "transformer": transformer,
 }
 

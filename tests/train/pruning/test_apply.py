@@ -206,6 +206,20 @@ def test_what_cannot_be_cut_leaves_everything_as_it_was() -> None:
     assert model.get_parameter("0.weight").shape == (8, 7)
 
 
+def test_weights_keep_their_memory_format() -> None:
+    found = _found("convolutional")
+    model, inputs = make("convolutional", "relu", 1)
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    _step(model, torch.optim.SGD(model.parameters(), lr=0.1), inputs)
+    apply(model, found.groups, Plan({"0": np.arange(8)}))
+    for name in ("0.weight", "3.weight"):
+        weight = model.get_parameter(name)
+        assert weight.grad is not None
+        for tensor in (weight, weight.grad):
+            assert tensor.is_contiguous(memory_format=torch.channels_last)
+            assert not tensor.is_contiguous()
+
+
 def test_nothing_to_remove_keeps_the_layout() -> None:
     found = _found("mlp")
     model, _ = make("mlp", "relu", 1)
@@ -287,3 +301,21 @@ def test_a_whole_round_keeps_what_a_net_computes() -> None:
         assert all(group.width % 8 == 0 for group in applied.groups)
         assert sum(group.width for group in applied.groups) < 3 * 24
         torch.testing.assert_close(model(inputs), before, rtol=1e-4, atol=1e-4)
+
+
+def test_the_readmes_example_runs_and_prunes() -> None:
+    readme = (Path(__file__).parents[3] / "README.md").read_text()
+    code = readme.split("### Neurons to do without")[1].split("```python")[1].split("```")[0]
+    model, images = make("convolutional", "relu", 1)
+    with torch.no_grad():
+        model.get_parameter("3.weight")[:8] = 0
+        model.get_parameter("3.bias")[:8] = -1
+    names = {
+        "model": model,
+        "images": images,
+        "loader": [(images, torch.arange(8) % 4)] * 3,
+        "loss": nn.CrossEntropyLoss(),
+        "optimizer": torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9),
+    }
+    exec(code, names)
+    assert model.get_parameter("3.weight").shape[0] == 8

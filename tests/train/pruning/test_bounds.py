@@ -108,14 +108,16 @@ def _lengths(layer: nn.Module, inputs: torch.Tensor) -> float:
             layer.stride,
         )
         return float((patches.square().sum(1) + 1).sqrt().max())
-    return float((inputs.square().sum(-1) + 1).sqrt().max())
+    # Of a transposed convolution without overlap, each output sees one place.
+    channel = 1 if isinstance(layer, nn.ConvTranspose2d) else -1
+    return float((inputs.square().sum(channel) + 1).sqrt().max())
 
 
 def _output(layer: Any, inputs: torch.Tensor) -> torch.Tensor:
     """Channels last."""
     with torch.no_grad():
         out: torch.Tensor = layer(inputs)
-    return out.movedim(1, -1) if isinstance(layer, nn.Conv2d) else out
+    return out if isinstance(layer, nn.Linear) else out.movedim(1, -1)
 
 
 def _change(
@@ -131,9 +133,9 @@ def _change(
         weight[member.channels[removal.twin]] += removal.scale * weight[mine]
     elif member.constant:
         means = torch.from_numpy(mean)[mine]
-        constant = torch.einsum("co...,c->o...", weight[mine], means)
-        if constant.ndim > 1:
-            constant = constant.flatten(1).sum(1)
+        constant = torch.einsum(
+            "cot,c->o", weight[mine].reshape(len(mine), weight.shape[1], -1), means
+        )
     weight[mine] = 0
     gap = _output(small, inputs) + constant - _output(layer, inputs)
     return float(gap.norm(dim=-1).max())
@@ -176,7 +178,7 @@ def test_each_removal_changes_the_next_layers_within_its_bound(
 
 
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
-@pytest.mark.parametrize("kind", ["mlp", "convolutional", "transformer"])
+@pytest.mark.parametrize("kind", ["mlp", "convolutional", "branches", "transformer"])
 def test_twins_and_constants_are_found_where_there_are(kind: str, activation: str) -> None:
     found = _found(kind, activation)
     model, inputs = make(kind, activation, 3)

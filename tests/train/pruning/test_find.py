@@ -19,7 +19,12 @@ def _reasons(found: Found) -> dict[str, str]:
 
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
 def test_the_way_from_a_neuron_to_its_readers_is_known(activation: str) -> None:
-    for kind, name in (("mlp", "0"), ("convolutional", "0"), ("transformer", "blocks.0.mlp.0")):
+    for kind, name in (
+        ("mlp", "0"),
+        ("convolutional", "0"),
+        ("branches", "up"),
+        ("transformer", "blocks.0.mlp.0"),
+    ):
         found = find_groups(*make(kind, activation, 0))
         group = next(group for group in found.groups if group.name == name)
         assert group.activation is not None
