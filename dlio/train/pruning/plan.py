@@ -30,6 +30,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from dlio.errors import UsageError
 from dlio.train.pruning.groups import Group, Indices, Member
 from dlio.train.pruning.similar import find_twins
 from dlio.train.pruning.statistics import Statistics
@@ -41,7 +42,7 @@ Weights = Mapping[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much may go in one round."""
+    """How much may go in one round. Raises UsageError for what is none."""
 
     constant: float = 0.01
     """What a dead or constant neuron may change at most, as a part of the root of the mean square
@@ -56,6 +57,15 @@ class Limits:
     """That widths, in channels, are rounded up to."""
     frozen: frozenset[str] = frozenset()
     """Names of groups that stay as they are."""
+
+    def __post_init__(self) -> None:
+        for name in ("constant", "twin", "loss"):
+            if not getattr(self, name) >= 0:
+                raise UsageError(f"Limits({name}={getattr(self, name)}): choose 0 or more")
+        if not 0 <= self.share <= 1:
+            raise UsageError(f"Limits(share={self.share}): choose a part, 0 to 1")
+        if self.multiple < 1:
+            raise UsageError(f"Limits(multiple={self.multiple}): choose 1 or more")
 
 
 @dataclass(frozen=True, slots=True)

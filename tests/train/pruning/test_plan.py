@@ -10,7 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+from dlio.errors import UsageError
 from dlio.train.pruning import (
     Collector,
     Group,
@@ -165,3 +167,29 @@ def test_twins_are_judged_by_what_the_removals_before_them_leave() -> None:
     assert twins[0].bound == 0.0
     alone = plan(groups[1:], weights, collector.statistics(), limits)
     assert not [r for r in alone.removals if r.kind == "twin"]
+
+
+def test_behind_an_activation_that_is_not_known_only_the_very_same_neurons_are_merged() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 16), nn.ELU(1.5), nn.Linear(16, 3))
+    inputs = torch.randn(32, 5)
+    groups = find_groups(model, inputs).groups
+    with torch.no_grad():
+        for of, twin, factor in ((1, 2, 1.0), (3, 4, 1.0 + 1e-5), (5, 6, 2.0)):
+            for tensor in (model.get_parameter("0.weight"), model.get_parameter("0.bias")):
+                tensor[of] = factor * tensor[twin]
+    with Collector(model, groups, every=1) as collector:
+        model(inputs).square().mean().backward()
+        collector.step()
+    limits = Limits(constant=0.0, loss=0.0, multiple=1)
+    (removal,) = plan(groups, weights_of(model, groups), collector.statistics(), limits).removals
+    assert {removal.neuron, removal.twin} == {1, 2}
+    assert removal.bound == 0.0
+
+
+@pytest.mark.parametrize(
+    "options", [{"multiple": 0}, {"share": 1.5}, {"loss": -1.0}, {"twin": float("nan")}]
+)
+def test_limits_that_are_none_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(options))):
+        Limits(**options)
