@@ -1,0 +1,50 @@
+"""Neurons that a network can do without, found while it trains and cut out of it.
+
+| file            | holds                                                                   |
+|-----------------|-------------------------------------------------------------------------|
+| `groups.py`     | groups of neurons that go together, as values                           |
+| `find.py`       | the groups of a model; heads of attention; what is left alone, and why  |
+| `follow.py`     | what torch-pruning's graph says; `activations.py`: what lies on the way |
+| `verify.py`     | groups tried out on a copy                                              |
+| `layers.py`     | which tensors of a layer belong to its neurons                          |
+| `statistics.py` | what neurons do, from hooks                                             |
+| `plan.py`       | which neurons go (pure); `similar.py`: which do the same                |
+| `apply.py`      | a plan carried out in place; `cutting.py`: tensors and optimizers' state |
+| `layout.py`     | what has been cut, for checkpoints                                      |
+
+    found = find_groups(model, example)
+    with Collector(model, found.groups) as collector:
+        ...  # train: backward, collector.step(), optimizer.step()
+    what = plan(found.groups, weights_of(model, found.groups), collector.statistics(), Limits())
+    applied = apply(model, found.groups, what, [optimizer])
+"""
+
+from dlio.train.pruning.apply import Applied, apply
+from dlio.train.pruning.cutting import Cut
+from dlio.train.pruning.find import find_groups
+from dlio.train.pruning.groups import Activation, Found, Group, LeftAlone, Member
+from dlio.train.pruning.layout import Layout, shrink_to
+from dlio.train.pruning.plan import Limits, Plan, Removal, plan, weights_of
+from dlio.train.pruning.statistics import Collector, Moments, Statistics
+
+__all__ = [
+    "Activation",
+    "Applied",
+    "Collector",
+    "Cut",
+    "Found",
+    "Group",
+    "Layout",
+    "LeftAlone",
+    "Limits",
+    "Member",
+    "Moments",
+    "Plan",
+    "Removal",
+    "Statistics",
+    "apply",
+    "find_groups",
+    "plan",
+    "shrink_to",
+    "weights_of",
+]

@@ -1,0 +1,231 @@
+"""What neurons do, seen where other layers read them, while training goes on.
+
+All is taken from layers that read neurons: their inputs, in some forward passes, and their weights'
+gradients. The sum over a batch of a neuron's output times the loss's gradient by it is, to the last
+digit that counts, the sum of weight times gradient over the weights that read it, so first-order
+scores cost one look at weights and keep no activations.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from dlio.train.pruning.groups import Group
+
+_ROWS: Final = ("total", "squares", "zeros", "score")
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Moments:
+    """Of the inputs of one layer; arrays of shape (channels,)."""
+
+    count: float
+    """How many values of each channel were seen."""
+    steps: float
+    """How many steps' gradients."""
+    total: Array
+    squares: Array
+    zeros: Array
+    """How many values were exactly 0."""
+    score: Array
+    """Per step, by how much the loss would change to first order without the channel, as an
+    absolute value; summed over steps."""
+    high: Array
+    """The greatest value seen; -inf where none was."""
+    low: Array
+
+    @property
+    def mean(self) -> Array:
+        return self.total / max(1.0, self.count)
+
+    @property
+    def variance(self) -> Array:
+        return np.maximum(0.0, self.squares / max(1.0, self.count) - self.mean**2)
+
+    @property
+    def rms(self) -> Array:
+        """The root of the mean square."""
+        return np.sqrt(self.squares / max(1.0, self.count))
+
+    @property
+    def dead(self) -> Array:
+        """The share of values that were exactly 0."""
+        return self.zeros / max(1.0, self.count)
+
+    @property
+    def loss(self) -> Array:
+        """The mean score of a step."""
+        return self.score / max(1.0, self.steps)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Statistics:
+    """Moments by the name of the layer that reads. Ranks add `sums` and take the greater of
+    `peaks`; both are float64, one array for all layers, of one length on every rank."""
+
+    moments: Mapping[str, Moments]
+
+    def sums(self) -> Array:
+        return np.concatenate(
+            [np.zeros(0)]
+            + [
+                np.concatenate([[m.count, m.steps], *(getattr(m, row) for row in _ROWS)])
+                for m in self.moments.values()
+            ]
+        )
+
+    def peaks(self) -> Array:
+        parts = [part for m in self.moments.values() for part in (m.high, -m.low)]
+        return np.concatenate([np.zeros(0), *parts])
+
+    def reduced(self, sums: Array, peaks: Array) -> "Statistics":
+        """These moments with what all ranks together have in place of one's own."""
+        after: dict[str, Moments] = {}
+        at, top = 0, 0
+        for name, m in self.moments.items():
+            size = len(m.total)
+            count, steps = sums[at : at + 2].tolist()
+            rows = sums[at + 2 : at + 2 + len(_ROWS) * size].reshape(len(_ROWS), size)
+            high, low = peaks[top : top + size], -peaks[top + size : top + 2 * size]
+            after[name] = Moments(count, steps, rows[0], rows[1], rows[2], rows[3], high, low)
+            at, top = at + 2 + len(_ROWS) * size, top + 2 * size
+        return Statistics(after)
+
+
+@dataclass(slots=True, eq=False)
+class _Seen:
+    """Sums so far, on the layer's device."""
+
+    count: int = 0
+    steps: int = 0
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Collector:
+    """Gathers statistics by hooks from its making until `close`; a context manager.
+
+    It looks at one step in `every`, at the first samples of a batch, about `values` numbers a
+    layer, and only while the layer is training. Layers keep their widths meanwhile: after a cut,
+    close it and make another one with the groups that there are then.
+
+    Args:
+        every: steps from one look to the next.
+        values: of a layer's input that a look takes, roughly.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Sequence[Group],
+        every: int = 16,
+        values: int = 1 << 17,
+    ) -> None:
+        self.step_count = 0
+        self._every = max(1, every)
+        self._values = values
+        names = {member.module: member.dim for group in groups for member in group.consumers}
+        self._layers = {name: (model.get_submodule(name), dim) for name, dim in names.items()}
+        self._seen = {name: _Seen() for name in names}
+        self._handles = [
+            module.register_forward_pre_hook(self._hook(name))
+            for name, (module, _) in self._layers.items()
+        ]
+
+    def __enter__(self) -> "Collector":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the hooks away; what was gathered stays."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """A step's gradients are there, not scaled, and the optimizer has not used them yet."""
+        if self.step_count % self._every == 0:
+            for name, (module, dim) in self._layers.items():
+                weight = module.get_parameter("weight")
+                if weight.grad is not None:
+                    product = weight.detach() * weight.grad
+                    others = [d for d in range(product.ndim) if d != dim]
+                    _add(self._seen[name], "score", product.sum(others).abs())
+                    self._seen[name].steps += 1
+        self.step_count += 1
+
+    def statistics(self) -> Statistics:
+        """What has been gathered on this rank."""
+        return Statistics({name: self._moments(name) for name in self._layers})
+
+    def reset(self) -> None:
+        """Begin a window of its own."""
+        self._seen = {name: _Seen() for name in self._layers}
+
+    def _hook(self, name: str) -> Any:
+        def look(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if module.training and self.step_count % self._every == 0 and args:
+                self._look(name, module, args[0])
+
+        return look
+
+    @torch.no_grad()
+    def _look(self, name: str, module: nn.Module, inputs: torch.Tensor) -> None:
+        seen = self._seen[name]
+        values = inputs.detach()
+        if isinstance(module, nn.Linear):
+            channel = values.ndim - 1
+        else:
+            channel = values.ndim - module.get_parameter("weight").ndim + 1
+        if channel > 0:
+            row = max(1, values.numel() // max(1, len(values)))
+            values = values[: max(4, self._values // row)]
+        if values.numel() == 0:
+            return
+        if values.dtype != torch.float32:
+            values = values.float()
+        others = [d for d in range(values.ndim) if d != channel]
+        size = values.shape[channel]
+        seen.count += values.numel() // size
+        if not others:
+            values, others = values.unsqueeze(0), [0]
+        _add(seen, "total", values.sum(others))
+        _add(seen, "squares", values.square().sum(others))
+        # Of all ways to count, the one that torch does with vector instructions.
+        _add(seen, "zeros", values.numel() // size - values.sign().abs_().sum(others).double())
+        for row_name, peak in (("high", values.amax(others)), ("low", -values.amin(others))):
+            before = seen.sums.get(row_name)
+            seen.sums[row_name] = peak if before is None else torch.maximum(before, peak)
+
+    def _moments(self, name: str) -> Moments:
+        module, dim = self._layers[name]
+        seen = self._seen[name]
+        size = module.get_parameter("weight").shape[dim]
+
+        def array(row: str, empty: float = 0.0) -> Array:
+            if row not in seen.sums:
+                return np.full(size, empty)
+            return seen.sums[row].cpu().double().numpy()
+
+        rows = [array(row) for row in _ROWS]
+        high, low = array("high", -np.inf), -array("low", -np.inf)
+        count, steps = float(seen.count), float(seen.steps)
+        return Moments(count, steps, rows[0], rows[1], rows[2], rows[3], high, low)
+
+
+def _add(seen: _Seen, row: str, values: torch.Tensor) -> None:
+    """To sums in double precision, where the device has it."""
+    kind = torch.float32 if values.device.type == "mps" else torch.float64
+    if row in seen.sums:
+        seen.sums[row] += values
+    else:
+        seen.sums[row] = values.to(kind, copy=True)

@@ -1,0 +1,321 @@
+"""A model that was cut in place is the smaller model, its optimizer included."""
+
+import copy
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from dlio.errors import DlioError
+from dlio.train.pruning import (
+    Collector,
+    Cut,
+    Found,
+    Layout,
+    Limits,
+    Plan,
+    apply,
+    find_groups,
+    plan,
+    shrink_to,
+    weights_of,
+)
+from tests.train.pruning.networks import KINDS, make
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.9, centered=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+}
+_FOUND: dict[str, Found] = {}
+
+
+def _found(kind: str) -> Found:
+    if kind not in _FOUND:
+        _FOUND[kind] = find_groups(*make(kind, "relu", 0))
+    return _FOUND[kind]
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    out = model(inputs)
+    target = torch.linspace(-1, 1, out.numel()).view_as(out)
+    (out - target).square().mean().backward()
+    optimizer.step()
+
+
+def _random_plan(found: Found, seed: int) -> Plan:
+    rng = np.random.default_rng(seed)
+    keep = {
+        group.name: np.sort(rng.permutation(group.width)[: rng.integers(1, group.width)])
+        for group in found.groups
+        if rng.random() < 0.8
+    }
+    return Plan(keep)
+
+
+def _by_hand(model: nn.Module, small: nn.Module, cuts: Sequence[Cut]) -> None:
+    """Load a small model with slices of the whole one's tensors."""
+    state = model.state_dict()
+    for cut in cuts:
+        tensor = state[cut.name]
+        for dim, kept in cut.kept:
+            tensor = tensor[(slice(None),) * dim + (kept,)]
+        state[cut.name] = tensor
+    small.load_state_dict(state)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 2**16))
+def test_a_cut_model_gives_what_the_whole_one_gives_without_what_is_read_of_the_cut_neurons(
+    kind: str, seed: int
+) -> None:
+    found = _found(kind)
+    model, inputs = make(kind, "relu", seed)
+    model.eval()
+    what = _random_plan(found, seed)
+    whole = copy.deepcopy(model)
+    with torch.no_grad():
+        for group in found.groups:
+            if group.name in what.keep:
+                gone = np.setdiff1d(np.arange(group.width), what.keep[group.name])
+                for member in group.consumers:
+                    weight = whole.get_submodule(member.module).get_parameter("weight")
+                    weight.movedim(member.dim, 0)[member.channels[gone].ravel()] = 0
+        apply(model, found.groups, what)
+        torch.testing.assert_close(model(inputs), whole(inputs), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_steps_after_a_cut_are_those_of_a_small_net_started_from_the_sliced_state(
+    kind: str, name: str
+) -> None:
+    found = _found(kind)
+    model, inputs = make(kind, "relu", 1)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    for _ in range(3):
+        _step(model, optimizer, inputs)
+    whole, saved = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())
+    names = {id(p): name for name, p in model.named_parameters()}
+    ordered = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    applied = apply(model, found.groups, _random_plan(found, 7), [optimizer])
+
+    small, _ = make(kind, "relu", 2)
+    shrink_to(small, Layout.from_json(json.loads(json.dumps(applied.layout.to_json()))))
+    _by_hand(whole, small, applied.cuts)
+    by_name = {cut.name: cut for cut in applied.cuts}
+    for index, state in saved["state"].items():
+        cut = by_name.get(ordered[index])
+        for key, value in state.items():
+            if cut is not None and value.ndim:
+                for dim, kept in cut.kept:
+                    if value.shape[dim] == cut.before[dim]:
+                        value = value.index_select(dim, kept)
+                state[key] = value
+    fresh = OPTIMIZERS[name](small.parameters())
+    fresh.load_state_dict(saved)
+    for _ in range(4):
+        _step(model, optimizer, inputs)
+        _step(small, fresh, inputs)
+    for (name, mine), other in zip(model.named_parameters(), small.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6, msg=name)
+
+
+def test_parameters_hooks_and_attributes_are_the_same_objects_after_a_cut() -> None:
+    found = _found("convolutional")
+    model, inputs = make("convolutional", "relu", 1)
+    fired: list[tuple[int, ...]] = []
+    seen: list[int] = []
+    handles = [
+        p.register_post_accumulate_grad_hook(lambda p: fired.append(tuple(p.shape)))  # type: ignore[no-untyped-call]
+        for p in model.parameters()
+    ]
+    weight = model.get_parameter("0.weight")
+    weight.register_hook(lambda grad: seen.append(len(grad)))  # type: ignore[no-untyped-call]
+    weight.mark = "mine"  # type: ignore[attr-defined]
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    _step(model, optimizer, inputs)
+    before = list(model.parameters())
+    mean = model.get_buffer("1.running_mean")
+    keep = np.arange(16, dtype=np.int64)
+    applied = apply(model, found.groups, Plan({"0": keep}), [optimizer])
+    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+    assert model.get_buffer("1.running_mean") is mean
+    assert {cut.name for cut in applied.cuts} == {
+        *("0.weight", "1.weight", "1.bias", "1.running_mean", "1.running_var", "3.weight")
+    }
+    assert weight.grad is not None
+    assert weight.grad.shape == weight.shape == (16, 3, 3, 3)
+    assert weight.mark == "mine"  # type: ignore[attr-defined]
+    fired.clear()
+    seen.clear()
+    _step(model, optimizer, inputs)
+    assert sorted(fired) == sorted(tuple(p.shape) for p in model.parameters())
+    assert seen == [16]
+    for handle in handles:
+        handle.remove()
+    fired.clear()
+    _step(model, optimizer, inputs)
+    assert fired == []
+
+
+def test_aligned_tensors_are_cut_with_the_parameters() -> None:
+    found = _found("mlp")
+    model, _ = make("mlp", "relu", 1)
+    residuals = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def cut(cuts: Sequence[Cut]) -> None:
+        for one in cuts:
+            residuals[one.name] = one.of(residuals[one.name])
+
+    apply(model, found.groups, _random_plan(found, 3), aligned=[cut])
+    for name, parameter in model.named_parameters():
+        assert torch.equal(residuals[name], parameter)
+
+
+def test_what_cannot_be_cut_leaves_everything_as_it_was() -> None:
+    found = _found("mlp")
+    model, inputs = make("mlp", "relu", 1)
+    before = copy.deepcopy(model.state_dict())
+    what = Plan({"0": np.arange(8)}, shifts={"2.bias": np.ones(16)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.get_parameter("2.weight")]["flat"] = torch.zeros(384)
+    with pytest.raises(DlioError, match=r"'flat' of 2\.weight has shape \(384,\)"):
+        apply(model, found.groups, what, [optimizer])
+    output = model(inputs)
+    with pytest.raises(DlioError, match="cannot be shrunk while something else refers"):
+        apply(model, found.groups, what)
+    del output
+    with pytest.raises(DlioError, match="other widths"):
+        apply(model, found.groups, Plan({"0": np.arange(25)}))
+    after = model.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    apply(model, found.groups, what)
+    assert model.get_parameter("0.weight").shape == (8, 7)
+
+
+def test_weights_keep_their_memory_format() -> None:
+    found = _found("convolutional")
+    model, inputs = make("convolutional", "relu", 1)
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    _step(model, torch.optim.SGD(model.parameters(), lr=0.1), inputs)
+    apply(model, found.groups, Plan({"0": np.arange(8)}))
+    for name in ("0.weight", "3.weight"):
+        weight = model.get_parameter(name)
+        assert weight.grad is not None
+        for tensor in (weight, weight.grad):
+            assert tensor.is_contiguous(memory_format=torch.channels_last)
+            assert not tensor.is_contiguous()
+
+
+def test_nothing_to_remove_keeps_the_layout() -> None:
+    found = _found("mlp")
+    model, _ = make("mlp", "relu", 1)
+    layout = Layout(3)
+    assert apply(model, found.groups, Plan(), layout=layout).layout is layout
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_rounds_of_cuts_are_one_layout_that_a_fresh_model_and_an_export_take(
+    kind: str, tmp_path: Path
+) -> None:
+    found = _found(kind)
+    model, inputs = make(kind, "relu", 1)
+    groups, layout = found.groups, Layout()
+    rng = np.random.default_rng(5)
+    for version in (1, 2, 3):
+        keep = {
+            group.name: np.sort(rng.permutation(group.width)[: max(2, group.width * 3 // 4)])
+            for group in groups
+        }
+        applied = apply(model, groups, Plan(keep), layout=layout)
+        groups, layout = applied.groups, applied.layout
+        assert layout.version == version
+        assert {g.name: g.width for g in groups} == {
+            n: len(left) for n, left in layout.groups.items()
+        }
+    model.eval()
+    again = find_groups(model, inputs)
+    assert [(g.name, g.width) for g in again.groups] == [(g.name, g.width) for g in groups]
+    for mine, other in zip(groups, again.groups, strict=True):
+        for a, b in zip(mine.members, other.members, strict=True):
+            assert a.key == b.key
+            assert np.array_equal(a.channels, b.channels)
+
+    path = tmp_path / "pruned.pt"
+    torch.save({"model": model.state_dict(), "layout": json.dumps(layout.to_json())}, path)
+    saved = torch.load(path, weights_only=True)
+    fresh, _ = make(kind, "relu", 9)
+    shrink_to(fresh.eval(), Layout.from_json(json.loads(saved["layout"])))
+    fresh.load_state_dict(saved["model"])
+    with torch.no_grad():
+        expected = model(inputs)
+        assert torch.equal(fresh(inputs), expected)
+        exported = torch.export.export(fresh, (inputs,)).module()
+        torch.testing.assert_close(exported(inputs), expected, rtol=1e-5, atol=1e-5)
+    wide, _ = make(kind, "relu", 1, width=40)
+    with pytest.raises(DlioError, match="make the model with the options"):
+        shrink_to(wide, layout)
+
+
+def test_a_whole_round_keeps_what_a_net_computes() -> None:
+    """Statistics, plan and cut together, on a net with much to spare."""
+    model, inputs = make("residual", "relu", 4)
+    found = find_groups(model, inputs)
+    with torch.no_grad():
+        for group in found.groups:
+            for member in group.producers + group.through:
+                layer: Any = model.get_submodule(member.module)
+                layer.weight[8:] = layer.weight[:8].repeat(2, *[1] * (layer.weight.ndim - 1))
+                for name in ("bias", "running_mean", "running_var"):
+                    tensor = getattr(layer, name, None)
+                    if tensor is not None:
+                        tensor[8:] = tensor[:8].repeat(2)
+                layer.weight[20:] = 0
+                if getattr(layer, "bias", None) is not None:
+                    layer.bias[20:] = 0
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    with Collector(model, found.groups, every=1) as collector:
+        model.train()(inputs).square().mean().backward()
+        collector.step()
+        optimizer.zero_grad()
+    what = plan(
+        found.groups, weights_of(model, found.groups), collector.statistics(), Limits(loss=0.0)
+    )
+    model.eval()
+    with torch.no_grad():
+        before = model(inputs)
+        applied = apply(model, found.groups, what, [optimizer])
+        assert all(group.width % 8 == 0 for group in applied.groups)
+        assert sum(group.width for group in applied.groups) < 3 * 24
+        torch.testing.assert_close(model(inputs), before, rtol=1e-4, atol=1e-4)
+
+
+def test_the_readmes_example_runs_and_prunes() -> None:
+    readme = (Path(__file__).parents[3] / "README.md").read_text()
+    code = readme.split("### Neurons to do without")[1].split("```python")[1].split("```")[0]
+    model, images = make("convolutional", "relu", 1)
+    with torch.no_grad():
+        model.get_parameter("3.weight")[:8] = 0
+        model.get_parameter("3.bias")[:8] = -1
+    names = {
+        "model": model,
+        "images": images,
+        "loader": [(images, torch.arange(8) % 4)] * 3,
+        "loss": nn.CrossEntropyLoss(),
+        "optimizer": torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9),
+    }
+    exec(code, names)
+    assert model.get_parameter("3.weight").shape[0] == 8
