@@ -159,7 +159,7 @@ class _Never:
         return True
 
 
-def test_asgd_averages_with_what_it_has_come_nearer_to() -> None:
+def test_asgd_averages_with_what_lies_ahead() -> None:
     model = nn.Linear(2, 1, bias=False)
     exchange = Asgd(trainable(model), _Alone(), parse_exchange("asgd"), seed=0)
     ahead, behind = (np.array(each, np.float32) for each in ([3.0, 0.1], [-3.0, 0.0]))
@@ -174,10 +174,15 @@ def test_asgd_averages_with_what_it_has_come_nearer_to() -> None:
     assert model.weight[0].tolist() == pytest.approx([2.0, 0.05])
     told = exchange.statistics()
     assert (told["accepted"], told["refused"]) == (1, 2)
-    # From here on it has not moved, so it has come nearer to nobody.
+    # From here on it has not moved, so nobody lies ahead.
     with torch.no_grad():
         exchange._merge([ahead.view(np.uint8)])
-    assert model.weight[0].tolist() == pytest.approx([2.0, 0.05])
+        assert model.weight[0].tolist() == pytest.approx([2.0, 0.05])
+        # A step sideways, as a batch's noise makes them, leads away from who is a little ahead.
+        model.weight.add_(torch.tensor([[0.2, 3.0]]))
+        exchange._read()
+        exchange._merge([np.array([2.3, 0.06], np.float32).view(np.uint8)])
+    assert model.weight[0].tolist() == pytest.approx([2.25, 1.555])
 
 
 def test_asgd_sends_less_often_when_its_queue_is_full() -> None:

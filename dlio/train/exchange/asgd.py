@@ -1,10 +1,12 @@
 """ASGD (Keuper and Pfreundt, 2015): ranks step on their own and send their weights, unasked and
 unacknowledged, to random others, which take what helps them.
 
-What arrives is judged by a Parzen window of the rank's own way: weights w_n count if the way from w
-brings w nearer to them than it was. Those that count, and w itself, are averaged. The way is
-not the last step, as published, but all since the last merge: of millions of weights a single step
-is mostly the noise of its batch, which leads away from everybody, and nearly nothing would count.
+What arrives is judged by the rank's own way: weights w_n count if they lie ahead, where the way
+from w leads: (w' - w) . (w_n - w) > 0. Those that count, and w' itself, are averaged. As published
+they count if a step brings w nearer to them than it was, which is to ask for |w' - w|^2 / 2 in the
+place of 0. Of millions of weights a step is mostly the noise of its batch: it adds to that length,
+leads away from everybody, and next to nothing would count, while it hardly touches the product.
+Likewise the way is not the last step, but all since the last merge.
 
 A rank sends as often as its queue allows ("communication load balancing"): each message that finds
 the queue below its set point makes the interval shorter, each that finds it above longer.
@@ -200,11 +202,12 @@ class Asgd:
         return arrived
 
     def _merge(self, messages: list[npt.NDArray[np.uint8]]) -> None:
-        """The mean of the weights and of those received that this rank has come nearer to."""
+        """The mean of the weights and of those received that lie ahead of this rank."""
         if not messages:
             return
         now, before = self._now.flat, self._before
         total, count = now.clone(), 1
+        way = now - before
         for message in messages:
             if self._codec is None:
                 theirs = torch.from_numpy(message.view(np.float32))
@@ -212,8 +215,7 @@ class Asgd:
                 unpacked = np.zeros(now.numel(), np.float32)
                 self._codec.add(message, unpacked)
                 theirs = torch.from_numpy(unpacked)
-            nearer = torch.dist(now, theirs) < torch.dist(before, theirs)
-            if bool(nearer):
+            if float(torch.dot(way, theirs - before)) > 0:
                 self._accepted += 1
                 total += theirs
                 count += 1
