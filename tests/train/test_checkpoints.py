@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import SourceError, UsageError
@@ -277,7 +278,17 @@ class _Evil:
         return os.system, ("touch evil",)
 
 
-@pytest.mark.parametrize("what", [b"", b"garbage", pickle.dumps([1]), pickle.dumps(_Evil())])
+class _Attribute:
+    """As Python before 3.11.4 writes members of enumerations, of something else."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (Metadata, "__init__")
+
+
+@pytest.mark.parametrize(
+    "what",
+    [b"", b"garbage", pickle.dumps([1]), pickle.dumps(_Evil()), pickle.dumps(_Attribute())],
+)
 def test_a_table_of_contents_is_read_without_running_what_is_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: bytes
 ) -> None:

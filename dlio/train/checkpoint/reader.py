@@ -7,6 +7,7 @@ the handful of classes which such a table is made of; tensors are read as plain 
 import pickle
 import warnings
 from collections.abc import Iterable
+from enum import Enum
 from typing import Any, Final
 
 import torch
@@ -30,9 +31,18 @@ _NAMES: Final = {
 }
 
 
+def _member(kind: Any, name: str) -> Any:
+    """What some versions of Python name members of an enumeration by `getattr` for."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum)) or name not in kind.__members__:
+        raise pickle.UnpicklingError(f"it wants {name} of {kind}")
+    return kind[name]
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         found = None
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if module in _MODULES and "." not in name:
             found = super().find_class(module, name)
             if not (isinstance(found, type) and found.__module__ == module):
