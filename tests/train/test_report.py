@@ -27,6 +27,8 @@ def _rank(**changed: Any) -> dict[str, Any]:
         "healed": 0,
         "decoded": 0,
         "decode_saved_s": 0.0,
+        "step_ms": [10.0, 20.0],
+        "left_out": 0,
         "skipped": [],
         "notes": [],
         "share": 5,
