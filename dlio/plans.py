@@ -16,7 +16,7 @@ import numpy.typing as npt
 from dlio.blockorder import BlockOrder
 from dlio.errors import UsageError
 from dlio.homeplan import HomePlan
-from dlio.order import Order, share
+from dlio.order import Order
 from dlio.reader import Layout
 from dlio.schedule import Ranks, Window, cut_window, deal, plan_window, senders_of, with_ranks
 from dlio.shares import Shares
@@ -169,6 +169,7 @@ class GlobalPlan:
     def __init__(self, plan: EpochPlan) -> None:
         self._plan = plan
         self._batch = plan.global_batch
+        self._shares = plan.shares or Shares.even(plan.batch_size, plan.ranks.size)
         self._end = min(plan.order.n, plan.position + plan.steps * self._batch)
         self._pushed = self._positions_to_push()
 
@@ -178,10 +179,7 @@ class GlobalPlan:
         for step in steps:
             first = plan.position + step * batch
             count = min(batch, self._end - first)
-            if plan.shares is None:
-                part = share(count, plan.ranks.size, plan.rank)
-            else:
-                part = plan.shares.part(count, plan.rank)
+            part = self._shares.part(count, plan.rank)
             mine.append(np.arange(first + part.start, first + part.stop, dtype=np.int64))
             counts.append(len(part))
         samples = plan.order.samples(np.concatenate(mine) if mine else np.empty(0, np.int64))

@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DistributedSampler
 
 from dlio.blockorder import BlockOrder, window_of
 from dlio.errors import UsageError
-from dlio.order import Cursor, Order, share
+from dlio.order import Cursor, Order
 from dlio.reader import Layout
 from dlio.schedule import steps_in_epoch
 from dlio.shares import Shares
@@ -110,13 +110,11 @@ class PlannedPass:
         return self.batch_size if self.shares is None else self.shares.counts[self.rank]
 
     def __iter__(self) -> Iterator[list[int]]:
+        shares = self.shares or Shares.even(self.batch_size, self.ranks)
         for step in range(self.steps):
             first = self.cursor.position + step * self.global_batch
             last = min(first + self.global_batch, self._end)
-            if self.shares is None:
-                part = share(last - first, self.ranks, self.rank)
-            else:
-                part = self.shares.part(last - first, self.rank)
+            part = shares.part(last - first, self.rank)
             positions = np.arange(first + part.start, first + part.stop, dtype=np.int64)
             yield self.order.samples(positions).tolist()
 

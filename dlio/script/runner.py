@@ -85,7 +85,6 @@ class _Takeover:
         self._buffers: dict[int, torch.Tensor] = {}
         """Those that are rank 0's, by `id`, which holds as long as they are kept."""
         self._watched: set[tuple[nn.Module, Exchange]] = set()
-        self._stepped = False
         self._steps = 0
         """Of optimizers."""
         context.waited = self._waited
@@ -138,7 +137,7 @@ class _Takeover:
             found.append(f"ranks had {counts} samples of a batch in the last pass that trained")
         if self._comm.size > 1 and not self._exchanges:
             found.append("the script made no optimizer of torch's: every rank did all of it")
-        elif self._comm.size > 1 and self._stepped and not context.shared:
+        elif self._comm.size > 1 and self._steps and not context.shared:
             found.append(
                 "the script trained on no batch of a torch DataLoader: every rank computed all of "
                 "its samples, which is right but gains nothing"
@@ -170,7 +169,6 @@ class _Takeover:
         self._modules.clear()
 
     def _has_stepped(self, *_: object) -> None:
-        self._stepped = True
         self._steps += 1
 
     def _scaled_step(self, original: Callable[..., Any]) -> Callable[..., Any]:

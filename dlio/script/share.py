@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,9 +13,6 @@ from dlio.loader import DataLoader
 from dlio.loading.adapt import adapted
 from dlio.shares import Shares
 from dlio.train.balance import Clock, Cost, reshared
-
-_TOLD_AT_ONCE: Final = 1 << 24
-"""Indices that rank 0 tells the others at the beginning of a pass."""
 
 
 class Context:

@@ -22,8 +22,10 @@ from dlio.errors import SourceError, UsageError
 from dlio.train.checkpoint import Checkpoints
 from dlio.train.checkpoint.folder import open_checkpoint
 from dlio.train.checkpoint.reader import contents
+from tests.conftest import in_time, is_running
 
 Args = tuple[str, ...]
+_START_TIMEOUT_S = 120
 Dlio = Callable[..., subprocess.CompletedProcess[str]]
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = ("--image-size", "32", "--tiers", "ram:64MiB", "--workers", "1")
@@ -151,9 +153,14 @@ def _killed_at_random(
         ) as run:
             if turn < kills:
                 # From when it trains on, at any moment of the work of some checkpoints.
-                assert _in_time(lambda: _lines(here / "log.0") > 0 or run.poll() is not None)
+                assert in_time(
+                    lambda: _lines(here / "log.0") > 0 or run.poll() is not None, _START_TIMEOUT_S
+                )
                 before = _lines(here / "log.0")
-                _in_time(lambda b=before: _lines(here / "log.0") > b or run.poll() is not None)  # type: ignore[misc]
+                in_time(
+                    lambda b=before: _lines(here / "log.0") > b or run.poll() is not None,  # type: ignore[misc]
+                    _START_TIMEOUT_S,
+                )
                 time.sleep(draws.uniform(0, 0.15))
             else:
                 output, _ = run.communicate(timeout=300)
@@ -188,27 +195,11 @@ def _kill(run: "subprocess.Popen[str]") -> None:
         except ProcessLookupError:
             continue
     run.communicate(timeout=60)
-    assert _in_time(lambda: not any(_is_running(pid) for pid in family))
-
-
-def _is_running(pid: int) -> bool:
-    """Not a zombie either, which nobody may wait for."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] not in "ZX"
+    assert in_time(lambda: not any(is_running(pid) for pid in family), _START_TIMEOUT_S)
 
 
 def _lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-def _in_time(condition: Callable[[], Any], seconds: float = 120) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return bool(condition())
 
 
 def _check_killed_run(dlio: Dlio, pictures: Path, here: Path, ranks: int, kills: int) -> int:

@@ -242,11 +242,11 @@ def open_checkpoint(path: str) -> Found:
 
 def _verify(found: Found, rank: int, ranks: int) -> None:
     """Compare the checksums of what was some rank's; ranks share in it. Raises SourceError."""
+    sizes = {name: entry.size.numel() for name, entry in contents(found.path).items()}
     for saved in range(rank, int(found.about["ranks"]), ranks):
         name = _sum_name(saved)
         if name not in found.names:
             raise SourceError(f"{found.path}: the checkpoint has nothing of rank {saved}")
-        sizes = {each: entry.size.numel() for each, entry in contents(found.path).items()}
         names = _written_by(sizes, saved, int(found.about["ranks"]))
         tensors = read_tensors(found.path, [*names, name])
         if not torch.equal(tensors.pop(name), _checksum(tensors)):
