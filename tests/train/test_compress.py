@@ -257,9 +257,8 @@ def test_one_bit_sends_signs_along_turned_axes() -> None:
             assert np.array_equal(np.signbit(decoded), np.signbit(v))
             assert np.abs(decoded) == pytest.approx(np.abs(v).mean(), rel=2**-8)
             continue
-        walsh = np.array(
-            [[(-1) ** (i & j).bit_count() for i in range(size)] for j in range(size)], np.float64
-        )
+        numbers = np.arange(size)
+        walsh = 1.0 - 2 * (np.bitwise_count(numbers[:, None] & numbers) & 1)
         turned = walsh @ (v * flips[:size])
         assert np.abs(walsh @ (decoded * flips[:size]) / size) == pytest.approx(
             np.abs(turned).mean() / size, rel=2**-8
