@@ -31,7 +31,7 @@ def find_groups(model: nn.Module, example: Any) -> Found:
     Raises UsageError where torch-pruning is not installed, and what the model raises for the
     example.
     """
-    work = _copy(model).cpu().eval()
+    work = bare_copy(model).cpu().eval()
     if any(p.is_floating_point() and p.dtype != torch.float32 for p in work.parameters()):
         work = work.float()
     for parameter in work.parameters():
@@ -70,7 +70,7 @@ def find_groups(model: nn.Module, example: Any) -> Found:
     return Found(_in_order(work, found), _named(work, found, left))
 
 
-def _copy(model: nn.Module) -> nn.Module:
+def bare_copy(model: nn.Module) -> nn.Module:
     """A copy without hooks: they would be called for it, too, and may belong to what no copy can
     be made of."""
     memo: dict[int, Any] = {}
