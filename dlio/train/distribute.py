@@ -12,7 +12,6 @@ from dlio.train.exchange import Exchange, ExchangeSpec, exchange_of, parse_excha
 from dlio.train.exchange.buckets import broadcast_state
 from dlio.train.pruning.cutting import Cut
 
-
 _followed: "WeakKeyDictionary[torch.optim.Optimizer, Exchange]" = WeakKeyDictionary()
 """Exchanges that are called around an optimizer's steps."""
 

@@ -266,7 +266,8 @@ class Asgd:
 
     def _clear_sent(self) -> None:
         gone = [sent for sent in self._sends if all(each.done() for each in sent.requests)]
-        self._out += [sent.memory for sent in gone]
+        # Of another layout's messages the memory is of another length.
+        self._out += [sent.memory for sent in gone if len(sent.memory) == self._longest]
         self._sends = [sent for sent in self._sends if sent not in gone]
 
     def _send(self) -> None:

@@ -108,11 +108,17 @@ class Pace:
             self.first_loss = loss
         return self.schedule.allowed * self.schedule.tolerance / 100 * abs(self.first_loss)
 
-    def limits(self, base: Limits, allowed: float) -> Limits:
-        """Of the round that is due."""
+    def limits(self, base: Limits, allowed: float | None) -> Limits:
+        """Of the round that is due.
+
+        Args:
+            allowed: what the probe's loss may rise by; without one, what is known by computation
+                alone may go, within `base` and never more boldly.
+        """
         alone = {name for name, until in self.until.items() if self.rounds < until}
-        share = min(self.schedule.most, self.schedule.share * self.boldness, base.share)
-        loss = allowed * self.boldness
+        boldness = self.boldness if allowed is not None else min(1.0, self.boldness)
+        share = min(self.schedule.most, self.schedule.share * boldness, base.share)
+        loss = boldness * (base.loss if allowed is None else allowed)
         return replace(base, loss=loss, share=share, frozen=base.frozen | frozenset(alone))
 
     def succeeded(self, step: int, taken: Iterable[str], easily: bool) -> None:
@@ -155,6 +161,10 @@ class Pace:
         else:
             self.fell = 0
         self.best = accuracy if self.best is None else max(self.best, accuracy)
+
+    def skipped(self, step: int) -> None:
+        """The round could not be: it is tried again after the next look."""
+        self.next_step = step + self.schedule.every
 
     def _next(self, step: int) -> None:
         self.rounds += 1

@@ -170,7 +170,10 @@ class Collector:
 
     @torch.no_grad()
     def step(self) -> None:
-        """A step's gradients are there, not scaled, and the optimizer has not used them yet."""
+        """A step's gradients are there, not scaled, and the optimizer has not used them yet.
+        Nothing once it is closed."""
+        if not self._handles:
+            return
         if self.step_count % self._every == 0:
             began = time.perf_counter()
             self.looks += 1
