@@ -29,8 +29,11 @@ if TYPE_CHECKING:
     )
     from dlio.loader import DataLoader
     from dlio.train.distribute import distribute
+    from dlio.train.pruning.apoptosis import Apoptosis
+    from dlio.train.pruning.saved import load_pruned
 
 __all__ = [
+    "Apoptosis",
     "CommError",
     "CommTimeout",
     "CorruptBlock",
@@ -45,14 +48,17 @@ __all__ = [
     "__version__",
     "distribute",
     "init_process_group",
+    "load_pruned",
     "open",
 ]
 
 _WHERE = {
+    "Apoptosis": ("dlio.train.pruning.apoptosis", "Apoptosis"),
     "DataLoader": ("dlio.loader", "DataLoader"),
     "Dataset": ("dlio.dataset", "Dataset"),
     "distribute": ("dlio.train.distribute", "distribute"),
     "init_process_group": ("dlio.comm.process_group", "init_process_group"),
+    "load_pruned": ("dlio.train.pruning.saved", "load_pruned"),
     "open": ("dlio.dataset", "open_dataset"),
     **{
         name: ("dlio.errors", name)

@@ -47,6 +47,12 @@ def command(
     precision: Annotated[
         str, typer.Option(help="fp32; bf16 or fp16: mixed, weights stay float32.")
     ] = "fp32",
+    prune: Annotated[
+        str, typer.Option(help="apoptosis: cut neurons out that the network can do without; off.")
+    ] = "off",
+    prune_tolerance: Annotated[
+        float, typer.Option(help="Points of held-out accuracy that pruning may cost.")
+    ] = 0.5,
     exchange: Annotated[
         str,
         typer.Option(

@@ -25,6 +25,7 @@ from dlio.script.share import Context, SharingLoader
 from dlio.train.distribute import follow, parameters_of
 from dlio.train.exchange import Exchange, exchange_of, parse_exchange
 from dlio.train.exchange.buckets import broadcast_tensors
+from dlio.train.pruning.find import is_bare_copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +208,8 @@ class _Takeover:
         The batch's weight is set here, not where it is handed out: a script may ask for the next
         batch before it calls backward on this one.
         """
+        if is_bare_copy(module):
+            return  # That pruning tries things on.
         found = self._modules.get(module)
         if found is None:
             found = self._look_at(module)

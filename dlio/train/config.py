@@ -22,6 +22,7 @@ _CHOICES = {
     "optimizer": ("nesterov", "sgd", "adagrad", "rmsprop", "adam", "adamw"),
     "precision": ("fp32", "bf16", "fp16"),
     "nan": ("stop", "skip", "off"),
+    "prune": ("off", "apoptosis"),
 }
 _NEEDS = {
     "checkpoint_every": "checkpoint",
@@ -52,6 +53,10 @@ class TrainConfig:
     clip: float | None = None
     """Largest norm of a step's gradient."""
     precision: str = "fp32"
+    prune: str = "off"
+    """`apoptosis`: neurons that the network can do without are cut out while it trains."""
+    prune_tolerance: float = 0.5
+    """Points of held-out accuracy that pruning may cost."""
     exchange: str = "allreduce"
     balance: bool = False
     """Ranks take shares of the global batch by how fast they compute."""
@@ -116,6 +121,8 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise UsageError(f"--{name} {value}: give a number above 0")
+        if not 0 <= self.prune_tolerance <= 100:
+            raise UsageError(f"--prune-tolerance {self.prune_tolerance}: give points, 0 to 100")
         if not 0 <= self.momentum < 1:
             raise UsageError(f"--momentum {self.momentum}: give a number from 0, below 1")
         if self.weight_decay is not None and not self.weight_decay >= 0:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -9,6 +10,10 @@ from torch import nn
 from dlio.comm import Communicator, world
 from dlio.train.exchange import Exchange, ExchangeSpec, exchange_of, parse_exchange
 from dlio.train.exchange.buckets import broadcast_state
+from dlio.train.pruning.cutting import Cut
+
+_followed: "WeakKeyDictionary[torch.optim.Optimizer, Exchange]" = WeakKeyDictionary()
+"""Exchanges that are called around an optimizer's steps."""
 
 
 class Distributed:
@@ -59,6 +64,11 @@ class Distributed:
         for exchange in self.exchanges:
             exchange.finish()
 
+    def reshape(self, cuts: Sequence[Cut]) -> None:
+        """Parameters have been cut, on all ranks alike; see `Exchange.reshape`. Collective."""
+        for exchange in self.exchanges:
+            exchange.reshape(cuts)
+
     @property
     def alike(self) -> bool:
         """Whether all ranks have the same weights after every step, byte by byte."""
@@ -97,6 +107,9 @@ class Distributed:
         self.finish()
         for hook in self._hooks:
             hook.remove()
+        for optimizer, exchange in list(_followed.items()):
+            if any(exchange is ours for ours in self.exchanges):
+                del _followed[optimizer]
         for exchange in self.exchanges:
             exchange.close()
         self._hooks, self.exchanges = [], []
@@ -171,7 +184,13 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 def follow(optimizer: torch.optim.Optimizer, exchange: Exchange) -> Iterable[Any]:
     """Have an exchange called around an optimizer's steps; the hooks."""
+    _followed[optimizer] = exchange
     return (
         optimizer.register_step_pre_hook(lambda *_: exchange.before_step()),
         optimizer.register_step_post_hook(lambda *_: exchange.after_step()),
     )
+
+
+def exchange_around(optimizer: torch.optim.Optimizer) -> Exchange | None:
+    """The exchange that `distribute` or `dlio run` has called around an optimizer's steps."""
+    return _followed.get(optimizer)

@@ -69,6 +69,8 @@ class Progress:
         held_out = ""
         if report.val_accuracy is not None:
             held_out = f", held out {report.val_accuracy:.1%}"
+        if report.pruning is not None:
+            held_out += f", {report.pruning['parameters']:,} parameters"
         loss = "-" if report.loss is None else f"{report.loss:.3f}"
         said = f"loss {loss}{held_out}, {report.samples_per_s:,.0f} samples/s"
         if self._bar is not None:

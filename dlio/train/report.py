@@ -60,6 +60,11 @@ class EpochReport:
     rank_samples_per_s: list[float | None]
     """That each rank computes, waiting for data and for other ranks left out; None where it had no
     samples, and on a GPU without --balance."""
+    pruning: dict[str, Any] | None = None
+    """With --prune: `parameters` and `parameters_at_first`, those of `layers`, `flops_per_sample`
+    of a forward pass and `flops_at_first`, the epoch's `rounds`, how many had something `undone`,
+    what `statistics` take (`steps` looked at, `share` of the time since the start, `rounds_share`
+    of rounds), why there are no more rounds (`stopped`), and what is `left_alone`. Of rank 0."""
 
     @classmethod
     def of_ranks(
@@ -69,6 +74,7 @@ class EpochReport:
         val_accuracy: float | None,
         consensus: float,
         peak_lr: float,
+        pruning: dict[str, Any] | None = None,
     ) -> "EpochReport":
         loss, correct, count = (sum(rank["sums"][k] for rank in ranks) for k in range(3))
         seconds = max(rank["seconds"] for rank in ranks)
@@ -102,6 +108,7 @@ class EpochReport:
             notes=list(dict.fromkeys(note for rank in ranks for note in rank["notes"])),
             shares=[rank["share"] for rank in ranks],
             rank_samples_per_s=[rank["computed_per_s"] for rank in ranks],
+            pruning=pruning,
         )
 
 
@@ -214,6 +221,8 @@ class RunReport:
             said.append(f"Ranks took {counts} samples of a step in the last epoch.")
         if last.val_accuracy is not None:
             said.append(f"Held-out accuracy is {last.val_accuracy:.1%}.")
+        if last.pruning is not None:
+            said.append(_pruned([epoch.pruning for epoch in self.epochs if epoch.pruning]))
         if self.stopped is not None:
             said.append(f"Stopped after {len(self.epochs)} epoch(s): {self.stopped}.")
         left_out = sum(epoch.left_out for epoch in self.epochs)
@@ -234,6 +243,22 @@ class RunReport:
             said.append(f"{healed} damaged copies in tiers were replaced by the source's.")
         said += list(dict.fromkeys(note for epoch in self.epochs for note in epoch.notes))[:5]
         return said
+
+
+def _pruned(epochs: list[dict[str, Any]]) -> str:
+    last = epochs[-1]
+    rounds = [each for epoch in epochs for each in epoch["rounds"]]
+    kinds: dict[str, int] = {}
+    for each in rounds:
+        for kind, count in each["removed"].items():
+            kinds[kind] = kinds.get(kind, 0) + count
+    gone = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items()) or "none"
+    undone = sum(epoch["undone"] for epoch in epochs)
+    return (
+        f"{last['parameters']:,} of {last['parameters_at_first']:,} parameters are left, after "
+        f"{len(rounds)} round(s), {undone} of them undone in part or whole; neurons removed: "
+        f"{gone}. Statistics took {last['statistics']['share']:.2%} of the time."
+    )
 
 
 def _mean(values: list[float]) -> float:

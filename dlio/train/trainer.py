@@ -17,6 +17,7 @@ from dlio.train.config import TrainConfig
 from dlio.train.data import difference, make_loader, open_data
 from dlio.train.exchange.buckets import averaged_state
 from dlio.train.progress import Progress
+from dlio.train.pruning.saved import save_layout
 from dlio.train.report import RunReport
 from dlio.train.trace import Trace
 from dlio.train.worker import Worker
@@ -122,6 +123,7 @@ def _write(config: TrainConfig, comm: Communicator, run: Worker, report: RunRepo
             packed = io.BytesIO()
             torch.save(state, packed)
             write_whole(config.save, lambda file: file.write(packed.getbuffer()))
+            save_layout(config.save, run.pruner.apoptosis.layout if run.pruner else None)
     if config.report is not None and comm.rank == 0:
         text = report.to_json().encode()
         write_whole(config.report, lambda file: file.write(text))

@@ -23,6 +23,8 @@ from dlio.train.model import make_model
 from dlio.train.optimizers import make_optimizer
 from dlio.train.precision import Precision
 from dlio.train.progress import Progress
+from dlio.train.pruner import Pruner
+from dlio.train.pruning.find import bare_copy
 from dlio.train.report import EpochReport
 from dlio.train.trace import Trace
 
@@ -65,12 +67,18 @@ class Worker:
             pretend_nodes=config.pretend_nodes,
             follow_steps=False,  # Gradients are clipped when they are final.
         )
+        self.precision = Precision(config.precision, self.device)
+        self.pruner: Pruner | None = None
+        if config.prune == "apoptosis":
+            steps = config.epochs * math.ceil(len(loader) / config.accumulate)
+            self.pruner = Pruner(
+                config, self.model, self.optimizer, self.exchange, self.precision, steps
+            )
         clock = Clock(lambda: self.exchange.statistics()["wait_s"], self.device)
         loaders = [loader] if held_out is None else [loader, held_out]
         self._balancer = Balancer(comm, loaders, config.batch_size, clock, config.balance)
         # Masks of dropout differ from rank to rank.
         torch.manual_seed((config.seed + comm.rank) % 2**63)
-        self.precision = Precision(config.precision, self.device)
         self.callbacks: Sequence[Callback] = ()
         self.steps = len(loader)
         """Of a whole epoch: batches of a rank."""
@@ -104,6 +112,8 @@ class Worker:
         self.stopped = reason
 
     def close(self) -> None:
+        if self.pruner is not None:
+            self.pruner.close()
         self.exchange.close()
 
     def epoch(self, epoch: int, progress: Progress, trace: Trace | None) -> EpochReport:
@@ -161,8 +171,11 @@ class Worker:
 
     def _backward(self, images: torch.Tensor, labels: torch.Tensor, planned: int) -> None:
         labels = labels.to(self.device, non_blocking=True)
+        inputs = self._normalised(images)
+        if self.pruner is not None:
+            self.pruner.saw(inputs, labels)
         with self.precision.casting():
-            logits = self.model(self._normalised(images))
+            logits = self.model(inputs)
             losses = cross_entropy(logits, labels, reduction="sum")
         mean = losses.div(planned / self.comm.size)
         self.precision.scaler.scale(mean).backward()  # type: ignore[no-untyped-call]
@@ -204,9 +217,16 @@ class Worker:
         self.exchange.after_step()
         self.updates += 1
         self._pending = 0
+        if self.pruner is not None and self.pruner.step():
+            self.reshaped()
         for callback in self.callbacks:
             callback.after_step(self)
         self.optimizer.zero_grad(set_to_none=True)
+
+    def reshaped(self) -> None:
+        """The model has been cut: what is evaluated has its shapes."""
+        if self._mean_model is not None:
+            self._mean_model = bare_copy(self.model)
 
     def lr(self, first: int) -> float:
         """Linear warm-up, then a cosine down to zero at the last step.
@@ -246,12 +266,16 @@ class Worker:
             }
         )
         self._balancer.agree(everyone)
+        accuracy = self._evaluate(mean)
+        if self.pruner is not None and accuracy is not None:
+            self.pruner.apoptosis.held_out(accuracy)
         return EpochReport.of_ranks(
             self.epoch_number,
             everyone,
-            self._evaluate(mean),
+            accuracy,
             consensus_distance(self.model, mean, self.comm),
             self.config.peak_lr(self.comm.size),
+            None if self.pruner is None else self.pruner.report(),
         )
 
     def _trial(self, model: torch.nn.Module) -> Callable[[int], None]:

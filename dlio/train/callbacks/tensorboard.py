@@ -64,6 +64,7 @@ class TensorBoard(Callback):
             "exchange/bytes": float(report.exchange_bytes),
             "exchange/consensus_distance": report.consensus_distance,
             **{f"data/bytes_{place}": float(report.bytes[place]) for place in PLACES},
+            **_of_pruning(report),
         }.items():
             if value is not None:
                 self._scalar(name, value, step)
@@ -87,3 +88,23 @@ class TensorBoard(Callback):
 
     def _scalar(self, name: str, value: float, step: int) -> None:
         self._writer.add_scalar(name, value, step)
+
+
+def _of_pruning(report: EpochReport) -> dict[str, float]:
+    """Curves of a model that shrinks."""
+    told = report.pruning
+    if told is None:
+        return {}
+    gone: dict[str, float] = {}
+    for each in told["rounds"]:
+        for kind, count in each["removed"].items():
+            gone[f"pruning/removed_{kind}"] = gone.get(f"pruning/removed_{kind}", 0.0) + count
+    return {
+        "pruning/parameters": float(told["parameters"]),
+        "pruning/flops_per_sample": float(told["flops_per_sample"]),
+        "pruning/rounds": float(len(told["rounds"])),
+        "pruning/undone": float(told["undone"]),
+        "pruning/statistics_share": told["statistics"]["share"],
+        **gone,
+        **{f"parameters/{name}": float(count) for name, count in told["layers"].items()},
+    }

@@ -33,6 +33,9 @@ def tensors_of(run: Worker) -> dict[str, torch.Tensor]:
                 tensors[f"{trained}optimizer/{name}/{key}"] = value
     for key, value in run.exchange.state().items():
         tensors[f"{mine}exchange/{key}"] = value
+    if run.pruner is not None:
+        for key, value in run.pruner.tensors().items():
+            tensors[f"{mine}pruning/{key}"] = value
     tensors[f"{mine}sums"] = run.sums
     tensors[f"{mine}random"] = torch.get_rng_state()
     if run.device.type == "cuda":
@@ -53,6 +56,7 @@ def about(run: Worker) -> dict[str, Any]:
         "scaler": run.precision.scaler.state_dict(),
         "left_out": run.left_out,
         "epochs": [asdict(report) for report in run.history],
+        "pruning": None if run.pruner is None else run.pruner.state_dict(),
     }
 
 
@@ -70,6 +74,10 @@ def restore(run: Worker, found: Found) -> None:
     same = saved == ranks and told["exchange"] == run.config.exchange
     mine = found.read(f"rank{rank}/") if same else _merged(found, saved)
     tensors = {**found.read("all/"), **mine}
+    pruning = told.get("pruning")
+    if pruning is not None and run.pruner is not None:
+        run.pruner.take_layout(pruning)
+        run.reshaped()
     model = _part(tensors, "model/")
     with torch.no_grad():
         held = run.model.state_dict()
@@ -92,6 +100,8 @@ def restore(run: Worker, found: Found) -> None:
         torch.manual_seed((run.config.seed + int(told["updates"]) * 1_000_003 + rank) % 2**63)
         same_exchange = told["exchange"] == run.config.exchange
         run.exchange.load_state(_owed(found, saved, rank, ranks) if same_exchange else {})
+    if pruning is not None and run.pruner is not None:
+        run.pruner.load_state_dict(pruning, _part(tensors, "pruning/") if same else {})
     run.precision.scaler.load_state_dict(told["scaler"])
     run.loader.load_state_dict(told["loader"])
     run.epoch_number, run.position = told["loader"]["epoch"], told["loader"]["position"]
@@ -146,6 +156,12 @@ def _check(run: Worker, found: Found) -> None:
                 f"{found.about[name]}, this run has {getattr(config, name)}; go on with that, or "
                 "name another --checkpoint folder"
             )
+    pruned = found.about.get("pruning")
+    if pruned is not None and pruned["layout"]["version"] and run.pruner is None:
+        raise UsageError(
+            f"--resume: {found.path} is of a pruned model: add --prune apoptosis; with "
+            "--prune-tolerance 0 hardly any more goes"
+        )
     if found.about["samples"] != len(run.loader.data):
         raise UsageError(
             f"--resume: {found.path} is of a data set of {found.about['samples']} samples, "

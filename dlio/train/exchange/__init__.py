@@ -4,7 +4,7 @@ An exchange has three places in a training step: while backward makes gradients,
 optimizer's step, and after it. It owns a communicator of its own, and the hooks that it sets.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -14,6 +14,7 @@ from dlio.comm import Communicator
 from dlio.comm.nodes import find_nodes
 from dlio.train.exchange.buckets import Named, trainable
 from dlio.train.exchange.spec import NAMES, ExchangeSpec, parse_exchange
+from dlio.train.pruning.cutting import Cut
 
 __all__ = ["NAMES", "Exchange", "ExchangeSpec", "exchange_of", "make_exchange", "parse_exchange"]
 
@@ -47,6 +48,11 @@ class Exchange(Protocol):
 
     def finish(self) -> None:
         """Join what is under way: weights are as they will be used next."""
+
+    def reshape(self, cuts: Sequence[Cut]) -> None:
+        """Parameters have been cut so, on all ranks alike: buckets are made anew, and what is kept
+        beside parameters (what is owed, averages, momentum) is cut with them. Between two steps,
+        after `finish`, at the same step everywhere. Collective."""
 
     def state(self) -> dict[str, torch.Tensor]:
         """What the next steps depend on besides weights, as tensors on the host, which later steps

@@ -11,13 +11,15 @@ Likewise the way is not the last step, but all since the last merge.
 A rank sends as often as its queue allows ("communication load balancing"): each message that finds
 the queue below its set point makes the interval shorter, each that finds it above longer.
 
-A message is a notice of 8 bytes, then the weights; a receiver has a receive posted for each rank's
-notice, and takes the weights of a few at a time. Two-sided, so a rank that dies takes nobody along.
+A message is a notice of 24 bytes (its number, the layout's version, the bytes that follow), then
+the weights; a receiver has a receive posted for each rank's notice, and takes the weights of a few
+at a time. Two-sided, so a rank that dies takes nobody along. Where neurons have been cut from the
+network meanwhile, the version is another one, and the message is dropped.
 """
 
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -32,7 +34,9 @@ from dlio.comm.waiting import leave
 from dlio.train.exchange.buckets import Bucket, Named
 from dlio.train.exchange.compress import make_compressor
 from dlio.train.exchange.compress.layout import Scratch, pieces_of
+from dlio.train.exchange.recut import recut
 from dlio.train.exchange.spec import ExchangeSpec
+from dlio.train.pruning.cutting import Cut
 
 _NOTICE: Final = 1
 _WEIGHTS: Final = 2
@@ -54,6 +58,18 @@ class _Sent:
     notice: npt.NDArray[np.int64]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Arriving:
+    """A message that is coming, and where it is written."""
+
+    request: Request
+    version: int
+    """Of the layout that it has the shapes of."""
+    memory: npt.NDArray[np.uint8]
+    count: int
+    """Bytes."""
+
+
 class Asgd:
     """Asynchronous weights to random ranks."""
 
@@ -63,33 +79,39 @@ class Asgd:
         self._comm = comm
         self._progress = Progress(comm)
         self._random = random.Random(f"{seed}.{comm.rank}")  # noqa: S311 - whom to tell is no secret
-        named = named if comm.size > 1 else []
-        self._now = Bucket(named)
+        self._spec, self._named = spec, named if comm.size > 1 else []
+        self._version = 0
+        """Of the layout: how often parameters have been cut."""
+        self._make_bucket()
         self._before = torch.empty_like(self._now.flat)
         """Weights of the last merge."""
         self._started = False
-        pieces = pieces_of(self._now.tensors)
-        self._codec = None
-        longest = 4 * self._now.flat.numel()
-        if spec.compressor is not None and named:
-            self._codec = make_compressor(spec.compressor, pieces, Scratch())
-            longest = self._codec.max_bytes
-        self._longest = longest
         peers = [rank for rank in range(comm.size) if rank != comm.rank]
         self._peers = peers
-        self._notices = {peer: np.zeros(1, np.int64) for peer in peers}
+        self._notices = {peer: np.zeros(3, np.int64) for peer in peers}
         self._expected = {peer: self._listen(peer) for peer in peers}
-        self._arriving: list[tuple[Request, npt.NDArray[np.uint8]]] = []
-        self._waiting: list[int] = []
-        """Ranks whose notice has come, and whose weights have not been asked for."""
-        self._spare = [np.empty(longest, np.uint8) for _ in range(_MAILBOX)]
+        self._arriving: list[_Arriving] = []
+        self._waiting: list[tuple[int, int, int]] = []
+        """(rank, version, bytes) of notices that have come, whose weights have not been asked
+        for."""
+        self._spare = [np.empty(self._longest, np.uint8) for _ in range(_MAILBOX)]
         self._sends: list[_Sent] = []
         self._out: list[npt.NDArray[np.uint8]] = []
         self._sent = dict.fromkeys(peers, 0)
         self._heard = dict.fromkeys(peers, 0)
         self._steps, self._interval = 0, 1.0
         self._messages = self._bytes = 0
-        self._accepted = self._refused = 0
+        self._accepted = self._refused = self._dropped = 0
+
+    def _make_bucket(self) -> None:
+        """Of the parameters as they are."""
+        self._now = Bucket(self._named)
+        self._codec = None
+        self._longest = 4 * self._now.flat.numel()
+        if self._spec.compressor is not None and self._named:
+            pieces = pieces_of(self._now.tensors)
+            self._codec = make_compressor(self._spec.compressor, pieces, Scratch())
+            self._longest = self._codec.max_bytes
 
     def before_backward(self, samples: int, planned: int) -> None:
         pass
@@ -125,6 +147,15 @@ class Asgd:
     def finish(self) -> None:
         pass
 
+    def reshape(self, cuts: Sequence[Cut]) -> None:
+        """Waits for nobody: messages that are under way are told by their version."""
+        before = self._now
+        self._version += 1
+        self._make_bucket()
+        if self._peers:
+            (self._before,) = recut([self._before], [before], [self._now], cuts)
+        self._out = []
+
     def state(self) -> dict[str, torch.Tensor]:
         """Without messages that are under way, which nobody counts on."""
         if not self._started:
@@ -141,13 +172,15 @@ class Asgd:
             self._steps, self._interval = int(state["interval"][0]), float(state["interval"][1])
 
     def statistics(self) -> dict[str, float]:
-        """Also: `accepted` and `refused` messages, and the present `interval` in steps."""
+        """Also: `accepted` and `refused` messages, those `dropped` for being of another layout, and
+        the present `interval` in steps."""
         return {
             "wait_s": 0.0,
             "messages": float(self._messages),
             "bytes": float(self._bytes),
             "accepted": float(self._accepted),
             "refused": float(self._refused),
+            "dropped": float(self._dropped),
             "interval": self._interval,
         }
 
@@ -168,9 +201,9 @@ class Asgd:
         for peer, request in self._expected.items():
             if not request.cancel():
                 leave(request, self._notices[peer])
-        for request, memory in self._arriving:
-            if not request.cancel():
-                leave(request, memory)
+        for each in self._arriving:
+            if not each.request.cancel():
+                leave(each)
         for sent in self._sends:
             leave(sent)
         self._comm.close()
@@ -187,19 +220,22 @@ class Asgd:
         for peer, request in list(self._expected.items()):
             if request.done():
                 self._heard[peer] += 1
-                self._waiting.append(peer)
+                _, version, count = self._notices[peer].tolist()
+                self._waiting.append((peer, version, count))
                 self._expected[peer] = self._listen(peer)
-        arrived = [memory for request, memory in self._arriving if request.done()]
-        self._arriving = [(r, m) for r, m in self._arriving if not any(m is a for a in arrived)]
-        self._spare += arrived
+        arrived = [each for each in self._arriving if each.request.done()]
+        self._arriving = [each for each in self._arriving if each not in arrived]
         while self._waiting and self._spare and len(self._arriving) < _MAILBOX:
-            memory, peer = self._spare.pop(0), self._waiting.pop(0)
-            if any(memory is a for a in arrived):
-                self._spare.append(memory)
-                self._waiting.insert(0, peer)
-                break  # It has not been read yet.
-            self._arriving.append((self._comm.irecv(memory, peer, _WEIGHTS), memory))
-        return arrived
+            (peer, version, count), memory = self._waiting.pop(0), self._spare.pop(0)
+            if len(memory) < count:
+                memory = np.empty(count, np.uint8)
+            request = self._comm.irecv(memory[:count], peer, _WEIGHTS)
+            self._arriving.append(_Arriving(request, version, memory, count))
+        # Not to be written again before they have been read: by the next call.
+        self._spare += [each.memory for each in arrived]
+        ours = [each for each in arrived if each.version == self._version]
+        self._dropped += len(arrived) - len(ours)
+        return [each.memory[: each.count] for each in ours]
 
     def _merge(self, messages: list[npt.NDArray[np.uint8]]) -> None:
         """The mean of the weights and of those received that lie ahead of this rank."""
@@ -230,7 +266,8 @@ class Asgd:
 
     def _clear_sent(self) -> None:
         gone = [sent for sent in self._sends if all(each.done() for each in sent.requests)]
-        self._out += [sent.memory for sent in gone]
+        # Of another layout's messages the memory is of another length.
+        self._out += [sent.memory for sent in gone if len(sent.memory) == self._longest]
         self._sends = [sent for sent in self._sends if sent not in gone]
 
     def _send(self) -> None:
@@ -252,7 +289,7 @@ class Asgd:
         else:
             used = self._codec.encode(self._now.array, np.zeros_like(self._now.array), memory)
         self._sent[peer] += 1
-        notice = np.array([self._sent[peer]])
+        notice = np.array([self._sent[peer], self._version, used])
         requests = [
             self._comm.isend(notice.view(np.uint8), peer, _NOTICE),
             self._comm.isend(memory[:used], peer, _WEIGHTS),

@@ -29,7 +29,9 @@ from dlio.train.exchange.buckets import Bucket, Named, in_buckets
 from dlio.train.exchange.compress import Compressor, make_compressor
 from dlio.train.exchange.compress.layout import Scratch, pieces_of
 from dlio.train.exchange.joining import join_before_use
+from dlio.train.exchange.recut import recut_state
 from dlio.train.exchange.spec import ExchangeSpec
+from dlio.train.pruning.cutting import Cut
 
 REFRESH: Final = 64
 """Steps from one exchange of whole weights to the next, where only changes travel in between."""
@@ -111,16 +113,21 @@ class Gossip:
         onward: Callable[[int, Bucket], None] | None = None,
     ) -> None:
         self._comm, self._spec, self._seed = comm, spec, seed
-        self._groups = groups = in_buckets(named) if comm.size > 1 else []
+        self._named, self._modules = named, list(modules)
         self._progress = Progress(comm)
-        scratch = Scratch()
-        self._lanes = [_Lane(group, spec, scratch) for group in groups]
-        users = modules if spec.payload != "gradient" else ()
-        self._hooks = join_before_use(users, groups, self._join)
+        self._make_lanes()
         self._onward = onward
         self._step = 0
         self._wait_s = 0.0
         self._messages = self._bytes = 0
+
+    def _make_lanes(self) -> None:
+        """Lanes of the parameters as they are, and the hooks that join them."""
+        self._groups = in_buckets(self._named) if self._comm.size > 1 else []
+        scratch = Scratch()
+        self._lanes = [_Lane(group, self._spec, scratch) for group in self._groups]
+        users = self._modules if self._spec.payload != "gradient" else ()
+        self._hooks = join_before_use(users, self._groups, self._join)
 
     def before_backward(self, samples: int, planned: int) -> None:
         pass
@@ -145,11 +152,20 @@ class Gossip:
             self._send(tuple(reversed(range(len(self._lanes)))), whole)
 
     def watch(self, module: nn.Module) -> None:
+        self._modules.append(module)
         if self._spec.payload != "gradient":
             self._hooks += join_before_use([module], self._groups, self._join)
 
     def finish(self) -> None:
         self._join(tuple(range(len(self._lanes))))
+
+    def reshape(self, cuts: Sequence[Cut]) -> None:
+        before, state = [lane.outgoing for lane in self._lanes], self.state()
+        for hook in self._hooks:
+            hook.remove()
+        self._make_lanes()
+        after = [lane.outgoing for lane in self._lanes]
+        self.load_state(recut_state(state, before, after, cuts, ("owed", "before")))
 
     def state(self) -> dict[str, torch.Tensor]:
         self.finish()

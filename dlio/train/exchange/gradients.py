@@ -1,7 +1,7 @@
 """Synchronous data parallelism: gradients are summed over all ranks while backward goes on."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -26,9 +26,11 @@ from dlio.train.exchange.paths import (
     PinnedPath,
     find_path,
 )
+from dlio.train.exchange.recut import Told, recut_state
 from dlio.train.exchange.spec import ExchangeSpec
 from dlio.train.exchange.sums import Sum, make_sum, state_of
 from dlio.train.exchange.sums import load_state as load_sums
+from dlio.train.pruning.cutting import Cut
 
 _FIRST_TAG: Final = 1
 
@@ -66,18 +68,37 @@ class GradientExchange:
         before_wait: Callable[[], None] | None = None,
     ) -> None:
         self._before_wait = before_wait
-        self._comm = comm
+        self._comm, self._spec, self._named = comm, spec, named
+        self._nodes = np.asarray(node_of, np.int32)
         self._progress = Progress(comm)
-        groups = in_buckets(named) if comm.size > 1 else []
-        scratch, nodes = Scratch(), np.asarray(node_of, np.int32)
+        self._told = Told()
         # The weight must be exact: it rides with a bucket that is not compressed, or alone.
         self._compressed = spec.compressor is not None
         devices = [parameter.device for _, parameter in named]
-        path = find_path(devices, spec, comm) if groups else "host"
-        where = devices[0] if path != "host" else None
+        several = comm.size > 1 and len(named) > 0
+        self._path = find_path(devices, spec, comm) if several else "host"
+        self._where_from = devices[0] if self._path != "host" else None
+        self._group: Any = dist.new_group(backend="nccl") if self._path == "nccl" else None
+        self._make_buckets()
+        self._end_after_backward: Callable[[], None] | None = None
+        self._unfinished = False
+        """Whether a backward is over whose messages another thread is to send."""
+        if several and sends_after_backward(devices):
+            self._end_after_backward = after_backward(self._after_backward)
+        self._in_backward = False
+        self._done_this_step = False
+        self._weight, self._scale, self._contribution = 1.0, 1.0, 1.0
+        self._whole = False
+        self._held = False
+        self._exposed_s = 0.0
+
+    def _make_buckets(self) -> None:
+        """Buckets of the parameters as they are, their sums and hooks."""
+        comm, spec, path, where = self._comm, self._spec, self._path, self._where_from
+        groups = in_buckets(self._named) if comm.size > 1 else []
+        scratch = Scratch()
         extra = int(not self._compressed)
         self._buckets = [Bucket(group, extra, where) for group in groups]
-        self._group: Any = dist.new_group(backend="nccl") if path == "nccl" else None
         stream: Any = torch.cuda.Stream(where) if path == "pinned" else None  # type: ignore[no-untyped-call]
         self._sums: list[Path] = []
         self._totals: list[Sum] = []
@@ -90,7 +111,7 @@ class GradientExchange:
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self._sums.append(DeviceMpiPath(bucket, comm, event))
             else:
-                total = make_sum(spec, comm, tensors, tag, nodes, scratch)
+                total = make_sum(spec, comm, tensors, tag, self._nodes, scratch)
                 self._totals.append(total)
                 made = HostPath(bucket, total) if path == "host" else None
                 self._sums.append(made or PinnedPath(bucket, total, CudaCopies(stream)))
@@ -103,21 +124,10 @@ class GradientExchange:
             parameter.register_post_accumulate_grad_hook(self._gradient_ready)  # type: ignore[no-untyped-call]
             for parameter in self._where
         ]
-        self._end_after_backward: Callable[[], None] | None = None
-        self._unfinished = False
-        """Whether a backward is over whose messages another thread is to send."""
-        if groups and sends_after_backward(devices):
-            self._end_after_backward = after_backward(self._after_backward)
         self._missing = [set(bucket.parameters) for bucket in self._buckets]
         self._started = 0
-        self._in_backward = False
-        self._done_this_step = False
-        self._weight, self._scale, self._contribution = 1.0, 1.0, 1.0
-        self._whole = False
-        self._held = False
         self._held_back: set[int] = set()
         """Buckets that have gradients which other ranks have not been told."""
-        self._exposed_s = 0.0
 
     def before_backward(self, samples: int, planned: int) -> None:
         """A rank's loss is its sum over samples, divided by `planned / ranks`. All buckets are
@@ -150,6 +160,13 @@ class GradientExchange:
     def finish(self) -> None:
         pass
 
+    def reshape(self, cuts: Sequence[Cut]) -> None:
+        before, state = self._buckets, self.state()
+        self._told.keep(self._counted())
+        self._close_buckets()
+        self._make_buckets()
+        self.load_state(recut_state(state, before, self._buckets, cuts, ("owed",)))
+
     def state(self) -> dict[str, torch.Tensor]:
         return state_of(self._totals)
 
@@ -157,25 +174,27 @@ class GradientExchange:
         load_sums(self._totals, state)
 
     def statistics(self) -> dict[str, float]:
+        return {"wait_s": self._exposed_s, **self._told.plus(self._counted())}
+
+    def _counted(self) -> dict[str, float]:
         told = [each.statistics() for each in self._sums]
-        return {
-            "wait_s": self._exposed_s,
-            "messages": sum(each["messages"] for each in told),
-            "bytes": sum(each["bytes"] for each in told),
-        }
+        return {key: sum(each[key] for each in told) for key in ("messages", "bytes")}
 
     def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
         if self._end_after_backward is not None:
             self._end_after_backward()
-        for each in self._sums:
-            each.close()
+        self._close_buckets()
         if self._group is not None:
             dist.destroy_process_group(self._group)
         self._progress.close()
         if self._comm.size > 1:
             self._comm.close()
+
+    def _close_buckets(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        for each in self._sums:
+            each.close()
 
     def _gradient_ready(self, parameter: torch.Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)

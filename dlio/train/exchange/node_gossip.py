@@ -21,6 +21,7 @@ from dlio.train.exchange.gossip import Gossip
 from dlio.train.exchange.gradients import GradientExchange
 from dlio.train.exchange.joining import join_before_use
 from dlio.train.exchange.spec import ExchangeSpec, parse_exchange
+from dlio.train.pruning.cutting import Cut
 
 _FIRST_TAG: Final = 1
 
@@ -114,6 +115,13 @@ class NodeGossip:
         if self._told is not None:
             self._told.join_all()
 
+    def reshape(self, cuts: Sequence[Cut]) -> None:
+        if self._hand_on is not None:
+            self._hand_on.wait()
+        for each in (self._between, self._told, self._within):
+            if each is not None:
+                each.reshape(cuts)
+
     def state(self) -> dict[str, torch.Tensor]:
         self.finish()
         return {} if self._between is None else self._between.state()
@@ -189,18 +197,27 @@ class _Told:
     def __init__(
         self, named: Named, modules: Iterable[nn.Module], node: Communicator, gradients: bool
     ) -> None:
-        self._node, self._gradients = node, gradients
-        self._groups = groups = in_buckets(named)
-        self._buckets = [Bucket(group) for group in groups]
+        self._node, self._gradients, self._named = node, gradients, named
+        self._modules = list(modules)
         self._receives: dict[int, Request] = {}
-        self._hooks: list[Any] = []
-        for module in modules:
-            self.watch(module)
+        self._make_buckets()
         self._wait_s = 0.0
 
+    def _make_buckets(self) -> None:
+        self._groups = in_buckets(self._named)
+        self._buckets = [Bucket(group) for group in self._groups]
+        users = self._modules if not self._gradients else ()
+        self._hooks: list[Any] = join_before_use(users, self._groups, self._join)
+
     def watch(self, module: nn.Module) -> None:
+        self._modules.append(module)
         if not self._gradients:
             self._hooks += join_before_use([module], self._groups, self._join)
+
+    def reshape(self, cuts: Sequence[Cut]) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._make_buckets()
 
     def expect(self) -> None:
         """Post this step's receives."""

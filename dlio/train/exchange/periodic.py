@@ -5,7 +5,7 @@ weights have changed by (Stich, 2019; Douillard et al., 2023).
 learning rate of 0.7, as published.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -16,9 +16,11 @@ from dlio.comm import Communicator
 from dlio.train.exchange.buckets import Bucket, Named, in_buckets
 from dlio.train.exchange.compress.layout import Scratch
 from dlio.train.exchange.compress.reduce import TAGS
+from dlio.train.exchange.recut import Told, recut_state
 from dlio.train.exchange.spec import ExchangeSpec
 from dlio.train.exchange.sums import load_state as load_sums
 from dlio.train.exchange.sums import make_sum, state_of
+from dlio.train.pruning.cutting import Cut
 
 _FIRST_TAG: Final = 1
 _OUTER_RATE: Final = 0.7
@@ -34,12 +36,20 @@ class Periodic:
     def __init__(
         self, named: Named, comm: Communicator, spec: ExchangeSpec, node_of: list[int]
     ) -> None:
-        self._comm, self._spec = comm, spec
-        groups = in_buckets(named) if comm.size > 1 else []
-        scratch, nodes = Scratch(), np.asarray(node_of, np.int32)
+        self._comm, self._spec, self._named = comm, spec, named
+        self._nodes = np.asarray(node_of, np.int32)
+        self._told = Told()
+        self._steps = 0
+        self._make_buckets()
+
+    def _make_buckets(self) -> None:
+        """Buckets of the parameters as they are, which are taken for the common ones."""
+        comm, spec = self._comm, self._spec
+        groups = in_buckets(self._named) if comm.size > 1 else []
+        scratch = Scratch()
         self._buckets = [Bucket(group) for group in groups]
         self._sums = [
-            make_sum(spec, comm, bucket.tensors, _FIRST_TAG + number * TAGS, nodes, scratch)
+            make_sum(spec, comm, bucket.tensors, _FIRST_TAG + number * TAGS, self._nodes, scratch)
             for number, bucket in enumerate(self._buckets)
         ]
         self._common = [torch.empty_like(bucket.flat) for bucket in self._buckets]
@@ -47,7 +57,6 @@ class Periodic:
         for bucket, common in zip(self._buckets, self._common, strict=True):
             self._read(bucket)
             common.copy_(bucket.flat)
-        self._steps = 0
 
     def before_backward(self, samples: int, planned: int) -> None:
         pass
@@ -73,6 +82,16 @@ class Periodic:
         if self._steps:
             self._agree()
 
+    def reshape(self, cuts: Sequence[Cut]) -> None:
+        before, state = self._buckets, self.state()
+        self._told.keep(self._counted())
+        for each in self._sums:
+            each.close()
+        self._make_buckets()
+        # Weights that are alike are the common ones; what made up for neurons is no change to tell.
+        kept = ("owed", "momentum") if self._steps == 0 else ("owed", "momentum", "common")
+        self.load_state(recut_state(state, before, self._buckets, cuts, kept))
+
     def state(self) -> dict[str, torch.Tensor]:
         state = {"steps": torch.tensor(self._steps), **state_of(self._sums)}
         for number, (common, momentum) in enumerate(zip(self._common, self._momentum, strict=True)):
@@ -90,6 +109,9 @@ class Periodic:
                 self._momentum[number].copy_(state[f"momentum/{number}"])
 
     def statistics(self) -> dict[str, float]:
+        return self._told.plus(self._counted())
+
+    def _counted(self) -> dict[str, float]:
         told = [each.statistics() for each in self._sums]
         return {key: sum(each[key] for each in told) for key in ("wait_s", "messages", "bytes")}
 

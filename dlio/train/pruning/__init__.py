@@ -10,7 +10,11 @@
 | `statistics.py` | what neurons do, from hooks                                             |
 | `plan.py`       | which neurons go (pure); `similar.py`: which do the same                |
 | `apply.py`      | a plan carried out in place; `cutting.py`: tensors and optimizers' state |
-| `layout.py`     | what has been cut, for checkpoints                                      |
+| `layout.py`     | what has been cut, for checkpoints; `saved.py`: beside saved weights    |
+| `pace.py`       | when to look and how many may go, from what the last rounds did (pure)  |
+| `trial.py`      | plans tried on a copy; `ranks.py`: one decision of all ranks            |
+| `apoptosis.py`  | `dlio.Apoptosis`, which does all of it while a network trains           |
+| `seen.py`       | parameters and FLOPs                                                    |
 
     found = find_groups(model, example)
     with Collector(model, found.groups) as collector:
@@ -24,8 +28,9 @@ from dlio.train.pruning.cutting import Cut
 from dlio.train.pruning.find import find_groups
 from dlio.train.pruning.groups import Activation, Found, Group, LeftAlone, Member
 from dlio.train.pruning.layout import Layout, shrink_to
+from dlio.train.pruning.pace import Schedule
 from dlio.train.pruning.plan import Limits, Plan, Removal, plan, weights_of
-from dlio.train.pruning.statistics import Collector, Moments, Statistics
+from dlio.train.pruning.statistics import Collector, Moments, Statistics, merge
 
 __all__ = [
     "Activation",
@@ -41,9 +46,11 @@ __all__ = [
     "Moments",
     "Plan",
     "Removal",
+    "Schedule",
     "Statistics",
     "apply",
     "find_groups",
+    "merge",
     "plan",
     "shrink_to",
     "weights_of",

@@ -16,6 +16,7 @@ from dlio.train.pruning.layers import is_depthwise
 from dlio.train.pruning.verify import Trial
 
 _HEADS = ("num_heads", "n_heads", "heads", "nhead", "num_attention_heads", "n_head")
+_MARK = "_dlio_bare_copy"
 _WIDTHS = ("all_head_size", "inner_dim", "inner_size", "attn_dim", "embed_dim", "hidden_size")
 
 
@@ -31,7 +32,7 @@ def find_groups(model: nn.Module, example: Any) -> Found:
     Raises UsageError where torch-pruning is not installed, and what the model raises for the
     example.
     """
-    work = _copy(model).cpu().eval()
+    work = bare_copy(model).cpu()
     if any(p.is_floating_point() and p.dtype != torch.float32 for p in work.parameters()):
         work = work.float()
     for parameter in work.parameters():
@@ -70,15 +71,25 @@ def find_groups(model: nn.Module, example: Any) -> Found:
     return Found(_in_order(work, found), _named(work, found, left))
 
 
-def _copy(model: nn.Module) -> nn.Module:
-    """A copy without hooks: they would be called for it, too, and may belong to what no copy can
-    be made of."""
+def bare_copy(model: nn.Module) -> nn.Module:
+    """A copy to try things on, in evaluation; without hooks, which would be called for it, too, and
+    may belong to what no copy can be made of. What watches all modules of a process is to leave it
+    alone, by `is_bare_copy`."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         for name, value in vars(module).items():
             if "_hooks" in name and isinstance(value, dict):
                 memo[id(value)] = OrderedDict()
-    return copy.deepcopy(model, memo)
+    made = copy.deepcopy(model, memo)
+    for module in made.modules():
+        # Not by eval(), which others watch.
+        module.training = False
+        module.__dict__[_MARK] = True
+    return made
+
+
+def is_bare_copy(module: nn.Module) -> bool:
+    return _MARK in module.__dict__
 
 
 def _as_heads(model: nn.Module, group: Group) -> Iterator[Group]:

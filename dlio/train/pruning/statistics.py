@@ -6,6 +6,7 @@ digit that counts, the sum of weight times gradient over the weights that read i
 scores cost one look at weights and keep no activations.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -73,6 +74,7 @@ class Statistics:
     moments: Mapping[str, Moments]
 
     def sums(self) -> Array:
+        """Counts and sums of all layers."""
         return np.concatenate(
             [np.zeros(0)]
             + [
@@ -82,6 +84,7 @@ class Statistics:
         )
 
     def peaks(self) -> Array:
+        """Greatest values, and least ones with their sign turned, of all layers."""
         parts = [part for m in self.moments.values() for part in (m.high, -m.low)]
         return np.concatenate([np.zeros(0), *parts])
 
@@ -97,6 +100,17 @@ class Statistics:
             after[name] = Moments(count, steps, rows[0], rows[1], rows[2], rows[3], high, low)
             at, top = at + 2 + len(_ROWS) * size, top + 2 * size
         return Statistics(after)
+
+
+def merge(several: Sequence[Statistics]) -> Statistics:
+    """What several ranks have seen together. Pure; layers and their order are the first one's.
+
+    Raises ValueError for none, or of other layers.
+    """
+    if len({tuple(each.moments) for each in several}) != 1:
+        raise ValueError("statistics of the same layers, and of one rank at least, can be merged")
+    sums = np.sum([each.sums() for each in several], axis=0)
+    return several[0].reduced(sums, np.max([each.peaks() for each in several], axis=0))
 
 
 @dataclass(slots=True, eq=False)
@@ -128,6 +142,10 @@ class Collector:
         values: int = 1 << 17,
     ) -> None:
         self.step_count = 0
+        self.looks = 0
+        """Steps that have been looked at."""
+        self.seconds = 0.0
+        """That this thread has been busy with looking."""
         self._every = max(1, every)
         self._values = values
         names = {member.module: member.dim for group in groups for member in group.consumers}
@@ -152,8 +170,13 @@ class Collector:
 
     @torch.no_grad()
     def step(self) -> None:
-        """A step's gradients are there, not scaled, and the optimizer has not used them yet."""
+        """A step's gradients are there, not scaled, and the optimizer has not used them yet.
+        Nothing once it is closed."""
+        if not self._handles:
+            return
         if self.step_count % self._every == 0:
+            began = time.perf_counter()
+            self.looks += 1
             for name, (module, dim) in self._layers.items():
                 weight = module.get_parameter("weight")
                 if weight.grad is not None:
@@ -161,6 +184,7 @@ class Collector:
                     others = [d for d in range(product.ndim) if d != dim]
                     _add(self._seen[name], "score", product.sum(others).abs())
                     self._seen[name].steps += 1
+            self.seconds += time.perf_counter() - began
         self.step_count += 1
 
     def statistics(self) -> Statistics:
@@ -171,10 +195,31 @@ class Collector:
         """Begin a window of its own."""
         self._seen = {name: _Seen() for name in self._layers}
 
+    def state(self) -> dict[str, torch.Tensor]:
+        """This rank's window so far, for a checkpoint; later steps may overwrite it."""
+        found = {"steps": torch.tensor([self.step_count, self.looks])}
+        for name, seen in self._seen.items():
+            found[f"{name}/counts"] = torch.tensor([seen.count, seen.steps])
+            found |= {f"{name}/{row}": value for row, value in seen.sums.items()}
+        return found
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from another one's, of the same groups."""
+        self.step_count, self.looks = state["steps"].tolist()
+        self.reset()
+        for name, seen in self._seen.items():
+            seen.count, seen.steps = state[f"{name}/counts"].tolist()
+            device = self._layers[name][0].get_parameter("weight").device
+            for row in (*_ROWS, "high", "low"):
+                if f"{name}/{row}" in state:
+                    seen.sums[row] = state[f"{name}/{row}"].to(device, copy=True)
+
     def _hook(self, name: str) -> Any:
         def look(module: nn.Module, args: tuple[Any, ...]) -> None:
             if module.training and self.step_count % self._every == 0 and args:
+                began = time.perf_counter()
                 self._look(name, module, args[0])
+                self.seconds += time.perf_counter() - began
 
         return look
 

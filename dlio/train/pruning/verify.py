@@ -121,7 +121,8 @@ def _distance(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
 @torch.no_grad()
 def _randomised(model: nn.Module) -> nn.Module:
     """Weights under which everything shows: models begin with layers that are zero."""
-    model.eval()
+    for module in model.modules():
+        module.training = False
     generator = torch.Generator().manual_seed(0)
 
     def fill(tensor: torch.Tensor) -> None:

@@ -1,0 +1,133 @@
+"""A plan tried out on a copy before it is carried out: what hurts is undone by never being done.
+
+The model, its optimizers, what exchanges owe and the window of statistics stay as they are, byte
+by byte, until a plan has been accepted.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from torch import nn
+
+from dlio.comm import Communicator
+from dlio.train.pruning.apply import apply
+from dlio.train.pruning.find import bare_copy
+from dlio.train.pruning.groups import Group
+from dlio.train.pruning.plan import Limits, Plan, plan, weights_of
+from dlio.train.pruning.ranks import of_first, reduced, total
+from dlio.train.pruning.statistics import Statistics
+
+_PARTS: Final = 8
+"""Of a plan that hurts, that are tried one by one."""
+
+Probe = Callable[[nn.Module], tuple[float, float]]
+"""Gives (sum of losses, samples) of a model on this rank's probe; (0, 0) where it has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What came of a plan."""
+
+    plan: Plan
+    """To be carried out; it may remove nothing."""
+    hurt: tuple[str, ...]
+    """Groups whose removals were tried, and are not to be done."""
+    before: float | None
+    """The probe's loss; None without one."""
+    after: float | None
+    """With `plan` carried out."""
+    tries: int
+    """Plans whose loss was looked at."""
+
+
+class Trier:
+    """Tries plans of one round, on all ranks together: each takes the same decisions.
+
+    Args:
+        statistics: this rank's.
+        probe: None where plans are taken at their bounds.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Sequence[Group],
+        statistics: Statistics,
+        probe: Probe | None,
+        comm: Communicator,
+    ) -> None:
+        self._model, self._groups, self._probe, self._comm = model, groups, probe, comm
+        self._statistics = reduced(statistics, comm)
+        self._weights = weights_of(model, groups) if comm.rank == 0 else {}
+        self._tries = 0
+        self.before = None if probe is None else self._loss(None)
+        """The probe's loss as the model is; infinite where no rank has a sample to probe with, or
+        it is no number."""
+
+    def round(self, limits: Limits, allowed: float) -> Trial:
+        """Collective. A plan within `limits` that raises the probe's loss by at most `allowed`:
+        all of what was planned, or those parts of it that do not hurt, or nothing."""
+        whole = self._planned(limits)
+        if not whole.keep or self.before is None:
+            return Trial(whole, (), self.before, self.before, 0)
+        after = self._loss(whole)
+        if after - self.before <= allowed:
+            return Trial(whole, (), self.before, after, self._tries)
+        names = list(whole.keep)
+        fits = self._parts_that_fit(names, limits, allowed) if len(names) > 1 else []
+        rest = [name for name in names if name not in fits]
+        if fits:
+            some = self._planned(self._only(fits, limits))
+            after = self._loss(some)
+            if after - self.before <= allowed:
+                return Trial(some, tuple(rest), self.before, after, self._tries)
+        return Trial(Plan(), tuple(names), self.before, self.before, self._tries)
+
+    def _parts_that_fit(self, names: list[str], limits: Limits, allowed: float) -> list[str]:
+        """Groups whose removals, taken part by part, are within what is allowed together."""
+        assert self.before is not None
+        size = math.ceil(len(names) / _PARTS)
+        parts = [names[at : at + size] for at in range(0, len(names), size)]
+        rises = []
+        for part in parts:
+            loss = self._loss(self._planned(self._only(part, limits)))
+            rises.append((loss - self.before, part))
+        spent, fits = 0.0, []
+        for rise, part in sorted(rises, key=lambda each: each[0]):
+            spent += max(0.0, rise)
+            if spent > allowed:
+                break
+            fits += part
+        return fits
+
+    def _only(self, names: list[str], limits: Limits) -> Limits:
+        others = {group.name for group in self._groups} - set(names)
+        return replace(limits, frozen=limits.frozen | others)
+
+    def _planned(self, limits: Limits) -> Plan:
+        """Made by rank 0."""
+        mine = None
+        if self._comm.rank == 0:
+            mine = plan(self._groups, self._weights, self._statistics, limits).to_json()
+        return Plan.from_json(of_first(mine, self._comm))
+
+    @torch.no_grad()
+    def _loss(self, what: Plan | None) -> float:
+        """The mean loss over all ranks' probes, with a plan carried out; infinite where there is
+        none, or it is no number."""
+        assert self._probe is not None
+        copy = bare_copy(self._model)
+        for module in copy.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                # By the probe's own statistics, as in training: running ones lag behind a cut.
+                module.training = True
+                module.track_running_stats = False
+        if what is not None:
+            self._tries += 1
+            apply(copy, self._groups, what)
+        losses, count = total(list(self._probe(copy)), self._comm)
+        loss = losses / count if count else math.inf
+        return loss if math.isfinite(loss) else math.inf

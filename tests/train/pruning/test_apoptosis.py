@@ -1,0 +1,324 @@
+"""Networks that shrink while they train, by `dlio.Apoptosis`, and exchanges with them."""
+
+import copy
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import dlio
+from dlio.comm import Request
+from dlio.comm.single import SingleCommunicator
+from dlio.errors import DlioError, SourceError, UsageError
+from dlio.train.exchange import parse_exchange
+from dlio.train.exchange.asgd import Asgd
+from dlio.train.exchange.buckets import trainable
+from dlio.train.pruning import Limits, Plan, Schedule, apply, find_groups, shrink_to
+from dlio.train.pruning.saved import save_layout
+from dlio.train.pruning.seen import count_parameters, flops_per_sample, parameters_by_layer
+from tests.train.pruning.apoptosis_checks import (
+    CHECKS,
+    SCHEDULE,
+    digest,
+    make_net,
+    probe,
+    samples,
+    shapes,
+    train,
+)
+from tests.train.pruning.networks import make
+
+MpiRun = Callable[..., subprocess.CompletedProcess[str]]
+BODY = Path(__file__).with_name("apoptosis_checks.py")
+EXAMPLE = samples(0, 2)[0]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("ranks", "checks"),
+    [(2, ("reduced", "residuals", "layout", "exchanges")), (4, ("reduced", "exchanges"))],
+)
+def test_ranks_keep_the_promises(mpirun: MpiRun, ranks: int, checks: tuple[str, ...]) -> None:
+    done = mpirun(ranks, "-W", "error", str(BODY), *checks)
+    assert done.returncode == 0, done.stderr
+    for check in checks:
+        assert done.stdout.splitlines().count(f"kept {check}") == ranks
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_one_process_keeps_the_promises(check: str) -> None:
+    CHECKS[check](SingleCommunicator())
+
+
+def _made(
+    net: nn.Module, schedule: Schedule = SCHEDULE, steps: int | None = 60, **options: object
+) -> tuple[dlio.Apoptosis, torch.optim.Optimizer]:
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+    made = dlio.Apoptosis(
+        net,
+        optimizer,
+        example=EXAMPLE,
+        probe=probe,
+        steps=steps,
+        schedule=schedule,
+        **options,  # type: ignore[arg-type]
+    )
+    return made, optimizer
+
+
+def test_a_round_that_hurts_is_undone_to_the_last_byte() -> None:
+    def worse(model: nn.Module) -> float:
+        # Of a smaller model always worse.
+        return 1e9 / count_parameters(model)
+
+    net, alone = make_net(), make_net()
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+    other = torch.optim.Adam(alone.parameters(), lr=1e-2)
+    with dlio.Apoptosis(
+        net, optimizer, example=EXAMPLE, probe=worse, steps=60, schedule=SCHEDULE
+    ) as apoptosis:
+        looks = []
+
+        def each() -> None:
+            looks.append({name: t.clone() for name, t in apoptosis.tensors().items()})
+
+        train(net, optimizer, apoptosis, range(48), 0, each)
+    train(alone, other, None, range(48), 0)
+    assert digest(net) == digest(alone)
+    for mine, theirs in zip(optimizer.state.values(), other.state.values(), strict=True):
+        assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+    undone = [each for each in apoptosis.rounds if each.undone]
+    assert undone
+    assert not any(each.removed for each in apoptosis.rounds)
+    assert apoptosis.layout.version == 0
+    # The window goes on: nothing that was seen is lost.
+    counts = [int(seen["2/counts"][1]) for seen in looks]
+    assert counts == sorted(set(counts))
+
+
+def test_parts_of_a_round_that_do_not_hurt_are_done() -> None:
+    """A probe that misses neurons of one layer only."""
+
+    def probing(model: nn.Module) -> float:
+        first = model.get_submodule("0")
+        assert isinstance(first, nn.Linear)
+        return 1.0 + (64 - first.out_features)
+
+    net = make_net()
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+    with dlio.Apoptosis(
+        net,
+        optimizer,
+        example=EXAMPLE,
+        probe=probing,
+        steps=60,
+        schedule=Schedule(every=1, looks=4, begin=0, tolerance=50.0, allowed=1.0, share=0.5),
+        limits=Limits(constant=0.5),
+    ) as apoptosis:
+        train(net, optimizer, apoptosis, range(30), 0)
+    assert net.get_submodule("0").out_features == 64
+    assert shapes(net)[2][0] < 48
+    assert any(each.undone == ("0",) and set(each.widths) == {"2"} for each in apoptosis.rounds)
+
+
+def test_a_pruned_run_goes_on_as_a_small_network_does_that_starts_from_the_sliced_state() -> None:
+    for kind in (torch.optim.Adam, torch.optim.SGD):
+        options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+        net = make_net()
+        optimizer = kind(net.parameters(), lr=1e-2, **options)  # type: ignore[arg-type]
+        with dlio.Apoptosis(
+            net, optimizer, example=EXAMPLE, probe=probe, steps=60, schedule=SCHEDULE
+        ) as apoptosis:
+            train(net, optimizer, apoptosis, range(48), 0)
+        assert apoptosis.layout.version > 1
+        small = make_net(5)
+        shrink_to(small, apoptosis.layout)
+        small.load_state_dict(net.state_dict())
+        fresh = kind(small.parameters(), lr=1e-2, **options)  # type: ignore[arg-type]
+        fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        train(net, optimizer, None, range(48, 60), 0)
+        train(small, fresh, None, range(48, 60), 0)
+        for a, b in zip(net.parameters(), small.parameters(), strict=True):
+            assert float((a - b).detach().abs().max()) < 1e-6
+
+
+def test_few_steps_are_looked_at_and_none_after_the_last_round() -> None:
+    net = make_net()
+    apoptosis, optimizer = _made(net, Schedule(every=4, looks=2, end=0.5, begin=0.0), steps=80)
+    with apoptosis:
+        train(net, optimizer, apoptosis, range(40), 0)
+        looked = apoptosis.overhead()["steps"]
+        assert looked == apoptosis.rounds[-1].step / 4 <= 10
+        train(net, optimizer, apoptosis, range(40, 80), 0)
+        assert apoptosis.overhead()["steps"] == looked
+        assert 0 < apoptosis.overhead()["share"] < 1
+    assert not any(module._forward_pre_hooks for module in net.modules())
+
+
+def test_without_a_probe_what_goes_is_within_its_bounds() -> None:
+    net = make_net()
+    with torch.no_grad():
+        net.get_submodule("0").get_parameter("bias")[:8] = -1e3  # Dead, whatever comes.
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    with dlio.Apoptosis(
+        net,
+        optimizer,
+        example=EXAMPLE,
+        schedule=Schedule(every=1, looks=4, share=0.5),
+        limits=Limits(loss=0.0, twin=0.0),
+    ) as apoptosis:
+        train(net, optimizer, apoptosis, range(12), 0)
+    assert net.get_submodule("0").out_features == 56
+    (done,) = [each for each in apoptosis.rounds if each.removed]
+    assert done.removed == {"dead": 8}
+    assert done.bounds["dead"] == 0.0
+    assert done.widths == {"0": 56}
+
+
+def test_tensors_beside_the_model_are_cut_with_it() -> None:
+    net = make_net()
+    average = {name: p.detach().clone() for name, p in net.named_parameters()}
+
+    def on_cut(cuts: list[object]) -> None:
+        for cut in cuts:
+            average[cut.name] = cut.of(average[cut.name])  # type: ignore[attr-defined]
+
+    apoptosis, optimizer = _made(net, on_cut=[on_cut])
+    with apoptosis:
+        train(net, optimizer, apoptosis, range(48), 0)
+    assert apoptosis.layout.version
+    assert {n: a.shape for n, a in average.items()} == {
+        n: p.shape for n, p in net.named_parameters()
+    }
+
+
+def test_what_cannot_be_pruned_is_said() -> None:
+    single = nn.Linear(12, 4)
+    with pytest.raises(UsageError, match="nothing of the model can be pruned"):
+        dlio.Apoptosis(single, torch.optim.SGD(single.parameters(), lr=0.1), example=EXAMPLE)
+    net = make_net()
+    apoptosis, optimizer = _made(net)
+    with apoptosis:
+        train(net, optimizer, apoptosis, range(48), 0)
+        with pytest.raises(DlioError, match="has been pruned"):
+            apoptosis.take_layout(apoptosis.layout)
+
+
+def test_a_pruned_model_is_saved_loaded_and_exported_as_a_plain_small_one(tmp_path: Path) -> None:
+    net, inputs = make("residual", "relu", 3)
+    groups = find_groups(net, inputs).groups
+    keep = {group.name: np.arange(8, dtype=np.int64) for group in groups}
+    applied = apply(net, groups, Plan(keep))
+    net.eval()
+    path = str(tmp_path / "model.pt")
+    torch.save(net.state_dict(), path)
+    save_layout(path, applied.layout)
+    assert json.loads((tmp_path / "model.pt.layout.json").read_text())["version"] == 1
+
+    loaded = dlio.load_pruned(make("residual", "relu", 4)[0], path).eval()
+    assert shapes(loaded) == shapes(net)
+    with torch.no_grad():
+        assert torch.equal(loaded(inputs), net(inputs))
+        exported = torch.export.export(loaded, (inputs,)).module()
+        torch.testing.assert_close(exported(inputs), net(inputs))
+
+    save_layout(path, None)
+    with pytest.raises(UsageError, match="layout"):
+        dlio.load_pruned(make("residual", "relu", 4)[0], path)
+    whole = make("residual", "relu", 4)[0]
+    torch.save(whole.state_dict(), path)
+    assert digest(dlio.load_pruned(make("residual", "relu", 5)[0], path)) == digest(whole)
+    (tmp_path / "model.pt").write_bytes(b"no weights")
+    with pytest.raises(SourceError, match=r"model\.pt"):
+        dlio.load_pruned(whole, path)
+
+
+def test_parameters_and_flops_are_counted() -> None:
+    net = make_net()
+    layers = parameters_by_layer(net)
+    assert layers == {"0": 12 * 64 + 64, "2": 64 * 48 + 48, "4": 48 * 4 + 4}
+    assert sum(layers.values()) == count_parameters(net)
+    assert flops_per_sample(net, EXAMPLE) == 2 * (12 * 64 + 64 * 48 + 48 * 4)
+
+
+class _Message:
+    """Arrives at once; written when it is asked for."""
+
+    def done(self) -> bool:
+        return True
+
+    def cancel(self) -> bool:
+        return True
+
+
+class _Never(_Message):
+    def done(self) -> bool:
+        return False
+
+
+class _Mailbox(SingleCommunicator):
+    """Two ranks; the other one's messages are put into `mail` by hand."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.mail: list[tuple[np.ndarray, np.ndarray]] = []
+        self._announced: list[np.ndarray] = []
+        self.notices: list[list[int]] = []
+        self._listening: object = None
+
+    def deliver(self, version: int, weights: torch.Tensor) -> None:
+        """The other rank has sent these weights."""
+        message = weights.numpy().view(np.uint8).copy()
+        self.mail.append((np.array([1, version, len(message)], np.int64), message))
+
+    def irecv(self, into: object, source: int, tag: int) -> Request:
+        array = np.asarray(into)
+        if tag == 1:
+            if not self.mail:
+                self._listening = array
+                return _Never()
+            notice, message = self.mail.pop(0)
+            array[:] = notice.view(np.uint8)
+            self._announced.append(message)
+            return _Message()
+        message = self._announced.pop(0)
+        assert len(array) == len(message), "a message is received at its own length"
+        array[:] = message
+        return _Message()
+
+    def isend(self, data: object, dest: int, tag: int) -> Request:
+        if tag == 1:
+            self.notices.append(np.asarray(data).view(np.int64).tolist())
+        return _Message()
+
+
+def test_asgd_drops_messages_of_another_layout() -> None:
+    net = make_net()
+    comm = _Mailbox()
+    whole = sum(p.numel() for p in net.parameters())
+    for _ in range(2):
+        comm.deliver(0, torch.zeros(whole))
+    exchange = Asgd(trainable(net), comm, parse_exchange("asgd"), seed=0)
+    groups = find_groups(net, EXAMPLE).groups
+    keep = {group.name: np.arange(8, dtype=np.int64) for group in groups}
+    exchange.before_step()
+    apply(net, groups, Plan(keep), aligned=(exchange.reshape,))
+    small = sum(p.numel() for p in net.parameters())
+    assert small < whole
+    comm.deliver(1, torch.full((small,), 9.0))
+    before = digest(net)
+    for _ in range(8):
+        exchange.after_step()
+    told = exchange.statistics()
+    assert told["dropped"] == 2
+    assert told["accepted"] + told["refused"] == 1
+    if not told["accepted"]:
+        assert digest(net) == before
+    # What this rank sends says which layout it is of, and how long it is.
+    assert {(version, count) for _, version, count in comm.notices} == {(1, 4 * small)}
