@@ -2,13 +2,14 @@
 
 import typer
 
-from dlio_bench import exchange, loader, readers, shuffle, staging, tiers
+from dlio_bench import exchange, loader, prune, readers, shuffle, staging, tiers
 
 command = typer.Typer(
     help="Measure, side by side in one run, with medians and spread.", no_args_is_help=True
 )
 command.command("exchange")(exchange.command)
 command.command("loader")(loader.command)
+command.command("prune")(prune.command)
 command.command("readers")(readers.command)
 command.command("shuffle")(shuffle.command)
 command.command("staging")(staging.command)

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from functools import cache
 from typing import Final
 
 import torch
@@ -9,6 +10,10 @@ from torch import nn
 
 from dlio.errors import UsageError
 from dlio.train.factory import call_with, load_factory, split_options
+
+_MEAN: Final = (0.485, 0.456, 0.406)
+_STD: Final = (0.229, 0.224, 0.225)
+"""Of ImageNet's pixels, as torchvision's models are trained with."""
 
 
 class ResidualBlock(nn.Module):
@@ -68,6 +73,19 @@ class SmallResNet(nn.Module):
         features = self.stages(self.stem(x))
         logits: torch.Tensor = self.head(features.mean(dim=(2, 3)))
         return logits
+
+
+def normalised(images: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """What models are given: uint8 (n, 3, h, w) -> float32 on the device, mean 0 and deviation 1
+    over ImageNet's pixels."""
+    mean, std = _pixels(device)
+    return images.to(device, non_blocking=True).float().sub_(mean).div_(std)
+
+
+@cache
+def _pixels(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    mean, std = (torch.tensor(each, device=device).view(1, 3, 1, 1) * 255 for each in (_MEAN, _STD))
+    return mean, std
 
 
 MODELS: Final[dict[str, Callable[..., nn.Module]]] = {"resnet": SmallResNet}

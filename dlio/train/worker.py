@@ -19,7 +19,7 @@ from dlio.train.callbacks.base import Callback
 from dlio.train.config import TrainConfig
 from dlio.train.distribute import distribute
 from dlio.train.exchange.buckets import averaged_state, consensus_distance
-from dlio.train.model import make_model
+from dlio.train.model import make_model, normalised
 from dlio.train.optimizers import make_optimizer
 from dlio.train.precision import Precision
 from dlio.train.progress import Progress
@@ -28,9 +28,6 @@ from dlio.train.pruning.find import bare_copy
 from dlio.train.report import EpochReport
 from dlio.train.trace import Trace
 
-_MEAN: Final = (0.485, 0.456, 0.406)
-_STD: Final = (0.229, 0.224, 0.225)
-"""Of ImageNet's pixels, as torchvision's models are trained with."""
 _COUNTED: Final = ("bytes", "sent", "messages", "late", "healed", "decoded", "decode_saved_s")
 _WARM_UP: Final = 0.15
 """Share of the steps in which the learning rate rises to its peak."""
@@ -102,8 +99,6 @@ class Worker:
         self._pending = 0
         """Samples of this rank in batches that have been accumulated."""
         self._update_s: list[float] = []
-        self._mean = torch.tensor(_MEAN, device=self.device).view(1, 3, 1, 1) * 255
-        self._std = torch.tensor(_STD, device=self.device).view(1, 3, 1, 1) * 255
         if trial is not None:
             self._balancer.calibrate(self._trial(trial))
 
@@ -171,7 +166,7 @@ class Worker:
 
     def _backward(self, images: torch.Tensor, labels: torch.Tensor, planned: int) -> None:
         labels = labels.to(self.device, non_blocking=True)
-        inputs = self._normalised(images)
+        inputs = normalised(images, self.device)
         if self.pruner is not None:
             self.pruner.saw(inputs, labels)
         with self.precision.casting():
@@ -287,7 +282,7 @@ class Worker:
             images = images.contiguous(memory_format=torch.channels_last)
             labels = torch.zeros(samples, dtype=torch.int64, device=self.device)
             with self.precision.casting():
-                loss = cross_entropy(model.train()(self._normalised(images)), labels)
+                loss = cross_entropy(model.train()(normalised(images, self.device)), labels)
             loss.backward()  # type: ignore[no-untyped-call]
 
         return compute
@@ -304,15 +299,10 @@ class Worker:
         for images, labels in self.held_out:
             if len(images):
                 with self.precision.casting():
-                    answers = self._mean_model(self._normalised(images)).argmax(1).cpu()
+                    answers = self._mean_model(normalised(images, self.device)).argmax(1).cpu()
                 counts += ((answers == labels).sum().item(), len(labels))
         self.comm.wait([self.comm.iallreduce(counts)], "the accuracy")
         return float(counts[0] / max(1, counts[1]))
-
-    def _normalised(self, images: torch.Tensor) -> torch.Tensor:
-        # images: uint8 (n, 3, size, size), channels last -> float32, likewise
-        moved = images.to(self.device, non_blocking=True).float()
-        return moved.sub_(self._mean).div_(self._std)
 
 
 def _device(name: str, comm: Communicator) -> torch.device:

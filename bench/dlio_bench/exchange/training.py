@@ -1,17 +1,14 @@
 """`--case training`: what each exchange makes of a network, and how soon."""
 
-import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, Final
 
-from dlio.errors import UsageError
 from dlio_bench.exchange.options import Options
+from dlio_bench.trainings import trained
 
 _COMPRESSED: Final = (
     "allreduce+onebit",
@@ -21,7 +18,6 @@ _COMPRESSED: Final = (
 )
 _YARDSTICK: Final = "allreduce"
 _POINT: Final = 0.01
-_TIMEOUT_S: Final = 7200.0
 
 
 def measure(options: Options) -> dict[str, Any]:
@@ -40,7 +36,20 @@ def measure(options: Options) -> dict[str, Any]:
         os.makedirs(folder, exist_ok=True)
         for seed in range(options.seeds):
             for name in exchanges:
-                reports[name].append(_trained(name, seed, folder, options))
+                reports[name].append(
+                    trained(
+                        f"{name}-{seed}",
+                        folder,
+                        options.ranks,
+                        {
+                            "source": options.source,
+                            "val": options.val,
+                            "epochs": options.epochs,
+                            "exchange": name,
+                            "seed": seed,
+                        },
+                    )
+                )
     finals = {name: [final_accuracy(each) for each in told] for name, told in reports.items()}
     goal = None
     if _YARDSTICK in finals:
@@ -55,41 +64,6 @@ def measure(options: Options) -> dict[str, Any]:
     if goal is not None:
         said.append(f"The goal is {goal:.1%}, allreduce's mean less a point.")
     return {"rows": rows, "goal": goal, "accuracies": finals, "said": said}
-
-
-def _trained(exchange: str, seed: int, folder: str, options: Options) -> dict[str, Any]:
-    """The report of a run; the one in `folder`, where that is of the same run."""
-    path = os.path.join(folder, f"{exchange}-{seed}.json")
-    wanted = {
-        "source": os.path.abspath(str(options.source)),
-        "val": os.path.abspath(str(options.val)),
-        "epochs": options.epochs,
-        "exchange": exchange,
-        "seed": seed,
-    }
-    if os.path.exists(path):
-        with open(path, encoding="utf-8") as file:
-            kept: dict[str, Any] = json.load(file)
-        same = all(kept["config"][key] == value for key, value in wanted.items())
-        if same and kept["ranks"] == options.ranks:
-            return kept
-        raise UsageError(
-            f"{path} is the report of another training: name another folder by --keep, or remove it"
-        )
-    argv = ["train", wanted["source"], "--val", wanted["val"], "-n", str(options.ranks)]
-    argv += ["--epochs", str(options.epochs), "--seed", str(seed), "--exchange", exchange]
-    done = subprocess.run(
-        [sys.executable, "-m", "dlio.cli", *map(str, argv), "--report", path],
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
-    )
-    if done.returncode:
-        raise UsageError(f"training by {exchange}, seed {seed}: {done.stderr.strip()[-800:]}")
-    with open(path, encoding="utf-8") as file:
-        told: dict[str, Any] = json.load(file)
-    return told
 
 
 def final_accuracy(report: dict[str, Any]) -> float:

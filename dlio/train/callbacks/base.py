@@ -9,6 +9,7 @@ from torch import nn
 from dlio.comm import Communicator
 from dlio.loader import DataLoader
 from dlio.train.config import TrainConfig
+from dlio.train.distribute import Distributed
 from dlio.train.precision import Precision
 from dlio.train.report import EpochReport
 
@@ -23,6 +24,7 @@ class Run(Protocol):
     optimizer: torch.optim.Optimizer
     precision: Precision
     loader: DataLoader
+    exchange: Distributed
     epoch_number: int
     """From 0."""
     position: int
@@ -37,6 +39,9 @@ class Run(Protocol):
     @property
     def history(self) -> Sequence[EpochReport]:
         """Of the epochs that are over, those before a resumed run, too."""
+
+    def reshaped(self) -> None:
+        """To be called on all ranks when tensors of the model have been cut."""
 
     def stop(self, reason: str) -> None:
         """End the run after this epoch. To be called on all ranks."""

@@ -1,0 +1,14 @@
+"""`dlio bench prune`: training with neurons and samples left out, beside training without.
+
+| file                       | holds                                                    |
+|----------------------------|----------------------------------------------------------|
+| `command.py`, `options.py` | the command                                              |
+| `images.py`                | networks for images, and samples left out; `dlio train`  |
+| `tabular.py`               | wide perceptrons that a small one teaches                |
+| `removal.py`, `chance.py`  | other ways to remove neurons, to compare with            |
+| `curves.py`, `drawing.py`  | what is told of trainings                                |
+"""
+
+from dlio_bench.prune.command import command
+
+__all__ = ["command"]

@@ -1,0 +1,36 @@
+"""A callback of `dlio train` that removes neurons by chance, when another run's rounds did."""
+
+import json
+
+import torch
+
+from dlio.train.callbacks.base import Callback, Run
+from dlio.train.pruning.apoptosis import Round
+from dlio_bench.prune.removal import ByChance
+
+
+class Chance(Callback):
+    """See `ByChance`."""
+
+    def __init__(self, rounds: str, seed: int) -> None:
+        with open(rounds, encoding="utf-8") as file:
+            self._rounds = [
+                Round(step=each["step"], parameters=0, widths=each["widths"])
+                for each in json.load(file)
+            ]
+        self._seed = seed
+        self._removal: ByChance | None = None
+
+    def begins(self, run: Run) -> None:
+        size = run.config.image_size
+        self._removal = ByChance(
+            run.model, torch.zeros(2, 3, size, size), self._rounds, self._seed, run.exchange.reshape
+        )
+
+    def after_step(self, run: Run) -> None:
+        assert self._removal is not None
+        if self._removal.step(run.updates, run.optimizer):
+            run.reshaped()
+
+
+make = Chance

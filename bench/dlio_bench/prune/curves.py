@@ -1,0 +1,97 @@
+"""Trainings at the ends of their epochs, and what is said of several."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+_YARDSTICK = "unpruned"
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A training, at the ends of its epochs."""
+
+    seconds: list[float] = field(default_factory=list)
+    """Of training since the beginning, evaluation aside."""
+    accuracy: list[float] = field(default_factory=list)
+    """Held out, as a part of 1."""
+    parameters: list[int] = field(default_factory=list)
+    widths: list[tuple[int, ...]] = field(default_factory=list)
+    """Of its layers, in the model's order."""
+    extra: dict[str, float] = field(default_factory=dict)
+    """Sums over the whole training."""
+
+    def seconds_to(self, goal: float) -> float | None:
+        """Until held-out accuracy reached `goal`, on lines between the ends of epochs and nothing
+        at the beginning; None where it never did."""
+        begun, before = 0.0, 0.0
+        for seconds, reached in zip(self.seconds, self.accuracy, strict=True):
+            if reached >= goal:
+                share = (goal - before) / (reached - before) if reached > before else 0.0
+                return begun + max(0.0, share) * (seconds - begun)
+            begun, before = seconds, reached
+        return None
+
+
+def summary(told: Mapping[str, Sequence[Curve]], tolerance: float) -> dict[str, Any]:
+    """A row a variant, against the unpruned one of the same seed: final accuracy, parameters, and
+    how much sooner it is as good as that one is in the end, and as good within the tolerance.
+
+    Args:
+        told: by variant, a curve a seed.
+        tolerance: points.
+    """
+    unpruned = told[_YARDSTICK]
+    rows = []
+    for name, curves in told.items():
+        pairs = list(zip(curves, unpruned, strict=True))
+        rows.append(
+            {
+                "variant": name,
+                "held_out_percent": deviation([100 * each.accuracy[-1] for each in curves]),
+                "points_gained": deviation(
+                    [100 * (each.accuracy[-1] - whole.accuracy[-1]) for each, whole in pairs]
+                ),
+                "parameters": round(statistics.mean(each.parameters[-1] for each in curves)),
+                "times_fewer": statistics.mean(
+                    whole.parameters[-1] / each.parameters[-1] for each, whole in pairs
+                ),
+                "seconds": deviation([each.seconds[-1] for each in curves]),
+                "times_sooner": sooner(pairs, 0.0),
+                f"within_{tolerance:g}_points": sooner(pairs, tolerance / 100),
+                **{key: deviation([each.extra[key] for each in curves]) for key in curves[0].extra},
+            }
+        )
+    curves_told = {name: [asdict(each) for each in curves] for name, curves in told.items()}
+    return {
+        "rows": rows,
+        "raw": curves_told,
+        "said": [
+            f"{len(unpruned)} seed(s): mean ± standard deviation. Sooner: seconds of the unpruned "
+            "network's whole training over those until a variant was as good as it is in the end; "
+            "medians with the least and largest, and of how many seeds. Seconds are of training, "
+            "evaluation aside."
+        ],
+    }
+
+
+def sooner(pairs: Sequence[tuple[Curve, Curve]], less: float) -> str:
+    """Of (curve, yardstick): the yardstick's seconds over the curve's to its accuracy less `less`;
+    the yardstick's own are to its end."""
+    ratios = []
+    for curve, whole in pairs:
+        reached = curve.seconds_to(whole.accuracy[-1] - less)
+        if reached:
+            ratios.append(whole.seconds[-1] / reached)
+    if not ratios:
+        return "never"
+    spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    return spread if len(ratios) == len(pairs) else f"{spread}, {len(ratios)} of {len(pairs)}"
+
+
+def deviation(values: Sequence[float]) -> str:
+    """Mean, and standard deviation where there are several."""
+    if len(values) == 1:
+        return f"{values[0]:.1f}"
+    return f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}"

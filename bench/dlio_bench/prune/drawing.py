@@ -1,0 +1,52 @@
+"""The pictures of `dlio bench prune`: accuracy and size against time, and widths of layers."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dlio.figures import picture
+from dlio_bench.prune.curves import Curve
+
+
+def draw(curves: Mapping[str, Sequence[Curve]], title: str, path: str) -> None:
+    """Accuracy and parameters against seconds, a line a training and a colour a variant; and how
+    wide each layer is in the end, beside the widths of the first variant. PNG or SVG by the name's
+    ending.
+
+    Raises UsageError without matplotlib.
+    """
+    with picture(path) as pyplot:
+        figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(16, 5))
+        for number, (name, told) in enumerate(curves.items()):
+            for again, curve in enumerate(told):
+                look = {"color": f"C{number}", "label": None if again else name}
+                accuracy = [100 * each for each in curve.accuracy]
+                if len(accuracy) == 1:
+                    left.plot(curve.seconds, accuracy, "x", **look)
+                else:
+                    left.plot([0.0, *curve.seconds], [0.0, *accuracy], **look)
+                    middle.plot(curve.seconds, curve.parameters, ".-", **look)
+        _label(left, "seconds of training", "held-out accuracy, %")
+        _label(middle, "seconds of training", "parameters")
+        middle.set_yscale("log")
+        _widths(right, curves)
+        figure.suptitle(title, fontsize=10)
+        figure.tight_layout()
+
+
+def _widths(axes: Any, curves: Mapping[str, Sequence[Curve]]) -> None:
+    drawn = set()
+    for number, (name, told) in enumerate(curves.items()):
+        for curve in told:
+            widths = curve.widths[-1]
+            if widths and widths not in drawn:
+                drawn.add(widths)
+                axes.step(range(len(widths)), widths, where="mid", color=f"C{number}", label=name)
+    _label(axes, "layer", "outputs in the end")
+
+
+def _label(axes: Any, x: str, y: str) -> None:
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(True, alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8)

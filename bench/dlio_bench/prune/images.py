@@ -1,0 +1,165 @@
+"""`--case images`: an over-wide convolutional network, and `--case samples`: what is not read."""
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, Final
+
+import torch
+
+import dlio
+from dlio.files import write_json
+from dlio.train.model import make_model, normalised
+from dlio.train.pruning.seen import count_parameters, parameters_by_layer
+from dlio_bench.prune import removal
+from dlio_bench.prune.curves import Curve, summary
+from dlio_bench.prune.options import Options
+from dlio_bench.trainings import trained
+
+_WIDTH: Final = 64
+_EPOCHS: Final = 3
+_SAMPLES_EPOCHS: Final = 12
+_SAMPLES: Final[dict[str, dict[str, Any]]] = {
+    "unpruned": {},
+    "samples left out": {"skip_samples": True},
+    "both": {"skip_samples": True, "prune": "apoptosis"},
+}
+
+
+def measure(options: Options) -> dict[str, Any]:
+    """Runs of `dlio train` by seed: the wide network, as it is and with apoptosis; and, of the
+    widths that apoptosis came to: what is left of the wide one after training, by magnitude;
+    neurons removed by chance at the steps at which apoptosis did; and a network about as large from
+    the start."""
+    with ExitStack() as stack:
+        runs = _Runs(options, "images", stack, options.epochs or _EPOCHS)
+        width = options.width or _WIDTH
+        told: dict[str, list[Curve]] = {}
+        for seed in range(options.seeds):
+            for name, curve in _variants(runs, seed, width):
+                told.setdefault(name, []).append(curve)
+    return summary(told, options.tolerance)
+
+
+def measure_samples(options: Options) -> dict[str, Any]:
+    """Runs of `dlio train` by seed: as it is, with samples left out, and with both."""
+    with ExitStack() as stack:
+        runs = _Runs(options, "samples", stack, options.epochs or _SAMPLES_EPOCHS)
+        width = options.width or _WIDTH // 2
+        told: dict[str, list[Curve]] = {}
+        for seed in range(options.seeds):
+            for name, more in _SAMPLES.items():
+                told.setdefault(name, []).append(runs.curve(name, seed, width, **more))
+    return summary(told, options.tolerance)
+
+
+class _Runs:
+    """Trainings of a case, by variant and seed."""
+
+    def __init__(self, options: Options, case: str, stack: ExitStack, epochs: int) -> None:
+        self.source, self.val = options.check_images(case)
+        self.options, self.epochs = options, epochs
+        self.folder = options.keep or stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="dlio-bench-")
+        )
+        os.makedirs(self.folder, exist_ok=True)
+
+    def model(self, width: int) -> torch.nn.Module:
+        """As `dlio train` makes it."""
+        classes = len(dlio.open(self.source).classes)
+        return make_model(f"resnet(width={width})", classes, self.options.image_size)
+
+    def report(self, name: str, seed: int, width: int, **more: Any) -> dict[str, Any]:
+        """Of the run, which is not made again where its report is kept."""
+        return trained(
+            f"{name.replace(' ', '-')}-{seed}",
+            self.folder,
+            self.options.ranks,
+            {
+                "source": self.source,
+                "val": self.val,
+                "epochs": self.epochs,
+                "seed": seed,
+                "image_size": self.options.image_size,
+                "model": f"resnet(width={width})",
+                **more,
+            },
+        )
+
+    def curve(self, name: str, seed: int, width: int, **more: Any) -> Curve:
+        return curve_of(self.report(name, seed, width, **more), self.model(width))
+
+
+def _variants(runs: _Runs, seed: int, width: int) -> Iterator[tuple[str, Curve]]:
+    weights = os.path.join(runs.folder, f"weights-{seed}.pt")
+    # The weights are wanted beside the report.
+    report = runs.report("unpruned", seed, width, save=weights)
+    unpruned = curve_of(report, runs.model(width))
+    yield "unpruned", unpruned
+    report = runs.report(
+        "apoptosis", seed, width, prune="apoptosis", prune_tolerance=runs.options.tolerance
+    )
+    pruned = curve_of(report, runs.model(width))
+    yield "apoptosis", pruned
+    rounds = [each for epoch in report["epochs"] for each in epoch["pruning"]["rounds"]]
+    yield "magnitude, after training", _cut(runs, weights, width, rounds, unpruned)
+    path = os.path.join(runs.folder, f"rounds-{seed}.json")
+    write_json(path, [{"step": each["step"], "widths": each["widths"]} for each in rounds])
+    by_chance = f"dlio_bench.prune.chance:make(rounds={path},seed={seed})"
+    yield "by chance, as apoptosis", runs.curve("chance", seed, width, callback=[by_chance])
+    narrow = _as_large(runs, pruned.parameters[-1], width)
+    yield "narrow from the start", runs.curve("narrow", seed, narrow)
+
+
+def _cut(
+    runs: _Runs, weights: str, width: int, rounds: Sequence[Mapping[str, Any]], trained_: Curve
+) -> Curve:
+    """The trained wide network, cut by magnitude to what rounds came to."""
+    model = runs.model(width)
+    model.load_state_dict(torch.load(weights, weights_only=True))
+    size = runs.options.image_size
+    widths = {name: left for each in rounds for name, left in each["widths"].items()}
+    removal.cut_by_magnitude(model, torch.zeros(2, 3, size, size), widths)
+    model.eval()
+    right = 0
+    with (
+        dlio.DataLoader(
+            dlio.open(runs.val, image_size=size, train=False), 100, shuffle=False
+        ) as loader,
+        torch.no_grad(),
+    ):
+        for images, labels in loader:
+            answers = model(normalised(images, torch.device("cpu"))).argmax(1)
+            right += int((answers == labels).sum())
+        accuracy = right / len(loader.data)
+    return Curve(
+        trained_.seconds[-1:],
+        [accuracy],
+        [count_parameters(model)],
+        [tuple(parameters_by_layer(model).values())],
+        dict(trained_.extra),
+    )
+
+
+def _as_large(runs: _Runs, parameters: int, widest: int) -> int:
+    """The width of the network whose number of parameters is nearest."""
+    sizes = {width: count_parameters(runs.model(width)) for width in range(1, widest + 1)}
+    return min(sizes, key=lambda width: abs(sizes[width] - parameters))
+
+
+def curve_of(report: Mapping[str, Any], model: torch.nn.Module) -> Curve:
+    """Of a report of `dlio train`, and the model before it was trained."""
+    curve = Curve(extra={"read_MB": 0.0, "trained_on": 0.0})
+    seconds = 0.0
+    for epoch in report["epochs"]:
+        seconds += epoch["seconds"]
+        curve.seconds.append(seconds)
+        curve.accuracy.append(epoch["val_accuracy"])
+        pruned = epoch["pruning"]
+        layers = pruned["layers"] if pruned else parameters_by_layer(model)
+        curve.parameters.append(sum(layers.values()))
+        curve.widths.append(tuple(layers.values()))
+        curve.extra["read_MB"] += sum(epoch["bytes"].values()) / 1e6
+        curve.extra["trained_on"] += epoch["samples"]
+    return curve

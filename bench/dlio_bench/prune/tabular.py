@@ -1,0 +1,204 @@
+"""`--case tabular`: a wide perceptron that learns what a small one says of rows of numbers."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import dlio
+from dlio.train.pruning import Group
+from dlio_bench.prune import removal
+from dlio_bench.prune.curves import Curve, summary
+from dlio_bench.prune.options import Options
+
+_FEATURES: Final = 64
+_CLASSES: Final = 10
+_TEACHER: Final = 24
+"""Neurons of the teacher's only hidden layer."""
+_FLIPPED: Final = 0.05
+"""Of the training labels, which are drawn anew."""
+_BATCH: Final = 128
+_LR: Final = 1e-3
+_WIDTH: Final = 1024
+_LAYERS: Final = 3
+_EPOCHS: Final = 12
+_PROBE: Final = 1024
+"""Rows that a round is tried with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Rows and labels."""
+
+    rows: torch.Tensor
+    """Shape (n, features)."""
+    labels: torch.Tensor
+    """Shape (n,)."""
+    held_out_rows: torch.Tensor
+    held_out_labels: torch.Tensor
+    """As the teacher says, none flipped."""
+
+
+def make_task(seed: int, samples: int) -> Task:
+    """A teacher with random weights, of one hidden layer of 24 neurons that read 16 of 64 numbers,
+    the others being noise; and rows that it has answered."""
+    generator = torch.Generator().manual_seed(seed)
+    reads = 16
+    first = torch.randn(reads, _TEACHER, generator=generator) / reads**0.5
+    second = torch.randn(_TEACHER, _CLASSES, generator=generator)
+
+    def answered(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = torch.randn(count, _FEATURES, generator=generator)
+        hidden = torch.relu(rows[:, :reads] @ first)
+        scores = hidden @ second
+        return rows, (scores - scores.mean(0)).argmax(1)
+
+    rows, labels = answered(samples)
+    flipped = torch.rand(samples, generator=generator) < _FLIPPED
+    drawn = torch.randint(0, _CLASSES, (samples,), generator=generator)
+    held_out = answered(max(1000, samples // 5))
+    return Task(rows, torch.where(flipped, drawn, labels), *held_out)
+
+
+def perceptron(widths: Sequence[int]) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for inputs, outputs in zip((_FEATURES, *widths), widths, strict=False):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(widths[-1], _CLASSES))
+
+
+def train(
+    model: nn.Module,
+    task: Task,
+    epochs: int,
+    seed: int,
+    after_step: Callable[[int, torch.optim.Optimizer], object] | None = None,
+    apoptosis: Callable[[torch.optim.Optimizer, int], Any] | None = None,
+) -> tuple[Curve, Any]:
+    """Adam, with the rate on a cosine to zero.
+
+    Args:
+        after_step: called with the number of steps done.
+        apoptosis: makes one, for an optimizer and a number of steps.
+
+    Returns: the curve, and the apoptosis.
+    """
+    optimizer = torch.optim.Adam(model.parameters(), lr=_LR)
+    steps = epochs * (len(task.rows) // _BATCH)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    pruning = apoptosis(optimizer, steps) if apoptosis else None
+    generator = torch.Generator().manual_seed(seed)
+    curve, spent, done = Curve(), 0.0, 0
+    for _ in range(epochs):
+        began = time.perf_counter()
+        order = torch.randperm(len(task.rows), generator=generator)
+        for batch in order[: steps // epochs * _BATCH].split(_BATCH):  # type: ignore[no-untyped-call]
+            optimizer.zero_grad(set_to_none=True)
+            loss = cross_entropy(model(task.rows[batch]), task.labels[batch])
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            schedule.step()
+            done += 1
+            if pruning is not None:
+                pruning.step()
+            if after_step is not None:
+                after_step(done, optimizer)
+        spent += time.perf_counter() - began
+        right = accuracy(model, task)
+        if pruning is not None:
+            pruning.held_out(right)
+        curve.seconds.append(spent)
+        curve.accuracy.append(right)
+        curve.parameters.append(sum(p.numel() for p in model.parameters()))
+        curve.widths.append(hidden_widths(model))
+    if pruning is not None:
+        pruning.close()
+    return curve, pruning
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, task: Task) -> float:
+    """On the held-out rows."""
+    answers = torch.cat([model(rows).argmax(1) for rows in _chunks(task.held_out_rows)])
+    return float((answers == task.held_out_labels).double().mean())
+
+
+def _chunks(rows: torch.Tensor) -> list[torch.Tensor]:
+    return [rows[start : start + 1024] for start in range(0, len(rows), 1024)]
+
+
+def hidden_widths(model: nn.Module) -> tuple[int, ...]:
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    return tuple(layer.out_features for layer in layers[:-1])
+
+
+def measure(options: Options) -> dict[str, Any]:
+    """By seed, one after another on one thread: the wide network, as it is and with apoptosis;
+    and, of the widths that apoptosis came to: what is left of the wide one after training, by
+    magnitude; neurons removed by chance at the steps at which apoptosis did; and a network of these
+    widths from the start."""
+    width, epochs = options.width or _WIDTH, options.epochs or _EPOCHS
+    told: dict[str, list[Curve]] = {}
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for seed in range(options.seeds):
+            for name, curve in _variants(seed, width, epochs, options).items():
+                told.setdefault(name, []).append(curve)
+    finally:
+        torch.set_num_threads(before)
+    return summary(told, options.tolerance)
+
+
+def _variants(seed: int, width: int, epochs: int, options: Options) -> dict[str, Curve]:
+    task = make_task(seed, options.rows)
+
+    def fresh(widths: Sequence[int]) -> nn.Sequential:
+        torch.manual_seed(seed)
+        return perceptron(widths)
+
+    whole = [width] * _LAYERS
+    wide = fresh(whole)
+    found = {"unpruned": train(wide, task, epochs, seed)[0]}
+    model = fresh(whole)
+
+    def apoptosis(optimizer: torch.optim.Optimizer, steps: int) -> dlio.Apoptosis:
+        return dlio.Apoptosis(
+            model,
+            optimizer,
+            example=task.rows[:2],
+            probe=_probe(task, seed),
+            steps=steps,
+            tolerance=options.tolerance,
+        )
+
+    found["apoptosis"], pruned = train(model, task, epochs, seed, apoptosis=apoptosis)
+    found["magnitude, after training"] = _cut(wide, task, found["unpruned"], pruned.groups)
+    model = fresh(whole)
+    chance = removal.ByChance(model, task.rows[:2], pruned.rounds, seed)
+    found["by chance, as apoptosis"] = train(model, task, epochs, seed, after_step=chance.step)[0]
+    narrow = fresh(found["apoptosis"].widths[-1])
+    found["narrow from the start"] = train(narrow, task, epochs, seed)[0]
+    return found
+
+
+def _probe(task: Task, seed: int) -> Callable[[nn.Module], torch.Tensor]:
+    """Loss on some of the training rows."""
+    generator = torch.Generator().manual_seed(seed)
+    some = torch.randperm(len(task.rows), generator=generator)[:_PROBE]
+
+    def probe(model: nn.Module) -> torch.Tensor:
+        return cross_entropy(model(task.rows[some]), task.labels[some])
+
+    return probe
+
+
+def _cut(model: nn.Module, task: Task, trained: Curve, smaller: Sequence[Group]) -> Curve:
+    """A trained network, cut by magnitude to the widths of groups; at the end of its training."""
+    removal.cut_by_magnitude(model, task.rows[:2], {group.name: group.width for group in smaller})
+    count = sum(p.numel() for p in model.parameters())
+    return Curve(trained.seconds[-1:], [accuracy(model, task)], [count], [hidden_widths(model)])

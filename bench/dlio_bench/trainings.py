@@ -1,0 +1,53 @@
+"""Runs of `dlio train`, whose reports are kept, so that an interrupted benchmark goes on."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any, Final
+
+from dlio.errors import UsageError
+
+_TIMEOUT_S: Final = 7200.0
+
+
+def trained(name: str, folder: str, ranks: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The report of a run; the one in `folder`, where that is of the same run.
+
+    Args:
+        name: of the report, without `.json`.
+        options: of `dlio train`, by their names in its report's `config`; `source` is its argument.
+
+    Raises UsageError when the training fails, or the report that is there is another one's.
+    """
+    path = os.path.join(folder, f"{name}.json")
+    wanted = {key: value for key, value in options.items() if value is not None}
+    for key in ("source", "val"):
+        wanted[key] = os.path.abspath(str(wanted[key]))
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as file:
+            kept: dict[str, Any] = json.load(file)
+        same = all(kept["config"].get(key) == value for key, value in wanted.items())
+        if same and kept["ranks"] == ranks:
+            return kept
+        raise UsageError(
+            f"{path} is the report of another training: name another folder by --keep, or remove it"
+        )
+    argv = ["train", wanted.pop("source"), "-n", str(ranks), "--report", path]
+    for key, value in wanted.items():
+        option = f"--{key.replace('_', '-')}"
+        for each in value if isinstance(value, list) else [value]:
+            argv += [option] if each is True else [option, str(each)]
+    done = subprocess.run(
+        [sys.executable, "-m", "dlio.cli", *argv],
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode:
+        raise UsageError(f"training {name}: {done.stderr.strip()[-800:]}")
+    with open(path, encoding="utf-8") as file:
+        told: dict[str, Any] = json.load(file)
+    return told
