@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset, Sampler
 from dlio.blockorder import window_of
 from dlio.dataset import Dataset, open_dataset
 from dlio.errors import UsageError
+from dlio.kept import Kept
 from dlio.loading import accelerate
 from dlio.loading.adapt import adapted
 from dlio.loading.engines import Engines, cores
@@ -161,6 +162,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._state: dict[str, Any] | None = None
         self._next_epoch = 0
         self._chosen_epoch: int | None = None
+        self._kept: tuple[int, Kept] | None = None
         self._pass: Pass | None = None
         self._handed_out = False
         self._engines = Engines()
@@ -177,19 +179,28 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         return found
 
     def __len__(self) -> int:
-        """Steps in a whole epoch, the same on all ranks."""
+        """Steps in a whole epoch, the same on all ranks; with `keep`, in the chosen one."""
         if self._follows_formula():
             assert self.batch_size is not None
             _, ranks = place(self.group, self.mesh)
-            count = self._count()
+            count = self._count() if self._kept is None else self._kept[1].count
             return steps_in_epoch(count, 0, self.batch_size * ranks, self.drop_last)
         if isinstance(self.dataset, IterableDataset):
             return super().__len__()
         sampler: Any = super()._index_sampler
         return len(sampler)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the next pass's epoch. A resumed position in that epoch is kept."""
+    def set_epoch(self, epoch: int, keep: Any = None) -> None:
+        """Choose the next pass's epoch. A resumed position in that epoch is kept.
+
+        Args:
+            keep: the samples of that pass, the same on all ranks, as `dlio.kept.Kept.of` takes
+                them; all for None. The others are in no plan. Raises UsageError where the order
+                is not dlio's own.
+        """
+        if keep is not None and not self._follows_formula():
+            raise UsageError("keep= is for orders of dlio's own: give seed=, and no sampler")
+        self._kept = None if keep is None else (epoch, Kept.of(keep, self._count()))
         for sampler in (self.sampler, getattr(self.batch_sampler, "sampler", None)):
             choose = getattr(sampler, "set_epoch", None)
             if choose is not None:
@@ -293,6 +304,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         batches = self._begin()
+        if self._kept is not None and self._kept[0] != batches.epoch:
+            self._kept = None
         begun = self._engines.taken_ahead(batches)
         self._pass, self._handed_out, self._state = batches, True, None
         if begun is None:
@@ -357,6 +370,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             self.source_order,
             layout,
             shares,
+            self._kept,
         )
 
     def _begin(self, peek: bool = False) -> Pass:
