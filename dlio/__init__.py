@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from dlio.loader import DataLoader
     from dlio.train.distribute import distribute
+    from dlio.train.skipper import SampleSkipper
 
 __all__ = [
     "CommError",
@@ -38,6 +39,7 @@ __all__ = [
     "Dataset",
     "DecodeError",
     "DlioError",
+    "SampleSkipper",
     "SourceError",
     "TierError",
     "TierFull",
@@ -51,6 +53,7 @@ __all__ = [
 _WHERE = {
     "DataLoader": ("dlio.loader", "DataLoader"),
     "Dataset": ("dlio.dataset", "Dataset"),
+    "SampleSkipper": ("dlio.train.skipper", "SampleSkipper"),
     "distribute": ("dlio.train.distribute", "distribute"),
     "init_process_group": ("dlio.comm.process_group", "init_process_group"),
     "open": ("dlio.dataset", "open_dataset"),

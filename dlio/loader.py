@@ -180,7 +180,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def __len__(self) -> int:
         """Steps in a whole epoch, the same on all ranks; with `keep`, in the chosen one."""
-        if self._follows_formula():
+        if self.follows_formula():
             assert self.batch_size is not None
             _, ranks = place(self.group, self.mesh)
             count = self._count() if self._kept is None else self._kept[1].count
@@ -198,7 +198,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 them; all for None. The others are in no plan. Raises UsageError where the order
                 is not dlio's own.
         """
-        if keep is not None and not self._follows_formula():
+        if keep is not None and not self.follows_formula():
             raise UsageError("keep= is for orders of dlio's own: give seed=, and no sampler")
         self._kept = None if keep is None else (epoch, Kept.of(keep, self._count()))
         for sampler in (self.sampler, getattr(self.batch_sampler, "sampler", None)):
@@ -227,7 +227,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         Raises UsageError when it is of another data set, seed or kind of order.
         """
         state = dict(state_dict)
-        if self._follows_formula():
+        if self.follows_formula():
             cursor = Cursor.from_dict(state)
             seed, count = self._order_seed(), self._count()
             if (cursor.seed, cursor.samples) != (seed, count):
@@ -304,8 +304,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         batches = self._begin()
-        if self._kept is not None and self._kept[0] != batches.epoch:
-            self._kept = None
+        self._kept = self._kept if self._kept and self._kept[0] == batches.epoch else None
         begun = self._engines.taken_ahead(batches)
         self._pass, self._handed_out, self._state = batches, True, None
         if begun is None:
@@ -378,7 +377,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         state = self._state
         if state is None and self._pass is not None and not (peek and self._handed_out):
             state = self._pass.next_state()
-        if self._follows_formula():
+        if self.follows_formula():
             seed, count = self._order_seed(), self._count()
             if state is None:
                 state = Cursor(seed, 0, 0, count).as_dict()
@@ -430,7 +429,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                     self._data = open_dataset(self.dataset, tiers=self.tiers, image_size=None)
         return self._data
 
-    def _follows_formula(self) -> bool:
+    def follows_formula(self) -> bool:
         """Whether the order is dlio's own, which its ranks share without a word."""
         if self._users_sampler or isinstance(self.dataset, IterableDataset) or not self.batch_size:
             return False

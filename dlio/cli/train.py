@@ -63,6 +63,13 @@ def command(
             "or global.",
         ),
     ] = False,
+    skip_samples: Annotated[
+        bool,
+        typer.Option("--skip-samples", help="Skip samples whose loss has stayed low, unbiased."),
+    ] = False,
+    skip_share: Annotated[
+        float | None, typer.Option(help="Share of an epoch's samples to skip; 0.4 by default.")
+    ] = None,
     shuffle: Annotated[
         str,
         typer.Option(

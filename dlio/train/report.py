@@ -60,6 +60,8 @@ class EpochReport:
     rank_samples_per_s: list[float | None]
     """That each rank computes, waiting for data and for other ranks left out; None where it had no
     samples, and on a GPU without --balance."""
+    skip_share: float = 0.0
+    """Share of the data set's samples that --skip-samples left out of this epoch."""
 
     @classmethod
     def of_ranks(
@@ -102,6 +104,7 @@ class EpochReport:
             notes=list(dict.fromkeys(note for rank in ranks for note in rank["notes"])),
             shares=[rank["share"] for rank in ranks],
             rank_samples_per_s=[rank["computed_per_s"] for rank in ranks],
+            skip_share=ranks[0].get("skip_share", 0.0),
         )
 
 
@@ -212,6 +215,12 @@ class RunReport:
         if len(set(last.shares)) > 1:
             counts = ", ".join(map(str, last.shares[:8])) + (", ..." if self.ranks > 8 else "")
             said.append(f"Ranks took {counts} samples of a step in the last epoch.")
+        shares = [epoch.skip_share for epoch in self.epochs]
+        if max(shares):
+            said.append(
+                f"{sum(shares) / len(shares):.0%} of the samples were skipped, for their losses "
+                f"had stayed low: up to {max(shares):.0%} of an epoch's."
+            )
         if last.val_accuracy is not None:
             said.append(f"Held-out accuracy is {last.val_accuracy:.1%}.")
         if self.stopped is not None:

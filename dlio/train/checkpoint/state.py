@@ -33,6 +33,9 @@ def tensors_of(run: Worker) -> dict[str, torch.Tensor]:
                 tensors[f"{trained}optimizer/{name}/{key}"] = value
     for key, value in run.exchange.state().items():
         tensors[f"{mine}exchange/{key}"] = value
+    if run.skipper is not None:
+        for key, value in run.skipper.state().items():
+            tensors[f"{mine if key == 'seen' else 'all/'}skip/{key}"] = value
     tensors[f"{mine}sums"] = run.sums
     tensors[f"{mine}random"] = torch.get_rng_state()
     if run.device.type == "cuda":
@@ -92,6 +95,10 @@ def restore(run: Worker, found: Found) -> None:
         torch.manual_seed((run.config.seed + int(told["updates"]) * 1_000_003 + rank) % 2**63)
         same_exchange = told["exchange"] == run.config.exchange
         run.exchange.load_state(_owed(found, saved, rank, ranks) if same_exchange else {})
+    skipped = _part(tensors, "skip/")
+    if run.skipper is not None and skipped:
+        skipped["seen"] = _seen(found, saved, rank, ranks)
+        run.skipper.load_state(skipped)
     run.precision.scaler.load_state_dict(told["scaler"])
     run.loader.load_state_dict(told["loader"])
     run.epoch_number, run.position = told["loader"]["epoch"], told["loader"]["position"]
@@ -137,6 +144,14 @@ def _own_sums(found: Found, saved: int, rank: int, ranks: int) -> torch.Tensor:
     return total
 
 
+def _seen(found: Found, saved: int, rank: int, ranks: int) -> torch.Tensor:
+    """This rank's part of the losses of the epoch that is under way; whole numbers of ranks'."""
+    total = torch.zeros(int(found.about["samples"]), dtype=torch.uint8)
+    for each in range(rank, saved, ranks):
+        total += found.read(f"rank{each}/skip/seen")[""]
+    return total
+
+
 def _check(run: Worker, found: Found) -> None:
     config = run.config
     for name in _FIXED:
@@ -146,6 +161,11 @@ def _check(run: Worker, found: Found) -> None:
                 f"{found.about[name]}, this run has {getattr(config, name)}; go on with that, or "
                 "name another --checkpoint folder"
             )
+    if "kept" in found.about["loader"] and run.skipper is None:
+        raise UsageError(
+            f"--resume: {found.path} was written in an epoch that skips samples; go on with "
+            "--skip-samples"
+        )
     if found.about["samples"] != len(run.loader.data):
         raise UsageError(
             f"--resume: {found.path} is of a data set of {found.about['samples']} samples, "
