@@ -68,7 +68,8 @@ def command(
         typer.Option("--skip-samples", help="Skip samples whose loss has stayed low, unbiased."),
     ] = False,
     skip_share: Annotated[
-        float | None, typer.Option(help="Share of an epoch's samples to skip; 0.4 by default.")
+        float | None,
+        typer.Option(help="Skip this share, easy or not; by default what is easy, up to 0.4."),
     ] = None,
     shuffle: Annotated[
         str,

@@ -58,7 +58,7 @@ class TrainConfig:
     skip_samples: bool = False
     """Epochs leave out samples whose loss has stayed low."""
     skip_share: float | None = None
-    """Of an epoch's samples; 0.4 by default."""
+    """Of an epoch's samples, easy or not; by default the easy ones, up to 0.4."""
     shuffle: str = "batch"
     source_order: str = "sample"
     pretend_nodes: int | None = None

@@ -14,6 +14,7 @@ from dlio.loader import DataLoader
 from dlio.loading.share import communicator
 from dlio.train.skiprule import (
     CERTAIN,
+    EASY,
     SHARE,
     UNKNOWN,
     SkipRule,
@@ -47,9 +48,9 @@ class SampleSkipper:
     Args:
         loader: whose order is dlio's own. Its `set_epoch` is called by `begin`.
         epochs: of the whole run.
-        share: of the samples that an epoch skips; what is left out of other arguments is in
-            `dlio.train.skiprule.SkipRule`.
+        share: of the samples that an epoch skips at most.
         seed: of the draws.
+        easy, floor, revisit, first, last: as `dlio.train.skiprule.SkipRule` tells them.
 
     Made on all ranks that share the data together; so are `begin` and `close`.
     """
@@ -61,6 +62,7 @@ class SampleSkipper:
         share: float = SHARE,
         *,
         seed: int = 0,
+        easy: float = EASY,
         floor: float = 0.2,
         revisit: int = 8,
         first: int = 1,
@@ -71,7 +73,7 @@ class SampleSkipper:
                 "samples can be skipped where the order is dlio's own: give the loader seed=, and "
                 "no sampler"
             )
-        self.rule = SkipRule(epochs, share, floor, revisit, first, last)
+        self.rule = SkipRule(epochs, share, floor, easy, revisit, first, last)
         self._loader, self._seed = loader, seed
         self.total = len(loader.dataset)  # type: ignore[arg-type]
         """Samples in the data set."""

@@ -4,9 +4,11 @@ A sample is kept with a chance q that follows how wrong the network still is abo
 l = -log p of a sample, 1 - p bounds the norm of the loss's gradient by the outputs (by √2·(1 - p)),
 and to keep samples in proportion to their gradient's norm is what varies least (Katharopoulos and
 Fleuret, "Not All Samples Are Created Equal", 2018). So q = (1 - p) / t, but at least `floor` and at
-most 1, with t such that the share that is asked for is left out. A kept sample counts 1/q, so the
-gradient stays unbiased, whatever the chances are; a share r among the samples of low loss, counted
-1/(1 - r), is InfoBatch's rule (Qin et al., 2024), as are the last epochs, which see all.
+most 1, with t such that the share that is asked for is left out, and `easy` at most: while a
+network is unsure of all samples each of them teaches, and to leave some out costs what a shorter
+run would. A kept sample counts 1/q, so the gradient stays unbiased, whatever the chances are; a
+share r among the samples of low loss, counted 1/(1 - r), is InfoBatch's rule (Qin et al., 2024), as
+are the last epochs, which see all.
 
 Losses are kept as codes of one byte, a sixteenth of an octave apart: one for each sample, which
 rises at once and falls by half the distance, so that only a loss that has stayed low is low. Each
@@ -41,6 +43,7 @@ _DRAW: Final = 0xD7A3
 _TURN: Final = 0x7042
 _HALVINGS: Final = 60
 SHARE: Final = 0.4
+EASY: Final = 0.5
 MOST: Final = 0.6
 """The largest share that may be asked for."""
 
@@ -52,9 +55,12 @@ class SkipRule:
     epochs: int
     """Of the whole run."""
     share: float = SHARE
-    """Of the samples of an epoch that is left out, above 0, up to 0.6."""
+    """Of the samples of an epoch that is left out at most, above 0, up to 0.6."""
     floor: float = 0.2
     """The least chance: a kept sample counts up to 1 / floor."""
+    easy: float = EASY
+    """Samples of whose right answer the network is less sure than 1 - `easy` are all kept;
+    infinite, the share is left out whatever they are."""
     revisit: int = 8
     """Epochs in which each sample is seen once at least."""
     first: int = 1
@@ -70,6 +76,8 @@ class SkipRule:
                 f"floor {self.floor} and revisit {self.revisit}: give a floor above 0, up to 0.25, "
                 "and revisit of 8 or more, or no share can be reached"
             )
+        if not self.easy > 0:
+            raise UsageError(f"easy {self.easy}: give a number above 0")
         if self.first < 1 or self.ending < 0:
             raise UsageError(f"first {self.first}: an epoch at least sees all; last: 0 or more")
 
@@ -104,8 +112,8 @@ def chances(counts: _I64, rule: SkipRule) -> Table:
     Args:
         counts: samples of each code; shape (256,).
 
-    As many samples are left out as the rule's share, on average; fewer where too many have no loss
-    yet, which are kept.
+    As many samples are left out as the rule's share, on average; fewer where too few are easy, or
+    too many have no loss yet, which are kept.
     """
     total = int(counts.sum())
     losses = 2.0 ** (_LOWEST + (np.arange(256) - 1.0) / _AN_OCTAVE)
@@ -113,7 +121,7 @@ def chances(counts: _I64, rule: SkipRule) -> Table:
     wrong[UNKNOWN] = math.inf
     # A sample at its turn is kept whatever its chance is.
     wanted = 1 - rule.share * rule.revisit / (rule.revisit - 1)
-    low, high = 0.0, 1.0 / rule.floor
+    low, high = 0.0, min(rule.easy, 1 / rule.floor)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         chance = np.clip(wrong / max(middle, 1e-300), rule.floor, 1.0)

@@ -25,7 +25,7 @@ from dlio.train.precision import Precision
 from dlio.train.progress import Progress
 from dlio.train.report import EpochReport
 from dlio.train.skipper import SampleSkipper
-from dlio.train.skiprule import SHARE
+from dlio.train.skiprule import EASY, SHARE
 from dlio.train.trace import Trace
 
 _MEAN: Final = (0.485, 0.456, 0.406)
@@ -72,8 +72,11 @@ class Worker:
         self._balancer = Balancer(comm, loaders, config.batch_size, clock, config.balance)
         self.skipper: SampleSkipper | None = None
         if config.skip_samples:
-            share = config.skip_share or SHARE
-            self.skipper = SampleSkipper(loader, config.epochs, share, seed=config.seed)
+            share, easy = (
+                config.skip_share or SHARE,
+                EASY if config.skip_share is None else math.inf,
+            )
+            self.skipper = SampleSkipper(loader, config.epochs, share, seed=config.seed, easy=easy)
         # Masks of dropout differ from rank to rank.
         torch.manual_seed((config.seed + comm.rank) % 2**63)
         self.precision = Precision(config.precision, self.device)

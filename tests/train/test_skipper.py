@@ -1,5 +1,6 @@
 """Skipping in a loop of one's own: gradients are unbiased, and a run that goes on is the same."""
 
+import math
 from itertools import chain
 from typing import Any
 
@@ -26,7 +27,7 @@ def _losses(ids: np.ndarray[tuple[int], np.dtype[np.int64]]) -> torch.Tensor:
 
 def test_kept_samples_come_once_and_their_share_is_what_was_asked_for() -> None:
     with _loader() as loader:
-        skipper = dlio.SampleSkipper(loader, 12, 0.5)
+        skipper = dlio.SampleSkipper(loader, 12, 0.5, easy=math.inf)
         seen = []
         for epoch in range(12):
             skipper.begin(epoch)
@@ -57,7 +58,7 @@ def test_kept_samples_come_once_and_their_share_is_what_was_asked_for() -> None:
 def test_gradients_are_those_of_all_samples_on_average() -> None:
     """A frozen network's, over epochs: within 4 standard errors, which are small."""
     with _loader(16) as loader:
-        skipper = dlio.SampleSkipper(loader, 400, 0.5, last=0)
+        skipper = dlio.SampleSkipper(loader, 400, 0.5, last=0, easy=math.inf)
         weight = torch.nn.Parameter(torch.ones(2))
         truth = _gradient(weight, np.arange(N), None)
         found = []
@@ -89,7 +90,7 @@ def test_a_loop_that_goes_on_in_the_middle_has_the_same_samples_and_weights() ->
     def trained(stop: tuple[int, int] | None) -> list[tuple[int, int, float]]:
         told: list[tuple[int, int, float]] = []
         loader = _loader()
-        skipper = dlio.SampleSkipper(loader, 6, 0.5, seed=3)
+        skipper = dlio.SampleSkipper(loader, 6, 0.5, seed=3, easy=math.inf)
         begun = 0
         epoch = 0
         while epoch < 6:
@@ -103,7 +104,7 @@ def test_a_loop_that_goes_on_in_the_middle_has_the_same_samples_and_weights() ->
                     state = {key: value.clone() for key, value in skipper.state().items()}
                     where = loader.state_dict()
                     loader, begun = _loader(), step + 1
-                    skipper = dlio.SampleSkipper(loader, 6, 0.5, seed=3)
+                    skipper = dlio.SampleSkipper(loader, 6, 0.5, seed=3, easy=math.inf)
                     loader.load_state_dict(where)
                     skipper.load_state(state)
                     break

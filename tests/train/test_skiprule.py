@@ -1,5 +1,7 @@
 """Which samples are skipped: the share that was asked for, and no bias, by losses that stay low."""
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -18,7 +20,7 @@ from dlio.train.skiprule import (
     remembered,
 )
 
-RULE = SkipRule(10, 0.4)
+RULE = SkipRule(10, 0.4, easy=math.inf)
 
 
 def _scores(
@@ -52,7 +54,7 @@ def test_what_is_remembered_rises_at_once_and_falls_by_half() -> None:
 def test_the_share_that_is_asked_for_is_left_out(
     share: float, spread: float, seed: int, revisit: int
 ) -> None:
-    rule = SkipRule(10, share, revisit=revisit)
+    rule = SkipRule(10, share, revisit=revisit, easy=math.inf)
     scores = _scores(20_000, spread, seed)
     table = chances(np.bincount(scores, minlength=256), rule)
     assert (np.diff(table[1:]) >= 0).all()
@@ -60,6 +62,23 @@ def test_the_share_that_is_asked_for_is_left_out(
     assert table.max() <= CERTAIN
     kept = kept_of(scores, table, seed, 3, revisit)
     assert 1 - kept.count / kept.samples == pytest.approx(share, abs=0.02)
+
+
+def test_what_the_network_is_unsure_of_is_kept() -> None:
+    """Whatever share is asked for; and what is sure is skipped, up to the share."""
+    rule = SkipRule(10, 0.5)
+    losses = np.array([0.05] * 600 + [0.6] * 100 + [0.8] * 300)  # 1 - p: 0.05, 0.45, 0.55.
+    scores = encoded(losses)
+    kept = kept_of(scores, chances(np.bincount(scores, minlength=256), rule), 0, 1, rule.revisit)
+    assert kept.holds(np.arange(700, 1000)).all()
+    assert 0.8 < kept.holds(np.arange(600, 700)).mean() < 1
+    assert kept.holds(np.arange(600)).mean() == pytest.approx(0.2 + 0.8 / 8, abs=0.06)
+    unsure = encoded(np.full(1000, 1.2))
+    assert kept_of(unsure, chances(np.bincount(unsure, minlength=256), rule), 0, 1, 8).count == 1000
+    # Where enough is easy it is the share.
+    easy = np.tile(scores[:600], 5)
+    few = kept_of(easy, chances(np.bincount(easy, minlength=256), rule), 0, 1, rule.revisit)
+    assert few.count / few.samples == pytest.approx(0.5, abs=0.04)
 
 
 def test_what_has_had_no_loss_is_kept() -> None:
@@ -151,7 +170,15 @@ def test_the_first_epoch_and_the_last_see_all() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"share": 0.0}, {"share": 0.7}, {"floor": 0.5}, {"revisit": 2}, {"first": 0}, {"last": -1}],
+    [
+        {"share": 0.0},
+        {"share": 0.7},
+        {"floor": 0.5},
+        {"revisit": 2},
+        {"first": 0},
+        {"last": -1},
+        {"easy": 0.0},
+    ],
 )
 def test_what_cannot_be_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(UsageError):
