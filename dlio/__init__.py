@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from dlio.train.distribute import distribute
     from dlio.train.pruning.apoptosis import Apoptosis
     from dlio.train.pruning.saved import load_pruned
+    from dlio.train.skipper import SampleSkipper
 
 __all__ = [
     "Apoptosis",
@@ -41,6 +42,7 @@ __all__ = [
     "Dataset",
     "DecodeError",
     "DlioError",
+    "SampleSkipper",
     "SourceError",
     "TierError",
     "TierFull",
@@ -56,6 +58,7 @@ _WHERE = {
     "Apoptosis": ("dlio.train.pruning.apoptosis", "Apoptosis"),
     "DataLoader": ("dlio.loader", "DataLoader"),
     "Dataset": ("dlio.dataset", "Dataset"),
+    "SampleSkipper": ("dlio.train.skipper", "SampleSkipper"),
     "distribute": ("dlio.train.distribute", "distribute"),
     "init_process_group": ("dlio.comm.process_group", "init_process_group"),
     "load_pruned": ("dlio.train.pruning.saved", "load_pruned"),

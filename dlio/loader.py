@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset, Sampler
 from dlio.blockorder import window_of
 from dlio.dataset import Dataset, open_dataset
 from dlio.errors import UsageError
+from dlio.kept import Kept
 from dlio.loading import accelerate
 from dlio.loading.adapt import adapted
 from dlio.loading.engines import Engines, cores
@@ -161,6 +162,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._state: dict[str, Any] | None = None
         self._next_epoch = 0
         self._chosen_epoch: int | None = None
+        self._kept: tuple[int, Kept] | None = None
         self._pass: Pass | None = None
         self._handed_out = False
         self._engines = Engines()
@@ -177,19 +179,28 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         return found
 
     def __len__(self) -> int:
-        """Steps in a whole epoch, the same on all ranks."""
-        if self._follows_formula():
+        """Steps in a whole epoch, the same on all ranks; with `keep`, in the chosen one."""
+        if self.follows_formula():
             assert self.batch_size is not None
             _, ranks = place(self.group, self.mesh)
-            count = self._count()
+            count = self._count() if self._kept is None else self._kept[1].count
             return steps_in_epoch(count, 0, self.batch_size * ranks, self.drop_last)
         if isinstance(self.dataset, IterableDataset):
             return super().__len__()
         sampler: Any = super()._index_sampler
         return len(sampler)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the next pass's epoch. A resumed position in that epoch is kept."""
+    def set_epoch(self, epoch: int, keep: Any = None) -> None:
+        """Choose the next pass's epoch. A resumed position in that epoch is kept.
+
+        Args:
+            keep: the samples of that pass, the same on all ranks, as `dlio.kept.Kept.of` takes
+                them; all for None. The others are in no plan. Raises UsageError where the order
+                is not dlio's own.
+        """
+        if keep is not None and not self.follows_formula():
+            raise UsageError("keep= is for orders of dlio's own: give seed=, and no sampler")
+        self._kept = None if keep is None else (epoch, Kept.of(keep, self._count()))
         for sampler in (self.sampler, getattr(self.batch_sampler, "sampler", None)):
             choose = getattr(sampler, "set_epoch", None)
             if choose is not None:
@@ -216,7 +227,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         Raises UsageError when it is of another data set, seed or kind of order.
         """
         state = dict(state_dict)
-        if self._follows_formula():
+        if self.follows_formula():
             cursor = Cursor.from_dict(state)
             seed, count = self._order_seed(), self._count()
             if (cursor.seed, cursor.samples) != (seed, count):
@@ -293,6 +304,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         batches = self._begin()
+        self._kept = self._kept if self._kept and self._kept[0] == batches.epoch else None
         begun = self._engines.taken_ahead(batches)
         self._pass, self._handed_out, self._state = batches, True, None
         if begun is None:
@@ -357,6 +369,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             self.source_order,
             layout,
             shares,
+            self._kept,
         )
 
     def _begin(self, peek: bool = False) -> Pass:
@@ -364,7 +377,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         state = self._state
         if state is None and self._pass is not None and not (peek and self._handed_out):
             state = self._pass.next_state()
-        if self._follows_formula():
+        if self.follows_formula():
             seed, count = self._order_seed(), self._count()
             if state is None:
                 state = Cursor(seed, 0, 0, count).as_dict()
@@ -416,7 +429,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                     self._data = open_dataset(self.dataset, tiers=self.tiers, image_size=None)
         return self._data
 
-    def _follows_formula(self) -> bool:
+    def follows_formula(self) -> bool:
         """Whether the order is dlio's own, which its ranks share without a word."""
         if self._users_sampler or isinstance(self.dataset, IterableDataset) or not self.batch_size:
             return False

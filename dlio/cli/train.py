@@ -69,6 +69,14 @@ def command(
             "or global.",
         ),
     ] = False,
+    skip_samples: Annotated[
+        bool,
+        typer.Option("--skip-samples", help="Skip samples whose loss has stayed low, unbiased."),
+    ] = False,
+    skip_share: Annotated[
+        float | None,
+        typer.Option(help="Skip this share, easy or not; by default what is easy, up to 0.4."),
+    ] = None,
     shuffle: Annotated[
         str,
         typer.Option(

@@ -13,6 +13,7 @@ from dlio.blockorder import BlockOrder
 from dlio.comm import Communicator, world
 from dlio.dataset import Dataset
 from dlio.errors import UsageError
+from dlio.kept import Kept
 from dlio.loading import accelerate
 from dlio.loading.device import device_feed, transformed_feed
 from dlio.loading.empty import EmptyAware
@@ -44,6 +45,8 @@ class Begun:
     """Where it begins."""
     shares: Shares | None
     """Of the global batch, where they are not even."""
+    kept: Kept | None
+    """The epoch's samples, where they are not all."""
     stats: Stats
     feed: Feed
     spans: Spans | None
@@ -80,7 +83,8 @@ class Engines:
         if engine == "planned" and data is not None and loader.collate_fn is default_collate:
             feed = transformed_feed(feed, data.batch_transform)
         next(feed)
-        return Begun(engine, batches.state(), _shares(batches), stats, feed, spans)
+        kept = batches.kept if isinstance(batches, PlannedPass) else None
+        return Begun(engine, batches.state(), _shares(batches), kept, stats, feed, spans)
 
     def begin_ahead(self, loader: Any, data: Dataset | None, batches: Pass) -> None:
         """Begin the pass that is likely to be next, while the last batches of this one are
@@ -93,7 +97,9 @@ class Engines:
         ahead, self._ahead = self._ahead, None
         if ahead is None:
             return None
-        if ahead.state != batches.state() or ahead.shares != _shares(batches):
+        kept = batches.kept if isinstance(batches, PlannedPass) else None
+        same = ahead.shares == _shares(batches) and ahead.kept is kept
+        if ahead.state != batches.state() or not same:
             ahead.feed.close()
             return None
         ahead.stats.restart()

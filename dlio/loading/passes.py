@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DistributedSampler
 
 from dlio.blockorder import BlockOrder, window_of
 from dlio.errors import UsageError
+from dlio.kept import Kept, KeptOrder, kept_layout
 from dlio.order import Cursor, Order
 from dlio.reader import Layout
 from dlio.schedule import steps_in_epoch
@@ -54,9 +55,10 @@ class PlannedPass:
         rank, ranks: of those that share the data.
         source_order: `sample`, or `block(k)` with the data set's layout.
         shares: of the global batch; even for None.
+        keep: an epoch, and its samples; all are of any other one, and for None.
 
     Raises UsageError when the state is none, or one in the middle of an epoch whose mode binds it
-    to another number of ranks.
+    to another number of ranks, or of other samples.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class PlannedPass:
         source_order: str = "sample",
         layout: Layout | None = None,
         shares: Shares | None = None,
+        keep: tuple[int, Kept] | None = None,
     ) -> None:
         cursor = Cursor.from_dict(begun)
         self.cursor = cursor
@@ -83,8 +86,26 @@ class PlannedPass:
         self.epoch = cursor.epoch
         self.source_order = source_order
         window = window_of(source_order)
-        about = (cursor.samples, cursor.seed, cursor.epoch, shuffled)
-        self.order = Order(*about) if window is None else BlockOrder(*about, layout, window)
+        kept = keep[1] if keep is not None and keep[0] == cursor.epoch else None
+        self.kept = kept
+        self.samples = cursor.samples if kept is None else kept.count
+        """Of the whole epoch."""
+        self._digest = None if kept is None else kept.digest
+        if cursor.position and begun.get("kept") != self._digest:
+            raise UsageError(
+                f"loader state in the middle of an epoch of {begun.get('kept') or 'all'} samples, "
+                f"this loader's are {self._digest or 'all'}: give set_epoch the keep= that it was "
+                "saved with, or go on at the start of an epoch"
+            )
+        about = (self.samples, cursor.seed, cursor.epoch, shuffled)
+        if window is not None:
+            if kept is not None and layout is not None:
+                if not shuffled:
+                    raise UsageError(f"keep= with source_order={source_order!r} wants shuffle=True")
+                layout = kept_layout(layout, kept)
+            self.order: Order = BlockOrder(*about, layout, window)
+        else:
+            self.order = Order(*about) if kept is None else KeptOrder(*about, kept)
         then = begun.get("source_order", "sample")
         if cursor.position and then != source_order:
             raise UsageError(
@@ -95,8 +116,8 @@ class PlannedPass:
         self.rank, self.ranks = rank, ranks
         self.shares = shares
         self.global_batch = batch_size * ranks
-        self.steps = steps_in_epoch(cursor.samples, cursor.position, self.global_batch, drop_last)
-        self._end = cursor.samples
+        self.steps = steps_in_epoch(self.samples, cursor.position, self.global_batch, drop_last)
+        self._end = self.samples
         if drop_last:
             self._end = cursor.position + self.steps * self.global_batch
         self._step = 0
@@ -152,6 +173,8 @@ class PlannedPass:
         if not position:
             return {**made}
         kind = {} if self.source_order == "sample" else {"source_order": self.source_order}
+        if self._digest is not None:
+            kind["kept"] = self._digest
         return {**made, **self._bound, **kind}
 
     def next_state(self) -> dict[str, Any]:

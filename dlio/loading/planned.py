@@ -11,6 +11,7 @@ from dlio.blockorder import BlockOrder
 from dlio.comm import Communicator
 from dlio.comm.waiting import default_timeout_s, peer_timeout_s
 from dlio.dataset import Dataset
+from dlio.kept import kept_layout
 from dlio.loading.feed import Fed, Feed
 from dlio.loading.makers import Maker
 from dlio.loading.passes import PlannedPass
@@ -56,6 +57,9 @@ def planned_feed(plan: Planned, batches: PlannedPass, stats: Stats) -> Feed:
     mounted, home = plan.mounted, plan.mounted.placement.home
     if isinstance(batches.order, BlockOrder):
         home = mounted.passing_home(batches.order)
+    layout = mounted.hierarchy.reader.layout
+    if batches.kept is not None:
+        layout = kept_layout(layout, batches.kept)
     epoch = EpochPlan(
         order=batches.order,
         position=batches.cursor.position,
@@ -65,7 +69,7 @@ def planned_feed(plan: Planned, batches: PlannedPass, stats: Stats) -> Feed:
         ranks=mounted.ranks,
         rank=plan.comm.rank,
         home=home,
-        layout=mounted.hierarchy.reader.layout,
+        layout=layout,
         shares=batches.shares,
     )
     if is_exact(plan.mode):

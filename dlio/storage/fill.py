@@ -20,7 +20,8 @@ _CLOSE_TIMEOUT_S = 10.0
 
 
 def blocks_in_order(layout: Layout, order: Order, wanted: npt.NDArray[np.bool_]) -> Iterator[int]:
-    """The wanted blocks, by their first use in an epoch; evaluated as far as it is consumed.
+    """The wanted blocks, by their first use in an epoch, then those that it does not use; evaluated
+    as far as it is consumed.
 
     Args:
         wanted: shape (blocks,).
@@ -36,6 +37,7 @@ def blocks_in_order(layout: Layout, order: Order, wanted: npt.NDArray[np.bool_])
             if left[block]:
                 left[block] = False
                 yield int(block)
+    yield from np.flatnonzero(left).tolist()
 
 
 def filler_threads(block_bytes: npt.NDArray[np.int64], requests: int) -> int:

@@ -75,7 +75,8 @@ class Passing:
     ) -> None:
         self._hierarchy = hierarchy
         self._first, self._last = order.span()
-        self._blocks = order.blocks[here[order.blocks]]
+        used = np.diff(order.starts) > 0  # All of a block's samples may be left out.
+        self._blocks = order.blocks[here[order.blocks] & used]
         self._ahead = ahead
         self._progress, self._generation = progress, generation
         progress.tell(generation, position)

@@ -60,6 +60,10 @@ class TrainConfig:
     exchange: str = "allreduce"
     balance: bool = False
     """Ranks take shares of the global batch by how fast they compute."""
+    skip_samples: bool = False
+    """Epochs leave out samples whose loss has stayed low."""
+    skip_share: float | None = None
+    """Of an epoch's samples, easy or not; by default the easy ones, up to 0.4."""
     shuffle: str = "batch"
     source_order: str = "sample"
     pretend_nodes: int | None = None
@@ -110,6 +114,7 @@ class TrainConfig:
             raise UsageError(
                 f"--source-order {self.source_order} goes with --shuffle batch or global"
             )
+        self._check_skipping()
         if self.image_size < MIN_IMAGE_SIZE:
             raise UsageError(
                 f"--image-size {self.image_size}: give at least {MIN_IMAGE_SIZE} pixels, or too "
@@ -137,6 +142,19 @@ class TrainConfig:
                 raise UsageError(
                     f"--{name.replace('_', '-')} wants --{other.replace('_', '-')}, too"
                 )
+
+    def _check_skipping(self) -> None:
+        from dlio.train.skiprule import MOST
+
+        if self.skip_share is not None and not self.skip_samples:
+            raise UsageError("--skip-share wants --skip-samples, too")
+        if self.skip_share is not None and not 0 < self.skip_share <= MOST:
+            raise UsageError(f"--skip-share {self.skip_share}: give a share above 0, up to {MOST}")
+        if self.skip_samples and self.epochs < 3:
+            raise UsageError(
+                f"--skip-samples with --epochs {self.epochs}: the first epoch and the last see all "
+                "samples; give 3 or more, and 8 for a gain in time"
+            )
 
     def peak_lr(self, ranks: int) -> float:
         from dlio.train.optimizers import usual_lr  # It loads torch.

@@ -16,7 +16,8 @@ class Progress:
     def __init__(self, epochs: int, steps: int, rank: int) -> None:
         speaks = rank == 0
         self._epochs = epochs
-        self._steps = steps
+        self.steps = steps
+        """Of the epoch that is under way."""
         self._speaks = speaks
         self._bar: Any = _make_bar() if speaks and shows_terminal() else None
         self._task: Any = None
@@ -44,7 +45,7 @@ class Progress:
             self._epoch, self._samples, self._started = epoch, -samples, now
             if self._bar is not None:
                 self._task = self._bar.add_task(
-                    f"epoch {epoch + 1}/{self._epochs}", total=self._steps, said=""
+                    f"epoch {epoch + 1}/{self._epochs}", total=self.steps, said=""
                 )
         self._samples += samples
         if not self._samples or now - self._last < (
@@ -59,7 +60,7 @@ class Progress:
             self._bar.update(self._task, completed=step + 1, said=said)
         else:
             print(
-                f"epoch {epoch + 1}/{self._epochs} step {step + 1}/{self._steps}: {said}",
+                f"epoch {epoch + 1}/{self._epochs} step {step + 1}/{self.steps}: {said}",
                 flush=True,
             )
 
@@ -73,9 +74,11 @@ class Progress:
             held_out += f", {report.pruning['parameters']:,} parameters"
         loss = "-" if report.loss is None else f"{report.loss:.3f}"
         said = f"loss {loss}{held_out}, {report.samples_per_s:,.0f} samples/s"
+        if report.skip_share:
+            said += f", {report.skip_share:.0%} of the samples skipped"
         if self._bar is not None:
             if self._task is not None:
-                self._bar.update(self._task, completed=self._steps, said=said)
+                self._bar.update(self._task, completed=self.steps, said=said)
         else:
             print(
                 f"epoch {report.epoch + 1}/{self._epochs}: {said} in {report.seconds:.1f} s",

@@ -65,6 +65,8 @@ class EpochReport:
     of a forward pass and `flops_at_first`, the epoch's `rounds`, how many had something `undone`,
     what `statistics` take (`steps` looked at, `share` of the time since the start, `rounds_share`
     of rounds), why there are no more rounds (`stopped`), and what is `left_alone`. Of rank 0."""
+    skip_share: float = 0.0
+    """Share of the data set's samples that --skip-samples left out of this epoch."""
 
     @classmethod
     def of_ranks(
@@ -109,6 +111,7 @@ class EpochReport:
             shares=[rank["share"] for rank in ranks],
             rank_samples_per_s=[rank["computed_per_s"] for rank in ranks],
             pruning=pruning,
+            skip_share=ranks[0].get("skip_share", 0.0),
         )
 
 
@@ -219,6 +222,12 @@ class RunReport:
         if len(set(last.shares)) > 1:
             counts = ", ".join(map(str, last.shares[:8])) + (", ..." if self.ranks > 8 else "")
             said.append(f"Ranks took {counts} samples of a step in the last epoch.")
+        shares = [epoch.skip_share for epoch in self.epochs]
+        if max(shares):
+            said.append(
+                f"{sum(shares) / len(shares):.0%} of the samples were skipped, for their losses "
+                f"had stayed low: up to {max(shares):.0%} of an epoch's."
+            )
         if last.val_accuracy is not None:
             said.append(f"Held-out accuracy is {last.val_accuracy:.1%}.")
         if last.pruning is not None:

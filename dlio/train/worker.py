@@ -26,6 +26,8 @@ from dlio.train.progress import Progress
 from dlio.train.pruner import Pruner
 from dlio.train.pruning.find import bare_copy
 from dlio.train.report import EpochReport
+from dlio.train.skipper import SampleSkipper
+from dlio.train.skiprule import EASY, SHARE
 from dlio.train.trace import Trace
 
 _COUNTED: Final = ("bytes", "sent", "messages", "late", "healed", "decoded", "decode_saved_s")
@@ -74,11 +76,20 @@ class Worker:
         clock = Clock(lambda: self.exchange.statistics()["wait_s"], self.device)
         loaders = [loader] if held_out is None else [loader, held_out]
         self._balancer = Balancer(comm, loaders, config.batch_size, clock, config.balance)
+        self.skipper: SampleSkipper | None = None
+        if config.skip_samples:
+            share, easy = (
+                config.skip_share or SHARE,
+                EASY if config.skip_share is None else math.inf,
+            )
+            self.skipper = SampleSkipper(loader, config.epochs, share, seed=config.seed, easy=easy)
         # Masks of dropout differ from rank to rank.
         torch.manual_seed((config.seed + comm.rank) % 2**63)
         self.callbacks: Sequence[Callback] = ()
         self.steps = len(loader)
-        """Of a whole epoch: batches of a rank."""
+        """Of an epoch of all samples: batches of a rank."""
+        self.samples = len(loader.data)
+        """Of the epoch, over all ranks."""
         self.global_batch = config.batch_size * comm.size
         self.epoch_number = 0
         self.position = 0
@@ -109,13 +120,19 @@ class Worker:
     def close(self) -> None:
         if self.pruner is not None:
             self.pruner.close()
+        if self.skipper is not None:
+            self.skipper.close()
         self.exchange.close()
 
     def epoch(self, epoch: int, progress: Progress, trace: Trace | None) -> EpochReport:
         """Train an epoch, or what is left of it, and evaluate. Collective."""
         loader = self.loader
         self.model.train()
-        loader.set_epoch(epoch)
+        if self.skipper is None:
+            loader.set_epoch(epoch)
+        else:
+            self.skipper.begin(epoch)
+            self.samples, progress.steps = self.skipper.samples, len(loader)
         if self.epoch_number != epoch or not self.position:
             self.epoch_number, self.position, self.left_out = epoch, 0, 0
             self.sums.zero_()
@@ -151,16 +168,15 @@ class Worker:
 
     def _batch(self, images: torch.Tensor, labels: torch.Tensor, begun: int, step: int) -> None:
         """Backward of a batch, and the optimizer's step where no other is accumulated first."""
-        samples = len(self.loader.data)
         more = self._pending_batches(begun, step + 1)
         first = begun + (step - step % self.config.accumulate) * self.global_batch
-        planned = min(self.config.accumulate * self.global_batch, samples - first)
+        planned = min(self.config.accumulate * self.global_batch, self.samples - first)
         self._pending += len(images)
         self.exchange.before_backward(self._pending, planned)
         self.exchange.hold(more > 0)
         if len(images):
             self._backward(images, labels, planned)
-        self.position = min(samples, begun + (step + 1) * self.global_batch)
+        self.position = min(self.samples, begun + (step + 1) * self.global_batch)
         if not more:
             self._update(first, planned)
 
@@ -171,18 +187,26 @@ class Worker:
             self.pruner.saw(inputs, labels)
         with self.precision.casting():
             logits = self.model(inputs)
-            losses = cross_entropy(logits, labels, reduction="sum")
-        mean = losses.div(planned / self.comm.size)
+            losses = cross_entropy(logits, labels, reduction="none")
+        correct = logits.argmax(1) == labels
+        if self.skipper is not None:
+            # Samples that are likely to be skipped count the more where they are not.
+            ids = self.loader.last_samples
+            weights = self.skipper.weights(ids).to(self.device, non_blocking=True)
+            self.skipper.record(losses, ids)
+            losses, correct = losses * weights, correct * weights
+        total = losses.sum()
+        mean = total.div(planned / self.comm.size)
         self.precision.scaler.scale(mean).backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
-            self.last_loss = losses.detach()
+            self.last_loss = total.detach()
             self.sums[0] += self.last_loss
-            self.sums[1] += (logits.argmax(1) == labels).sum()
+            self.sums[1] += correct.sum()
             self.sums[2] += len(images)
 
     def _pending_batches(self, begun: int, done: int) -> int:
         """How many batches are still to be accumulated after `done` of this pass."""
-        left = math.ceil((len(self.loader.data) - begun) / self.global_batch) - done
+        left = math.ceil((self.samples - begun) / self.global_batch) - done
         return min(-done % self.config.accumulate, left)
 
     @torch.no_grad()
@@ -228,12 +252,14 @@ class Worker:
 
         Args:
             first: position in the epoch of the first sample of the step: so the rate follows the
-                samples, on any number of ranks.
+                samples, on any number of ranks. Where some are skipped, each of the others stands
+                for more than one.
         """
         samples = len(self.loader.data)
         total = samples * self.config.epochs
-        done = self.epoch_number * samples + first
-        batch = self.config.accumulate * self.global_batch
+        each = samples / self.samples
+        done = self.epoch_number * samples + first * each
+        batch = self.config.accumulate * self.global_batch * each
         peak, warm = self.config.peak_lr(self.comm.size), max(batch, _WARM_UP * total)
         if done < warm:
             return peak * min(1.0, (done + batch) / warm)
@@ -254,6 +280,7 @@ class Worker:
                 "exchange_bytes": exchanged["bytes"],
                 "step_ms": [float(np.median(steps_ms)), float(np.quantile(steps_ms, 0.95))],
                 "left_out": self.left_out,
+                "skip_share": 1 - self.samples / len(self.loader.data),
                 **{key: stats[key] for key in _COUNTED},
                 "skipped": stats["skipped"],
                 "notes": stats["notes"],

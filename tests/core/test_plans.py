@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlio.errors import UsageError
+from dlio.kept import Kept, KeptOrder, kept_layout
 from dlio.order import Order, share
 from dlio.plans import EpochPlan, GlobalPlan, check_mode, exchanged, plan_epoch
 from dlio.reader import Layout
@@ -18,7 +19,7 @@ MODES = ("batch", "global", "ring", "local", "partial(0.1)", "partial(0.5)", "pa
 
 @st.composite
 def epochs(draw: st.DrawFn) -> EpochPlan:
-    """As rank 0 sees it."""
+    """As rank 0 sees it; of all samples or of those that are kept."""
     n = draw(st.integers(1, 300))
     cuts = draw(st.lists(st.integers(1, n), max_size=12))
     starts = np.unique([0, n, *cuts]).astype(np.int64)
@@ -31,7 +32,14 @@ def epochs(draw: st.DrawFn) -> EpochPlan:
     homes = draw(st.lists(st.integers(-1, len(nodes)), min_size=blocks, max_size=blocks))
     ranks = Ranks(node_of)
     batch = draw(st.integers(1, 9))
-    order = Order(n, draw(st.integers(0, 99)), draw(st.integers(0, 3)))
+    about = (draw(st.integers(0, 99)), draw(st.integers(0, 3)))
+    order = Order(n, *about)
+    if draw(st.booleans()):
+        mask = np.random.default_rng(n).random(n) < draw(st.sampled_from([0.1, 0.6, 0.9]))
+        mask[-1] = True
+        kept = Kept.of(mask, n)
+        n, order = kept.count, KeptOrder(kept.count, *about, True, kept)
+        layout = kept_layout(layout, kept)
     whole = batch * ranks.size
     position = draw(st.integers(0, n // whole)) * whole
     steps = steps_in_epoch(n, position, whole, draw(st.booleans()))

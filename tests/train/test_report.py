@@ -103,6 +103,16 @@ def test_sentences_name_skipped_samples_and_repairs() -> None:
     assert "2 damaged copies" in said
 
 
+def test_sentences_tell_how_many_samples_were_skipped_as_known() -> None:
+    ranks = [_rank(skip_share=0.4), _rank(skip_share=0.4)]
+    skipping = EpochReport.of_ranks(1, ranks, 0.5, 0.0, 0.1)
+    assert skipping.skip_share == 0.4
+    said = " ".join(_run(_epoch(), skipping).sentences())
+    assert "20% of the samples were skipped" in said
+    assert "up to 40% of an epoch's" in said
+    assert "had stayed low" not in " ".join(_run(_epoch()).sentences())
+
+
 def test_sentences_compare_what_moved_between_nodes() -> None:
     moved = {"source": 0, "peer": 70, "ram": 930, "disk": 0}
     said = " ".join(_run(_epoch(bytes=moved), nodes=2).sentences())

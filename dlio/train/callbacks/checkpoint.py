@@ -21,7 +21,7 @@ class CheckpointCallback(Callback):
         self._last = worker.updates
 
     def after_step(self, run: Run) -> None:
-        whole_epoch = run.position >= len(run.loader.data)
+        whole_epoch = run.position >= self._worker.samples
         if self._every is not None and not whole_epoch and run.updates % self._every == 0:
             self._save(run.updates)
 

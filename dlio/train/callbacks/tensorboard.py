@@ -60,6 +60,7 @@ class TensorBoard(Callback):
             "epoch/stall_fraction": report.stall_fraction,
             "epoch/step_ms_median": report.step_ms["median"],
             "epoch/step_ms_p95": report.step_ms["p95"],
+            "epoch/skip_share": report.skip_share,
             "exchange/wait_s": report.exchange_wait_s,
             "exchange/bytes": float(report.exchange_bytes),
             "exchange/consensus_distance": report.consensus_distance,

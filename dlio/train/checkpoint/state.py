@@ -36,6 +36,9 @@ def tensors_of(run: Worker) -> dict[str, torch.Tensor]:
     if run.pruner is not None:
         for key, value in run.pruner.tensors().items():
             tensors[f"{mine}pruning/{key}"] = value
+    if run.skipper is not None:
+        for key, value in run.skipper.state().items():
+            tensors[f"{mine if key == 'seen' else 'all/'}skip/{key}"] = value
     tensors[f"{mine}sums"] = run.sums
     tensors[f"{mine}random"] = torch.get_rng_state()
     if run.device.type == "cuda":
@@ -102,6 +105,10 @@ def restore(run: Worker, found: Found) -> None:
         run.exchange.load_state(_owed(found, saved, rank, ranks) if same_exchange else {})
     if pruning is not None and run.pruner is not None:
         run.pruner.load_state_dict(pruning, _part(tensors, "pruning/") if same else {})
+    skipped = _part(tensors, "skip/")
+    if run.skipper is not None and skipped:
+        skipped["seen"] = _seen(found, saved, rank, ranks)
+        run.skipper.load_state(skipped)
     run.precision.scaler.load_state_dict(told["scaler"])
     run.loader.load_state_dict(told["loader"])
     run.epoch_number, run.position = told["loader"]["epoch"], told["loader"]["position"]
@@ -147,6 +154,14 @@ def _own_sums(found: Found, saved: int, rank: int, ranks: int) -> torch.Tensor:
     return total
 
 
+def _seen(found: Found, saved: int, rank: int, ranks: int) -> torch.Tensor:
+    """This rank's part of the losses of the epoch that is under way; whole numbers of ranks'."""
+    total = torch.zeros(int(found.about["samples"]), dtype=torch.uint8)
+    for each in range(rank, saved, ranks):
+        total += found.read(f"rank{each}/skip/seen")[""]
+    return total
+
+
 def _check(run: Worker, found: Found) -> None:
     config = run.config
     for name in _FIXED:
@@ -161,6 +176,11 @@ def _check(run: Worker, found: Found) -> None:
         raise UsageError(
             f"--resume: {found.path} is of a pruned model: add --prune apoptosis; with "
             "--prune-tolerance 0 hardly any more goes"
+        )
+    if "kept" in found.about["loader"] and run.skipper is None:
+        raise UsageError(
+            f"--resume: {found.path} was written in an epoch that skips samples; go on with "
+            "--skip-samples"
         )
     if found.about["samples"] != len(run.loader.data):
         raise UsageError(

@@ -1,0 +1,112 @@
+"""Loaders of an epoch's kept samples: each once in every mode, for the bytes of those alone."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+from torch.utils.data import SequentialSampler
+
+import dlio
+from dlio.demo import draw_dataset
+from dlio.errors import UsageError
+from tests.loader.kept_checks import BATCH, CASES
+
+BODY = str(Path(__file__).with_name("kept_checks.py"))
+N = 203
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("kept") / "pictures"
+    draw_dataset(str(root), images=N, validation=3, classes=3)
+    return root / "train"
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_mode_gives_each_kept_sample_once_and_reads_no_other(
+    mpirun: Callable[..., subprocess.CompletedProcess[str]], folder: Path, ranks: int
+) -> None:
+    done = mpirun(ranks, "-W", "error", BODY, str(folder))
+    assert done.returncode == 0, done.stderr
+    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(told) == ranks
+    with dlio.open(str(folder)) as data:
+        keep = np.random.default_rng(5).random(N) < 0.5
+        keep[data.reader.layout.samples_of(1)] = False
+        layout, sizes = data.reader.layout, data.reader.sizes
+    kept = np.flatnonzero(keep).tolist()
+    steps = -(-len(kept) // (BATCH * ranks))
+    for number, (tiers, mode, source_order) in enumerate(CASES):
+        cases = [rank["cases"][number] for rank in told]
+        assert sorted(chain(*(s for case in cases for s in case["whole"]))) == kept, mode
+        assert sorted(chain(*(s for case in cases for s in case["parts"]))) == kept, mode
+        assert {case["steps"] for case in cases} == {len(case["whole"]) for case in cases}
+        assert cases[0]["steps"] == steps
+        assert sum(case["after"] for case in cases) == N
+        for case in cases:
+            assert "give set_epoch the keep= that it was saved with" in case["refused"]
+        read = {place: sum(case["bytes"][place] for case in cases) for place in cases[0]["bytes"]}
+        assert sum(case["late"] for case in cases) == 0
+        used = int(sizes[kept].sum())
+        if tiers != "none":
+            assert (read["source"], read["disk"]) == (0, 0)
+            assert read["ram"] + read["peer"] == used
+        elif source_order == "sample":
+            assert read["source"] == used
+        else:
+            # Whole blocks, of those that a kept sample is in.
+            blocks = np.unique(layout.block_of(np.array(kept)))
+            whole = layout.sums(lambda samples: sizes[samples])[blocks].sum()
+            assert used < read["source"] <= 1.02 * whole
+
+
+def test_any_data_set_in_an_order_of_dlios_takes_a_bitmap() -> None:
+    keep = np.arange(50) % 3 == 0
+    loader = dlio.DataLoader(list(range(50)), 4, True, seed=1)
+    loader.set_epoch(2, keep)
+    assert len(loader) == 5
+    found = [batch.tolist() for batch in loader]
+    assert sorted(chain(*found)) == np.flatnonzero(keep).tolist()
+    # Of that epoch alone.
+    assert sorted(chain(*(batch.tolist() for batch in loader))) == list(range(50))
+    assert len(loader) == 13
+
+
+def test_persistent_workers_work_ahead_of_the_next_epoch_of_all_and_drop_it(folder: Path) -> None:
+    keep = np.arange(N) % 4 > 0
+    with (
+        dlio.open(str(folder), tiers="ram:64MiB", image_size=32) as data,
+        dlio.DataLoader(data, 8, True, num_workers=1, persistent_workers=True) as loader,
+    ):
+        for epoch in range(3):
+            loader.set_epoch(epoch, keep if epoch == 1 else None)
+            found = [int(s) for _ in loader for s in loader.last_samples]
+            assert sorted(found) == np.flatnonzero(keep | (epoch != 1)).tolist()
+
+
+def test_orders_that_are_not_dlios_own_are_refused() -> None:
+    keep = np.ones(9, np.bool_)
+    data = list(range(9))
+    for loader in (
+        dlio.DataLoader(data, 2),
+        dlio.DataLoader(data, 2, sampler=SequentialSampler(data)),
+    ):
+        with pytest.raises(UsageError, match="give seed=, and no sampler"):
+            loader.set_epoch(0, keep)
+    with pytest.raises(UsageError, match="9 samples want uint8"):
+        dlio.DataLoader(data, 2, seed=1).set_epoch(0, keep[:5])
+
+
+def test_blocks_in_turn_and_a_bitmap_exclude_each_other(folder: Path) -> None:
+    with (
+        dlio.open(str(folder), image_size=32) as data,
+        dlio.DataLoader(data, 8, False, source_order="block(2)") as loader,
+    ):
+        loader.set_epoch(0, np.arange(N) % 2 == 0)
+        with pytest.raises(UsageError, match="wants shuffle=True"):
+            iter(loader)

@@ -1,0 +1,149 @@
+"""`dlio train --skip-samples`: each kept sample once, fewer bytes, the same run on any ranks."""
+
+import json
+import shutil
+import subprocess
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from dlio.errors import UsageError
+from dlio.train.config import TrainConfig
+
+Args = tuple[str, ...]
+Dlio = Callable[..., subprocess.CompletedProcess[str]]
+N = 101
+EPOCHS = 5
+SAME: Args = ("--image-size", "32", "--workers", "1", "--tiers", "ram:64MiB")
+SAME += ("--model", "nets:mlp", "--epochs", str(EPOCHS), "--skip-samples", "--skip-share", "0.5")
+
+
+def _samples(path: Path) -> dict[int, list[int]]:
+    """Of each epoch, over all ranks and steps."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        found[row["epoch"]] += row["samples"]
+    return found
+
+
+def _weights(path: Path) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = torch.load(path, weights_only=True)
+    return state
+
+
+@pytest.mark.mpi
+def test_kept_samples_are_trained_on_once_for_the_bytes_of_those_alone(
+    dlio: Dlio, pictures: Path, here: Path
+) -> None:
+    """The same run, to rounding, on 1 rank as on 4, and with batches accumulated."""
+    runs = {
+        "one": ("--batch-size", "8"),
+        "two": ("-n", "2", "--batch-size", "2", "--accumulate", "2", "--shuffle", "global"),
+        "four": ("-n", "4", "--batch-size", "2", "--pretend-nodes", "2"),
+    }
+    for name, options in runs.items():
+        told = ("--report", f"{name}.json", "--trace", f"{name}.jsonl", "--save", f"{name}.pt")
+        done = dlio("train", str(pictures / "train"), *SAME, *options, *told)
+        assert done.returncode == 0, done.stderr
+        assert "of the samples were skipped" in " ".join(done.stdout.split())
+        samples = _samples(here / f"{name}.jsonl")
+        epochs = json.loads((here / f"{name}.json").read_text())["epochs"]
+        assert [epoch["skip_share"] for epoch in (epochs[0], epochs[-1])] == [0, 0]
+        for number, epoch in enumerate(epochs):
+            ids = samples[number]
+            assert len(ids) == len(set(ids)) == epoch["samples"]
+            assert epoch["skip_share"] == pytest.approx(1 - len(ids) / N)
+            assert 0 < epoch["loss"] < 10
+            if 0 < number < EPOCHS - 1:
+                assert 0.3 < epoch["skip_share"] < 0.7
+        # What is not in the plan is not read: as in an epoch of all, but for the samples' sizes.
+        whole, few = (epochs[k]["bytes"] for k in (-1, 2))
+        assert whole["source"] == few["source"] == 0
+        read, of = (each["ram"] + each["peer"] for each in (few, whole))
+        assert read / of == pytest.approx(epochs[2]["samples"] / N, abs=0.03)
+    first = _samples(here / "one.jsonl")
+    for name in ("two", "four"):
+        other = _samples(here / f"{name}.jsonl")
+        assert {k: sorted(v) for k, v in other.items()} == {k: sorted(v) for k, v in first.items()}
+        for key, value in _weights(here / "one.pt").items():
+            assert torch.allclose(value, _weights(here / f"{name}.pt")[key], rtol=0, atol=1e-4)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("ranks", [2, 1])
+def test_a_run_goes_on_in_the_middle_of_an_epoch_that_skips(
+    dlio: Dlio, pictures: Path, here: Path, ranks: int
+) -> None:
+    same: Args = ("train", str(pictures / "train"), *SAME, "--optimizer", "adam")
+    same += ("--checkpoint-every", "3", "--keep", "99")
+    two = ("-n", "2", "--batch-size", "4")
+    told = ("--trace", "t.jsonl", "--report", "r.json")
+    whole = dlio(*same, *two, "--checkpoint", "c", "--save", "whole.pt", *told)
+    assert whole.returncode == 0, whole.stderr
+    samples = _samples(here / "t.jsonl")
+    epochs = json.loads((here / "r.json").read_text())["epochs"]
+    # Of 13 steps in the first epoch: the 18th is the fifth of the second, which skips.
+    found = sorted(path.name for path in (here / "c").glob("step-*"))
+    assert "step-00000018" in found
+    for name in found[found.index("step-00000018") + 1 :]:
+        shutil.rmtree(here / "c" / name)
+    batch = ("-n", str(ranks), "--batch-size", str(8 // ranks))
+    again = dlio(*same, *batch, "--checkpoint", "c", "--resume", "--save", "again.pt", *told)
+    assert again.returncode == 0, again.stderr
+    resumed = _samples(here / "t.jsonl")
+    assert sorted(samples[1][40:]) == sorted(resumed[1])
+    assert len(samples[1]) == len(set(samples[1]))
+    for epoch in range(2, EPOCHS):
+        assert sorted(samples[epoch]) == sorted(resumed[epoch])
+    for key, value in _weights(here / "whole.pt").items():
+        atol = 0 if ranks == 2 else 1e-4
+        assert torch.allclose(value, _weights(here / "again.pt")[key], rtol=0, atol=atol)
+    after = json.loads((here / "r.json").read_text())["epochs"]
+    assert [e["skip_share"] for e in after] == [e["skip_share"] for e in epochs]
+    if ranks == 2:
+        assert [e["loss"] for e in after] == [e["loss"] for e in epochs]
+        return
+    for name in sorted(path.name for path in (here / "c").glob("step-*")):
+        if name > "step-00000018":
+            shutil.rmtree(here / "c" / name)
+    without = tuple(o for o in same if o not in ("--skip-samples", "--skip-share", "0.5"))
+    refused = dlio(*without, *batch, "--checkpoint", "c", "--resume")
+    assert refused.returncode == 2
+    assert "go on with --skip-samples" in " ".join(refused.stderr.split())
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--exchange", "gossip", "--shuffle", "ring", "--pretend-nodes", "2"),
+        ("--exchange", "asgd", "--shuffle", "local", "--tiers", "ram:32MiB,ram:32MiB:decoded"),
+        ("--balance", "--shuffle", "batch", "--source-order", "block(2)"),
+    ],
+)
+def test_it_goes_with_other_exchanges_shuffles_and_shares(
+    dlio: Dlio, pictures: Path, here: Path, options: Args
+) -> None:
+    rest = ("-n", "2", "--batch-size", "4", "--trace", "t.jsonl", "--report", "r.json")
+    done = dlio("train", str(pictures / "train"), *SAME, *rest, *options)
+    assert done.returncode == 0, done.stderr
+    epochs = json.loads((here / "r.json").read_text())["epochs"]
+    for number, ids in _samples(here / "t.jsonl").items():
+        assert len(ids) == len(set(ids)) == epochs[number]["samples"]
+        if number and "asgd" in options:
+            assert epochs[number]["decoded"] == len(ids)
+    assert min(epoch["samples"] for epoch in epochs) < 0.7 * N
+
+
+def test_options_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(UsageError, match="--skip-share wants --skip-samples"):
+        TrainConfig("x", skip_share=0.3)
+    for share in (0.0, 0.9, float("nan")):
+        with pytest.raises(UsageError, match=r"above 0, up to 0\.6"):
+            TrainConfig("x", epochs=9, skip_samples=True, skip_share=share)
+    with pytest.raises(UsageError, match="give 3 or more"):
+        TrainConfig("x", epochs=2, skip_samples=True)
