@@ -1,6 +1,7 @@
 """`dlio demo`: the main job on pictures that it draws itself, or on yours."""
 
 import os
+from importlib.util import find_spec
 from tempfile import TemporaryDirectory
 from typing import Annotated
 
@@ -27,7 +28,8 @@ def command(
     draw_only: Annotated[bool, typer.Option(help="Draw the pictures and stop.")] = False,
 ) -> None:
     """Train on a small data set with 2 ranks, a RAM tier, a disk tier, and a shuffle between two
-    pretended nodes; under three minutes on two cores."""
+    pretended nodes, while neurons die and samples that are learnt are left out; under three minutes
+    on two cores."""
     from dlio.cli.train import find_parts, run
 
     _make_folder(folder)
@@ -46,6 +48,9 @@ def command(
     size = int(reader.sizes.sum())
     reader.close()
     nodes = min(2, ranks)
+    prunes = find_spec("torch_pruning") is not None
+    if not prunes:
+        typer.echo("no neurons are pruned: that needs pip install 'dlio[prune]'")
     report = report or os.path.join(folder, "report.json")
     # The disk tier is of this run alone: it is to show how a tier fills.
     with TemporaryDirectory(prefix="tier-", dir=folder) as scratch:
@@ -60,6 +65,8 @@ def command(
                 pretend_nodes=nodes,
                 tiers=f"ram:{ram}B,{scratch}:{size + (1 << 24)}B",
                 report=report,
+                prune="apoptosis" if prunes else "off",
+                skip_samples=True,
             ),
             ranks,
         )
