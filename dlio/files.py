@@ -1,11 +1,15 @@
-"""Files that commands write for their users: whole, or not at all."""
+"""Files that commands write for their users: whole, or not at all; and locks on files."""
 
+import fcntl
 import json
 import os
+import time
 from collections.abc import Callable
-from typing import IO, Any
+from typing import IO, Any, Final
 
 from dlio.errors import UsageError
+
+_POLL_S: Final = 0.02
 
 
 def check_writable(option: str, path: str) -> None:
@@ -33,6 +37,25 @@ def write_whole(path: str, write: Callable[[IO[bytes]], object]) -> None:
     finally:
         if os.path.exists(temporary):
             os.unlink(temporary)
+
+
+def take_lock(descriptor: int, how: int, timeout_s: float = 0.0) -> bool:
+    """Lock an open file; whether that was done before the deadline.
+
+    Args:
+        how: fcntl.LOCK_EX or fcntl.LOCK_SH.
+
+    Raises OSError where the file system has no locks.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_S)
 
 
 def write_json(path: str, value: Any) -> None:

@@ -12,13 +12,14 @@ import json
 import os
 import secrets
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
+
+from dlio.files import take_lock
 
 Arrays = dict[str, npt.NDArray[Any]]
 _CHECKED_BYTES = 32 << 20
@@ -154,13 +155,7 @@ def _alone(folder: str) -> Iterator[None]:
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
         descriptor = os.open(f"{folder}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        deadline = time.monotonic() + _WAIT_S
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(_POLL_S)
+        take_lock(descriptor, fcntl.LOCK_EX, _WAIT_S)
     except OSError:
         pass  # No cache, no lock: each builds its own.
     try:

@@ -155,9 +155,9 @@ def keyed_uniforms(
     Cost 7 ns a number.
     """
     key = np.uint64(_key(seed, epoch, 0x5EED + stream))
-    base = _hash(np.asarray(samples, np.int64).astype(np.uint64), key)
+    base = mix(np.asarray(samples, np.int64).astype(np.uint64), key)
     counters = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
-    bits = _hash(base[:, None] + counters, np.uint64(0))
+    bits = mix(base[:, None] + counters, np.uint64(0))
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
@@ -188,7 +188,7 @@ class _Network:
 
 def _add(half: _U64, other: _U64, key: np.uint64, size: np.uint64, inverse: bool) -> _U64:
     """half ± hash(other) modulo size."""
-    bits = _hash(other, key)
+    bits = mix(other, key)
     bits >>= np.uint64(32)
     # 32 hash bits scaled to [0, size): size is at most 2^20, so the bias is below 2^-12.
     bits *= size
@@ -200,7 +200,7 @@ def _add(half: _U64, other: _U64, key: np.uint64, size: np.uint64, inverse: bool
     return bits
 
 
-def _hash(values: _U64, key: np.uint64) -> _U64:
+def mix(values: _U64, key: np.uint64) -> _U64:
     """Mix 64 bits thoroughly (the finaliser of splitmix64; Steele, Lea and Flood, 2014)."""
     x = values + key
     x ^= x >> np.uint64(30)
@@ -230,7 +230,7 @@ def _network(n: int, seed: int, epoch: int) -> _Network:
 @lru_cache(maxsize=16)
 def _sorted_hashes(n: int, seed: int, epoch: int) -> tuple[_I64, _I64]:
     """A small permutation and its inverse, as tables of at most 64 KiB."""
-    hashes = _hash(
+    hashes = mix(
         np.arange(n, dtype=np.uint64) * np.uint64(_GOLDEN & 0xFFFFFFFF),
         np.uint64(_key(seed, epoch, 0)),
     )

@@ -48,13 +48,18 @@ def told(environment: str | None, library: str, kinds: str, asked: Callable[[], 
 
 def _asked() -> bool:
     """What the library answers; False where it has not heard of the question."""
+    return any(
+        bool(library.MPIX_Query_cuda_support())
+        for library in loaded_libraries()
+        if hasattr(library, "MPIX_Query_cuda_support")
+    )
+
+
+def loaded_libraries() -> list[ctypes.CDLL]:
+    """The MPI libraries of this process; none where that cannot be told."""
     try:
         with open("/proc/self/maps", encoding="utf-8") as maps:
-            mapped = {line.split()[-1] for line in maps if "libmpi" in line}
-        for path in mapped:
-            library = ctypes.CDLL(path)
-            if hasattr(library, "MPIX_Query_cuda_support"):
-                return bool(library.MPIX_Query_cuda_support())
+            mapped = {line.split(maxsplit=5)[-1].strip() for line in maps if "libmpi" in line}
+        return [ctypes.CDLL(path) for path in sorted(mapped)]
     except OSError:
-        pass
-    return False
+        return []

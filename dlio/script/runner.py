@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    register_module_forward_pre_hook,
+    register_module_parameter_registration_hook,
+)
 
 from dlio.comm import Communicator, world
 from dlio.errors import UsageError
@@ -82,6 +85,8 @@ class _Takeover:
         self._exchanges: list[tuple[torch.optim.Optimizer, Exchange]] = []
         self._modules: dict[nn.Module, tuple[Exchange, ...]] = {}
         self._of_parameter: dict[torch.Tensor, Exchange] = {}
+        self._places: dict[int, int] = {}
+        """By `id` of a parameter, how many were made before it."""
         self._buffers: dict[int, torch.Tensor] = {}
         """Those that are rank 0's, by `id`, which holds as long as they are kept."""
         self._watched: set[tuple[nn.Module, Exchange]] = set()
@@ -108,8 +113,11 @@ class _Takeover:
             put(torch, "save", self._saved(torch.save))
             put(torch.amp.GradScaler, "step", self._scaled_step(torch.amp.GradScaler.step))
             put(torch.distributed, "init_process_group", _refused)
-            hook = register_module_forward_pre_hook(self._forward)
-            stack.callback(hook.remove)
+            for hook in (
+                register_module_forward_pre_hook(self._forward),
+                register_module_parameter_registration_hook(self._registered),
+            ):
+                stack.callback(hook.remove)
             if self._comm.rank:
                 os.environ["TQDM_DISABLE"] = "1"
                 put(sys, "stdout", _Silent())
@@ -153,9 +161,14 @@ class _Takeover:
 
         return made
 
+    def _registered(self, module: nn.Module, name: str, parameter: object) -> None:
+        self._places[id(parameter)] = len(self._places)
+
     def _adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep an optimizer's parameters together from here on. Collective."""
         parameters = [p for p in parameters_of(optimizer) if p.requires_grad]
+        # As backward will come to them, whatever groups an optimizer has.
+        parameters.sort(key=lambda p: self._places.get(id(p), -1))
         fresh = [p for p in parameters if p not in self._of_parameter]
         broadcast_tensors(fresh, self._comm)
         number = len(self._exchanges)

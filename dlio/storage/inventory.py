@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dlio.errors import TierError
+from dlio.files import take_lock
 from dlio.storage.folders import open_private
 from dlio.storage.shared import user_folder
 
@@ -33,7 +34,6 @@ _LEASE: Final = "lease."
 _EVICTED: Final = ".evicted."
 _MAX_FILE: Final = 1 << 16
 _WAIT_S: Final = 30.0
-_POLL_S: Final = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,20 +295,15 @@ def _locked(root: str, how: int) -> Iterator[int]:
         os.close(base)
         raise TierError(f"{root} cannot be written: {error.strerror}") from error
     try:
-        deadline = time.monotonic() + _WAIT_S
-        while True:
-            try:
-                fcntl.flock(lock, how | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise TierError(
-                        f"{root}/{user_folder()}/lock was held for {_WAIT_S:.0f} s: another dlio "
-                        "is stuck in it"
-                    ) from None
-                time.sleep(_POLL_S)
-            except OSError:
-                break  # A file system without locks.
+        try:
+            ours = take_lock(lock, how, _WAIT_S)
+        except OSError:
+            ours = True  # A file system without locks.
+        if not ours:
+            raise TierError(
+                f"{root}/{user_folder()}/lock was held for {_WAIT_S:.0f} s: another dlio is stuck "
+                "in it"
+            )
         yield base
     finally:
         os.close(lock)

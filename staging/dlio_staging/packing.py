@@ -27,6 +27,7 @@ import xxhash
 
 from dlio.comm import Communicator, world
 from dlio.errors import CorruptBlock, DlioError, SourceError, TierFull, UsageError
+from dlio.files import take_lock
 from dlio.reader import open_reader
 from dlio.schema import Buffer, Schema
 from dlio.storage.block import NO_ROOM
@@ -142,11 +143,9 @@ def _held(folder: str, destination: str, comm: Communicator) -> Iterator[None]:
         lock = os.open(
             f"{folder}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
         )
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not take_lock(lock, fcntl.LOCK_EX):
             os.close(lock)
-            raise UsageError(f"{destination} is being packed by another process") from None
+            raise UsageError(f"{destination} is being packed by another process")
     try:
         yield
     finally:

@@ -246,3 +246,33 @@ def test_steps_that_a_scaler_leaves_out_on_one_rank_hold_nobody_up(
     done = _run(*command, str(tmp_path / "scaled.py"), timeout_s=60)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[-1]) >= 1
+
+
+@pytest.mark.mpi
+def test_groups_of_parameters_do_not_hold_messages_back(tmp_path: Path) -> None:
+    """Weights in one group and biases in another: what backward comes to first leaves first."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import torch
+from dlio.train.exchange.sums import AllreduceSum
+model = torch.nn.Sequential(*(torch.nn.Linear(600, 600) for _ in range(6)))
+groups = [{"params": [p for p in model.parameters() if p.dim() == d]} for d in (2, 1)]
+optimizer = torch.optim.SGD(groups, lr=0.1)
+started, original = [], AllreduceSum.start
+def start(self, region):
+    started.append(len(region))
+    return original(self, region)
+AllreduceSum.start = start
+early = []
+model[0].register_full_backward_pre_hook(lambda *_: early.append(len(started)))
+model(torch.ones(4, 600)).sum().backward()
+optimizer.step()
+print(early[0], len(started))
+"""
+    )
+    done = _run("-m", "dlio.cli", "run", "-n", "2", str(script))
+    assert done.returncode == 0, done.stderr
+    early, all_of_them = map(int, done.stdout.split())
+    assert all_of_them >= 5
+    assert early >= all_of_them - 1

@@ -11,6 +11,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from dlio.comm.devices import loaded_libraries
+
 ENVIRONMENT: Final = {"OMPI_MCA_pml_monitoring_enable": "1"}
 _COUNT: Final = "pml_monitoring_messages_count"
 _SIZE: Final = "pml_monitoring_messages_size"
@@ -68,8 +70,7 @@ def _check(code: int) -> None:
 
 def _loaded() -> ctypes.CDLL:
     """The MPI library of this process."""
-    with open("/proc/self/maps", encoding="utf-8") as maps:
-        paths = [line.split(maxsplit=5)[-1].strip() for line in maps if "libmpi.so" in line]
-    if not paths:
-        raise OSError("no libmpi.so is loaded: messages are counted under Open MPI only")
-    return ctypes.CDLL(paths[0])
+    for library in loaded_libraries():
+        if hasattr(library, "MPI_T_pvar_read"):
+            return library
+    raise OSError("no MPI library is loaded: messages are counted under Open MPI only")

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from dlio.comm import Communicator
 from dlio.comm.launch import under_mpi
 from dlio.errors import SourceError, UsageError
-from dlio.files import unwritable, write_json
+from dlio.files import take_lock, unwritable, write_json
 from dlio.train.checkpoint.reader import contents, quiet, read_tensors
 
 _NAME: Final = re.compile(r"step-(\d{8,})")
@@ -294,9 +294,7 @@ def _lock(folder: str) -> int | None:
         raise unwritable(f"--checkpoint {folder}", error) from error
     try:
         # A run that was killed a moment ago may not have let go yet.
-        deadline = time.monotonic() + _LOCK_TIMEOUT_S
-        while not (free := _locked(lock)) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        free = take_lock(lock, fcntl.LOCK_EX, _LOCK_TIMEOUT_S)
     except OSError as error:
         os.close(lock)
         if error.errno in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
@@ -312,14 +310,6 @@ def _lock(folder: str) -> int | None:
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
     return lock
-
-
-def _locked(lock: int) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _sync(folder: str) -> None:

@@ -2,7 +2,7 @@
 
 | name        | bits an entry  | what is sent                                              |
 |-------------|----------------|-----------------------------------------------------------|
-| `onebit`    | about 1.03     | the sign; two means for each run of 1,024 entries or more |
+| `onebit`    | about 1.02     | the sign along turned axes; a size for every 1,024        |
 | `threshold` | about 0.27     | place and sign of entries beyond a threshold              |
 | `adaptive`  | about 0.27     | place and sign of the largest, and the mean of each sign  |
 | `int8`      | 8.03           | whole multiples of a power of two per 256 entries         |
@@ -15,10 +15,10 @@ float32 number, so that float32 addition gives v back to the last bit. It holds 
 for it: v - q is a float32 number when q/2 <= v <= 2q (Sterbenz), and when q is v's smaller and its
 last bit is no finer than v's. Each file says how it keeps to that.
 
-`onebit` is the exception, and cannot be otherwise. All entries of a sign share q; where v is
-much nearer to zero than q, v - q needs more than the 24 bits of a float32, whatever q is. So for
-|v| < |q|/2 only, r is the float32 number nearest to v - q, and |q + r - v| <= 2^-24 |q|, which is
-less than float32 addition loses when it adds q to anything.
+`onebit` is the exception, and cannot be otherwise. It has two numbers for each entry to choose
+from; where v is much nearer to zero than both, v - q needs more than the 24 bits of a float32,
+whatever q is. So where |v| < |q|/2 or q has the other sign, r is the float32 number nearest to
+v - q, and |q + r - v| <= 2^-24 (|q| + |v|): what float32 addition loses when it adds q to anything.
 
 -0 counts as 0. Denormal numbers are kept exactly, too, unless the process flushes them to zero.
 A compressor raises DlioError, with the tensor's name, for an entry that is not finite: kept in a

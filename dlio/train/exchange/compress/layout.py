@@ -124,6 +124,7 @@ class Scratch:
 
     def __init__(self) -> None:
         self.floats = np.empty(CHUNK, np.float32)
+        self.between = np.empty(CHUNK, np.float32)
         self.mask = np.empty(CHUNK, np.bool_)
 
 

@@ -1,22 +1,32 @@
-"""One bit an entry: its sign, and the mean of each sign for every run of rows (Seide et al.,
-"1-Bit Stochastic Gradient Descent", Interspeech 2014).
+"""One bit an entry: signs of the gradient as seen from axes turned at random, and one size for
+every 1,024 of them (Vargaftik et al., "DRIVE: One-bit Distributed Mean Estimation", NeurIPS 2021).
 
-The papers have two means for each column of the weight matrix, which is a row of torch's. Rows of
-fewer than 1,024 entries share theirs with the next ones, so that two bfloat16 means cost at most
-1/32 bit an entry; rows of more than 32,768 are cut.
+Signs of the gradient itself, with the mean of each sign (Seide et al., "1-Bit Stochastic Gradient
+Descent", Interspeech 2014), say little where a few entries are large and most are not: every small
+one is sent as the mean. Turned, all entries of a block are about alike, whatever they were, and
+0.64 of the gradient's square arrives. With what is left kept for the next step, a network then
+learns as from exact gradients, which it did not quite before (docs/LOG.md).
 
-What is exact: a mean has 8 significant bits, and the largest of n <= 32,768 entries of a sign is at
-most n times their mean, so that q's last bit is no finer than v's; hence v - q is exact for
-|v| >= |q|/2. For smaller v it is rounded, by at most 2^-24 |q|: no q could serve all (`compress`).
+A block of W entries v is turned by w = H D v: D flips the signs of a fixed, arbitrary half of the
+entries, H is Walsh's matrix of +1 and -1 (H H = W). Sent are the signs of w and s, the mean of |w|
+over W as bfloat16; they stand for q = s D H sign(w), the entries of which are whole multiples of s.
+A tensor's last entries go in smaller blocks, fewer than 64 unturned.
+
+What is exact: D H sign(w) has at most 11 bits and s has 8, so that q is computed without rounding;
+and no |v| exceeds W s by more than s was rounded, so that v - q is exact where q has v's sign and
+|v| >= |q|/2. Else it may be rounded, by at most 2^-24 (|v| + |q|): no q could serve all, see
+`compress`.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from dlio.order import mix
 from dlio.train.exchange.compress.int8 import SmallTensors
 from dlio.train.exchange.compress.layout import (
     CHUNK,
@@ -27,150 +37,145 @@ from dlio.train.exchange.compress.layout import (
     refuse_not_finite,
 )
 
-_SHORTEST: Final = 1 << 10
-_LONGEST: Final = 1 << 15
-_MOST_BFLOAT16: Final = np.uint32(0x7F7F)
-_SIGN: Final = np.uint32(1 << 31)
+_F32 = npt.NDArray[np.float32]
+_U8 = npt.NDArray[np.uint8]
+_BLOCK: Final = 1 << 10
+_LEAST: Final = 1 << 6
+"""Entries of the smallest block that is turned."""
+_LARGEST: Final = np.float32(2.0**120)
+"""What q may reach. Blocks beyond are not sent: two such gradients are no number any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Some groups of entries, each group with two means, that are worked on at once."""
+    """Some blocks of the same width, that are worked on at once."""
 
     start: int
-    groups: int
+    blocks: int
     width: int
-    """Entries of a group."""
-    first_group: int
+    """Entries of a block."""
+    first_block: int
     first_byte: int
     """Of its signs in the message; the last byte may be half used."""
 
     @property
     def stop(self) -> int:
-        return self.start + self.groups * self.width
+        return self.start + self.blocks * self.width
 
     @property
     def bytes(self) -> int:
-        return -(-(self.groups * self.width) // 8)
+        return -(-(self.blocks * self.width) // 8)
 
 
 class OneBit(Memoryless):
-    """Message: means bfloat16 (groups, 2), non-negative first; small tensors; signs, a bit each."""
+    """Message: s of each block, bfloat16; small tensors; signs, a bit each."""
 
     def __init__(self, pieces: Sequence[Piece], scratch: Scratch) -> None:
         self._pieces = pieces
         self._scratch = scratch
         self.entries = pieces[-1].stop if pieces else 0
         self._small = SmallTensors(pieces, scratch)
-        shapes = [shape for piece in pieces if not piece.small for shape in _grouped(piece)]
-        self._groups = sum(groups for _, groups, _ in shapes)
+        shapes = [shape for piece in pieces if not piece.small for shape in _blocks(piece)]
+        self._blocks = sum(blocks for _, blocks, _ in shapes)
         self._tiles: list[_Tile] = []
-        group, at = 0, 4 * self._groups + self._small.max_bytes
-        for start, groups, width in shapes:
-            tile = _Tile(start, groups, width, group, at)
+        block, at = 0, 2 * self._blocks + self._small.max_bytes
+        for start, blocks, width in shapes:
+            tile = _Tile(start, blocks, width, block, at)
             self._tiles.append(tile)
-            group, at = group + groups, at + tile.bytes
+            block, at = block + blocks, at + tile.bytes
         self.max_bytes = at
 
-    def encode(
-        self,
-        values: npt.NDArray[np.float32],
-        residual: npt.NDArray[np.float32],
-        message: npt.NDArray[np.uint8],
-    ) -> int:
-        means = message[: 4 * self._groups].view(np.uint16).reshape(-1, 2)
+    def encode(self, values: _F32, residual: _F32, message: _U8) -> int:
+        sizes = message[: 2 * self._blocks].view(np.uint16)
         with np.errstate(all="ignore"):
-            self._small.encode(values, residual, message[4 * self._groups :])
+            self._small.encode(values, residual, message[2 * self._blocks :])
             for tile in self._tiles:
-                v = residual[tile.start : tile.stop].reshape(tile.groups, tile.width)
+                v = residual[tile.start : tile.stop].reshape(tile.blocks, tile.width)
                 np.add(v, values[tile.start : tile.stop].reshape(v.shape), out=v)
-                sums = self._sums(tile, v)
-                mask = self._scratch.mask[: v.size].reshape(v.shape)
-                signs = np.packbits(np.signbit(v, out=mask))
-                message[tile.first_byte :][: tile.bytes] = signs
-                negative = _counted(signs, mask)
-                counts = np.stack([tile.width - negative, negative])
-                rounded = _to_bfloat16((sums / np.maximum(counts, 1)).astype(np.float32))
-                means[tile.first_group :][: tile.groups] = rounded.T
-                q = self._numbers(tile)
-                # -1 where v is negative, or 0.
-                np.right_shift(v.view(np.int32), 31, out=q.view(np.int32))
-                _choose(q, rounded)
-                np.subtract(v, q, out=v)
+                if not all_finite(v.reshape(-1)):
+                    refuse_not_finite(v.reshape(-1), tile.start, self._pieces)
+                w = self._numbers(tile)
+                # By W less at once: no sum of numbers is then larger than all of them.
+                np.multiply(v, _flips(tile.width) / np.float32(_turned(tile.width)), out=w)
+                self._turn(w)
+                signs = np.signbit(w, out=self._scratch.mask[: v.size].reshape(v.shape))
+                message[tile.first_byte :][: tile.bytes] = np.packbits(signs)
+                means = np.einsum("ij->i", np.abs(w, out=w)) / np.float32(tile.width)
+                means[means > _LARGEST / np.float32(_turned(tile.width))] = 0
+                sizes[tile.first_block :][: tile.blocks] = _to_bfloat16(means)
+                np.subtract(v, self._decoded(tile, message, sizes), out=v)
         return self.max_bytes
 
-    def add(self, message: npt.NDArray[np.uint8], into: npt.NDArray[np.float32]) -> None:
-        self._small.add(message[4 * self._groups :], into)
-        means = message[: 4 * self._groups].view(np.uint16).reshape(-1, 2)
+    def add(self, message: _U8, into: _F32) -> None:
+        self._small.add(message[2 * self._blocks :], into)
+        sizes = message[: 2 * self._blocks].view(np.uint16)
         for tile in self._tiles:
-            q = self._numbers(tile)
-            signs = np.unpackbits(message[tile.first_byte :][: tile.bytes], count=q.size)
-            np.negative(signs.view(np.int8), out=signs.view(np.int8))
-            np.copyto(q.view(np.int32), signs.view(np.int8).reshape(q.shape))
-            _choose(q, means[tile.first_group :][: tile.groups].T)
-            into[tile.start : tile.stop] += q.reshape(-1)
+            into[tile.start : tile.stop] += self._decoded(tile, message, sizes).reshape(-1)
 
-    def _numbers(self, tile: _Tile) -> npt.NDArray[np.float32]:
+    def _decoded(self, tile: _Tile, message: _U8, sizes: npt.NDArray[np.uint16]) -> _F32:
+        """What a message says of a tile, shape (blocks, width), in scratch memory."""
+        q = self._numbers(tile)
+        negative = np.unpackbits(message[tile.first_byte :][: tile.bytes], count=q.size)
+        np.multiply(negative.reshape(q.shape), np.float32(-2), out=q)
+        np.add(q, np.float32(1), out=q)
+        self._turn(q)
+        of_tile = sizes[tile.first_block :][: tile.blocks].astype(np.uint32) << 16
+        np.multiply(q, of_tile.view(np.float32)[:, None], out=q)
+        return np.multiply(q, _flips(tile.width), out=q)
+
+    def _turn(self, w: _F32) -> None:
+        """Each row times Walsh's matrix, in place. Row by row of a block laid out as a matrix, then
+        column by column: 64 multiplications an entry, as small products that one thread does."""
+        if _turned(w.shape[1]) == 1:
+            return
+        left, right = _walsh(w.shape[1])
+        blocks = w.reshape(-1, len(left), len(right))
+        between = self._scratch.between[: w.size].reshape(blocks.shape)
+        np.matmul(blocks, right, out=between)
+        np.matmul(left, between, out=blocks)
+
+    def _numbers(self, tile: _Tile) -> _F32:
         """Scratch memory for a tile's entries."""
-        return self._scratch.floats[: tile.groups * tile.width].reshape(tile.groups, tile.width)
-
-    def _sums(
-        self, tile: _Tile, v: npt.NDArray[np.float32]
-    ) -> npt.NDArray[np.float32] | npt.NDArray[np.float64]:
-        """Of each group's non-negative and of its negative entries; shape (2, groups)."""
-        # v + |v| and v - |v|: four times as fast as np.maximum, and as exact.
-        twice = np.empty((2, tile.groups), np.float32)
-        w = self._numbers(tile)
-        np.einsum("ij->i", np.add(np.abs(v, out=w), v, out=w), out=twice[0])
-        np.einsum("ij->i", np.subtract(v, np.abs(v, out=w), out=w), out=twice[1])
-        if all_finite(twice.reshape(-1)):
-            return twice * np.float32(0.5)
-        refuse_not_finite(v.reshape(-1), tile.start, self._pieces)
-        # Finite entries whose sum is not.
-        return np.stack([np.maximum(v, 0).sum(1, np.float64), np.minimum(v, 0).sum(1, np.float64)])
+        return self._scratch.floats[: tile.blocks * tile.width].reshape(tile.blocks, tile.width)
 
 
-def _grouped(piece: Piece) -> Iterator[tuple[int, int, int]]:
-    """(start, groups, entries a group) of tiles of at most a chunk."""
-    if piece.width > _LONGEST:
-        width = _LONGEST
-    else:
-        width = piece.width * min(piece.rows, -(-_SHORTEST // piece.width))
-    start, left = piece.start, piece.size // width
-    while left:
-        groups = min(left, CHUNK // width)
-        yield start, groups, width
-        start, left = start + groups * width, left - groups
-    if start < piece.stop:
-        yield start, 1, piece.stop - start
+def _blocks(piece: Piece) -> Iterator[tuple[int, int, int]]:
+    """(start, blocks, entries a block) of tiles of at most a chunk."""
+    start, left, width = piece.start, piece.size, _BLOCK
+    while left >= _LEAST:
+        while width > left:
+            width //= 2
+        blocks = min(left, CHUNK) // width
+        yield start, blocks, width
+        start, left = start + blocks * width, left - blocks * width
+    if left:
+        yield start, 1, left
 
 
-def _counted(signs: npt.NDArray[np.uint8], mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """How many of each row are set. Packed bits are an eighth of the bytes to look at."""
-    groups, width = mask.shape
-    if width % 64:
-        return np.asarray(np.count_nonzero(mask, axis=1), np.int64)
-    words = np.bitwise_count(signs.view(np.uint64)).reshape(groups, -1)
-    counts: npt.NDArray[np.int64] = words.sum(axis=1, dtype=np.int64)
-    return counts
+def _turned(width: int) -> int:
+    """How many entries of a block are mixed: all, or one where the block is too small to turn."""
+    return width if width >= _LEAST else 1
 
 
-def _to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """The nearest bfloat16 number that is finite, as bits."""
+@cache
+def _flips(width: int) -> _F32:
+    """+1 or -1 of each entry of a block."""
+    odd = mix(np.arange(width, dtype=np.uint64), np.uint64(0)) & np.uint64(1)
+    return 1 - 2 * odd.astype(np.float32)
+
+
+@cache
+def _walsh(width: int) -> tuple[_F32, _F32]:
+    """Walsh's matrix of a power of two, as one for the columns and one for the rows of a block."""
+    bits = width.bit_length() - 1
+    matrices = [np.ones((1, 1), np.float32)]
+    for _ in range(bits - bits // 2):
+        half = matrices[-1]
+        matrices.append(np.block([[half, half], [half, -half]]))
+    return matrices[bits // 2], matrices[bits - bits // 2]
+
+
+def _to_bfloat16(values: _F32) -> npt.NDArray[np.uint16]:
+    """The nearest bfloat16 numbers, as bits, of numbers that are 0 or more and finite."""
     bits = values.view(np.uint32)
-    size = bits & ~_SIGN
-    size = np.minimum((size + 0x7FFF + (size >> 16 & 1)) >> 16, _MOST_BFLOAT16)
-    return np.asarray(size | (bits & _SIGN) >> 16, np.uint16)
-
-
-def _choose(q: npt.NDArray[np.float32], means: npt.NDArray[np.uint16]) -> None:
-    """Overwrite masks with means.
-
-    Args:
-        q: shape (groups, entries), as int32: 0 to choose the first mean, -1 for the second.
-        means: bfloat16 bits, shape (2, groups).
-    """
-    plus, minus = means.astype(np.uint32) << 16
-    bits = q.view(np.uint32)
-    np.bitwise_and(bits, (plus ^ minus)[:, None], out=bits)
-    np.bitwise_xor(bits, plus[:, None], out=bits)
+    return np.asarray((bits + 0x7FFF + (bits >> 16 & 1)) >> 16, np.uint16)
