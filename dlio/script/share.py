@@ -119,6 +119,16 @@ class SharingLoader(DataLoader):
         context.shared += 1
         return self._shares()
 
+    def __len__(self) -> int:
+        """Batches of a pass, as the script is given them: those of one process; of `per-rank`, as
+        many at a time as there are ranks."""
+        self._users_sampler = True  # As in each pass.
+        count = super().__len__()
+        shared = not isinstance(self.dataset, IterableDataset) and self._context.training
+        if self._context.batch == "per-rank" and shared:
+            return -(-count // self._context.comm.size)
+        return count
+
     def _whole(self) -> Iterator[Any]:
         self._context.weight = 1.0
         return _alone(self)

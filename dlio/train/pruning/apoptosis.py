@@ -268,10 +268,15 @@ class Apoptosis:
         self._collector = self._collecting()
 
     def _round(self, began: float) -> Round | None:
-        """Plan, try, and do what does not hurt. None where the probe has nothing to say yet."""
+        """Plan, try, and do what does not hurt. None where the probe has nothing to say yet, or
+        all groups are left alone."""
+        pace = self._pace
+        alone = pace.limits(self._limits, None).frozen
+        if all(group.name in alone for group in self.groups):
+            pace.rested(self.steps)
+            return None
         for exchange in self._exchanges:
             exchange.finish()
-        pace = self._pace
         trier = Trier(
             self.model, self.groups, self._collector.statistics(), self._weighed_probe, self._comm
         )

@@ -27,10 +27,10 @@ class Schedule:
     """Part of the training before the first round."""
     end: float = 0.65
     """Part of the training after which no round is: what is left makes good."""
-    allowed: float = 2.0
-    """By how much a round may raise the probe's loss, in parts of the loss that there was first,
-    beside the tolerance as a part of 1."""
-    share: float = 0.125
+    allowed: float = 8.0
+    """By how much a round may raise the probe's loss: so many times the tolerance, as a part of 1,
+    of the loss that there was first. More than 1, as the steps that follow make good."""
+    share: float = 0.25
     """Of a group's neurons, that may go in the first round."""
     most: float = 0.5
     """Of a group's neurons, that may go in any round."""
@@ -143,7 +143,7 @@ class Pace:
 
     def nothing(self, step: int, hurt: bool) -> None:
         """Nothing went: it hurt, or there was nothing to take."""
-        self.boldness *= 0.5 if hurt else 2.0
+        self.boldness *= 0.25 if hurt else 2.0
         self.boldness = min(max(self.boldness, 1e-3), 1e6)
         if not hurt:
             self.waits = min(2 * self.waits, self.schedule.patience)
@@ -161,6 +161,10 @@ class Pace:
         else:
             self.fell = 0
         self.best = accuracy if self.best is None else max(self.best, accuracy)
+
+    def rested(self, step: int) -> None:
+        """All groups were to be left alone."""
+        self._next(step)
 
     def skipped(self, step: int) -> None:
         """The round could not be: it is tried again after the next look."""

@@ -153,7 +153,8 @@ def test_few_steps_are_looked_at_and_none_after_the_last_round() -> None:
     with apoptosis:
         train(net, optimizer, apoptosis, range(40), 0)
         looked = apoptosis.overhead()["steps"]
-        assert looked == apoptosis.rounds[-1].step / 4 <= 10
+        # Two to a window, and no window after the last round.
+        assert looked in (2, 4, 6, 8, 10)
         train(net, optimizer, apoptosis, range(40, 80), 0)
         assert apoptosis.overhead()["steps"] == looked
         assert 0 < apoptosis.overhead()["share"] < 1

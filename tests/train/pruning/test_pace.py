@@ -51,7 +51,7 @@ def test_success_makes_bold_and_harm_makes_shy() -> None:
     assert pace.limits(Limits(), 0.1).share == 0.4
     for step in (48, 56, 64, 72, 80):
         pace.nothing(step, hurt=True)
-    assert pace.limits(Limits(), 0.1).loss == pytest.approx(0.05)
+    assert pace.limits(Limits(), 0.1).loss == pytest.approx(0.1 * 16 / 4**5)
     # Without a probe nobody would see what boldness does.
     assert Pace(SCHEDULE, None, boldness=8.0).limits(Limits(loss=0.3), None).loss == 0.3
 
