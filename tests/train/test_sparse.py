@@ -84,7 +84,7 @@ def test_where_not_all_can_be_sent_each_entry_has_its_turn(rule: Threshold | Ada
     assert times.max() <= 5
 
 
-def test_a_threshold_is_sent_as_it_is_and_the_rest_waits() -> None:
+def test_what_is_beyond_a_threshold_is_sent_as_one_size_and_the_rest_waits() -> None:
     compressor = Sparse(pieces_of([("w", (300, 1000))]), Scratch(), Threshold(4.2))
     values = drawn("heavy", 300_000, 0) * np.float32(1000)
     residual = np.zeros_like(values)
@@ -92,7 +92,7 @@ def test_a_threshold_is_sent_as_it_is_and_the_rest_waits() -> None:
     sent = np.abs(values) >= 4
     order = np.flatnonzero(sent)[: np.count_nonzero(q)]
     expected = np.zeros_like(values)
-    expected[order] = 4 * np.sign(values[order])
+    expected[order] = 5 * np.sign(values[order])
     assert np.array_equal(q, expected)
     assert used == compressor.max_bytes
 
