@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+import pkgutil
 from dataclasses import asdict
 from typing import Annotated, Any, Final
 
@@ -11,16 +11,16 @@ import typer
 from dlio.errors import UsageError
 from dlio.files import check_writable, write_json
 from dlio_bench.exchange.command import show
-from dlio_bench.prune import images, tabular
 from dlio_bench.prune.curves import Curve
 from dlio_bench.prune.drawing import draw
 from dlio_bench.prune.options import Options
 
-CASES: Final[dict[str, Callable[[Options], dict[str, Any]]]] = {
-    "images": images.measure,
-    "tabular": tabular.measure,
-    "samples": images.measure_samples,
+CASES: Final[dict[str, str]] = {
+    "images": "dlio_bench.prune.images:measure",
+    "tabular": "dlio_bench.prune.tabular:measure",
+    "samples": "dlio_bench.prune.images:measure_samples",
 }
+"""Where each is; they load torch, which `--help` does not want."""
 _VERSIONS: Final = ("dlio", "torch", "torch-pruning", "numpy")
 
 
@@ -88,7 +88,7 @@ def command(
         "machine": describe_machine(_VERSIONS),
     }
     for name in wanted:
-        found[name] = told = CASES[name](options)
+        found[name] = told = pkgutil.resolve_name(CASES[name])(options)
         show(name, told)
         if plot is not None:
             root, ending = os.path.splitext(plot)

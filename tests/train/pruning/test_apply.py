@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import dlio
 from dlio.errors import DlioError
 from dlio.train.pruning import (
     Collector,
@@ -310,12 +311,20 @@ def test_the_readmes_example_runs_and_prunes() -> None:
     with torch.no_grad():
         model.get_parameter("3.weight")[:8] = 0
         model.get_parameter("3.bias")[:8] = -1
+    batch = images, torch.arange(8) % 4
     names = {
+        "dlio": dlio,
         "model": model,
         "images": images,
-        "loader": [(images, torch.arange(8) % 4)] * 3,
-        "loss": nn.CrossEntropyLoss(),
+        "held_images": images,
+        "held_labels": batch[1],
+        "loader": [batch] * 130,
+        "total_steps": 200,
+        "criterion": nn.CrossEntropyLoss(),
         "optimizer": torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9),
     }
-    exec(code, names)
+    gradients = "optimizer.zero_grad(); criterion(model(images), labels).backward()"
+    assert code.count("...") == 1
+    exec(code.replace("...", gradients), names)
+    assert names["apoptosis"].rounds[0].removed == {"dead": 8}
     assert model.get_parameter("3.weight").shape[0] == 8
