@@ -52,7 +52,7 @@ class Limits:
     loss: float = 1e-3
     """By how much the loss may change, to first order, by all unneeded neurons of a group."""
     share: float = 0.5
-    """Of a group's neurons; a whole `multiple` may go always, but for a share of 0."""
+    """Of a group's neurons."""
     multiple: int = 8
     """That widths, in channels, are rounded up to."""
     frozen: frozenset[str] = frozenset()
@@ -278,9 +278,7 @@ def _vectors(group: Group, weights: Weights) -> Array | None:
 def _chosen(group: Group, found: dict[int, Removal], limits: Limits) -> list[Removal]:
     """The cheapest, as many as the limits and whole multiples allow, by neuron."""
     each = limits.multiple // gcd(limits.multiple, group.unit)
-    # Of a narrow group the share may be less than what can go at all.
-    allowed = max(int(limits.share * group.width), each) if limits.share else 0
-    many = min(len(found), allowed, group.width - 1)
+    many = min(len(found), int(limits.share * group.width), group.width - 1)
     width = -(-(group.width - many) // each) * each
     many = max(0, group.width - width)
     order = sorted(found.values(), key=lambda removal: (removal.cost, removal.neuron))

@@ -64,7 +64,7 @@ def test_plans_keep_to_share_and_multiple_and_are_pure(
     assert json.dumps(Plan.from_json(json.loads(text)).to_json()) == text
     for group in groups:
         gone = [r for r in what.removals if r.group == group.name]
-        assert len(gone) <= max(share * group.width, multiple if share else 0)
+        assert len(gone) <= share * group.width
         assert len(gone) < group.width
         if group.name not in what.keep:
             assert not gone
