@@ -27,6 +27,13 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
+def deviation(values: Sequence[float]) -> str:
+    """Mean, and standard deviation where there are several."""
+    if len(values) == 1:
+        return f"{values[0]:.1f}"
+    return f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}"
+
+
 def ratio(values: Sequence[float], to: Sequence[float]) -> dict[str, float]:
     """Of paired repeats: the median of their ratios, and the least and largest."""
     return spread([value / other for value, other in zip(values, to, strict=True)])

@@ -1,10 +1,11 @@
-"""Runs of `dlio train`, whose reports are kept, so that an interrupted benchmark goes on."""
+"""Runs of `dlio train`, whose reports are kept, so that an interrupted benchmark goes on; and when
+a training was how good."""
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from dlio.errors import UsageError
@@ -51,3 +52,19 @@ def trained(name: str, folder: str, ranks: int, options: Mapping[str, Any]) -> d
     with open(path, encoding="utf-8") as file:
         told: dict[str, Any] = json.load(file)
     return told
+
+
+def first_at(goal: float, ends: Iterable[tuple[float, float]]) -> float | None:
+    """Seconds until an accuracy reached `goal`, on lines between what it was at the ends of epochs
+    and nothing at the beginning; None where it never did.
+
+    Args:
+        ends: (seconds since the beginning, accuracy) of each epoch's.
+    """
+    begun, before = 0.0, 0.0
+    for seconds, reached in ends:
+        if reached >= goal:
+            share = (goal - before) / (reached - before) if reached > before else 0.0
+            return begun + max(0.0, share) * (seconds - begun)
+        begun, before = seconds, reached
+    return None

@@ -1,5 +1,6 @@
 """`--case training`: what each exchange makes of a network, and how soon."""
 
+import itertools
 import os
 import statistics
 import tempfile
@@ -8,7 +9,8 @@ from contextlib import ExitStack
 from typing import Any, Final
 
 from dlio_bench.exchange.options import Options
-from dlio_bench.trainings import trained
+from dlio_bench.machine import deviation
+from dlio_bench.trainings import first_at, trained
 
 _COMPRESSED: Final = (
     "allreduce+onebit",
@@ -74,14 +76,8 @@ def final_accuracy(report: dict[str, Any]) -> float:
 def seconds_to(goal: float, epochs: Sequence[dict[str, Any]]) -> float | None:
     """Seconds of training until held-out accuracy reached `goal`, on lines between what it was at
     the ends of epochs and nothing at the beginning; None where it never did."""
-    spent, before = 0.0, 0.0
-    for epoch in epochs:
-        reached = epoch["val_accuracy"]
-        if reached >= goal:
-            share = (goal - before) / (reached - before) if reached > before else 0.0
-            return spent + max(0.0, share) * float(epoch["seconds"])
-        spent, before = spent + float(epoch["seconds"]), reached
-    return None
+    ends = itertools.accumulate(float(epoch["seconds"]) for epoch in epochs)
+    return first_at(goal, zip(ends, (epoch["val_accuracy"] for epoch in epochs), strict=True))
 
 
 def _row(
@@ -95,23 +91,17 @@ def _row(
     sent = [sum(epoch["exchange_bytes"] for epoch in each) for each in epochs]
     row: dict[str, Any] = {
         "exchange": name,
-        "held_out_percent": _with_deviation([100 * each for each in finals]),
-        "seconds": _with_deviation([sum(epoch["seconds"] for epoch in each) for each in epochs]),
+        "held_out_percent": deviation([100 * each for each in finals]),
+        "seconds": deviation([sum(epoch["seconds"] for epoch in each) for each in epochs]),
         "sent_MB": statistics.mean(sent) / 1e6,
         "distance": statistics.mean(each[-1]["consensus_distance"] for each in epochs),
     }
     if goal is not None:
         times = [seconds_to(goal, each) for each in epochs]
         reached = [each for each in times if each is not None]
-        row["seconds_to_goal"] = _with_deviation(reached) if reached else "-"
+        row["seconds_to_goal"] = deviation(reached) if reached else "-"
         row["reached"] = f"{len(reached)} of {len(times)}"
     if yardstick is not None:
         exact = [sum(epoch["exchange_bytes"] for epoch in each["epochs"]) for each in yardstick]
         row["allreduce_over_sent"] = statistics.mean(exact) / max(1.0, statistics.mean(sent))
     return row
-
-
-def _with_deviation(values: Sequence[float]) -> str:
-    if len(values) == 1:
-        return f"{values[0]:.1f}"
-    return f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}"

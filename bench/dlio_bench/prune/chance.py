@@ -31,6 +31,3 @@ class Chance(Callback):
         assert self._removal is not None
         if self._removal.step(run.updates, run.optimizer):
             run.reshaped()
-
-
-make = Chance

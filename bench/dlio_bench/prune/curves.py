@@ -5,6 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from dlio_bench.machine import deviation
+from dlio_bench.trainings import first_at
+
 _YARDSTICK = "unpruned"
 
 
@@ -25,13 +28,7 @@ class Curve:
     def seconds_to(self, goal: float) -> float | None:
         """Until held-out accuracy reached `goal`, on lines between the ends of epochs and nothing
         at the beginning; None where it never did."""
-        begun, before = 0.0, 0.0
-        for seconds, reached in zip(self.seconds, self.accuracy, strict=True):
-            if reached >= goal:
-                share = (goal - before) / (reached - before) if reached > before else 0.0
-                return begun + max(0.0, share) * (seconds - begun)
-            begun, before = seconds, reached
-        return None
+        return first_at(goal, zip(self.seconds, self.accuracy, strict=True))
 
 
 def summary(told: Mapping[str, Sequence[Curve]], tolerance: float) -> dict[str, Any]:
@@ -88,10 +85,3 @@ def sooner(pairs: Sequence[tuple[Curve, Curve]], less: float) -> str:
         return "never"
     spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
     return spread if len(ratios) == len(pairs) else f"{spread}, {len(ratios)} of {len(pairs)}"
-
-
-def deviation(values: Sequence[float]) -> str:
-    """Mean, and standard deviation where there are several."""
-    if len(values) == 1:
-        return f"{values[0]:.1f}"
-    return f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}"

@@ -106,7 +106,7 @@ def _variants(runs: _Runs, seed: int, width: int) -> Iterator[tuple[str, Curve]]
     yield "magnitude, after training", _cut(runs, weights, width, rounds, unpruned)
     path = os.path.join(runs.folder, f"rounds-{seed}.json")
     write_json(path, [{"step": each["step"], "widths": each["widths"]} for each in rounds])
-    by_chance = f"dlio_bench.prune.chance:make(rounds={path},seed={seed})"
+    by_chance = f"dlio_bench.prune.chance:Chance(rounds={path},seed={seed})"
     yield "by chance, as apoptosis", runs.curve("chance", seed, width, callback=[by_chance])
     narrow = _as_large(runs, pruned.parameters[-1], width)
     yield "narrow from the start", runs.curve("narrow", seed, narrow)
