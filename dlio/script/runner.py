@@ -17,6 +17,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
     register_module_parameter_registration_hook,
 )
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from dlio.comm import Communicator, world
 from dlio.errors import UsageError
@@ -86,8 +87,10 @@ class _Takeover:
         self._exchanges: list[tuple[torch.optim.Optimizer, Exchange]] = []
         self._modules: dict[nn.Module, tuple[Exchange, ...]] = {}
         self._of_parameter: dict[torch.Tensor, Exchange] = {}
-        self._places: dict[int, int] = {}
-        """By `id` of a parameter, how many were made before it."""
+        self._places = WeakTensorKeyDictionary()
+        """Of parameters that there still are, how many were made before each: the same on all
+        ranks, as addresses of memory that is used again are not."""
+        self._made = 0
         self._buffers: dict[int, torch.Tensor] = {}
         """Those that are rank 0's, by `id`, which holds as long as they are kept."""
         self._watched: set[tuple[nn.Module, Exchange]] = set()
@@ -163,13 +166,15 @@ class _Takeover:
         return made
 
     def _registered(self, module: nn.Module, name: str, parameter: object) -> None:
-        self._places[id(parameter)] = len(self._places)
+        if isinstance(parameter, torch.Tensor):
+            self._places[parameter] = self._made
+            self._made += 1
 
     def _adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep an optimizer's parameters together from here on. Collective."""
         parameters = [p for p in parameters_of(optimizer) if p.requires_grad]
         # As backward will come to them, whatever groups an optimizer has.
-        parameters.sort(key=lambda p: self._places.get(id(p), -1))
+        parameters.sort(key=lambda p: self._places[p] if p in self._places else -1)
         fresh = [p for p in parameters if p not in self._of_parameter]
         broadcast_tensors(fresh, self._comm)
         number = len(self._exchanges)
