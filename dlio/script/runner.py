@@ -174,7 +174,8 @@ class _Takeover:
         """Keep an optimizer's parameters together from here on. Collective."""
         parameters = [p for p in parameters_of(optimizer) if p.requires_grad]
         # As backward will come to them, whatever groups an optimizer has.
-        parameters.sort(key=lambda p: self._places[p] if p in self._places else -1)
+        place: Callable[..., int] = self._places.get
+        parameters.sort(key=lambda p: place(p, -1))
         fresh = [p for p in parameters if p not in self._of_parameter]
         broadcast_tensors(fresh, self._comm)
         number = len(self._exchanges)
