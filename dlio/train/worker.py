@@ -137,6 +137,11 @@ class Worker:
             self.epoch_number, self.position, self.left_out = epoch, 0, 0
             self.sums.zero_()
         begun = self.position
+        if self.pruner is not None:
+            a_step = self.global_batch * self.config.accumulate
+            later = self.config.epochs - epoch - 1
+            left = math.ceil((self.samples - begun) / a_step)
+            self.pruner.apoptosis.expect(left + later * math.ceil(self.samples / a_step))
         self._update_s = []
         before = self.exchange.statistics()
         started = updated = time.perf_counter()
@@ -290,7 +295,8 @@ class Worker:
         self._balancer.agree(everyone)
         accuracy = self._evaluate(mean)
         if self.pruner is not None and accuracy is not None:
-            self.pruner.apoptosis.held_out(accuracy)
+            _, correct, samples = np.sum([rank["sums"] for rank in everyone], axis=0).tolist()
+            self.pruner.apoptosis.held_out(accuracy, correct / max(1.0, samples))
         return EpochReport.of_ranks(
             self.epoch_number,
             everyone,

@@ -10,7 +10,7 @@ from torch import nn
 
 from dlio.cli import main
 from dlio.train.pruning import apply, find_groups
-from dlio_bench.prune import images, removal, tabular
+from dlio_bench.prune import images, removal, rows, tabular
 from dlio_bench.prune.curves import Curve, sooner
 from dlio_bench.prune.options import Options
 
@@ -19,7 +19,8 @@ def test_variants_of_a_perceptron_are_as_large_as_each_other(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     report, picture = tmp_path / "r.json", tmp_path / "r.png"
-    argv = ["bench", "prune", "--seeds", "1", "--epochs", "2", "--width", "128", "--rows", "6000"]
+    argv = ["bench", "prune", "--case", "tabular", "--seeds", "1", "--epochs", "2"]
+    argv += ["--width", "128", "--rows", "6000"]
     with pytest.raises(SystemExit) as ended:
         main([*argv, "--report", str(report), "--plot", str(picture)])
     assert ended.value.code in (0, None)
@@ -34,6 +35,18 @@ def test_variants_of_a_perceptron_are_as_large_as_each_other(
     assert len({tuple(curve["widths"][-1]) for curve in last.values()}) == 1
     assert last["apoptosis"]["parameters"][-1] < whole["parameters"][-1]
     assert [row["variant"] for row in told["rows"]] == ["unpruned", *last]
+
+
+def test_rows_that_are_left_out_are_not_read() -> None:
+    told = rows.measure(Options(seeds=1, epochs=6, width=64, rows=6000))
+    curves = {name: found[0] for name, found in told["raw"].items()}
+    whole, some = curves["unpruned"]["extra"], curves["samples left out"]["extra"]
+    assert whole["trained_on"] == 6 * 6000
+    assert some["trained_on"] < whole["trained_on"]
+    a_row = whole["read_MB"] / whole["trained_on"]
+    assert some["read_MB"] == pytest.approx(a_row * some["trained_on"])
+    assert curves["both"]["parameters"][-1] <= curves["unpruned"]["parameters"][-1]
+    assert len(curves["fewer epochs"]["seconds"]) < 6
 
 
 def test_rows_are_what_the_teacher_says_but_for_some() -> None:
@@ -71,6 +84,8 @@ def test_sooner_is_against_the_end_of_the_same_seed() -> None:
     early = Curve([5.0, 10.0], [0.4, 0.5], [100, 10], [(), ()])
     late = Curve([5.0, 10.0], [0.1, 0.39], [100, 10], [(), ()])
     assert sooner([(early, whole)], 0.0) == "4.00 (4.00 to 4.00)"
+    soon = Curve([10.0, 20.0, 30.0], [0.4, 0.5, 0.4], [9, 9, 9], [(), (), ()])
+    assert sooner([(soon, soon)], 0.0) == "1.00 (1.00 to 1.00)"
     assert sooner([(late, whole)], 0.0) == "never"
     assert sooner([(early, whole), (late, whole)], 0.0).endswith("1 of 2")
     assert sooner([(late, whole)], 0.01).startswith("2.00")

@@ -62,10 +62,12 @@ def _once(
 
 def _overhead(training: Training, repeats: int) -> list[float]:
     """Of one process, seconds of a step under `dlio.distribute` over those of the same loop
-    without, less one; of neighbouring steps. Of the processor: other processes' do not count."""
+    without, less one; of neighbouring steps, each after one that finds out where memory is. Of the
+    processor: other processes' do not count."""
     optimizer = torch.optim.SGD(training.model.parameters(), lr=1e-4)
 
     def seconds() -> float:
+        training.step(None, optimizer=optimizer)
         began = time.process_time()
         training.step(None, optimizer=optimizer)
         return time.process_time() - began

@@ -2,13 +2,20 @@
 
 import time
 from collections.abc import Callable
+from typing import Final
 
+import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
-from dlio.comm import Communicator
+from dlio.comm import Communicator, Request, world
+from dlio.errors import UsageError
 from dlio.train.exchange import Exchange
+from dlio.train.exchange.asgd import Asgd
 from dlio_bench.exchange.networks import batch, make
+
+_TIMEOUT_S: Final = 60.0
+_TURN_S: Final = 2e-4
 
 
 class Training:
@@ -58,6 +65,8 @@ class Training:
             exchange.before_step()
             exchange.after_step()
             exchange.finish()
+            if isinstance(exchange, Asgd):
+                _have_left(exchange, world())
 
 
 def timed(work: Callable[[], None], times: int, comm: Communicator) -> float:
@@ -68,6 +77,19 @@ def timed(work: Callable[[], None], times: int, comm: Communicator) -> float:
         work()
     comm.barrier()
     return (time.perf_counter() - began) / times
+
+
+def _have_left(exchange: Asgd, comm: Communicator) -> None:
+    """What nobody waits for in a training is waited for, to know how long it takes: all ranks'
+    messages, as each leaves only when it is taken. Collective."""
+    deadline = time.monotonic() + _TIMEOUT_S
+    everybody: Request | None = None
+    while everybody is None or not everybody.done():
+        if exchange.all_left() and everybody is None:
+            everybody = comm.iallreduce(np.zeros(1))
+        if time.monotonic() > deadline:
+            raise UsageError(f"asgd's messages have not left within {_TIMEOUT_S:g} s")
+        time.sleep(_TURN_S)
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor:

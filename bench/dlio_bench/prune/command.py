@@ -18,9 +18,11 @@ from dlio_bench.prune.options import Options
 CASES: Final[dict[str, str]] = {
     "images": "dlio_bench.prune.images:measure",
     "tabular": "dlio_bench.prune.tabular:measure",
+    "rows": "dlio_bench.prune.rows:measure",
     "samples": "dlio_bench.prune.images:measure_samples",
 }
 """Where each is; they load torch, which `--help` does not want."""
+_WITHOUT_IMAGES: Final = "tabular", "rows"
 _VERSIONS: Final = ("dlio", "torch", "torch-pruning", "numpy")
 
 
@@ -31,16 +33,20 @@ def command(
     val: Annotated[str | None, typer.Option(help="Held-out images.")] = None,
     case: Annotated[
         list[str] | None,
-        typer.Option(help=f"{', '.join(CASES)}. Repeatable; without SRC, tabular alone."),
+        typer.Option(help=f"{', '.join(CASES)}. Repeatable; without SRC, tabular and rows."),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1)] = 3,
     epochs: Annotated[int | None, typer.Option(help="Instead of a case's own.", min=1)] = None,
+    shrunk_epochs: Annotated[
+        int | None,
+        typer.Option(help="Of images' networks that are or become small.", min=1),
+    ] = None,
     width: Annotated[
         int | None, typer.Option(help="Of networks before they are pruned.", min=2)
     ] = None,
     tolerance: Annotated[float, typer.Option(help="Points of held-out accuracy.")] = 0.5,
     image_size: Annotated[int, typer.Option(min=32)] = 64,
-    rows: Annotated[int, typer.Option(help="That perceptrons learn from.", min=1000)] = 20_000,
+    rows: Annotated[int, typer.Option(help="That perceptrons learn from.", min=1000)] = 40_000,
     ranks: Annotated[int, typer.Option("--ranks", "-n", help="For images.", min=1)] = 2,
     keep: Annotated[
         str | None,
@@ -66,6 +72,7 @@ def command(
         ranks=ranks,
         seeds=seeds,
         epochs=epochs,
+        shrunk_epochs=shrunk_epochs,
         width=width,
         tolerance=tolerance,
         image_size=image_size,
@@ -73,11 +80,11 @@ def command(
         keep=keep,
         plot=plot,
     )
-    wanted = case or (list(CASES) if source else ["tabular"])
+    wanted = case or (list(CASES) if source else list(_WITHOUT_IMAGES))
     if wrong := [name for name in wanted if name not in CASES]:
         raise UsageError(f"--case {wrong[0]}: choose from {', '.join(CASES)}")
     for name in wanted:
-        if name != "tabular":
+        if name not in _WITHOUT_IMAGES:
             options.check_images(name)
     for option, path in (("--report", report), ("--plot", plot)):
         if path is not None:

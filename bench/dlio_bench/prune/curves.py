@@ -65,22 +65,25 @@ def summary(told: Mapping[str, Sequence[Curve]], tolerance: float) -> dict[str, 
         "rows": rows,
         "raw": curves_told,
         "said": [
-            f"{len(unpruned)} seed(s): mean ± standard deviation. Sooner: seconds of the unpruned "
-            "network's whole training over those until a variant was as good as it is in the end; "
-            "medians with the least and largest, and of how many seeds. Seconds are of training, "
-            "evaluation aside."
+            f"{len(unpruned)} seed(s): mean ± standard deviation. Sooner: seconds until the "
+            "unpruned network first was as good as it is in the end, over those until a variant "
+            "was; medians with the least and largest, and of how many seeds. Seconds are of "
+            "training, evaluation aside."
         ],
     }
 
 
 def sooner(pairs: Sequence[tuple[Curve, Curve]], less: float) -> str:
-    """Of (curve, yardstick): the yardstick's seconds over the curve's to its accuracy less `less`;
-    the yardstick's own are to its end."""
+    """Of (curve, yardstick): the yardstick's seconds over the curve's, to the accuracy that the
+    yardstick ends with; the curve's to that accuracy less `less`."""
     ratios = []
     for curve, whole in pairs:
-        reached = curve.seconds_to(whole.accuracy[-1] - less)
-        if reached:
-            ratios.append(whole.seconds[-1] / reached)
+        first, reached = (
+            whole.seconds_to(whole.accuracy[-1]),
+            curve.seconds_to(whole.accuracy[-1] - less),
+        )
+        if first and reached:
+            ratios.append(first / reached)
     if not ratios:
         return "never"
     spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"

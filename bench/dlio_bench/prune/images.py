@@ -18,7 +18,9 @@ from dlio_bench.prune.options import Options
 from dlio_bench.trainings import trained
 
 _WIDTH: Final = 64
-_EPOCHS: Final = 3
+_EPOCHS: Final = 5
+_SHRUNK_EPOCHS: Final = 8
+"""Steps of a small network are cheap: a part of the time that they save goes into more of them."""
 _SAMPLES_EPOCHS: Final = 12
 _SAMPLES: Final[dict[str, dict[str, Any]]] = {
     "unpruned": {},
@@ -31,7 +33,7 @@ def measure(options: Options) -> dict[str, Any]:
     """Runs of `dlio train` by seed: the wide network, as it is and with apoptosis; and, of the
     widths that apoptosis came to: what is left of the wide one after training, by magnitude;
     neurons removed by chance at the steps at which apoptosis did; and a network about as large from
-    the start."""
+    the start. Those that are or become small are trained for more epochs."""
     with ExitStack() as stack:
         runs = _Runs(options, "images", stack, options.epochs or _EPOCHS)
         width = options.width or _WIDTH
@@ -43,7 +45,8 @@ def measure(options: Options) -> dict[str, Any]:
 
 
 def measure_samples(options: Options) -> dict[str, Any]:
-    """Runs of `dlio train` by seed: as it is, with samples left out, and with both."""
+    """Runs of `dlio train` by seed: as it is, with samples left out, with both; and, with all
+    samples, of as many whole epochs as those that leave some out train on samples."""
     with ExitStack() as stack:
         runs = _Runs(options, "samples", stack, options.epochs or _SAMPLES_EPOCHS)
         width = options.width or _WIDTH // 2
@@ -51,6 +54,10 @@ def measure_samples(options: Options) -> dict[str, Any]:
         for seed in range(options.seeds):
             for name, more in _SAMPLES.items():
                 told.setdefault(name, []).append(runs.curve(name, seed, width, **more))
+            work = told["samples left out"][-1].extra["trained_on"]
+            fewer = max(1, round(work / told["unpruned"][-1].extra["trained_on"] * runs.epochs))
+            shorter = runs.curve(f"{fewer} epochs", seed, width, epochs=fewer)
+            told.setdefault("fewer epochs", []).append(shorter)
     return summary(told, options.tolerance)
 
 
@@ -97,8 +104,16 @@ def _variants(runs: _Runs, seed: int, width: int) -> Iterator[tuple[str, Curve]]
     report = runs.report("unpruned", seed, width, save=weights)
     unpruned = curve_of(report, runs.model(width))
     yield "unpruned", unpruned
+    epochs = runs.options.shrunk_epochs or max(
+        runs.epochs, round(runs.epochs * _SHRUNK_EPOCHS / _EPOCHS)
+    )
     report = runs.report(
-        "apoptosis", seed, width, prune="apoptosis", prune_tolerance=runs.options.tolerance
+        "apoptosis",
+        seed,
+        width,
+        epochs=epochs,
+        prune="apoptosis",
+        prune_tolerance=runs.options.tolerance,
     )
     pruned = curve_of(report, runs.model(width))
     yield "apoptosis", pruned
@@ -107,9 +122,10 @@ def _variants(runs: _Runs, seed: int, width: int) -> Iterator[tuple[str, Curve]]
     path = os.path.join(runs.folder, f"rounds-{seed}.json")
     write_json(path, [{"step": each["step"], "widths": each["widths"]} for each in rounds])
     by_chance = f"dlio_bench.prune.chance:Chance(rounds={path},seed={seed})"
-    yield "by chance, as apoptosis", runs.curve("chance", seed, width, callback=[by_chance])
+    chance = runs.curve("chance", seed, width, epochs=epochs, callback=[by_chance])
+    yield "by chance, as apoptosis", chance
     narrow = _as_large(runs, pruned.parameters[-1], width)
-    yield "narrow from the start", runs.curve("narrow", seed, narrow)
+    yield "narrow from the start", runs.curve("narrow", seed, narrow, epochs=epochs)
 
 
 def _cut(

@@ -15,12 +15,14 @@ class Options:
     seeds: int = 3
     epochs: int | None = None
     """In the place of a case's own."""
+    shrunk_epochs: int | None = None
+    """Of all networks but the one that stays as wide as it is."""
     width: int | None = None
     """Of the network before it is pruned, in the place of a case's own."""
     tolerance: float = 0.5
     """Points of held-out accuracy."""
     image_size: int = 64
-    rows: int = 20_000
+    rows: int = 40_000
     """That a perceptron learns from."""
     keep: str | None = None
     plot: str | None = None

@@ -1,9 +1,10 @@
 """`--case tabular`: a wide perceptron that learns what a small one says of rows of numbers."""
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
@@ -21,11 +22,11 @@ _TEACHER: Final = 24
 """Neurons of the teacher's only hidden layer."""
 _FLIPPED: Final = 0.05
 """Of the training labels, which are drawn anew."""
-_BATCH: Final = 128
+BATCH: Final = 128
 _LR: Final = 1e-3
 _WIDTH: Final = 1024
 _LAYERS: Final = 3
-_EPOCHS: Final = 12
+_EPOCHS: Final = 10
 _PROBE: Final = 1024
 """Rows that a round is tried with."""
 
@@ -41,6 +42,9 @@ class Task:
     held_out_rows: torch.Tensor
     held_out_labels: torch.Tensor
     """As the teacher says, none flipped."""
+    probe_rows: torch.Tensor
+    probe_labels: torch.Tensor
+    """Of neither."""
 
 
 def make_task(seed: int, samples: int) -> Task:
@@ -60,22 +64,50 @@ def make_task(seed: int, samples: int) -> Task:
     rows, labels = answered(samples)
     flipped = torch.rand(samples, generator=generator) < _FLIPPED
     drawn = torch.randint(0, _CLASSES, (samples,), generator=generator)
-    held_out = answered(max(1000, samples // 5))
-    return Task(rows, torch.where(flipped, drawn, labels), *held_out)
+    held_out, probe = answered(max(1000, samples // 5)), answered(_PROBE)
+    return Task(rows, torch.where(flipped, drawn, labels), *held_out, *probe)
 
 
-def perceptron(widths: Sequence[int]) -> nn.Sequential:
+def perceptron(widths: Sequence[int], seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
     layers: list[nn.Module] = []
     for inputs, outputs in zip((_FEATURES, *widths), widths, strict=False):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(widths[-1], _CLASSES))
 
 
+class Feed(Protocol):
+    """Batches of a task."""
+
+    def epoch(self, number: int) -> tuple[int, Iterable[tuple[torch.Tensor, torch.Tensor]]]:
+        """How many batches, and the batches."""
+
+    def weigh(self, losses: torch.Tensor) -> torch.Tensor:
+        """Losses of the last batch, shape (n,), times what they count."""
+
+
+class Shuffled:
+    """All rows, from memory, in another order each epoch."""
+
+    def __init__(self, task: Task, seed: int) -> None:
+        self._task, self._generator = task, torch.Generator().manual_seed(seed)
+
+    def epoch(self, number: int) -> tuple[int, Iterable[tuple[torch.Tensor, torch.Tensor]]]:
+        rows, labels = self._task.rows, self._task.labels
+        order = torch.randperm(len(rows), generator=self._generator)
+        whole = len(rows) // BATCH
+        parts = order[: whole * BATCH].split(BATCH)  # type: ignore[no-untyped-call]
+        return whole, ((rows[part], labels[part]) for part in parts)
+
+    def weigh(self, losses: torch.Tensor) -> torch.Tensor:
+        return losses
+
+
 def train(
     model: nn.Module,
     task: Task,
     epochs: int,
-    seed: int,
+    feed: Feed,
     after_step: Callable[[int, torch.optim.Optimizer], object] | None = None,
     apoptosis: Callable[[torch.optim.Optimizer, int], Any] | None = None,
 ) -> tuple[Curve, Any]:
@@ -88,20 +120,23 @@ def train(
     Returns: the curve, and the apoptosis.
     """
     optimizer = torch.optim.Adam(model.parameters(), lr=_LR)
-    steps = epochs * (len(task.rows) // _BATCH)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    pruning = apoptosis(optimizer, steps) if apoptosis else None
-    generator = torch.Generator().manual_seed(seed)
+    pruning = apoptosis(optimizer, epochs * (len(task.rows) // BATCH)) if apoptosis else None
     curve, spent, done = Curve(), 0.0, 0
-    for _ in range(epochs):
+    for epoch in range(epochs):
         began = time.perf_counter()
-        order = torch.randperm(len(task.rows), generator=generator)
-        for batch in order[: steps // epochs * _BATCH].split(_BATCH):  # type: ignore[no-untyped-call]
+        batches, feeding = feed.epoch(epoch)
+        known = 0.0
+        if pruning is not None:
+            pruning.expect((epochs - epoch) * batches)
+        for batch, (rows, labels) in enumerate(feeding):
+            for group in optimizer.param_groups:
+                group["lr"] = _LR * (1 + math.cos(math.pi * (epoch + batch / batches) / epochs)) / 2
             optimizer.zero_grad(set_to_none=True)
-            loss = cross_entropy(model(task.rows[batch]), task.labels[batch])
-            loss.backward()  # type: ignore[no-untyped-call]
+            logits = model(rows)
+            losses = cross_entropy(logits, labels, reduction="none")
+            known += float((logits.detach().argmax(1) == labels).double().mean()) / batches
+            feed.weigh(losses).mean().backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-            schedule.step()
             done += 1
             if pruning is not None:
                 pruning.step()
@@ -110,7 +145,7 @@ def train(
         spent += time.perf_counter() - began
         right = accuracy(model, task)
         if pruning is not None:
-            pruning.held_out(right)
+            pruning.held_out(right, known)
         curve.seconds.append(spent)
         curve.accuracy.append(right)
         curve.parameters.append(sum(p.numel() for p in model.parameters()))
@@ -141,58 +176,71 @@ def measure(options: Options) -> dict[str, Any]:
     and, of the widths that apoptosis came to: what is left of the wide one after training, by
     magnitude; neurons removed by chance at the steps at which apoptosis did; and a network of these
     widths from the start."""
-    width, epochs = options.width or _WIDTH, options.epochs or _EPOCHS
+    return by_seed(options, _variants)
+
+
+def by_seed(
+    options: Options, variants: Callable[[int, Sequence[int], int, Options], Mapping[str, Curve]]
+) -> dict[str, Any]:
+    """What `variants` gives of each seed, of the widths of the hidden layers and of epochs, told
+    together."""
+    widths, epochs = [options.width or _WIDTH] * _LAYERS, options.epochs or _EPOCHS
     told: dict[str, list[Curve]] = {}
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         for seed in range(options.seeds):
-            for name, curve in _variants(seed, width, epochs, options).items():
+            for name, curve in variants(seed, widths, epochs, options).items():
                 told.setdefault(name, []).append(curve)
     finally:
         torch.set_num_threads(before)
     return summary(told, options.tolerance)
 
 
-def _variants(seed: int, width: int, epochs: int, options: Options) -> dict[str, Curve]:
+def _variants(seed: int, whole: Sequence[int], epochs: int, options: Options) -> dict[str, Curve]:
     task = make_task(seed, options.rows)
 
     def fresh(widths: Sequence[int]) -> nn.Sequential:
-        torch.manual_seed(seed)
-        return perceptron(widths)
+        return perceptron(widths, seed)
 
-    whole = [width] * _LAYERS
     wide = fresh(whole)
-    found = {"unpruned": train(wide, task, epochs, seed)[0]}
+    found = {"unpruned": train(wide, task, epochs, Shuffled(task, seed))[0]}
     model = fresh(whole)
 
-    def apoptosis(optimizer: torch.optim.Optimizer, steps: int) -> dlio.Apoptosis:
+    pruning = pruned_by(model, task, options.tolerance)
+    found["apoptosis"], pruned = train(model, task, epochs, Shuffled(task, seed), apoptosis=pruning)
+    found["magnitude, after training"] = _cut(wide, task, found["unpruned"], pruned.groups)
+    model = fresh(whole)
+    chance = removal.ByChance(model, task.rows[:2], pruned.rounds, seed)
+    found["by chance, as apoptosis"] = train(
+        model, task, epochs, Shuffled(task, seed), after_step=chance.step
+    )[0]
+    narrow = fresh(found["apoptosis"].widths[-1])
+    found["narrow from the start"] = train(narrow, task, epochs, Shuffled(task, seed))[0]
+    return found
+
+
+def pruned_by(
+    model: nn.Module, task: Task, tolerance: float
+) -> Callable[[torch.optim.Optimizer, int], dlio.Apoptosis]:
+    """What `train` makes an Apoptosis with."""
+
+    def make(optimizer: torch.optim.Optimizer, steps: int) -> dlio.Apoptosis:
         return dlio.Apoptosis(
             model,
             optimizer,
             example=task.rows[:2],
-            probe=_probe(task, seed),
+            probe=_probe(task),
             steps=steps,
-            tolerance=options.tolerance,
+            tolerance=tolerance,
         )
 
-    found["apoptosis"], pruned = train(model, task, epochs, seed, apoptosis=apoptosis)
-    found["magnitude, after training"] = _cut(wide, task, found["unpruned"], pruned.groups)
-    model = fresh(whole)
-    chance = removal.ByChance(model, task.rows[:2], pruned.rounds, seed)
-    found["by chance, as apoptosis"] = train(model, task, epochs, seed, after_step=chance.step)[0]
-    narrow = fresh(found["apoptosis"].widths[-1])
-    found["narrow from the start"] = train(narrow, task, epochs, seed)[0]
-    return found
+    return make
 
 
-def _probe(task: Task, seed: int) -> Callable[[nn.Module], torch.Tensor]:
-    """Loss on some of the training rows."""
-    generator = torch.Generator().manual_seed(seed)
-    some = torch.randperm(len(task.rows), generator=generator)[:_PROBE]
-
+def _probe(task: Task) -> Callable[[nn.Module], torch.Tensor]:
     def probe(model: nn.Module) -> torch.Tensor:
-        return cross_entropy(model(task.rows[some]), task.labels[some])
+        return cross_entropy(model(task.probe_rows), task.probe_labels)
 
     return probe
 

@@ -19,7 +19,7 @@ network meanwhile, the version is another one, and the message is dropped.
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -46,6 +46,8 @@ _MAILBOX: Final = 2
 """Messages that are taken at a time."""
 _LONGEST: Final = 64
 """Steps between two messages, at most."""
+_PART: Final = 1 << 15
+"""Weights that are merged at a time."""
 _CLOSE_TIMEOUT_S: Final = 10.0
 
 
@@ -133,9 +135,11 @@ class Asgd:
     def after_step(self) -> None:
         if not self._peers:
             return
-        self._read()
-        self._merge(self._collect())
-        self._send()
+        merged = self._take()
+        if self._time_to_send():
+            if not merged:
+                self._read()
+            self._send()
         if self._sends or self._arriving:
             self._progress.go()
         else:
@@ -146,6 +150,14 @@ class Asgd:
 
     def finish(self) -> None:
         pass
+
+    @torch.no_grad()
+    def all_left(self) -> bool:
+        """Whether none of this rank's messages is under way. Takes what others have sent, as a
+        step does, so that theirs can leave."""
+        self._take()
+        self._clear_sent()
+        return not self._sends
 
     def reshape(self, cuts: Sequence[Cut]) -> None:
         """Waits for nobody: messages that are under way are told by their version."""
@@ -215,6 +227,14 @@ class Asgd:
         for parameter, view in zip(self._now.parameters, self._now.views, strict=True):
             view.copy_(parameter)
 
+    def _take(self) -> bool:
+        """Merge what has come; whether there was anything, and so the weights have been read."""
+        messages = self._collect()
+        if messages:
+            self._read()
+            self._merge(messages)
+        return bool(messages)
+
     def _collect(self) -> list[npt.NDArray[np.uint8]]:
         """Messages that have come; asks for those that have been announced."""
         for peer, request in list(self._expected.items()):
@@ -238,31 +258,41 @@ class Asgd:
         return [each.memory[: each.count] for each in ours]
 
     def _merge(self, messages: list[npt.NDArray[np.uint8]]) -> None:
-        """The mean of the weights and of those received that lie ahead of this rank."""
-        if not messages:
-            return
-        now, before = self._now.flat, self._before
-        total, count = now.clone(), 1
-        way = now - before
+        """The mean of the weights, as they have been read, and of those received that lie ahead of
+        this rank."""
+        taken = []
         for message in messages:
             if self._codec is None:
                 theirs = torch.from_numpy(message.view(np.float32))
             else:
-                unpacked = np.zeros(now.numel(), np.float32)
+                unpacked = np.zeros(self._now.flat.numel(), np.float32)
                 self._codec.add(message, unpacked)
                 theirs = torch.from_numpy(unpacked)
-            if float(torch.dot(way, theirs - before)) > 0:
-                self._accepted += 1
-                total += theirs
-                count += 1
-            else:
-                self._refused += 1
-        if count == 1:
+            if self._lies_ahead(theirs):
+                taken.append(theirs)
+        self._accepted += len(taken)
+        self._refused += len(messages) - len(taken)
+        if not taken:
             return
-        now.copy_(total.div_(count))
-        before.copy_(now)
+        for now, before, *others in self._parts(self._before, *taken):
+            for theirs in others:
+                now += theirs
+            before.copy_(now.div_(1 + len(taken)))
         for parameter, view in zip(self._now.parameters, self._now.views, strict=True):
             parameter.copy_(view)
+
+    def _lies_ahead(self, theirs: torch.Tensor) -> bool:
+        product = 0.0
+        for now, before, other in self._parts(self._before, theirs):
+            product += float(torch.dot(now - before, other - before))
+        return product > 0
+
+    def _parts(self, *others: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+        """Parts of the weights, and of others along them, that a core's cache holds: a whole
+        network's differences are as dear to allocate as to compute."""
+        whole = [self._now.flat, *others]
+        for start in range(0, self._now.flat.numel(), _PART):
+            yield [each[start : start + _PART] for each in whole]
 
     def _clear_sent(self) -> None:
         gone = [sent for sent in self._sends if all(each.done() for each in sent.requests)]
@@ -270,17 +300,21 @@ class Asgd:
         self._out += [sent.memory for sent in gone if len(sent.memory) == self._longest]
         self._sends = [sent for sent in self._sends if sent not in gone]
 
-    def _send(self) -> None:
-        """Tell a random rank, when it is time and the queue is short."""
+    def _time_to_send(self) -> bool:
+        """Once an interval, and while the queue is short."""
         self._clear_sent()
         self._steps += 1
         if self._steps < self._interval:
-            return
+            return False
         self._steps = 0
         if len(self._sends) >= _QUEUE:
             self._interval = min(_LONGEST, 2 * self._interval)
-            return
+            return False
         self._interval = max(1.0, 0.9 * self._interval)
+        return True
+
+    def _send(self) -> None:
+        """Tell a random rank."""
         peer = self._random.choice(self._peers)
         memory = self._out.pop() if self._out else np.empty(self._longest, np.uint8)
         used = self._longest

@@ -4,7 +4,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol, Self
 
 import torch
@@ -84,7 +84,7 @@ class Apoptosis:
         exchange: by default what `dlio.distribute` or `dlio run` keeps the optimizers' ranks
             together with; without one, this process prunes for itself.
         steps: of the optimizer in the whole training, whose last part prunes nothing. Without it
-            `stop()` says when that is.
+            `expect()` or `stop()` says when that is.
         tolerance: points of held-out accuracy that pruning may cost.
         limits: what may go beside the schedule's say: constant and twin neurons, frozen groups,
             multiples of widths; `loss` is the schedule's.
@@ -162,6 +162,11 @@ class Apoptosis:
         self._pace.stopped = self._pace.stopped or reason
         self._collector.close()
 
+    def expect(self, steps: int) -> None:
+        """So many steps are left of the training, where that was not known or has changed. To be
+        called on all ranks with the same number."""
+        self._pace.steps = self.steps + steps
+
     @property
     def stopped(self) -> str:
         """Why there will be no more rounds; empty while there may be."""
@@ -186,11 +191,12 @@ class Apoptosis:
             self._collector.close()
         return made
 
-    def held_out(self, accuracy: float) -> None:
+    def held_out(self, accuracy: float, training: float | None = None) -> None:
         """What held-out data say, as a part of 1, when somebody has looked: pruning slows down
-        where it has fallen by more than the tolerance, and ends when that happens again. To be
-        called on all ranks with the same number."""
-        self._pace.held_out(accuracy, self.steps)
+        where it has fallen by more than the tolerance, and ends when that happens again. Where
+        `training`, the accuracy in training, is above it, more neurons may go. To be called on all
+        ranks with the same numbers."""
+        self._pace.held_out(accuracy, self.steps, training)
         if self._pace.stopped:
             self._collector.close()
 
@@ -284,7 +290,8 @@ class Apoptosis:
             pace.skipped(self.steps)
             return None
         allowed = None if trier.before is None else pace.allowed(trier.before)
-        limits = pace.limits(self._limits, allowed)
+        least = {each.name: math.ceil(pace.keep * each.width) for each in self._original}
+        limits = replace(pace.limits(self._limits, allowed), least={**least, **self._limits.least})
         tried = trier.round(limits, allowed or 0.0)
         pace.hurt(tried.hurt)
         if tried.plan.keep:
@@ -299,7 +306,7 @@ class Apoptosis:
             self.groups, self.layout = applied.groups, applied.layout
             rise = 0.0 if tried.after is None else tried.after - (tried.before or 0.0)
             easily = not tried.hurt and rise <= (allowed or 0.0) / 2 and trier.before is not None
-            pace.succeeded(self.steps, tried.plan.keep, easily)
+            pace.succeeded(self.steps, tried.plan.keep, easily, tried.gently, rise)
             self._collect_anew()
         else:
             pace.nothing(self.steps, bool(tried.hurt))

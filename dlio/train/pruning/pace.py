@@ -2,7 +2,8 @@
 
 A round is due when its window of statistics is full. One that succeeds lets the next one take
 more; one that finds nothing makes the next one wait longer; one that hurts is undone, lets the next
-one take less, and the groups that it was for are left alone for 1, 2, 4, ... rounds.
+one take less, and the groups that it was for are left alone for 1, 2, 4, ... rounds. What all of
+them may cost is spent as early as it can be: the steps after it are cheaper, and make good.
 """
 
 from collections.abc import Iterable
@@ -27,10 +28,17 @@ class Schedule:
     """Part of the training before the first round."""
     end: float = 0.65
     """Part of the training after which no round is: what is left makes good."""
-    allowed: float = 8.0
-    """By how much a round may raise the probe's loss: so many times the tolerance, as a part of 1,
-    of the loss that there was first. More than 1, as the steps that follow make good."""
-    share: float = 0.25
+    allowed: float = 40.0
+    """By how much all rounds together may raise the probe's loss: so many times the tolerance, as a
+    part of 1, of the loss that there was first. More than 1, as the steps that follow make good."""
+    part: float = 0.25
+    """Of what is allowed in all, that one round may take."""
+    keep: float = 0.5
+    """Of a group's neurons as it was made, that stay although the loss seems not to need them: what
+    a network will learn with them shows only later. Halved whenever training's accuracy is above
+    the held-out one by more than the tolerance, and what is allowed begins anew: a network that
+    overfits has more than it needs."""
+    share: float = 0.5
     """Of a group's neurons, that may go in the first round."""
     most: float = 0.5
     """Of a group's neurons, that may go in any round."""
@@ -49,7 +57,7 @@ class Schedule:
                 f"Schedule(begin={self.begin}, end={self.end}): choose parts of the training, 0 to "
                 "1, the first one not above the second"
             )
-        for name in ("share", "most"):
+        for name in ("keep", "share", "most", "part"):
             if not 0 < getattr(self, name) <= 1:
                 raise UsageError(f"Schedule({name}={getattr(self, name)}): choose a part, to 1")
 
@@ -70,10 +78,14 @@ class Pace:
     """After which a round is due."""
     rounds: int = 0
     boldness: float = 1.0
+    keep: float = 0.0
+    """Of the groups' neurons as they were made; the schedule's at first."""
     waits: int = 1
     """Windows to the next round."""
     first_loss: float | None = None
     """Of the first probe."""
+    spent: float = 0.0
+    """By how much rounds have raised the probe's loss."""
     best: float | None = None
     """Held-out accuracy."""
     fell: int = 0
@@ -86,6 +98,7 @@ class Pace:
     """By group, the round before which it is left alone."""
 
     def __post_init__(self) -> None:
+        self.keep = self.keep or self.schedule.keep
         begin = int(self.schedule.begin * (self.steps or 0))
         self.next_step = self.next_step or max(begin, self.schedule.window)
 
@@ -106,7 +119,9 @@ class Pace:
         """By how much a round may raise the loss, which is `loss` before it."""
         if self.first_loss is None:
             self.first_loss = loss
-        return self.schedule.allowed * self.schedule.tolerance / 100 * abs(self.first_loss)
+        schedule = self.schedule
+        total = schedule.allowed * schedule.tolerance / 100 * abs(self.first_loss)
+        return max(0.0, min(schedule.part * total, total - self.spent))
 
     def limits(self, base: Limits, allowed: float | None) -> Limits:
         """Of the round that is due.
@@ -121,16 +136,28 @@ class Pace:
         loss = boldness * (base.loss if allowed is None else allowed)
         return replace(base, loss=loss, share=share, frozen=base.frozen | frozenset(alone))
 
-    def succeeded(self, step: int, taken: Iterable[str], easily: bool) -> None:
+    def succeeded(
+        self,
+        step: int,
+        taken: Iterable[str],
+        easily: bool,
+        gently: bool = False,
+        rise: float = 0.0,
+    ) -> None:
         """Some neurons went.
 
         Args:
             easily: whether it cost less than half of what was allowed.
+            gently: whether it was less than was planned first, as that hurt.
+            rise: of the probe's loss.
         """
+        self.spent += max(0.0, rise)
         for name in taken:
             self.fails.pop(name, None)
         self.waits = 1
-        if easily:
+        if gently:
+            self.boldness = max(self.boldness / 2, 1e-3)
+        elif easily:
             self.boldness = min(2 * self.boldness, 1e6)
         self._next(step)
 
@@ -149,8 +176,13 @@ class Pace:
             self.waits = min(2 * self.waits, self.schedule.patience)
         self._next(step)
 
-    def held_out(self, accuracy: float, step: int) -> None:
-        """The accuracy on held-out data, a part of 1, at an epoch's end."""
+    def held_out(self, accuracy: float, step: int, training: float | None = None) -> None:
+        """The accuracy on held-out data, a part of 1, at an epoch's end, and the epoch's own on
+        training data."""
+        if training is not None and training > accuracy + self.schedule.tolerance / 100:
+            self.keep, self.spent, self.waits = self.keep / 2, 0.0, 1
+            self.boldness = max(1.0, self.boldness)
+            self.next_step = min(self.next_step, step + self.schedule.window)
         if self.best is not None and accuracy < self.best - self.schedule.tolerance / 100:
             self.fell += 1
             self.boldness /= 4

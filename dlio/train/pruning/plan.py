@@ -52,9 +52,11 @@ class Limits:
     loss: float = 1e-3
     """By how much the loss may change, to first order, by all unneeded neurons of a group."""
     share: float = 0.5
-    """Of a group's neurons."""
+    """Of a group's neurons; a multiple of them, where that is more."""
     multiple: int = 8
     """That widths, in channels, are rounded up to."""
+    least: Mapping[str, int] = field(default_factory=dict)
+    """By group, neurons that stay, however little the loss seems to need them."""
     frozen: frozenset[str] = frozenset()
     """Names of groups that stay as they are."""
 
@@ -242,12 +244,12 @@ def _candidates(
             taken |= {twin.of, twin.twin}
     if seen and all(reader.scored for reader in readers):
         loss = np.sum([reader.loss for reader in readers], axis=0)
-        total = 0.0
+        total, least = 0.0, limits.least.get(group.name, 1)
         for n in np.argsort(loss, kind="stable").tolist():
             if n in taken:
                 continue
             total += float(loss[n])
-            if total > limits.loss:
+            if total > limits.loss or group.width - len(found) <= least:
                 break
             cost = total / limits.loss if limits.loss else 0.0
             found[n] = Removal(group.name, n, "unneeded", float(moves[n]), cost)
@@ -278,7 +280,11 @@ def _vectors(group: Group, weights: Weights) -> Array | None:
 def _chosen(group: Group, found: dict[int, Removal], limits: Limits) -> list[Removal]:
     """The cheapest, as many as the limits and whole multiples allow, by neuron."""
     each = limits.multiple // gcd(limits.multiple, group.unit)
-    many = min(len(found), int(limits.share * group.width), group.width - 1)
+    share = int(limits.share * group.width)
+    if limits.share > 0:
+        # A narrow group shrinks by a multiple, or never.
+        share = max(share, (group.width - 1) % each + 1)
+    many = min(len(found), share, group.width - 1)
     width = -(-(group.width - many) // each) * each
     many = max(0, group.width - width)
     order = sorted(found.values(), key=lambda removal: (removal.cost, removal.neuron))

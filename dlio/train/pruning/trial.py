@@ -20,8 +20,10 @@ from dlio.train.pruning.plan import Limits, Plan, plan, weights_of
 from dlio.train.pruning.ranks import of_first, reduced, total
 from dlio.train.pruning.statistics import Statistics
 
-_PARTS: Final = 8
-"""Of a plan that hurts, that are tried one by one."""
+_GENTLER: Final = 1 / 2, 1 / 4
+"""A plan that hurts is tried again at such parts of its limits: of the share, and of the loss."""
+_PARTS: Final = 4
+"""Of a plan that hurts even then, that are tried one by one."""
 
 Probe = Callable[[nn.Module], tuple[float, float]]
 """Gives (sum of losses, samples) of a model on this rank's probe; (0, 0) where it has none."""
@@ -41,6 +43,8 @@ class Trial:
     """With `plan` carried out."""
     tries: int
     """Plans whose loss was looked at."""
+    gently: bool = False
+    """Whether less was taken of each group than was planned first, as that hurt."""
 
 
 class Trier:
@@ -69,21 +73,29 @@ class Trier:
 
     def round(self, limits: Limits, allowed: float) -> Trial:
         """Collective. A plan within `limits` that raises the probe's loss by at most `allowed`:
-        all of what was planned, or those parts of it that do not hurt, or nothing."""
+        all of what was planned, or less of each group, or of those groups that do not hurt, or
+        nothing."""
         whole = self._planned(limits)
         if not whole.keep or self.before is None:
             return Trial(whole, (), self.before, self.before, 0)
         after = self._loss(whole)
         if after - self.before <= allowed:
             return Trial(whole, (), self.before, after, self._tries)
-        names = list(whole.keep)
-        fits = self._parts_that_fit(names, limits, allowed) if len(names) > 1 else []
+        share, loss = _GENTLER
+        limits = replace(limits, share=limits.share * share, loss=limits.loss * loss)
+        less = self._planned(limits)
+        if less.keep:
+            after = self._loss(less)
+            if after - self.before <= allowed:
+                return Trial(less, (), self.before, after, self._tries, gently=True)
+        names = list(less.keep) or list(whole.keep)
+        fits = self._parts_that_fit(names, limits, allowed) if len(less.keep) > 1 else []
         rest = [name for name in names if name not in fits]
         if fits:
             some = self._planned(self._only(fits, limits))
             after = self._loss(some)
             if after - self.before <= allowed:
-                return Trial(some, tuple(rest), self.before, after, self._tries)
+                return Trial(some, tuple(rest), self.before, after, self._tries, gently=True)
         return Trial(Plan(), tuple(names), self.before, self.before, self._tries)
 
     def _parts_that_fit(self, names: list[str], limits: Limits, allowed: float) -> list[str]:

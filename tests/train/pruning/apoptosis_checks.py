@@ -19,7 +19,14 @@ from dlio.train.pruning.ranks import greatest, of_first, reduced
 
 STEPS: Final = 60
 SCHEDULE: Final = Schedule(
-    every=2, looks=4, begin=0.0, end=0.8, tolerance=5.0, allowed=2.0, share=0.125
+    every=2,
+    looks=4,
+    begin=0.0,
+    end=0.8,
+    tolerance=5.0,
+    allowed=16.0,
+    part=0.125,
+    share=0.125,
 )
 
 

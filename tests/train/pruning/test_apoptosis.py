@@ -117,7 +117,7 @@ def test_parts_of_a_round_that_do_not_hurt_are_done() -> None:
         example=EXAMPLE,
         probe=probing,
         steps=60,
-        schedule=Schedule(every=1, looks=4, begin=0, tolerance=50.0, allowed=1.0, share=0.5),
+        schedule=Schedule(every=1, looks=4, begin=0, tolerance=50.0, allowed=4.0, share=0.5),
         limits=Limits(constant=0.5),
     ) as apoptosis:
         train(net, optimizer, apoptosis, range(30), 0)

@@ -46,6 +46,9 @@ def test_success_makes_bold_and_harm_makes_shy() -> None:
     assert (bolder.loss, bolder.share) == (0.2, 0.2)
     pace.succeeded(16, ["a"], easily=False)
     assert pace.limits(Limits(), 0.1) == bolder
+    pace.succeeded(16, ["a"], easily=True, gently=True)
+    assert pace.limits(Limits(), 0.1) == before
+    pace.succeeded(16, ["a"], easily=True)
     for step in (24, 32, 40):
         pace.succeeded(step, ["a"], easily=True)
     assert pace.limits(Limits(), 0.1).share == 0.4
@@ -72,10 +75,16 @@ def test_a_group_that_hurts_is_left_alone_for_longer_each_time() -> None:
     assert "a" not in pace.fails
 
 
-def test_what_the_probe_may_rise_by_is_the_tolerance_of_its_first_loss() -> None:
-    pace = Pace(Schedule(tolerance=0.5, allowed=2.0), None)
-    assert pace.allowed(3.0) == pytest.approx(0.03)
-    assert pace.allowed(1.0) == pytest.approx(0.03)
+def test_rounds_together_may_raise_the_loss_by_the_tolerance_of_the_first_one() -> None:
+    pace = Pace(Schedule(tolerance=0.5, allowed=2.0, part=0.4), None)
+    assert pace.allowed(3.0) == pytest.approx(0.012)
+    pace.succeeded(8, ["a"], easily=False, rise=0.011)
+    pace.succeeded(16, ["a"], easily=True, rise=-0.5)
+    assert pace.allowed(1.0) == pytest.approx(0.012)
+    pace.succeeded(24, ["a"], easily=False, rise=0.012)
+    assert pace.allowed(1.0) == pytest.approx(0.007)
+    pace.succeeded(32, ["a"], easily=False, rise=0.012)
+    assert pace.allowed(1.0) == 0
     assert Pace(Schedule(tolerance=0.0), None).allowed(3.0) == 0
 
 
@@ -93,6 +102,16 @@ def test_held_out_accuracy_that_falls_slows_pruning_and_then_ends_it() -> None:
     assert pace.stopped
     assert not pace.due(10_000)
     assert pace.over(0)
+
+
+def test_a_network_that_overfits_has_neurons_to_spare() -> None:
+    pace = Pace(Schedule(keep=0.4), None)
+    pace.held_out(0.50, 8, training=0.504)
+    pace.held_out(0.52, 16)
+    assert pace.keep == 0.4
+    pace.succeeded(20, ["a"], easily=True, rise=0.1)
+    pace.held_out(0.53, 24, training=0.6)
+    assert (pace.keep, pace.spent) == (0.2, 0.0)
 
 
 def test_a_pace_goes_on_from_json() -> None:

@@ -64,7 +64,8 @@ def test_plans_keep_to_share_and_multiple_and_are_pure(
     assert json.dumps(Plan.from_json(json.loads(text)).to_json()) == text
     for group in groups:
         gone = [r for r in what.removals if r.group == group.name]
-        assert len(gone) <= share * group.width
+        assert len(gone) <= max(share * group.width, multiple)
+        assert share or not gone
         assert len(gone) < group.width
         if group.name not in what.keep:
             assert not gone
@@ -97,10 +98,17 @@ def test_frozen_groups_stay_as_they_are() -> None:
 
 def test_a_width_that_is_no_multiple_becomes_one_or_stays() -> None:
     groups, weights, statistics = _case("mlp", 1)
-    for share, kept in ((0.3, 24), (0.4, 16), (0.9, 8)):
+    for share, kept in ((0.0, 24), (0.1, 16), (0.4, 16), (0.9, 8)):
         limits = Limits(loss=1e9, share=share)
         what = plan(groups[:1], weights, statistics, limits)
         assert len(what.keep.get("0", range(24))) == kept
+
+
+def test_as_many_neurons_stay_as_are_asked_for() -> None:
+    groups, weights, statistics = _case("mlp", 1)
+    limits = Limits(loss=1e9, share=1.0, multiple=1, least={groups[0].name: 9})
+    what = plan(groups, weights, statistics, limits)
+    assert [len(what.keep[group.name]) for group in groups] == [9, 1]
 
 
 def test_without_statistics_only_twins_go() -> None:

@@ -1,0 +1,107 @@
+"""`--case rows`: a wide perceptron that does not read what it knows already."""
+
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+import dlio
+from dlio_bench.prune.curves import Curve
+from dlio_bench.prune.options import Options
+from dlio_bench.prune.tabular import (
+    BATCH,
+    Task,
+    by_seed,
+    make_task,
+    perceptron,
+    pruned_by,
+    train,
+)
+
+_SHARE: Final = 0.6
+"""Of the rows that an epoch leaves out at most."""
+
+
+def measure(options: Options) -> dict[str, Any]:
+    """By seed, one after another on one thread, rows from a file through `dlio.DataLoader`: with
+    all of them, with samples left out, with neurons removed as well; and, with all samples, of as
+    many whole epochs as those that leave some out train on samples."""
+    return by_seed(options, _variants)
+
+
+class _Read:
+    """Rows of a file; with `epochs` those that a SampleSkipper keeps in a run of so many."""
+
+    def __init__(self, path: str, seed: int, epochs: int | None) -> None:
+        self._loader = dlio.DataLoader(dlio.open(path), BATCH, shuffle=True, seed=seed)
+        self._skipper = (
+            None if epochs is None else dlio.SampleSkipper(self._loader, epochs, _SHARE, seed=seed)
+        )
+        self.extra = {"read_MB": 0.0, "trained_on": 0.0}
+
+    def __enter__(self) -> "_Read":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._skipper is not None:
+            self._skipper.close()
+        self._loader.close()
+
+    def epoch(self, number: int) -> tuple[int, Iterable[tuple[torch.Tensor, torch.Tensor]]]:
+        if self._skipper is None:
+            self._loader.set_epoch(number)
+        else:
+            self._skipper.begin(number)
+        return len(self._loader), self._batches()
+
+    def _batches(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        for batch in self._loader:
+            yield batch["rows"], batch["labels"]
+        told = self._loader.stats()
+        self.extra["read_MB"] += sum(told["bytes"].values()) / 1e6
+        self.extra["trained_on"] += told["samples"]
+
+    def weigh(self, losses: torch.Tensor) -> torch.Tensor:
+        return losses if self._skipper is None else self._skipper.weigh(losses)
+
+
+def _variants(seed: int, widths: Sequence[int], epochs: int, options: Options) -> dict[str, Curve]:
+    task = make_task(seed, options.rows)
+    with tempfile.TemporaryDirectory(prefix="dlio-bench-") as folder:
+        path = os.path.join(folder, "rows.npz")
+        np.savez(path, rows=task.rows.numpy(), labels=task.labels.numpy())
+        source = f"{path}::rows,labels"
+
+        def run(epochs: int, skip: bool, prune: bool) -> Curve:
+            return _trained(task, source, seed, widths, epochs, skip, prune, options.tolerance)
+
+        found = {
+            "unpruned": run(epochs, skip=False, prune=False),
+            "samples left out": run(epochs, skip=True, prune=False),
+            "both": run(epochs, skip=True, prune=True),
+        }
+        work = found["samples left out"].extra["trained_on"]
+        fewer = max(1, round(work / found["unpruned"].extra["trained_on"] * epochs))
+        found["fewer epochs"] = run(fewer, skip=False, prune=False)
+    return found
+
+
+def _trained(
+    task: Task,
+    source: str,
+    seed: int,
+    widths: Sequence[int],
+    epochs: int,
+    skip: bool,
+    prune: bool,
+    tolerance: float,
+) -> Curve:
+    model = perceptron(widths, seed)
+    pruning = pruned_by(model, task, tolerance) if prune else None
+    with _Read(source, seed, epochs if skip else None) as feed:
+        curve, _ = train(model, task, epochs, feed, apoptosis=pruning)
+    curve.extra.update(feed.extra)
+    return curve
