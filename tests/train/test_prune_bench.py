@@ -44,9 +44,10 @@ def test_rows_that_are_left_out_are_not_read() -> None:
     assert whole["trained_on"] == 6 * 6000
     assert some["trained_on"] < whole["trained_on"]
     a_row = whole["read_MB"] / whole["trained_on"]
-    assert some["read_MB"] == pytest.approx(a_row * some["trained_on"])
+    assert some["read_MB"] == pytest.approx(a_row * some["trained_on"], rel=0.01)
     assert curves["both"]["parameters"][-1] <= curves["unpruned"]["parameters"][-1]
-    assert len(curves["fewer epochs"]["seconds"]) < 6
+    work = some["trained_on"] / whole["trained_on"]
+    assert len(curves["fewer epochs"]["seconds"]) == round(6 * work)
 
 
 def test_rows_are_what_the_teacher_says_but_for_some() -> None:
