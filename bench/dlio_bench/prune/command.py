@@ -39,7 +39,7 @@ def command(
     epochs: Annotated[int | None, typer.Option(help="Instead of a case's own.", min=1)] = None,
     shrunk_epochs: Annotated[
         int | None,
-        typer.Option(help="Of images' networks that are or become small.", min=1),
+        typer.Option(help="Of networks that are or become small.", min=1),
     ] = None,
     width: Annotated[
         int | None, typer.Option(help="Of networks before they are pruned.", min=2)

@@ -21,6 +21,7 @@ from dlio_bench.prune.tabular import (
     train,
 )
 
+_EPOCHS: Final = 20
 _SHARE: Final = 0.6
 """Of the rows that an epoch leaves out at most."""
 
@@ -29,7 +30,7 @@ def measure(options: Options) -> dict[str, Any]:
     """By seed, one after another on one thread, rows from a file through `dlio.DataLoader`: with
     all of them, with samples left out, with neurons removed as well; and, with all samples, of as
     many whole epochs as those that leave some out train on samples."""
-    return by_seed(options, _variants)
+    return by_seed(options, _variants, _EPOCHS)
 
 
 class _Read:

@@ -26,7 +26,9 @@ BATCH: Final = 128
 _LR: Final = 1e-3
 _WIDTH: Final = 1024
 _LAYERS: Final = 3
-_EPOCHS: Final = 10
+_EPOCHS: Final = 6
+_SHRUNK_EPOCHS: Final = 10
+"""Steps of a small network are cheap: a part of the time that they save goes into more of them."""
 _PROBE: Final = 1024
 """Rows that a round is tried with."""
 
@@ -175,16 +177,18 @@ def measure(options: Options) -> dict[str, Any]:
     """By seed, one after another on one thread: the wide network, as it is and with apoptosis;
     and, of the widths that apoptosis came to: what is left of the wide one after training, by
     magnitude; neurons removed by chance at the steps at which apoptosis did; and a network of these
-    widths from the start."""
-    return by_seed(options, _variants)
+    widths from the start. Those that are or become small are trained for more epochs."""
+    return by_seed(options, _variants, _EPOCHS)
 
 
 def by_seed(
-    options: Options, variants: Callable[[int, Sequence[int], int, Options], Mapping[str, Curve]]
+    options: Options,
+    variants: Callable[[int, Sequence[int], int, Options], Mapping[str, Curve]],
+    epochs: int,
 ) -> dict[str, Any]:
     """What `variants` gives of each seed, of the widths of the hidden layers and of epochs, told
     together."""
-    widths, epochs = [options.width or _WIDTH] * _LAYERS, options.epochs or _EPOCHS
+    widths, epochs = [options.width or _WIDTH] * _LAYERS, options.epochs or epochs
     told: dict[str, list[Curve]] = {}
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -203,20 +207,21 @@ def _variants(seed: int, whole: Sequence[int], epochs: int, options: Options) ->
     def fresh(widths: Sequence[int]) -> nn.Sequential:
         return perceptron(widths, seed)
 
+    more = options.shrunk_epochs or max(epochs, round(epochs * _SHRUNK_EPOCHS / _EPOCHS))
     wide = fresh(whole)
     found = {"unpruned": train(wide, task, epochs, Shuffled(task, seed))[0]}
     model = fresh(whole)
 
     pruning = pruned_by(model, task, options.tolerance)
-    found["apoptosis"], pruned = train(model, task, epochs, Shuffled(task, seed), apoptosis=pruning)
+    found["apoptosis"], pruned = train(model, task, more, Shuffled(task, seed), apoptosis=pruning)
     found["magnitude, after training"] = _cut(wide, task, found["unpruned"], pruned.groups)
     model = fresh(whole)
     chance = removal.ByChance(model, task.rows[:2], pruned.rounds, seed)
     found["by chance, as apoptosis"] = train(
-        model, task, epochs, Shuffled(task, seed), after_step=chance.step
+        model, task, more, Shuffled(task, seed), after_step=chance.step
     )[0]
     narrow = fresh(found["apoptosis"].widths[-1])
-    found["narrow from the start"] = train(narrow, task, epochs, Shuffled(task, seed))[0]
+    found["narrow from the start"] = train(narrow, task, more, Shuffled(task, seed))[0]
     return found
 
 

@@ -24,7 +24,7 @@ class Schedule:
     """Steps from one look at neurons to the next."""
     looks: int = 6
     """Looks that fill a window, and so the least steps between rounds are `every * looks`."""
-    begin: float = 0.04
+    begin: float = 0.02
     """Part of the training before the first round."""
     end: float = 0.65
     """Part of the training after which no round is: what is left makes good."""
