@@ -9,7 +9,7 @@ import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -17,7 +17,6 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
     register_module_parameter_registration_hook,
 )
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from dlio.comm import Communicator, world
 from dlio.errors import UsageError
@@ -27,6 +26,8 @@ from dlio.train.distribute import follow, parameters_of
 from dlio.train.exchange import Exchange, exchange_of, parse_exchange
 from dlio.train.exchange.buckets import broadcast_tensors
 from dlio.train.pruning.find import is_bare_copy
+
+_PLACE: Final = "_dlio_place"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +88,9 @@ class _Takeover:
         self._exchanges: list[tuple[torch.optim.Optimizer, Exchange]] = []
         self._modules: dict[nn.Module, tuple[Exchange, ...]] = {}
         self._of_parameter: dict[torch.Tensor, Exchange] = {}
-        self._places = WeakTensorKeyDictionary()
-        """Of parameters that there still are, how many were made before each: the same on all
-        ranks, as addresses of memory that is used again are not."""
         self._made = 0
+        """Parameters so far. Each bears its number, which is the same on all ranks, as addresses of
+        memory that is used again are not, and which it keeps when it is cut."""
         self._buffers: dict[int, torch.Tensor] = {}
         """Those that are rank 0's, by `id`, which holds as long as they are kept."""
         self._watched: set[tuple[nn.Module, Exchange]] = set()
@@ -167,15 +167,14 @@ class _Takeover:
 
     def _registered(self, module: nn.Module, name: str, parameter: object) -> None:
         if isinstance(parameter, torch.Tensor):
-            self._places[parameter] = self._made
+            setattr(parameter, _PLACE, self._made)
             self._made += 1
 
     def _adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep an optimizer's parameters together from here on. Collective."""
         parameters = [p for p in parameters_of(optimizer) if p.requires_grad]
         # As backward will come to them, whatever groups an optimizer has.
-        place: Callable[..., int] = self._places.get
-        parameters.sort(key=lambda p: place(p, -1))
+        parameters.sort(key=lambda p: getattr(p, _PLACE, -1))
         fresh = [p for p in parameters if p not in self._of_parameter]
         broadcast_tensors(fresh, self._comm)
         number = len(self._exchanges)
