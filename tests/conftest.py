@@ -15,6 +15,11 @@ from pathlib import Path
 from typing import Protocol
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A machine that is busy draws slowly, which says nothing of what is tested.
+settings.register_profile("dlio", suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("dlio")
 
 ROOT = Path(__file__).resolve().parent.parent
 
