@@ -268,6 +268,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         current = self._current() if self._current is not None else None
         if current is not None:
             current.close()
+        self._engines.drop_ahead()  # It reads from the data set.
         if self._data is not None:
             self._data.close()
             if self._data is not self.dataset:

@@ -63,7 +63,7 @@ class Step:
     listener: Callable[[list[int]], None] | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Receive:
     request: Request
     buffer: npt.NDArray[np.uint8]
@@ -188,14 +188,19 @@ class Shuffle:
                 with self._condition:
                     self._planned += 1
                     self._condition.notify_all()
-            while not self._closing and (self._receives or self._sends):
+            while not self._closing and (self._busy or not self._consumed_all):
                 self._progress()
                 self._pause()
             self._finish()
         except BaseException as error:
-            with self._condition:
-                self._error = error
-                self._condition.notify_all()
+            self._failed(error)
+            self._abandon()
+
+    def _failed(self, error: BaseException) -> None:
+        """Have whoever waits for steps meet the first error."""
+        with self._condition:
+            self._error = self._error or error
+            self._condition.notify_all()
 
     def _wait_for_turn(self) -> bool:
         """Until the next window may be planned. False when the shuffle is being closed."""
@@ -210,10 +215,17 @@ class Shuffle:
             self._pause()
 
     def _pause(self) -> None:
-        busy = bool(self._receives or self._sends)
         with self._condition:
             if not self._closing:
-                self._condition.wait(_IDLE_S if busy else 0.1)
+                self._condition.wait(_IDLE_S if self._busy else 0.1)
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._receives or self._sends)
+
+    @property
+    def _consumed_all(self) -> bool:
+        return self._consumed_step >= self._plan.steps
 
     def _start(self, number: int) -> None:
         steps = self._windows[number]
@@ -272,6 +284,10 @@ class Shuffle:
                 return hierarchy.read_stored(*where[k], into)
             except DlioError:
                 return None  # The receiver will meet the error, and name the sample.
+            except Exception as error:
+                # Peers expect the message all the same; this rank's user meets the error.
+                self._failed(error)
+                return None
 
         message = pack_message(self._memory.take(message_bytes(sizes)), sizes, read)
         hierarchy.counters.add("sent", len(message) - ENTRY_BYTES * len(samples))
@@ -323,16 +339,17 @@ class Shuffle:
     def _finish(self) -> None:
         """Leave no message under way behind.
 
-        After a whole epoch every message has been planned by both sides. After an early end
-        ranks may have planned differently far: they tell each other how far, receive what the
-        others have sent beyond, and cancel what the others never will.
+        After a whole epoch every message has been planned by both sides. After an early end,
+        which all ranks come to alike, they may have planned differently far: they tell each other
+        how far, even if everything, receive what the others have sent beyond, and cancel what the
+        others never will.
         """
         if not self._moves:
             return
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
-        if self._planned < len(self._windows) or any(r.steps for r in self._receives):
+        if not self._consumed_all:
             self._agree_on_end(deadline)
-        while (self._sends or self._receives) and time.monotonic() < deadline:
+        while self._busy and time.monotonic() < deadline:
             self._progress()
             time.sleep(_IDLE_S)
         for receive in self._receives:
@@ -340,6 +357,13 @@ class Shuffle:
                 self._cancel(receive)
             else:
                 leave(receive.request, receive.buffer)
+        for send in self._sends:
+            leave(*send)
+
+    def _abandon(self) -> None:
+        """Keep the memory that MPI may still read and write."""
+        for receive in self._receives:
+            leave(receive.request, receive.buffer)
         for send in self._sends:
             leave(*send)
 

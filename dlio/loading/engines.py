@@ -105,11 +105,15 @@ class Engines:
         ahead.stats.restart()
         return ahead
 
-    def close(self) -> None:
-        """End what is ahead, and give the communicators back."""
+    def drop_ahead(self) -> None:
+        """End the pass that was begun ahead."""
         if self._ahead is not None:
             self._ahead.feed.close()
             self._ahead = None
+
+    def close(self) -> None:
+        """Give the communicators back."""
+        self.drop_ahead()
         for comm in (self._comm, self._other_comm):
             if comm is not None:
                 comm.close()

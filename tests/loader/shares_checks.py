@@ -1,25 +1,43 @@
 """What ranks with uneven shares do together; run under mpirun with a folder and a mode.
 
 Each pass has other shares; the last goes on, with others again, in the middle of one before.
-Prints one JSON line a rank: its samples a step, for each pass.
+Each pass is begun ahead, and dropped for its new shares. Prints one JSON line a rank: its samples
+a step for each pass, how often it asked peers how far they were, and what came of it.
 """
 
 import json
 import sys
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 
 import dlio
+from dlio import shuffle
 from dlio.comm import world
 from dlio.errors import UsageError
 
 SHARES = ([5, 1, 6], [10, 1, 1], None, [2, 9, 1], [1, 2, 9])
 
 
+def counted(owner: Any, name: str, calls: Counter[str]) -> None:
+    """Count calls of a function."""
+    function = getattr(owner, name)
+
+    def call(*args: Any) -> Any:
+        calls[name] += 1
+        return function(*args)
+
+    setattr(owner, name, call)
+
+
 def main(folder: str, mode: str) -> None:
     comm = world()
+    calls: Counter[str] = Counter()
+    counted(shuffle, "leave", calls)
+    counted(shuffle.Shuffle, "_agree_on_end", calls)
+    counted(shuffle.Shuffle, "_settle", calls)
     passes = []
     kept: dict[str, Any] = {}
     with (
@@ -55,7 +73,7 @@ def main(folder: str, mode: str) -> None:
             with pytest.raises(UsageError, match="3 numbers that sum to 12"):
                 iter(loader)
     assert kept == {**kept, "position": 60}
-    print(json.dumps({"rank": comm.rank, "passes": passes}), flush=True)
+    print(json.dumps({"rank": comm.rank, "passes": passes, "calls": calls}), flush=True)
 
 
 if __name__ == "__main__":

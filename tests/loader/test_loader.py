@@ -191,6 +191,25 @@ def test_leaving_early_leaves_nothing(folder: Path) -> None:
         del one, two
 
 
+def test_the_pass_that_is_ahead_ends_before_the_data_set_is_closed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = dlio.open(str(folder), image_size=32)
+    alive: list[set[str]] = []
+    close = data.close
+
+    def closing() -> None:
+        alive.append({t.name for t in threading.enumerate() if t.name.startswith("dlio-shuffle")})
+        close()
+
+    monkeypatch.setattr(data, "close", closing)
+    with dlio.DataLoader(data, 1, True, num_workers=1, persistent_workers=True) as loader:
+        for _ in loader:
+            pass
+        assert "dlio-shuffle" in {thread.name for thread in threading.enumerate()}
+    assert alive == [set()]
+
+
 def test_batches_that_are_kept_are_not_overwritten(folder: Path) -> None:
     with (
         dlio.open(str(folder), tiers="none", image_size=32) as data,

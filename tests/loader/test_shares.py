@@ -31,6 +31,12 @@ def test_shares_may_change_between_passes_and_on_resume(
     assert done.returncode == 0, done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     told.sort(key=lambda rank: int(rank["rank"]))
+    for rank in told:
+        # Nothing is under way once passes have been dropped, and no peer was waited for in vain.
+        calls = rank["calls"]
+        assert "leave" not in calls
+        assert calls["_agree_on_end"] == len(SHARES)
+        assert calls["_settle"] == 2 * len(SHARES)
     for number, shares in enumerate(SHARES):
         # The last goes on after five steps of the one before.
         epoch, begin = min(number, 3), 60 * (number == 4)
