@@ -51,8 +51,9 @@ def command(
         str, typer.Option(help="apoptosis: cut neurons out that the network can do without; off.")
     ] = "off",
     prune_tolerance: Annotated[
-        float, typer.Option(help="Points of held-out accuracy that pruning may cost.")
-    ] = 0.5,
+        float | None,
+        typer.Option(help="Points of held-out accuracy that pruning may cost; by default 0.5."),
+    ] = None,
     exchange: Annotated[
         str,
         typer.Option(

@@ -25,7 +25,7 @@ from dlio.script.share import Context, SharingLoader
 from dlio.train.distribute import follow, parameters_of
 from dlio.train.exchange import Exchange, exchange_of, parse_exchange
 from dlio.train.exchange.buckets import broadcast_tensors
-from dlio.train.pruning.find import is_bare_copy
+from dlio.train.pruning.copies import is_bare_copy
 
 _PLACE: Final = "_dlio_place"
 

@@ -55,7 +55,7 @@ class TrainConfig:
     precision: str = "fp32"
     prune: str = "off"
     """`apoptosis`: neurons that the network can do without are cut out while it trains."""
-    prune_tolerance: float = 0.5
+    prune_tolerance: float | None = None
     """Points of held-out accuracy that pruning may cost."""
     exchange: str = "allreduce"
     balance: bool = False
@@ -126,8 +126,7 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise UsageError(f"--{name} {value}: give a number above 0")
-        if not 0 <= self.prune_tolerance <= 100:
-            raise UsageError(f"--prune-tolerance {self.prune_tolerance}: give points, 0 to 100")
+        self._check_pruning()
         if not 0 <= self.momentum < 1:
             raise UsageError(f"--momentum {self.momentum}: give a number from 0, below 1")
         if self.weight_decay is not None and not self.weight_decay >= 0:
@@ -142,6 +141,15 @@ class TrainConfig:
                 raise UsageError(
                     f"--{name.replace('_', '-')} wants --{other.replace('_', '-')}, too"
                 )
+
+    def _check_pruning(self) -> None:
+        tolerance = self.prune_tolerance
+        if tolerance is None:
+            return
+        if self.prune == "off":
+            raise UsageError("--prune-tolerance wants --prune apoptosis, too")
+        if not 0 <= tolerance <= 100:
+            raise UsageError(f"--prune-tolerance {tolerance}: give points, 0 to 100")
 
     def _check_skipping(self) -> None:
         from dlio.train.skiprule import MOST

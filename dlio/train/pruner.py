@@ -1,7 +1,7 @@
 """Pruning in `dlio train`: what `dlio.Apoptosis` is told of a run, and what a run tells of it."""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -13,7 +13,9 @@ from dlio.train.config import TrainConfig
 from dlio.train.distribute import Distributed
 from dlio.train.precision import Precision
 from dlio.train.pruning.apoptosis import Apoptosis, Round
+from dlio.train.pruning.cutting import Cut
 from dlio.train.pruning.layout import Layout
+from dlio.train.pruning.pace import TOLERANCE
 from dlio.train.pruning.seen import count_parameters, flops_per_sample, parameters_by_layer
 
 _BATCHES: Final = 4
@@ -41,6 +43,7 @@ class Pruner:
     ) -> None:
         self._precision = precision
         self._batches: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=_BATCHES)
+        self._cuts: Sequence[Cut] = []
         self._told = 0
         """Rounds that have been reported."""
         generator = torch.Generator().manual_seed(0)
@@ -52,7 +55,8 @@ class Pruner:
             probe=self._probe,
             exchange=exchange,
             steps=steps,
-            tolerance=config.prune_tolerance,
+            tolerance=TOLERANCE if config.prune_tolerance is None else config.prune_tolerance,
+            on_cut=(self._was_cut,),
         )
         self._flops_at_first = flops_per_sample(model, self.apoptosis.example)
         self._flops = 0, self._flops_at_first
@@ -66,15 +70,15 @@ class Pruner:
         if len(images) and self.apoptosis.due(_BATCHES):
             self._batches.append((images, labels))
 
-    def step(self) -> bool:
-        """After each step of the optimizer; whether the model has been cut. Collective."""
-        before = self.apoptosis.layout.version
+    def step(self) -> Sequence[Cut]:
+        """After each step of the optimizer; what has been cut out of the model. Collective."""
+        self._cuts = []
         if self.apoptosis.due():
             self.apoptosis.step()
             self._batches.clear()
         else:
             self.apoptosis.step()
-        return self.apoptosis.layout.version != before
+        return self._cuts
 
     def report(self) -> dict[str, Any]:
         """What the model is now, and what has been done since the last report."""
@@ -133,6 +137,9 @@ class Pruner:
             images = images.contiguous(memory_format=torch.channels_last)
             self._batches.append((images, tensors[f"labels/{number}"].to(device)))
             number += 1
+
+    def _was_cut(self, cuts: Sequence[Cut]) -> None:
+        self._cuts = cuts
 
     def _probe(self, model: nn.Module) -> tuple[float, float]:
         """(sum of losses, samples) of the last batches."""

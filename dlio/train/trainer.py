@@ -70,6 +70,12 @@ def train(config: TrainConfig) -> RunReport:
             tiers=[str(s) for s in (*mounted.tiers, mounted.decoded_spec) if s is not None],
             config=config,
         )
+        if config.prune != "off" and held_out is None and comm.rank == 0:
+            print(
+                "without --val nobody sees what pruning costs on held-out data: it goes by the "
+                "last batches' loss",
+                flush=True,
+            )
         callbacks = make_callbacks(config, comm.rank)
         if checkpoints is not None:
             if config.resume:

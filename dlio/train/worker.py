@@ -24,7 +24,8 @@ from dlio.train.optimizers import make_optimizer
 from dlio.train.precision import Precision
 from dlio.train.progress import Progress
 from dlio.train.pruner import Pruner
-from dlio.train.pruning.find import bare_copy
+from dlio.train.pruning.copies import bare_copy
+from dlio.train.pruning.cutting import Cut
 from dlio.train.report import EpochReport
 from dlio.train.skipper import SampleSkipper
 from dlio.train.skiprule import EASY, SHARE
@@ -181,6 +182,8 @@ class Worker:
         self.exchange.hold(more > 0)
         if len(images):
             self._backward(images, labels, planned)
+        else:
+            self.last_loss = torch.zeros_like(self.last_loss)
         self.position = min(self.samples, begun + (step + 1) * self.global_batch)
         if not more:
             self._update(first, planned)
@@ -225,6 +228,8 @@ class Worker:
             torch._foreach_mul_(gradients, planned / self._pending)
         if precision.scales and gradients:
             precision.scaler.unscale_(self.optimizer)
+        if self.pruner is not None:
+            self.pruner.apoptosis.look()
         if gradients and (config.clip is not None or config.nan != "off"):
             self.gradient_norm = get_total_norm(gradients)
             if config.clip is not None:
@@ -234,23 +239,25 @@ class Worker:
         wanted = [callback.before_step(self) for callback in self.callbacks]
         if not all(wanted):
             self.left_out += 1
-            if precision.scales:
+            if precision.scales and gradients:
                 precision.scaler.update()
         elif gradients or not precision.scales:
             precision.step(self.optimizer)
         self.exchange.after_step()
         self.updates += 1
         self._pending = 0
-        if self.pruner is not None and self.pruner.step():
-            self.reshaped()
+        if self.pruner is not None and (cuts := self.pruner.step()):
+            self.reshaped(cuts)
         for callback in self.callbacks:
             callback.after_step(self)
         self.optimizer.zero_grad(set_to_none=True)
 
-    def reshaped(self) -> None:
+    def reshaped(self, cuts: Sequence[Cut] = ()) -> None:
         """The model has been cut: what is evaluated has its shapes."""
         if self._mean_model is not None:
             self._mean_model = bare_copy(self.model)
+        for callback in self.callbacks:
+            callback.reshaped(self, cuts)
 
     def lr(self, first: int) -> float:
         """Linear warm-up, then a cosine down to zero at the last step.

@@ -23,6 +23,22 @@ def dropping(classes: int, image_size: int) -> nn.Module:
     return nn.Sequential(mlp(classes, image_size, 16), nn.Dropout(0.2))
 
 
+def louder(classes: int, image_size: int) -> nn.Module:
+    """Whose gradients are much larger on other ranks than the first."""
+    first = os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0"
+    return _Louder(mlp(classes, image_size), 1.0 if first else 2.0**6)
+
+
+class _Louder(nn.Module):
+    def __init__(self, inner: nn.Module, factor: float) -> None:
+        super().__init__()
+        self.inner, self._factor = inner, factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.inner(x)
+        return logits.float() * self._factor
+
+
 def exploding(classes: int, image_size: int, at: int) -> nn.Module:
     """Whose outputs are no numbers at one of its training steps."""
     return _Exploding(mlp(classes, image_size), at)

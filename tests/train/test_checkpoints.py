@@ -50,17 +50,18 @@ def _forget_after(folder: Path, count: int) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    ("exchange", "model"),
+    ("exchange", "model", "precision"),
     [
-        ("allreduce", "resnet(width=4)"),
-        ("gossip", "nets:dropping"),
-        ("local-sgd(4)+int8", "nets:mlp"),
-        ("allreduce+adaptive", "nets:mlp"),
-        ("gossip+threshold", "nets:mlp"),
+        ("allreduce", "resnet(width=4)", "fp32"),
+        ("gossip", "nets:dropping", "fp32"),
+        ("gossip", "nets:louder", "fp16"),
+        ("local-sgd(4)+int8", "nets:mlp", "fp32"),
+        ("allreduce+adaptive", "nets:mlp", "fp32"),
+        ("gossip+threshold", "nets:mlp", "fp32"),
     ],
 )
 def test_a_run_goes_on_in_the_middle_of_an_epoch_as_if_it_had_not_been_stopped(
-    dlio: Dlio, pictures: Path, here: Path, exchange: str, model: str
+    dlio: Dlio, pictures: Path, here: Path, exchange: str, model: str, precision: str
 ) -> None:
     same: Args = (
         str(pictures / "train"),
@@ -72,7 +73,8 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch_as_if_it_had_not_been_stopped(
         "2",
         *SHAPE,
     )
-    same += ("--exchange", exchange, "--model", model, "--checkpoint-every", "4", "--keep", "99")
+    same += ("--exchange", exchange, "--model", model, "--precision", precision)
+    same += ("--checkpoint-every", "4", "--keep", "99")
     told = ("--report", "r.json", "--trace", "t.jsonl")
     whole = dlio("train", *same, "--checkpoint", "c", "--save", "whole.pt", *told)
     assert whole.returncode == 0, whole.stderr
@@ -91,7 +93,8 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch_as_if_it_had_not_been_stopped(
     report = json.loads((here / "r.json").read_text())
     assert report["resumed"].endswith("step-00000008")
     for before, after in zip(epochs, report["epochs"], strict=True):
-        assert (before["samples"], before["loss"]) == (after["samples"], after["loss"])
+        for what in ("samples", "loss", "left_out"):
+            assert before[what] == after[what]
 
 
 @pytest.mark.mpi

@@ -4,13 +4,20 @@ import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch import nn
 
+from dlio.comm import Request
+from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
+from dlio.train.callbacks.early import EarlyStopping
+from dlio.train.callbacks.nan import NanGuard
 from dlio.train.config import _CHOICES, TrainConfig
 from dlio.train.factory import call_with, split_options
 from dlio.train.model import make_model
@@ -125,6 +132,42 @@ def test_a_loss_that_is_no_number_stops_the_run_or_the_step(
     went_on = dlio(*same, "--nan", "off")
     assert went_on.returncode == 0, went_on.stderr
     assert not all(value.isfinite().all() for value in _weights(here / "w.pt").values())
+
+
+def test_ranks_with_one_model_leave_a_step_out_together() -> None:
+    class Other(SingleCommunicator):
+        """Beside this rank there is one whose loss is no number."""
+
+        size = 2
+
+        def iallreduce(self, array: npt.NDArray[Any]) -> Request:
+            array += 1
+            return super().iallreduce(array)
+
+    run: Any = SimpleNamespace(
+        last_loss=torch.tensor(1.0),
+        gradient_norm=None,
+        precision=SimpleNamespace(scales=False),
+        comm=Other(),
+        exchange=SimpleNamespace(alike=True),
+    )
+    assert not NanGuard(skip=True).before_step(run)
+    run.exchange.alike = False
+    assert NanGuard(skip=True).before_step(run)
+    run.last_loss = torch.tensor(float("inf"))
+    assert not NanGuard(skip=True).before_step(run)
+
+
+def test_epochs_in_which_neurons_went_do_not_end_a_run() -> None:
+    ended: list[str] = []
+    run: Any = SimpleNamespace(history=[], stop=ended.append)
+    for accuracy, removed in ((0.5, {}), (0.4, {"dead": 3}), (0.4, {}), (0.4, {})):
+        assert not ended
+        run.history.append(
+            SimpleNamespace(val_accuracy=accuracy, pruning={"rounds": [{"removed": removed}]})
+        )
+        EarlyStopping(2).epoch_ends(run, run.history[-1])
+    assert ended
 
 
 @pytest.mark.mpi

@@ -19,7 +19,7 @@ from dlio_bench.trainings import trained
 
 _WIDTH: Final = 64
 _EPOCHS: Final = 5
-_SHRUNK_EPOCHS: Final = 8
+_SHRUNK_EPOCHS: Final = 7
 """Steps of a small network are cheap: a part of the time that they save goes into more of them."""
 _SAMPLES_EPOCHS: Final = 12
 _SAMPLES: Final[dict[str, dict[str, Any]]] = {
@@ -121,8 +121,9 @@ def _variants(runs: _Runs, seed: int, width: int) -> Iterator[tuple[str, Curve]]
     yield "magnitude, after training", _cut(runs, weights, width, rounds, unpruned)
     path = os.path.join(runs.folder, f"rounds-{seed}.json")
     write_json(path, [{"step": each["step"], "widths": each["widths"]} for each in rounds])
-    by_chance = f"dlio_bench.prune.chance:Chance(rounds={path},seed={seed})"
+    by_chance = f"dlio_bench.prune.chance:Chance(rounds={path!r},seed={seed})"
     chance = runs.curve("chance", seed, width, epochs=epochs, callback=[by_chance])
+    chance.parameters, chance.widths = pruned.parameters, pruned.widths
     yield "by chance, as apoptosis", chance
     narrow = _as_large(runs, pruned.parameters[-1], width)
     yield "narrow from the start", runs.curve("narrow", seed, narrow, epochs=epochs)

@@ -11,6 +11,7 @@ from dlio.loader import DataLoader
 from dlio.train.config import TrainConfig
 from dlio.train.distribute import Distributed
 from dlio.train.precision import Precision
+from dlio.train.pruning.cutting import Cut
 from dlio.train.report import EpochReport
 
 
@@ -40,7 +41,7 @@ class Run(Protocol):
     def history(self) -> Sequence[EpochReport]:
         """Of the epochs that are over, those before a resumed run, too."""
 
-    def reshaped(self) -> None:
+    def reshaped(self, cuts: Sequence[Cut] = ()) -> None:
         """To be called on all ranks when tensors of the model have been cut."""
 
     def stop(self, reason: str) -> None:
@@ -69,6 +70,10 @@ class Callback:
 
     def after_step(self, run: Run) -> None:
         """Weights have changed; gradients are there still."""
+
+    def reshaped(self, run: Run, cuts: Sequence[Cut]) -> None:
+        """Neurons have been cut out of the model: `cut.of(tensor)` does the same to a tensor that
+        has the shape that the parameter `cut.name` had."""
 
     def epoch_ends(self, run: Run, report: EpochReport) -> None:
         """Evaluated, too. `run.stop` ends the run."""

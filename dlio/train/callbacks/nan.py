@@ -2,6 +2,7 @@
 
 from typing import Final
 
+import numpy as np
 import torch
 
 from dlio.errors import DlioError
@@ -29,7 +30,7 @@ class NanGuard(Callback):
         if run.gradient_norm is not None and not run.precision.scales:
             finite = finite & torch.isfinite(run.gradient_norm).to(finite.device)
         if self._skip:
-            return bool(finite)
+            return self._all_say(run, bool(finite))
         if finite.device.type == "cpu":
             if not finite:
                 raise self._error(run, run.updates)
@@ -38,6 +39,15 @@ class NanGuard(Callback):
         if before is not None and not before[0]:
             raise self._error(run, before[1])
         return True
+
+    @staticmethod
+    def _all_say(run: Run, finite: bool) -> bool:
+        """Ranks with one model between them take a step together, or none does."""
+        if run.comm.size == 1 or not run.exchange.alike:
+            return finite
+        wrong = np.array([not finite], np.int64)
+        run.comm.wait([run.comm.iallreduce(wrong)], "whether losses are finite")
+        return not wrong[0]
 
     @staticmethod
     def _error(run: Run, step: int) -> DlioError:

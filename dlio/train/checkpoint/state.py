@@ -40,6 +40,12 @@ def tensors_of(run: Worker) -> dict[str, torch.Tensor]:
         for key, value in run.skipper.state().items():
             tensors[f"{mine if key == 'seen' else 'all/'}skip/{key}"] = value
     tensors[f"{mine}sums"] = run.sums
+    scaler = run.precision.scaler.state_dict()
+    # Ranks with weights of their own leave out steps of their own.
+    tensors[f"{mine}steps"] = torch.tensor(
+        [run.left_out, scaler.get("scale", 1.0), scaler.get("_growth_tracker", 0)],
+        dtype=torch.float64,
+    )
     tensors[f"{mine}random"] = torch.get_rng_state()
     if run.device.type == "cuda":
         tensors[f"{mine}random-cuda"] = torch.cuda.get_rng_state(run.device)
@@ -109,10 +115,14 @@ def restore(run: Worker, found: Found) -> None:
     if run.skipper is not None and skipped:
         skipped["seen"] = _seen(found, saved, rank, ranks)
         run.skipper.load_state(skipped)
-    run.precision.scaler.load_state_dict(told["scaler"])
+    left_out, scaler = told["left_out"], told["scaler"]
+    if same:
+        left_out, scale, growth = tensors["steps"].tolist()
+        scaler = {**scaler, "scale": scale, "_growth_tracker": int(growth)} if scaler else scaler
+    run.precision.scaler.load_state_dict(scaler)
     run.loader.load_state_dict(told["loader"])
     run.epoch_number, run.position = told["loader"]["epoch"], told["loader"]["position"]
-    run.updates, run.left_out = told["updates"], told["left_out"]
+    run.updates, run.left_out = told["updates"], int(left_out)
     run.sums.copy_(_own_sums(found, saved, rank, ranks))
     run.history = [EpochReport(**report) for report in told["epochs"]]
 

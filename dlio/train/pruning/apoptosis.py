@@ -82,7 +82,7 @@ class Apoptosis:
             losses, samples), (0, 0) where there is none now; called with copies of the model,
             without gradients. None: rounds are taken at their computed bounds.
         exchange: by default what `dlio.distribute` or `dlio run` keeps the optimizers' ranks
-            together with; without one, this process prunes for itself.
+            together with.
         steps: of the optimizer in the whole training, whose last part prunes nothing. Without it
             `expect()` or `stop()` says when that is.
         tolerance: points of held-out accuracy that pruning may cost.
@@ -91,7 +91,11 @@ class Apoptosis:
         schedule: when and how much; see `Schedule`.
         on_cut: called with all cuts after each round, to have `cut.of` tensors that lie beside.
 
-    Raises UsageError where torch-pruning is missing, or nothing of the model can be pruned.
+    Where the exchange lets ranks have weights of their own (gossip, asgd), constants are folded
+    and bounds computed with rank 0's: they hold for the others as far as weights agree.
+
+    Raises UsageError where torch-pruning is missing, nothing of the model can be pruned, or ranks
+    have no exchange.
     """
 
     def __init__(
@@ -120,7 +124,17 @@ class Apoptosis:
         self._exchanges: list[Reshapes] = (
             [exchange] if exchange is not None else _around(self.optimizers)
         )
+        if any(isinstance(each, torch.optim.LBFGS) for each in self.optimizers):
+            raise UsageError(
+                "Apoptosis cannot reshape what LBFGS remembers of all parameters in one row: "
+                "choose an optimizer whose state has the shape of its parameters"
+            )
         comm = world()
+        if comm.size > 1 and not self._exchanges:
+            raise UsageError(
+                f"Apoptosis on {comm.size} ranks wants the exchange that keeps them together, or "
+                "each cuts neurons of its own: make it after dlio.distribute, or give exchange="
+            )
         self._comm: Communicator = comm.dup() if self._exchanges else SingleCommunicator()
         self._limits, self._on_cut = limits or Limits(), list(on_cut)
         self._weighed_probe = None if probe is None else _weighed(probe)
@@ -142,7 +156,9 @@ class Apoptosis:
         self._looking_s = self._rounds_s = 0.0
         self._began = time.perf_counter()
         self._collector = self._collecting()
-        self._hook = self.optimizers[0].register_step_pre_hook(lambda *_: self._collector.step())
+        self._looked = False
+        """Whether this step's gradients have been looked at before the optimizer's step."""
+        self._hook = self.optimizers[0].register_step_pre_hook(self._before_step)
 
     def __enter__(self) -> Self:
         return self
@@ -166,6 +182,13 @@ class Apoptosis:
         """So many steps are left of the training, where that was not known or has changed. To be
         called on all ranks with the same number."""
         self._pace.steps = self.steps + steps
+        self._watch()
+
+    def look(self) -> None:
+        """Gradients are final and not scaled any more; to be called before they are clipped, where
+        they are. Otherwise they are looked at when the first optimizer's step begins."""
+        self._collector.step()
+        self._looked = True
 
     @property
     def stopped(self) -> str:
@@ -180,6 +203,7 @@ class Apoptosis:
         """After each step of the optimizers, also one that was left out; what was done, if it was
         time for a round. Collective."""
         self.steps += 1
+        self._looked = False
         made = None
         if self._pace.due(self.steps):
             began = time.perf_counter()
@@ -187,18 +211,19 @@ class Apoptosis:
             self._rounds_s += time.perf_counter() - began
             if made is not None:
                 self.rounds.append(made)
-        if self._pace.over(self.steps):
-            self._collector.close()
+        self._watch()
         return made
 
     def held_out(self, accuracy: float, training: float | None = None) -> None:
         """What held-out data say, as a part of 1, when somebody has looked: pruning slows down
         where it has fallen by more than the tolerance, and ends when that happens again. Where
         `training`, the accuracy in training, is above it, more neurons may go. To be called on all
-        ranks with the same numbers."""
+        ranks with the same numbers. Raises UsageError for numbers that are no parts of 1."""
+        for number in (accuracy, training):
+            if number is not None and not 0 <= number <= 1:
+                raise UsageError(f"held_out({number}): give the share of right answers, 0 to 1")
         self._pace.held_out(accuracy, self.steps, training)
-        if self._pace.stopped:
-            self._collector.close()
+        self._watch()
 
     def overhead(self) -> dict[str, float]:
         """Of this rank: `steps` looked at, the `share` of all time since the start that went into
@@ -217,6 +242,7 @@ class Apoptosis:
             "layout": self.layout.to_json(),
             "steps": self.steps,
             "collected": self.collected,
+            "watching": not self._collector.closed,
             "pace": self._pace.to_json(),
             "rounds": [asdict(each) for each in self.rounds],
         }
@@ -253,7 +279,7 @@ class Apoptosis:
         ]
         if tensors:
             self._collector.load_state(tensors)
-        if self._pace.over(self.steps):
+        if not state["watching"]:
             self._collector.close()
 
     def _check_found(self) -> None:
@@ -263,6 +289,20 @@ class Apoptosis:
         if not told:
             reasons = "; ".join(map(str, self.found.left_alone[:3]))
             raise UsageError(f"nothing of the model can be pruned: {reasons or 'it has no layers'}")
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if not self._looked:
+            # Torch's scaler leaves it to a fused optimizer to take its scale off.
+            scale = getattr(optimizer, "grad_scale", None)
+            self._collector.step(1.0 if scale is None else scale)
+
+    def _watch(self) -> None:
+        """Look at neurons as long as there may be rounds; after a pause, in a window of its own."""
+        if self._pace.over(self.steps):
+            self._collector.close()
+        elif self._collector.closed:
+            self._pace.anew(self.steps)
+            self._collect_anew()
 
     def _collecting(self) -> Collector:
         return Collector(self.model, self.groups, self.schedule.every)

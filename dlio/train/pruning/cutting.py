@@ -6,12 +6,14 @@ that handles remove them as before. What autograd keeps in C++ about a parameter
 holds on to its AccumulateGrad node (torch's DDP does) must be made anew.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils import _pytree
 
 from dlio.errors import DlioError
 from dlio.train.pruning.groups import Indices
@@ -96,13 +98,13 @@ def cut_layers(
         there = tuple((dim, stay.to(tensor.device)) for dim, stay in dims.items())
         cuts.append(Cut(full, tensor, tuple(tensor.shape), there))
     states = [
-        (state, name, cut.of(value, f"the optimizer's '{name}'"))
+        # Fused optimizers walk memory: it lies as the parameter's does.
+        (state, name, _alike(cut.of(value, f"the optimizer's '{name}'"), value))
         for cut in cuts
         for optimizer in optimizers
         if cut.tensor in optimizer.state
         for state in (optimizer.state[cut.tensor],)
-        for name, value in state.items()
-        if isinstance(value, torch.Tensor)
+        for name, value in _tensors(state, cut.name)
     ]
     _swap([(cut, _small(cut)) for cut in cuts])
     for state, name, value in states:
@@ -110,6 +112,22 @@ def cut_layers(
     for module, attribute, count in counts:
         setattr(module, attribute, count)
     return cuts
+
+
+def _tensors(state: Mapping[str, Any], parameter: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """An optimizer's, of one parameter. Raises DlioError for those that lie in lists and the like:
+    nobody knows what of them belongs to which channel."""
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif any(
+            isinstance(leaf, torch.Tensor) and leaf.ndim for leaf in _pytree.tree_leaves(value)
+        ):
+            raise DlioError(
+                f"the optimizer's '{name}' of {parameter} is a {type(value).__name__} of tensors, "
+                "which cannot be cut with it: choose an optimizer whose state has the shape of its "
+                "parameters"
+            )
 
 
 def split_key(key: str) -> tuple[str, Side]:
@@ -151,7 +169,7 @@ def _swap(pairs: list[tuple[Cut, torch.Tensor]]) -> None:
 
 def _alike(small: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """In the memory format of the whole tensor."""
-    last = torch.channels_last
-    if tensor.ndim == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=last):
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.ndim)
+    if last and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=last):
         return small.contiguous(memory_format=last)
     return small.contiguous()

@@ -1,7 +1,5 @@
 """What of a model can be pruned."""
 
-import copy
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,13 +8,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from dlio.train.pruning.copies import bare_copy
 from dlio.train.pruning.follow import candidates, make_member
 from dlio.train.pruning.groups import Found, Group, Indices, LeftAlone, Member
 from dlio.train.pruning.layers import is_depthwise
 from dlio.train.pruning.verify import Trial
 
 _HEADS = ("num_heads", "n_heads", "heads", "nhead", "num_attention_heads", "n_head")
-_MARK = "_dlio_bare_copy"
 _WIDTHS = ("all_head_size", "inner_dim", "inner_size", "attn_dim", "embed_dim", "hidden_size")
 
 
@@ -69,27 +67,6 @@ def find_groups(model: nn.Module, example: Any) -> Found:
             found.append(group)
             taken |= {member.key for member in group.members}
     return Found(_in_order(work, found), _named(work, found, left))
-
-
-def bare_copy(model: nn.Module) -> nn.Module:
-    """A copy to try things on, in evaluation; without hooks, which would be called for it, too, and
-    may belong to what no copy can be made of. What watches all modules of a process is to leave it
-    alone, by `is_bare_copy`."""
-    memo: dict[int, Any] = {}
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if "_hooks" in name and isinstance(value, dict):
-                memo[id(value)] = OrderedDict()
-    made = copy.deepcopy(model, memo)
-    for module in made.modules():
-        # Not by eval(), which others watch.
-        module.training = False
-        module.__dict__[_MARK] = True
-    return made
-
-
-def is_bare_copy(module: nn.Module) -> bool:
-    return _MARK in module.__dict__
 
 
 def _as_heads(model: nn.Module, group: Group) -> Iterator[Group]:

@@ -8,17 +8,19 @@ them may cost is spent as early as it can be: the steps after it are cheaper, an
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from dlio.errors import DlioError, UsageError
 from dlio.train.pruning.plan import Limits
+
+TOLERANCE: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """What a user can set; nothing has to be. Raises UsageError for what is none."""
 
-    tolerance: float = 0.5
+    tolerance: float = TOLERANCE
     """Points of held-out accuracy that pruning may cost."""
     every: int = 8
     """Steps from one look at neurons to the next."""
@@ -33,7 +35,7 @@ class Schedule:
     part of 1, of the loss that there was first. More than 1, as the steps that follow make good."""
     part: float = 0.25
     """Of what is allowed in all, that one round may take."""
-    keep: float = 0.5
+    keep: float = 0.45
     """Of a group's neurons as it was made, that stay although the loss seems not to need them: what
     a network will learn with them shows only later. Halved whenever training's accuracy is above
     the held-out one by more than the tolerance, and what is allowed begins anew: a network that
@@ -193,6 +195,10 @@ class Pace:
         else:
             self.fell = 0
         self.best = accuracy if self.best is None else max(self.best, accuracy)
+
+    def anew(self, step: int) -> None:
+        """A window begins, after some time in which nobody looked."""
+        self.next_step = max(self.next_step, step + self.schedule.window)
 
     def rested(self, step: int) -> None:
         """All groups were to be left alone."""

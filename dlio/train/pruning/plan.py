@@ -171,7 +171,8 @@ class _Reader:
         self._weight = weight.reshape(*weight.shape[:2], -1)  # (channels, outputs, taps)
         channels = member.channels
         moments = statistics.moments[member.module]
-        self.seen = moments.count > 0 and bool(np.isfinite(moments.high[channels]).all())
+        peaks = (moments.high[channels], moments.low[channels])
+        self.seen = moments.count > 0 and bool(np.isfinite(peaks).all())
         self.scored = moments.steps > 0
         norms = np.sqrt(np.einsum("cot,cot->ct", self._weight, self._weight)).sum(1)[channels]
         self.norm: Array = norms.sum(1)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils import _pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from dlio.train.pruning.find import bare_copy
+from dlio.train.pruning.copies import bare_copy
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -19,6 +19,7 @@ from torch import nn
 from dlio.train.pruning.groups import Group
 
 _ROWS: Final = ("total", "squares", "zeros", "score")
+_PEAKS: Final = ("high", "low")
 
 Array = npt.NDArray[np.float64]
 
@@ -121,12 +122,19 @@ class _Seen:
     steps: int = 0
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
 
+    def take(self, other: "_Seen") -> None:
+        self.count += other.count
+        self.steps += other.steps
+        for row, values in other.sums.items():
+            (_raise if row in _PEAKS else _add)(self, row, values)
+
 
 class Collector:
     """Gathers statistics by hooks from its making until `close`; a context manager.
 
     It looks at one step in `every`, at the first samples of a batch, about `values` numbers a
-    layer, and only while the layer is training. Layers keep their widths meanwhile: after a cut,
+    layer, and only while the layer is training. A step with numbers that are not finite counts
+    nowhere. Layers keep their widths meanwhile: after a cut,
     close it and make another one with the groups that there are then.
 
     Args:
@@ -151,6 +159,8 @@ class Collector:
         names = {member.module: member.dim for group in groups for member in group.consumers}
         self._layers = {name: (model.get_submodule(name), dim) for name, dim in names.items()}
         self._seen = {name: _Seen() for name in names}
+        self._fresh = {name: _Seen() for name in names}
+        """Of the step that is being looked at."""
         self._handles = [
             module.register_forward_pre_hook(self._hook(name))
             for name, (module, _) in self._layers.items()
@@ -168,11 +178,18 @@ class Collector:
             handle.remove()
         self._handles = []
 
+    @property
+    def closed(self) -> bool:
+        return not self._handles
+
     @torch.no_grad()
-    def step(self) -> None:
-        """A step's gradients are there, not scaled, and the optimizer has not used them yet.
-        Nothing once it is closed."""
-        if not self._handles:
+    def step(self, scale: float | torch.Tensor = 1.0) -> None:
+        """A step's gradients are there, neither clipped nor used. Nothing once it is closed.
+
+        Args:
+            scale: that gradients are larger by, as those of a scaled loss are.
+        """
+        if self.closed:
             return
         if self.step_count % self._every == 0:
             began = time.perf_counter()
@@ -182,8 +199,9 @@ class Collector:
                 if weight.grad is not None:
                     product = weight.detach() * weight.grad
                     others = [d for d in range(product.ndim) if d != dim]
-                    _add(self._seen[name], "score", product.sum(others).abs())
-                    self._seen[name].steps += 1
+                    _add(self._fresh[name], "score", (product.sum(others) / scale).abs())
+                    self._fresh[name].steps += 1
+            self._take_fresh()
             self.seconds += time.perf_counter() - began
         self.step_count += 1
 
@@ -194,6 +212,7 @@ class Collector:
     def reset(self) -> None:
         """Begin a window of its own."""
         self._seen = {name: _Seen() for name in self._layers}
+        self._fresh = {name: _Seen() for name in self._layers}
 
     def state(self) -> dict[str, torch.Tensor]:
         """This rank's window so far, for a checkpoint; later steps may overwrite it."""
@@ -210,12 +229,27 @@ class Collector:
         for name, seen in self._seen.items():
             seen.count, seen.steps = state[f"{name}/counts"].tolist()
             device = self._layers[name][0].get_parameter("weight").device
-            for row in (*_ROWS, "high", "low"):
+            for row in (*_ROWS, *_PEAKS):
                 if f"{name}/{row}" in state:
                     seen.sums[row] = state[f"{name}/{row}"].to(device, copy=True)
 
+    def _take_fresh(self) -> None:
+        """What the step has shown is part of the window, if all of it is finite."""
+        sums = [value for fresh in self._fresh.values() for value in fresh.sums.values()]
+        # A difference to itself is 0 or no number; one transfer for all layers.
+        if sums and torch.stack([(value - value).sum().double() for value in sums]).sum() != 0:
+            self._fresh = {name: _Seen() for name in self._layers}
+            return
+        for name, fresh in self._fresh.items():
+            self._seen[name].take(fresh)
+        self._fresh = {name: _Seen() for name in self._layers}
+
     def _hook(self, name: str) -> Any:
+        mine = self._layers[name][0]
+
         def look(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if module is not mine:
+                return  # A copy of the model's has its hooks.
             if module.training and self.step_count % self._every == 0 and args:
                 began = time.perf_counter()
                 self._look(name, module, args[0])
@@ -225,7 +259,7 @@ class Collector:
 
     @torch.no_grad()
     def _look(self, name: str, module: nn.Module, inputs: torch.Tensor) -> None:
-        seen = self._seen[name]
+        seen = self._fresh[name]
         values = inputs.detach()
         if isinstance(module, nn.Linear):
             channel = values.ndim - 1
@@ -247,9 +281,8 @@ class Collector:
         _add(seen, "squares", values.square().sum(others))
         # Of all ways to count, the one that torch does with vector instructions.
         _add(seen, "zeros", values.numel() // size - values.sign().abs_().sum(others).double())
-        for row_name, peak in (("high", values.amax(others)), ("low", -values.amin(others))):
-            before = seen.sums.get(row_name)
-            seen.sums[row_name] = peak if before is None else torch.maximum(before, peak)
+        _raise(seen, "high", values.amax(others))
+        _raise(seen, "low", -values.amin(others))
 
     def _moments(self, name: str) -> Moments:
         module, dim = self._layers[name]
@@ -274,3 +307,9 @@ def _add(seen: _Seen, row: str, values: torch.Tensor) -> None:
         seen.sums[row] += values
     else:
         seen.sums[row] = values.to(kind, copy=True)
+
+
+def _raise(seen: _Seen, row: str, values: torch.Tensor) -> None:
+    """To the greatest values so far."""
+    before = seen.sums.get(row)
+    seen.sums[row] = values if before is None else torch.maximum(before, values)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
+from dlio.train.pruning.copies import without_graphs
 from dlio.train.pruning.cutting import cut_layers, split_key
 from dlio.train.pruning.groups import Group, Indices, channels_gone
 
@@ -74,7 +75,7 @@ class Trial:
 
     def _copy(self, layers: set[str]) -> nn.Module:
         """A copy that has tensors of its own only for these layers, and shares all others."""
-        memo: dict[int, Any] = {}
+        memo = without_graphs(self._model)
         for name, module in self._model.named_modules():
             if name not in layers:
                 for tensor in (*module._parameters.values(), *module._buffers.values()):

@@ -161,6 +161,109 @@ def test_few_steps_are_looked_at_and_none_after_the_last_round() -> None:
     assert not any(module._forward_pre_hooks for module in net.modules())
 
 
+def test_a_network_that_overfits_later_is_looked_at_again() -> None:
+    net = make_net()
+    schedule = Schedule(every=1, looks=2, begin=0.0, end=0.7, allowed=0.0, patience=64)
+    apoptosis, optimizer = _made(net, schedule, steps=100)
+    with apoptosis:
+        # Nothing may go, so that rounds are ever further apart, until none is left.
+        train(net, optimizer, apoptosis, range(64), 0)
+        assert not any(each.removed for each in apoptosis.rounds)
+        assert [each.step for each in apoptosis.rounds] == [2, 6, 14, 30, 62]
+        assert apoptosis.state_dict()["watching"] is False
+        apoptosis.held_out(0.5, training=0.9)
+        assert apoptosis.state_dict()["watching"] is True
+        assert not apoptosis.due()
+        train(net, optimizer, apoptosis, range(64, 68), 0)
+        assert apoptosis.rounds[-1].step == 66
+        train(net, optimizer, apoptosis, range(68, 100), 0)
+        assert apoptosis.state_dict()["watching"] is False
+        apoptosis.expect(100)
+        assert apoptosis.state_dict()["watching"] is True
+        assert not apoptosis.due()
+
+
+@pytest.mark.parametrize("how", ["clipped", "scaled"])
+def test_scores_are_of_gradients_neither_clipped_nor_scaled(how: str) -> None:
+    found = []
+    for is_changed in (False, True):
+        net = make_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01, fused=how == "scaled")
+        with dlio.Apoptosis(
+            net, optimizer, example=EXAMPLE, schedule=Schedule(every=1, looks=1000)
+        ) as apoptosis:
+            for step in range(3):
+                inputs, labels = samples(step)
+                optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(net(inputs), labels)
+                if how == "scaled" and is_changed:
+                    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+                    scaler.scale(loss).backward()
+                    scaler.step(optimizer)
+                else:
+                    loss.backward()  # type: ignore[no-untyped-call]
+                    if is_changed:
+                        apoptosis.look()
+                        nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+                    optimizer.step()
+                apoptosis.step()
+                if how == "clipped":
+                    # The weights of both go the same way.
+                    net.load_state_dict(make_net(step).state_dict())
+            found.append(apoptosis.tensors())
+    before, after = found
+    assert before["steps"].tolist() == after["steps"].tolist() == [3, 3]
+    for name, value in before.items():
+        torch.testing.assert_close(after[name], value, rtol=1e-3, atol=1e-9, msg=name)
+
+
+def test_a_model_that_keeps_what_it_computes_is_pruned_all_the_same() -> None:
+    class Keeping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = make_net()
+            self.kept: list[torch.Tensor] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.inner[:2](x)  # type: ignore[index]
+            self.kept = [hidden]
+            out: torch.Tensor = self.inner[2:](hidden)  # type: ignore[index]
+            return out
+
+    net = Keeping()
+    net(EXAMPLE)
+    apoptosis, optimizer = _made(net)
+    with apoptosis:
+        for step in range(48):
+            inputs, labels = samples(step)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(inputs), labels).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            net.kept = [value.detach() for value in net.kept]
+            apoptosis.step()
+            net(inputs)
+            net.kept = []
+    assert any(each.removed for each in apoptosis.rounds)
+
+
+def test_what_cannot_go_well_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = make_net()
+    with pytest.raises(UsageError, match="LBFGS"):
+        dlio.Apoptosis(net, torch.optim.LBFGS(net.parameters()), example=EXAMPLE)
+    apoptosis, optimizer = _made(net)
+    with apoptosis:
+        for wrong in ((93.0, None), (0.5, 90.0), (-0.1, None)):
+            with pytest.raises(UsageError, match="0 to 1"):
+                apoptosis.held_out(*wrong)
+
+    class Many(SingleCommunicator):
+        size = 4
+
+    monkeypatch.setattr("dlio.train.pruning.apoptosis.world", Many)
+    with pytest.raises(UsageError, match=r"4 ranks .* make it after dlio\.distribute"):
+        dlio.Apoptosis(net, optimizer, example=EXAMPLE)
+
+
 def test_without_a_probe_what_goes_is_within_its_bounds() -> None:
     net = make_net()
     with torch.no_grad():

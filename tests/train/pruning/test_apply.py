@@ -195,6 +195,9 @@ def test_what_cannot_be_cut_leaves_everything_as_it_was() -> None:
     optimizer.state[model.get_parameter("2.weight")]["flat"] = torch.zeros(384)
     with pytest.raises(DlioError, match=r"'flat' of 2\.weight has shape \(384,\)"):
         apply(model, found.groups, what, [optimizer])
+    optimizer.state[model.get_parameter("2.weight")] = {"sides": [torch.eye(24), torch.eye(16)]}
+    with pytest.raises(DlioError, match=r"'sides' of 2\.weight is a list of tensors"):
+        apply(model, found.groups, what, [optimizer])
     output = model(inputs)
     with pytest.raises(DlioError, match="cannot be shrunk while something else refers"):
         apply(model, found.groups, what)
@@ -219,6 +222,26 @@ def test_weights_keep_their_memory_format() -> None:
         for tensor in (weight, weight.grad):
             assert tensor.is_contiguous(memory_format=torch.channels_last)
             assert not tensor.is_contiguous()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_fused_optimizers_find_their_state_where_the_weights_format_has_it(
+    kind: type[torch.optim.Optimizer],
+) -> None:
+    """They walk memory, and trust that it lies alike."""
+    found = _found("convolutional")
+    weights = []
+    for fused in (True, False):
+        model, inputs = make("convolutional", "relu", 1)
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        options: dict[str, Any] = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+        optimizer = kind(model.parameters(), lr=0.01, fused=fused, **options)  # type: ignore[call-arg]
+        for step in range(6):
+            if step == 3:
+                apply(model, found.groups, Plan({"0": np.arange(8)}), [optimizer])
+            _step(model, optimizer, inputs)
+        weights.append(model.get_parameter("3.weight").detach())
+    torch.testing.assert_close(*weights, rtol=1e-4, atol=2e-4)
 
 
 def test_nothing_to_remove_keeps_the_layout() -> None:

@@ -1,5 +1,6 @@
 """Statistics are those of the values and gradients that were there, and add up over ranks."""
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -100,3 +101,34 @@ def test_a_collector_that_saw_nothing_says_so_in_numbers_that_reduce() -> None:
     again = statistics.reduced(statistics.sums(), statistics.peaks())
     assert np.isneginf(again.moments["2"].high).all()
     assert np.isposinf(again.moments["2"].low).all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_step_that_is_not_finite_counts_nowhere(bad: float) -> None:
+    model, inputs = make("mlp", "relu", 0)
+    groups = find_groups(model, inputs).groups
+    wrong = inputs.clone()
+    wrong[0] = bad
+    found = []
+    for steps in ([inputs, wrong, inputs], [inputs, inputs]):
+        with Collector(model, groups, every=1) as collector:
+            for each in steps:
+                _run(collector, model, each)
+        found.append(collector.statistics())
+    assert np.array_equal(found[0].sums(), found[1].sums())
+    assert np.array_equal(found[0].peaks(), found[1].peaks())
+
+
+def test_a_copy_of_the_model_is_not_looked_at() -> None:
+    model, inputs = make("mlp", "relu", 0)
+    groups = find_groups(model, inputs).groups
+    with Collector(model, groups, every=1) as collector:
+        _run(collector, model, inputs)
+        before = collector.statistics().sums()
+        # With the hooks, as whoever averages weights makes one.
+        copy.deepcopy(model)(100 * inputs)
+        collector.step()
+    after = collector.statistics().moments
+    for name, moments in after.items():
+        assert moments.count == len(inputs), name
+    assert before.any()
