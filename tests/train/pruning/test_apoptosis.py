@@ -198,7 +198,7 @@ def test_scores_are_of_gradients_neither_clipped_nor_scaled(how: str) -> None:
                 loss = nn.functional.cross_entropy(net(inputs), labels)
                 if how == "scaled" and is_changed:
                     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-                    scaler.scale(loss).backward()
+                    scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
                     scaler.step(optimizer)
                 else:
                     loss.backward()  # type: ignore[no-untyped-call]
