@@ -21,7 +21,7 @@ class Curve:
     """Held out, as a part of 1."""
     parameters: list[int] = field(default_factory=list)
     widths: list[tuple[int, ...]] = field(default_factory=list)
-    """Of its layers, in the model's order."""
+    """Neurons of the layers that they can go from, in the model's order."""
     extra: dict[str, float] = field(default_factory=dict)
     """Sums over the whole training."""
 

@@ -34,14 +34,19 @@ def draw(curves: Mapping[str, Sequence[Curve]], title: str, path: str) -> None:
 
 
 def _widths(axes: Any, curves: Mapping[str, Sequence[Curve]]) -> None:
-    drawn = set()
+    drawn, labelled = set(), set()
     for number, (name, told) in enumerate(curves.items()):
         for curve in told:
             widths = curve.widths[-1]
             if widths and widths not in drawn:
+                label = None if name in labelled else name
                 drawn.add(widths)
-                axes.step(range(len(widths)), widths, where="mid", color=f"C{number}", label=name)
-    _label(axes, "layer", "outputs in the end")
+                labelled.add(name)
+                layers = range(1, len(widths) + 1)
+                axes.step(layers, widths, where="mid", marker="o", color=f"C{number}", label=label)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_ylim(bottom=0)
+    _label(axes, "layer whose neurons can go", "neurons in the end")
 
 
 def _label(axes: Any, x: str, y: str) -> None:

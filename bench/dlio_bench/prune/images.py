@@ -12,7 +12,8 @@ import torch
 import dlio
 from dlio.files import write_json
 from dlio.train.model import make_model, normalised
-from dlio.train.pruning.seen import count_parameters, parameters_by_layer
+from dlio.train.pruning.find import find_groups
+from dlio.train.pruning.seen import count_parameters
 from dlio_bench.prune import removal
 from dlio_bench.prune.curves import Curve, summary
 from dlio_bench.prune.options import Options
@@ -96,14 +97,17 @@ class _Runs:
         )
 
     def curve(self, name: str, seed: int, width: int, **more: Any) -> Curve:
-        return curve_of(self.report(name, seed, width, **more), self.model(width))
+        return self.curve_of(self.report(name, seed, width, **more), width)
+
+    def curve_of(self, report: Mapping[str, Any], width: int) -> Curve:
+        return curve_of(report, self.model(width), self.options.image_size)
 
 
 def _variants(runs: _Runs, seed: int, width: int) -> Iterator[tuple[str, Curve]]:
     weights = os.path.join(runs.folder, f"weights-{seed}.pt")
     # The weights are wanted beside the report.
     report = runs.report("unpruned", seed, width, save=weights)
-    unpruned = curve_of(report, runs.model(width))
+    unpruned = runs.curve_of(report, width)
     yield "unpruned", unpruned
     epochs = runs.options.shrunk_epochs or max(
         runs.epochs, round(runs.epochs * _SHRUNK_EPOCHS / _EPOCHS)
@@ -116,7 +120,7 @@ def _variants(runs: _Runs, seed: int, width: int) -> Iterator[tuple[str, Curve]]
         prune="apoptosis",
         prune_tolerance=runs.options.tolerance,
     )
-    pruned = curve_of(report, runs.model(width))
+    pruned = runs.curve_of(report, width)
     yield "apoptosis", pruned
     rounds = [each for epoch in report["epochs"] for each in epoch["pruning"]["rounds"]]
     yield "magnitude, after training", _cut(runs, weights, width, rounds, unpruned)
@@ -158,7 +162,7 @@ def _cut(
         trained_.seconds[-1:],
         [accuracy],
         [count_parameters(model)],
-        [tuple(parameters_by_layer(model).values())],
+        [tuple(widths_of(model, size).values())],
         dict(trained_.extra),
     )
 
@@ -169,18 +173,26 @@ def _as_large(runs: _Runs, parameters: int, widest: int) -> int:
     return min(sizes, key=lambda width: abs(sizes[width] - parameters))
 
 
-def curve_of(report: Mapping[str, Any], model: torch.nn.Module) -> Curve:
+def widths_of(model: torch.nn.Module, image_size: int) -> dict[str, int]:
+    """Of layers whose neurons can go, in the model's order; those that share neurons count once."""
+    example = torch.zeros(2, 3, image_size, image_size)
+    return {group.name: group.width for group in find_groups(model, example).groups}
+
+
+def curve_of(report: Mapping[str, Any], model: torch.nn.Module, image_size: int) -> Curve:
     """Of a report of `dlio train`, and the model before it was trained."""
     curve = Curve(extra={"read_MB": 0.0, "trained_on": 0.0})
+    widths, parameters = widths_of(model, image_size), count_parameters(model)
     seconds = 0.0
     for epoch in report["epochs"]:
         seconds += epoch["seconds"]
         curve.seconds.append(seconds)
         curve.accuracy.append(epoch["val_accuracy"])
         pruned = epoch["pruning"]
-        layers = pruned["layers"] if pruned else parameters_by_layer(model)
-        curve.parameters.append(sum(layers.values()))
-        curve.widths.append(tuple(layers.values()))
+        for each in pruned["rounds"] if pruned else ():
+            widths |= each["widths"]
+        curve.parameters.append(pruned["parameters"] if pruned else parameters)
+        curve.widths.append(tuple(widths.values()))
         curve.extra["read_MB"] += sum(epoch["bytes"].values()) / 1e6
         curve.extra["trained_on"] += epoch["samples"]
     return curve
