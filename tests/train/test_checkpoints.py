@@ -139,7 +139,7 @@ def _killed_at_random(
     draws = random.Random(seed)
     paths = [str(ROOT), *(str(ROOT / room) for room in ("readers", "staging", "bench"))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "DLIO_CACHE": str(here)}
-    # What Open MPI's own processes cannot clear up when they are killed goes with the test's folder.
+    # What Open MPI cannot clear up when it is killed goes with the test's folder.
     environment["PRTE_MCA_prte_tmpdir_base"] = str(here)
     command = [sys.executable, "-m", "dlio.cli", "train", str(pictures / "train")]
     command += ["-n", str(ranks), "--batch-size", str(4 // ranks), "--epochs", "8", *SHAPE, *MLP]
