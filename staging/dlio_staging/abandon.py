@@ -58,7 +58,8 @@ def _wait(child: int) -> int:
         if pid:
             code = os.waitstatus_to_exitcode(status)
             if code < 0:
-                signal.signal(-code, signal.SIG_DFL)
+                with suppress(OSError):  # SIGKILL has no other way.
+                    signal.signal(-code, signal.SIG_DFL)
                 os.kill(os.getpid(), -code)
             return code
         if _has_ended(child):

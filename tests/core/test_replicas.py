@@ -23,6 +23,7 @@ from dlio_staging.pack import pack
 @pytest.fixture
 def folders(pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setenv("DLIO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("DLIO_NO_FORK", "1")  # Commands are run in this process.
     return [str(shutil.copytree(pictures, tmp_path / name)) for name in ("first", "second")]
 
 

@@ -320,3 +320,12 @@ def test_wrong_use_is_told_in_one_line(pictures: Path, scratch: Path, tmp_path: 
         assert done.returncode == 2, argv
         assert words in done.stderr
         assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_staging_process_that_is_killed_ends_its_command_alike() -> None:
+    body = "import os; from dlio_staging.abandon import abandonable; abandonable(); "
+    body += "os.kill(os.getpid(), 9)"
+    done = subprocess.run(
+        [sys.executable, "-c", body], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (-9, "")
