@@ -141,6 +141,7 @@ def _killed_at_random(
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "DLIO_CACHE": str(here)}
     # What Open MPI cannot clear up when it is killed goes with the test's folder.
     environment["PRTE_MCA_prte_tmpdir_base"] = str(here)
+    environment["OMPI_MCA_btl_sm_backing_directory"] = str(here)
     command = [sys.executable, "-m", "dlio.cli", "train", str(pictures / "train")]
     command += ["-n", str(ranks), "--batch-size", str(4 // ranks), "--epochs", "8", *SHAPE, *MLP]
     command += ["--checkpoint-every", "3", "--checkpoint", "c", "--resume", "--save", "killed.pt"]
