@@ -112,7 +112,7 @@ class Engines:
             self._ahead = None
 
     def close(self) -> None:
-        """Give the communicators back."""
+        """End what is ahead, and give the communicators back."""
         self.drop_ahead()
         for comm in (self._comm, self._other_comm):
             if comm is not None:

@@ -134,8 +134,8 @@ class Collector:
 
     It looks at one step in `every`, at the first samples of a batch, about `values` numbers a
     layer, and only while the layer is training. A step with numbers that are not finite counts
-    nowhere. Layers keep their widths meanwhile: after a cut,
-    close it and make another one with the groups that there are then.
+    nowhere. Layers keep their widths meanwhile: after a cut, close it and make another one with the
+    groups that there are then.
 
     Args:
         every: steps from one look to the next.
@@ -235,14 +235,13 @@ class Collector:
 
     def _take_fresh(self) -> None:
         """What the step has shown is part of the window, if all of it is finite."""
-        sums = [value for fresh in self._fresh.values() for value in fresh.sums.values()]
+        looked, self._fresh = self._fresh, {name: _Seen() for name in self._layers}
+        sums = [value for fresh in looked.values() for value in fresh.sums.values()]
         # A difference to itself is 0 or no number; one transfer for all layers.
         if sums and torch.stack([(value - value).sum().double() for value in sums]).sum() != 0:
-            self._fresh = {name: _Seen() for name in self._layers}
             return
-        for name, fresh in self._fresh.items():
+        for name, fresh in looked.items():
             self._seen[name].take(fresh)
-        self._fresh = {name: _Seen() for name in self._layers}
 
     def _hook(self, name: str) -> Any:
         mine = self._layers[name][0]
