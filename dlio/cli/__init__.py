@@ -74,7 +74,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         if os.environ.get(_DEBUG):
             # Not raised again: MPI would wait, at exit, for ranks that wait for this one.
             traceback.print_exc()
-        print(f"dlio: error: {error}", file=sys.stderr, flush=True)
+        # One write: what other ranks and mpirun write must not come between a line and its end.
+        sys.stderr.write(f"dlio: error: {error}\n")
+        sys.stderr.flush()
         abort(_FAILED)
         sys.exit(_FAILED)
     except SystemExit as error:

@@ -36,6 +36,13 @@ def command(
         ),
     ] = "resnet",
     image_size: Annotated[int, typer.Option(help="Side of the crops, in pixels.")] = 64,
+    crop_scale: Annotated[
+        float,
+        typer.Option(
+            help="Least share of an image's area that a crop has: 0.08 is usual for ImageNet, more "
+            "for small images."
+        ),
+    ] = 0.08,
     optimizer: Annotated[
         str, typer.Option(help="nesterov, sgd, adagrad, rmsprop, adam or adamw.")
     ] = "nesterov",
@@ -76,7 +83,7 @@ def command(
     ] = False,
     skip_share: Annotated[
         float | None,
-        typer.Option(help="Skip this share, easy or not; by default what is easy, up to 0.4."),
+        typer.Option(help="Skip this share, easy or not; by default what is easy, up to 0.6."),
     ] = None,
     shuffle: Annotated[
         str,

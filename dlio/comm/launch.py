@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import secrets
 import select
 import shutil
@@ -23,6 +24,7 @@ _TERMINAL = "DLIO_TERMINAL"
 _END_TIMEOUT_S = 10.0
 _POLL_S = 0.5
 _RULE = "-" * 20
+_RULE_BESIDE = re.compile(f"^({_RULE}-*)|({_RULE}-*)$")
 _ERROR = "dlio: error:"
 _NOT_STARTED = "PMIx server's listener thread failed to start"
 """What mpirun says, before it starts a rank, when a network interface went as it listed them."""
@@ -205,6 +207,13 @@ class ErrorFilter:
         line = line.replace("\0", "")  # Open MPI ends its banners with one.
         if not line:
             return []
+        if _ERROR not in line:
+            return self._sort(line)
+        # A rank ended before its line did, or in the middle of a banner.
+        parts = _RULE_BESIDE.split(line.removesuffix("\n"))
+        return [shown for part in parts if part for shown in self._sort(part + "\n")]
+
+    def _sort(self, line: str) -> list[str]:
         if line.startswith(_RULE):
             if self._block is None:
                 self._block = [line]

@@ -150,7 +150,8 @@ class Hierarchy:
         single objects.
 
         Args:
-            then: called when they are read, in a thread of this hierarchy's; or now.
+            then: called when they are read, in a thread of this hierarchy's; or now. Never by two
+                threads at once, nor after `settle`.
         """
         late: list[int] = []
         able = self.reader.objects and self._intake.requests > 1
@@ -159,7 +160,7 @@ class Hierarchy:
             mine = [block for block in np.unique(blocks).tolist() if self._reserve(block)]
             late = samples[np.isin(blocks, mine)].tolist()
         if not late:
-            then()
+            self._unless_closed(then)
             return
         self._awaited.update(late)
         self._hurrying = threading.Thread(
@@ -198,6 +199,9 @@ class Hierarchy:
             with self._hurried:
                 self._awaited.clear()
                 self._hurried.notify_all()
+        self._unless_closed(then)
+
+    def _unless_closed(self, then: Callable[[], object]) -> None:
         with self._lock:
             if not self._closed:
                 then()

@@ -46,6 +46,8 @@ class TrainConfig:
     """Batches whose gradients are added before each step of the optimizer."""
     model: str = "resnet"
     image_size: int = 64
+    crop_scale: float = 0.08
+    """Least share of an image's area that a crop to train on has."""
     optimizer: str = "nesterov"
     momentum: float = 0.9
     weight_decay: float | None = None
@@ -63,7 +65,7 @@ class TrainConfig:
     skip_samples: bool = False
     """Epochs leave out samples whose loss has stayed low."""
     skip_share: float | None = None
-    """Of an epoch's samples, easy or not; by default the easy ones, up to 0.4."""
+    """Of an epoch's samples, easy or not; by default the easy ones, up to 0.6."""
     shuffle: str = "batch"
     source_order: str = "sample"
     pretend_nodes: int | None = None
@@ -120,6 +122,8 @@ class TrainConfig:
                 f"--image-size {self.image_size}: give at least {MIN_IMAGE_SIZE} pixels, or too "
                 "little is left after the model's strides"
             )
+        if not 0 < self.crop_scale <= 1:
+            raise UsageError(f"--crop-scale {self.crop_scale}: give a share above 0, up to 1")
         if not 0 <= self.seed < 2**64:
             raise UsageError(f"--seed {self.seed}: give a number from 0 to 2^64 - 1")
         for name in ("lr", "clip"):
@@ -152,12 +156,12 @@ class TrainConfig:
             raise UsageError(f"--prune-tolerance {tolerance}: give points, 0 to 100")
 
     def _check_skipping(self) -> None:
-        from dlio.train.skiprule import MOST
+        from dlio.train.skiprule import SHARE
 
         if self.skip_share is not None and not self.skip_samples:
             raise UsageError("--skip-share wants --skip-samples, too")
-        if self.skip_share is not None and not 0 < self.skip_share <= MOST:
-            raise UsageError(f"--skip-share {self.skip_share}: give a share above 0, up to {MOST}")
+        if self.skip_share is not None and not 0 < self.skip_share <= SHARE:
+            raise UsageError(f"--skip-share {self.skip_share}: give a share above 0, up to {SHARE}")
         if self.skip_samples and self.epochs < 3:
             raise UsageError(
                 f"--skip-samples with --epochs {self.epochs}: the first epoch and the last see all "

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from dlio import transforms
 from dlio.comm import Communicator
 from dlio.dataset import Dataset, open_dataset
 from dlio.loader import DataLoader
@@ -14,10 +15,15 @@ def open_data(
     comm: Communicator, path: str, config: TrainConfig, tiers: Any, training: bool
 ) -> Dataset:
     """Open a data set; rank 0 first, so that the others find its listing in the cache."""
+    size, scale = config.image_size, (config.crop_scale, 1.0)
+    drawn = transforms.Compose(
+        [transforms.RandomResizedCrop(size, scale), transforms.RandomHorizontalFlip()]
+    )
     options: dict[str, Any] = {
         "tiers": tiers,
-        "image_size": config.image_size,
+        "image_size": size,
         "train": training,
+        "transform": drawn if training else None,
         "seed": config.seed,
         "on_error": config.on_error,
         "replicas": config.replica if training else (),

@@ -35,9 +35,12 @@ class SampleSkipper:
         skipper = dlio.SampleSkipper(loader, epochs)
         for epoch in range(epochs):
             skipper.begin(epoch)
+            for group in optimizer.param_groups:
+                group["lr"] = lr(epoch) * skipper.lr_factor
             for images, labels in loader:
                 losses = cross_entropy(model(images), labels, reduction="none")
                 skipper.weigh(losses).mean().backward()
+                ...
 
     Samples that are skipped are in no plan of the loader's: they are neither read, moved, decoded
     nor computed. Each kept one is consumed exactly once. The first epoch and the last see all.
@@ -97,6 +100,16 @@ class SampleSkipper:
     def skip_share(self) -> float:
         """Share of the data set that the epoch skips."""
         return 1 - self.samples / self.total
+
+    @property
+    def lr_factor(self) -> float:
+        """What to multiply the epoch's learning rate by: samples of the data set over kept ones.
+
+        A kept sample stands for as many, so that a step is one of a batch larger by as much, and an
+        epoch of fewer steps goes as far as one of all samples. (Weights 1/q that are not brought
+        to a mean of 1, as InfoBatch's, have the same effect with SGD, and none with Adam.)
+        """
+        return self.total / max(1, self.samples)
 
     def close(self) -> None:
         self._comm.close()

@@ -42,10 +42,9 @@ _AN_OCTAVE: Final = 16
 _DRAW: Final = 0xD7A3
 _TURN: Final = 0x7042
 _HALVINGS: Final = 60
-SHARE: Final = 0.4
+SHARE: Final = 0.6
+"""The largest share that may be asked for, and how many easy samples are left out at most."""
 EASY: Final = 0.5
-MOST: Final = 0.6
-"""The largest share that may be asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +68,8 @@ class SkipRule:
     """Epochs at the end that see all; an eighth of them by default, and one at least."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.share <= MOST:
-            raise UsageError(f"a share of {self.share} to skip: give one above 0, up to {MOST}")
+        if not 0 < self.share <= SHARE:
+            raise UsageError(f"a share of {self.share} to skip: give one above 0, up to {SHARE}")
         if not 0 < self.floor <= 0.25 or self.revisit < 8:
             raise UsageError(
                 f"floor {self.floor} and revisit {self.revisit}: give a floor above 0, up to 0.25, "

@@ -265,14 +265,14 @@ class Worker:
         Args:
             first: position in the epoch of the first sample of the step: so the rate follows the
                 samples, on any number of ranks. Where some are skipped, each of the others stands
-                for more than one.
+                for more than one, and the rate is as much larger: `SampleSkipper.lr_factor`.
         """
         samples = len(self.loader.data)
         total = samples * self.config.epochs
         each = samples / self.samples
         done = self.epoch_number * samples + first * each
         batch = self.config.accumulate * self.global_batch * each
-        peak, warm = self.config.peak_lr(self.comm.size), max(batch, _WARM_UP * total)
+        peak, warm = each * self.config.peak_lr(self.comm.size), max(batch, _WARM_UP * total)
         if done < warm:
             return peak * min(1.0, (done + batch) / warm)
         return peak * 0.5 * (1 + math.cos(math.pi * (done - warm) / max(1, total - warm)))

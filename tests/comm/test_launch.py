@@ -29,6 +29,13 @@ def test_an_error_in_the_middle_of_a_banner_is_shown() -> None:
     assert _sort([*BANNER[:2], error, BANNER[2]]) == [error]
 
 
+def test_an_error_that_a_banner_is_joined_to_is_told_from_it() -> None:
+    error = "dlio: error: x.jpg cannot be decoded\n"
+    assert _sort([error, error[:-1] + RULE, *BANNER[1:]]) == [error]
+    assert _sort([RULE[:-1] + error, *BANNER[1:]]) == [error]
+    assert _sort([*BANNER[:2], error[:-1] + RULE]) == [error]
+
+
 def test_banners_are_shown_when_no_rank_has_explained_itself() -> None:
     assert _sort(["Killed\n", *BANNER]) == ["Killed\n", *BANNER]
 

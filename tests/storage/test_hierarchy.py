@@ -267,6 +267,33 @@ def test_a_first_batch_is_read_before_its_blocks_and_nothing_twice(tmp_path: Pat
         job.close()
 
 
+def test_what_follows_a_first_batch_is_done_by_one_thread_at_a_time(tmp_path: Path) -> None:
+    """A second pass may begin meanwhile; and the tiers may be closed."""
+    job, other = _two_jobs(MemoryReader(), tmp_path)
+    begun, go = threading.Event(), threading.Event()
+    told = []
+
+    def then() -> None:
+        told.append("begins")
+        begun.set()
+        go.wait(10)
+        told.append("ends")
+
+    job.hurry(np.arange(40), then)
+    assert begun.wait(10)
+    second = threading.Thread(target=job.hurry, args=(np.arange(40), then))
+    second.start()
+    second.join(0.2)
+    go.set()
+    second.join(10)
+    assert told == ["begins", "ends"] * 2
+    job.settle()
+    job.hurry(np.arange(40), then)
+    assert told == ["begins", "ends"] * 2
+    job.close()
+    other.close()
+
+
 def test_blocks_that_were_claimed_for_a_first_batch_are_let_go_again(tmp_path: Path) -> None:
     reader = MemoryReader()
     jobs = _two_jobs(reader, tmp_path)

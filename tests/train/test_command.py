@@ -5,7 +5,7 @@ import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,12 @@ import pytest
 import torch
 
 from dlio.cli.train import find_parts, to_options
+from dlio.comm.single import SingleCommunicator
+from dlio.crop import Crop
+from dlio.dataset import open_dataset
 from dlio.errors import UsageError
 from dlio.train.config import TrainConfig
+from dlio.train.data import open_data
 from dlio.train.model import make_model
 
 MpiRun = Callable[..., subprocess.CompletedProcess[str]]
@@ -163,6 +167,7 @@ def test_ranks_are_started_with_the_options_that_were_given() -> None:
         epochs=5,
         batch_size=7,
         image_size=96,
+        crop_scale=0.5,
         exchange="gossip",
         balance=True,
         shuffle="global",
@@ -209,6 +214,8 @@ def _parsed(options: list[str]) -> TrainConfig:
         {"batch_size": 0},
         {"workers": 0},
         {"image_size": 31},
+        {"crop_scale": 0.0},
+        {"crop_scale": 1.5},
         {"seed": -1},
         {"seed": 2**64},
         {"lr": 0.0},
@@ -220,6 +227,19 @@ def test_a_configuration_that_cannot_work_names_its_option(wrong: dict[str, Any]
     assert name in {field.name for field in fields(TrainConfig)}
     with pytest.raises(UsageError, match=f"--{name.replace('_', '-')} "):
         TrainConfig("pictures", **wrong)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_crops_to_train_on_have_the_least_area_that_was_asked_for(
+    pictures: Path, training: bool
+) -> None:
+    config = TrainConfig("x", image_size=48, crop_scale=0.5)
+    crop = open_data(SingleCommunicator(), str(pictures / "train"), config, "none", training).crop
+    same = Crop(48, training, (0.5, 1.0), across=48) if training else Crop(48, training)
+    assert crop == same
+    if training:
+        usual = open_dataset(str(pictures / "train"), image_size=48, tiers="none").crop
+        assert replace(crop, scale=usual.scale, across=None) == usual
 
 
 def test_the_default_rate_grows_with_the_global_batch() -> None:

@@ -38,7 +38,7 @@ def test_variants_of_a_perceptron_are_as_large_as_each_other(
 
 
 def test_rows_that_are_left_out_are_not_read() -> None:
-    told = rows.measure(Options(seeds=1, epochs=6, width=64, rows=6000))
+    told = rows.measure(Options(seeds=1, epochs=6, shrunk_epochs=6, width=64, rows=6000))
     curves = {name: found[0] for name, found in told["raw"].items()}
     whole, some = curves["unpruned"]["extra"], curves["samples left out"]["extra"]
     assert whole["trained_on"] == 6 * 6000

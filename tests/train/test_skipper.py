@@ -39,6 +39,7 @@ def test_kept_samples_come_once_and_their_share_is_what_was_asked_for() -> None:
             ids = [sample for sample, _ in found]
             assert len(set(ids)) == len(ids) == skipper.samples
             assert skipper.skip_share == 1 - len(ids) / N
+            assert skipper.lr_factor == N / len(ids)
             if skipper.rule.sees_all(epoch):
                 assert len(ids) == N
                 assert {weight for _, weight in found} == {1.0}

@@ -1,6 +1,7 @@
 """`dlio train --skip-samples`: each kept sample once, fewer bytes, the same run on any ranks."""
 
 import json
+import math
 import shutil
 import subprocess
 from collections import defaultdict
@@ -39,12 +40,14 @@ def _weights(path: Path) -> dict[str, torch.Tensor]:
 def test_kept_samples_are_trained_on_once_for_the_bytes_of_those_alone(
     dlio: Dlio, pictures: Path, here: Path
 ) -> None:
-    """The same run, to rounding, on 1 rank as on 4, and with batches accumulated."""
+    """The same run, to rounding, on 1 rank as on 4, and with batches accumulated; the learning rate
+    as much larger as samples are fewer."""
     runs = {
-        "one": ("--batch-size", "8"),
+        "one": ("--batch-size", "8", "--callback", "nets:Log(path='log')"),
         "two": ("-n", "2", "--batch-size", "2", "--accumulate", "2", "--shuffle", "global"),
         "four": ("-n", "4", "--batch-size", "2", "--pretend-nodes", "2"),
     }
+    kept: dict[int, int] = {}
     for name, options in runs.items():
         told = ("--report", f"{name}.json", "--trace", f"{name}.jsonl", "--save", f"{name}.pt")
         done = dlio("train", str(pictures / "train"), *SAME, *options, *told)
@@ -55,6 +58,7 @@ def test_kept_samples_are_trained_on_once_for_the_bytes_of_those_alone(
         assert [epoch["skip_share"] for epoch in (epochs[0], epochs[-1])] == [0, 0]
         for number, epoch in enumerate(epochs):
             ids = samples[number]
+            kept[number] = len(ids)
             assert len(ids) == len(set(ids)) == epoch["samples"]
             assert epoch["skip_share"] == pytest.approx(1 - len(ids) / N)
             assert 0 < epoch["loss"] < 10
@@ -65,6 +69,12 @@ def test_kept_samples_are_trained_on_once_for_the_bytes_of_those_alone(
         assert whole["source"] == few["source"] == 0
         read, of = (each["ram"] + each["peer"] for each in (few, whole))
         assert read / of == pytest.approx(epochs[2]["samples"] / N, abs=0.03)
+    peak, warm = TrainConfig("x", batch_size=8).peak_lr(1), 0.15 * EPOCHS * N
+    steps = [json.loads(line) for line in (here / "log.0").read_text().splitlines()]
+    for number in range(1, EPOCHS):
+        lr = next(lr for _, epoch, _, lr in steps if epoch == number)
+        down = (1 + math.cos(math.pi * (number * N - warm) / (EPOCHS * N - warm))) / 2
+        assert lr == pytest.approx(peak * down * N / kept[number])
     first = _samples(here / "one.jsonl")
     for name in ("two", "four"):
         other = _samples(here / f"{name}.jsonl")

@@ -11,7 +11,7 @@ from dlio.errors import UsageError
 from dlio.kept import STRETCH
 from dlio.train.skiprule import (
     CERTAIN,
-    MOST,
+    SHARE,
     SkipRule,
     chance_of,
     chances,
@@ -50,7 +50,7 @@ def test_what_is_remembered_rises_at_once_and_falls_by_half() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.floats(0.05, MOST), st.floats(0.01, 4), st.integers(0, 9), st.integers(8, 20))
+@given(st.floats(0.05, SHARE), st.floats(0.01, 4), st.integers(0, 9), st.integers(8, 20))
 def test_the_share_that_is_asked_for_is_left_out(
     share: float, spread: float, seed: int, revisit: int
 ) -> None:

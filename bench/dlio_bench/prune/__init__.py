@@ -5,6 +5,7 @@
 | `command.py`, `options.py` | the command                                              |
 | `images.py`                | networks for images, and samples left out; `dlio train`  |
 | `tabular.py`               | wide perceptrons that a small one teaches                |
+| `rows.py`                  | perceptrons that do not read what they know              |
 | `removal.py`, `chance.py`  | other ways to remove neurons, to compare with            |
 | `curves.py`, `drawing.py`  | what is told of trainings                                |
 """

@@ -39,14 +39,15 @@ def command(
     epochs: Annotated[int | None, typer.Option(help="Instead of a case's own.", min=1)] = None,
     shrunk_epochs: Annotated[
         int | None,
-        typer.Option(help="Of networks that are or become small.", min=1),
+        typer.Option(help="Of networks that are or become small, or leave rows out.", min=1),
     ] = None,
     width: Annotated[
         int | None, typer.Option(help="Of networks before they are pruned.", min=2)
     ] = None,
     tolerance: Annotated[float, typer.Option(help="Points of held-out accuracy.")] = 0.5,
     image_size: Annotated[int, typer.Option(min=32)] = 64,
-    rows: Annotated[int, typer.Option(help="That perceptrons learn from.", min=1000)] = 40_000,
+    rows: Annotated[int | None, typer.Option(help="That perceptrons learn from.", min=1000)] = None,
+    lr: Annotated[float, typer.Option(help="Adam's, of perceptrons.")] = 1e-3,
     ranks: Annotated[int, typer.Option("--ranks", "-n", help="For images.", min=1)] = 2,
     keep: Annotated[
         str | None,
@@ -77,6 +78,7 @@ def command(
         tolerance=tolerance,
         image_size=image_size,
         rows=rows,
+        lr=lr,
         keep=keep,
         plot=plot,
     )

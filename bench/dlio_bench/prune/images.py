@@ -23,7 +23,9 @@ _WIDTH: Final = 64
 _EPOCHS: Final = 5
 _SHRUNK_EPOCHS: Final = 7
 """Steps of a small network are cheap: a part of the time that they save goes into more of them."""
-_SAMPLES_EPOCHS: Final = 12
+_SAMPLES_EPOCHS: Final = 40
+_SAMPLES_CROP: Final = 0.5
+"""Least area of crops: with less, a network of this size stays unsure of what it is trained on."""
 _SAMPLES: Final[dict[str, dict[str, Any]]] = {
     "unpruned": {},
     "samples left out": {"skip_samples": True},
@@ -50,7 +52,7 @@ def measure_samples(options: Options) -> dict[str, Any]:
     """Runs of `dlio train` by seed: as it is, with samples left out, with both; and, with all
     samples, of as many whole epochs as those that leave some out train on samples."""
     with ExitStack() as stack:
-        runs = _Runs(options, "samples", stack, options.epochs or _SAMPLES_EPOCHS)
+        runs = _Runs(options, "samples", stack, options.epochs or _SAMPLES_EPOCHS, _SAMPLES_CROP)
         width = options.width or _WIDTH // 2
         told: dict[str, list[Curve]] = {}
         for seed in range(options.seeds):
@@ -66,9 +68,11 @@ def measure_samples(options: Options) -> dict[str, Any]:
 class _Runs:
     """Trainings of a case, by variant and seed."""
 
-    def __init__(self, options: Options, case: str, stack: ExitStack, epochs: int) -> None:
+    def __init__(
+        self, options: Options, case: str, stack: ExitStack, epochs: int, crop: float | None = None
+    ) -> None:
         self.source, self.val = options.check_images(case)
-        self.options, self.epochs = options, epochs
+        self.options, self.epochs, self._crop = options, epochs, crop
         self.folder = options.keep or stack.enter_context(
             tempfile.TemporaryDirectory(prefix="dlio-bench-")
         )
@@ -91,6 +95,7 @@ class _Runs:
                 "epochs": self.epochs,
                 "seed": seed,
                 "image_size": self.options.image_size,
+                "crop_scale": self._crop,
                 "model": f"resnet(width={width})",
                 **more,
             },
@@ -109,9 +114,7 @@ def _variants(runs: _Runs, seed: int, width: int) -> Iterator[tuple[str, Curve]]
     report = runs.report("unpruned", seed, width, save=weights)
     unpruned = runs.curve_of(report, width)
     yield "unpruned", unpruned
-    epochs = runs.options.shrunk_epochs or max(
-        runs.epochs, round(runs.epochs * _SHRUNK_EPOCHS / _EPOCHS)
-    )
+    epochs = runs.options.longer(runs.epochs, _SHRUNK_EPOCHS / _EPOCHS)
     report = runs.report(
         "apoptosis",
         seed,

@@ -16,22 +16,30 @@ class Options:
     epochs: int | None = None
     """In the place of a case's own."""
     shrunk_epochs: int | None = None
-    """Of all networks but the one that stays as wide as it is."""
+    """Of all trainings but the one that keeps all neurons and samples."""
     width: int | None = None
     """Of the network before it is pruned, in the place of a case's own."""
     tolerance: float = 0.5
     """Points of held-out accuracy."""
     image_size: int = 64
-    rows: int = 40_000
+    rows: int | None = None
     """That a perceptron learns from."""
+    lr: float = 1e-3
+    """Of perceptrons, at the beginning."""
     keep: str | None = None
     plot: str | None = None
 
     def __post_init__(self) -> None:
         if self.plot is not None and not self.plot.endswith((".png", ".svg")):
             raise UsageError(f"--plot {self.plot}: give a name that ends in .png or .svg")
+        if not self.lr > 0:
+            raise UsageError(f"--lr {self.lr}: give a number above 0")
         if not self.tolerance >= 0:
             raise UsageError(f"--tolerance {self.tolerance}: give points of accuracy, 0 or more")
+
+    def longer(self, epochs: int, times: float) -> int:
+        """Epochs of trainings that cost less: a part of the time that they save goes into more."""
+        return self.shrunk_epochs or max(epochs, round(epochs * times))
 
     def check_images(self, case: str) -> tuple[str, str]:
         """Training and held-out data. Raises UsageError where they lack."""

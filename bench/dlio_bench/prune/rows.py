@@ -13,7 +13,6 @@ from dlio_bench.prune.curves import Curve
 from dlio_bench.prune.options import Options
 from dlio_bench.prune.tabular import (
     BATCH,
-    Task,
     by_seed,
     make_task,
     perceptron,
@@ -21,16 +20,19 @@ from dlio_bench.prune.tabular import (
     train,
 )
 
-_EPOCHS: Final = 20
-_SHARE: Final = 0.6
-"""Of the rows that an epoch leaves out at most."""
+_ROWS: Final = 400_000
+"""So many that a network of this width hardly overfits: else it is best before any row is easy."""
+_WIDTH: Final = 128
+_EPOCHS: Final = 10
+_SKIPPING_EPOCHS: Final = 12
+"""Of trainings that leave rows out: a part of the time that they save goes into more epochs."""
 
 
 def measure(options: Options) -> dict[str, Any]:
     """By seed, one after another on one thread, rows from a file through `dlio.DataLoader`: with
     all of them, with samples left out, with neurons removed as well; and, with all samples, of as
     many whole epochs as those that leave some out train on samples."""
-    return by_seed(options, _variants, _EPOCHS)
+    return by_seed(options, _variants, _WIDTH, _EPOCHS)
 
 
 class _Read:
@@ -39,7 +41,7 @@ class _Read:
     def __init__(self, path: str, seed: int, epochs: int | None) -> None:
         self._loader = dlio.DataLoader(dlio.open(path), BATCH, shuffle=True, seed=seed)
         self._skipper = (
-            None if epochs is None else dlio.SampleSkipper(self._loader, epochs, _SHARE, seed=seed)
+            None if epochs is None else dlio.SampleSkipper(self._loader, epochs, seed=seed)
         )
         self.extra = {"read_MB": 0.0, "trained_on": 0.0}
 
@@ -65,44 +67,36 @@ class _Read:
         self.extra["read_MB"] += sum(told["bytes"].values()) / 1e6
         self.extra["trained_on"] += told["samples"]
 
+    @property
+    def lr_factor(self) -> float:
+        return 1.0 if self._skipper is None else self._skipper.lr_factor
+
     def weigh(self, losses: torch.Tensor) -> torch.Tensor:
         return losses if self._skipper is None else self._skipper.weigh(losses)
 
 
 def _variants(seed: int, widths: Sequence[int], epochs: int, options: Options) -> dict[str, Curve]:
-    task = make_task(seed, options.rows)
+    task = make_task(seed, options.rows or _ROWS)
+    more = options.longer(epochs, _SKIPPING_EPOCHS / _EPOCHS)
     with tempfile.TemporaryDirectory(prefix="dlio-bench-") as folder:
         path = os.path.join(folder, "rows.npz")
         np.savez(path, rows=task.rows.numpy(), labels=task.labels.numpy())
         source = f"{path}::rows,labels"
 
         def run(epochs: int, skip: bool, prune: bool) -> Curve:
-            return _trained(task, source, seed, widths, epochs, skip, prune, options.tolerance)
+            model = perceptron(widths, seed)
+            pruning = pruned_by(model, task, options.tolerance) if prune else None
+            with _Read(source, seed, epochs if skip else None) as feed:
+                curve, _ = train(model, task, epochs, feed, options.lr, apoptosis=pruning)
+            curve.extra.update(feed.extra)
+            return curve
 
         found = {
             "unpruned": run(epochs, skip=False, prune=False),
-            "samples left out": run(epochs, skip=True, prune=False),
-            "both": run(epochs, skip=True, prune=True),
+            "samples left out": run(more, skip=True, prune=False),
+            "both": run(more, skip=True, prune=True),
         }
         work = found["samples left out"].extra["trained_on"]
         fewer = max(1, round(work / found["unpruned"].extra["trained_on"] * epochs))
         found["fewer epochs"] = run(fewer, skip=False, prune=False)
     return found
-
-
-def _trained(
-    task: Task,
-    source: str,
-    seed: int,
-    widths: Sequence[int],
-    epochs: int,
-    skip: bool,
-    prune: bool,
-    tolerance: float,
-) -> Curve:
-    model = perceptron(widths, seed)
-    pruning = pruned_by(model, task, tolerance) if prune else None
-    with _Read(source, seed, epochs if skip else None) as feed:
-        curve, _ = train(model, task, epochs, feed, apoptosis=pruning)
-    curve.extra.update(feed.extra)
-    return curve

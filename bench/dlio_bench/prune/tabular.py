@@ -23,7 +23,7 @@ _TEACHER: Final = 24
 _FLIPPED: Final = 0.05
 """Of the training labels, which are drawn anew."""
 BATCH: Final = 128
-_LR: Final = 1e-3
+_ROWS: Final = 40_000
 _WIDTH: Final = 1024
 _LAYERS: Final = 3
 _EPOCHS: Final = 6
@@ -84,12 +84,18 @@ class Feed(Protocol):
     def epoch(self, number: int) -> tuple[int, Iterable[tuple[torch.Tensor, torch.Tensor]]]:
         """How many batches, and the batches."""
 
+    @property
+    def lr_factor(self) -> float:
+        """What the epoch's learning rate is multiplied by."""
+
     def weigh(self, losses: torch.Tensor) -> torch.Tensor:
         """Losses of the last batch, shape (n,), times what they count."""
 
 
 class Shuffled:
     """All rows, from memory, in another order each epoch."""
+
+    lr_factor = 1.0
 
     def __init__(self, task: Task, seed: int) -> None:
         self._task, self._generator = task, torch.Generator().manual_seed(seed)
@@ -110,18 +116,20 @@ def train(
     task: Task,
     epochs: int,
     feed: Feed,
+    lr: float,
     after_step: Callable[[int, torch.optim.Optimizer], object] | None = None,
     apoptosis: Callable[[torch.optim.Optimizer, int], Any] | None = None,
 ) -> tuple[Curve, Any]:
     """Adam, with the rate on a cosine to zero.
 
     Args:
+        lr: at the beginning.
         after_step: called with the number of steps done.
         apoptosis: makes one, for an optimizer and a number of steps.
 
     Returns: the curve, and the apoptosis.
     """
-    optimizer = torch.optim.Adam(model.parameters(), lr=_LR)
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
     pruning = apoptosis(optimizer, epochs * (len(task.rows) // BATCH)) if apoptosis else None
     curve, spent, done = Curve(), 0.0, 0
     for epoch in range(epochs):
@@ -131,8 +139,9 @@ def train(
         if pruning is not None:
             pruning.expect((epochs - epoch) * batches)
         for batch, (rows, labels) in enumerate(feeding):
+            down = (1 + math.cos(math.pi * (epoch + batch / batches) / epochs)) / 2
             for group in optimizer.param_groups:
-                group["lr"] = _LR * (1 + math.cos(math.pi * (epoch + batch / batches) / epochs)) / 2
+                group["lr"] = lr * feed.lr_factor * down
             optimizer.zero_grad(set_to_none=True)
             logits = model(rows)
             losses = cross_entropy(logits, labels, reduction="none")
@@ -178,17 +187,22 @@ def measure(options: Options) -> dict[str, Any]:
     and, of the widths that apoptosis came to: what is left of the wide one after training, by
     magnitude; neurons removed by chance at the steps at which apoptosis did; and a network of these
     widths from the start. Those that are or become small are trained for more epochs."""
-    return by_seed(options, _variants, _EPOCHS)
+    return by_seed(options, _variants, _WIDTH, _EPOCHS)
 
 
 def by_seed(
     options: Options,
     variants: Callable[[int, Sequence[int], int, Options], Mapping[str, Curve]],
+    width: int,
     epochs: int,
 ) -> dict[str, Any]:
     """What `variants` gives of each seed, of the widths of the hidden layers and of epochs, told
-    together."""
-    widths, epochs = [options.width or _WIDTH] * _LAYERS, options.epochs or epochs
+    together.
+
+    Args:
+        width, epochs: where the options give none.
+    """
+    widths, epochs = [options.width or width] * _LAYERS, options.epochs or epochs
     told: dict[str, list[Curve]] = {}
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -202,26 +216,28 @@ def by_seed(
 
 
 def _variants(seed: int, whole: Sequence[int], epochs: int, options: Options) -> dict[str, Curve]:
-    task = make_task(seed, options.rows)
+    task, lr = make_task(seed, options.rows or _ROWS), options.lr
 
     def fresh(widths: Sequence[int]) -> nn.Sequential:
         return perceptron(widths, seed)
 
-    more = options.shrunk_epochs or max(epochs, round(epochs * _SHRUNK_EPOCHS / _EPOCHS))
+    more = options.longer(epochs, _SHRUNK_EPOCHS / _EPOCHS)
     wide = fresh(whole)
-    found = {"unpruned": train(wide, task, epochs, Shuffled(task, seed))[0]}
+    found = {"unpruned": train(wide, task, epochs, Shuffled(task, seed), lr)[0]}
     model = fresh(whole)
 
     pruning = pruned_by(model, task, options.tolerance)
-    found["apoptosis"], pruned = train(model, task, more, Shuffled(task, seed), apoptosis=pruning)
+    found["apoptosis"], pruned = train(
+        model, task, more, Shuffled(task, seed), lr, apoptosis=pruning
+    )
     found["magnitude, after training"] = _cut(wide, task, found["unpruned"], pruned.groups)
     model = fresh(whole)
     chance = removal.ByChance(model, task.rows[:2], pruned.rounds, seed)
     found["by chance, as apoptosis"] = train(
-        model, task, more, Shuffled(task, seed), after_step=chance.step
+        model, task, more, Shuffled(task, seed), lr, after_step=chance.step
     )[0]
     narrow = fresh(found["apoptosis"].widths[-1])
-    found["narrow from the start"] = train(narrow, task, more, Shuffled(task, seed))[0]
+    found["narrow from the start"] = train(narrow, task, more, Shuffled(task, seed), lr)[0]
     return found
 
 

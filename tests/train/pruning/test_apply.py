@@ -228,20 +228,23 @@ def test_weights_keep_their_memory_format() -> None:
 def test_fused_optimizers_find_their_state_where_the_weights_format_has_it(
     kind: type[torch.optim.Optimizer],
 ) -> None:
-    """They walk memory, and trust that it lies alike."""
+    """They walk memory, and trust that it lies alike.
+
+    A large eps for Adam: it makes a whole step of what is rounding of a gradient of 0.
+    """
     found = _found("convolutional")
     weights = []
     for fused in (True, False):
         model, inputs = make("convolutional", "relu", 1)
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        options: dict[str, Any] = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+        options: dict[str, Any] = {"momentum": 0.9} if kind is torch.optim.SGD else {"eps": 1e-3}
         optimizer = kind(model.parameters(), lr=0.01, fused=fused, **options)  # type: ignore[call-arg]
         for step in range(6):
             if step == 3:
                 apply(model, found.groups, Plan({"0": np.arange(8)}), [optimizer])
             _step(model, optimizer, inputs)
         weights.append(model.get_parameter("3.weight").detach())
-    torch.testing.assert_close(*weights, rtol=1e-4, atol=2e-4)
+    torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)
 
 
 def test_nothing_to_remove_keeps_the_layout() -> None:
