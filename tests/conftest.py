@@ -164,6 +164,16 @@ def imagenet(real_images: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
+@pytest.fixture(scope="module")
+def open_mpi_segments(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A folder for what Open MPI leaves behind of a process that uses it without mpirun, as
+    Lightning does to learn whether it is a rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("segments")
+        patch.setenv("OMPI_MCA_btl_sm_backing_directory", str(folder))
+        yield
+
+
 class MpiRun(Protocol):
     """Run a Python program on several ranks; raises when it outlasts its deadline."""
 

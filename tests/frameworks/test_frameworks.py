@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 BODY = str(Path(__file__).with_name("train.py"))
+pytestmark = pytest.mark.usefixtures("open_mpi_segments")
 
 
 def _run(framework: str, ranks: int, folder: Path) -> list[dict[str, Any]]:

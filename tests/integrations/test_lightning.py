@@ -14,9 +14,12 @@ import pytest
 from tests.conftest import MpiRun, TorchRun
 
 BODY = str(Path(__file__).with_name("lightning_checks.py"))
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("lightning") is None, reason="pip install 'dlio[dev]'"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("lightning") is None, reason="pip install 'dlio[dev]'"
+    ),
+    pytest.mark.usefixtures("open_mpi_segments"),
+]
 
 
 @pytest.fixture(scope="module")
