@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dlio.comm.process_group import init_process_group
-    from dlio.dataset import Dataset
-    from dlio.dataset import open_dataset as open
     from dlio.errors import (
         CommError,
         CommTimeout,
@@ -27,11 +25,13 @@ if TYPE_CHECKING:
         TierFull,
         UsageError,
     )
-    from dlio.loader import DataLoader
-    from dlio.train.distribute import distribute
+    from dlio.loader.dataloader import DataLoader
+    from dlio.loader.dataset import Dataset
+    from dlio.loader.dataset import open_dataset as open
+    from dlio.train.exchange.distribute import distribute
     from dlio.train.pruning.apoptosis import Apoptosis
     from dlio.train.pruning.saved import load_pruned
-    from dlio.train.skipper import SampleSkipper
+    from dlio.train.skipping.skipper import SampleSkipper
 
 __all__ = [
     "Apoptosis",
@@ -56,13 +56,13 @@ __all__ = [
 
 _WHERE = {
     "Apoptosis": ("dlio.train.pruning.apoptosis", "Apoptosis"),
-    "DataLoader": ("dlio.loader", "DataLoader"),
-    "Dataset": ("dlio.dataset", "Dataset"),
-    "SampleSkipper": ("dlio.train.skipper", "SampleSkipper"),
-    "distribute": ("dlio.train.distribute", "distribute"),
+    "DataLoader": ("dlio.loader.dataloader", "DataLoader"),
+    "Dataset": ("dlio.loader.dataset", "Dataset"),
+    "SampleSkipper": ("dlio.train.skipping.skipper", "SampleSkipper"),
+    "distribute": ("dlio.train.exchange.distribute", "distribute"),
     "init_process_group": ("dlio.comm.process_group", "init_process_group"),
     "load_pruned": ("dlio.train.pruning.saved", "load_pruned"),
-    "open": ("dlio.dataset", "open_dataset"),
+    "open": ("dlio.loader.dataset", "open_dataset"),
     **{
         name: ("dlio.errors", name)
         for name in __all__

@@ -131,7 +131,7 @@ def full_disk() -> FullDisk:
 @pytest.fixture(scope="session")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three class folders of four drawn pictures each."""
-    from dlio.demo import draw_dataset
+    from dlio.cli.demo_pictures import draw_dataset
 
     folder = tmp_path_factory.mktemp("drawn") / "pictures"
     draw_dataset(str(folder), images=12, validation=3, classes=3)

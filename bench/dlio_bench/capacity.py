@@ -47,9 +47,9 @@ def capacity(source: str, shares: tuple[float, ...] = SHARES) -> list[dict[str, 
     hold a share of it: dlio's, an LRU of samples that is simulated, the page cache in a control
     group of that size (None where there is none); and how evenly dlio's hits fall."""
     import dlio
-    from dlio.mount import block_bytes_of
-    from dlio.order import Order
-    from dlio.reader import open_reader
+    from dlio.data.reader import open_reader
+    from dlio.plan.order import Order
+    from dlio.storage.mount import block_bytes_of
 
     reader = open_reader(source)
     sizes = np.asarray(reader.sizes, np.int64)

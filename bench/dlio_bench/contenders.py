@@ -69,8 +69,8 @@ def decode(task: Task) -> Pass:
     """The ceiling of dlio's own decoder: payloads in memory, threads, nothing else."""
     import numpy as np
 
-    from dlio.crop import Crop
-    from dlio.decode import Decoder
+    from dlio.image.crop import Crop
+    from dlio.image.decode import Decoder
 
     decoder = Decoder(Crop(task.size, True), 0)
     uniforms = decoder.draw(0, np.arange(len(task.files), dtype=np.int64))
@@ -85,8 +85,8 @@ def full_decode(task: Task) -> Pass:
     """A bare loop that decodes whole pictures (libjpeg-turbo, fast DCT) and resizes their crops."""
     import numpy as np
 
-    from dlio.crop import Crop
-    from dlio.decode import Decoder, opencv
+    from dlio.image.crop import Crop
+    from dlio.image.decode import Decoder, opencv
 
     simplejpeg: Any = importlib.import_module("simplejpeg")
     cv2 = opencv()

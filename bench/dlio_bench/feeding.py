@@ -73,7 +73,7 @@ def _array_case(
     packed: str, place: str, tier: str, repeats: int, workers: int
 ) -> dict[str, list[float]]:
     import dlio
-    from dlio.order import Order
+    from dlio.plan.order import Order
     from dlio_bench.staging import _drop
 
     rates: dict[str, list[float]] = {"dlio": [], "preadv": [], "volumes": []}
@@ -166,7 +166,7 @@ def slow(source: str, repeats: int, workers: int, batch_size: int = 64) -> dict[
     """Class folders behind slowfs (50 MB/s, 5 ms a request), and a consumer that computes for
     `batch_size` / 200 s a batch: seconds to the first batch, beside reading its files and nothing
     else; the share of the second epoch that the consumer computes; torch's loader beside."""
-    from dlio.reader import open_reader
+    from dlio.data.reader import open_reader
     from dlio_bench.machine import spread
     from dlio_bench.slowfs import slow_mount
 

@@ -85,10 +85,10 @@ def link(
     and forecast, and whether bytes and messages are those forecast."""
     import numpy as np
 
+    from dlio.data.reader import open_reader
     from dlio.forecast.events import Machine, run
     from dlio.forecast.traffic import job_over, traffic
-    from dlio.placement import Node
-    from dlio.reader import open_reader
+    from dlio.plan.placement import Node
     from dlio_bench.machine import spread
     from dlio_staging.pack import pack
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from dlio.errors import UsageError
-from dlio.files import check_writable, write_json
+from dlio.util.files import check_writable, write_json
 from dlio_bench.contenders import CONTENDERS, Contender, missing
 from dlio_bench.feeding import arrays, decoded, slow
 from dlio_bench.task import Task
@@ -57,7 +57,7 @@ def measure(case: Case) -> dict[str, Any]:
     """
     import numpy as np
 
-    from dlio.reader import open_reader
+    from dlio.data.reader import open_reader
     from dlio_bench.machine import describe_machine, ratio, spread
 
     reader = open_reader(case.source)

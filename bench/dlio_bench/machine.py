@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from dlio.util.cores import available_cores
+
 
 def describe_machine(packages: Sequence[str]) -> dict[str, Any]:
     """Processor, memory, versions and, in a checkout, the commit."""
     return {
         "processor": _field("/proc/cpuinfo", "model name") or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": available_cores(),
         "memory": _field("/proc/meminfo", "MemTotal"),
         "system": platform.platform(),
         "python": platform.python_version(),

@@ -26,8 +26,8 @@ def statistics() -> dict[str, dict[str, float]]:
     - `unevenness_sigma`: of how many of a global batch's samples are of each eighth of the data.
     """
     from dlio.forecast.traffic import job_of
-    from dlio.placement import Node
-    from dlio.plans import plan_epoch
+    from dlio.plan.epoch import plan_epoch
+    from dlio.plan.placement import Node
 
     nodes = tuple(Node(f"node{number}", (1 << 50,)) for number in range(_NODES))
     found = {}

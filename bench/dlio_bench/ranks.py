@@ -46,7 +46,7 @@ def run(
 
     Raises UsageError when the ranks fail, outlast their deadline, or cannot have a link.
     """
-    from dlio.comm.launch import find_mpirun
+    from dlio.cli.launch import find_mpirun
 
     full = {
         **os.environ,

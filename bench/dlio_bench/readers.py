@@ -14,7 +14,7 @@ import numpy as np
 import typer
 
 from dlio.errors import UsageError
-from dlio.files import write_json
+from dlio.util.files import write_json
 
 FORMATS = ("folder", "shard", "tar", "hdf5", "hdf5-gzip", "zarr", "parquet", "npy", "mds")
 _BLOCK = 64
@@ -46,7 +46,7 @@ class _Peer:
 def measure(formats: Sequence[str], case: Case) -> dict[str, Any]:
     """For each format: samples/s and MB/s of a pass in blocks and of `read` of random samples, of
     dlio and of the library, in turn within each repeat; and of `dlio pack` to native shards."""
-    from dlio.reader import open_reader
+    from dlio.data.reader import open_reader
     from dlio_bench.machine import describe_machine, ratio, spread
     from dlio_staging.pack import pack
 

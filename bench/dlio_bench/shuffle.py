@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from dlio.errors import UsageError
-from dlio.files import check_writable, write_json
+from dlio.util.files import check_writable, write_json
 from dlio_bench.ranks import FABRICS, run
 
 _CASES: Final = (
@@ -35,8 +35,8 @@ def plan(repeats: int) -> dict[str, Any]:
     seconds that one rank takes to plan a whole epoch; 10^9 samples in mode `global`: seconds and
     bytes of memory."""
     from dlio.forecast.traffic import job_of, traffic
-    from dlio.placement import Node
-    from dlio.plans import plan_epoch
+    from dlio.plan.epoch import plan_epoch
+    from dlio.plan.placement import Node
     from dlio_bench.machine import spread
 
     nodes = tuple(Node(f"node{number}", (1 << 60,)) for number in range(128))

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from dlio.comm import Communicator
-from dlio.plans import WINDOW_BYTES
+from dlio.plan.epoch import WINDOW_BYTES
 
 _ROUNDS: Final = 2
 """Untimed passes before: tiers are filled, memory is made."""

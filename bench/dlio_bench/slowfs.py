@@ -29,7 +29,7 @@ import typer
 import xxhash
 
 from dlio.errors import UsageError
-from dlio.units import parse_bytes
+from dlio.util.units import parse_bytes
 
 STATS: Final = ".slowfs-stats"
 _START_TIMEOUT_S: Final = 20.0

@@ -64,8 +64,8 @@ def source_order(
 
 
 def _unevenness(layout: Any, source_order: str) -> float:
-    from dlio.blockorder import BlockOrder, window_of
-    from dlio.order import Order
+    from dlio.plan.block_order import BlockOrder, window_of
+    from dlio.plan.order import Order
 
     count, window = int(layout.starts[-1]), window_of(source_order)
     order = Order(count, 1) if window is None else BlockOrder(count, 1, 0, True, layout, window)

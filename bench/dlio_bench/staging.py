@@ -17,9 +17,9 @@ from typing import Annotated, Any
 import typer
 
 from dlio.errors import UsageError
-from dlio.files import write_json
-from dlio.storage.spec import SHARED_MEMORY
-from dlio.units import format_bytes
+from dlio.util.files import write_json
+from dlio.util.shared import SHARED_MEMORY
+from dlio.util.units import format_bytes
 
 CASES = ("slow-50", "slow-200", "local", "small-files", "two-jobs", "memory")
 _MIB = 1 << 20

@@ -14,8 +14,8 @@ import numpy as np
 import typer
 
 from dlio.errors import UsageError
-from dlio.files import check_writable, write_json
-from dlio.units import format_bytes, format_seconds
+from dlio.util.files import check_writable, write_json
+from dlio.util.units import format_bytes, format_seconds
 
 _SAMPLE: Final = 100_000
 _SMALL: Final = 4096
@@ -91,7 +91,7 @@ def measure_tier(root: str, size: int, threads: int) -> dict[str, float]:
 
 def measure_source(source: str, threads: int) -> dict[str, float]:
     """Of a data set: its samples, as its reader reads them."""
-    from dlio.reader import open_reader
+    from dlio.data.reader import open_reader
 
     reader = open_reader(source)
     try:
@@ -125,9 +125,9 @@ def command(
 ) -> None:
     """Measure tiers and sources: `dlio plan` then knows them, and reads that can go to several
     copies of a source begin with them."""
-    from dlio.bandwidths import remember
+    from dlio.data.speeds import remember
     from dlio.storage.spec import parse_tiers
-    from dlio.units import parse_bytes
+    from dlio.util.units import parse_bytes
 
     if report is not None:
         check_writable("--report", report)

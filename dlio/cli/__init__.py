@@ -64,7 +64,8 @@ def make_app() -> typer.Typer:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command and exit. `argv` without the program's name; by default the process's."""
     from dlio.comm import abort
-    from dlio.comm.launch import terminate_as_interrupt, under_mpi, watch_launcher
+    from dlio.comm.environment import under_mpi, watch_launcher
+    from dlio.util.signals import terminate_as_interrupt
 
     terminate_as_interrupt()
     watch_launcher()

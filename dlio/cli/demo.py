@@ -42,7 +42,7 @@ def command(
     else:
         source = data
     source, val = find_parts(source, None)
-    from dlio.reader import open_reader
+    from dlio.data.reader import open_reader
 
     reader = open_reader(source)
     size = int(reader.sizes.sum())
@@ -87,7 +87,7 @@ def _make_folder(folder: str) -> None:
 def _draw(folder: str) -> None:
     from rich.progress import Progress
 
-    from dlio.demo import draw_dataset, is_complete
+    from dlio.cli.demo_pictures import draw_dataset, is_complete
 
     if is_complete(folder):
         return

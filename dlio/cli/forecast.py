@@ -7,12 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
-from dlio.bandwidths import measured
+from dlio.data.speeds import measured
 from dlio.errors import UsageError
-from dlio.figures import picture
-from dlio.files import check_writable, write_json
 from dlio.storage.spec import TierSpec
-from dlio.units import format_bytes, format_seconds, parse_bytes, parse_seconds
+from dlio.util.figures import picture
+from dlio.util.files import check_writable, write_json
+from dlio.util.units import format_bytes, format_seconds, parse_bytes, parse_seconds
 
 _TIER_RATES = {"ram": "8GiB", "disk": "2GiB"}
 """Bytes a second of a node's tier, where nothing else is said."""
@@ -204,10 +204,10 @@ def _job(
     mode: str,
     seed: int,
 ) -> Any:
+    from dlio.data.reader import open_reader
     from dlio.forecast.traffic import job_of, job_over
-    from dlio.placement import Node
-    from dlio.plans import check_mode
-    from dlio.reader import open_reader
+    from dlio.plan.epoch import check_mode
+    from dlio.plan.placement import Node
     from dlio.storage.spec import parse_tiers
 
     check_mode(mode)

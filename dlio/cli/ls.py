@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dlio.units import format_bytes
+from dlio.util.units import format_bytes
 
 _ONE_SIDED = 2.0
 _MOST_CLASSES = 1 << 20
@@ -20,8 +20,8 @@ def describe(path: str) -> dict[str, Any]:
     """
     import numpy as np
 
-    from dlio.reader import data_bytes, open_reader
-    from dlio.source import redact
+    from dlio.data.reader import data_bytes, open_reader
+    from dlio.data.source import redact
     from dlio.storage.places import find_place
 
     reader = open_reader(path)

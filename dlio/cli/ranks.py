@@ -17,7 +17,8 @@ def started(ranks: int | None, command: Callable[[], Sequence[str]]) -> bool:
     Raises UsageError where mpirun started another number of ranks; typer.Exit with the ranks' exit
     code when they failed.
     """
-    from dlio.comm.launch import run_ranks, under_mpi
+    from dlio.cli.launch import run_ranks
+    from dlio.comm.environment import under_mpi
 
     if not under_mpi() and ranks is not None and ranks > 1:
         code = run_ranks(ranks, list(command()))

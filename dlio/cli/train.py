@@ -229,7 +229,7 @@ def find_parts(source: str, val: str | None) -> tuple[str, str | None]:
 
 def _check(config: TrainConfig, ranks: int) -> None:
     """Tell the user what is wrong before ranks are started. Opens, and so lists, the data."""
-    from dlio.reader import open_reader
+    from dlio.data.reader import open_reader
     from dlio.storage.spec import choose_tiers
     from dlio.train.model import find_model
 

@@ -27,8 +27,8 @@ except (ImportError, RuntimeError) as error:
         "pip install 'dlio[mpi]', or load your site's MPI module"
     ) from error
 
-from dlio.comm import Buffer, Communicator, Json, Request
 from dlio.comm.funnel import use_funnel
+from dlio.comm.protocol import Buffer, Communicator, Json, Request
 from dlio.comm.single import SingleCommunicator
 from dlio.comm.waiting import LONGEST_SLEEP_S, default_timeout_s, wait_all
 from dlio.errors import CommError

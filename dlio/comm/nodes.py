@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dlio.comm import Communicator
+from dlio.comm.protocol import Communicator
 from dlio.errors import UsageError
 
 

@@ -9,7 +9,7 @@ import threading
 import time
 from typing import Final
 
-from dlio.comm import Communicator
+from dlio.comm.protocol import Communicator
 
 _TURN_S: Final = 0.001
 """Between two calls: a call takes some 10 µs, and a socket's buffer lasts for longer than this."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from dlio.comm import Buffer, Json, Request
+from dlio.comm.protocol import Buffer, Json, Request
 from dlio.errors import CommError
 
 

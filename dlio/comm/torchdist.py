@@ -26,7 +26,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from dlio.comm import Buffer, Communicator, Json, Request
+from dlio.comm.protocol import Buffer, Communicator, Json, Request
 from dlio.comm.single import SingleCommunicator
 from dlio.comm.waiting import LONGEST_SLEEP_S, default_timeout_s, wait_all
 from dlio.errors import CommError, CommTimeout

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from dlio.comm import Request
+from dlio.comm.protocol import Request
 from dlio.errors import CommTimeout
 
 SHORTEST_SLEEP_S: Final = 20e-6

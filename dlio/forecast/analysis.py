@@ -6,8 +6,8 @@ from typing import Final
 
 from dlio.forecast.events import Machine, Timeline, run
 from dlio.forecast.traffic import Job, Traffic, traffic
-from dlio.placement import Node
-from dlio.units import format_bytes
+from dlio.plan.placement import Node
+from dlio.util.units import format_bytes
 
 _NEGLIGIBLE: Final = 0.02
 """Share of an epoch that may be stalled without a word."""

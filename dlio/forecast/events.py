@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.forecast.traffic import Job, Messages, messages_of
-from dlio.schedule import Assignment
+from dlio.plan.schedule import Assignment
 
 _F64 = npt.NDArray[np.float64]
 _DETECTED_S: Final = 1.0

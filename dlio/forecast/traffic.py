@@ -8,16 +8,17 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from dlio.mount import block_bytes_of
-from dlio.order import Order
-from dlio.placement import Node, Placement, place
-from dlio.plans import WINDOW_BYTES, EpochPlan, is_exact, plan_epoch
-from dlio.reader import MAX_BLOCK_BYTES, MIN_BLOCK_BYTES, MIN_BLOCKS, Layout, Reader
-from dlio.schedule import Assignment, Ranks, assign, steps_in_epoch
-from dlio.schema import IMAGE_LABEL
-from dlio.shuffle import windows_of
+from dlio.data.reader import Reader
+from dlio.data.schema import IMAGE_LABEL
+from dlio.plan.epoch import WINDOW_BYTES, EpochPlan, is_exact, plan_epoch
+from dlio.plan.layout import MAX_BLOCK_BYTES, MIN_BLOCK_BYTES, MIN_BLOCKS, Layout
+from dlio.plan.order import Order
+from dlio.plan.placement import Node, Placement, place
+from dlio.plan.schedule import Assignment, Ranks, assign, steps_in_epoch
+from dlio.shuffle.shuffle import windows_of
+from dlio.shuffle.wire import ENTRY_BYTES
 from dlio.storage.block import aligned, block_sizes
-from dlio.wire import ENTRY_BYTES
+from dlio.storage.mount import block_bytes_of
 
 _I64 = npt.NDArray[np.int64]
 SOURCE: Final = -1

@@ -8,7 +8,7 @@ strategy "dlio" is in `dlio.integrations.lightning`.
 
 from typing import Any
 
-from dlio.loader import DataLoader
+from dlio.loader.dataloader import DataLoader
 
 
 class TrainerMixin:

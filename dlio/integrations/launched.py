@@ -5,7 +5,7 @@ import socket
 from dataclasses import dataclass
 
 from dlio.comm import mpi_ranks, world
-from dlio.comm.launch import under_mpi
+from dlio.comm.environment import under_mpi
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,10 +27,10 @@ from dlio.comm import Communicator, world
 from dlio.errors import CommError, UsageError
 from dlio.integrations.launched import Launched, launched
 from dlio.integrations.objects import broadcast_object, gather_tensor
-from dlio.loader import DataLoader
-from dlio.train.distribute import exchanges_of
+from dlio.loader.dataloader import DataLoader
 from dlio.train.exchange import Exchange, parse_exchange
 from dlio.train.exchange.buckets import averaged_state, broadcast_state
+from dlio.train.exchange.distribute import exchanges_of
 
 
 def _package() -> str:

@@ -22,9 +22,9 @@ from dlio.comm import Communicator, world
 from dlio.errors import UsageError
 from dlio.script import share
 from dlio.script.share import Context, SharingLoader
-from dlio.train.distribute import follow, parameters_of
 from dlio.train.exchange import Exchange, exchange_of, parse_exchange
 from dlio.train.exchange.buckets import broadcast_tensors
+from dlio.train.exchange.distribute import follow, parameters_of
 from dlio.train.pruning.copies import is_bare_copy
 
 _PLACE: Final = "_dlio_place"

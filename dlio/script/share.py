@@ -9,9 +9,9 @@ import torch
 from torch.utils.data import BatchSampler, IterableDataset
 
 from dlio.comm import Communicator
-from dlio.loader import DataLoader
-from dlio.loading.adapt import adapted
-from dlio.shares import Shares
+from dlio.loader.dataloader import DataLoader
+from dlio.loader.foreign.adapt import adapted
+from dlio.plan.shares import Shares
 from dlio.train.balance import Clock, Cost, reshared
 
 

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from dlio.data.schema import Buffer, Schema
 from dlio.errors import CorruptBlock
-from dlio.schema import Buffer, Schema
 
 MAGIC: Final = b"DLIOBLK1"
 VERSION: Final = 1
@@ -39,7 +39,7 @@ _ALIGN: Final = 8
 
 
 class Readable(Protocol):
-    """A file that is no descriptor: one behind fsspec, see `dlio.source.File`."""
+    """A file that is no descriptor: one behind fsspec, see `dlio.data.source.File`."""
 
     @property
     def size(self) -> int: ...

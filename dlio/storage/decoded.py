@@ -28,7 +28,7 @@ import xxhash
 
 from dlio.errors import CorruptBlock
 from dlio.storage.block import NO_ROOM, decompress_exactly, new_memory
-from dlio.storage.shared import SharedFolder
+from dlio.util.shared import SharedFolder
 
 _MOST_CHUNK: Final = 16 << 20
 _LEAST_CHUNK: Final = 1 << 20

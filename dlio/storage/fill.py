@@ -8,8 +8,8 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from dlio.order import Order
-from dlio.reader import Layout
+from dlio.plan.layout import Layout
+from dlio.plan.order import Order
 from dlio.storage.hierarchy import Hierarchy
 
 IN_FLIGHT_BYTES = 64 << 20

@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from dlio.data.reader import Reader, data_bytes
+from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError, TierError
-from dlio.reader import Reader, data_bytes
-from dlio.schema import Buffer
 from dlio.storage.block import Scratch, scatter
 from dlio.storage.counters import Counters
 from dlio.storage.intake import Intake

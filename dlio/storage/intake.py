@@ -11,14 +11,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, Final, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from dlio.data.reader import Reader, StoredBlocks
+from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError
-from dlio.reader import Reader
-from dlio.schema import Buffer
 from dlio.storage.block import encode_block
 from dlio.storage.places import find_place
 
@@ -32,21 +32,6 @@ _POLL_S: Final = 0.5
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-
-@runtime_checkable
-class StoredBlocks(Protocol):
-    """A reader whose source holds blocks as tiers do: they are copied as they are."""
-
-    block_bytes: Any
-    """File bytes of each block; shape (blocks,)."""
-
-    def stored_at(self, block: int) -> int:
-        """Where in its file a block begins, in bytes."""
-
-    def read_stored(self, block: int, into: memoryview, at: int = 0) -> None: ...
-
-    def check_stored(self, block: int, stored: memoryview) -> None: ...
 
 
 def piece_bytes(stripe_bytes: int) -> int:

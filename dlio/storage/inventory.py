@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dlio.errors import TierError
-from dlio.files import take_lock
-from dlio.storage.folders import open_private
-from dlio.storage.shared import user_folder
+from dlio.util.files import take_lock
+from dlio.util.folders import open_private
+from dlio.util.shared import user_folder
 
 _JOB_VARIABLES: Final = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "FLUX_JOB_ID")
 _LEASE: Final = "lease."

@@ -7,7 +7,7 @@ import subprocess
 from dataclasses import dataclass
 from typing import Final
 
-from dlio.source import is_remote
+from dlio.data.source import is_remote
 
 NETWORK: Final = ("lustre", "beegfs", "nfs", "gpfs", "cifs", "fuse", "ceph", "remote")
 _KINDS: Final = (

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from dlio.data.schema import Buffer, Schema
 from dlio.errors import CorruptBlock
-from dlio.schema import Buffer, Schema
 from dlio.storage.block import Readable, file_size, read_exactly, write_all
 
 SUFFIX: Final = ".dlio"

@@ -5,10 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dlio.errors import UsageError
-from dlio.units import format_bytes, parse_bytes
-
-SHARED_MEMORY = "/dev/shm"  # noqa: S108 - the kernel's own; folders in it are made private
-
+from dlio.util.shared import SHARED_MEMORY
+from dlio.util.units import format_bytes, parse_bytes
 
 _LEAST = 16 << 20
 """Bytes: a default RAM tier below this is not worth its trouble."""

@@ -22,8 +22,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Self
 
+from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, TierError, TierFull, UsageError
-from dlio.schema import Buffer
 from dlio.storage.block import (
     NO_ROOM,
     BlockInfo,
@@ -33,10 +33,10 @@ from dlio.storage.block import (
     read_info,
     write_all,
 )
-from dlio.storage.folders import open_private
-from dlio.storage.shared import SharedFolder, user_folder
 from dlio.storage.spec import TierSpec
-from dlio.units import format_bytes
+from dlio.util.folders import open_private
+from dlio.util.shared import SharedFolder, user_folder
+from dlio.util.units import format_bytes
 
 _TABLE_BYTES = 64 << 20
 """Block tables that a tier keeps in memory, 24 bytes a sample. Files are opened for each read:

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from dlio.comm import Communicator
-from dlio.shares import Shares, fastest_shares
+from dlio.plan.shares import Shares, fastest_shares
 
 _DAMPING: Final = 0.5
 """Of what an epoch measured is believed, where there was an estimate before."""

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from dlio.blockorder import window_of
 from dlio.errors import UsageError
-from dlio.files import check_writable
-from dlio.plans import check_mode, check_shares, is_exact
+from dlio.plan.block_order import window_of
+from dlio.plan.epoch import check_mode, check_shares, is_exact
+from dlio.util.files import check_writable
 
 MIN_IMAGE_SIZE = 32
 _AT_LEAST_ONE = (
@@ -156,7 +156,7 @@ class TrainConfig:
             raise UsageError(f"--prune-tolerance {tolerance}: give points, 0 to 100")
 
     def _check_skipping(self) -> None:
-        from dlio.train.skiprule import SHARE
+        from dlio.train.skipping.rule import SHARE
 
         if self.skip_share is not None and not self.skip_samples:
             raise UsageError("--skip-share wants --skip-samples, too")

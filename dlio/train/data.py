@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
-from dlio import transforms
 from dlio.comm import Communicator
-from dlio.dataset import Dataset, open_dataset
-from dlio.loader import DataLoader
+from dlio.image import transforms
+from dlio.loader.dataloader import DataLoader
+from dlio.loader.dataset import Dataset, open_dataset
 from dlio.train.config import TrainConfig
 
 

@@ -3,7 +3,7 @@
 import time
 from typing import Any, Self
 
-from dlio.comm.launch import shows_terminal
+from dlio.comm.environment import shows_terminal
 from dlio.train.report import EpochReport
 
 _LINE_EVERY_S = 10.0

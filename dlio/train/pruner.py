@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from dlio.train.config import TrainConfig
-from dlio.train.distribute import Distributed
+from dlio.train.cut import Cut
+from dlio.train.exchange.distribute import Distributed
 from dlio.train.precision import Precision
 from dlio.train.pruning.apoptosis import Apoptosis, Round
-from dlio.train.pruning.cutting import Cut
 from dlio.train.pruning.layout import Layout
 from dlio.train.pruning.pace import TOLERANCE
 from dlio.train.pruning.seen import count_parameters, flops_per_sample, parameters_by_layer

@@ -1,15 +1,15 @@
 """What a run tells at its end: JSON for programs, a page for people."""
 
 import json
-import os
 import platform
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from dlio.comm.launch import shows_terminal
+from dlio.comm.environment import shows_terminal
 from dlio.storage.counters import PLACES
 from dlio.train.config import TrainConfig
-from dlio.units import format_bytes
+from dlio.util.cores import available_cores
+from dlio.util.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class RunReport:
                 "machine": {
                     "host": platform.node(),
                     "system": platform.platform(),
-                    "cores": len(os.sched_getaffinity(0)),
+                    "cores": available_cores(),
                 },
             },
             indent=2,

@@ -1,14 +1,12 @@
 """The trainer: loader -> model -> exchange -> optimizer, on every rank alike."""
 
 import io
-import os
 from contextlib import ExitStack
 
 import torch
 
 from dlio.comm import Communicator, world
 from dlio.errors import UsageError
-from dlio.files import write_whole
 from dlio.train.callbacks import make_callbacks
 from dlio.train.callbacks.checkpoint import CheckpointCallback
 from dlio.train.checkpoint import Checkpoints
@@ -16,11 +14,13 @@ from dlio.train.checkpoint.state import restore
 from dlio.train.config import TrainConfig
 from dlio.train.data import difference, make_loader, open_data
 from dlio.train.exchange.buckets import averaged_state
+from dlio.train.ledger import Trace
 from dlio.train.progress import Progress
 from dlio.train.pruning.saved import save_layout
 from dlio.train.report import RunReport
-from dlio.train.trace import Trace
 from dlio.train.worker import Worker
+from dlio.util.cores import available_cores
+from dlio.util.files import write_whole
 
 
 def train(config: TrainConfig) -> RunReport:
@@ -59,7 +59,7 @@ def train(config: TrainConfig) -> RunReport:
                     f"{difference(val.classes, data.classes)}"
                 )
             held_out = stack.enter_context(make_loader(val, config, training=False))
-        cores = len(os.sched_getaffinity(0))
+        cores = available_cores()
         torch.set_num_threads(max(1, cores * mounted.nodes.machines // comm.size))
         run = Worker(config, comm, loader, held_out)
         stack.callback(run.close)

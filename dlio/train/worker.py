@@ -13,23 +13,23 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from dlio.comm import Communicator
 from dlio.errors import UsageError
-from dlio.loader import DataLoader
+from dlio.loader.dataloader import DataLoader
 from dlio.train.balance import Balancer, Clock
 from dlio.train.callbacks.base import Callback
 from dlio.train.config import TrainConfig
-from dlio.train.distribute import distribute
+from dlio.train.cut import Cut
 from dlio.train.exchange.buckets import averaged_state, consensus_distance
+from dlio.train.exchange.distribute import distribute
+from dlio.train.ledger import Trace
 from dlio.train.model import make_model, normalised
 from dlio.train.optimizers import make_optimizer
 from dlio.train.precision import Precision
 from dlio.train.progress import Progress
 from dlio.train.pruner import Pruner
 from dlio.train.pruning.copies import bare_copy
-from dlio.train.pruning.cutting import Cut
 from dlio.train.report import EpochReport
-from dlio.train.skipper import SampleSkipper
-from dlio.train.skiprule import EASY, SHARE
-from dlio.train.trace import Trace
+from dlio.train.skipping.rule import EASY, SHARE
+from dlio.train.skipping.skipper import SampleSkipper
 
 _COUNTED: Final = ("bytes", "sent", "messages", "late", "healed", "decoded", "decode_saved_s")
 _WARM_UP: Final = 0.15

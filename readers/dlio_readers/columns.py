@@ -16,11 +16,11 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from dlio.data.index import fingerprint_of
+from dlio.data.schema import DTYPES, Schema, array_kind
 from dlio.errors import CorruptBlock, SourceError, UsageError
-from dlio.index import fingerprint_of
-from dlio.order import Order
-from dlio.reader import Layout, cut_blocks
-from dlio.schema import DTYPES, Schema, array_kind
+from dlio.plan.layout import Layout, cut_blocks
+from dlio.plan.order import Order
 
 ENDS: Final = "__ends"
 SHAPE: Final = "__shape"

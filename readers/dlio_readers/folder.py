@@ -18,12 +18,12 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from dlio.data.index import Arrays, Names, fingerprint_of, forget_index, kept_index
+from dlio.data.schema import IMAGE_LABEL, LABEL, Schema
+from dlio.data.source import Entry, Source
 from dlio.errors import SourceError
-from dlio.index import Arrays, Names, fingerprint_of, forget_index, kept_index
-from dlio.order import Order
-from dlio.reader import cut_blocks
-from dlio.schema import IMAGE_LABEL, LABEL, Schema
-from dlio.source import Entry, Source
+from dlio.plan.layout import cut_blocks
+from dlio.plan.order import Order
 from dlio.storage.shard import SUFFIX
 
 EXTENSIONS: Final = (*(".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"),)

@@ -12,10 +12,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from dlio.data.schema import Schema
+from dlio.data.source import File, Source, expand, files_below, own_name, split_fields
 from dlio.errors import SourceError, UsageError
-from dlio.reader import MAX_BLOCK_BYTES
-from dlio.schema import Schema
-from dlio.source import File, Source, expand, files_below, own_name, split_fields
+from dlio.plan.layout import MAX_BLOCK_BYTES
 from dlio.storage.block import new_memory
 from dlio_readers.columns import (
     ENDS,

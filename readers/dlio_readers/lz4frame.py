@@ -8,9 +8,9 @@ from typing import Final
 import lz4.block
 import numpy as np
 
+from dlio.data.index import Arrays
+from dlio.data.source import File
 from dlio.errors import SourceError
-from dlio.index import Arrays
-from dlio.source import File
 
 _FRAME_MAGIC: Final = 0x184D2204
 _FRAME_BLOCKS: Final = {4: 1 << 16, 5: 1 << 18, 6: 1 << 20, 7: 1 << 22}

@@ -13,11 +13,11 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from dlio.data.index import fingerprint_of
+from dlio.data.schema import Schema, array_kind, leaves
 from dlio.errors import SourceError, UsageError
-from dlio.index import fingerprint_of
-from dlio.order import Order
-from dlio.reader import cut_blocks
-from dlio.schema import Schema, array_kind, leaves
+from dlio.plan.layout import cut_blocks
+from dlio.plan.order import Order
 
 _VERSION: Final = 1
 _SEED: Final = 0xD110
@@ -273,7 +273,7 @@ def _leaf(item: Any, name: str, path: str) -> Leaf:
 
 def _png(picture: Any, name: str, path: str) -> bytes:
     """A picture of Pillow's, losslessly."""
-    from dlio.decode import opencv
+    from dlio.image.decode import opencv
 
     if picture.mode not in ("L", "RGB", "RGBA", "I;16"):
         if picture.mode not in ("P", "1", "LA", "PA"):

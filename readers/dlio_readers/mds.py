@@ -19,12 +19,12 @@ from typing import Any, ClassVar, Final
 import numpy as np
 import numpy.typing as npt
 
+from dlio.data.index import Arrays, cached_index, fingerprint_of
+from dlio.data.schema import Schema, array_kind
+from dlio.data.source import File, Source, expand
 from dlio.errors import SourceError
-from dlio.index import Arrays, cached_index, fingerprint_of
-from dlio.order import Order
-from dlio.reader import cut_blocks
-from dlio.schema import Schema, array_kind
-from dlio.source import File, Source, expand
+from dlio.plan.layout import cut_blocks
+from dlio.plan.order import Order
 
 _VERSION: Final = 1
 _INDEX: Final = "index.json"

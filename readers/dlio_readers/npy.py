@@ -9,8 +9,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from dlio.data.schema import DTYPES, MAX_DIMENSIONS
 from dlio.errors import CorruptBlock
-from dlio.schema import DTYPES, MAX_DIMENSIONS
 
 _MAGIC: Final = b"\x93NUMPY"
 _MAX_HEAD: Final = 1 << 16

@@ -9,12 +9,12 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from dlio.data.index import Arrays, cached_index, fingerprint_of
+from dlio.data.schema import DTYPES, Schema, array_kind
+from dlio.data.source import File, Source, expand, files_below, own_name, split_fields
 from dlio.errors import SourceError, UsageError
-from dlio.index import Arrays, cached_index, fingerprint_of
-from dlio.order import Order
-from dlio.reader import cut_blocks
-from dlio.schema import DTYPES, Schema, array_kind
-from dlio.source import File, Source, expand, files_below, own_name, split_fields
+from dlio.plan.layout import cut_blocks
+from dlio.plan.order import Order
 from dlio_readers.columns import looks_like
 
 _SUFFIXES: Final = (".parquet", ".parq")

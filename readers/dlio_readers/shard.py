@@ -11,10 +11,10 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from dlio.data.source import File, Source, expand, failed, files_below, own_name
 from dlio.errors import CorruptBlock, SourceError
-from dlio.order import Order
-from dlio.reader import Layout
-from dlio.source import File, Source, expand, failed, files_below, own_name
+from dlio.plan.layout import Layout
+from dlio.plan.order import Order
 from dlio.storage.block import (
     BlockInfo,
     Readable,

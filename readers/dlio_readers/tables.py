@@ -11,9 +11,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from dlio.data.index import Arrays, cached_index
+from dlio.data.source import File, expand, own_name, split_fields
 from dlio.errors import CorruptBlock, SourceError, UsageError
-from dlio.index import Arrays, cached_index
-from dlio.source import File, expand, own_name, split_fields
 from dlio.storage.block import new_memory
 from dlio_readers.columns import Column, ColumnReader, PlainColumn, Select, choose, slab
 from dlio_readers.npy import NpyHead, read_npy_head

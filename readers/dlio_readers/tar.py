@@ -17,12 +17,12 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from dlio.data.index import Arrays, Names, cached_index, fingerprint_of
+from dlio.data.schema import LABEL, Schema, array_kind
+from dlio.data.source import File, Source, expand, files_below, own_name
 from dlio.errors import CorruptBlock, SourceError
-from dlio.index import Arrays, Names, cached_index, fingerprint_of
-from dlio.order import Order
-from dlio.reader import cut_blocks
-from dlio.schema import LABEL, Schema, array_kind
-from dlio.source import File, Source, expand, files_below, own_name
+from dlio.plan.layout import cut_blocks
+from dlio.plan.order import Order
 from dlio.storage.block import new_memory
 from dlio_readers.lz4frame import Frame, frame_index
 from dlio_readers.npy import NpyHead, read_npy_head

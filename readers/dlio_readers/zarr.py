@@ -5,9 +5,9 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
+from dlio.data.source import Source, is_remote, own_name, redact, split_fields
 from dlio.errors import SourceError, UsageError
-from dlio.reader import MAX_BLOCK_BYTES
-from dlio.source import Source, is_remote, own_name, redact, split_fields
+from dlio.plan.layout import MAX_BLOCK_BYTES
 from dlio_readers.columns import (
     ENDS,
     SCHEMA,

@@ -14,7 +14,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Final
 
-from dlio.comm.launch import under_mpi
+from dlio.comm.environment import under_mpi
 
 _PR_SET_PDEATHSIG: Final = 1
 _PATIENCE_S: Final = 5.0

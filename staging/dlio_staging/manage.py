@@ -12,9 +12,9 @@ import typer
 from dlio.errors import TierError, UsageError
 from dlio.storage.inventory import Stored, evict, set_pinned, stored_data
 from dlio.storage.places import find_place, scratch_places
-from dlio.storage.shared import user_folder
-from dlio.storage.spec import SHARED_MEMORY, parse_tiers
-from dlio.units import format_bytes
+from dlio.storage.spec import parse_tiers
+from dlio.util.shared import SHARED_MEMORY, user_folder
+from dlio.util.units import format_bytes
 
 _DAY_S = 86400
 

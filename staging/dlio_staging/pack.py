@@ -8,8 +8,9 @@ from typing import Annotated, Literal
 import typer
 
 from dlio.errors import UsageError
-from dlio.files import check_writable, write_json
-from dlio.units import format_bytes, parse_bytes
+from dlio.util.cores import available_cores
+from dlio.util.files import check_writable, write_json
+from dlio.util.units import format_bytes, parse_bytes
 from dlio_staging.packing import Packed, describe, pack, tell
 from dlio_staging.packplan import PackOptions
 
@@ -71,7 +72,7 @@ def command(
         quality=quality,
         restart_rows=restart_rows,
         split=_parse_split(split),
-        workers=workers or len(os.sched_getaffinity(0)),
+        workers=workers or available_cores(),
     )
     if dry_run:
         _tell_plan(source, destination, options)

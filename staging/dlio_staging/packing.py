@@ -26,12 +26,12 @@ import numpy as np
 import xxhash
 
 from dlio.comm import Communicator, world
+from dlio.data.reader import open_reader
+from dlio.data.schema import Buffer, Schema
 from dlio.errors import CorruptBlock, DlioError, SourceError, TierFull, UsageError
-from dlio.files import take_lock
-from dlio.reader import open_reader
-from dlio.schema import Buffer, Schema
 from dlio.storage.block import NO_ROOM
-from dlio.units import format_bytes
+from dlio.util.files import take_lock
+from dlio.util.units import format_bytes
 from dlio_staging.packplan import VERSION, PackOptions, Plan
 from dlio_staging.writers import WRITERS, Shard, file_name
 
@@ -289,9 +289,9 @@ def _changed(plan: Plan, payloads: Sequence[Buffer], names: Sequence[str]) -> li
     options = plan.options
     if not plan.images or (options.resize is None and not options.restart_rows):
         return list(payloads)
-    from dlio.decode import decode_whole
-    from dlio.encode import encode_with_restarts, resized
-    from dlio.jpeg import with_restarts
+    from dlio.image.decode import decode_whole
+    from dlio.image.encode import encode_with_restarts, resized
+    from dlio.image.jpeg import with_restarts
 
     changed: list[Buffer] = []
     for payload, name in zip(payloads, names, strict=True):

@@ -10,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from dlio.data.reader import Reader, open_reader
+from dlio.data.schema import IMAGES, Schema
 from dlio.errors import UsageError
-from dlio.order import Order
-from dlio.reader import Layout, Reader, cut_blocks, open_reader
-from dlio.schema import IMAGES, Schema
+from dlio.plan.layout import Layout, cut_blocks
+from dlio.plan.order import Order
 
 VERSION: Final = 1
 

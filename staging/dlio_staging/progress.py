@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import typer
 
-from dlio.units import format_bytes
+from dlio.util.units import format_bytes
 
 _NEWS_EVERY_S = 10.0
 
@@ -84,7 +84,7 @@ def show_progress(total: int, shown: bool, what: str = "staging") -> Iterator[Sh
     Args:
         total: bytes that there are to do.
     """
-    from dlio.comm.launch import shows_terminal
+    from dlio.comm.environment import shows_terminal
 
     if not shown or not total:
         yield Shown(total)

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.errors import CorruptBlock, TierError
-from dlio.mount import Mount
 from dlio.storage.block import check_block
+from dlio.storage.mount import Mount
 from dlio.storage.tier import Tier
 
 _AT_A_TIME = 4

@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import typer
 
+from dlio.data.reader import Reader, data_bytes
 from dlio.errors import SourceError, TierError, UsageError
-from dlio.files import check_writable, write_json
-from dlio.mount import Layout, Mount, MountOptions, mount
-from dlio.reader import Reader, data_bytes
-from dlio.units import format_bytes, parse_bytes
+from dlio.storage.mount import Layout, Mount, MountOptions, mount
+from dlio.util.files import check_writable, write_json
+from dlio.util.units import format_bytes, parse_bytes
 
 Verify = Literal["none", "new", "all"]
 STOPPED = 3
@@ -101,8 +101,8 @@ def stage(path: str, options: StageOptions, *, dry: bool = False, quiet: bool = 
     was brought stays.
     """
     from dlio.comm import world
-    from dlio.reader import open_reader
-    from dlio.replicas import Replicated, replicated
+    from dlio.data.reader import open_reader
+    from dlio.data.replicas import Replicated, replicated
     from dlio.storage.spec import choose_tiers
     from dlio_staging.progress import show_progress
 
@@ -407,7 +407,7 @@ def _start_afresh(source: str, tiers: str | None) -> None:
     from contextlib import suppress
 
     from dlio.comm import world
-    from dlio.reader import open_reader
+    from dlio.data.reader import open_reader
     from dlio.storage.inventory import evict, stored_data
     from dlio.storage.spec import choose_tiers
 

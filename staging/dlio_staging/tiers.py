@@ -93,7 +93,7 @@ def _damage(
 
 def _heal(folder: str, broken: list[int], manifest: Manifest | None, source: str | None) -> int:
     """Bring blocks again from the source."""
-    from dlio.reader import open_reader
+    from dlio.data.reader import open_reader
     from dlio.storage.intake import Intake
     from dlio.storage.places import find_place
     from dlio.storage.spec import TierSpec

@@ -5,9 +5,9 @@ from typing import Annotated
 import numpy as np
 import typer
 
+from dlio.data.schema import IMAGES
 from dlio.errors import CorruptBlock, SourceError, UsageError
-from dlio.schema import IMAGES
-from dlio.units import format_bytes
+from dlio.util.units import format_bytes
 from dlio_staging.tiers import Verified, find_folders, verify_folder
 
 _MOST_SHOWN = 20
@@ -64,8 +64,8 @@ def command(
 
 
 def _verify_data(path: str) -> Verified:
-    from dlio.decode import decode_whole
-    from dlio.reader import open_reader
+    from dlio.data.reader import open_reader
+    from dlio.image.decode import decode_whole
 
     reader = open_reader(path)
     images = [name for name, kind in reader.schema.fields if kind in IMAGES]

@@ -15,8 +15,8 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from dlio.data.schema import IMAGES, Buffer, Kind, Schema
 from dlio.errors import UsageError
-from dlio.schema import IMAGES, Buffer, Kind, Schema
 from dlio.storage.block import encode_block
 from dlio.storage.shard import SUFFIX, Footer, ShardWriter
 

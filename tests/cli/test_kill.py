@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dlio.storage.shared import sweep_shared_memory, user_folder
-from dlio.storage.spec import SHARED_MEMORY
+from dlio.util.shared import SHARED_MEMORY, sweep_shared_memory, user_folder
 
 pytestmark = pytest.mark.mpi
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,7 +13,8 @@ import typer
 from typer.testing import CliRunner
 
 import dlio.cli
-from dlio.comm.launch import find_mpirun, launched, under_mpi
+from dlio.cli.launch import find_mpirun
+from dlio.comm.environment import launched, under_mpi
 from dlio.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,7 +53,7 @@ def test_a_rank_that_fails_ends_those_that_wait_for_it(
         "        raise SourceError(f'x.jpg is gone from {here.size} ranks')\n"
         "    here.barrier()\n"
     )
-    text = "import sys; from dlio.comm.launch import run_ranks; sys.exit(run_ranks(2, ['fail']))"
+    text = "import sys; from dlio.cli.launch import run_ranks; sys.exit(run_ranks(2, ['fail']))"
     paths = os.pathsep.join([PATHS, str(tmp_path)])
     with _python(text, PYTHONPATH=paths, DLIO_DEBUG=debug) as run:
         try:
@@ -70,7 +71,7 @@ def test_a_rank_ends_when_its_launcher_is_gone(with_pidfd: bool) -> None:
     launcher = _python("import time; time.sleep(60)")
     lacking = "" if with_pidfd else "import os; del os.pidfd_open\n"
     text = (
-        "from dlio.comm.launch import watch_launcher\n"
+        "from dlio.comm.environment import watch_launcher\n"
         "import time; watch_launcher(); print('watching', flush=True); time.sleep(60)"
     )
     rank = _python(lacking + text, DLIO_LAUNCHER_PID=str(launcher.pid), OMPI_COMM_WORLD_SIZE="1")

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from dlio.data.reader import open_reader
 from dlio.errors import TierError, UsageError
-from dlio.reader import open_reader
 from dlio.storage.inventory import stored_data
 from dlio_staging.pack import pack
 from dlio_staging.stage import StageOptions, stage

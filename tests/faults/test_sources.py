@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dlio.data.reader import open_reader
 from dlio.errors import CorruptBlock, SourceError, TierError
-from dlio.reader import open_reader
 from dlio_staging.pack import pack
 from dlio_staging.stage import StageOptions, stage
 from dlio_staging.verify import verify

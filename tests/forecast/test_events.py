@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dlio.forecast.analysis import forecast, remedies, resized
 from dlio.forecast.events import Machine, run
 from dlio.forecast.traffic import Job, job_of, messages_of, traffic
-from dlio.placement import Node
+from dlio.plan.placement import Node
 
 FAST = Machine(
     source_rate=1e15,

@@ -36,6 +36,6 @@ def test_an_epoch_is_every_sample_once(framework: str, ranks: int, tmp_path: Pat
     assert len(told) == ranks
     assert sorted(chain.from_iterable(each["seen"] for each in told)) == list(range(40))
     for each in told:
-        assert each["class"] == "dlio.loader.DataLoader"
+        assert each["class"] == "dlio.loader.dataloader.DataLoader"
         assert each["options"] == ["global", 5, "skip"]
         assert each["engine"] == "threads"

@@ -7,9 +7,9 @@ from typing import Final
 
 import numpy as np
 
+from dlio.data.schema import IMAGE_LABEL, Schema
 from dlio.errors import DlioError
-from dlio.jpeg import Part, cut, interval_starts, parse_frame
-from dlio.schema import IMAGE_LABEL, Schema
+from dlio.image.jpeg import Part, cut, interval_starts, parse_frame
 from dlio.storage.block import check_block, encode_block, read_info
 from dlio.storage.manifest import Manifest
 from dlio.storage.shard import Footer, ShardWriter, read_footer

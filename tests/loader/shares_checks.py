@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import dlio
-from dlio import shuffle
 from dlio.comm import world
 from dlio.errors import UsageError
+from dlio.shuffle import shuffle
 
 SHARES = ([5, 1, 6], [10, 1, 1], None, [2, 9, 1], [1, 2, 9])
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import dlio
 from dlio.comm import world
-from dlio.loading import planned
-from dlio.plans import EpochPlan
+from dlio.loader.planned import feed as planned
+from dlio.plan.epoch import EpochPlan
 
 
 def main(folder: str, scratch: str) -> None:

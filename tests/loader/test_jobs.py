@@ -8,15 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from dlio.reader import open_reader
-from dlio.storage.shared import user_folder
-from dlio.storage.spec import SHARED_MEMORY
+from dlio.data.reader import open_reader
+from dlio.util.shared import SHARED_MEMORY, user_folder
 from tests.conftest import in_time
 
 BODY = """
 import json, os, sys, time
 import dlio
-from dlio.storage.shared import user_folder
+from dlio.util.shared import user_folder
 with (
     dlio.open(sys.argv[1], tiers=sys.argv[2], image_size=32) as data,
     dlio.DataLoader(data, 4, shuffle=True, seed=int(sys.argv[3])) as loader,

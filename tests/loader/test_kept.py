@@ -11,7 +11,7 @@ import pytest
 from torch.utils.data import SequentialSampler
 
 import dlio
-from dlio.demo import draw_dataset
+from dlio.cli.demo_pictures import draw_dataset
 from dlio.errors import UsageError
 from tests.loader.kept_checks import BATCH, CASES
 

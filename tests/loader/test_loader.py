@@ -14,16 +14,15 @@ import torch
 
 import dlio
 from dlio.errors import DecodeError, DlioError, SourceError, UsageError
-from dlio.loading.memory import BatchMemory
-from dlio.storage.shared import user_folder
-from dlio.storage.spec import SHARED_MEMORY
+from dlio.loader.planned.memory import BatchMemory
+from dlio.util.shared import SHARED_MEMORY, user_folder
 
 N = 90
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from dlio.demo import draw_dataset
+    from dlio.cli.demo_pictures import draw_dataset
 
     root = tmp_path_factory.mktemp("loader") / "pictures"
     draw_dataset(str(root), images=N, validation=3, classes=3)

@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlio.blockorder import BlockOrder
+from dlio.data.reader import open_reader
 from dlio.forecast.traffic import job_over, traffic
-from dlio.order import Order
-from dlio.placement import Node
-from dlio.reader import open_reader
-from dlio.storage.shared import user_folder
-from dlio.storage.spec import SHARED_MEMORY
+from dlio.plan.block_order import BlockOrder
+from dlio.plan.order import Order
+from dlio.plan.placement import Node
+from dlio.util.shared import SHARED_MEMORY, user_folder
 from dlio_staging.pack import pack
 
 pytestmark = pytest.mark.mpi
@@ -29,7 +28,7 @@ Run = Callable[..., list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from dlio.demo import draw_dataset
+    from dlio.cli.demo_pictures import draw_dataset
 
     root = tmp_path_factory.mktemp("ranks") / "pictures"
     draw_dataset(str(root), images=N, validation=3, classes=3)

@@ -12,7 +12,7 @@ from torch.utils.data import SequentialSampler
 
 import dlio
 from dlio.errors import UsageError
-from dlio.order import Order
+from dlio.plan.order import Order
 
 BODY = str(Path(__file__).with_name("shares_checks.py"))
 N = 101
@@ -24,7 +24,7 @@ SHARES = ([5, 1, 6], [10, 1, 1], [4, 4, 4], [2, 9, 1], [1, 2, 9])
 def test_shares_may_change_between_passes_and_on_resume(
     mpirun: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, mode: str
 ) -> None:
-    from dlio.demo import draw_dataset
+    from dlio.cli.demo_pictures import draw_dataset
 
     draw_dataset(str(tmp_path / "pictures"), images=N, validation=3, classes=3)
     done = mpirun(3, "-W", "error", BODY, str(tmp_path / "pictures" / "train"), mode)

@@ -21,7 +21,7 @@ DEADLINE_S = 2.0
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from dlio.demo import draw_dataset
+    from dlio.cli.demo_pictures import draw_dataset
 
     root = tmp_path_factory.mktemp("stopped") / "pictures"
     draw_dataset(str(root), images=N, validation=3, classes=3)

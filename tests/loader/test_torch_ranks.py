@@ -15,7 +15,7 @@ N = 103
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from dlio.demo import draw_dataset
+    from dlio.cli.demo_pictures import draw_dataset
 
     root = tmp_path_factory.mktemp("ranks") / "pictures"
     draw_dataset(str(root), images=N, validation=3, classes=3)

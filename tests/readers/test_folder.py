@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dlio.data.reader import Reader, open_reader
 from dlio.errors import SourceError
-from dlio.reader import Reader, open_reader
 from dlio_readers.folder import FolderReader
 
 OLD = time.time() - 3600

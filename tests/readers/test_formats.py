@@ -22,8 +22,8 @@ import pyarrow.parquet as pq
 import pytest
 import zarr
 
+from dlio.data.reader import Reader, open_reader
 from dlio.errors import SourceError, UsageError
-from dlio.reader import Reader, open_reader
 
 N = 300
 JPEG = b"\xff\xd8\xff\xe0"
@@ -371,7 +371,7 @@ def test_a_slab_of_every_sample_is_all_that_is_read(tmp_path: Path) -> None:
 
 
 def _count_bytes(reader: Any, count: int) -> int:
-    from dlio.source import File
+    from dlio.data.source import File
 
     read, before = [0], File.read_into
 

@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 
 import dlio
+from dlio.data.reader import open_reader
 from dlio.errors import SourceError, UsageError
-from dlio.reader import open_reader
 
 
 class Made(torch.utils.data.Dataset[Any]):

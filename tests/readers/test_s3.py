@@ -13,8 +13,8 @@ import h5py
 import numpy as np
 import pytest
 
+from dlio.data.reader import open_reader
 from dlio.errors import SourceError
-from dlio.reader import open_reader
 from dlio_staging.pack import pack
 from dlio_staging.stage import StageOptions, stage
 from dlio_staging.verify import verify

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dlio.data.reader import Reader, open_reader
 from dlio.errors import CorruptBlock, SourceError, TierFull, UsageError
-from dlio.reader import Reader, open_reader
 from dlio_readers.folder import FolderReader
 from dlio_readers.shard import ShardReader
 from dlio_staging.pack import pack

@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import dlio
-from dlio.decode import decode_whole
+from dlio.data.reader import Reader, open_reader
+from dlio.data.schema import DTYPES, ENCODED, TEXTS, Schema, array_kind
 from dlio.errors import TierFull, UsageError
-from dlio.jpeg import parse_frame
-from dlio.order import Order
-from dlio.reader import Reader, cut_blocks, open_reader
-from dlio.schema import DTYPES, ENCODED, TEXTS, Schema, array_kind
+from dlio.image.decode import decode_whole
+from dlio.image.jpeg import parse_frame
+from dlio.plan.layout import cut_blocks
+from dlio.plan.order import Order
 from dlio_staging.pack import pack
 from dlio_staging.packing import packed_path
 from dlio_staging.packplan import PackOptions

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import dlio
+from dlio.data.reader import open_reader
 from dlio.errors import SourceError, TierError, UsageError
-from dlio.reader import open_reader
 from dlio.storage.inventory import Use, evict, make_room, set_pinned, stored_data
 from dlio.storage.manifest import NAME, Manifest, read_manifest
 from dlio_staging.manage import find_roots

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dlio.data.schema import IMAGE_LABEL, Schema
 from dlio.errors import CorruptBlock
-from dlio.schema import IMAGE_LABEL, Schema
 from dlio.storage.block import Scratch, aligned, block_sizes, encode_block, read_info
 
 FINGERPRINT = "0123456789abcdef" * 2

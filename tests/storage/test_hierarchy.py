@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from dlio.data.schema import IMAGE_LABEL
 from dlio.errors import SourceError
-from dlio.order import Order
-from dlio.reader import Layout, cut_blocks
-from dlio.schema import IMAGE_LABEL
+from dlio.plan.layout import Layout, cut_blocks
+from dlio.plan.order import Order
 from dlio.storage.fill import Filler, blocks_in_order
 from dlio.storage.hierarchy import Hierarchy, Pins
 from dlio.storage.intake import Intake

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlio.reader import open_reader
+from dlio.data.reader import open_reader
 from dlio.storage.intake import Intake, piece_bytes
 from dlio.storage.places import Place
 from dlio_staging.pack import pack

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from dlio.data.schema import IMAGE_LABEL, Buffer
 from dlio.errors import CorruptBlock, TierError, TierFull, UsageError
-from dlio.schema import IMAGE_LABEL, Buffer
 from dlio.storage.block import encode_block
-from dlio.storage.folders import open_private
-from dlio.storage.shared import sweep_shared_memory, user_folder
-from dlio.storage.spec import SHARED_MEMORY, TierSpec
+from dlio.storage.spec import TierSpec
 from dlio.storage.tier import Tier
+from dlio.util.folders import open_private
+from dlio.util.shared import SHARED_MEMORY, sweep_shared_memory, user_folder
 
 FINGERPRINT = "00" * 16
 FullDisk = Callable[[int], AbstractContextManager[None]]
@@ -196,9 +196,10 @@ import sys, time
 sys.path.insert(0, {root!r})
 from dlio.storage import tier as t
 if {orphan!r}:
-    from dlio.storage import shared
+    from dlio.util import shared
     shared._start_reaper = lambda *_: None
-from dlio.storage.spec import SHARED_MEMORY, TierSpec
+from dlio.storage.spec import TierSpec
+from dlio.util.shared import SHARED_MEMORY
 tier = t.Tier(TierSpec("ram", SHARED_MEMORY, 1 << 20), {job!r})
 print(tier.path, flush=True)
 time.sleep(60)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dlio.demo import draw_dataset
+from dlio.cli.demo_pictures import draw_dataset
 
 
 @pytest.fixture(scope="session")

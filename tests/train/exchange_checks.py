@@ -16,8 +16,8 @@ from torch import nn
 
 import dlio
 from dlio.comm import Communicator, world
-from dlio.order import share
-from dlio.shares import fastest_shares
+from dlio.plan.order import share
+from dlio.plan.shares import fastest_shares
 from dlio.train.exchange import Exchange, make_exchange
 from dlio.train.exchange.buckets import averaged_state, broadcast_state, consensus_distance
 

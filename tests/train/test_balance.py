@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
-from dlio.shares import Shares, fastest_shares
+from dlio.plan.shares import Shares, fastest_shares
 from dlio.train.balance import Balancer, Clock, Cost, reshared
 from dlio.train.config import TrainConfig
 

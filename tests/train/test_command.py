@@ -14,9 +14,9 @@ import torch
 
 from dlio.cli.train import find_parts, to_options
 from dlio.comm.single import SingleCommunicator
-from dlio.crop import Crop
-from dlio.dataset import open_dataset
 from dlio.errors import UsageError
+from dlio.image.crop import Crop
+from dlio.loader.dataset import open_dataset
 from dlio.train.config import TrainConfig
 from dlio.train.data import open_data
 from dlio.train.model import make_model
@@ -136,13 +136,13 @@ def test_mistakes_are_found_before_ranks_are_started(
 ) -> None:
     from typer.testing import CliRunner
 
-    import dlio.comm.launch
+    import dlio.cli.launch
     from dlio.cli import make_app
 
     def never(*_: object) -> int:
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr(dlio.comm.launch, "run_ranks", never)
+    monkeypatch.setattr(dlio.cli.launch, "run_ranks", never)
     done = CliRunner().invoke(make_app(), ["train", str(pictures / "train"), "-n", "2", *options])
     assert isinstance(done.exception, UsageError | OSError)
     assert said in str(done.exception)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from dlio.errors import DlioError, UsageError
-from dlio.order import mix
+from dlio.plan.order import mix
 from dlio.train.exchange.compress import NAMES, make_compressor
 from dlio.train.exchange.compress.layout import (
     CHUNK,

@@ -18,7 +18,7 @@ def measure(options: Options) -> dict[str, Any]:
     """Trains with and without `--balance`, the last rank three times as slow as the others. The
     ideal is all samples over the sum of the ranks' own rates, as the run with even shares has
     measured them; ratios are to that of the same repeat."""
-    from dlio.demo import draw_dataset
+    from dlio.cli.demo_pictures import draw_dataset
 
     with tempfile.TemporaryDirectory(prefix="dlio-bench-") as scratch:
         pictures = os.path.join(scratch, "pictures")

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from dlio.errors import UsageError
-from dlio.files import check_writable, write_json
+from dlio.util.files import check_writable, write_json
 from dlio_bench.exchange import balance, messages, overlap, slow_rank, step, training
 from dlio_bench.exchange.options import Options
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from dlio.figures import picture
+from dlio.util.figures import picture
 
 
 def draw(

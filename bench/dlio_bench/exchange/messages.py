@@ -3,6 +3,7 @@
 from dataclasses import asdict, replace
 from typing import Any, Final
 
+from dlio.util.cores import available_cores
 from dlio_bench.exchange import alphabeta
 from dlio_bench.exchange.alphabeta import Link, Work
 from dlio_bench.exchange.monitor import ENVIRONMENT
@@ -115,7 +116,6 @@ def _checked(
     fabric: str, link: Link, p: int, exchanges: tuple[str, ...], repeats: int
 ) -> list[dict[str, Any]]:
     """Measured exchanges beside the model's, of ranks that share this machine's cores."""
-    import os
 
     from dlio_bench.machine import spread
 
@@ -131,7 +131,7 @@ def _checked(
     }
     told = run("dlio_bench.exchange.timed", task, p, fabric)
     # Bytes cost the cores that ranks share; the link was measured between two, and all share it.
-    cores = 2 if fabric == LINK else len(os.sched_getaffinity(0))
+    cores = 2 if fabric == LINK else available_cores()
     here = alphabeta.shared(link, p, cores)
     work = Work(told["parameter_bytes"], told["buckets"], p // nodes)
     rows = []

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from dlio.errors import UsageError
-from dlio.files import check_writable, write_json
+from dlio.util.files import check_writable, write_json
 from dlio_bench.exchange.command import show
 from dlio_bench.prune.curves import Curve
 from dlio_bench.prune.drawing import draw

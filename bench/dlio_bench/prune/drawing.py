@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dlio.figures import picture
+from dlio.util.figures import picture
 from dlio_bench.prune.curves import Curve
 
 

@@ -10,10 +10,10 @@ from typing import Any, Final
 import torch
 
 import dlio
-from dlio.files import write_json
 from dlio.train.model import make_model, normalised
 from dlio.train.pruning.find import find_groups
 from dlio.train.pruning.seen import count_parameters
+from dlio.util.files import write_json
 from dlio_bench.prune import removal
 from dlio_bench.prune.curves import Curve, summary
 from dlio_bench.prune.options import Options

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from dlio.comm import Communicator
-from dlio.loader import DataLoader
+from dlio.loader.dataloader import DataLoader
 from dlio.train.config import TrainConfig
-from dlio.train.distribute import Distributed
+from dlio.train.cut import Cut
+from dlio.train.exchange.distribute import Distributed
 from dlio.train.precision import Precision
-from dlio.train.pruning.cutting import Cut
 from dlio.train.report import EpochReport
 
 

@@ -8,9 +8,9 @@ from typing import IO
 import numpy as np
 import torch
 
-from dlio.files import unwritable, write_whole
 from dlio.train.callbacks.base import Callback, Run
 from dlio.train.report import EpochReport
+from dlio.util.files import unwritable, write_whole
 
 
 class MatrixDump(Callback):

@@ -5,10 +5,10 @@ from typing import Any, Final
 import torch
 
 from dlio.errors import UsageError
-from dlio.files import unwritable
 from dlio.storage.counters import PLACES
 from dlio.train.callbacks.base import Callback, Run
 from dlio.train.report import EpochReport
+from dlio.util.files import unwritable
 
 _LOSS_EVERY: Final = 10
 """Steps; reading a loss waits for the device."""

@@ -30,10 +30,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from dlio.comm import Communicator
-from dlio.comm.launch import under_mpi
+from dlio.comm.environment import under_mpi
 from dlio.errors import SourceError, UsageError
-from dlio.files import take_lock, unwritable, write_json
 from dlio.train.checkpoint.reader import contents, quiet, read_tensors
+from dlio.util.files import take_lock, unwritable, write_json
 
 _NAME: Final = re.compile(r"step-(\d{8,})")
 _UNFINISHED: Final = ".unfinished-"

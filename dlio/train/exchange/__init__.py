@@ -12,9 +12,9 @@ from torch import nn
 
 from dlio.comm import Communicator
 from dlio.comm.nodes import find_nodes
+from dlio.train.cut import Cut
 from dlio.train.exchange.buckets import Named, trainable
 from dlio.train.exchange.spec import NAMES, ExchangeSpec, parse_exchange
-from dlio.train.pruning.cutting import Cut
 
 __all__ = ["NAMES", "Exchange", "ExchangeSpec", "exchange_of", "make_exchange", "parse_exchange"]
 

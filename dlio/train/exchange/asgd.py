@@ -31,12 +31,12 @@ from torch import nn
 from dlio.comm import Communicator, Request
 from dlio.comm.progress import Progress
 from dlio.comm.waiting import leave
+from dlio.train.cut import Cut
 from dlio.train.exchange.buckets import Bucket, Named
 from dlio.train.exchange.compress import make_compressor
 from dlio.train.exchange.compress.layout import Scratch, pieces_of
-from dlio.train.exchange.recut import recut
+from dlio.train.exchange.reshape_state import recut
 from dlio.train.exchange.spec import ExchangeSpec
-from dlio.train.pruning.cutting import Cut
 
 _NOTICE: Final = 1
 _WEIGHTS: Final = 2

@@ -24,14 +24,14 @@ from torch import nn
 from dlio.comm import Communicator, Request
 from dlio.comm.progress import Progress
 from dlio.comm.waiting import leave
-from dlio.order import Order
+from dlio.plan.order import Order
+from dlio.train.cut import Cut
 from dlio.train.exchange.buckets import Bucket, Named, in_buckets
 from dlio.train.exchange.compress import Compressor, make_compressor
 from dlio.train.exchange.compress.layout import Scratch, pieces_of
 from dlio.train.exchange.joining import join_before_use
-from dlio.train.exchange.recut import recut_state
+from dlio.train.exchange.reshape_state import recut_state
 from dlio.train.exchange.spec import ExchangeSpec
-from dlio.train.pruning.cutting import Cut
 
 REFRESH: Final = 64
 """Steps from one exchange of whole weights to the next, where only changes travel in between."""

@@ -13,6 +13,7 @@ from torch.autograd import Variable
 from dlio.comm import Communicator
 from dlio.comm.funnel import elsewhere
 from dlio.comm.progress import Progress
+from dlio.train.cut import Cut
 from dlio.train.exchange.backward import after_backward, sends_after_backward
 from dlio.train.exchange.buckets import Bucket, Named, in_buckets
 from dlio.train.exchange.compress.layout import Scratch
@@ -26,11 +27,10 @@ from dlio.train.exchange.paths import (
     PinnedPath,
     find_path,
 )
-from dlio.train.exchange.recut import Told, recut_state
+from dlio.train.exchange.reshape_state import Told, recut_state
 from dlio.train.exchange.spec import ExchangeSpec
 from dlio.train.exchange.sums import Sum, make_sum, state_of
 from dlio.train.exchange.sums import load_state as load_sums
-from dlio.train.pruning.cutting import Cut
 
 _FIRST_TAG: Final = 1
 

@@ -16,12 +16,12 @@ from torch import nn
 
 from dlio.comm import Communicator, Request
 from dlio.comm.waiting import leave
+from dlio.train.cut import Cut
 from dlio.train.exchange.buckets import Bucket, Named, in_buckets
 from dlio.train.exchange.gossip import Gossip
 from dlio.train.exchange.gradients import GradientExchange
 from dlio.train.exchange.joining import join_before_use
 from dlio.train.exchange.spec import ExchangeSpec, parse_exchange
-from dlio.train.pruning.cutting import Cut
 
 _FIRST_TAG: Final = 1
 

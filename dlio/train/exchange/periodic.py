@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from dlio.comm import Communicator
+from dlio.train.cut import Cut
 from dlio.train.exchange.buckets import Bucket, Named, in_buckets
 from dlio.train.exchange.compress.layout import Scratch
 from dlio.train.exchange.compress.reduce import TAGS
-from dlio.train.exchange.recut import Told, recut_state
+from dlio.train.exchange.reshape_state import Told, recut_state
 from dlio.train.exchange.spec import ExchangeSpec
 from dlio.train.exchange.sums import load_state as load_sums
 from dlio.train.exchange.sums import make_sum, state_of
-from dlio.train.pruning.cutting import Cut
 
 _FIRST_TAG: Final = 1
 _OUTER_RATE: Final = 0.7

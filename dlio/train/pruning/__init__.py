@@ -23,8 +23,8 @@
     applied = apply(model, found.groups, what, [optimizer])
 """
 
+from dlio.train.cut import Cut
 from dlio.train.pruning.apply import Applied, apply
-from dlio.train.pruning.cutting import Cut
 from dlio.train.pruning.find import find_groups
 from dlio.train.pruning.groups import Activation, Found, Group, LeftAlone, Member
 from dlio.train.pruning.layout import Layout, shrink_to

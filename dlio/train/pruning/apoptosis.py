@@ -13,9 +13,9 @@ from torch import nn
 from dlio.comm import Communicator, world
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import DlioError, UsageError
-from dlio.train.distribute import exchange_around
+from dlio.train.cut import Cut
+from dlio.train.exchange.distribute import exchange_around
 from dlio.train.pruning.apply import apply
-from dlio.train.pruning.cutting import Cut
 from dlio.train.pruning.find import find_groups
 from dlio.train.pruning.groups import Found, Group, shrunk
 from dlio.train.pruning.layout import Layout, shrink_to

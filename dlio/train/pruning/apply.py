@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from dlio.errors import DlioError
-from dlio.train.pruning.cutting import Cut, cut_layers
+from dlio.train.cut import Cut
+from dlio.train.pruning.cutting import cut_layers
 from dlio.train.pruning.groups import Group, channels_gone, shrunk
 from dlio.train.pruning.layout import Layout
 from dlio.train.pruning.plan import Plan

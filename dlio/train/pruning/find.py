@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dlio.train.pruning.copies import bare_copy
-from dlio.train.pruning.follow import candidates, make_member
+from dlio.train.pruning.dependency_graph import candidates, make_member
 from dlio.train.pruning.groups import Found, Group, Indices, LeftAlone, Member
 from dlio.train.pruning.layers import is_depthwise
 from dlio.train.pruning.verify import Trial

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from dlio.errors import DlioError
-from dlio.train.pruning.cutting import Cut, cut_layers, split_key
+from dlio.train.cut import Cut
+from dlio.train.pruning.cutting import cut_layers, split_key
 from dlio.train.pruning.groups import Group, Indices, channels_gone
 from dlio.train.pruning.layers import shape_of
 

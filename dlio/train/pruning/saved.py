@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from dlio.errors import SourceError, UsageError
-from dlio.files import write_json
 from dlio.train.pruning.layout import Layout, shrink_to
+from dlio.util.files import write_json
 
 _BESIDE: Final = ".layout.json"
 Module = TypeVar("Module", bound=nn.Module)

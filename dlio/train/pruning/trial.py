@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from dlio.comm import Communicator
+from dlio.train.pruning.agreement import of_first, reduced, total
 from dlio.train.pruning.apply import apply
 from dlio.train.pruning.copies import bare_copy
 from dlio.train.pruning.groups import Group
 from dlio.train.pruning.plan import Limits, Plan, plan, weights_of
-from dlio.train.pruning.ranks import of_first, reduced, total
 from dlio.train.pruning.statistics import Statistics
 
 _GENTLER: Final = 1 / 2, 1 / 4

@@ -13,9 +13,9 @@ import dlio
 from dlio.comm import Communicator, world
 from dlio.train.exchange import make_exchange
 from dlio.train.pruning import Collector, Layout, Schedule, apply, find_groups, merge, shrink_to
+from dlio.train.pruning.agreement import greatest, of_first, reduced
 from dlio.train.pruning.groups import Indices
 from dlio.train.pruning.plan import Plan
-from dlio.train.pruning.ranks import greatest, of_first, reduced
 
 STEPS: Final = 60
 SCHEDULE: Final = Schedule(

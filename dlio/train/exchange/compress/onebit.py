@@ -26,7 +26,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from dlio.order import mix
+from dlio.plan.order import mix
 from dlio.train.exchange.compress.int8 import SmallTensors
 from dlio.train.exchange.compress.layout import (
     CHUNK,

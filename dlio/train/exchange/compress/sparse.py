@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.errors import CommError
-from dlio.order import keyed_uniforms
+from dlio.plan.order import keyed_uniforms
 from dlio.train.exchange.compress.int8 import SmallTensors
 from dlio.train.exchange.compress.layout import (
     CHUNK,

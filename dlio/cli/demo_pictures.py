@@ -1,0 +1,244 @@
+"""Pictures for the demonstration: small enough to draw in seconds, real enough to learn from.
+
+Ten kinds of shapes and textures in random colours, sizes, places and turns, on noisy grounds:
+a small network learns to tell them apart, and colour alone does not.
+"""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.errors import UsageError
+from dlio.image.decode import opencv
+
+_MARK = "drawn.json"
+_VERSION = 1
+_QUALITY = 88
+
+Image = npt.NDArray[np.uint8]
+Colour = tuple[int, int, int]
+_Painter = Callable[[Image, np.random.Generator, Colour], None]
+
+
+def draw_dataset(
+    folder: str,
+    *,
+    images: int = 2400,
+    validation: int = 400,
+    classes: int = 10,
+    seed: int = 0,
+    threads: int = 2,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Draw `folder`/train/<class>/*.jpg and `folder`/val/<class>/*.jpg, once.
+
+    The folder appears complete or not at all; a complete one is left as it is. The same seed
+    draws the same pictures.
+
+    Args:
+        images, validation: in all classes together.
+        progress: called with (pictures drawn, pictures in all).
+
+    Raises UsageError when the folder holds something else.
+    """
+    if not 2 <= classes <= len(PAINTERS):
+        raise UsageError(f"{classes} classes: 2 to {len(PAINTERS)} can be drawn")
+    asked = {
+        "version": _VERSION,
+        "images": images,
+        "validation": validation,
+        "classes": classes,
+        "seed": seed,
+    }
+    if os.path.exists(folder):
+        if _mark(folder) == asked:
+            return
+        raise UsageError(f"{folder} holds something else than these pictures: remove or rename it")
+    temporary = f"{folder.rstrip('/')}.{os.getpid()}.tmp"
+    names = sorted(PAINTERS)[:classes]
+    jobs = [
+        (os.path.join(temporary, part, names[k % classes], f"{k // classes:05d}.jpg"), k, offset)
+        for part, count, offset in (("train", images, 0), ("val", validation, images))
+        for k in range(count)
+    ]
+    try:
+        for path, _, _ in jobs[:classes] + jobs[images : images + classes]:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+        with ThreadPoolExecutor(threads) as pool:
+            drawn = pool.map(
+                lambda job: _write(job[0], names[job[1] % classes], seed, job[1] + job[2]), jobs
+            )
+            for done, _ in enumerate(drawn, start=1):
+                if progress is not None:
+                    progress(done, len(jobs))
+        with open(os.path.join(temporary, _MARK), "w") as file:
+            json.dump(asked, file)
+        os.rename(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def is_complete(folder: str) -> bool:
+    """Whether `draw_dataset` has drawn the folder."""
+    return _mark(folder) is not None
+
+
+def _mark(folder: str) -> Any:
+    try:
+        with open(os.path.join(folder, _MARK)) as file:
+            return json.load(file)
+    except (OSError, ValueError):
+        return None
+
+
+def _write(path: str, name: str, seed: int, number: int) -> None:
+    image = draw(name, np.random.default_rng([seed, number]))
+    done, encoded = opencv().imencode(".jpg", image, [opencv().IMWRITE_JPEG_QUALITY, _QUALITY])
+    assert done
+    with open(path, "wb") as file:
+        file.write(encoded.tobytes())
+
+
+def draw(name: str, random: np.random.Generator) -> Image:
+    """One picture of a class; uint8, shape (height, width, 3), 200 to 500 pixels a side."""
+    cv2 = opencv()
+    height, width = (int(side) for side in random.integers(200, 501, 2))
+    ground, ink = _colours(random)
+    other = np.clip(ground + random.normal(0, 25, 3), 0, 255)
+    slope = np.linspace(0, 1, width)[None, :, None] * random.random() + (
+        np.linspace(0, 1, height)[:, None, None] * random.random()
+    )
+    image = np.clip(ground + (other - ground) * slope, 0, 255).astype(np.uint8)
+    PAINTERS[name](image, random, ink)
+    # Coarse and fine noise, so that no pixel is as drawn.
+    coarse = random.normal(0, 14, (height // 16 + 2, width // 16 + 2, 3)).astype(np.float32)
+    noise = cv2.resize(coarse, (width, height), interpolation=cv2.INTER_CUBIC)
+    noise += random.normal(0, 8, (height, width, 1)).astype(np.float32)
+    drawn: Image = np.clip(image + noise, 0, 255).astype(np.uint8)
+    return drawn
+
+
+def _colours(random: np.random.Generator) -> tuple[npt.NDArray[np.float64], Colour]:
+    """A ground and an ink that can be told apart, of any hue."""
+    while True:
+        ground, ink = random.uniform(20, 235, (2, 3))
+        if abs(float((ground - ink).mean())) > 45:
+            return ground, (int(ink[0]), int(ink[1]), int(ink[2]))
+
+
+def _turned(points: npt.NDArray[np.float64], random: np.random.Generator, image: Image) -> Any:
+    """Points around the origin, of radius 1, turned, sized and placed on the image; int32."""
+    height, width = image.shape[:2]
+    radius = random.uniform(0.08, 0.22) * min(height, width)
+    angle = random.uniform(0, 2 * math.pi)
+    turn = np.array([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
+    place = random.uniform((0, 0), (width, height))
+    return np.round(points @ turn.T * radius + place).astype(np.int32)
+
+
+def _polygons(corners: npt.NDArray[np.float64]) -> _Painter:
+    def paint(image: Image, random: np.random.Generator, ink: Colour) -> None:
+        for _ in range(int(random.integers(8, 17))):
+            opencv().fillPoly(image, [_turned(corners, random, image)], ink)
+
+    return paint
+
+
+def _circle(count: int, radii: tuple[float, ...] = (1.0,)) -> npt.NDArray[np.float64]:
+    """Corners on circles of alternating radius; shape (count, 2)."""
+    angles = np.arange(count) * 2 * math.pi / count
+    radius = np.array([radii[k % len(radii)] for k in range(count)])
+    return np.stack([radius * np.cos(angles), radius * np.sin(angles)], axis=1)
+
+
+def _field(image: Image, random: np.random.Generator) -> tuple[Any, Any, float]:
+    """Coordinates along two turned axes, in pixels, and a period for a texture."""
+    height, width = image.shape[:2]
+    angle = random.uniform(0, math.pi)
+    y, x = np.mgrid[0:height, 0:width]
+    u = x * math.cos(angle) + y * math.sin(angle)
+    v = y * math.cos(angle) - x * math.sin(angle)
+    return u, v, float(random.uniform(0.09, 0.2) * min(height, width))
+
+
+def _stripes(image: Image, random: np.random.Generator, ink: Colour) -> None:
+    u, _, period = _field(image, random)
+    image[u % period < period / 2] = ink
+
+
+def _checkers(image: Image, random: np.random.Generator, ink: Colour) -> None:
+    u, v, period = _field(image, random)
+    image[(u % (2 * period) < period) ^ (v % (2 * period) < period)] = ink
+
+
+def _waves(image: Image, random: np.random.Generator, ink: Colour) -> None:
+    u, v, period = _field(image, random)
+    bent = u + 0.45 * period * np.sin(v * 2 * math.pi / (1.8 * period))
+    image[bent % period < period / 2] = ink
+
+
+def _dots(image: Image, random: np.random.Generator, ink: Colour) -> None:
+    u, v, period = _field(image, random)
+    near = (u % period - period / 2) ** 2 + (v % period - period / 2) ** 2
+    image[near < (0.32 * period) ** 2] = ink
+
+
+def _rings(image: Image, random: np.random.Generator, ink: Colour) -> None:
+    height, width = image.shape[:2]
+    for _ in range(int(random.integers(5, 11))):
+        radius = random.uniform(0.08, 0.24) * min(height, width)
+        place = (int(random.uniform(0, width)), int(random.uniform(0, height)))
+        opencv().circle(image, place, int(radius), ink, max(2, int(radius / 3)))
+
+
+def _spirals(image: Image, random: np.random.Generator, ink: Colour) -> None:
+    height, width = image.shape[:2]
+    y, x = np.mgrid[0:height, 0:width]
+    middle_y, middle_x = random.uniform(0.25, 0.75, 2) * (height, width)
+    radius = np.hypot(y - middle_y, x - middle_x)
+    period = random.uniform(0.1, 0.2) * min(height, width)
+    turn = random.choice([-1, 1]) * np.arctan2(y - middle_y, x - middle_x) / (2 * math.pi)
+    image[(radius / period + turn) % 1 < 0.5] = ink
+
+
+_CROSS: Final = (
+    np.array(
+        [
+            [1, 3],
+            [1, 1],
+            [3, 1],
+            [3, -1],
+            [1, -1],
+            [1, -3],
+            [-1, -3],
+            [-1, -1],
+            [-3, -1],
+            [-3, 1],
+            [-1, 1],
+            [-1, 3],
+        ],
+        np.float64,
+    )
+    / 3
+)
+
+PAINTERS: Final[dict[str, _Painter]] = {
+    "checkers": _checkers,
+    "crosses": _polygons(_CROSS),
+    "dots": _dots,
+    "rings": _rings,
+    "spirals": _spirals,
+    "squares": _polygons(_circle(4)),
+    "stars": _polygons(_circle(10, (1.0, 0.4))),
+    "stripes": _stripes,
+    "triangles": _polygons(_circle(3)),
+    "waves": _waves,
+}
+"""By class name."""

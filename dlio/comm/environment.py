@@ -1,0 +1,71 @@
+"""What the environment says of this process: a rank, whose, and whether a terminal shows it."""
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+
+_END_TIMEOUT_S = 10.0
+_RANK_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALNRANKS")
+LAUNCHER = "DLIOLAUNCHER_PID"
+TERMINAL = "DLIOTERMINAL"
+_POLL_S = 0.5
+
+
+def under_mpi() -> bool:
+    """Whether mpirun, or srun with an MPI plug-in, started this process as a rank."""
+    return any(name in os.environ for name in _RANK_VARIABLES)
+
+
+def shows_terminal() -> bool:
+    """Whether what this process prints is looked at on a terminal.
+
+    A rank's standard output may look like one (mpirun gives ranks a pseudo-terminal) and end in
+    a file; `run_ranks` knows, and says so.
+    """
+    return bool(os.environ.get(TERMINAL)) if under_mpi() else sys.stdout.isatty()
+
+
+def launched() -> bool:
+    """Whether this process is a rank that `run_ranks` started."""
+    return LAUNCHER in os.environ and under_mpi()
+
+
+def watch_launcher() -> None:
+    """In a rank that `run_ranks` started: end it when the launcher has died.
+
+    A launcher that is killed cannot end its ranks, and mpirun does not mind the death of its
+    parent.
+    """
+    if not launched():
+        return
+    launcher = int(os.environ[LAUNCHER])
+
+    def watch() -> None:
+        _wait_for_end(launcher)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_END_TIMEOUT_S)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="dlio-launcher-watch", daemon=True).start()
+
+
+def _wait_for_end(process: int) -> None:
+    """Sleep until a process that need not be a child of this one has ended."""
+    try:
+        descriptor = os.pidfd_open(process)
+    except ProcessLookupError:
+        return
+    except (AttributeError, OSError):
+        # Linux before 5.3, a Python built for it, or a sandbox.
+        with contextlib.suppress(ProcessLookupError):
+            while True:
+                os.kill(process, 0)
+                time.sleep(_POLL_S)
+        return
+    # Readable when the process has ended, reaped or not.
+    select.select([descriptor], [], [])
+    os.close(descriptor)

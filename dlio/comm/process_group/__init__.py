@@ -1,0 +1,170 @@
+"""torch.distributed over MPI, without a torch that was built with it.
+
+`init_process_group()` makes MPI's ranks the default group of torch.distributed: DDP, FSDP,
+DeviceMesh and torch.distributed.checkpoint then run on MPI. Importing this module is enough for
+torch to know the backend "dlio-mpi".
+"""
+
+import contextlib
+import socket
+import zlib
+from datetime import timedelta
+from typing import Any, Final
+
+import torch.distributed as dist
+from mpi4py import MPI
+from torch._C._distributed_c10d import (
+    DebugLevel,
+    HashStore,
+    Store,
+    TCPStore,
+    get_debug_level,
+)
+
+from dlio.comm.mpi import one_at_a_time
+from dlio.comm.nodes import find_nodes
+from dlio.comm.process_group.collectives import MpiProcessGroup
+from dlio.comm.process_group.group import BACKEND, CHECKED_STEPS, STEPS, devices
+from dlio.comm.waiting import default_timeout_s
+from dlio.comm.world import world
+from dlio.errors import CommError, CommTimeout, UsageError
+
+_CONNECT_TIMEOUT_S: Final = 5.0
+_LEAST_TAG_UB: Final = 32767
+"""What every MPI library takes as a tag."""
+
+
+def init_process_group(backend: str = BACKEND, timeout_s: float | None = None) -> None:
+    """Initialise torch.distributed's default group on all ranks of MPI. Collective.
+
+    Needs no environment variables: rank 0 serves the store, and MPI tells its address.
+    `torch.distributed.destroy_process_group()` ends the group and its threads. With
+    TORCH_DISTRIBUTED_DEBUG=DETAIL ranks see before each operation whether they agree on it.
+
+    Args:
+        backend: "dlio-mpi", or one of torch's, such as "nccl" or "cpu:gloo,cuda:nccl".
+        timeout_s: of each operation; DLIO_TIMEOUT, 300 when unset, for None.
+
+    Raises UsageError when a default group is there already, or for "dlio-mpi" beside another
+    backend, which torch cannot do; CommError where MPI cannot serve.
+    """
+    if dist.is_initialized():
+        raise UsageError("torch.distributed is initialised already: call destroy_process_group()")
+    if BACKEND in backend and backend != BACKEND:
+        raise UsageError(
+            f"backend {backend!r}: torch takes {BACKEND} for all devices or none; make the other "
+            "group with torch.distributed.new_group(backend=...)"
+        )
+    limit_s = default_timeout_s() if timeout_s is None else timeout_s
+    dist.init_process_group(
+        backend,
+        store=_store(limit_s),
+        rank=MPI.COMM_WORLD.rank,
+        world_size=MPI.COMM_WORLD.size,
+        timeout=timedelta(seconds=limit_s),
+    )
+
+
+def _create(options: Any, _: Any) -> MpiProcessGroup:
+    """torch's way in: make the communicators of a group. Collective over its members."""
+    check_threads()
+    ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+    here = MPI.COMM_WORLD.rank
+    if options.group_size > MPI.COMM_WORLD.size or ranks[options.group_rank] != here:
+        raise UsageError(
+            f"torch says rank {options.group_rank} of {options.group_size}, MPI says rank {here} "
+            f"of {MPI.COMM_WORLD.size}: start the ranks with mpirun or srun and call "
+            "dlio.init_process_group()"
+        )
+    timeout_s = options.timeout.total_seconds()
+    if options.timeout == dist.distributed_c10d.default_pg_timeout:
+        # Nobody has said one: torch fills in its own.
+        whole = dist.group.WORLD
+        timeout_s = whole.timeout_s if isinstance(whole, MpiProcessGroup) else default_timeout_s()
+    steps = CHECKED_STEPS if get_debug_level() == DebugLevel.DETAIL else STEPS
+    store, name = _meeting_place(options, ranks)
+    _meet(store, name, len(ranks), timeout_s)
+    with one_at_a_time:
+        group = MPI.COMM_WORLD.group.Incl(ranks)
+        # Groups with common members that are made at once must not take each other's messages.
+        comm = MPI.COMM_WORLD.Create_group(group, zlib.crc32(name.encode()) % _LEAST_TAG_UB)
+        comms = [comm, *(comm.Dup() for _ in range(2 * steps - 1))]
+        group.Free()
+    return MpiProcessGroup(comms, options.store, timeout_s, options.group_id)
+
+
+def _meeting_place(options: Any, ranks: list[int]) -> tuple[Store, str]:
+    """A store and a name in it on which all members of a group to be made agree.
+
+    torch's own name for a group that only its members make depends on how many groups a rank is
+    in, and is not the same on all. How often these ranks have made a group is.
+    """
+    whole = dist.group.WORLD if options.global_ranks_in_group else None
+    if not isinstance(whole, MpiProcessGroup):
+        return options.store, options.group_id
+    key = ",".join(map(str, ranks))
+    whole.made[key] += 1
+    return whole.get_group_store(), f"{zlib.crc32(key.encode())}/{len(ranks)}/{whole.made[key]}"
+
+
+def _meet(store: Store, name: str, size: int, timeout_s: float) -> None:
+    """Wait until all members are here: MPI itself would wait for good.
+
+    Raises CommTimeout after the deadline.
+    """
+    arrived, everyone = f"dlio/{name}/arrived", f"dlio/{name}/all"
+    if store.add(arrived, 1) == size:
+        store.set(everyone, "1")
+        return
+    try:
+        store.wait([everyone], timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise CommTimeout(
+            f"rank {MPI.COMM_WORLD.rank} waited {timeout_s:.0f} s for the other ranks that make a "
+            f"process group with it: {size - store.add(arrived, 0)} of {size} never came "
+            "(DLIO_TIMEOUT sets the deadline)"
+        ) from error
+
+
+def check_threads() -> None:
+    """Raises CommError where MPI cannot serve the threads of a process group."""
+    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+        raise CommError(
+            "this MPI library lets only one thread call it (it gives less than "
+            "MPI_THREAD_SERIALIZED), and a process group has one of its own: use Open MPI 5 "
+            "(pip install 'dlio[mpi]') or an MPI built with thread support"
+        )
+
+
+def _store(timeout_s: float) -> Store:
+    """A store that rank 0 serves; its address goes over MPI. Collective."""
+    comm = world()
+    if MPI.COMM_WORLD.size == 1:
+        return HashStore()
+    limit = timedelta(seconds=timeout_s)
+    one_machine = len(find_nodes(comm).names) == 1
+    if comm.rank == 0:
+        served = TCPStore("localhost", 0, is_master=True, timeout=limit, wait_for_workers=False)
+        comm.allgather([["localhost"] if one_machine else _own_names(), served.port])
+        return served
+    names, port = comm.allgather(None)[0]
+    for name in names:
+        with contextlib.suppress(OSError):
+            socket.create_connection((name, port), _CONNECT_TIMEOUT_S).close()
+            return TCPStore(name, port, timeout=limit, wait_for_workers=False)
+    raise CommError(
+        f"rank {comm.rank} on {socket.gethostname()} cannot reach rank 0 at any of {names}, port "
+        f"{port}: is there a firewall between compute nodes?"
+    )
+
+
+def _own_names() -> list[str]:
+    """Names and addresses at which other machines may reach this one, best first."""
+    names = [socket.gethostname(), socket.getfqdn()]
+    with contextlib.suppress(OSError):
+        found = [str(entry[4][0]) for entry in socket.getaddrinfo(names[0], None)]
+        names += [address for address in found if not address.startswith("127.")]
+    return list(dict.fromkeys(names))
+
+
+dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=devices())

@@ -1,0 +1,249 @@
+"""A process group of torch.distributed on a communicator of MPI: what it owns, and how it starts
+the operations of mpi_collectives.py.
+
+Every operation is non-blocking calls of MPI (see torch_progress.py) on bytes in host memory (see
+torch_buffers.py). A communicator serves each of an operation's two steps, and two others what
+callbacks start. With TORCH_DISTRIBUTED_DEBUG=DETAIL a step comes first in which ranks see whether
+they have called the same operation with the same sizes.
+"""
+
+import contextlib
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch._C._distributed_c10d import Store
+
+from dlio.comm.mpi import one_at_a_time
+from dlio.comm.process_group.buffers import Scratch, Staging, typed
+from dlio.comm.process_group.progress import Progress, in_callback
+from dlio.comm.process_group.work import JointWork, Lane, Members, MpiWork, Step
+from dlio.errors import CommError, UsageError
+
+BACKEND: Final = "dlio-mpi"
+STEPS: Final = 2
+"""Communicators that an operation takes."""
+CHECKED_STEPS: Final = 3
+"""The same, where it is first seen that ranks agree."""
+
+Tensors = Sequence[torch.Tensor]
+Start = Callable[[MPI.Intracomm], MPI.Request]
+
+
+class MpiGroup(dist.ProcessGroup):
+    """Ranks of MPI as a process group of torch.
+
+    Owns its communicators: twice STEPS, or twice CHECKED_STEPS for operations that are checked.
+    """
+
+    def __init__(
+        self, comms: Sequence[MPI.Intracomm], store: Store, timeout_s: float, name: str
+    ) -> None:
+        rank, size = comms[0].rank, comms[0].size
+        super().__init__(rank, size)  # type: ignore[call-arg] # the stub knows another form
+        self._rank, self._size, self._store, self._comms = rank, size, store, comms
+        self._name = name
+        self._checked = len(comms) == 2 * CHECKED_STEPS
+        half = len(comms) // 2
+        self._lanes = [[Lane(comm) for comm in part] for part in (comms[:half], comms[half:])]
+        """Of what is called, and of what callbacks call."""
+        self._mail = Lane(comms[0])
+        self._members = Members(f"rank {rank} of {size} of the group {name!r}", timeout_s)
+        self._progress, self._scratch = _open_progress(self)
+        self._coalesced: list[MpiWork] | None = None
+        self.made: Counter[str] = Counter()
+        """How often this rank has made a group of the ranks of each key, if this is the world."""
+
+    # What torch asks about a group.
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's
+        return BACKEND
+
+    def getGroupName(self) -> str:  # noqa: N802 - torch's
+        return self._name
+
+    @property
+    def group_name(self) -> Any:
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(name) for name in devices()]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self
+
+    def get_group_store(self) -> Store:
+        return self._store
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return False
+
+    @property
+    def supports_splitting(self) -> bool:
+        return False
+
+    @property
+    def supports_coalescing(self) -> bool:
+        return True
+
+    @property
+    def timeout_s(self) -> float:
+        """How long an operation may take that is given no timeout of its own."""
+        return self._members.timeout_s
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._members.timeout_s = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    def shutdown(self) -> None:
+        """Wait for this rank's collectives and end the group. Collective; called by torch."""
+        for work in list(self._members.pending):
+            if work.collective:
+                with contextlib.suppress(CommError):
+                    work.wait()  # Who waits for it is told.
+        broken = self._members.broken
+        self._progress.give_up(
+            self._members, CommError(f"{self._members.who} was destroyed before this was over")
+        )
+        if broken is None:
+            # With a rank that is gone or astray, MPI could wait here for good.
+            for comm in self._comms:
+                with one_at_a_time:
+                    comm.Free()
+        _close_progress(self)
+
+    def abort(self) -> None:
+        """Fail what is under way, without waiting for other ranks."""
+        self._progress.give_up(self._members, CommError(f"{self._members.who} was aborted"))
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> JointWork:
+        works, self._coalesced = self._coalesced or [], None
+        return JointWork(works)
+
+    def _collective(
+        self,
+        what: str,
+        starts: Sequence[Start],
+        staging: Staging,
+        value: Any,
+        opts: Any,
+        finish: Callable[[MPI.Status], None] | None = None,
+    ) -> MpiWork:
+        lanes = self._lanes[in_callback()]
+        if self._checked:
+            starts = self._agreed(what, starts)
+        steps = [Step(lane, start) for lane, start in zip(lanes, starts, strict=False)]
+        return self._submit(what, steps, staging, value, opts, finish)
+
+    def _agreed(self, what: str, starts: Sequence[Start]) -> list[Start]:
+        """Before an operation starts, see that all ranks have called the same.
+
+        Open MPI may crash, or give wrong numbers, where they have not.
+        """
+        code = zlib.crc32(what.encode())
+        mine, least = torch.tensor([code, -code]), torch.zeros(2, dtype=torch.int64)
+
+        def ask(comm: MPI.Intracomm) -> MPI.Request:
+            kind = MPI.INT64_T
+            return comm.Iallreduce(typed(mine, kind), typed(least, kind), MPI.MIN)
+
+        def start(comm: MPI.Intracomm) -> MPI.Request:
+            if int(least[0]) != -int(least[1]):
+                raise CommError(
+                    f"{self._members.who}: ranks have called different operations; this one: {what}"
+                )
+            return starts[0](comm)
+
+        return [ask, start, *starts[1:]]
+
+    def _submit(
+        self,
+        what: str,
+        steps: Sequence[Step],
+        staging: Staging,
+        value: Any,
+        opts: Any = None,
+        finish: Callable[[MPI.Status], None] | None = None,
+        collective: bool = True,
+    ) -> MpiWork:
+        members = self._members
+        if members.broken is not None:
+            raise CommError(
+                f"{members.who}: no {what} after a failure; destroy the group: {members.broken}"
+            )
+        timeout_s = opts.timeout.total_seconds() if opts is not None else 0.0
+        work = MpiWork(
+            self._progress,
+            members,
+            what,
+            steps,
+            staging,
+            value,
+            timeout_s if timeout_s > 0 else members.timeout_s,
+            finish or (lambda _: staging.finish()),
+            collective,
+        )
+        self._progress.submit(work, watched=not getattr(opts, "asyncOp", True))
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _staging(self, tensors: Tensors) -> Staging:
+        places = {tensor.device for tensor in tensors} or {torch.device("cpu")}
+        if len(places) > 1:
+            raise UsageError(f"tensors of one operation lie on several devices: {places}")
+        device = places.pop()
+        if device.type not in devices():
+            raise UsageError(f"{BACKEND} takes tensors on {devices()}, not on {device}")
+        if any(tensor.layout != torch.strided for tensor in tensors):
+            raise UsageError(f"{BACKEND} takes dense tensors: call to_dense(), or sparse=False")
+        return Staging(self._scratch, device)
+
+    def _fit(self, what: str, got: Sequence[int], wanted: Sequence[int]) -> None:
+        if list(got) != list(wanted):
+            raise UsageError(
+                f"{what}: tensors of {list(got)} bytes where {list(wanted)} are needed"
+            )
+
+    def _fit_ranks(self, what: str, items: Sequence[Any]) -> None:
+        if len(items) != self._size:
+            raise UsageError(f"{what}: {len(items)} tensors or sizes for {self._size} ranks")
+
+
+_open_groups: list[MpiGroup] = []
+_shared: tuple[Progress, Scratch] | None = None
+"""What the groups of this process have in common while there is one."""
+
+
+def _open_progress(group: MpiGroup) -> tuple[Progress, Scratch]:
+    global _shared
+    if _shared is None:
+        _shared = (Progress(), Scratch())
+    _open_groups.append(group)
+    return _shared
+
+
+def _close_progress(group: MpiGroup) -> None:
+    global _shared
+    if group in _open_groups:
+        _open_groups.remove(group)
+        if not _open_groups and _shared is not None:
+            _shared[0].close()
+            _shared = None
+
+
+def devices() -> list[str]:
+    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]

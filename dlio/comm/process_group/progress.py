@@ -1,0 +1,227 @@
+"""Moves operations of torch.distributed that are under way on MPI.
+
+Whoever waits in `MpiWork.wait` moves everything on; one thread, which sleeps between its looks,
+does so for operations that nobody waits for. It ends when it has had nothing to do for a second.
+
+A callback that is attached in Python (`future.then`) may start collectives of its own, as
+PowerSGD's does. When it runs differs from rank to rank, so its collectives could meet others.
+Therefore such callbacks run one at a time on one thread, in the order in which they were attached,
+and what they start takes other lanes.
+"""
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from dlio.comm.mpi import one_at_a_time
+from dlio.comm.process_group.work import Members, MpiWork, late
+from dlio.comm.waiting import LONGEST_SLEEP_S, SHORTEST_SLEEP_S
+from dlio.errors import CommError
+
+_LINGER_S: Final = 1.0
+"""How long the thread stays when there is nothing to move."""
+_here = threading.local()
+_abandoned: list[MpiWork] = []
+"""Failed within MPI, which may write to their memory until the process ends."""
+
+
+def in_callback() -> bool:
+    """Whether this thread runs a future's callback."""
+    return getattr(_here, "in_callback", False)
+
+
+class Progress:
+    """Moves the operations of all process groups of this process.
+
+    Invariant: only the holder of `_turn` touches lanes, pending works and their requests. Nobody
+    waits for the turn: who does not get it leaves what is to be done to its holder or a later look.
+    """
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+        self._arrived: deque[MpiWork] = deque()
+        self._pending: list[MpiWork] = []
+        self._over: deque[MpiWork] = deque()
+        self._news = threading.Condition()
+        self._watchers = 0
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        self._calls: deque[Callable[[], None]] = deque()
+        self._caller: threading.Thread | None = None
+
+    def submit(self, work: MpiWork, watched: bool) -> None:
+        """Start an operation.
+
+        Args:
+            watched: the caller is about to wait for it, so that the thread is not needed.
+        """
+        work.members.pending.add(work)
+        self._arrived.append(work)
+        self.advance()
+        if not watched and not work.is_completed():
+            self.wake()
+
+    def advance(self) -> bool:
+        """Look at all operations once; whether one of them moved. Waits for nothing."""
+        if not self._turn.acquire(blocking=False):
+            return False
+        try:
+            moved = self._move()
+        finally:
+            self._turn.release()
+        # Without the turn: what is told here may start and await other operations.
+        while True:
+            try:
+                work = self._over.popleft()
+            except IndexError:
+                return moved
+            work.settle()
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """While somebody waits and moves things on, the thread takes longer naps."""
+        with self._news:
+            self._watchers += 1
+        try:
+            yield
+        finally:
+            with self._news:
+                self._watchers -= 1
+
+    def wake(self) -> None:
+        """Have the thread look after what is pending."""
+        with self._news:
+            if self._thread is None and not self._closing:
+                self._thread = threading.Thread(target=self._run, name="dlio-process-group")
+                self._thread.start()
+            self._news.notify_all()
+
+    def call(self, run: Callable[[], None]) -> None:
+        """Run a future's callback after all that were attached before it."""
+        if in_callback():
+            run()
+            return
+        with self._news:
+            self._calls.append(run)
+            if self._caller is None:
+                self._caller = threading.Thread(target=self._serve, name="dlio-callbacks")
+                self._caller.start()
+            self._news.notify_all()
+
+    def give_up(self, members: Members, error: CommError) -> None:
+        """Fail what is pending in a group, and what will be called."""
+        members.broken = error
+        for work in list(members.pending):
+            work.error = work.error or error
+        while not self.advance() and members.pending:
+            time.sleep(SHORTEST_SLEEP_S)
+
+    def close(self) -> None:
+        """End both threads. Collectives must be over."""
+        with self._news:
+            self._closing = True
+            self._news.notify_all()
+            threads = [self._caller, self._thread]
+        for thread in threads:
+            if thread is not None:
+                thread.join()
+
+    def _run(self) -> None:
+        sleep_s = SHORTEST_SLEEP_S
+        while threading.main_thread().is_alive():
+            moved = self.advance()
+            with self._news:
+                if not self._busy():
+                    if self._closing or not self._news.wait(_LINGER_S):
+                        self._thread = None
+                        return
+                    sleep_s = SHORTEST_SLEEP_S
+                    continue
+                longest_s = LONGEST_SLEEP_S
+                sleep_s = SHORTEST_SLEEP_S if moved else min(1.5 * sleep_s, longest_s)
+                self._news.wait(longest_s if self._watchers else sleep_s)
+        # A program that ends with operations under way is not held up, nor are its callbacks.
+        while self._busy():
+            for work in list(self._pending):
+                work.error = work.error or CommError(
+                    f"{work.members.who}: the program ended before {work.what} was over"
+                )
+            self.advance()
+
+    def _serve(self) -> None:
+        _here.in_callback = True
+        while True:
+            with self._news:
+                self._news.wait_for(lambda: self._calls or self._closing, _LINGER_S)
+                if not self._calls:
+                    self._caller = None
+                    return
+                run = self._calls.popleft()
+            run()
+
+    def _busy(self) -> bool:
+        return bool(self._arrived or self._pending or self._over)
+
+    def _move(self) -> bool:
+        while self._arrived:
+            work = self._arrived.popleft()
+            self._pending.append(work)
+            for step in work.steps:
+                step.lane.queue.append(work)
+        moved = False
+        for work in self._pending:
+            before = work.at
+            self._look(work)
+            if work.error is not None or work.at == len(work.steps):
+                self._end(work)
+                moved = True
+            moved |= work.at != before
+        if moved:
+            self._pending = [work for work in self._pending if work in work.members.pending]
+        return moved
+
+    def _look(self, work: MpiWork) -> None:
+        """Take the steps of an operation that can be taken now."""
+        try:
+            while work.error is None and work.at < len(work.steps):
+                step = work.steps[work.at]
+                if work.request is None:
+                    if step.lane.queue[0] is not work or not work.staging.ready():
+                        break
+                    with one_at_a_time:
+                        work.request = step.start(step.lane.comm)
+                    step.lane.queue.popleft()
+                with one_at_a_time:
+                    if not work.request.Test(work.status):
+                        break
+                work.request = None
+                work.at += 1
+                if work.at == len(work.steps):
+                    work.finish(work.status)
+                    return
+        except Exception as error:  # Whatever it is, it is for whoever waits.
+            if not isinstance(error, CommError):
+                error = CommError(f"{work.members.who}: {work.what} failed: {error}")
+            work.error = error
+        if work.error is None and work.collective:
+            work.error = work.members.broken
+        if work.error is None and time.monotonic() > work.deadline:
+            work.error = late(work, work.timeout_s)
+
+    def _end(self, work: MpiWork) -> None:
+        if work.error is not None:
+            if work.collective and work.members.broken is None:
+                work.members.broken = work.error
+            for step in work.steps:
+                if work in step.lane.queue:
+                    step.lane.queue.remove(work)
+            if work.request is not None:
+                if not work.collective:
+                    with one_at_a_time:
+                        work.request.Cancel()
+                _abandoned.append(work)
+        work.members.pending.discard(work)
+        self._over.append(work)

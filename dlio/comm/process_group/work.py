@@ -1,0 +1,260 @@
+"""Operations of torch.distributed that are under way on MPI, as those who wait for them see them.
+
+An operation is one or two steps, each a non-blocking call of MPI on a lane: a communicator on which
+steps start in the order in which their operations were called, so that all ranks call MPI in one
+order. An operation's second step has a lane of its own; it starts when the first is done and all
+second steps of earlier operations have started.
+"""
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NoReturn, Protocol
+
+import torch
+from mpi4py import MPI
+from torch._C._distributed_c10d import Work
+
+from dlio.comm.process_group.buffers import Staging
+from dlio.comm.waiting import LONGEST_SLEEP_S, SHORTEST_SLEEP_S
+from dlio.errors import CommError, CommTimeout
+
+
+class Lane:
+    """A communicator, and the operations that will start a step on it, in the order of calls."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.comm = comm
+        self.queue: deque[MpiWork] = deque()
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    lane: Lane
+    start: Callable[[MPI.Intracomm], MPI.Request]
+
+
+@dataclass(eq=False)
+class Members:
+    """What the operations of one process group have in common."""
+
+    who: str
+    """This rank and its group, for messages."""
+    timeout_s: float
+    broken: CommError | None = None
+    """Why no collective can work any more: the ranks no longer agree on what comes next."""
+    pending: set["MpiWork"] = field(default_factory=set)
+
+
+class Mover(Protocol):
+    """What moves operations on (torch_progress.py)."""
+
+    def advance(self) -> bool:
+        """Look at all operations once; whether one of them moved. Waits for nothing."""
+
+    def wake(self) -> None:
+        """See that they are moved while nobody waits."""
+
+    def watched(self) -> contextlib.AbstractContextManager[None]:
+        """While somebody waits, and moves them."""
+
+    def call(self, run: Callable[[], None]) -> None:
+        """Run a future's callback after all that were attached before it."""
+
+
+class MpiWork(Work):
+    """One operation.
+
+    Args:
+        what: the operation, for messages; a collective's is the same on all ranks that agree.
+        steps: to be taken one after the other.
+        staging: the host memory in which MPI reads and writes.
+        value: what the future gives.
+        timeout_s: for a collective, from now on; for a message, from `wait` on.
+        finish: called with the last step's status when it is done, to bring results home.
+    """
+
+    def __init__(
+        self,
+        progress: Mover,
+        members: Members,
+        what: str,
+        steps: Sequence[Step],
+        staging: Staging,
+        value: Any,
+        timeout_s: float,
+        finish: Callable[[MPI.Status], None],
+        collective: bool = True,
+    ) -> None:
+        super().__init__()
+        self.members, self.what, self.steps, self.staging = members, what, steps, staging
+        self.collective = collective
+        self.timeout_s = timeout_s
+        self.deadline = time.monotonic() + timeout_s if collective else float("inf")
+        self.finish = finish
+        self.at = 0
+        """Steps done."""
+        self.request: MPI.Request | None = None
+        self.status = MPI.Status()
+        self.error: CommError | None = None
+        self._progress = progress
+        self._value = value
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._future: Promise | None = None
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait until it is done; on an accelerator, make the current stream wait for its results.
+
+        Args:
+            timeout: for this wait; zero means up to the operation's own deadline.
+
+        Raises CommTimeout after the deadline, CommError when the operation failed.
+        """
+        limit_s = timeout.total_seconds()
+        if limit_s <= 0:
+            limit_s = float("inf") if self.collective else self.timeout_s
+        deadline = time.monotonic() + limit_s
+        sleep_s = SHORTEST_SLEEP_S
+        with self._progress.watched():
+            while not self.is_completed():
+                if time.monotonic() > deadline:
+                    if not self.collective:
+                        self.deadline = 0.0  # Given up by the next look.
+                    raise late(self, limit_s)
+                self._over.wait(sleep_s)
+                sleep_s = min(1.5 * sleep_s, LONGEST_SLEEP_S)
+        if self.error is not None:
+            raise self.error
+        self.staging.synchronize()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it is over, done or failed; also moves it on."""
+        if not self._over.is_set():
+            self._progress.advance()
+        return self._over.is_set()
+
+    def is_success(self) -> bool:
+        return self._over.is_set() and self.error is None
+
+    def exception(self) -> CommError | None:
+        return self.error
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> Any:
+        self.wait()
+        return self._value
+
+    def source_rank(self) -> int:
+        """Where a received message came from. Raises CommError before it has come."""
+        if not self.is_success():
+            raise CommError(f"{self.members.who}: {self.what}: nothing has been received yet")
+        return int(self.status.Get_source())
+
+    _source_rank = source_rank
+
+    def get_future(self) -> "Promise":
+        """Its future, done when the operation is over; its value is the output that was given."""
+        with self._lock:
+            if self._future is None:
+                self._future = Promise(self._progress, self.staging.device)
+                if self._over.is_set():
+                    self._resolve(self._future)
+                else:
+                    self._progress.wake()
+            return self._future
+
+    def settle(self) -> None:
+        """Tell everyone who waits that it is over."""
+        with self._lock:
+            self._over.set()
+            future = self._future
+        if future is not None:
+            self._resolve(future)
+
+    def _resolve(self, future: "Promise") -> None:
+        if self.error is not None:
+            future.fail(self.error)
+        else:
+            with self.staging.on_stream():
+                future.set_result(self._value)
+
+
+def late(work: MpiWork, limit_s: float) -> CommTimeout:
+    return CommTimeout(
+        f"{work.members.who} waited {limit_s:.0f} s for {work.what}: another rank is stopped, far "
+        "behind, left the run, or called something else (DLIO_TIMEOUT sets the deadline)"
+    )
+
+
+class JointWork(Work):
+    """Several operations as one."""
+
+    def __init__(self, works: Sequence[MpiWork]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return all(work.wait(timeout) for work in self._works)
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def get_future(self) -> Any:
+        return torch.futures.collect_all([work.get_future() for work in self._works])
+
+
+class Promise(torch.futures.Future[Any]):
+    """A future whose callbacks, attached in Python, may start collectives and wait for them."""
+
+    def __init__(self, progress: Mover, device: torch.device) -> None:
+        super().__init__(devices=None if device.type == "cpu" else [device])
+        self._progress, self._device = progress, device
+
+    def then(self, callback: Callable[[Any], Any]) -> Any:
+        later = Promise(self._progress, self._device)
+        arrived = threading.Event()
+        self.add_done_callback(lambda _: arrived.set())
+
+        def run() -> None:
+            arrived.wait()
+            with contextlib.ExitStack() as stack:
+                if self._device.type == "cuda":
+                    stack.enter_context(torch.cuda.device(self._device))
+                try:
+                    value = callback(self)
+                except Exception as error:  # Whatever it is, it is for whoever waits.
+                    later.fail(error)
+                else:
+                    later.set_result(value)
+
+        self._progress.call(run)
+        return later
+
+    def fail(self, error: Exception) -> None:
+        def raise_it(_: object) -> NoReturn:
+            raise error
+
+        self._set_unwrap_func(raise_it)
+        self.set_result(_Failure(error))
+
+
+class _Failure:
+    """What the future of a failed operation holds.
+
+    torch's own code (DDP's reducer) looks for tensors in a future's value by pickling it, and
+    would take a plain exception for a value: this one raises.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __reduce__(self) -> NoReturn:
+        raise self._error

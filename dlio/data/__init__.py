@@ -1,0 +1,1 @@
+"""Sources, readers and their indexes: where samples come from."""

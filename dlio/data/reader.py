@@ -1,0 +1,142 @@
+"""What a reader is, and finding the one for a path.
+
+A reader knows one format. It never caches payloads and starts no thread: tiers and engines
+do that for all formats alike. Readers plug in through the entry-point group `dlio.readers`.
+"""
+
+import inspect
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.data.schema import Schema
+from dlio.data.source import Source, expand, listed_once, redact, split_fields
+from dlio.errors import SourceError, UsageError
+from dlio.plan.layout import Layout
+
+
+@runtime_checkable
+class Reader(Protocol):
+    """Knows one format: how many samples, their sizes and names, and their payloads.
+
+    All methods are thread-safe and deterministic. Sample indices are the reader's own,
+    0 to len - 1.
+    """
+
+    format: str
+    """The entry point's name."""
+    path: str
+    """What was opened, as the user wrote it."""
+    schema: Schema
+    classes: Sequence[str]
+    """Class names; labels index them. Empty when the data set has none."""
+    labels: npt.NDArray[np.int64]
+    """Class number of each sample; shape (samples,)."""
+    sizes: npt.NDArray[np.int64]
+    """Payload bytes of each sample; shape (samples,)."""
+    fingerprint: str
+    """32 hex digits that change when the data set does; names its folder in a tier."""
+    layout: Layout
+    objects: bool
+    """Whether each sample is a file of its own, to be read with many others at a time; otherwise
+    neighbours in storage are read together."""
+
+    def __len__(self) -> int: ...
+
+    def name(self, sample: int) -> str:
+        """What a user calls the sample: its file, or its key in a container."""
+
+    def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
+        """The payloads of `samples`, in the same order.
+
+        Reads of neighbours in storage are coalesced. Raises SourceError that names the sample.
+        """
+
+    def close(self) -> None:
+        """Release files. Reading afterwards opens them again."""
+
+
+@runtime_checkable
+class StoredBlocks(Protocol):
+    """A reader whose source holds blocks as tiers do: they are copied as they are."""
+
+    block_bytes: Any
+    """File bytes of each block; shape (blocks,)."""
+
+    def stored_at(self, block: int) -> int:
+        """Where in its file a block begins, in bytes."""
+
+    def read_stored(self, block: int, into: memoryview, at: int = 0) -> None: ...
+
+    def check_stored(self, block: int, stored: memoryview) -> None: ...
+
+
+class ReaderType(Protocol):
+    """A reader's class, as entry points name it.
+
+    One with an attribute `fallback` that is true is asked last; one with `objects_only` reads no
+    paths, but objects of Python.
+    """
+
+    def __call__(self, path: Any, **options: Any) -> Reader: ...
+
+    def recognises(self, path: Any) -> str | None:
+        """None when `path`, the first if there are several, is of this format; otherwise in a few
+        words why it is not."""
+
+
+def data_bytes(reader: Reader) -> int:
+    """Payload bytes of a data set; a reader may know them without its samples' sizes."""
+    known: int | None = getattr(reader, "data_bytes", None)
+    return int(reader.sizes.sum(dtype=np.int64)) if known is None else known
+
+
+def open_reader(path: Any, **options: Any) -> Reader:
+    """Find the reader that recognises `path`, and open it.
+
+    Args:
+        path: a path or URL, several of them, or an object that a reader takes, such as a map-style
+            data set of torch's.
+        options: for the reader, such as `select` for HDF5 and Zarr.
+
+    Raises SourceError that says what was tried when none does, or when the path does not exist;
+    UsageError for an option that the reader does not have.
+    """
+    if isinstance(path, Reader):
+        return path
+    named = isinstance(path, str) or (
+        isinstance(path, list | tuple) and all(isinstance(each, str) for each in path)
+    )
+    if named:
+        for each in expand(path):
+            if not Source(split_fields(each)[0]).exists():
+                raise SourceError(f"{redact(each)}: no such file or folder: check the path")
+    shown = redact(str(path)) if named else f"this {type(path).__name__}"
+    first = path[0] if isinstance(path, list | tuple) else path
+    reasons = []
+    kinds = [(entry.name, entry.load()) for entry in entry_points(group="dlio.readers")]
+    kinds.sort(key=lambda item: (getattr(item[1], "fallback", False), item[0]))
+    with listed_once():
+        for name, kind in kinds:
+            if getattr(kind, "objects_only", False) == named:
+                continue
+            reason = kind.recognises(first)
+            if reason is None:
+                return _made(name, kind, path, options)
+            reasons.append(f"{name}: {reason}")
+    if not reasons:
+        raise SourceError("dlio finds no readers: install it (pip install dlio) to have them")
+    raise SourceError(f"{shown} is no data set that dlio can read ({'; '.join(reasons)})")
+
+
+def _made(name: str, kind: ReaderType, path: Any, options: dict[str, Any]) -> Reader:
+    known = inspect.signature(kind).parameters
+    for option in options:
+        if option not in known:
+            raise UsageError(
+                f"{option}=: the {name} reader, which reads {path}, has no such option"
+            )
+    return kind(path, **options)

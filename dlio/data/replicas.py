@@ -1,0 +1,179 @@
+"""A data set of which several copies can be read: each read goes to the one that is expected to
+give it first, and to another one when it fails."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.data.reader import Reader, StoredBlocks
+from dlio.data.speeds import Speed, measured
+from dlio.errors import CorruptBlock, SourceError, UsageError
+
+T = TypeVar("T")
+_REST_S: Final = 30.0
+"""For which a copy that failed is asked last."""
+
+
+class _Replica:
+    def __init__(self, reader: Any) -> None:
+        self.reader = reader
+        known = measured(reader.path)
+        self.speed = Speed() if known is None else Speed(*known)
+        self.bytes = 0
+        self.failures = 0
+        self.rests_until = 0.0
+
+
+class Replicated:
+    """A reader over readers of copies. All that is not reading is the first's.
+
+    Args:
+        readers: owned. The order tells which is asked where the same is expected of several.
+
+    Raises UsageError when they do not hold the same samples.
+    """
+
+    def __init__(self, readers: Sequence[Reader]) -> None:
+        first = readers[0]
+        for other in readers[1:]:
+            _check_same(first, other)
+        self._replicas = [_Replica(reader) for reader in readers]
+        self._first: Any = first
+        self._lock = threading.Lock()
+        self._served: dict[int, _Replica] = {}
+        """Who gave a stored block that has not been checked."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._first, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"readers": [replica.reader for replica in self._replicas]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Replicated.__init__(self, state["readers"])
+
+    def __len__(self) -> int:
+        return len(self._first)
+
+    def name(self, sample: int) -> str:
+        return str(self._first.name(sample))
+
+    def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
+        """Payloads, of whichever copy; see `Reader`. Raises SourceError when every copy fails."""
+        size = int(self._first.sizes[samples].sum())
+        return self._ask(size, lambda replica: replica.reader.read(samples))
+
+    def close(self) -> None:
+        for replica in self._replicas:
+            replica.reader.close()
+
+    def told(self) -> str:
+        """What each copy gave so far, in words."""
+        whole = max(1, sum(replica.bytes for replica in self._replicas))
+        return "copies of the source gave " + ", ".join(
+            f"{replica.reader.path} {replica.bytes / whole:.0%}"
+            + (f" ({replica.failures} failures)" if replica.failures else "")
+            for replica in self._replicas
+        )
+
+    def shares(self) -> list[int]:
+        """Bytes that each copy gave."""
+        return [replica.bytes for replica in self._replicas]
+
+    def _ask(self, size: int, read: Callable[[_Replica], T], at: int | None = None) -> T:
+        failed: SourceError | CorruptBlock | None = None
+        tried: list[_Replica] = []
+        while len(tried) < len(self._replicas):
+            replica = self._choose(size, tried)
+            tried.append(replica)
+            watch = replica.speed.begins(size)
+            try:
+                found = read(replica)
+            except (SourceError, CorruptBlock) as error:
+                watch.ends(failed=True)
+                self._blame(replica)
+                failed = failed or error
+                continue
+            watch.ends()
+            with self._lock:
+                replica.bytes += size
+                if at is not None:
+                    self._served[at] = replica
+            return found
+        assert failed is not None
+        raise failed
+
+    def _choose(self, size: int, tried: Sequence[_Replica]) -> _Replica:
+        now = time.monotonic()
+        left = [replica for replica in self._replicas if replica not in tried]
+        best = min(left, key=lambda r: (r.rests_until > now, r.speed.expected_s(size)))
+        for replica in left:
+            if replica is not best:
+                replica.speed.forget()
+        return best
+
+    def _blame(self, replica: _Replica) -> None:
+        with self._lock:
+            replica.failures += 1
+            replica.rests_until = time.monotonic() + _REST_S
+
+
+class ReplicatedBlocks(Replicated):
+    """Of copies that hold blocks as tiers do."""
+
+    @property
+    def block_bytes(self) -> Any:
+        return self._first.block_bytes
+
+    def stored_at(self, block: int) -> int:
+        return int(self._first.stored_at(block))
+
+    def read_stored(self, block: int, into: memoryview, at: int = 0) -> None:
+        self._ask(len(into), lambda replica: replica.reader.read_stored(block, into, at), block)
+
+    def check_stored(self, block: int, stored: memoryview) -> None:
+        """Raises CorruptBlock; another copy is then asked first."""
+        with self._lock:
+            replica = self._served.pop(block, self._replicas[0])
+        try:
+            replica.reader.check_stored(block, stored)
+        except CorruptBlock:
+            self._blame(replica)
+            raise
+
+
+def replicated(readers: Sequence[Reader]) -> Reader:
+    """One reader over readers of copies; the one itself where there are no others."""
+    if len(readers) == 1:
+        return readers[0]
+    blocks = all(isinstance(reader, StoredBlocks) for reader in readers)
+    made: Any = ReplicatedBlocks(readers) if blocks else Replicated(readers)
+    return made  # type: ignore[no-any-return]
+
+
+def _check_same(first: Reader, other: Reader) -> None:
+    where = f"{other.path} is no copy of {first.path}"
+    if len(first) != len(other):
+        raise UsageError(f"{where}: it has {len(other)} samples, not {len(first)}")
+    if first.schema != other.schema:
+        raise UsageError(f"{where}: its samples have other fields")
+    differing = np.flatnonzero(
+        (np.asarray(first.sizes) != np.asarray(other.sizes))
+        | (np.asarray(first.labels) != np.asarray(other.labels))
+    )
+    if len(differing):
+        sample = int(differing[0])
+        raise UsageError(f"{where}: sample {first.name(sample)!r} has another size or label there")
+    some = np.linspace(0, len(first) - 1, min(len(first), 1000)).astype(int).tolist()
+    for sample in some:
+        if first.name(sample) != other.name(sample):
+            raise UsageError(
+                f"{where}: sample {sample} is {other.name(sample)!r} there, "
+                f"{first.name(sample)!r} here"
+            )

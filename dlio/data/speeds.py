@@ -1,0 +1,111 @@
+"""How fast the places are that data is read from: as `dlio bench tiers` measured them, once, and as
+they are observed in use, waiting included.
+
+    <cache>/bandwidths.json    {host: {place: {"latency_s": .., "bytes_per_s": .., "measured": ..}}}
+"""
+
+import json
+import math
+import os
+import platform
+import threading
+import time
+from typing import Any, Final
+
+from dlio.data.index import cache_folder
+from dlio.util.files import write_json
+
+_FILE: Final = "bandwidths.json"
+_LATENCY_S: Final = 1e-3
+_RATE: Final = 1e9
+"""Of a place that nobody has measured."""
+_LEARNED: Final = 0.2
+"""Weight of a read that was just observed."""
+_FORGOTTEN: Final = 0.01
+"""Share of what was learned of a place that goes with each read that it was not chosen for: one
+that was slow for a while is tried again."""
+
+
+class Speed:
+    """What reads of a place are expected to take. Thread-safe."""
+
+    def __init__(self, latency_s: float = _LATENCY_S, rate: float = _RATE) -> None:
+        self._first = (latency_s, 1 / rate)
+        self._latency_s, self._s_per_byte = self._first
+        self._waiting = 0
+        self._lock = threading.Lock()
+
+    def expected_s(self, count: int) -> float:
+        """Seconds until `count` more bytes are here, behind those that are being read."""
+        with self._lock:
+            return self._latency_s + (self._waiting + count) * self._s_per_byte
+
+    def begins(self, count: int) -> "Observation":
+        with self._lock:
+            ahead, self._waiting = self._waiting, self._waiting + count
+        return Observation(self, ahead + count, count)
+
+    def forget(self) -> None:
+        """Another place was chosen: come a little nearer to what was measured first."""
+        with self._lock:
+            for name, first in zip(("_latency_s", "_s_per_byte"), self._first, strict=True):
+                now = getattr(self, name)
+                setattr(self, name, now * (first / now) ** _FORGOTTEN)
+
+    def learn(self, count: int, queued: int, seconds: float | None) -> None:
+        """A read of `count` bytes has ended, with `queued` under way when it began; None when it
+        failed."""
+        with self._lock:
+            self._waiting -= count
+            if seconds is None:
+                return
+            # Both parts move by the factor that was missing: their proportion is not seen.
+            expected = self._latency_s + queued * self._s_per_byte
+            factor = math.exp(_LEARNED * math.log(max(seconds, 1e-9) / expected))
+            self._latency_s *= factor
+            self._s_per_byte *= factor
+
+
+class Observation:
+    """A read under way."""
+
+    def __init__(self, speed: Speed, queued: int, count: int) -> None:
+        self._speed, self._queued, self._count = speed, queued, count
+        self._began = time.monotonic()
+
+    def ends(self, failed: bool = False) -> None:
+        seconds = None if failed else time.monotonic() - self._began
+        self._speed.learn(self._count, self._queued, seconds)
+
+
+def measured(place: str) -> tuple[float, float] | None:
+    """(seconds of a small request, bytes a second) of a place, as measured on this machine."""
+    found = _everything().get(platform.node(), {}).get(place)
+    try:
+        latency_s, rate = float(found["latency_s"]), float(found["bytes_per_s"])
+    except (TypeError, KeyError, ValueError):
+        return None
+    return (latency_s, rate) if latency_s > 0 and rate > 0 else None
+
+
+def remember(place: str, latency_s: float, rate: float) -> str:
+    """Keep what was measured of a place on this machine. Returns the file.
+
+    Raises UsageError when it cannot be written.
+    """
+    everything = _everything()
+    here = everything.setdefault(platform.node(), {})
+    here[place] = {"latency_s": latency_s, "bytes_per_s": rate, "measured": time.time()}
+    os.makedirs(cache_folder(), exist_ok=True)
+    path = os.path.join(cache_folder(), _FILE)
+    write_json(path, everything)
+    return path
+
+
+def _everything() -> dict[str, Any]:
+    try:
+        with open(os.path.join(cache_folder(), _FILE), encoding="utf-8") as file:
+            found = json.load(file)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

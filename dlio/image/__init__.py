@@ -1,0 +1,1 @@
+"""JPEGs and crops: decoding, encoding, transforms."""

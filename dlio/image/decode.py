@@ -1,0 +1,379 @@
+"""From an image file's bytes to pixels in the batch's own memory.
+
+JPEGs go through libjpeg-turbo (simplejpeg), everything else through OpenCV. The crop is drawn
+before decoding, from random numbers that belong to the sample (seed, epoch, sample), so a run
+gives the same pixels on any number of ranks and threads; and because it is known, a crop that is
+at least twice the size it is shrunk to is decoded at a half, a quarter or an eighth, which the
+inverse DCT does for less than nothing.
+
+Huffman coding forces a decoder through every row above the crop, but not through those below it:
+the copy of a plain baseline JPEG (one scan, no restart markers) that is decoded has its height
+lowered to the crop's last row, and the decoder stops there. What follows is only searched for its
+end, so a truncated file is still found. Of a JPEG whose rows of blocks are restart intervals, as
+`dlio pack` writes them, only those that the crop touches are decoded.
+All the work releases the GIL.
+"""
+
+import math
+import os
+import struct
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from types import ModuleType
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.data.schema import Buffer
+from dlio.errors import DecodeError
+from dlio.image.crop import Box, Crop
+from dlio.image.jpeg import cut, interval_starts, parse_frame, touched
+from dlio.plan.order import keyed_uniforms
+
+MAX_PIXELS: Final = int(os.environ.get("DLIO_MAX_PIXELS", "178956970"))
+"""Of one image: half a gigabyte of RGB. Pillow warns of a decompression bomb beyond half of it."""
+
+_TIFF_WIDTH, _TIFF_HEIGHT = 256, 257
+_FACTORS = (8, 4, 2)
+"""Fractions at which libjpeg-turbo has fast inverse transforms; the others are slower than 1/1."""
+_SKIPPED = "extraneous bytes before marker 0xd9"
+"""What libjpeg says of the rows below a lowered height. Of a whole image it means damage."""
+
+
+class Decoder:
+    """Decodes images into crops. Thread-safe; picklable.
+
+    Args:
+        seed: of the crops.
+        kept: with `prepare` between an image and its crops, the results of which a tier keeps.
+            Crops of training are then cut out of the image at a smaller size, whether it comes
+            from the tier or not.
+    """
+
+    def __init__(self, crop: Crop, seed: int, kept: bool = False) -> None:
+        self.crop = crop
+        self.seed = seed
+        self.kept = kept
+        self._short = round(min(crop.size, crop.width) * 8 / 7)
+
+    @property
+    def recipe(self) -> str:
+        """Names what `prepare` makes of an image."""
+        if self.crop.train:
+            return f"short{self._short}"
+        return f"middle{self.crop.size}x{self.crop.width}r{self.crop.resize or 0}"
+
+    def prepare(self, image: Buffer, name: str) -> npt.NDArray[np.uint8]:
+        """What is the same of an image in every epoch, RGB, shape (rows, columns, 3): in training
+        all of it, its short side 8/7 of the crop's where it is longer; otherwise the crop.
+
+        Raises as `decode` does.
+        """
+        if not self.crop.train:
+            out = np.empty((self.crop.size, self.crop.width, 3), np.uint8)
+            self._cut_out(image, name, (), out)
+            return out
+        size = _jpeg_size(image, name)
+        if size is None:
+            pixels = _decode_other(image, name)
+        else:
+            factor = next((f for f in _FACTORS if min(size) >= f * self._short), 1)
+            pixels, _, _ = _decode_jpeg(image, name, size, Box(0, 0, *size, flip=False), factor)
+        scale = self._short / min(pixels.shape[:2])
+        if scale >= 1:
+            return pixels.copy()
+        rows, columns = (max(1, round(side * scale)) for side in pixels.shape[:2])
+        small: npt.NDArray[np.uint8] = opencv().resize(
+            pixels, (columns, rows), interpolation=opencv().INTER_AREA
+        )
+        return small
+
+    def finish(
+        self, pixels: npt.NDArray[np.uint8], uniforms: npt.NDArray[np.float64], out: Any
+    ) -> None:
+        """The crop of what `prepare` gave; arguments as for `decode`."""
+        if not self.crop.train:
+            out[:] = pixels
+            return
+        _resize(pixels, self.box(pixels.shape[0], pixels.shape[1], uniforms.tolist()), out)
+
+    def draw(self, epoch: int, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """The random numbers of samples' crops, for `decode`; shape (n, numbers a sample)."""
+        if not self.crop.draws:
+            return np.zeros((len(samples), 0))
+        return keyed_uniforms(self.seed, epoch, samples, self.crop.draws)
+
+    def decode(
+        self,
+        image: Buffer,
+        name: str,
+        uniforms: npt.NDArray[np.float64],
+        out: npt.NDArray[np.uint8],
+    ) -> None:
+        """Decode, crop and resize one image into `out`.
+
+        Args:
+            image: the file's bytes.
+            name: what to call it in errors.
+            uniforms: its row of `draw`.
+            out: RGB, shape (height, width, 3) of the crop, contiguous.
+
+        Raises DecodeError when it is no image, a damaged or truncated one, or too large.
+        """
+        if self.kept:
+            self.finish(self.prepare(image, name), uniforms, out)
+        else:
+            self._cut_out(image, name, uniforms.tolist(), out)
+
+    def _cut_out(
+        self, image: Buffer, name: str, uniforms: Sequence[float], out: npt.NDArray[np.uint8]
+    ) -> None:
+        size = _jpeg_size(image, name)
+        if size is not None:
+            box = self.box(*size, uniforms)
+            factor = self._factor(box)
+            pixels, top, left = _decode_jpeg(image, name, size, box, factor)
+            if factor > 1:
+                whole = (pixels.shape[0] + top // factor, pixels.shape[1] + left // factor)
+                box = _scaled(box, factor, whole)
+            box = replace(box, top=box.top - top // factor, left=box.left - left // factor)
+        else:
+            pixels = _decode_other(image, name)
+            box = self.box(pixels.shape[0], pixels.shape[1], uniforms)
+        _resize(pixels, box, out)
+
+    def box(self, height: int, width: int, uniforms: Sequence[float]) -> Box:
+        """The part of an image of this size that is cut out; pure."""
+        return self.crop.box(height, width, uniforms)
+
+    def _factor(self, box: Box) -> int:
+        for factor in _FACTORS:
+            if box.height >= factor * self.crop.size and box.width >= factor * self.crop.width:
+                return factor
+        return 1
+
+
+def decode_whole(image: Buffer, name: str) -> npt.NDArray[np.uint8]:
+    """All of an image, RGB, shape (height, width, 3). Raises DecodeError."""
+    size = _jpeg_size(image, name)
+    if size is not None:
+        return _decode_jpeg(image, name, size, Box(0, 0, *size, flip=False), 1)[0].copy()
+    return _decode_other(image, name)
+
+
+def _resize(pixels: npt.NDArray[np.uint8], box: Box, out: npt.NDArray[np.uint8]) -> None:
+    """The box of an image into `out`, of another size; turned as the box says."""
+    cv2 = opencv()
+    part = pixels[box.top : box.top + box.height, box.left : box.left + box.width]
+    height, width = out.shape[:2]
+    shrinks = box.height >= 2 * height and box.width >= 2 * width
+    cv2.resize(
+        part,
+        (width, height),
+        dst=out,
+        interpolation=cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR,
+    )
+    if box.flip or box.upend:
+        cv2.flip(out, (-1 if box.upend else 1) if box.flip else 0, dst=out)
+
+
+def _scaled(box: Box, factor: int, shape: tuple[int, ...]) -> Box:
+    """The box in an image that was decoded at 1/factor, as near as whole pixels are."""
+    top, left = round(box.top / factor), round(box.left / factor)
+    return Box(
+        top,
+        left,
+        max(1, min(round(box.height / factor), shape[0] - top)),
+        max(1, min(round(box.width / factor), shape[1] - left)),
+        box.flip,
+        box.upend,
+    )
+
+
+def _jpeg_size(image: Buffer, name: str) -> tuple[int, int] | None:
+    """(height, width) of a JPEG that simplejpeg decodes, None for everything else. Both have been
+    found, in the header, to be within the limit; raises DecodeError otherwise."""
+    if bytes(image[:2]) == b"\xff\xd8":
+        try:
+            height, width, colours, _ = _simplejpeg().decode_jpeg_header(image)
+        except ValueError as error:
+            raise _damaged(name, f"its JPEG header cannot be read: {error}") from error
+        _check_size(height, width, name)
+        return None if colours in ("CMYK", "YCCK") else (height, width)
+    size = _declared_size(image, name)
+    if size is not None:
+        _check_size(*size, name)
+    return None
+
+
+def _declared_size(image: Buffer, name: str) -> tuple[int, int] | None:
+    """(height, width) that a file other than a JPEG declares; None where that cannot grow far
+    beyond the file: WebP ends at 16,383 pixels a side, PPM is not compressed."""
+    head = bytes(image[:32])
+    if head[:8] == b"\x89PNG\r\n\x1a\n" and len(head) >= 24:
+        width, height = struct.unpack(">II", head[16:24])
+        return height, width
+    if head[:2] == b"BM" and len(head) >= 26:
+        width, height = struct.unpack("<ii", head[18:26])
+        return abs(height), width
+    if head[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):
+        try:
+            return _tiff_size(image)
+        except (struct.error, KeyError) as error:
+            raise _damaged(name, "its TIFF header cannot be read") from error
+    is_webp = head[:4] == b"RIFF" and head[8:12] == b"WEBP"
+    if is_webp or (head[:1] == b"P" and head[1:2] in b"123456"):
+        return None
+    raise _damaged(name, "it is no image that dlio knows" if len(image) else "it is empty")
+
+
+def _tiff_size(image: Buffer) -> tuple[int, int]:
+    """(height, width) in a TIFF's first directory. Raises struct.error or KeyError."""
+    order = "<" if bytes(image[:2]) == b"II" else ">"
+    big = 43 in (image[2], image[3])
+    (at,) = struct.unpack_from(order + ("Q" if big else "I"), image, 8 if big else 4)
+    (entries,) = struct.unpack_from(order + ("Q" if big else "H"), image, min(at, len(image)))
+    first, entry = (at + 8, 20) if big else (at + 2, 12)
+    found: dict[int, int] = {}
+    for k in range(min(entries, (len(image) - first) // entry)):
+        tag, kind = struct.unpack_from(order + "HH", image, first + k * entry)
+        if tag in (_TIFF_WIDTH, _TIFF_HEIGHT):
+            value = first + k * entry + (12 if big else 8)
+            # Kind 3 is 16 bits wide; 16, in the large form alone, 64; otherwise 32.
+            letter = {3: "H", 16: "Q"}.get(kind, "I")
+            (found[tag],) = struct.unpack_from(order + letter, image, value)
+    return found[_TIFF_HEIGHT], found[_TIFF_WIDTH]
+
+
+def _check_size(height: int, width: int, name: str) -> None:
+    if height <= 0 or width <= 0 or height * width > MAX_PIXELS:
+        raise _damaged(name, f"{width} x {height} pixels are not within 1 to {MAX_PIXELS}")
+
+
+_threads = threading.local()
+
+
+def _decode_jpeg(
+    image: Buffer, name: str, size: tuple[int, int], box: Box, factor: int
+) -> tuple[npt.NDArray[np.uint8], int, int]:
+    """(pixels at 1/factor, rows and columns of the image left out above and before them): with
+    the box, or some more; in memory of this thread that its next decode overwrites."""
+    small = _smaller(image, size, box)
+    height, width = small.height, small.width
+    if factor > 1 and (small.top % factor or small.left % factor):
+        raise AssertionError("blocks are multiples of every factor")
+    options: dict[str, Any] = {"fastdct": True, "fastupsample": True}
+    if factor > 1:
+        options.update(min_height=height // factor, min_width=width // factor, min_factor=factor)
+    need = (height // factor + 1) * (width // factor + 1) * 3
+    memory: npt.NDArray[np.uint8] | None = getattr(_threads, "memory", None)
+    if memory is None or len(memory) < need:
+        memory = _threads.memory = np.empty(need + need // 4, np.uint8)
+    try:
+        _simplejpeg().decode_jpeg(small.image, "RGB", buffer=memory, **options)
+    except ValueError as error:
+        # Any warning of libjpeg's, which tells only its first: that one must not hide another.
+        if not small.lowered or not str(error).endswith(_SKIPPED):
+            raise _damaged(name, str(error)) from error
+    shape = (-(-height // factor), -(-width // factor), 3)
+    return memory[: math.prod(shape)].reshape(shape), small.top, small.left
+
+
+class _Small(NamedTuple):
+    """A JPEG that has what is needed of another."""
+
+    image: Buffer
+    height: int
+    width: int
+    top: int = 0
+    """Rows of pixels that are left out above."""
+    left: int = 0
+    lowered: bool = False
+    """Whether it goes on below its height."""
+
+
+def _smaller(image: Buffer, size: tuple[int, int], box: Box) -> _Small:
+    """Of a JPEG whose rows are restart intervals, those that are needed are cut out; of another
+    baseline JPEG, the header of a copy says that it ends below them. The image as it is where that
+    saves nothing, and where what is skipped could not be told from damage.
+    """
+    frame = parse_frame(image)
+    if frame is None:
+        return _Small(image, *size)
+    bottom = box.top + box.height
+    if frame.restart_interval:
+        starts = interval_starts(image, frame)
+        if starts is None:
+            return _Small(image, *size)
+        part = touched(frame, box.top, bottom, box.left, box.left + box.width)
+        rows, columns = part.bottom - part.top, part.right - part.left
+        if rows == frame.rows and columns == frame.intervals_a_row:
+            return _Small(image, *size)
+        made = cut(image, frame, starts, part, _copy_memory)
+        return _Small(*made, part.top * frame.block_height, part.left * frame.interval_width)
+    lower = -(-bottom // frame.block_height) * frame.block_height
+    if lower >= frame.height:
+        return _Small(image, *size)
+    copy = _copy_memory(len(image))
+    copy[:] = memoryview(image)
+    copy[frame.height_at : frame.height_at + 2] = lower.to_bytes(2, "big")
+    return _Small(copy, lower, size[1], lowered=True)
+
+
+def _copy_memory(count: int) -> memoryview:
+    """Memory of this thread, for the copy of an image that is decoded in its place."""
+    memory: memoryview | None = getattr(_threads, "copy", None)
+    if memory is None or len(memory) < count:
+        memory = _threads.copy = np.empty(count + count // 4, np.uint8).data
+    return memory[:count]
+
+
+def _decode_other(image: Buffer, name: str) -> npt.NDArray[np.uint8]:
+    """PNG, WebP, TIFF, BMP, PPM, and JPEGs in CMYK. EXIF rotation is ignored, as torchvision's
+    loader does."""
+    cv2 = opencv()
+    flags = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
+    try:
+        pixels = cv2.imdecode(np.frombuffer(image, np.uint8), flags)
+    except cv2.error as error:
+        raise _damaged(name, str(error).strip().splitlines()[-1]) from error
+    if pixels is None:
+        raise _damaged(name, "OpenCV cannot decode it")
+    rgb: npt.NDArray[np.uint8] = cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB)
+    return rgb
+
+
+def _damaged(name: str, reason: str) -> DecodeError:
+    return DecodeError(
+        f"{name} cannot be decoded: {reason} (repair or remove it; `dlio verify` lists all such "
+        "files, --on-error skip leaves them out)"
+    )
+
+
+_cv2: ModuleType | None = None
+_jpeg: ModuleType | None = None
+
+
+def opencv() -> Any:
+    """OpenCV, loaded at first use, without threads of its own."""
+    global _cv2
+    if _cv2 is None:
+        os.environ.setdefault("OPENCV_IO_MAX_IMAGE_PIXELS", str(MAX_PIXELS))
+        # It tells damage on standard error, beside the exception or None that we look at.
+        os.environ.setdefault("OPENCV_LOG_LEVEL", "SILENT")
+        import cv2
+
+        cv2.setNumThreads(0)
+        _cv2 = cv2
+    return _cv2
+
+
+def _simplejpeg() -> Any:
+    global _jpeg
+    if _jpeg is None:
+        import simplejpeg
+
+        _jpeg = simplejpeg
+    return _jpeg

@@ -1,0 +1,308 @@
+"""Transforms with torchvision's names, parameters and distributions, made for dlio's decoder.
+
+    from dlio import transforms as T
+
+    transform = T.Compose([
+        T.RandomResizedCrop(224), T.RandomHorizontalFlip(), T.Normalize(mean, std)])
+    data = dlio.open("/data/imagenet/train", transform=transform)
+
+The crop is known before a picture is decoded: only its rows are, straight into the batch, and from
+random numbers that belong to the sample, so that any number of ranks and workers gives the same
+pixels. What follows it (`Normalize`) is done to the whole batch, where it is: uint8 until then, on
+the device when the loader is given one.
+
+Each can also be called with a picture, a uint8 or float tensor of shape (..., 3, height, width) or
+one of Pillow's, and then draws from torch's random numbers as torchvision does. Source of the
+distributions: torchvision.transforms.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from dlio.errors import UsageError
+from dlio.image.crop import Crop
+from dlio.image.decode import opencv
+
+__all__ = [
+    "CenterCrop",
+    "Compose",
+    "Normalize",
+    "RandomHorizontalFlip",
+    "RandomResizedCrop",
+    "RandomVerticalFlip",
+    "Resize",
+    "ToFloat",
+]
+
+_TRIES: Final = 10
+
+
+class RandomResizedCrop:
+    """A part of random area and aspect ratio, resized.
+
+    Args:
+        size: of the result, or (height, width).
+        scale: least and largest share of the picture's area.
+        ratio: least and largest aspect ratio.
+    """
+
+    def __init__(
+        self,
+        size: int | Sequence[int],
+        scale: Sequence[float] = (0.08, 1.0),
+        ratio: Sequence[float] = (3 / 4, 4 / 3),
+    ) -> None:
+        self.size = _size(size)
+        self.scale, self.ratio = _range(scale, "scale"), _range(ratio, "ratio")
+
+    @staticmethod
+    def get_params(
+        img: Any, scale: Sequence[float], ratio: Sequence[float]
+    ) -> tuple[int, int, int, int]:
+        """(top, left, height, width) of a part of a picture."""
+        height, width = _shape(img)
+        area = height * width
+        log_low, log_high = math.log(ratio[0]), math.log(ratio[1])
+        for _ in range(_TRIES):
+            target = area * _uniform(scale[0], scale[1])
+            aspect = math.exp(_uniform(log_low, log_high))
+            w, h = round(math.sqrt(target * aspect)), round(math.sqrt(target / aspect))
+            if 0 < w <= width and 0 < h <= height:
+                top = int(torch.randint(0, height - h + 1, (1,)).item())
+                left = int(torch.randint(0, width - w + 1, (1,)).item())
+                return top, left, h, w
+        crop = Crop(1, True, _pair(scale), _pair(ratio))
+        box = crop.box(height, width, [2.0] * crop.draws)  # No try fits: its middle.
+        return box.top, box.left, box.height, box.width
+
+    def __call__(self, img: Any) -> Any:
+        top, left, height, width = self.get_params(img, self.scale, self.ratio)
+        return _resized(img, self.size, (top, left, height, width))
+
+    def __repr__(self) -> str:
+        return f"RandomResizedCrop(size={self.size}, scale={self.scale}, ratio={self.ratio})"
+
+
+class Resize:
+    """Resized; a single number is the short side's."""
+
+    def __init__(self, size: int | Sequence[int]) -> None:
+        self.size = size if isinstance(size, int) else _size(size)
+        _size(size)
+
+    def __call__(self, img: Any) -> Any:
+        height, width = _shape(img)
+        if not isinstance(self.size, int):
+            return _resized(img, self.size, (0, 0, height, width))
+        short, long = self.size, int(self.size * max(height, width) / min(height, width))
+        size = (short, long) if height <= width else (long, short)
+        return _resized(img, size, (0, 0, height, width))
+
+    def __repr__(self) -> str:
+        return f"Resize(size={self.size})"
+
+
+class CenterCrop:
+    """The middle. Raises UsageError for a picture that is smaller."""
+
+    def __init__(self, size: int | Sequence[int]) -> None:
+        self.size = _size(size)
+
+    def __call__(self, img: Any) -> Any:
+        height, width = _shape(img)
+        if height < self.size[0] or width < self.size[1]:
+            raise UsageError(f"CenterCrop({self.size}) of {height} x {width} pixels: resize first")
+        top = round((height - self.size[0]) / 2)
+        left = round((width - self.size[1]) / 2)
+        return _cut(img, top, left, *self.size)
+
+    def __repr__(self) -> str:
+        return f"CenterCrop(size={self.size})"
+
+
+class _Flip:
+    def __init__(self, p: float = 0.5) -> None:
+        if not 0 <= p <= 1:
+            raise UsageError(f"{type(self).__name__}(p={p}): a probability is from 0 to 1")
+        self.p = p
+
+    def _turned(self, img: Any, axis: int) -> Any:
+        if torch.rand(1).item() >= self.p:
+            return img
+        if isinstance(img, torch.Tensor):
+            return img.flip(axis)
+        return img.transpose(0 if axis == -1 else 1)  # Pillow's FLIP_LEFT_RIGHT, FLIP_TOP_BOTTOM.
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(p={self.p})"
+
+
+class RandomHorizontalFlip(_Flip):
+    """Left and right change sides with probability `p`."""
+
+    def __call__(self, img: Any) -> Any:
+        return self._turned(img, -1)
+
+
+class RandomVerticalFlip(_Flip):
+    """Top and bottom change sides with probability `p`."""
+
+    def __call__(self, img: Any) -> Any:
+        return self._turned(img, -2)
+
+
+class Normalize:
+    """(pixel / 255 - mean) / std, for one picture or a batch, wherever it lies.
+
+    Args:
+        mean, std: of each channel, for pixels from 0 to 1.
+        dtype: of the result.
+    """
+
+    def __init__(
+        self,
+        mean: Sequence[float],
+        std: Sequence[float],
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        if len(mean) != len(std) or not all(std):
+            raise UsageError(f"Normalize(mean={mean}, std={std}): a number each, none of them 0")
+        self.mean, self.std, self.dtype = list(mean), list(std), dtype
+
+    def __call__(self, img: torch.Tensor) -> torch.Tensor:
+        """Of a uint8 tensor of shape (..., channels, height, width); a float one is taken to be
+        from 0 to 1 already, as torchvision's Normalize takes it."""
+        top = 255.0 if img.dtype == torch.uint8 else 1.0
+        mean = torch.tensor(self.mean, dtype=self.dtype, device=img.device).view(-1, 1, 1) * top
+        std = torch.tensor(self.std, dtype=self.dtype, device=img.device).view(-1, 1, 1) * top
+        return img.to(self.dtype).sub_(mean).div_(std)
+
+    def __repr__(self) -> str:
+        return f"Normalize(mean={self.mean}, std={self.std})"
+
+
+class ToFloat:
+    """Pixels from 0 to 1, as torchvision's ToTensor and ToDtype(scale=True) have them."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.dtype = dtype
+
+    def __call__(self, img: torch.Tensor) -> torch.Tensor:
+        return img.to(self.dtype).div_(255) if img.dtype == torch.uint8 else img.to(self.dtype)
+
+    def __repr__(self) -> str:
+        return f"ToFloat(dtype={self.dtype})"
+
+
+class Compose:
+    """One after the other."""
+
+    def __init__(self, transforms: Sequence[Callable[[Any], Any]]) -> None:
+        self.transforms = list(transforms)
+
+    def __call__(self, img: Any) -> Any:
+        for transform in self.transforms:
+            img = transform(img)
+        return img
+
+    def __repr__(self) -> str:
+        return f"Compose({self.transforms})"
+
+
+_BATCHWISE: Final = (Normalize, ToFloat)
+
+
+def fused(transform: Any) -> tuple[Crop | None, Any, Any]:
+    """(the crop that it begins with, what is left to do a sample, what to do to a batch).
+
+    A transform that is none of ours is left to be done a sample, as it is.
+    """
+    steps: list[Any] = list(transform.transforms) if type(transform) is Compose else [transform]
+    crop: Crop | None = None
+    if steps and type(steps[0]) is RandomResizedCrop:
+        first = steps.pop(0)
+        flips: dict[Any, float] = {RandomHorizontalFlip: 0.0, RandomVerticalFlip: 0.0}
+        while steps and type(steps[0]) in flips and not flips[type(steps[0])]:
+            step = steps.pop(0)
+            flips[type(step)] = step.p
+        height, width = first.size
+        probabilities = flips[RandomHorizontalFlip], flips[RandomVerticalFlip]
+        crop = Crop(height, True, first.scale, first.ratio, *probabilities, across=width)
+    elif len(steps) > 1 and type(steps[0]) is Resize and type(steps[1]) is CenterCrop:
+        resize, middle = steps[0], steps[1]
+        if isinstance(resize.size, int) and resize.size >= max(middle.size):
+            del steps[:2]
+            height, width = middle.size
+            crop = Crop(height, False, resize=resize.size, across=width)
+    if crop is None:
+        return None, transform, None
+    if steps and all(isinstance(step, _BATCHWISE) for step in steps):
+        return crop, None, Compose(steps)
+    return crop, Compose(steps) if steps else None, None
+
+
+def _resized(img: Any, size: tuple[int, int], box: tuple[int, int, int, int]) -> Any:
+    top, left, height, width = box
+    if not isinstance(img, torch.Tensor):
+        from PIL import Image
+
+        area = (left, top, left + width, top + height)
+        return img.resize(size[::-1], Image.Resampling.BILINEAR, box=area)
+    part = img[..., top : top + height, left : left + width]
+    if img.dtype == torch.uint8 and img.ndim == 3:
+        cv2 = opencv()
+        shrinks = height >= 2 * size[0] and width >= 2 * size[1]
+        plain = np.ascontiguousarray(part.permute(1, 2, 0).numpy())
+        how = cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR
+        made = cv2.resize(plain, size[::-1], interpolation=how)
+        return torch.from_numpy(made.reshape(*size, -1)).permute(2, 0, 1)
+    whole = part if part.ndim == 4 else part[None]
+    made = torch.nn.functional.interpolate(
+        whole.float(), size, mode="bilinear", antialias=True, align_corners=False
+    )
+    if img.dtype == torch.uint8:
+        made = made.round_().clamp_(0, 255)
+    made = made.to(img.dtype)
+    return made if img.ndim == 4 else made[0]
+
+
+def _cut(img: Any, top: int, left: int, height: int, width: int) -> Any:
+    if isinstance(img, torch.Tensor):
+        return img[..., top : top + height, left : left + width]
+    return img.crop((left, top, left + width, top + height))
+
+
+def _shape(img: Any) -> tuple[int, int]:
+    if isinstance(img, torch.Tensor):
+        return int(img.shape[-2]), int(img.shape[-1])
+    return int(img.height), int(img.width)
+
+
+def _uniform(low: float, high: float) -> float:
+    return float(torch.empty(1).uniform_(low, high).item())
+
+
+def _size(size: int | Sequence[int]) -> tuple[int, int]:
+    pair = (size, size) if isinstance(size, int) else tuple(size)
+    if len(pair) == 1:
+        pair *= 2
+    if len(pair) != 2 or not all(1 <= side <= 8192 for side in pair):
+        raise UsageError(f"size={size}: a number of pixels from 1 to 8192, or (height, width)")
+    return int(pair[0]), int(pair[1])
+
+
+def _range(values: Sequence[float], name: str) -> tuple[float, float]:
+    low, high = _pair(values)
+    if not 0 < low <= high:
+        raise UsageError(f"{name}={values}: give the least and the largest, both above 0")
+    return low, high
+
+
+def _pair(values: Sequence[float]) -> tuple[float, float]:
+    if len(values) != 2:
+        raise UsageError(f"{values}: two numbers are wanted, the least and the largest")
+    return float(values[0]), float(values[1])

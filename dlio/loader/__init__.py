@@ -1,0 +1,1 @@
+"""torch's DataLoader, fed from the hierarchy."""

@@ -1,0 +1,1 @@
+"""Other libraries' data sets and trainers, adapted."""

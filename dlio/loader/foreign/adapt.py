@@ -1,0 +1,229 @@
+"""Data sets of other libraries that dlio understands, and reads through its tiers.
+
+torchvision's ImageFolder and DatasetFolder with its own image loader; Hugging Face `datasets` of
+images; torch's Subset and ConcatDataset of those. They are recognised by their classes' names, so
+that neither torchvision nor `datasets` need be there.
+"""
+
+import io
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.data.index import fingerprint_of
+from dlio.data.reader import Reader, open_reader
+from dlio.data.schema import Buffer
+from dlio.errors import DecodeError, SourceError
+from dlio.loader.dataset import Dataset
+from dlio.loader.foreign.huggingface import ImageSet, is_image_set
+from dlio.plan.layout import cut_blocks
+from dlio.plan.order import Order
+
+_SEED = 0xD110
+
+
+class Understood(Protocol):
+    """A data set that dlio reads in its place."""
+
+    @property
+    def reader(self) -> Any:
+        """A reader of the same samples in the same order."""
+
+    def finished(self, payload: Buffer, sample: int) -> Any:
+        """What the data set's own `[i]` would return, of bytes that are here already."""
+
+
+def adapted(data: Any, tiers: Any) -> Dataset | None:
+    """The data set as dlio reads it; None for one that it does not understand."""
+    parts = _parts(data)
+    if parts is None:
+        return None
+    wholes: list[Any] = []
+    for whole, _ in parts:
+        if all(whole is not known for known in wholes):
+            wholes.append(whole)
+    known: list[Understood] = []
+    for whole in wholes:
+        found = _understood(whole)
+        if found is None or (known and found.reader.schema != known[0].reader.schema):
+            for opened in [*known, *([found] if found else [])]:
+                opened.reader.close()
+            return None
+        known.append(found)
+    readers = [each.reader for each in known]
+    numbers = [next(k for k, w in enumerate(wholes) if w is whole) for whole, _ in parts]
+    if len(parts) == 1 and parts[0][1] is None:
+        view: Any = readers[0]
+        owners = np.zeros(len(view), np.int64)
+        inner = np.arange(len(view), dtype=np.int64)
+    else:
+        picked = [
+            np.arange(len(readers[n]), dtype=np.int64) if chosen is None else chosen
+            for n, (_, chosen) in zip(numbers, parts, strict=True)
+        ]
+        owners = np.repeat(np.array(numbers, np.int64), [len(part) for part in picked])
+        inner = np.concatenate(picked) if picked else np.empty(0, np.int64)
+        view = _View(readers, owners, inner)
+
+    def finish(payload: Buffer, sample: int) -> Any:
+        return known[int(owners[sample])].finished(payload, int(inner[sample]))
+
+    return Dataset(
+        view,
+        tiers=tiers,
+        image_size=None,
+        train=False,
+        transform=None,
+        seed=0,
+        on_error="stop",
+        finish=finish,
+    )
+
+
+def _parts(data: Any) -> list[tuple[Any, npt.NDArray[np.int64] | None]] | None:
+    """(whole data set, indices of it or all) in the order of the data set's indices."""
+    if _is_folder(data) or is_image_set(data):
+        return [(data, None)]
+    names = {(each.__module__.split(".")[0], each.__name__) for each in [type(data)]}
+    if names == {("torch", "Subset")}:
+        inner = _parts(data.dataset)
+        if inner is None:
+            return None
+        return _picked(inner, np.asarray(data.indices, np.int64))
+    if names == {("torch", "ConcatDataset")}:
+        found: list[tuple[Any, npt.NDArray[np.int64] | None]] = []
+        for each in data.datasets:
+            inner = _parts(each)
+            if inner is None:
+                return None
+            found += inner
+        return found
+    return None
+
+
+def _picked(
+    parts: list[tuple[Any, npt.NDArray[np.int64] | None]], indices: npt.NDArray[np.int64]
+) -> list[tuple[Any, npt.NDArray[np.int64] | None]]:
+    numbers = [
+        np.arange(len(whole), dtype=np.int64) if chosen is None else chosen
+        for whole, chosen in parts
+    ]
+    owner = np.repeat(np.arange(len(numbers)), [len(part) for part in numbers])[indices]
+    inner = np.concatenate(numbers)[indices]
+    edges = np.flatnonzero(np.diff(owner)) + 1
+    runs = zip(np.split(owner, edges), np.split(inner, edges), strict=True)
+    return [(parts[int(o[0])][0], i) for o, i in runs if len(o)]
+
+
+def _understood(data: Any) -> Understood | None:
+    """A whole data set; None where dlio would read other samples."""
+    try:
+        if is_image_set(data):
+            return ImageSet(data)
+        reader = _reader_of(data)
+    except SourceError:
+        return None
+    return None if reader is None else _Folder(data, reader)
+
+
+def _is_folder(data: Any) -> bool:
+    """torchvision's ImageFolder or DatasetFolder, of images, as it comes."""
+    kinds = [(each.__module__, each.__name__) for each in type(data).__mro__]
+    ours = ("torchvision.datasets.folder", "DatasetFolder")
+    if ours not in kinds:
+        return False
+    loader = getattr(data, "loader", None)
+    plain = type(data).__getitem__.__qualname__ == "DatasetFolder.__getitem__"
+    return plain and getattr(loader, "__name__", "") in ("default_loader", "pil_loader")
+
+
+def _reader_of(folder: Any) -> Reader | None:
+    """A reader of the same files in the same order; None where dlio lists others."""
+    reader = open_reader(str(folder.root))
+    if reader.format != "folder":
+        reader.close()
+        return None
+    names = [reader.name(sample) for sample in range(len(reader))]
+    labels = [int(label) for label in reader.labels]
+    same = len(names) == len(folder.samples) and all(
+        path.endswith(name) and label == number
+        for (path, number), name, label in zip(folder.samples, names, labels, strict=True)
+    )
+    if not same:
+        reader.close()
+        return None
+    return reader
+
+
+class _Folder:
+    def __init__(self, folder: Any, reader: Reader) -> None:
+        self._folder = folder
+        self.reader = reader
+
+    def finished(self, payload: Buffer, sample: int) -> Any:
+        from PIL import Image
+
+        folder = self._folder
+        values = self.reader.schema.split(payload)
+        try:
+            with Image.open(io.BytesIO(values["image"])) as image:
+                picture: Any = image.convert("RGB")
+        except OSError as error:
+            name = self.reader.name(sample)
+            raise DecodeError(f"{name} cannot be decoded: {error}") from error
+        if folder.transform is not None:
+            picture = folder.transform(picture)
+        target = folder.samples[sample][1]
+        if folder.target_transform is not None:
+            target = folder.target_transform(target)
+        return picture, target
+
+
+class _View:
+    """Some samples of readers, in an order of their own."""
+
+    objects = True
+
+    def __init__(
+        self,
+        readers: list[Any],
+        owners: npt.NDArray[np.int64],
+        inner: npt.NDArray[np.int64],
+    ) -> None:
+        self._readers, self._owners, self._inner = readers, owners, inner
+        first = readers[0]
+        self.format = first.format
+        self.path = ", ".join(reader.path for reader in readers)
+        self.schema = first.schema
+        self.classes = first.classes
+        self.sizes = np.zeros(len(inner), np.int64)
+        self.labels = np.zeros(len(inner), np.int64)
+        for number, reader in enumerate(readers):
+            here = owners == number
+            self.sizes[here] = reader.sizes[inner[here]]
+            self.labels[here] = np.asarray(reader.labels)[inner[here]]
+        self.layout = cut_blocks(self.sizes, Order(len(inner), _SEED, shuffled=True))
+        self.fingerprint = fingerprint_of(
+            "view", 1, *[reader.fingerprint for reader in readers], owners, inner
+        )
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def name(self, sample: int) -> str:
+        return str(self._readers[int(self._owners[sample])].name(int(self._inner[sample])))
+
+    def read(self, samples: npt.NDArray[np.int64]) -> list[Buffer]:
+        found: list[Any] = [None] * len(samples)
+        owners = self._owners[samples]
+        for number in np.unique(owners).tolist():
+            here = np.flatnonzero(owners == number)
+            payloads = self._readers[number].read(self._inner[samples[here]])
+            for k, payload in zip(here.tolist(), payloads, strict=True):
+                found[k] = payload
+        return found
+
+    def close(self) -> None:
+        for reader in self._readers:
+            reader.close()

@@ -1,0 +1,185 @@
+"""Hugging Face `datasets` of images: their encoded bytes go through tiers, their features decode.
+
+Of a data set whose columns are pictures, numbers and text, as it comes, or with a transform of its
+own (`set_transform`, `with_transform`). What a sample is then, is what its own `[i]` gives, with
+one difference: a transform is called with one sample at a time.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.data.index import fingerprint_of
+from dlio.data.schema import Buffer, Schema
+from dlio.errors import DecodeError, SourceError
+from dlio.plan.layout import cut_blocks
+from dlio.plan.order import Order
+
+_SEED: Final = 0xD110
+_ROWS: Final = 4096
+"""Looked at together, when a data set is opened."""
+_NUMBERS: Final = ("int", "uint", "float", "bool")
+_LABELS: Final = ("label", "labels", "target", "fine_label")
+
+
+def is_image_set(data: Any) -> bool:
+    """Whether it is a data set of `datasets` that this reads."""
+    kind = type(data)
+    if (kind.__module__, kind.__name__) != ("datasets.arrow_dataset", "Dataset"):
+        return False
+    chosen, own = data.format["columns"], data.format["type"]
+    if own not in (None, "custom") or set(chosen) != set(data.column_names):
+        return False
+    kinds = _kinds(data)
+    return kinds is not None and "image" in kinds.values()
+
+
+class ImageSet:
+    """Such a data set's encoded samples, as a reader; and from payloads to what it gives itself.
+
+    Raises SourceError where a sample has no value, or its picture is neither in the data set nor
+    a local file.
+    """
+
+    format = "huggingface"
+    objects = False
+
+    def __init__(self, data: Any) -> None:
+        import datasets
+
+        self.path = f"datasets.Dataset {data.info.builder_name or ''} {data.split or ''}".strip()
+        kinds = _kinds(data)
+        assert kinds is not None
+        self._features = data.features
+        self._pictures = [name for name, kind in kinds.items() if kind == "image"]
+        self._transform = data.format["format_kwargs"].get("transform")
+        raw = data.with_format(None)
+        for name in self._pictures:
+            raw = raw.cast_column(name, datasets.Image(decode=False))
+        self._raw = raw
+        self.schema = Schema(tuple(kinds.items()))
+        self.labels: npt.NDArray[np.int64] = np.zeros(len(data), np.int64)
+        self.sizes = self._looked_at(kinds)
+        label = next((name for name in _LABELS if name in kinds), None)
+        names = getattr(self._features[label], "names", None) if label else None
+        self.classes: Sequence[str] = list(names or ())
+        self.layout = cut_blocks(self.sizes, Order(len(data), _SEED, shuffled=True))
+        self.fingerprint = fingerprint_of(
+            "huggingface", 1, data._fingerprint, self.schema.to_json(), self.layout.starts
+        )
+
+    def __len__(self) -> int:
+        return len(self._raw)
+
+    @property
+    def reader(self) -> "ImageSet":
+        return self
+
+    def name(self, sample: int) -> str:
+        return f"{self.path}[{sample}]"
+
+    def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
+        columns = self._raw[samples.tolist()]
+        found: list[bytes | memoryview] = []
+        for k, sample in enumerate(samples.tolist()):
+            values = {name: column[k] for name, column in columns.items()}
+            for name in self._pictures:
+                values[name] = self._bytes_of(values[name], sample)
+            found.append(self.schema.join(values))
+        return found
+
+    def close(self) -> None:
+        """The data set is the user's."""
+
+    def finished(self, payload: Buffer, sample: int) -> Any:
+        """What the data set's own `[i]` would give, of bytes that are here already."""
+        row = self.schema.split(payload)
+        for name, kind in self.schema.fields:
+            if kind in ("text", "bytes"):
+                row[name] = str(row[name], "utf-8") if kind == "text" else bytes(row[name])
+        for name in self._pictures:
+            encoded = {"bytes": bytes(row[name]), "path": None}
+            try:
+                row[name] = self._features[name].decode_example(encoded)
+            except OSError as error:
+                raise DecodeError(f"{self.name(sample)} cannot be decoded: {error}") from error
+        if self._transform is None:
+            return row
+        made = self._transform({name: [value] for name, value in row.items()})
+        return {name: column[0] for name, column in made.items()}
+
+    def _looked_at(self, kinds: dict[str, str]) -> npt.NDArray[np.int64]:
+        """Payload bytes of each sample, and `labels`, from the columns alone."""
+        import pyarrow.compute as pc
+
+        count = len(self)
+        bodies = {
+            name: np.zeros(count, np.int64)
+            for name, kind in kinds.items()
+            if kind in ("image", "text", "bytes")
+        }
+        label = next((n for n in _LABELS if "int" in kinds.get(n, "")), None)
+        arrow = self._raw.with_format("arrow")
+        for first in range(0, count, _ROWS):
+            rows = slice(first, min(first + _ROWS, count))
+            table = arrow[rows]
+            for name in table.column_names:
+                column = table.column(name).combine_chunks()
+                if column.null_count:
+                    raise SourceError(f"{self.path}: column {name!r} has samples without a value")
+                if name == label:
+                    self.labels[rows] = column.to_numpy(zero_copy_only=False)
+                if name in self._pictures:
+                    bodies[name][rows] = self._picture_bytes(column, first)
+                elif name in bodies:
+                    lengths = pc.binary_length(column)
+                    bodies[name][rows] = lengths.to_numpy(zero_copy_only=False)
+        return self.schema.payload_sizes(count, bodies)
+
+    def _picture_bytes(self, column: Any, first: int) -> npt.NDArray[np.int64]:
+        import pyarrow.compute as pc
+
+        lengths = pc.fill_null(pc.binary_length(pc.struct_field(column, "bytes")), -1)
+        found: npt.NDArray[np.int64] = lengths.to_numpy(zero_copy_only=False).astype(np.int64)
+        for k in np.flatnonzero(found < 0).tolist():
+            path = column[k]["path"].as_py()
+            try:
+                found[k] = os.path.getsize(path)
+            except (OSError, TypeError) as error:
+                raise SourceError(f"{self.name(first + k)} has no picture: {error}") from error
+        return found
+
+    def _bytes_of(self, picture: dict[str, Any], sample: int) -> bytes:
+        if picture["bytes"] is not None:
+            return bytes(picture["bytes"])
+        try:
+            with open(picture["path"], "rb") as file:
+                return file.read()
+        except OSError as error:
+            raise SourceError(f"{self.name(sample)} cannot be read: {error}") from error
+
+
+def _kinds(data: Any) -> dict[str, str] | None:
+    """The columns' kinds; None where there is one that has none."""
+    found = {}
+    for name, feature in data.features.items():
+        kind = type(feature).__name__
+        dtype = str(getattr(feature, "dtype", ""))
+        if kind == "Image" and feature.decode:
+            found[name] = "image"
+        elif kind == "ClassLabel":
+            found[name] = "int64"
+        elif kind != "Value":
+            return None
+        elif dtype.startswith(_NUMBERS):
+            found[name] = dtype
+        elif dtype in ("string", "large_string"):
+            found[name] = "text"
+        elif dtype in ("binary", "large_binary"):
+            found[name] = "bytes"
+        else:
+            return None
+    return found

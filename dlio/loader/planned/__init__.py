@@ -1,0 +1,1 @@
+"""The engine that reads dlio's own data sets along a plan."""

@@ -1,0 +1,224 @@
+"""An epoch's plan as one rank computes it: what it consumes and sends in any run of steps. Pure.
+
+All modes answer the same question, `window(steps)`, and every rank's answers agree, so that
+nothing has to be asked. What differs is how much of the epoch a rank has to look at: the whole
+global batch where samples are dealt by where they live (`batch`), its own share and its own sends
+where positions alone decide (`global`), its node's part in `local`, `partial(q)` and `ring`.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.errors import UsageError
+from dlio.plan.block_order import BlockOrder
+from dlio.plan.homeplan import HomePlan
+from dlio.plan.layout import Layout
+from dlio.plan.order import Order
+from dlio.plan.schedule import Ranks, Window, cut_window, deal, plan_window, senders_of, with_ranks
+from dlio.plan.shares import Shares
+
+_I64 = npt.NDArray[np.int64]
+_FEW_NODES: Final = 4
+"""Up to which it costs less to look at the global batch than at all that a node holds."""
+_CHUNK: Final = 1 << 18
+_PARTIAL: Final = re.compile(r"partial\(\s*([0-9.eE+-]+)\s*\)")
+WINDOW_BYTES: Final = 16 << 20
+MODES: Final = "batch, global, ring, local or partial(q), with q from 0 to 1"
+
+
+def is_exact(mode: str) -> bool:
+    """Whether a step's global batch is a uniformly random draw, whatever the ranks and nodes."""
+    return mode in ("batch", "global")
+
+
+def exchanged(mode: str) -> float:
+    """The fraction q of `partial(q)`, 0 for `local` and `ring`. Raises UsageError for no mode."""
+    if mode in ("local", "ring"):
+        return 0.0
+    match = _PARTIAL.fullmatch(mode)
+    try:
+        fraction = float(match[1]) if match else -1.0
+    except ValueError:
+        fraction = -1.0
+    if not 0 <= fraction <= 1:
+        raise UsageError(f"shuffle mode {mode!r}: choose {MODES}")
+    return fraction
+
+
+def check_mode(mode: Any) -> str:
+    """The mode. Raises UsageError for what is none."""
+    if not isinstance(mode, str):
+        raise UsageError(f"shuffle mode {mode!r}: choose {MODES}")
+    if not is_exact(mode):
+        exchanged(mode)
+    return mode
+
+
+def check_shares(mode: str, asked: bool) -> None:
+    """Raises UsageError where shares by rank are asked of a mode that gives all ranks alike."""
+    if asked and not is_exact(mode):
+        raise UsageError(
+            f"shares by rank (shares=, --balance) with shuffle mode {mode}, which gives all ranks "
+            "as many samples: choose mode batch or global"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EpochPlan:
+    """What all ranks agree on for one pass over the data."""
+
+    order: Order
+    position: int
+    """First position to consume."""
+    batch_size: int
+    """Per rank."""
+    steps: int
+    mode: str
+    ranks: Ranks
+    rank: int
+    home: npt.NDArray[np.int32]
+    """Home node of each block, -1 for the source; shape (blocks,)."""
+    layout: Layout
+    window_bytes: int = WINDOW_BYTES
+    """Payload bytes of a rank's window, about."""
+    shares: Shares | None = None
+    """Of the global batch; even for None. In `batch` and `global` mode."""
+
+    @property
+    def global_batch(self) -> int:
+        return self.batch_size * self.ranks.size
+
+    @property
+    def largest_batch(self) -> int:
+        """Samples that a rank gets of a step, at most; the same on all ranks."""
+        return self.batch_size if self.shares is None else max(self.shares.counts)
+
+
+class WindowPlan(Protocol):
+    """Plans of one rank."""
+
+    def window(self, steps: range) -> Window: ...
+
+
+def plan_epoch(plan: EpochPlan) -> WindowPlan:
+    """What suits the mode and the number of nodes.
+
+    Raises UsageError when an inexact mode is to begin in the middle of a global batch, or to deal
+    uneven shares.
+    """
+    by_block = isinstance(plan.order, BlockOrder)
+    if plan.mode == "global" and plan.ranks.nodes > _FEW_NODES and not by_block:
+        return GlobalPlan(plan)
+    if is_exact(plan.mode):
+        return _ExactPlan(plan)
+    check_shares(plan.mode, plan.shares is not None)
+    global_batch = plan.global_batch
+    first, rest = divmod(plan.position, global_batch)
+    if rest and plan.position < plan.order.n:
+        raise UsageError(
+            f"mode {plan.mode} cannot go on at position {plan.position}, which is within a global "
+            f"batch of {global_batch}: resume on as many ranks, or at the start of an epoch"
+        )
+    return HomePlan(
+        plan.order,
+        plan.layout,
+        plan.home,
+        plan.ranks,
+        plan.rank,
+        plan.batch_size,
+        first + plan.steps,
+        exchanged(plan.mode),
+        first,
+        plan.mode == "ring",
+    )
+
+
+class _ExactPlan:
+    """Deals each window's global batches, as every other rank does."""
+
+    def __init__(self, plan: EpochPlan) -> None:
+        self._plan = plan
+
+    def window(self, steps: range) -> Window:
+        plan = self._plan
+        return plan_window(
+            plan.order,
+            plan.position,
+            plan.batch_size,
+            steps,
+            lambda samples: plan.home[plan.layout.block_of(samples)],
+            plan.ranks,
+            plan.rank,
+            "batch" if plan.mode == "batch" else "global",
+            plan.shares,
+        )
+
+
+class GlobalPlan:
+    """`global` mode for many nodes: what a rank consumes are positions, what it sends are the
+    positions of what its node holds; nothing else is looked at.
+
+    Cost: 0.3 µs for each sample that the node holds, once, and for each that the rank consumes;
+    memory, 8 bytes for each that the rank sends.
+    """
+
+    def __init__(self, plan: EpochPlan) -> None:
+        self._plan = plan
+        self._batch = plan.global_batch
+        self._shares = plan.shares or Shares.even(plan.batch_size, plan.ranks.size)
+        self._end = min(plan.order.n, plan.position + plan.steps * self._batch)
+        self._pushed = self._positions_to_push()
+
+    def window(self, steps: range) -> Window:
+        plan, batch = self._plan, self._batch
+        mine, counts = [], []
+        for step in steps:
+            first = plan.position + step * batch
+            count = min(batch, self._end - first)
+            part = self._shares.part(count, plan.rank)
+            mine.append(np.arange(first + part.start, first + part.stop, dtype=np.int64))
+            counts.append(len(part))
+        samples = plan.order.samples(np.concatenate(mine) if mine else np.empty(0, np.int64))
+        homes = with_ranks(plan.home[plan.layout.block_of(samples)], plan.ranks)
+        consumer = np.full(len(samples), plan.rank, np.int32)
+        low = np.searchsorted(self._pushed, plan.position + steps.start * batch)
+        high = np.searchsorted(self._pushed, plan.position + steps.stop * batch)
+        pushed = self._pushed[low:high]
+        return Window(
+            steps,
+            samples,
+            np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+            senders_of(homes, consumer, plan.ranks),
+            cut_window(plan.order.samples(pushed), self._consumer(pushed), plan.ranks.size),
+        )
+
+    def _consumer(self, positions: _I64) -> npt.NDArray[np.int32]:
+        inside = positions - self._plan.position
+        step = inside // self._batch
+        first = self._plan.position + step * self._batch
+        counts = np.minimum(self._batch, self._end - first)
+        ranks, shares = self._plan.ranks.size, self._plan.shares
+        return deal(inside - step * self._batch, counts, ranks, shares)
+
+    def _positions_to_push(self) -> _I64:
+        """Ascending."""
+        plan, layout = self._plan, self._plan.layout
+        node = plan.ranks.node_of[plan.rank]
+        blocks = np.flatnonzero(plan.home == node)
+        counts = layout.starts[blocks + 1] - layout.starts[blocks]
+        found = [np.empty(0, np.int64)]
+        starts = np.concatenate([[0], np.cumsum(counts)])
+        for begin in range(0, int(starts[-1]), _CHUNK):
+            inner = np.arange(begin, min(begin + _CHUNK, int(starts[-1])), dtype=np.int64)
+            block = np.searchsorted(starts, inner, side="right") - 1
+            stored = layout.starts[blocks[block]] + inner - starts[block]
+            positions = plan.order.positions(layout.order.samples(stored))
+            positions = positions[(positions >= plan.position) & (positions < self._end)]
+            homes = np.full(len(positions), node, np.int32)
+            sender = senders_of(homes, self._consumer(positions), plan.ranks)
+            found.append(positions[sender == plan.rank])
+        return np.sort(np.concatenate(found))

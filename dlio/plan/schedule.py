@@ -1,0 +1,257 @@
+"""The schedule: who consumes which sample at each step, and who sends it there. Pure.
+
+Only the *set* of samples in a global batch matters to synchronous training, not which rank
+computes which. So in `batch` mode a sample is consumed on the node that holds it, and only what
+exceeds a node's share of the batch moves: for nodes that consume b samples a step about
+1/sqrt(2·pi·b) of the bytes. In `global` mode each rank gets a uniformly random share, and all but
+1/nodes of the bytes move. Both modes have the same global batches.
+
+Every rank computes the assignment of the whole global batch, so plans agree without a message.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.plan.order import Order
+from dlio.plan.shares import Shares
+
+Mode = Literal["batch", "global"]
+_I64 = npt.NDArray[np.int64]
+_I32 = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The ranks of a job and the nodes they are on."""
+
+    node_of: _I32
+    """Node number of each rank; shape (ranks,)."""
+
+    @property
+    def size(self) -> int:
+        return len(self.node_of)
+
+    @property
+    def nodes(self) -> int:
+        return int(self.node_of.max()) + 1
+
+    def local(self, node: int) -> npt.NDArray[np.intp]:
+        """The ranks on a node, ascending."""
+        return np.flatnonzero(self.node_of == node)
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What all ranks do in a run of steps. Flat arrays of one entry a sample, shape (n,), in the
+    order's positions: so by step, and what one rank consumes is in the order it consumes it."""
+
+    steps: range
+    samples: _I64
+    step: _I64
+    """Step of each sample."""
+    consumer: _I32
+    """Rank that consumes it."""
+    sender: _I32
+    """Rank that pushes it to its consumer, -1 where the consumer's node reads it itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What one rank does in a run of steps, known before the run starts."""
+
+    steps: range
+    """Steps of the epoch that this window feeds."""
+    samples: _I64
+    """Samples to consume, in order; shape (n,)."""
+    starts: _I64
+    """Samples of the k-th step are samples[starts[k]:starts[k + 1]]; shape (len(steps) + 1,)."""
+    senders: _I32
+    """Rank that pushes each sample, -1 where this rank reads it itself; shape (n,)."""
+    sends: dict[int, _I64]
+    """Per destination rank, the samples this rank pushes, in the receiver's order."""
+
+
+def steps_in_epoch(n: int, position: int, global_batch: int, drop_last: bool = False) -> int:
+    """Steps that positions `position` to `n` - 1 make; the last may be smaller."""
+    left = max(0, n - position)
+    return left // global_batch if drop_last else -(-left // global_batch)
+
+
+def window_steps(mean_bytes: float, batch_size: int, budget_bytes: int) -> int:
+    """Steps whose payloads, at `mean_bytes` a sample, fit a rank's budget; at least 1."""
+    return max(1, int(budget_bytes / max(1.0, mean_bytes * batch_size)))
+
+
+def assign(
+    order: Order,
+    position: int,
+    batch_size: int,
+    steps: range,
+    home_of: Callable[[_I64], _I32],
+    ranks: Ranks,
+    mode: Mode,
+    shares: Shares | None = None,
+) -> Assignment:
+    """Deal the global batches of `steps` to the ranks.
+
+    The global batch of step s is the order's positions from position + s·B, B = batch_size x
+    ranks; the epoch's last one may be smaller. Each rank gets as many samples as `share` of it
+    has, or as its part of `shares`: in `global` mode those very positions, in `batch` mode its own
+    node's samples first.
+
+    Args:
+        position: of the epoch's order, where step 0 begins.
+        batch_size: per rank.
+        steps: consecutive.
+        home_of: home node of each sample, -1 for the source. A node without ranks cannot send:
+            its samples come from the source, too.
+        shares: of the global batch; even for None.
+
+    Cost O(len(steps) x global batch), independent of the data set's size: 0.06 µs a sample in
+    either mode, for 1,000 ranks as for 10,000; 0.4 ms for a small window.
+    Source: exact-batch locality, design "train a sample where it lives".
+    """
+    global_batch = batch_size * ranks.size
+    first = position + steps.start * global_batch
+    last = min(position + steps.stop * global_batch, len(order))
+    samples = order.samples(np.arange(first, max(first, last), dtype=np.int64))
+    in_window = np.arange(len(samples), dtype=np.int64)
+    step = in_window // global_batch
+    counts = np.bincount(step, minlength=len(steps)).astype(np.int64)
+    homes = with_ranks(np.asarray(home_of(samples), np.int32), ranks)
+    if mode == "global":
+        consumer = deal(in_window - step * global_batch, counts[step], ranks.size, shares)
+    else:
+        consumer = _deal_at_home(homes, step, counts, ranks, shares)
+    return Assignment(
+        steps, samples, step + steps.start, consumer, senders_of(homes, consumer, ranks)
+    )
+
+
+def plan_window(
+    order: Order,
+    position: int,
+    batch_size: int,
+    steps: range,
+    home_of: Callable[[_I64], _I32],
+    ranks: Ranks,
+    rank: int,
+    mode: Mode,
+    shares: Shares | None = None,
+) -> Window:
+    """Plan `steps` for `rank` without communication; arguments and cost as for `assign`.
+
+    Every rank that calls this alike gets plans that agree: `a.sends[b]` are, in order, the
+    samples that `b` expects from `a`.
+    """
+    dealt = assign(order, position, batch_size, steps, home_of, ranks, mode, shares)
+    mine = np.flatnonzero(dealt.consumer == rank)
+    per_step = np.bincount(dealt.step[mine] - steps.start, minlength=len(steps))
+    pushed = np.flatnonzero(dealt.sender == rank)
+    return Window(
+        steps,
+        dealt.samples[mine],
+        np.concatenate([[0], np.cumsum(per_step)]).astype(np.int64),
+        dealt.sender[mine],
+        cut_window(dealt.samples[pushed], dealt.consumer[pushed], ranks.size),
+    )
+
+
+def cut_window(samples: _I64, consumers: npt.NDArray[np.integer], ranks: int) -> dict[int, _I64]:
+    """A window's sends: samples by the rank that consumes them, in the order given."""
+    by_rank = _stable(consumers, ranks)
+    dests, begins = np.unique(consumers[by_rank], return_index=True)
+    return dict(zip(dests.tolist(), np.split(samples[by_rank], begins[1:]), strict=False))
+
+
+def with_ranks(homes: _I32, ranks: Ranks) -> _I32:
+    """`homes`, with -1 for nodes that no rank is on."""
+    inhabited = np.bincount(ranks.node_of, minlength=ranks.nodes) > 0
+    there = (homes >= 0) & (homes < ranks.nodes)
+    there[there] = inhabited[homes[there]]
+    return np.where(there, homes, np.int32(-1))
+
+
+def deal(in_step: _I64, counts: _I64, parts: int, shares: Shares | None = None) -> _I32:
+    """The part of `share(count, parts, ·)`, or of `shares`, that each place in a step falls to."""
+    if shares is not None:
+        return shares.deal(in_step, counts)
+    # Largest part p with count·p // parts <= place, that is p = ((place + 1)·parts - 1) // count.
+    return (((in_step + 1) * parts - 1) // np.maximum(counts, 1)).astype(np.int32)
+
+
+def _deal_at_home(
+    homes: _I32, step: _I64, counts: _I64, ranks: Ranks, shares: Shares | None
+) -> _I32:
+    """Consumers of a run of steps in `batch` mode.
+
+    Args:
+        homes: home node of each sample or -1; shape (n,), by step.
+        counts: samples in each step.
+    """
+    steps, nodes = len(counts), ranks.nodes
+    # What each rank, and so each node, consumes at each step.
+    if shares is None:
+        quotas = np.diff(counts[:, None] * np.arange(ranks.size + 1) // ranks.size, axis=1)
+    else:
+        quotas = shares.quotas(counts)
+    node_quotas = np.zeros((steps, nodes), np.int64)
+    np.add.at(node_quotas.T, ranks.node_of, quotas.T)
+    # A sample stays at home if it is among the first that its node has room for.
+    place = _count_before(homes + 1, step, nodes)
+    stays = np.flatnonzero((homes >= 0) & (place < node_quotas[step, homes]))
+    kept = np.bincount(step[stays] * nodes + homes[stays], minlength=steps * nodes)
+    # The others fill what is missing elsewhere, step by step, node by node.
+    missing = node_quotas.reshape(-1) - kept
+    node = np.full(len(homes), -1, np.int32)
+    node[stays] = homes[stays]
+    node[node < 0] = np.repeat(np.tile(np.arange(nodes, dtype=np.int32), steps), missing)
+    # Every node now has its quota at every step: samples and ranks, both sorted by node and
+    # step, are matched in that order.
+    rank_of = np.tile(np.arange(ranks.size, dtype=np.int32), steps)
+    by_node = _stable(np.tile(ranks.node_of, steps), nodes)
+    consumer = np.empty(len(homes), np.int32)
+    consumer[_stable(node, nodes)] = np.repeat(rank_of[by_node], quotas.reshape(-1)[by_node])
+    return consumer
+
+
+def senders_of(homes: _I32, consumer: _I32, ranks: Ranks) -> _I32:
+    """Who pushes each sample: one rank per receiver and peer node, so one message per pair."""
+    by_node = _stable(ranks.node_of, ranks.nodes).astype(np.int32)
+    on_node = np.bincount(ranks.node_of, minlength=ranks.nodes)
+    begin = np.cumsum(on_node) - on_node
+    number = np.empty(ranks.size, np.int64)  # Of a rank among those of its node.
+    number[by_node] = np.arange(ranks.size) - np.repeat(begin, on_node)
+    moves = np.flatnonzero((homes >= 0) & (homes != ranks.node_of[consumer]))
+    home = homes[moves]
+    sender = np.full(len(homes), -1, np.int32)
+    sender[moves] = by_node[begin[home] + number[consumer[moves]] % on_node[home]]
+    return sender
+
+
+def _count_before(groups: _I32, step: _I64, limit: int) -> _I64:
+    """For each entry, how many earlier entries are of the same group and step; same shape.
+
+    Args:
+        groups: 0 to `limit`.
+        step: ascending.
+    """
+    order = _stable(groups, limit)
+    sorted_groups, sorted_step = groups[order], step[order]
+    fresh = np.ones(len(groups), np.bool_)
+    fresh[1:] = (sorted_groups[1:] != sorted_groups[:-1]) | (sorted_step[1:] != sorted_step[:-1])
+    begin = np.flatnonzero(fresh)
+    before = np.empty(len(groups), np.int64)
+    lengths = np.diff(np.append(begin, len(groups)))
+    before[order] = np.arange(len(groups)) - np.repeat(begin, lengths)
+    return before
+
+
+def _stable(keys: npt.NDArray[np.integer], limit: int) -> npt.NDArray[np.intp]:
+    """The stable argsort of keys from 0 to `limit`, in the smallest type that holds them: numpy
+    sorts up to 16 bits by radix, several times as fast."""
+    return np.argsort(keys.astype(np.min_scalar_type(limit)), kind="stable")

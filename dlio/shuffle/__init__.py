@@ -1,0 +1,1 @@
+"""Samples on their way between ranks."""

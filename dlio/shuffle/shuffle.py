@@ -1,0 +1,415 @@
+"""The shuffle: plans windows of steps ahead and moves payloads between nodes, unasked.
+
+One thread per rank and epoch. For each window it plans what this rank consumes and sends, posts
+the receives, packs and pushes the messages, one per pair of ranks, and hands each step's samples
+on. Both sides compute the same plan, so nothing is requested, and nothing collective happens
+between the first window and the last.
+
+Two windows are under way at most: the one that is being consumed and the next. No rank waits
+for another to make room: a rank that has planned window w needs others to have planned w, which
+they do before they consume w - 1.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.comm import Communicator, Request
+from dlio.comm.funnel import joined, waiting
+from dlio.comm.waiting import leave
+from dlio.errors import DlioError
+from dlio.plan.epoch import EpochPlan, WindowPlan, plan_epoch
+from dlio.plan.schedule import Window, window_steps
+from dlio.shuffle.wire import (
+    ENTRY_BYTES,
+    MessageMemory,
+    Sealed,
+    message_bytes,
+    pack_message,
+    unpack_message,
+)
+from dlio.storage.hierarchy import Hierarchy
+
+_FIRST_WINDOW_STEPS = 2
+"""Short, so that the first batch does not wait for a long window's messages."""
+_MOST_WINDOW_STEPS = 32
+_WINDOW_TAGS = 2047
+_GENERATIONS = 16
+"""Tags stay below the 32,767 that MPI grants."""
+_IDLE_S = 0.001
+_CLOSE_TIMEOUT_S = 5.0
+
+
+@dataclass(slots=True)
+class Step:
+    """One rank's samples of one step, and what has come of them."""
+
+    number: int
+    samples: npt.NDArray[np.int64]
+    blocks: npt.NDArray[np.int64]
+    places: npt.NDArray[np.int64]
+    senders: npt.NDArray[np.int32]
+    """Rank that pushes each sample, -1 where this rank reads it itself."""
+    payloads: list[Sealed | None]
+    """What has arrived from peers, by slot; checked by whoever uses it."""
+    ready: list[int] = field(default_factory=list)
+    """Slots that can be decoded, as long as nobody listens."""
+    listener: Callable[[list[int]], None] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Receive:
+    request: Request
+    buffer: npt.NDArray[np.uint8]
+    window: int
+    sender: int
+    steps: list[Step]
+
+
+class Shuffle:
+    """Carries out an epoch's plan for one rank. Owner: the pipeline, which closes it.
+
+    Args:
+        comm: for this shuffle's messages alone, used only by its thread.
+        hierarchy: of this rank's node.
+        generation: number of this pass over the loader, the same on all ranks.
+        memory: of messages, which passes share; its own for None.
+        planner: of `plan`, where there is one already; otherwise made by the shuffle's thread.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        hierarchy: Hierarchy,
+        plan: EpochPlan,
+        generation: int,
+        memory: MessageMemory | None = None,
+        planner: WindowPlan | None = None,
+    ) -> None:
+        self._comm = comm
+        self._hierarchy = hierarchy
+        self._plan = plan
+        self._planner = planner
+        self._tag_base = (generation % _GENERATIONS) * (_WINDOW_TAGS + 1)
+        self._windows = windows_of(plan, float(hierarchy.reader.sizes.mean()))
+        self._moves = plan.ranks.nodes > 1
+        self._condition = threading.Condition()
+        self._steps: dict[int, Step] = {}
+        self._planned = 0
+        self._consumed_step = 0
+        self._receives: list[_Receive] = []
+        self._sends: list[tuple[Request, Any]] = []
+        self._memory = memory if memory is not None else MessageMemory()
+        self._give_up = -1
+        self._late: set[int] = set()
+        """Ranks that a message was given up from, until one comes: nobody waits for them."""
+        self._closing = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="dlio-shuffle", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def planned(self, number: int) -> bool:
+        """Whether `attach` would not have to wait for step `number`."""
+        with self._condition:
+            return number in self._steps
+
+    def attach(
+        self, number: int, listen: Callable[[Step], Callable[[list[int]], None]], timeout_s: float
+    ) -> None:
+        """Take step `number`, once it is planned.
+
+        `listen` gets the step and returns what is to be told, now and later, from this thread
+        and from the shuffle's, which slots can be decoded.
+
+        Raises what ended the shuffle's thread, if something did.
+        """
+        with self._condition:
+            planned = waiting(
+                lambda limit_s: self._condition.wait_for(
+                    lambda: number in self._steps or self._error is not None, limit_s
+                ),
+                timeout_s,
+            )
+            if self._error is not None:
+                raise self._error
+            if not planned:
+                raise DlioError(f"step {number} was not planned within {timeout_s:.0f} s")
+            step = self._steps.pop(number)
+            listener = step.listener = listen(step)
+            ready, step.ready = step.ready, []
+        if ready:
+            listener(ready)
+
+    def check(self) -> None:
+        """Raise what ended the shuffle's thread, if something did."""
+        if self._error is not None:
+            raise self._error
+
+    def consumed(self, number: int) -> None:
+        """Step `number` has been handed to the user: another window may be planned."""
+        with self._condition:
+            self._consumed_step = number + 1
+            self._condition.notify_all()
+
+    @property
+    def sent(self) -> int:
+        """Steps whose samples have been read for those that this rank sends them to."""
+        return self._windows[self._planned - 1].stop if self._planned else 0
+
+    def give_up(self, number: int) -> None:
+        """Stop waiting for what peers owe up to step `number`; it is read from the source."""
+        with self._condition:
+            self._give_up = max(self._give_up, number)
+            self._condition.notify_all()
+
+    def close(self) -> None:
+        """End the thread; messages under way are finished first, within a deadline."""
+        with self._condition:
+            self._closing = True
+            self._condition.notify_all()
+        joined(self._thread, 2 * _CLOSE_TIMEOUT_S)
+
+    def _run(self) -> None:
+        try:
+            while self._planned < len(self._windows) and self._wait_for_turn():
+                self._start(self._planned)
+                with self._condition:
+                    self._planned += 1
+                    self._condition.notify_all()
+            while not self._closing and (self._busy or not self._consumed_all):
+                self._progress()
+                self._pause()
+            self._finish()
+        except BaseException as error:
+            self._failed(error)
+            self._abandon()
+
+    def _failed(self, error: BaseException) -> None:
+        """Have whoever waits for steps meet the first error."""
+        with self._condition:
+            self._error = self._error or error
+            self._condition.notify_all()
+
+    def _wait_for_turn(self) -> bool:
+        """Until the next window may be planned. False when the shuffle is being closed."""
+        while True:
+            with self._condition:
+                if self._closing:
+                    return False
+                previous = self._windows[max(0, self._planned - 1)]
+                if self._consumed_step >= previous.start or self._planned == 0:
+                    return True
+            self._progress()
+            self._pause()
+
+    def _pause(self) -> None:
+        with self._condition:
+            if not self._closing:
+                self._condition.wait(_IDLE_S if self._busy else 0.1)
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._receives or self._sends)
+
+    @property
+    def _consumed_all(self) -> bool:
+        return self._consumed_step >= self._plan.steps
+
+    def _start(self, number: int) -> None:
+        steps = self._windows[number]
+        window = self._window(number)
+        if self._late:
+            late = np.isin(window.senders, list(self._late))
+            self._hierarchy.counters.add("late", int(late.sum()))
+        else:
+            late = np.zeros(len(window.senders), np.bool_)
+        awaited = np.where(late, np.int32(-1), window.senders)
+        blocks, places = self._hierarchy.reader.layout.locate(window.samples)
+        made = []
+        for k, step in enumerate(steps):
+            part = slice(window.starts[k], window.starts[k + 1])
+            senders = awaited[part]
+            made.append(
+                Step(
+                    step,
+                    window.samples[part],
+                    blocks[part],
+                    places[part],
+                    senders,
+                    [None] * len(senders),
+                    ready=np.flatnonzero(senders < 0).tolist(),
+                )
+            )
+        tag = self._tag_base + number % _WINDOW_TAGS
+        sizes = self._hierarchy.reader.sizes
+        for sender in np.unique(window.senders[window.senders >= 0]):
+            expected = sizes[window.samples[window.senders == sender]]
+            buffer = self._memory.take(message_bytes(expected))
+            request = self._comm.irecv(buffer, int(sender), tag)
+            wanting = [] if int(sender) in self._late else made
+            self._receives.append(_Receive(request, buffer, number, int(sender), wanting))
+        with self._condition:
+            self._steps.update((step.number, step) for step in made)
+            self._condition.notify_all()
+        for dest, samples in window.sends.items():
+            message = self._pack(samples)
+            self._sends.append((self._comm.isend(message, dest, tag), message))
+            self._progress()
+
+    def _window(self, number: int) -> Window:
+        if self._planner is None:
+            self._planner = plan_epoch(self._plan)
+        return self._planner.window(self._windows[number])
+
+    def _pack(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
+        hierarchy = self._hierarchy
+        blocks, places = hierarchy.reader.layout.locate(samples)
+        sizes = np.asarray(hierarchy.reader.sizes[samples], np.int64)
+        where = list(zip(samples.tolist(), blocks.tolist(), places.tolist(), strict=True))
+
+        def read(k: int, into: memoryview) -> tuple[int, int] | None:
+            try:
+                return hierarchy.read_stored(*where[k], into)
+            except DlioError:
+                return None  # The receiver will meet the error, and name the sample.
+            except Exception as error:
+                # Peers expect the message all the same; this rank's user meets the error.
+                self._failed(error)
+                return None
+
+        message = pack_message(self._memory.take(message_bytes(sizes)), sizes, read)
+        hierarchy.counters.add("sent", len(message) - ENTRY_BYTES * len(samples))
+        hierarchy.counters.add("messages")
+        return message
+
+    def _progress(self) -> None:
+        self._sends = [send for send in self._sends if not send[0].done()]
+        waiting = []
+        for receive in self._receives:
+            if receive.request.done():
+                self._late.discard(receive.sender)
+                self._deliver(receive, receive.buffer)
+            elif receive.steps and receive.steps[0].number <= self._give_up:
+                self._late.add(receive.sender)
+                self._deliver(receive, None)
+                # If it does come, it is taken off the peer's hands, and not for a later one.
+                receive.steps = []
+                waiting.append(receive)
+            else:
+                waiting.append(receive)
+        self._receives = waiting
+
+    def _deliver(self, receive: _Receive, message: npt.NDArray[np.uint8] | None) -> None:
+        """Hand a message's samples on; without one, as samples to be read from the source."""
+        if not receive.steps:
+            return  # Taken off the peer's hands after an early end; nobody wants it.
+        slots = [np.flatnonzero(step.senders == receive.sender) for step in receive.steps]
+        samples = [step.samples[here] for step, here in zip(receive.steps, slots, strict=True)]
+        count = sum(len(here) for here in slots)
+        payloads: list[Sealed | None] = [None] * count
+        if message is not None:
+            sizes = self._hierarchy.reader.sizes[np.concatenate(samples)]
+            payloads = unpack_message(message.data, sizes)
+        self._hierarchy.counters.add("late", payloads.count(None))
+        arrived = iter(payloads)
+        for step, here in zip(receive.steps, slots, strict=True):
+            if not len(here):
+                continue
+            with self._condition:
+                for slot in here:
+                    step.payloads[slot] = next(arrived)
+                listener = step.listener
+                if listener is None:
+                    step.ready.extend(here.tolist())
+            if listener is not None:
+                listener(here.tolist())
+
+    def _finish(self) -> None:
+        """Leave no message under way behind.
+
+        After a whole epoch every message has been planned by both sides. After an early end,
+        which all ranks come to alike, they may have planned differently far: they tell each other
+        how far, even if everything, receive what the others have sent beyond, and cancel what the
+        others never will.
+        """
+        if not self._moves:
+            return
+        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
+        if not self._consumed_all:
+            self._agree_on_end(deadline)
+        while self._busy and time.monotonic() < deadline:
+            self._progress()
+            time.sleep(_IDLE_S)
+        for receive in self._receives:
+            if receive.steps:
+                self._cancel(receive)
+            else:
+                leave(receive.request, receive.buffer)
+        for send in self._sends:
+            leave(*send)
+
+    def _abandon(self) -> None:
+        """Keep the memory that MPI may still read and write."""
+        for receive in self._receives:
+            leave(receive.request, receive.buffer)
+        for send in self._sends:
+            leave(*send)
+
+    @staticmethod
+    def _cancel(receive: _Receive) -> None:
+        if not receive.request.cancel():
+            leave(receive.request, receive.buffer)
+
+    def _agree_on_end(self, deadline: float) -> None:
+        plan, tag = self._plan, self._tag_base + _WINDOW_TAGS
+        here = plan.ranks.node_of[plan.rank]
+        peers = np.flatnonzero(plan.ranks.node_of != here).tolist()
+        mine = bytearray(self._planned.to_bytes(8, "little"))
+        self._sends.extend((self._comm.isend(mine, peer, tag), mine) for peer in peers)
+        answers = {peer: bytearray(8) for peer in peers}
+        asked = {peer: self._comm.irecv(answers[peer], peer, tag) for peer in peers}
+        while asked and time.monotonic() < deadline:
+            self._progress()
+            for peer in [peer for peer, request in asked.items() if request.done()]:
+                del asked[peer]
+                self._settle(peer, int.from_bytes(answers[peer], "little"))
+            time.sleep(_IDLE_S)
+        for peer, request in asked.items():
+            if not request.cancel():
+                leave(request, answers[peer])
+
+    def _settle(self, peer: int, planned: int) -> None:
+        """Meet a peer that planned `planned` windows where this rank planned fewer or more."""
+        for receive in [r for r in self._receives if r.sender == peer and r.window >= planned]:
+            self._cancel(receive)
+            self._receives.remove(receive)
+        for number in range(self._planned, planned):
+            window = self._window(number)
+            owed = window.samples[window.senders == peer]
+            if len(owed):
+                buffer = self._memory.take(message_bytes(self._hierarchy.reader.sizes[owed]))
+                request = self._comm.irecv(buffer, peer, self._tag_base + number % _WINDOW_TAGS)
+                self._receives.append(_Receive(request, buffer, number, peer, []))
+
+
+def windows_of(plan: EpochPlan, mean_bytes: float) -> list[range]:
+    """The steps of each window; the same on all ranks. On one node nothing is kept for them but
+    the plan: then they are as long as windows get."""
+    length = _MOST_WINDOW_STEPS
+    if plan.ranks.nodes > 1:
+        length = min(length, window_steps(mean_bytes, plan.largest_batch, plan.window_bytes))
+    first = min(length, _FIRST_WINDOW_STEPS, plan.steps)
+    edges = sorted({0, *range(first, plan.steps, length), plan.steps})
+    return [range(start, stop) for start, stop in pairwise(edges)]

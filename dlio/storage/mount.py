@@ -1,0 +1,334 @@
+"""Mounting: a data set's blocks get homes on the job's nodes, and tiers to be pinned in."""
+
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.comm import Communicator
+from dlio.comm.nodes import Nodes, find_nodes
+from dlio.data.reader import Reader, StoredBlocks, data_bytes
+from dlio.data.source import is_remote
+from dlio.errors import TierFull, UsageError
+from dlio.plan.block_order import BlockOrder
+from dlio.plan.order import Order
+from dlio.plan.placement import Node, Placement, place
+from dlio.plan.schedule import Ranks
+from dlio.storage.block import aligned, block_sizes
+from dlio.storage.decoded import DecodedTier
+from dlio.storage.fill import Filler, blocks_in_order, filler_threads
+from dlio.storage.hierarchy import Hierarchy, Pins
+from dlio.storage.intake import Intake
+from dlio.storage.inventory import Use, make_room, stored_data
+from dlio.storage.places import find_place
+from dlio.storage.spec import TierSpec, choose_tiers, decoded_spec
+from dlio.storage.streamed import Progress
+from dlio.storage.tier import Tier
+from dlio.util.shared import SHARED_MEMORY
+from dlio.util.units import format_bytes
+
+Layout = Literal["partition", "replicate", "auto"]
+"""Each block on one node; all on each; or on each where every node has room for all."""
+
+
+@dataclass(frozen=True, slots=True)
+class MountOptions:
+    """How a data set is brought into its tiers."""
+
+    layout: Layout = "partition"
+    requests: int | None = None
+    """In flight to the source, of one rank; None for what suits where it lies."""
+    rate: float | None = None
+    """Bytes a second that the job reads from the source at most."""
+    timeout_s: float | None = None
+    """For one block, before the source is taken to hang."""
+    check: bool = False
+    """Read blocks back from the tier after they are written."""
+
+
+@dataclass(slots=True)
+class Mount:
+    """A data set mounted on the nodes of a job, as one rank sees it. Owns the hierarchy."""
+
+    comm: Communicator
+    nodes: Nodes
+    ranks: Ranks
+    tiers: tuple[TierSpec, ...]
+    placement: Placement
+    block_bytes: npt.NDArray[np.int64]
+    """File bytes of each block in a tier; shape (blocks,)."""
+    hierarchy: Hierarchy
+    requests: int = 1
+    """Requests to the source that may be in flight."""
+    uses: list[Use] = field(default_factory=list)
+    """This process's leases on its disk tiers."""
+    notes: list[str] = field(default_factory=list)
+    _filler: Filler | None = None
+    decoded_spec: TierSpec | None = None
+    """The tier of decoded images, where one is asked for."""
+    _progress: Progress | None = None
+    _decoded: DecodedTier | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def fill(self, order: Order) -> Filler | None:
+        """Start bringing this node's blocks in the background, those first that `order` needs
+        first; None when all are there. Further calls return the same filler."""
+        if self._filler is None and self.hierarchy.missing():
+            reader = self.hierarchy.reader
+            wanted = self.hierarchy.pins.tier >= 0
+            self._filler = Filler(
+                self.hierarchy,
+                lambda: blocks_in_order(reader.layout, order, wanted),
+                filler_threads(self.block_bytes, self.requests),
+            )
+        return self._filler
+
+    def let_pass(self) -> None:
+        """Make the folder that blocks pinned nowhere pass through, in this node's memory, where
+        there is none yet; of this job alone. Collective."""
+        if self.hierarchy.passes:
+            return
+        (token, *_) = self.comm.allgather(secrets.token_hex(4))
+        reader, node = self.hierarchy.reader, self.nodes.names[self.nodes.here]
+        spec = TierSpec("ram", SHARED_MEMORY, int(self.block_bytes.sum()))
+        name = f"{reader.fingerprint}.{node}.{token}"
+        tier = Tier(spec, name, fingerprint=reader.fingerprint)
+        self.hierarchy.pass_through(tier)
+        local = self.ranks.local(self.nodes.here).tolist()
+        self._progress = Progress(tier.path, len(local), local.index(self.comm.rank))
+
+    @property
+    def progress(self) -> Progress:
+        """Of this node's ranks with what passes through; after `let_pass`."""
+        assert self._progress is not None
+        return self._progress
+
+    def passing_home(self, order: BlockOrder) -> npt.NDArray[np.int32]:
+        """Home node of each block for an epoch: those that are pinned nowhere go to the nodes in
+        turn, a rank's part to each of its ranks; shape (blocks,)."""
+        home = self.placement.home.copy()
+        blocks = order.blocks[home[order.blocks] < 0]
+        home[blocks] = self.ranks.node_of[np.arange(len(blocks)) % self.ranks.size]
+        return home
+
+    def decoded(self, recipe: str) -> DecodedTier | None:
+        """The node's tier of decoded images, opened once; None where none is asked for.
+
+        Args:
+            recipe: names what is done to them; one a mount.
+        """
+        if self._decoded is None and self.decoded_spec is not None:
+            reader, node = self.hierarchy.reader, self.nodes.names[self.nodes.here]
+            name = f"{reader.fingerprint}.{node}.{recipe}"
+            capacity = self.decoded_spec.capacity
+            self._decoded = DecodedTier(name, len(reader), capacity, self.hierarchy.note)
+        return self._decoded
+
+    def spare_tiers(self) -> list[TierSpec]:
+        """The tiers with the capacity that this data set leaves on every node: for another one."""
+        spare = []
+        for number, spec in enumerate(self.tiers):
+            used = [
+                int(self.block_bytes[self._pinned(node, number)].sum())
+                for node in range(len(self.nodes.names))
+            ]
+            spare.append(replace(spec, capacity=max(0, spec.capacity - max(used))))
+        return spare
+
+    def close(self) -> None:
+        """Stop filling, close the tiers; what was in shared memory is gone."""
+        self.hierarchy.settle()
+        if self._filler is not None:
+            self._filler.close()
+        disks = [tier for tier in self.hierarchy.tiers if tier.kind == "disk"]
+        for tier, use in zip(disks, self.uses, strict=True):
+            use.add_hits(tier.hits)
+        self.hierarchy.close()
+        if self._decoded is not None:
+            self._decoded.close()
+        for use in self.uses:
+            use.close()
+
+    def _pinned(self, node: int, tier: int) -> npt.NDArray[np.bool_]:
+        pinned: npt.NDArray[np.bool_] = (self.placement.home == node) & (
+            self.placement.tier == tier
+        )
+        return pinned
+
+
+def mount(
+    reader: Reader,
+    tiers: str | Sequence[TierSpec] | None,
+    comm: Communicator,
+    pretend_nodes: int | None = None,
+    *,
+    options: MountOptions | None = None,
+) -> Mount:
+    """Open this node's tiers and agree with all ranks on every block's home. Collective.
+
+    Args:
+        tiers: as on the command line; None takes DLIO_TIERS, or the default. Specifications,
+            as `spare_tiers` gives them, may be of tiers too small for a block: they stay empty.
+
+    Raises UsageError, TierError or TierFull when a tier cannot be what it is asked to be.
+    """
+    options = options or MountOptions()
+    nodes = find_nodes(comm, pretend_nodes)
+    ranks = Ranks(nodes.node_of)
+    specs = choose_tiers(tiers, data_bytes(reader), nodes.per_machine)
+    folder = nodes.names[nodes.here]
+    block_bytes = block_bytes_of(reader)
+    requests = options.requests or find_place(reader.path).requests(reader.objects)
+    about = {"source": _absolute(reader.path), "format": reader.format, "created": time.time()}
+    opened: list[Tier] = []
+    uses: list[Use] = []
+    intake: Intake | None = None
+    try:
+        uses += [Use(spec.root, reader.fingerprint, about) for spec in specs if spec.kind == "disk"]
+        notes = []
+        if ranks.local(nodes.here)[0] == comm.rank:
+            notes = _make_room(specs, int(block_bytes.sum()), reader.fingerprint)
+        comm.barrier()
+        for spec in specs:
+            # Jobs of a node that want the same data share one copy, in memory too.
+            apart = "." if spec.kind == "ram" else "/"
+            where = f"{reader.fingerprint}{apart}{folder}".split("/")
+            opened.append(Tier(spec, *where, fingerprint=reader.fingerprint))
+        mine = [_capacity(spec, reader.fingerprint) for spec in specs]
+        everyone = comm.allgather(mine)
+        placed = [
+            Node(name, tuple(everyone[int(ranks.local(number)[0])]))
+            for number, name in enumerate(nodes.names)
+        ]
+        placement = place(block_bytes, placed, reader.fingerprint)
+        if isinstance(tiers, str | None):
+            _check_size(specs, block_bytes)
+        pins = _pins(placement, placed, block_bytes, nodes.here, options.layout)
+        _check_room(opened, pins, block_bytes)
+        rate = None if options.rate is None else options.rate / comm.size
+        intake = Intake(reader, requests, rate, options.timeout_s)
+        hierarchy = Hierarchy(
+            reader, opened, pins, ranks=comm.size, intake=intake, check=options.check
+        )
+    except BaseException:
+        if intake is not None:
+            intake.close()
+        for tier in opened:
+            tier.close()
+        for use in uses:
+            use.close()
+        raise
+    return Mount(
+        comm,
+        nodes,
+        ranks,
+        tuple(specs),
+        placement,
+        block_bytes,
+        hierarchy,
+        requests=requests,
+        uses=uses,
+        notes=notes,
+        decoded_spec=decoded_spec(tiers),
+    )
+
+
+def _pins(
+    placement: Placement,
+    nodes: Sequence[Node],
+    block_bytes: npt.NDArray[np.int64],
+    here: int,
+    layout: Layout,
+) -> Pins:
+    """Which tier of this node holds each block. Raises UsageError when a copy has no room."""
+    room = min(sum(node.capacities) for node in nodes) >= int(block_bytes.sum())
+    if layout == "partition" or (layout == "auto" and not room):
+        return Pins(np.where(placement.home == here, placement.tier, -1).astype(np.int8))
+    alone = place(block_bytes, [nodes[here]], "copy")
+    if (alone.tier < 0).any():
+        raise UsageError(
+            f"--layout replicate: the tiers of {nodes[here].name} have "
+            f"{format_bytes(sum(nodes[here].capacities))}, a copy of the data set needs "
+            f"{format_bytes(int(block_bytes.sum()))}: give them more, or choose partition"
+        )
+    return Pins(alone.tier)
+
+
+def block_bytes_of(reader: Reader) -> npt.NDArray[np.int64]:
+    """File bytes of each block; shape (blocks,)."""
+    if isinstance(reader, StoredBlocks):
+        return np.asarray(reader.block_bytes, np.int64)
+    layout = reader.layout
+    payloads = layout.sums(lambda samples: aligned(reader.sizes[samples]))
+    return block_sizes(np.diff(layout.starts), payloads, reader.schema)
+
+
+def _make_room(specs: Sequence[TierSpec], wanted: int, fingerprint: str) -> list[str]:
+    """Evict what nobody uses where the data set would not fit beside it; says what."""
+    notes = []
+    for spec in specs:
+        if spec.kind != "disk":
+            continue
+        evicted = make_room(spec.root, min(wanted, spec.capacity), spec.capacity, fingerprint)
+        notes += [
+            f"evicted {gone.source or gone.fingerprint} ({format_bytes(gone.bytes)}) from "
+            f"{spec.root}, to make room"
+            for gone in evicted
+        ]
+        wanted = max(0, wanted - spec.capacity)
+    return notes
+
+
+def _capacity(spec: TierSpec, fingerprint: str) -> int:
+    """What other data sets in the same disk tier leave of its capacity."""
+    if spec.kind == "ram":
+        return spec.capacity
+    others = sum(
+        entry.bytes for entry in stored_data(spec.root) if entry.fingerprint != fingerprint
+    )
+    if others and others >= spec.capacity:
+        raise UsageError(
+            f"tier {spec} is taken up by {format_bytes(others)} of other data sets that are in "
+            f"use or pinned: see `dlio status --tiers {spec.root}`, or give it more capacity"
+        )
+    return spec.capacity - others
+
+
+def _absolute(path: str) -> str:
+    """What a later `dlio verify --heal` can open from any folder."""
+    return path if is_remote(path) or not os.path.exists(path) else os.path.abspath(path)
+
+
+def _check_size(specs: Sequence[TierSpec], block_bytes: npt.NDArray[np.int64]) -> None:
+    smallest = int(block_bytes.min(initial=1 << 62))
+    for spec in specs:
+        if spec.capacity < smallest:
+            raise UsageError(
+                f"tier {spec} is too small for a single block of {format_bytes(smallest)}: give "
+                "it more capacity, or leave it out"
+            )
+
+
+def _check_room(tiers: Sequence[Tier], pins: Pins, block_bytes: npt.NDArray[np.int64]) -> None:
+    """Find out now, not after an hour, that a tier cannot hold what it is to hold."""
+    for number, tier in enumerate(tiers):
+        pinned = np.flatnonzero(pins.tier == number)
+        here = np.fromiter(tier.blocks(), np.int64)
+        wanted = int(block_bytes[np.setdiff1d(pinned, here)].sum())
+        if wanted > tier.free_bytes():
+            what = "shared memory" if tier.kind == "ram" else tier.spec.root
+            raise TierFull(
+                f"tier {tier.spec} needs {format_bytes(wanted)} more, but {what} has only "
+                f"{format_bytes(tier.free_bytes())} free: lower its capacity in --tiers, or "
+                "free space"
+            )

@@ -1,0 +1,1 @@
+"""Samples that teach nothing are skipped."""

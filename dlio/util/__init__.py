@@ -1,0 +1,1 @@
+"""Units, files, private folders, shared memory, threads: what every room may use."""

@@ -1,0 +1,137 @@
+"""Folders in shared memory that last as long as somebody holds them.
+
+    /dev/shm/dlio-<uid>/sweep           held while folders are made or removed
+    /dev/shm/dlio-<uid>/<name>/alive    held, shared, by every process that uses the folder
+
+The locks belong to the kernel and die with their process. The last holder removes the folder; a
+reaper does it for holders that were killed, and whoever comes next for what even that left. With
+the last folder all the rest goes: an idle machine has nothing of dlio in its shared memory.
+"""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Self
+
+from dlio.util.folders import hold_shared, lock_file, open_private, remove_if_unheld
+
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 - the kernel's own; folders in it are made private
+_SWEEP = "sweep"
+_ALIVE = "alive"
+_START_TIMEOUT_S = 20.0
+
+
+class SharedFolder:
+    """One process's hold on a folder in shared memory; making it sweeps what the dead left.
+
+    Raises TierError when the user's folder there is not theirs alone.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.path = os.path.join(SHARED_MEMORY, user_folder(), name)
+        # The lock keeps a sweep from taking a folder that is made but not yet held.
+        with _users_folder() as user:
+            _sweep(user)
+            first = name not in os.listdir(user)
+            self.descriptor = open_private(SHARED_MEMORY, user_folder(), name)
+            self._alive = hold_shared(self.descriptor, _ALIVE)
+        self._starting = _start_reaper(os.path.join(self.path, _ALIVE)) if first else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go, and remove the folder if nobody else holds it."""
+        if self.descriptor < 0:
+            return
+        if self._starting is not None:
+            self._starting.join(_START_TIMEOUT_S)
+        os.close(self.descriptor)
+        os.close(self._alive)
+        self.descriptor = -1
+        with _users_folder() as user:
+            remove_if_unheld(user, self._name, _ALIVE)
+
+
+def user_folder() -> str:
+    """The private folder of this user below a tier's root."""
+    return f"dlio-{os.geteuid()}"
+
+
+def sweep_shared_memory(only: str | None = None) -> list[str]:
+    """Remove the folders of jobs that have died, or the one named. Returns their names."""
+    if not os.path.isdir(os.path.join(SHARED_MEMORY, user_folder())):
+        return []
+    with _users_folder() as user:
+        return _sweep(user, only)
+
+
+@contextmanager
+def _users_folder() -> Iterator[int]:
+    """A descriptor of this user's folder, locked; the folder goes when it is left empty."""
+    user, lock = _lock()
+    try:
+        yield user
+    finally:
+        if os.listdir(user) == [_SWEEP]:
+            with suppress(OSError):
+                os.unlink(_SWEEP, dir_fd=user)
+                os.rmdir(os.path.join(SHARED_MEMORY, user_folder()))
+        os.close(lock)
+        os.close(user)
+
+
+def _lock() -> tuple[int, int]:
+    """(descriptor of the folder, of the lock in it). Tries again when the folder goes meanwhile."""
+    while True:
+        user = open_private(SHARED_MEMORY, user_folder())
+        try:
+            lock = lock_file(user, _SWEEP)
+        except FileNotFoundError:
+            os.close(user)
+            continue
+        if os.fstat(lock).st_nlink:
+            return user, lock
+        os.close(lock)
+        os.close(user)
+
+
+def _start_reaper(lock: str) -> threading.Thread | None:
+    """Watch, from a process of its own session that holds nothing of this one's open, the lock
+    that the holders of a folder share; sweep when they are gone. Returns the thread that waits
+    until it is on its own."""
+    package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    try:
+        starting = subprocess.Popen(
+            [sys.executable, "-m", "dlio.util.reaper", lock],
+            env={**os.environ, "PYTHONPATH": package},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    except OSError:
+        return None  # Without it, the next start sweeps.
+
+    def reaped() -> None:
+        try:
+            starting.wait(_START_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            starting.kill()
+            starting.wait()
+
+    thread = threading.Thread(target=reaped, name="dlio-reaper-start", daemon=True)
+    thread.start()
+    return thread
+
+
+def _sweep(user: int, only: str | None = None) -> list[str]:
+    names = [entry.name for entry in os.scandir(user) if entry.is_dir(follow_symlinks=False)]
+    return [name for name in names if only in (None, name) and remove_if_unheld(user, name, _ALIVE)]

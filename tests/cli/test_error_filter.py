@@ -1,0 +1,75 @@
+"""What a user sees of ranks that were started for them."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from dlio.cli import launch
+from dlio.cli.launch import ErrorFilter
+
+RULE = "-" * 74 + "\n"
+BANNER = [RULE, "MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD\n", RULE]
+
+
+def _sort(lines: list[str]) -> list[str]:
+    sorter = ErrorFilter()
+    return [shown for line in lines for shown in sorter.feed(line)] + sorter.end()
+
+
+def test_an_error_that_all_ranks_report_is_shown_once_without_banners() -> None:
+    error = "dlio: error: x.jpg cannot be decoded\n"
+    assert _sort([error, *BANNER, "\0" + error, *BANNER, "\0"]) == [error]
+    assert _sort([*BANNER, error]) == [error]
+
+
+def test_an_error_in_the_middle_of_a_banner_is_shown() -> None:
+    error = "dlio: error: x.jpg cannot be decoded\n"
+    assert _sort([*BANNER[:2], error, BANNER[2]]) == [error]
+
+
+def test_an_error_that_a_banner_is_joined_to_is_told_from_it() -> None:
+    error = "dlio: error: x.jpg cannot be decoded\n"
+    assert _sort([error, error[:-1] + RULE, *BANNER[1:]]) == [error]
+    assert _sort([RULE[:-1] + error, *BANNER[1:]]) == [error]
+    assert _sort([*BANNER[:2], error[:-1] + RULE]) == [error]
+
+
+def test_banners_are_shown_when_no_rank_has_explained_itself() -> None:
+    assert _sort(["Killed\n", *BANNER]) == ["Killed\n", *BANNER]
+
+
+def test_other_blocks_between_rules_are_passed_on() -> None:
+    block = [RULE, "There are not enough slots available\n", RULE]
+    assert _sort([*block, "dlio: error: a\n"]) == [*block, "dlio: error: a\n"]
+    assert _sort(block[:2]) == block[:2]
+
+
+@pytest.mark.parametrize(("failures", "code"), [(2, 0), (3, 213)])
+def test_mpirun_that_could_not_start_any_rank_is_started_again(
+    failures: int,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text(
+        f"""#!/bin/sh
+[ "$1" = --version ] && {{ echo "mpirun (Open MPI) 5.0.8"; exit; }}
+echo start >> {tmp_path}/starts
+[ $(wc -l < {tmp_path}/starts) -gt {failures} ] && {{ echo trained; exit 0; }}
+cat >&2 <<END
+{RULE}The PMIx server's listener thread failed to start. We cannot
+{RULE}END
+exit 213
+"""
+    )
+    mpirun.chmod(mpirun.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(launch, "find_mpirun", lambda: os.fspath(mpirun))
+    assert launch.run_ranks(2, ["train"]) == code
+    shown = capfd.readouterr()
+    assert len((tmp_path / "starts").read_text().split()) == 3
+    assert shown.out == ("" if code else "trained\n")
+    assert ("failed to start" in shown.err) == bool(code)

@@ -1,0 +1,166 @@
+"""Several copies of a source: the fastest is read, one that fails is left, damage is healed."""
+
+import json
+import pickle
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import dlio
+from dlio.cli import main
+from dlio.data.reader import StoredBlocks, open_reader
+from dlio.data.replicas import Replicated, replicated
+from dlio.data.speeds import Speed, measured, remember
+from dlio.errors import SourceError, UsageError
+from dlio_staging.pack import pack
+
+
+@pytest.fixture
+def folders(pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setenv("DLIO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("DLIO_NO_FORK", "1")  # Commands are run in this process.
+    return [str(shutil.copytree(pictures, tmp_path / name)) for name in ("first", "second")]
+
+
+def _run(argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert not ended.value.code
+
+
+def _slow(reader: Any, seconds: float) -> list[int]:
+    """Have a reader's reads take longer; the count of them."""
+    read, count = reader.read, [0]
+
+    def slowed(samples: Any) -> Any:
+        count[0] += 1
+        time.sleep(seconds)
+        return read(samples)
+
+    reader.read = slowed
+    return count
+
+
+def test_reads_go_to_the_copy_that_is_faster(folders: list[str]) -> None:
+    slow, fast = (open_reader(folder) for folder in folders)
+    count = _slow(slow, 0.01)
+    reader = replicated([slow, fast])
+    assert isinstance(reader, Replicated)
+    for k in range(60):
+        sample = k % len(reader)
+        assert reader.read(np.array([sample])) == fast.read(np.array([sample]))
+    # Found out at the first; tried again now and then.
+    assert 1 <= count[0] <= 12
+    assert reader.shares()[1] > 3 * reader.shares()[0]
+    assert folders[0] in reader.told()
+    reader.close()
+
+
+def test_a_copy_that_was_slow_for_a_while_is_tried_again() -> None:
+    speed, other = Speed(0.001, 1e9), Speed(0.002, 1e9)
+    for _ in range(20):
+        speed.learn(0, 0, 1.0)
+    assert speed.expected_s(100) > 0.1 > other.expected_s(100)
+    turns = 0
+    while speed.expected_s(100) > other.expected_s(100):
+        speed.forget()
+        turns += 1
+    assert 100 < turns < 2000
+
+
+def test_what_waits_counts() -> None:
+    speed = Speed(0.001, 1e6)
+    idle = speed.expected_s(1000)
+    watch = speed.begins(100_000)
+    assert speed.expected_s(1000) == pytest.approx(idle + 0.1)
+    watch.ends(failed=True)
+    assert speed.expected_s(1000) == pytest.approx(idle)
+
+
+def test_a_copy_that_fails_is_left_for_another(folders: list[str]) -> None:
+    good, bad = (open_reader(folder) for folder in folders)
+    shutil.rmtree(folders[1])
+    reader = replicated([bad, good])
+    for sample in range(len(reader)):
+        assert reader.read(np.array([sample])) == good.read(np.array([sample]))
+    assert isinstance(reader, Replicated)
+    assert "1 failures" in reader.told()
+    assert reader.shares()[0] == 0
+    shutil.rmtree(folders[0])
+    with pytest.raises(SourceError):
+        reader.read(np.array([0]))
+    reader.close()
+
+
+def test_what_is_no_copy_is_refused(folders: list[str]) -> None:
+    victim = next(Path(folders[1]).rglob("*.jpg"))
+    victim.write_bytes(victim.read_bytes() + b"\0")
+    with pytest.raises(UsageError, match="another size"):
+        dlio.open(folders[0], replicas=[folders[1]])
+    victim.unlink()
+    with pytest.raises(UsageError, match="is no copy of"):
+        dlio.open(folders[0], replicas=[folders[1]])
+
+
+def test_a_damaged_block_is_brought_from_another_copy(folders: list[str], tmp_path: Path) -> None:
+    packed = [str(tmp_path / name) for name in ("one", "two")]
+    pack(folders[0], packed[0])
+    shutil.copytree(packed[0], packed[1])
+    for shard in Path(packed[0]).rglob("*.dlio"):
+        damaged = bytearray(shard.read_bytes())
+        for at in range(len(damaged) // 4, len(damaged), 997):
+            damaged[at] ^= 16
+        shard.write_bytes(bytes(damaged))
+    try:
+        opened = dlio.open(packed[0], replicas=[packed[1]], tiers="ram:64MiB", image_size=32)
+    except SourceError:
+        pytest.skip("the damage met what is read when a shard is opened")
+    with opened as data, dlio.DataLoader(data, 4, shuffle=True) as loader:
+        assert isinstance(data.reader, StoredBlocks)
+        assert sum(len(labels) for _, labels in loader) == len(data)
+        assert "failures" in " ".join(loader.stats()["notes"])
+
+
+def test_it_goes_to_other_processes(folders: list[str]) -> None:
+    with dlio.open(folders[0], replicas=[folders[1]], tiers="none", image_size=32) as data:
+        copy = pickle.loads(pickle.dumps(data))
+        assert (copy[3][0] == data[3][0]).all()
+        assert isinstance(copy.reader, Replicated)
+        copy.close()
+
+
+def test_staging_tells_what_each_copy_gave(
+    folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tier").mkdir()
+    argv = ["stage", folders[0], "--replica", folders[1], "--tiers", f"{tmp_path}/tier:64MiB"]
+    _run(argv)
+    assert f"copies of the source gave {folders[0]}" in capsys.readouterr().out
+
+
+def test_bandwidths_are_measured_once_and_known_to_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DLIO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("dlio_bench.tiers._SECONDS", 0.05)
+    folder = tmp_path / "tier"
+    folder.mkdir()
+    assert measured(str(folder)) is None
+    argv = ["bench", "tiers", "--tiers", f"ram:4MiB,{folder}:8MiB", "--size", "4MiB"]
+    _run([*argv, "--json"])
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    for name in ("ram", str(folder)):
+        assert measured(name) == (told[name]["latency_s"], told[name]["bytes_per_s"])
+    assert list(folder.iterdir()) == []
+    plan = ["plan", "--samples", "10000", "--tiers", f"{folder}:1GiB", "--json"]
+    remember(str(folder), 1e-3, 1e6)
+    _run(plan)
+    slow = json.loads(capsys.readouterr().out)
+    remember(str(folder), 1e-3, 1e9)
+    _run(plan)
+    fast = json.loads(capsys.readouterr().out)
+    assert slow["later_epoch"]["seconds"] > 2 * fast["later_epoch"]["seconds"]

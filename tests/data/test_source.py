@@ -1,0 +1,147 @@
+"""Paths stand for files; files are read alike, wherever they are; secrets stay secret."""
+
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlio.data.index import Names, cached_index, fingerprint_of
+from dlio.data.source import File, expand, redact, split_fields
+from dlio.errors import SourceError, UsageError
+
+
+def test_braces_globs_and_lists_stand_for_files(tmp_path: Path) -> None:
+    for name in ("b.tar", "a.tar", "c.txt"):
+        (tmp_path / name).write_bytes(b"x")
+    assert expand("s3://b/{000..002}.tar") == [f"s3://b/00{k}.tar" for k in range(3)]
+    assert expand("x/{9..11}{a,b}") == [f"x/{k}{c}" for k in (9, 10, 11) for c in "ab"]
+    assert expand(f"{tmp_path}/*.tar") == [f"{tmp_path}/a.tar", f"{tmp_path}/b.tar"]
+    assert expand([f"{tmp_path}/c.txt", f"{tmp_path}/[a].tar"])[-1] == f"{tmp_path}/a.tar"
+    with pytest.raises(SourceError, match="matches no file"):
+        expand(f"{tmp_path}/*.zip")
+    with pytest.raises(UsageError, match="over"):
+        expand("{0..9999999}")
+
+
+def test_globs_of_remote_files_are_urls_again() -> None:
+    files = fsspec.filesystem("memory")
+    files.pipe({"/globbed/a.tar": b"1", "/globbed/b.tar": b"22"})
+    found = [File(url) for url in expand("memory://globbed/*.tar")]
+    assert [(file.size, file.read()) for file in found] == [(1, b"1"), (2, b"22")]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("f.h5::images,labels", ("f.h5", ("images", "labels"))),
+        ("s3://b/f.h5::x", ("s3://b/f.h5", ("x",))),
+        ("zip://f.h5::b.zip", ("zip://f.h5::b.zip", ())),
+        ("zip://f.h5::s3://b/b.zip::x", ("zip://f.h5::s3://b/b.zip", ("x",))),
+        ("simplecache::s3://b/f.h5", ("simplecache::s3://b/f.h5", ())),
+        ("f.h5", ("f.h5", ())),
+    ],
+)
+def test_names_of_fields_are_told_from_chained_urls(
+    path: str, fields: tuple[str, tuple[str, ...]]
+) -> None:
+    assert split_fields(path) == fields
+
+
+def test_files_are_read_alike_local_remote_and_chained(tmp_path: Path) -> None:
+    data = os.urandom(1000)
+    (tmp_path / "f").write_bytes(data)
+    fsspec.filesystem("memory").pipe("/f", data)
+    with zipfile.ZipFile(tmp_path / "z.zip", "w") as archive:
+        archive.writestr("f", data)
+    for url in (
+        f"{tmp_path}/f",
+        "memory://f",
+        f"zip://f::{tmp_path}/z.zip",
+        f"file://{tmp_path}/f",
+    ):
+        file = File(url)
+        assert file.size == 1000
+        assert file.read(10, 20) == data[10:30]
+        assert file.read(990, 20) == data[990:]
+        into = memoryview(bytearray(50))
+        file.read_into(900, into)
+        assert into == data[900:950]
+        with pytest.raises(SourceError, match="ends 40 bytes early"):
+            file.read_into(990, into)
+        with file.open() as stream:
+            stream.seek(5)
+            assert stream.read(5) == data[5:10]
+        with pytest.raises(SourceError, match="cannot be read"):
+            File(f"{url}x")
+
+
+def test_a_stamp_changes_with_the_file(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"1")
+    before = File(f"{tmp_path}/f").stamp
+    assert File(f"{tmp_path}/f").stamp == before
+    (tmp_path / "f").write_bytes(b"22")
+    assert File(f"{tmp_path}/f").stamp != before
+
+
+def test_secrets_in_urls_are_not_shown() -> None:
+    assert redact("s3://key:secret@bucket/x") == "s3://***@bucket/x"
+    assert "sig" not in redact("https://h/x?X-Amz-Signature=sig cannot be read")
+    with pytest.raises(SourceError) as caught:
+        File("ftp://user:hunter2@localhost:1/x")
+    assert "hunter2" not in str(caught.value)
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=9), max_size=20))
+def test_names_are_kept_in_two_arrays(names: list[str]) -> None:
+    kept = Names.of(names)
+    assert [kept[k] for k in range(len(kept))] == names
+
+
+def test_an_index_is_built_once_and_again_when_a_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DLIO_CACHE", str(tmp_path / "cache"))
+    data = tmp_path / "f"
+    data.write_bytes(b"1")
+    built = []
+
+    def build() -> dict[str, np.ndarray]:
+        built.append(1)
+        return {"a": np.arange(5), "none": np.zeros((0, 3), np.uint8)}
+
+    def index() -> dict[str, np.ndarray]:
+        return cached_index("test", 1, [File(str(data))], build)
+
+    for _ in range(3):
+        assert index()["a"].tolist() == [0, 1, 2, 3, 4]
+        assert index()["none"].shape == (0, 3)
+    assert len(built) == 1
+    data.write_bytes(b"22")
+    index()
+    assert len(built) == 2
+    kept = [path for path in (tmp_path / "cache").glob("*/*") if path.is_dir()]
+    assert len(kept) == 1, "of the old state"
+    for victim in ("a.npy", "head.json"):
+        (kept[0] / victim).write_bytes(b"damaged")
+        assert index()["a"].tolist() == [0, 1, 2, 3, 4]
+        kept = [path for path in (tmp_path / "cache").glob("*/*") if path.is_dir()]
+    assert len(built) == 4
+    monkeypatch.setenv("DLIO_CACHE", "/proc/none")
+    assert index()["a"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_fingerprint_changes_with_any_part() -> None:
+    parts: list[Any] = ["a", b"b", np.arange(3)]
+    assert len(fingerprint_of("x", 1, *parts)) == 32
+    others: list[list[Any]] = [
+        ["ab", b"", np.arange(3)],
+        ["a", b"b", np.arange(3, dtype=np.int32)],
+        parts[:2],
+    ]
+    assert len({fingerprint_of("x", 1, *each) for each in (parts, *others)}) == 4

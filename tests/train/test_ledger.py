@@ -1,0 +1,92 @@
+"""Files that appear whole, or not at all."""
+
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from dlio.comm.single import SingleCommunicator
+from dlio.errors import UsageError
+from dlio.train.ledger import Trace
+from dlio.util.files import check_writable, write_whole
+
+FullDisk = Callable[[int], AbstractContextManager[None]]
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    path.write_text("before")
+    write_whole(str(path), lambda file: file.write(b"after"))
+    assert path.read_text() == "after"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_writer_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    path.write_text("before")
+
+    def fail(_: object) -> None:
+        raise KeyError("in the middle")
+
+    with pytest.raises(KeyError):
+        write_whole(str(path), fail)
+    assert path.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_is_named_and_nothing_is_left(tmp_path: Path, full_disk: FullDisk) -> None:
+    path = str(tmp_path / "report.json")
+    with (
+        full_disk(1000),
+        pytest.raises(UsageError, match=r"report\.json cannot be written: .*free some space"),
+    ):
+        write_whole(path, lambda file: file.write(b"x" * 5000))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_trace_on_a_full_disk_is_named_and_nothing_is_left(
+    tmp_path: Path, full_disk: FullDisk
+) -> None:
+    path = str(tmp_path / "trace.jsonl")
+    with full_disk(1000), Trace(path, SingleCommunicator()) as trace:
+        trace.step(0, 0, list(range(1000)))
+        with pytest.raises(UsageError, match=r"trace\.jsonl cannot be written"):
+            trace.end_epoch()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_trace_appears_when_it_is_finished_with_empty_steps_too(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    with Trace(str(path), SingleCommunicator()) as trace:
+        trace.step(0, 0, [3, 1])
+        trace.step(0, 1, [])
+        trace.end_epoch()
+        assert not path.exists()
+        trace.step(1, 0, [2])
+        trace.end_epoch()
+        trace.finish()
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"epoch": 0, "step": 0, "rank": 0, "samples": [3, 1]},
+        {"epoch": 0, "step": 1, "rank": 0, "samples": []},
+        {"epoch": 1, "step": 0, "rank": 0, "samples": [2]},
+    ]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_run_that_ends_early_leaves_no_trace(tmp_path: Path) -> None:
+    with Trace(str(tmp_path / "t"), SingleCommunicator()) as trace:
+        trace.step(0, 0, [1])
+        trace.end_epoch()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "match"), [("", "is a folder"), ("missing/report.json", "there is no folder")]
+)
+def test_a_place_that_cannot_be_written_is_found_before_the_run(
+    tmp_path: Path, name: str, match: str
+) -> None:
+    with pytest.raises(UsageError, match=match):
+        check_writable("--report", str(tmp_path / name))
