@@ -8,8 +8,8 @@ import torch
 from dlio.comm import Communicator, world
 from dlio.errors import UsageError
 from dlio.train.callbacks import make_callbacks
-from dlio.train.callbacks.checkpoint import CheckpointCallback
 from dlio.train.checkpoint import Checkpoints
+from dlio.train.checkpoint.callback import CheckpointCallback
 from dlio.train.checkpoint.state import restore
 from dlio.train.config import TrainConfig
 from dlio.train.data import difference, make_loader, open_data
