@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dlio.loader.dataset import open_dataset as open
     from dlio.train.exchange.distribute import distribute
     from dlio.train.pruning.apoptosis import Apoptosis
-    from dlio.train.pruning.saved import load_pruned
+    from dlio.train.pruning.pruned_file import load_pruned
     from dlio.train.skipping.skipper import SampleSkipper
 
 __all__ = [
@@ -61,7 +61,7 @@ _WHERE = {
     "SampleSkipper": ("dlio.train.skipping.skipper", "SampleSkipper"),
     "distribute": ("dlio.train.exchange.distribute", "distribute"),
     "init_process_group": ("dlio.comm.process_group", "init_process_group"),
-    "load_pruned": ("dlio.train.pruning.saved", "load_pruned"),
+    "load_pruned": ("dlio.train.pruning.pruned_file", "load_pruned"),
     "open": ("dlio.loader.dataset", "open_dataset"),
     **{
         name: ("dlio.errors", name)

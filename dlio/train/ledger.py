@@ -9,7 +9,7 @@ from dlio.comm import Communicator
 from dlio.util.files import unwritable
 
 
-class Trace:
+class SampleLedger:
     """Which samples each rank consumed at each step, a JSON object a line.
 
     Ranks hand their lines to rank 0 at the end of an epoch. The file appears at the end of the

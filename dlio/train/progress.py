@@ -10,7 +10,7 @@ _LINE_EVERY_S = 10.0
 _REFRESH_S = 0.1
 
 
-class Progress:
+class TrainingProgress:
     """Shows where a run is; rank 0 speaks for all. Owns the bar."""
 
     def __init__(self, epochs: int, steps: int, rank: int) -> None:

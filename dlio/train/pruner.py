@@ -14,9 +14,9 @@ from dlio.train.cut import Cut
 from dlio.train.exchange.distribute import Distributed
 from dlio.train.precision import Precision
 from dlio.train.pruning.apoptosis import Apoptosis, Round
-from dlio.train.pruning.layout import Layout
+from dlio.train.pruning.model_size import count_parameters, flops_per_sample, parameters_by_layer
 from dlio.train.pruning.pace import TOLERANCE
-from dlio.train.pruning.seen import count_parameters, flops_per_sample, parameters_by_layer
+from dlio.train.pruning.pruned_layout import PrunedLayout
 
 _BATCHES: Final = 4
 """That a probe is made of: the last ones before a round."""
@@ -112,7 +112,7 @@ class Pruner:
 
     def take_layout(self, state: Mapping[str, Any]) -> None:
         """Before weights are loaded. Collective."""
-        self.apoptosis.take_layout(Layout.from_json(state["layout"]))
+        self.apoptosis.take_layout(PrunedLayout.from_json(state["layout"]))
 
     def load_state_dict(
         self, state: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]

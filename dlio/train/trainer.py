@@ -14,9 +14,9 @@ from dlio.train.checkpoint.state import restore
 from dlio.train.config import TrainConfig
 from dlio.train.data import difference, make_loader, open_data
 from dlio.train.exchange.buckets import averaged_state
-from dlio.train.ledger import Trace
-from dlio.train.progress import Progress
-from dlio.train.pruning.saved import save_layout
+from dlio.train.ledger import SampleLedger
+from dlio.train.progress import TrainingProgress
+from dlio.train.pruning.pruned_file import save_layout
 from dlio.train.report import RunReport
 from dlio.train.worker import Worker
 from dlio.util.cores import available_cores
@@ -35,7 +35,7 @@ def train(config: TrainConfig) -> RunReport:
         checkpoints = None
         if config.checkpoint is not None:
             checkpoints = stack.enter_context(Checkpoints(config.checkpoint, comm, config.keep))
-            if comm.rank == 0 and not config.resume and checkpoints.found():
+            if comm.rank == 0 and not config.resume and checkpoints.paths():
                 raise UsageError(
                     f"--checkpoint {config.checkpoint}: holds checkpoints of another run; --resume "
                     "goes on with it, or name another folder"
@@ -84,8 +84,8 @@ def train(config: TrainConfig) -> RunReport:
         run.callbacks = [stack.enter_context(callback) for callback in callbacks]
         trace = None
         if config.trace is not None:
-            trace = stack.enter_context(Trace(config.trace, comm))
-        progress = stack.enter_context(Progress(config.epochs, run.steps, comm.rank))
+            trace = stack.enter_context(SampleLedger(config.trace, comm))
+        progress = stack.enter_context(TrainingProgress(config.epochs, run.steps, comm.rank))
         for callback in run.callbacks:
             callback.begins(run)
         for epoch in range(len(run.history), config.epochs):

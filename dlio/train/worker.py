@@ -20,11 +20,11 @@ from dlio.train.config import TrainConfig
 from dlio.train.cut import Cut
 from dlio.train.exchange.buckets import averaged_state, consensus_distance
 from dlio.train.exchange.distribute import distribute
-from dlio.train.ledger import Trace
+from dlio.train.ledger import SampleLedger
 from dlio.train.model import make_model, normalised
 from dlio.train.optimizers import make_optimizer
 from dlio.train.precision import Precision
-from dlio.train.progress import Progress
+from dlio.train.progress import TrainingProgress
 from dlio.train.pruner import Pruner
 from dlio.train.pruning.copies import bare_copy
 from dlio.train.report import EpochReport
@@ -125,7 +125,9 @@ class Worker:
             self.skipper.close()
         self.exchange.close()
 
-    def epoch(self, epoch: int, progress: Progress, trace: Trace | None) -> EpochReport:
+    def epoch(
+        self, epoch: int, progress: TrainingProgress, trace: SampleLedger | None
+    ) -> EpochReport:
         """Train an epoch, or what is left of it, and evaluate. Collective."""
         loader = self.loader
         self.model.train()

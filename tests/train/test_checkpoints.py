@@ -317,7 +317,7 @@ def test_what_a_killed_run_was_writing_is_removed_and_as_many_as_wanted_are_kept
         for step in range(5):
             checkpoints.save(step, {"rank0/x": torch.zeros(3)}, {})
         checkpoints.wait()
-        assert [Path(path).name for path in checkpoints.found()] == [
+        assert [Path(path).name for path in checkpoints.paths()] == [
             "step-00000004",
             "step-00000003",
         ]

@@ -9,7 +9,7 @@ import pytest
 
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
-from dlio.train.ledger import Trace
+from dlio.train.ledger import SampleLedger
 from dlio.util.files import check_writable, write_whole
 
 FullDisk = Callable[[int], AbstractContextManager[None]]
@@ -50,7 +50,7 @@ def test_a_trace_on_a_full_disk_is_named_and_nothing_is_left(
     tmp_path: Path, full_disk: FullDisk
 ) -> None:
     path = str(tmp_path / "trace.jsonl")
-    with full_disk(1000), Trace(path, SingleCommunicator()) as trace:
+    with full_disk(1000), SampleLedger(path, SingleCommunicator()) as trace:
         trace.step(0, 0, list(range(1000)))
         with pytest.raises(UsageError, match=r"trace\.jsonl cannot be written"):
             trace.end_epoch()
@@ -59,7 +59,7 @@ def test_a_trace_on_a_full_disk_is_named_and_nothing_is_left(
 
 def test_a_trace_appears_when_it_is_finished_with_empty_steps_too(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    with Trace(str(path), SingleCommunicator()) as trace:
+    with SampleLedger(str(path), SingleCommunicator()) as trace:
         trace.step(0, 0, [3, 1])
         trace.step(0, 1, [])
         trace.end_epoch()
@@ -76,7 +76,7 @@ def test_a_trace_appears_when_it_is_finished_with_empty_steps_too(tmp_path: Path
 
 
 def test_a_run_that_ends_early_leaves_no_trace(tmp_path: Path) -> None:
-    with Trace(str(tmp_path / "t"), SingleCommunicator()) as trace:
+    with SampleLedger(str(tmp_path / "t"), SingleCommunicator()) as trace:
         trace.step(0, 0, [1])
         trace.end_epoch()
     assert not list(tmp_path.iterdir())

@@ -12,7 +12,7 @@ import torch
 import dlio
 from dlio.train.model import make_model, normalised
 from dlio.train.pruning.find import find_groups
-from dlio.train.pruning.seen import count_parameters
+from dlio.train.pruning.model_size import count_parameters
 from dlio.util.files import write_json
 from dlio_bench.prune import removal
 from dlio_bench.prune.curves import Curve, summary

@@ -7,11 +7,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from dlio.train.pruning import Cut, Group, Plan, apply, find_groups, weights_of
+from dlio.train.pruning import Cut, Group, RemovalPlan, apply, find_groups, weights_of
 from dlio.train.pruning.apoptosis import Round
 
 
-def by_magnitude(model: nn.Module, groups: Sequence[Group], widths: Mapping[str, int]) -> Plan:
+def by_magnitude(
+    model: nn.Module, groups: Sequence[Group], widths: Mapping[str, int]
+) -> RemovalPlan:
     """Keep, of each group, the neurons with the largest sums of their weights' magnitudes (Li et
     al., "Pruning filters for efficient convnets", ICLR 2017).
 
@@ -29,19 +31,19 @@ def by_magnitude(model: nn.Module, groups: Sequence[Group], widths: Mapping[str,
             sums += weight.reshape(len(weight), -1).sum(1)[member.channels].sum(1)
         largest = np.argsort(-sums, kind="stable")[: widths[group.name]]
         keep[group.name] = np.sort(largest).astype(np.int64)
-    return Plan(keep)
+    return RemovalPlan(keep)
 
 
 def by_chance(
     groups: Sequence[Group], widths: Mapping[str, int], generator: np.random.Generator
-) -> Plan:
+) -> RemovalPlan:
     """Keep so many of each group's neurons, any; of groups that are not in `widths`, all."""
     keep = {}
     for group in groups:
         if widths.get(group.name, group.width) < group.width:
             kept = generator.choice(group.width, widths[group.name], replace=False)
             keep[group.name] = np.sort(kept).astype(np.int64)
-    return Plan(keep)
+    return RemovalPlan(keep)
 
 
 def cut_by_magnitude(model: nn.Module, example: Any, widths: Mapping[str, int]) -> None:

@@ -1,5 +1,5 @@
 """Checkpoints of a run: written in parallel while it goes on, whole or not there."""
 
-from dlio.train.checkpoint.folder import Checkpoints, Found
+from dlio.train.checkpoint.folder import Checkpoints, StoredCheckpoint
 
-__all__ = ["Checkpoints", "Found"]
+__all__ = ["Checkpoints", "StoredCheckpoint"]

@@ -45,7 +45,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class StoredCheckpoint:
     """A whole checkpoint."""
 
     path: str
@@ -100,17 +100,17 @@ class Checkpoints:
             os.close(self._lock)
             self._lock = None
 
-    def found(self) -> list[str]:
+    def paths(self) -> list[str]:
         """Paths of whole checkpoints, the newest first."""
         with contextlib.suppress(FileNotFoundError):
             names = [name for name in os.listdir(self.folder) if _NAME.fullmatch(name)]
             return [os.path.join(self.folder, name) for name in sorted(names, reverse=True)]
         return []
 
-    def newest(self) -> Found | None:
+    def newest(self) -> StoredCheckpoint | None:
         """The newest one that is not damaged, checked by all ranks; damaged ones are told of on
         standard error. Collective."""
-        paths = self._comm.allgather(self.found() if self._comm.rank == 0 else None)[0]
+        paths = self._comm.allgather(self.paths() if self._comm.rank == 0 else None)[0]
         for path in paths:
             found, wrong = None, ""
             try:
@@ -194,7 +194,7 @@ class Checkpoints:
         os.rename(hidden, path)
         _sync(self.folder)
         self.written.append(name)
-        for old in self.found()[self._keep :]:
+        for old in self.paths()[self._keep :]:
             # Not there any more, before it is not whole any more.
             doomed = os.path.join(self.folder, f"{_UNFINISHED}{os.path.basename(old)}")
             os.rename(old, doomed)
@@ -228,7 +228,7 @@ class Checkpoints:
         self._group = dist.group.WORLD
 
 
-def open_checkpoint(path: str) -> Found:
+def open_checkpoint(path: str) -> StoredCheckpoint:
     """Raises SourceError when it is none, or not whole."""
     try:
         with open(os.path.join(path, "about.json"), encoding="utf-8") as file:
@@ -237,10 +237,10 @@ def open_checkpoint(path: str) -> Found:
             raise SourceError(f"{path}: of format {about['format']}; this version reads {_FORMAT}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SourceError(f"{path}: is no whole checkpoint: {error}") from error
-    return Found(path, about, frozenset(contents(path)))
+    return StoredCheckpoint(path, about, frozenset(contents(path)))
 
 
-def _verify(found: Found, rank: int, ranks: int) -> None:
+def _verify(found: StoredCheckpoint, rank: int, ranks: int) -> None:
     """Compare the checksums of what was some rank's; ranks share in it. Raises SourceError."""
     sizes = {name: entry.size.numel() for name, entry in contents(found.path).items()}
     for saved in range(rank, int(found.about["ranks"]), ranks):

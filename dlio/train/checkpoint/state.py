@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 
 from dlio.errors import UsageError
-from dlio.train.checkpoint.folder import Found
+from dlio.train.checkpoint.folder import StoredCheckpoint
 from dlio.train.report import EpochReport
 from dlio.train.worker import Worker
 
@@ -69,7 +69,7 @@ def about(run: Worker) -> dict[str, Any]:
     }
 
 
-def restore(run: Worker, found: Found) -> None:
+def restore(run: Worker, found: StoredCheckpoint) -> None:
     """Have a run go on from a checkpoint. Collective.
 
     On as many ranks it goes on exactly. On another number weights and the optimizer's state are
@@ -127,7 +127,7 @@ def restore(run: Worker, found: Found) -> None:
     run.history = [EpochReport(**report) for report in told["epochs"]]
 
 
-def _merged(found: Found, saved: int) -> dict[str, torch.Tensor]:
+def _merged(found: StoredCheckpoint, saved: int) -> dict[str, torch.Tensor]:
     """The mean of what ranks had of their own, of model and optimizer."""
     total: dict[str, torch.Tensor] = {}
     for rank in range(saved):
@@ -146,7 +146,7 @@ def _merged(found: Found, saved: int) -> dict[str, torch.Tensor]:
     }
 
 
-def _owed(found: Found, saved: int, rank: int, ranks: int) -> dict[str, torch.Tensor]:
+def _owed(found: StoredCheckpoint, saved: int, rank: int, ranks: int) -> dict[str, torch.Tensor]:
     """This rank's part of what compression has left out, whole numbers of ranks': none is lost."""
     total: dict[str, torch.Tensor] = {}
     for each in range(rank, saved, ranks):
@@ -156,7 +156,7 @@ def _owed(found: Found, saved: int, rank: int, ranks: int) -> dict[str, torch.Te
     return total
 
 
-def _own_sums(found: Found, saved: int, rank: int, ranks: int) -> torch.Tensor:
+def _own_sums(found: StoredCheckpoint, saved: int, rank: int, ranks: int) -> torch.Tensor:
     """This rank's part of the sums of the epoch that is under way; whole numbers of ranks'."""
     total = torch.zeros(3, dtype=torch.float64)
     for each in range(rank, saved, ranks):
@@ -164,7 +164,7 @@ def _own_sums(found: Found, saved: int, rank: int, ranks: int) -> torch.Tensor:
     return total
 
 
-def _seen(found: Found, saved: int, rank: int, ranks: int) -> torch.Tensor:
+def _seen(found: StoredCheckpoint, saved: int, rank: int, ranks: int) -> torch.Tensor:
     """This rank's part of the losses of the epoch that is under way; whole numbers of ranks'."""
     total = torch.zeros(int(found.about["samples"]), dtype=torch.uint8)
     for each in range(rank, saved, ranks):
@@ -172,7 +172,7 @@ def _seen(found: Found, saved: int, rank: int, ranks: int) -> torch.Tensor:
     return total
 
 
-def _check(run: Worker, found: Found) -> None:
+def _check(run: Worker, found: StoredCheckpoint) -> None:
     config = run.config
     for name in _FIXED:
         if found.about[name] != getattr(config, name):

@@ -19,17 +19,18 @@
     found = find_groups(model, example)
     with Collector(model, found.groups) as collector:
         ...  # train: backward, collector.step(), optimizer.step()
-    what = plan(found.groups, weights_of(model, found.groups), collector.statistics(), Limits())
-    applied = apply(model, found.groups, what, [optimizer])
+    weights = weights_of(model, found.groups)
+    removals = plan_removals(found.groups, weights, collector.statistics(), Limits())
+    applied = apply(model, found.groups, removals, [optimizer])
 """
 
 from dlio.train.cut import Cut
 from dlio.train.pruning.apply import Applied, apply
 from dlio.train.pruning.find import find_groups
-from dlio.train.pruning.groups import Activation, Found, Group, LeftAlone, Member
-from dlio.train.pruning.layout import Layout, shrink_to
+from dlio.train.pruning.groups import Activation, Group, LeftAlone, Member, PrunableGroups
 from dlio.train.pruning.pace import Schedule
-from dlio.train.pruning.plan import Limits, Plan, Removal, plan, weights_of
+from dlio.train.pruning.pruned_layout import PrunedLayout, shrink_to
+from dlio.train.pruning.removal import Limits, Removal, RemovalPlan, plan_removals, weights_of
 from dlio.train.pruning.statistics import Collector, Moments, Statistics, merge
 
 __all__ = [
@@ -37,21 +38,21 @@ __all__ = [
     "Applied",
     "Collector",
     "Cut",
-    "Found",
     "Group",
-    "Layout",
     "LeftAlone",
     "Limits",
     "Member",
     "Moments",
-    "Plan",
+    "PrunableGroups",
+    "PrunedLayout",
     "Removal",
+    "RemovalPlan",
     "Schedule",
     "Statistics",
     "apply",
     "find_groups",
     "merge",
-    "plan",
+    "plan_removals",
     "shrink_to",
     "weights_of",
 ]

@@ -17,13 +17,13 @@ from dlio.train.cut import Cut
 from dlio.train.exchange.distribute import exchange_around
 from dlio.train.pruning.apply import apply
 from dlio.train.pruning.find import find_groups
-from dlio.train.pruning.groups import Found, Group, shrunk
-from dlio.train.pruning.layout import Layout, shrink_to
+from dlio.train.pruning.groups import Group, PrunableGroups, shrunk
+from dlio.train.pruning.model_size import count_parameters
 from dlio.train.pruning.pace import Pace, Schedule
-from dlio.train.pruning.plan import Limits, Removal
-from dlio.train.pruning.seen import count_parameters
+from dlio.train.pruning.pruned_layout import PrunedLayout, shrink_to
+from dlio.train.pruning.removal import Limits, Removal
 from dlio.train.pruning.statistics import Collector
-from dlio.train.pruning.trial import Probe, Trial, Trier
+from dlio.train.pruning.trial import PlanTrials, Probe, TrialResult
 
 
 class Reshapes(Protocol):
@@ -141,13 +141,13 @@ class Apoptosis:
         self.schedule = schedule or Schedule(tolerance=tolerance)
         self._pace = Pace(self.schedule, steps)
         self.example = example
-        self.found: Found = find_groups(model, example)
+        self.found: PrunableGroups = find_groups(model, example)
         """What of the model as it was made can be pruned, and what is left alone, and why."""
         self._check_found()
         self._original = self.found.groups
         self.groups: tuple[Group, ...] = self.found.groups
         """Of the model as it is."""
-        self.layout = Layout()
+        self.layout = PrunedLayout()
         self.parameters_at_first = count_parameters(model)
         self.steps = 0
         self.rounds: list[Round] = []
@@ -251,7 +251,7 @@ class Apoptosis:
         """This rank's window of statistics, beside `state_dict`."""
         return self._collector.state()
 
-    def take_layout(self, layout: Layout) -> None:
+    def take_layout(self, layout: PrunedLayout) -> None:
         """Cut the model, as it was made, to the shapes of one that was saved; its weights and the
         optimizers' state are to be loaded after this, then `load_state_dict`. Collective."""
         if self.layout.version:
@@ -270,7 +270,7 @@ class Apoptosis:
         Args:
             tensors: this rank's; without them the window begins anew.
         """
-        if Layout.from_json(state["layout"]).version != self.layout.version:
+        if PrunedLayout.from_json(state["layout"]).version != self.layout.version:
             raise DlioError("the state is of another layout: call take_layout first")
         self.steps, self.collected = int(state["steps"]), int(state["collected"])
         self._pace = Pace.from_json(self.schedule, self._pace.steps, dict(state["pace"]))
@@ -323,7 +323,7 @@ class Apoptosis:
             return None
         for exchange in self._exchanges:
             exchange.finish()
-        trier = Trier(
+        trier = PlanTrials(
             self.model, self.groups, self._collector.statistics(), self._weighed_probe, self._comm
         )
         if trier.before is not None and not math.isfinite(trier.before):
@@ -358,7 +358,7 @@ class Apoptosis:
         for callback in self._on_cut:
             callback(cuts)
 
-    def _told(self, tried: Trial, allowed: float | None, began: float) -> Round:
+    def _told(self, tried: TrialResult, allowed: float | None, began: float) -> Round:
         by_kind: dict[str, list[Removal]] = {}
         for removal in tried.plan.removals:
             by_kind.setdefault(removal.kind, []).append(removal)

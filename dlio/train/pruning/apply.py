@@ -10,8 +10,8 @@ from dlio.errors import DlioError
 from dlio.train.cut import Cut
 from dlio.train.pruning.cutting import cut_layers
 from dlio.train.pruning.groups import Group, channels_gone, shrunk
-from dlio.train.pruning.layout import Layout
-from dlio.train.pruning.plan import Plan
+from dlio.train.pruning.pruned_layout import PrunedLayout
+from dlio.train.pruning.removal import RemovalPlan
 from dlio.train.pruning.verify import count_anew
 
 
@@ -21,7 +21,7 @@ class Applied:
 
     groups: tuple[Group, ...]
     """Of the smaller model; for the next plan."""
-    layout: Layout
+    layout: PrunedLayout
     cuts: tuple[Cut, ...]
     """Every parameter and buffer that changed its shape: what else depends on those shapes, flat
     buffers and buckets of gradients above all, is to be made anew."""
@@ -31,9 +31,9 @@ class Applied:
 def apply(
     model: nn.Module,
     groups: Sequence[Group],
-    plan: Plan,
+    plan: RemovalPlan,
     optimizers: Iterable[torch.optim.Optimizer] = (),
-    layout: Layout | None = None,
+    layout: PrunedLayout | None = None,
     aligned: Iterable[Callable[[Sequence[Cut]], None]] = (),
 ) -> Applied:
     """Make up for the neurons that go, and take them out.
@@ -49,7 +49,7 @@ def apply(
     Raises DlioError where a plan is not for these groups, and as cut_layers; the model is then
     unchanged.
     """
-    layout = layout or Layout()
+    layout = layout or PrunedLayout()
     if not plan.keep:
         return Applied(tuple(groups), layout, ())
     by_name = {group.name: group for group in groups}
@@ -72,7 +72,7 @@ def apply(
 
 
 def _make_up(
-    model: nn.Module, groups: dict[str, Group], plan: Plan
+    model: nn.Module, groups: dict[str, Group], plan: RemovalPlan
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Twins take over, constants go where they are added; gives the tensors as they were."""
     undo: list[tuple[torch.Tensor, torch.Tensor]] = []

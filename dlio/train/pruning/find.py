@@ -10,15 +10,15 @@ from torch import nn
 
 from dlio.train.pruning.copies import bare_copy
 from dlio.train.pruning.dependency_graph import candidates, make_member
-from dlio.train.pruning.groups import Found, Group, Indices, LeftAlone, Member
+from dlio.train.pruning.groups import Group, Indices, LeftAlone, Member, PrunableGroups
 from dlio.train.pruning.layers import is_depthwise
-from dlio.train.pruning.verify import Trial
+from dlio.train.pruning.verify import GroupVerifier
 
 _HEADS = ("num_heads", "n_heads", "heads", "nhead", "num_attention_heads", "n_head")
 _WIDTHS = ("all_head_size", "inner_dim", "inner_size", "attn_dim", "embed_dim", "hidden_size")
 
 
-def find_groups(model: nn.Module, example: Any) -> Found:
+def find_groups(model: nn.Module, example: Any) -> PrunableGroups:
     """The groups of neurons that can be cut from a model, and what is left alone, with reasons.
 
     Pure: the model is copied, traced with `example`, and each group is tried out on the copy. The
@@ -46,7 +46,7 @@ def find_groups(model: nn.Module, example: Any) -> Found:
     with torch.no_grad():
         forward(work)
     some, left = candidates(work, forward)
-    trial = Trial(work, forward)
+    trial = GroupVerifier(work, forward)
     found: list[Group] = []
     if some and not trial.fails(some):
         found = some
@@ -66,7 +66,7 @@ def find_groups(model: nn.Module, example: Any) -> Found:
         if taken.isdisjoint(m.key for m in group.members) and not trial.fails([group]):
             found.append(group)
             taken |= {member.key for member in group.members}
-    return Found(_in_order(work, found), _named(work, found, left))
+    return PrunableGroups(_in_order(work, found), _named(work, found, left))
 
 
 def _as_heads(model: nn.Module, group: Group) -> Iterator[Group]:

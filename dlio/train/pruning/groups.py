@@ -97,7 +97,7 @@ class LeftAlone:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PrunableGroups:
     """What can be pruned of a model, and what cannot."""
 
     groups: tuple[Group, ...]

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Self
 
 from dlio.errors import DlioError, UsageError
-from dlio.train.pruning.plan import Limits
+from dlio.train.pruning.removal import Limits
 
 TOLERANCE: Final = 0.5
 

@@ -17,7 +17,7 @@ from dlio.train.pruning.agreement import of_first, reduced, total
 from dlio.train.pruning.apply import apply
 from dlio.train.pruning.copies import bare_copy
 from dlio.train.pruning.groups import Group
-from dlio.train.pruning.plan import Limits, Plan, plan, weights_of
+from dlio.train.pruning.removal import Limits, RemovalPlan, plan_removals, weights_of
 from dlio.train.pruning.statistics import Statistics
 
 _GENTLER: Final = 1 / 2, 1 / 4
@@ -30,10 +30,10 @@ Probe = Callable[[nn.Module], tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class TrialResult:
     """What came of a plan."""
 
-    plan: Plan
+    plan: RemovalPlan
     """To be carried out; it may remove nothing."""
     hurt: tuple[str, ...]
     """Groups whose removals were tried, and are not to be done."""
@@ -47,7 +47,7 @@ class Trial:
     """Whether less was taken of each group than was planned first, as that hurt."""
 
 
-class Trier:
+class PlanTrials:
     """Tries plans of one round, on all ranks together: each takes the same decisions.
 
     Args:
@@ -71,23 +71,23 @@ class Trier:
         """The probe's loss as the model is; infinite where no rank has a sample to probe with, or
         it is no number."""
 
-    def round(self, limits: Limits, allowed: float) -> Trial:
+    def round(self, limits: Limits, allowed: float) -> TrialResult:
         """Collective. A plan within `limits` that raises the probe's loss by at most `allowed`:
         all of what was planned, or less of each group, or of those groups that do not hurt, or
         nothing."""
         whole = self._planned(limits)
         if not whole.keep or self.before is None:
-            return Trial(whole, (), self.before, self.before, 0)
+            return TrialResult(whole, (), self.before, self.before, 0)
         after = self._loss(whole)
         if after - self.before <= allowed:
-            return Trial(whole, (), self.before, after, self._tries)
+            return TrialResult(whole, (), self.before, after, self._tries)
         share, loss = _GENTLER
         limits = replace(limits, share=limits.share * share, loss=limits.loss * loss)
         less = self._planned(limits)
         if less.keep:
             after = self._loss(less)
             if after - self.before <= allowed:
-                return Trial(less, (), self.before, after, self._tries, gently=True)
+                return TrialResult(less, (), self.before, after, self._tries, gently=True)
         names = list(less.keep) or list(whole.keep)
         fits = self._parts_that_fit(names, limits, allowed) if len(less.keep) > 1 else []
         rest = [name for name in names if name not in fits]
@@ -95,8 +95,8 @@ class Trier:
             some = self._planned(self._only(fits, limits))
             after = self._loss(some)
             if after - self.before <= allowed:
-                return Trial(some, tuple(rest), self.before, after, self._tries, gently=True)
-        return Trial(Plan(), tuple(names), self.before, self.before, self._tries)
+                return TrialResult(some, tuple(rest), self.before, after, self._tries, gently=True)
+        return TrialResult(RemovalPlan(), tuple(names), self.before, self.before, self._tries)
 
     def _parts_that_fit(self, names: list[str], limits: Limits, allowed: float) -> list[str]:
         """Groups whose removals, taken part by part, are within what is allowed together."""
@@ -119,15 +119,15 @@ class Trier:
         others = {group.name for group in self._groups} - set(names)
         return replace(limits, frozen=limits.frozen | others)
 
-    def _planned(self, limits: Limits) -> Plan:
+    def _planned(self, limits: Limits) -> RemovalPlan:
         """Made by rank 0."""
         mine = None
         if self._comm.rank == 0:
-            mine = plan(self._groups, self._weights, self._statistics, limits).to_json()
-        return Plan.from_json(of_first(mine, self._comm))
+            mine = plan_removals(self._groups, self._weights, self._statistics, limits).to_json()
+        return RemovalPlan.from_json(of_first(mine, self._comm))
 
     @torch.no_grad()
-    def _loss(self, what: Plan | None) -> float:
+    def _loss(self, what: RemovalPlan | None) -> float:
         """The mean loss over all ranks' probes, with a plan carried out; infinite where there is
         none, or it is no number."""
         assert self._probe is not None

@@ -23,7 +23,7 @@ _TOLERANCE = 1e-4
 Forward = Callable[[nn.Module], Any]
 
 
-class Trial:
+class GroupVerifier:
     """Tries groups of one model.
 
     Args:

@@ -12,10 +12,18 @@ from torch import nn
 import dlio
 from dlio.comm import Communicator, world
 from dlio.train.exchange import make_exchange
-from dlio.train.pruning import Collector, Layout, Schedule, apply, find_groups, merge, shrink_to
+from dlio.train.pruning import (
+    Collector,
+    PrunedLayout,
+    Schedule,
+    apply,
+    find_groups,
+    merge,
+    shrink_to,
+)
 from dlio.train.pruning.agreement import greatest, of_first, reduced
 from dlio.train.pruning.groups import Indices
-from dlio.train.pruning.plan import Plan
+from dlio.train.pruning.removal import RemovalPlan
 
 STEPS: Final = 60
 SCHEDULE: Final = Schedule(
@@ -144,7 +152,7 @@ def check_residuals(comm: Communicator) -> None:
         assert comm.size == 1 or any(each.any() for each in owed.values()), name
         keep: dict[str, Indices] = {group.name: np.arange(0, group.width, 2) for group in groups}
         before = _by_parameter(owed, named)
-        cuts = apply(net, groups, Plan(keep), [optimizer], aligned=(exchange.reshape,)).cuts
+        cuts = apply(net, groups, RemovalPlan(keep), [optimizer], aligned=(exchange.reshape,)).cuts
         after = _by_parameter(
             {key: each for key, each in exchange.state().items() if "owed" in key}, named
         )
@@ -241,7 +249,7 @@ def _run(
             if saved is not None and weights is not None:
                 state, window = saved
                 layout: dict[str, object] = state["layout"]  # type: ignore[assignment]
-                apoptosis.take_layout(Layout.from_json(layout))
+                apoptosis.take_layout(PrunedLayout.from_json(layout))
                 net.load_state_dict(weights[0])
                 optimizer.load_state_dict(weights[1])
                 apoptosis.load_state_dict(state, window)

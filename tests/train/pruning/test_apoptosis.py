@@ -18,9 +18,9 @@ from dlio.errors import DlioError, SourceError, UsageError
 from dlio.train.exchange import parse_exchange
 from dlio.train.exchange.asgd import Asgd
 from dlio.train.exchange.buckets import trainable
-from dlio.train.pruning import Limits, Plan, Schedule, apply, find_groups, shrink_to
-from dlio.train.pruning.saved import save_layout
-from dlio.train.pruning.seen import count_parameters, flops_per_sample, parameters_by_layer
+from dlio.train.pruning import Limits, RemovalPlan, Schedule, apply, find_groups, shrink_to
+from dlio.train.pruning.model_size import count_parameters, flops_per_sample, parameters_by_layer
+from dlio.train.pruning.pruned_file import save_layout
 from tests.train.pruning.apoptosis_checks import (
     CHECKS,
     SCHEDULE,
@@ -317,7 +317,7 @@ def test_a_pruned_model_is_saved_loaded_and_exported_as_a_plain_small_one(tmp_pa
     net, inputs = make("residual", "relu", 3)
     groups = find_groups(net, inputs).groups
     keep = {group.name: np.arange(8, dtype=np.int64) for group in groups}
-    applied = apply(net, groups, Plan(keep))
+    applied = apply(net, groups, RemovalPlan(keep))
     net.eval()
     path = str(tmp_path / "model.pt")
     torch.save(net.state_dict(), path)
@@ -412,7 +412,7 @@ def test_asgd_drops_messages_of_another_layout() -> None:
     groups = find_groups(net, EXAMPLE).groups
     keep = {group.name: np.arange(8, dtype=np.int64) for group in groups}
     exchange.before_step()
-    apply(net, groups, Plan(keep), aligned=(exchange.reshape,))
+    apply(net, groups, RemovalPlan(keep), aligned=(exchange.reshape,))
     small = sum(p.numel() for p in net.parameters())
     assert small < whole
     comm.deliver(1, torch.full((small,), 9.0))

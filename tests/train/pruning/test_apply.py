@@ -18,13 +18,13 @@ from dlio.errors import DlioError
 from dlio.train.pruning import (
     Collector,
     Cut,
-    Found,
-    Layout,
     Limits,
-    Plan,
+    PrunableGroups,
+    PrunedLayout,
+    RemovalPlan,
     apply,
     find_groups,
-    plan,
+    plan_removals,
     shrink_to,
     weights_of,
 )
@@ -38,10 +38,10 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.9, centered=True),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
 }
-_FOUND: dict[str, Found] = {}
+_FOUND: dict[str, PrunableGroups] = {}
 
 
-def _found(kind: str) -> Found:
+def _found(kind: str) -> PrunableGroups:
     if kind not in _FOUND:
         _FOUND[kind] = find_groups(*make(kind, "relu", 0))
     return _FOUND[kind]
@@ -55,14 +55,14 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tens
     optimizer.step()
 
 
-def _random_plan(found: Found, seed: int) -> Plan:
+def _random_plan(found: PrunableGroups, seed: int) -> RemovalPlan:
     rng = np.random.default_rng(seed)
     keep = {
         group.name: np.sort(rng.permutation(group.width)[: rng.integers(1, group.width)])
         for group in found.groups
         if rng.random() < 0.8
     }
-    return Plan(keep)
+    return RemovalPlan(keep)
 
 
 def _by_hand(model: nn.Module, small: nn.Module, cuts: Sequence[Cut]) -> None:
@@ -114,7 +114,7 @@ def test_steps_after_a_cut_are_those_of_a_small_net_started_from_the_sliced_stat
     applied = apply(model, found.groups, _random_plan(found, 7), [optimizer])
 
     small, _ = make(kind, "relu", 2)
-    shrink_to(small, Layout.from_json(json.loads(json.dumps(applied.layout.to_json()))))
+    shrink_to(small, PrunedLayout.from_json(json.loads(json.dumps(applied.layout.to_json()))))
     _by_hand(whole, small, applied.cuts)
     by_name = {cut.name: cut for cut in applied.cuts}
     for index, state in saved["state"].items():
@@ -151,7 +151,7 @@ def test_parameters_hooks_and_attributes_are_the_same_objects_after_a_cut() -> N
     before = list(model.parameters())
     mean = model.get_buffer("1.running_mean")
     keep = np.arange(16, dtype=np.int64)
-    applied = apply(model, found.groups, Plan({"0": keep}), [optimizer])
+    applied = apply(model, found.groups, RemovalPlan({"0": keep}), [optimizer])
     assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
     assert model.get_buffer("1.running_mean") is mean
     assert {cut.name for cut in applied.cuts} == {
@@ -190,7 +190,7 @@ def test_what_cannot_be_cut_leaves_everything_as_it_was() -> None:
     found = _found("mlp")
     model, inputs = make("mlp", "relu", 1)
     before = copy.deepcopy(model.state_dict())
-    what = Plan({"0": np.arange(8)}, shifts={"2.bias": np.ones(16)})
+    what = RemovalPlan({"0": np.arange(8)}, shifts={"2.bias": np.ones(16)})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model.get_parameter("2.weight")]["flat"] = torch.zeros(384)
     with pytest.raises(DlioError, match=r"'flat' of 2\.weight has shape \(384,\)"):
@@ -203,7 +203,7 @@ def test_what_cannot_be_cut_leaves_everything_as_it_was() -> None:
         apply(model, found.groups, what)
     del output
     with pytest.raises(DlioError, match="other widths"):
-        apply(model, found.groups, Plan({"0": np.arange(25)}))
+        apply(model, found.groups, RemovalPlan({"0": np.arange(25)}))
     after = model.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     apply(model, found.groups, what)
@@ -215,7 +215,7 @@ def test_weights_keep_their_memory_format() -> None:
     model, inputs = make("convolutional", "relu", 1)
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     _step(model, torch.optim.SGD(model.parameters(), lr=0.1), inputs)
-    apply(model, found.groups, Plan({"0": np.arange(8)}))
+    apply(model, found.groups, RemovalPlan({"0": np.arange(8)}))
     for name in ("0.weight", "3.weight"):
         weight = model.get_parameter(name)
         assert weight.grad is not None
@@ -241,7 +241,7 @@ def test_fused_optimizers_find_their_state_where_the_weights_format_has_it(
         optimizer = kind(model.parameters(), lr=0.01, fused=fused, **options)  # type: ignore[call-arg]
         for step in range(6):
             if step == 3:
-                apply(model, found.groups, Plan({"0": np.arange(8)}), [optimizer])
+                apply(model, found.groups, RemovalPlan({"0": np.arange(8)}), [optimizer])
             _step(model, optimizer, inputs)
         weights.append(model.get_parameter("3.weight").detach())
     torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)
@@ -250,8 +250,8 @@ def test_fused_optimizers_find_their_state_where_the_weights_format_has_it(
 def test_nothing_to_remove_keeps_the_layout() -> None:
     found = _found("mlp")
     model, _ = make("mlp", "relu", 1)
-    layout = Layout(3)
-    assert apply(model, found.groups, Plan(), layout=layout).layout is layout
+    layout = PrunedLayout(3)
+    assert apply(model, found.groups, RemovalPlan(), layout=layout).layout is layout
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -260,14 +260,14 @@ def test_rounds_of_cuts_are_one_layout_that_a_fresh_model_and_an_export_take(
 ) -> None:
     found = _found(kind)
     model, inputs = make(kind, "relu", 1)
-    groups, layout = found.groups, Layout()
+    groups, layout = found.groups, PrunedLayout()
     rng = np.random.default_rng(5)
     for version in (1, 2, 3):
         keep = {
             group.name: np.sort(rng.permutation(group.width)[: max(2, group.width * 3 // 4)])
             for group in groups
         }
-        applied = apply(model, groups, Plan(keep), layout=layout)
+        applied = apply(model, groups, RemovalPlan(keep), layout=layout)
         groups, layout = applied.groups, applied.layout
         assert layout.version == version
         assert {g.name: g.width for g in groups} == {
@@ -285,7 +285,7 @@ def test_rounds_of_cuts_are_one_layout_that_a_fresh_model_and_an_export_take(
     torch.save({"model": model.state_dict(), "layout": json.dumps(layout.to_json())}, path)
     saved = torch.load(path, weights_only=True)
     fresh, _ = make(kind, "relu", 9)
-    shrink_to(fresh.eval(), Layout.from_json(json.loads(saved["layout"])))
+    shrink_to(fresh.eval(), PrunedLayout.from_json(json.loads(saved["layout"])))
     fresh.load_state_dict(saved["model"])
     with torch.no_grad():
         expected = model(inputs)
@@ -318,7 +318,7 @@ def test_a_whole_round_keeps_what_a_net_computes() -> None:
         model.train()(inputs).square().mean().backward()
         collector.step()
         optimizer.zero_grad()
-    what = plan(
+    what = plan_removals(
         found.groups, weights_of(model, found.groups), collector.statistics(), Limits(loss=0.0)
     )
     model.eval()

@@ -13,23 +13,23 @@ from torch.nn.functional import unfold
 
 from dlio.train.pruning import (
     Collector,
-    Found,
     Group,
     Limits,
+    PrunableGroups,
     Removal,
     apply,
     find_groups,
-    plan,
+    plan_removals,
     weights_of,
 )
 from dlio.train.pruning.groups import Member
-from dlio.train.pruning.plan import Plan
+from dlio.train.pruning.removal import RemovalPlan
 from tests.train.pruning.networks import ACTIVATIONS, KINDS, make
 
-_FOUND: dict[tuple[str, str], Found] = {}
+_FOUND: dict[tuple[str, str], PrunableGroups] = {}
 
 
-def _found(kind: str, activation: str) -> Found:
+def _found(kind: str, activation: str) -> PrunableGroups:
     key = kind, activation
     if key not in _FOUND:
         _FOUND[key] = find_groups(*make(kind, activation, 0))
@@ -121,7 +121,12 @@ def _output(layer: Any, inputs: torch.Tensor) -> torch.Tensor:
 
 
 def _change(
-    model: nn.Module, member: Member, what: Plan, removal: Removal, inputs: torch.Tensor, mean: Any
+    model: nn.Module,
+    member: Member,
+    what: RemovalPlan,
+    removal: Removal,
+    inputs: torch.Tensor,
+    mean: Any,
 ) -> float:
     """How far a next layer's outputs move by one removal, made up for as the plan does."""
     layer: Any = model.get_submodule(member.module)
@@ -160,7 +165,7 @@ def test_each_removal_changes_the_next_layers_within_its_bound(
     limits = Limits(constant=0.1, twin=0.2, loss=1e-2, share=1.0, multiple=1)
     # One group at a time: a bound holds for the net with the removals before it done.
     for group in found.groups:
-        what = plan([group], weights_of(model, [group]), statistics, limits)
+        what = plan_removals([group], weights_of(model, [group]), statistics, limits)
         exact = copy.deepcopy(model).double()
         wide = inputs.double() if inputs.is_floating_point() else inputs
         names = {member.module for member in group.producers + group.consumers}
@@ -187,7 +192,7 @@ def test_twins_and_constants_are_found_where_there_are(kind: str, activation: st
         _spoil(model, group, rng, 0.0)
     statistics = _observed(model, found.groups, inputs)
     limits = Limits(share=1.0, multiple=1, loss=0.0)
-    what = plan(found.groups, weights_of(model, found.groups), statistics, limits)
+    what = plan_removals(found.groups, weights_of(model, found.groups), statistics, limits)
     kinds = {removal.kind for removal in what.removals}
     assert "twin" in kinds
     assert {"constant", "dead"} & kinds
@@ -206,7 +211,7 @@ def test_a_neuron_that_goes_is_nobodys_twin() -> None:
         layer.bias[:] = layer.bias[0] * torch.linspace(0.5, 2, 24)
     statistics = _observed(model, found.groups, inputs)
     limits = Limits(share=1.0, multiple=1, loss=0.0, constant=0.0)
-    what = plan(found.groups[:1], weights_of(model, found.groups), statistics, limits)
+    what = plan_removals(found.groups[:1], weights_of(model, found.groups), statistics, limits)
     assert what.keep["0"].tolist() == [r for r in range(24) if r == what.removals[0].twin]
     with torch.no_grad():
         before = model(inputs)

@@ -9,11 +9,11 @@ from torch import nn
 
 from dlio.errors import UsageError
 from dlio.train.model import SmallResNet
-from dlio.train.pruning import Found, find_groups
+from dlio.train.pruning import PrunableGroups, find_groups
 from tests.train.pruning.networks import ACTIVATIONS, make
 
 
-def _reasons(found: Found) -> dict[str, str]:
+def _reasons(found: PrunableGroups) -> dict[str, str]:
     return {one.module: one.reason for one in found.left_alone}
 
 

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from dlio.errors import SourceError, UsageError
-from dlio.train.pruning.layout import Layout, shrink_to
+from dlio.train.pruning.pruned_layout import PrunedLayout, shrink_to
 from dlio.util.files import write_json
 
 _BESIDE: Final = ".layout.json"
 Module = TypeVar("Module", bound=nn.Module)
 
 
-def save_layout(path: str, layout: Layout | None) -> None:
+def save_layout(path: str, layout: PrunedLayout | None) -> None:
     """Beside the weights at `path`, as PATH.layout.json; None takes away what lies there, of
     weights that were written over."""
     if layout is not None:
@@ -41,9 +41,9 @@ def load_pruned(model: Module, path: str) -> Module:
     layout = None
     try:
         with open(path + _BESIDE, encoding="utf-8") as file:
-            layout = Layout.from_json(json.load(file))
+            layout = PrunedLayout.from_json(json.load(file))
     except FileNotFoundError:
-        layout = Layout()
+        layout = PrunedLayout()
     except (OSError, ValueError) as error:
         raise SourceError(f"{path}{_BESIDE}: cannot be read: {error}") from error
     shrink_to(model, layout)

@@ -17,10 +17,10 @@ from dlio.train.pruning import (
     Collector,
     Group,
     Limits,
-    Plan,
+    RemovalPlan,
     Statistics,
     find_groups,
-    plan,
+    plan_removals,
     weights_of,
 )
 from dlio.train.pruning.similar import find_twins
@@ -54,14 +54,14 @@ def test_plans_keep_to_share_and_multiple_and_are_pure(
     groups, weights, statistics = _case(kind, seed)
     limits = Limits(constant=0.3, twin=0.8, loss=loss, share=share, multiple=multiple)
     before = copy.deepcopy((weights, statistics.sums(), statistics.peaks()))
-    what = plan(groups, weights, statistics, limits)
+    what = plan_removals(groups, weights, statistics, limits)
     assert all(np.array_equal(weights[name], before[0][name]) for name in weights)
     assert np.array_equal(statistics.sums(), before[1])
     assert np.array_equal(statistics.peaks(), before[2])
-    again = plan(groups, copy.deepcopy(weights), statistics, limits)
+    again = plan_removals(groups, copy.deepcopy(weights), statistics, limits)
     text = json.dumps(what.to_json())
     assert json.dumps(again.to_json()) == text
-    assert json.dumps(Plan.from_json(json.loads(text)).to_json()) == text
+    assert json.dumps(RemovalPlan.from_json(json.loads(text)).to_json()) == text
     for group in groups:
         gone = [r for r in what.removals if r.group == group.name]
         assert len(gone) <= max(share * group.width, multiple)
@@ -84,7 +84,7 @@ def test_the_neurons_that_the_loss_needs_least_go_first_and_no_further_than_its_
     order = np.argsort(loss, kind="stable")
     limit = float(loss[order[:6]].sum()) * 1.000001
     limits = Limits(constant=0.0, twin=0.0, loss=limit, share=1.0, multiple=1)
-    what = plan([group], weights, statistics, limits)
+    what = plan_removals([group], weights, statistics, limits)
     unneeded = {r.neuron for r in what.removals if r.kind == "unneeded"}
     dead = {r.neuron for r in what.removals if r.kind == "dead"}
     assert unneeded == set(order[: 6 + len(dead)].tolist()) - dead
@@ -93,21 +93,21 @@ def test_the_neurons_that_the_loss_needs_least_go_first_and_no_further_than_its_
 def test_frozen_groups_stay_as_they_are() -> None:
     groups, weights, statistics = _case("mlp", 1)
     limits = Limits(loss=1e9, multiple=1, frozen=frozenset({groups[0].name}))
-    assert set(plan(groups, weights, statistics, limits).keep) == {groups[1].name}
+    assert set(plan_removals(groups, weights, statistics, limits).keep) == {groups[1].name}
 
 
 def test_a_width_that_is_no_multiple_becomes_one_or_stays() -> None:
     groups, weights, statistics = _case("mlp", 1)
     for share, kept in ((0.0, 24), (0.1, 16), (0.4, 16), (0.9, 8)):
         limits = Limits(loss=1e9, share=share)
-        what = plan(groups[:1], weights, statistics, limits)
+        what = plan_removals(groups[:1], weights, statistics, limits)
         assert len(what.keep.get("0", range(24))) == kept
 
 
 def test_as_many_neurons_stay_as_are_asked_for() -> None:
     groups, weights, statistics = _case("mlp", 1)
     limits = Limits(loss=1e9, share=1.0, multiple=1, least={groups[0].name: 9})
-    what = plan(groups, weights, statistics, limits)
+    what = plan_removals(groups, weights, statistics, limits)
     assert [len(what.keep[group.name]) for group in groups] == [9, 1]
 
 
@@ -121,7 +121,7 @@ def test_without_statistics_only_twins_go() -> None:
             for name, m in statistics.moments.items()
         }
     )
-    what = plan(groups, weights, blind, Limits(loss=1e9, multiple=1))
+    what = plan_removals(groups, weights, blind, Limits(loss=1e9, multiple=1))
     (removal,) = what.removals
     assert removal.kind == "twin"
     assert {removal.neuron, removal.twin} == {3, 5}
@@ -167,13 +167,13 @@ def test_twins_are_judged_by_what_the_removals_before_them_leave() -> None:
         collector.step()
     limits = Limits(loss=0.0, twin=1e-3, multiple=1)
     weights = weights_of(model, groups)
-    what = plan(groups, weights, collector.statistics(), limits)
+    what = plan_removals(groups, weights, collector.statistics(), limits)
     dead = [r for r in what.removals if r.group == "0"]
     assert [(r.neuron, r.kind, r.bound) for r in dead] == [(n, "dead", 0.0) for n in range(8)]
     twins = [r for r in what.removals if r.kind == "twin"]
     assert [{r.neuron, r.twin} for r in twins] == [{3, 5}]
     assert twins[0].bound == 0.0
-    alone = plan(groups[1:], weights, collector.statistics(), limits)
+    alone = plan_removals(groups[1:], weights, collector.statistics(), limits)
     assert not [r for r in alone.removals if r.kind == "twin"]
 
 
@@ -190,7 +190,9 @@ def test_behind_an_activation_that_is_not_known_only_the_very_same_neurons_are_m
         model(inputs).square().mean().backward()
         collector.step()
     limits = Limits(constant=0.0, loss=0.0, multiple=1)
-    (removal,) = plan(groups, weights_of(model, groups), collector.statistics(), limits).removals
+    (removal,) = plan_removals(
+        groups, weights_of(model, groups), collector.statistics(), limits
+    ).removals
     assert {removal.neuron, removal.twin} == {1, 2}
     assert removal.bound == 0.0
 

@@ -86,7 +86,7 @@ class Removal:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Plan:
+class RemovalPlan:
     """What `apply` does. The neurons are numbered as the groups have them before it."""
 
     keep: dict[str, Indices] = field(default_factory=dict)
@@ -104,8 +104,8 @@ class Plan:
         }
 
     @staticmethod
-    def from_json(data: dict[str, Any]) -> "Plan":
-        return Plan(
+    def from_json(data: dict[str, Any]) -> "RemovalPlan":
+        return RemovalPlan(
             {name: np.array(keep, np.int64) for name, keep in data["keep"].items()},
             tuple(Removal(**removal) for removal in data["removals"]),
             {name: np.array(shift, np.float64) for name, shift in data["shifts"].items()},
@@ -136,7 +136,9 @@ def weights_of(model: nn.Module, groups: Sequence[Group]) -> dict[str, npt.NDArr
     return arrays
 
 
-def plan(groups: Sequence[Group], weights: Weights, statistics: Statistics, limits: Limits) -> Plan:
+def plan_removals(
+    groups: Sequence[Group], weights: Weights, statistics: Statistics, limits: Limits
+) -> RemovalPlan:
     """What goes in this round. The same arguments give the same plan, on any rank."""
     now = {name: array.astype(np.float64) for name, array in weights.items()}
     keep: dict[str, Indices] = {}
@@ -159,7 +161,7 @@ def plan(groups: Sequence[Group], weights: Weights, statistics: Statistics, limi
                 sign = -1.0 if name.endswith(".running_mean") else 1.0
                 shifts[name] = shifts.get(name, 0.0) + sign * shift
                 now[name] = now[name] + sign * shift
-    return Plan(keep, tuple(removals), shifts)
+    return RemovalPlan(keep, tuple(removals), shifts)
 
 
 class _Reader:

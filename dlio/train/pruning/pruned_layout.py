@@ -16,8 +16,8 @@ from dlio.train.pruning.layers import shape_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layout:
-    """Which of the original neurons there still are. An unpruned model's is `Layout()`."""
+class PrunedLayout:
+    """Which of the original neurons there still are. An unpruned model's is `PrunedLayout()`."""
 
     version: int = 0
     """How many cuts; messages made under another one have other shapes."""
@@ -30,7 +30,7 @@ class Layout:
 
     def after(
         self, model: nn.Module, groups: Sequence[Group], keep: Mapping[str, Indices]
-    ) -> "Layout":
+    ) -> "PrunedLayout":
         """What it is when `model`, which has this one, has been cut so. Pure."""
         cut = dict(self.groups)
         layers = dict(self.layers)
@@ -46,7 +46,7 @@ class Layout:
             assert shape is not None
             size, left = layers.get(key, (shape.size, np.arange(shape.size, dtype=np.int64)))
             layers[key] = size, np.delete(left, channels)
-        return Layout(self.version + 1, cut, layers, counts)
+        return PrunedLayout(self.version + 1, cut, layers, counts)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -57,10 +57,10 @@ class Layout:
         }
 
     @staticmethod
-    def from_json(data: Mapping[str, Any]) -> "Layout":
+    def from_json(data: Mapping[str, Any]) -> "PrunedLayout":
         """Raises DlioError for what to_json did not write."""
         try:
-            return Layout(
+            return PrunedLayout(
                 int(data["version"]),
                 {name: np.array(left, np.int64) for name, left in data["groups"].items()},
                 {
@@ -74,7 +74,7 @@ class Layout:
 
 
 def shrink_to(
-    model: nn.Module, layout: Layout, optimizers: Iterable[torch.optim.Optimizer] = ()
+    model: nn.Module, layout: PrunedLayout, optimizers: Iterable[torch.optim.Optimizer] = ()
 ) -> list[Cut]:
     """Cut an unpruned model, in place, to the shapes of a pruned one, whose state dict it then
     takes. Needs no example and no tracing.
