@@ -1,4 +1,7 @@
-"""Starting ranks: the mpirun command that `dlio train -n 4` runs for its user."""
+"""The launcher: starts ranks of any program on this machine, under mpirun.
+
+`dlio train -n 4` uses it through `run_ranks`; benchmarks and tests use `launch`.
+"""
 
 import contextlib
 import os
@@ -9,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import IO
 
@@ -18,14 +21,17 @@ from dlio.errors import UsageError
 from dlio.util.cores import available_cores
 from dlio.util.shared import SharedFolder
 
+__all__ = ["ErrorFilter", "find_mpirun", "launch", "run_ranks"]
+
 _END_TIMEOUT_S = 10.0
 _RULE = "-" * 20
-_RULE_BESIDE = re.compile(f"^({_RULE}-*)|({_RULE}-*)$")
+_RULE_AT_END = re.compile(f"^({_RULE}-*)|({_RULE}-*)$")
 _ERROR = "dlio: error:"
 _NOT_STARTED = "PMIx server's listener thread failed to start"
-"""What mpirun says, before it starts a rank, when a network interface went as it listed them."""
-_STARTS = 3
-"""How often mpirun is started before that is believed."""
+"""Message of mpirun, before it starts a rank, when a network interface disappeared while mpirun
+listed them."""
+_STARTS = 5
+"""Starts of mpirun before that message is reported."""
 _BANNERS = (
     "MPI_ABORT was invoked",
     "has exited due to process rank",
@@ -35,71 +41,123 @@ _BANNERS = (
 )
 
 
-def run_ranks(ranks: int, argv: Sequence[str]) -> int:
-    """Run `dlio argv...` on `ranks` ranks of this machine; returns the exit code.
+def run_ranks(ranks: int, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
+    """Run `dlio argv...` on `ranks` ranks of this machine and return the exit code.
 
-    mpirun gets what it needs: as root, with more ranks than cores, and no binding of a rank's
-    threads to one core. Ctrl-C and SIGTERM end the ranks; if this process is killed, they notice
-    (`watch_launcher`). What the ranks print is passed on as it comes, but for Open MPI's banners
-    on top of an error that a rank has explained itself.
+    Ctrl-C and SIGTERM end the ranks; if this process is killed, they notice (`watch_launcher`).
+    Output of the ranks is passed on as it comes, except for Open MPI's banners after an error that
+    a rank has reported itself.
+
+    Args:
+        environment: variables to set for the ranks, in addition to this process's own.
 
     Raises UsageError when there is no mpirun.
     """
+    command = [sys.executable, "-m", "dlio.cli", *argv]
+    return launch(command, ranks, environment=environment).returncode
+
+
+def launch(
+    argv: Sequence[str],
+    ranks: int,
+    *,
+    environment: Mapping[str, str] | None = None,
+    capture: bool = False,
+    timeout_s: float | None = None,
+    wrap: Callable[[list[str]], list[str]] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a program on `ranks` ranks of this machine, under mpirun, and wait for its end.
+
+    This is the only place that knows what Open MPI needs here: permission to run as root, more
+    ranks than cores, no binding of a rank's threads to one core, shared memory whose files
+    disappear with the run, and another start when mpirun failed before it started any rank.
+
+    Args:
+        argv: the program and its arguments, such as `[sys.executable, "script.py"]`.
+        environment: variables to set for the ranks, in addition to this process's own. They win
+            over what this function would set.
+        capture: return standard output and standard error as they were written, instead of
+            passing them on with Open MPI's banners filtered.
+        timeout_s: seconds until the ranks are ended; None for no limit.
+        wrap: turns the mpirun command into one that runs it, for example in a network namespace.
+
+    Returns the exit code (128 + N when signal N ended mpirun), and the output when captured.
+
+    Raises UsageError when there is no mpirun, subprocess.TimeoutExpired after `timeout_s`.
+    """
     mpirun = find_mpirun()
-    environment = {
-        **os.environ,
-        "PYTHONUNBUFFERED": "1",
-        LAUNCHER: str(os.getpid()),
-    }
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // ranks)))
+    with ExitStack() as stack:
+        options, full = _prepared(mpirun, ranks, environment or {}, stack)
+        command = [mpirun, *options, "-n", str(ranks), *argv]
+        if wrap is not None:
+            command = wrap(command)
+        for start in range(_STARTS):
+            sorter = ErrorFilter(again=start + 1 < _STARTS)
+            if capture:
+                done = _captured(command, full, timeout_s)
+                sorter.not_started = _NOT_STARTED in done.stderr
+            else:
+                code = _relayed(command, full, sorter, timeout_s)
+                done = subprocess.CompletedProcess(command, code)
+            if not sorter.not_started:
+                break
+    return done
+
+
+def _prepared(
+    mpirun: str, ranks: int, environment: Mapping[str, str], stack: ExitStack
+) -> tuple[list[str], dict[str, str]]:
+    """Options of mpirun and the environment of its ranks; temporary folders go with `stack`."""
+    full = {**os.environ, "PYTHONUNBUFFERED": "1", LAUNCHER: str(os.getpid())}
+    full.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // ranks)))
     if sys.stdout.isatty():
         size = shutil.get_terminal_size()
-        environment.update(**{TERMINAL: "1"}, COLUMNS=str(size.columns), LINES=str(size.lines))
-    command = [mpirun]
-    with ExitStack() as stack:
-        if _is_open_mpi(mpirun):
-            command += ["--bind-to", "none"]
-            if ranks > available_cores():
-                command.append("--oversubscribe")
-            if os.geteuid() == 0:
-                environment.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
-            # The libfabric transport waits a second for networks; one machine needs none.
-            environment.setdefault("OMPI_MCA_btl", "^ofi")
-            # Open MPI's own segments would outlive ranks that are killed; there they do not.
+        full.update(**{TERMINAL: "1"}, COLUMNS=str(size.columns), LINES=str(size.lines))
+    options = []
+    if _is_open_mpi(mpirun):
+        options = ["--bind-to", "none"]
+        if ranks > available_cores():
+            options.append("--oversubscribe")
+        if os.geteuid() == 0:
+            full.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+        # The libfabric transport looks for networks for a second; one machine needs none.
+        full.setdefault("OMPI_MCA_btl", "^ofi")
+        if "OMPI_MCA_btl_sm_backing_directory" not in {**full, **environment}:
+            # Open MPI's own segments would outlive ranks that are killed; these do not.
             segments = stack.enter_context(SharedFolder(f"mpi-{secrets.token_hex(8)}"))
-            environment.setdefault("OMPI_MCA_btl_sm_backing_directory", segments.path)
-        command += ["-n", str(ranks), sys.executable, "-m", "dlio.cli", *argv]
-        return _run(command, environment)
+            full["OMPI_MCA_btl_sm_backing_directory"] = segments.path
+    return options, {**full, **environment}
 
 
-def _run(command: Sequence[str], environment: dict[str, str]) -> int:
-    """Run mpirun until it has started its ranks, and these until they end; the exit code."""
-    for _ in range(_STARTS - 1):
-        sorter = ErrorFilter(again=True)
-        code = _run_once(command, environment, sorter)
-        if not sorter.not_started:
-            return code
-    return _run_once(command, environment, ErrorFilter())
+def _captured(
+    command: Sequence[str], environment: Mapping[str, str], timeout_s: float | None
+) -> subprocess.CompletedProcess[str]:
+    with _started(command, environment, subprocess.PIPE) as process:
+        try:
+            output, errors = process.communicate(timeout=timeout_s)
+        except BaseException:
+            _end(process)
+            raise
+    return subprocess.CompletedProcess(command, _exit_code(process.returncode), output, errors)
 
 
-def _run_once(command: Sequence[str], environment: dict[str, str], sorter: "ErrorFilter") -> int:
-    """Run a command in a process group of its own, which ends with it."""
-    process = subprocess.Popen(
-        command,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
+def _relayed(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    sorter: "ErrorFilter",
+    timeout_s: float | None,
+) -> int:
+    """Run mpirun, pass standard error on through `sorter`, and return the exit code."""
+    process = _started(command, environment, None)
     assert process.stderr is not None
-    relay = threading.Thread(target=_relay, args=(process.stderr, sys.stderr, sorter), daemon=True)
+    relay = threading.Thread(
+        target=_relay, args=(process.stderr, sys.stderr, sorter), name="dlio-stderr", daemon=True
+    )
     relay.start()
     try:
-        return _exit_code(process.wait())
-    except KeyboardInterrupt:
-        sorter.interrupted = True
+        return _exit_code(process.wait(timeout_s))
+    except BaseException as error:
+        sorter.interrupted = isinstance(error, KeyboardInterrupt)
         _end(process)
         raise
     finally:
@@ -107,23 +165,42 @@ def _run_once(command: Sequence[str], environment: dict[str, str], sorter: "Erro
         process.stderr.close()
 
 
+def _started(
+    command: Sequence[str], environment: Mapping[str, str], output: int | None
+) -> subprocess.Popen[str]:
+    """Start a command in a process group of its own, so that `_end` reaches all of it."""
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+
+
 def find_mpirun() -> str:
-    """mpirun of this Python's environment, else the one on PATH. Raises UsageError."""
-    beside_python = os.path.join(os.path.dirname(sys.executable), "mpirun")
-    found = beside_python if os.access(beside_python, os.X_OK) else shutil.which("mpirun")
-    if found is None:
+    """Return the mpirun of this Python's environment, else the one on PATH.
+
+    Raises UsageError when there is none.
+    """
+    own = os.path.join(os.path.dirname(sys.executable), "mpirun")
+    mpirun = own if os.access(own, os.X_OK) else shutil.which("mpirun")
+    if mpirun is None:
         raise UsageError(
             "ranks were asked for (-n), but there is no mpirun: pip install 'dlio[mpi]', or load "
             "your site's MPI module"
         )
-    return found
+    return mpirun
 
 
 class ErrorFilter:
-    """Sorts what ranks and mpirun write to standard error, line by line.
+    """Sorts the standard error of ranks and mpirun, line by line.
 
     An error that several ranks report is shown once. Open MPI's banners about an aborted rank
-    are kept back; they are shown at the end, unless a rank has explained itself.
+    are held back and shown at the end, unless a rank has reported its error itself.
     """
 
     def __init__(self, again: bool = False) -> None:
@@ -133,19 +210,19 @@ class ErrorFilter:
         self._block: list[str] | None = None
         self._banners: list[str] = []
         self.interrupted = False
-        """Set when the user has ended the ranks, who need no explanation then."""
+        """Set when the user has ended the ranks: banners are not shown then."""
         self.not_started = False
-        """Set when mpirun said that it could not start any rank, and may if asked again."""
+        """Set when mpirun failed before it started any rank, and another start may work."""
 
     def feed(self, line: str) -> list[str]:
-        """The lines to show now that this one has come."""
+        """Return the lines to show after this one has come."""
         line = line.replace("\0", "")  # Open MPI ends its banners with one.
         if not line:
             return []
         if _ERROR not in line:
             return self._sort(line)
         # A rank ended before its line did, or in the middle of a banner.
-        parts = _RULE_BESIDE.split(line.removesuffix("\n"))
+        parts = _RULE_AT_END.split(line.removesuffix("\n"))
         return [shown for part in parts if part for shown in self._sort(part + "\n")]
 
     def _sort(self, line: str) -> list[str]:
@@ -162,7 +239,7 @@ class ErrorFilter:
                 return []
             return block
         if line.lstrip().startswith(_ERROR):
-            # Other ranks' words may come in the middle of a banner.
+            # An error of another rank may come in the middle of a banner.
             line = line.lstrip()
             shown = [] if line in self._errors else [line]
             self._errors.add(line)
@@ -173,7 +250,7 @@ class ErrorFilter:
         return [line]
 
     def end(self) -> list[str]:
-        """The lines to show when nothing more comes."""
+        """Return the lines to show when nothing more comes."""
         left = self._block or []
         return left if self._errors or self.interrupted else [*self._banners, *left]
 
@@ -188,7 +265,7 @@ def _relay(stream: IO[str], to: IO[str], sorter: ErrorFilter) -> None:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End mpirun and its ranks: politely, then for good."""
+    """End mpirun and its ranks: by SIGTERM, and by SIGKILL when that is ignored."""
     for number, patience_s in ((signal.SIGTERM, _END_TIMEOUT_S), (signal.SIGKILL, None)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)

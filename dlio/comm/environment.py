@@ -10,8 +10,10 @@ import time
 
 _END_TIMEOUT_S = 10.0
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALNRANKS")
-LAUNCHER = "DLIOLAUNCHER_PID"
-TERMINAL = "DLIOTERMINAL"
+LAUNCHER = "DLIO_LAUNCHER_PID"
+"""Variable: process id of the launcher, for ranks that `dlio.cli.launch` started."""
+TERMINAL = "DLIO_TERMINAL"
+"""Variable: set for ranks when the launcher's standard output is a terminal."""
 _POLL_S = 0.5
 
 
