@@ -1,0 +1,216 @@
+"""Named groups of threads that are joined before the interpreter ends.
+
+A daemon thread that is still running when the interpreter is finalized is killed at its next
+return from C code. Inside C++ (torch, OpenCV) that aborts the process: "terminate called without
+an active exception", exit code 134. An ordinary thread instead keeps the interpreter from ending
+until it ends by itself, which a script that never closes its loader does not arrange.
+
+So the threads of a `Workers` are daemons, and one `atexit` handler tells all groups that are still
+alive to stop, all at once, and then joins them within a deadline. The order at exit makes this
+right:
+
+1. `threading._shutdown` joins the user's own non-daemon threads, which may still use a loader.
+2. `atexit` handlers run in reverse order of registration. This one is registered when this module
+   is imported, so handlers that a script registers afterwards can still use its loader.
+3. The interpreter is finalized, with no thread of dlio left.
+
+A thread that does not end in time (a system call on a hung file system cannot be interrupted) is
+reported in one line on the logger "dlio" and left behind. After a fork the child, which has none
+of its parent's threads, forgets their groups.
+"""
+
+import atexit
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Final, Protocol, Self
+
+__all__ = ["Workers", "join_with"]
+
+_log = logging.getLogger("dlio")
+_STOP_TIMEOUT_S: Final = 5.0
+_LOOK_S: Final = 0.5
+
+
+class _Waiting(Protocol):
+    def __call__(self, wait: Callable[[float], bool], timeout_s: float, /) -> bool: ...
+
+
+class Workers:
+    """A group of threads that run one function. Owner: whoever makes it, who closes it.
+
+    Thread-safe. `start` belongs at the end of the owner's constructor, when all that the function
+    uses exists.
+
+    Args:
+        name: of the threads, which are called `name-0`, `name-1`, ...; `name` where it is one.
+        run: called in each thread with the thread's number; returns soon after `stopping` is set.
+        count: number of threads; may be 0.
+        wake: called once, after `stopping` has been set, to end waits inside of `run`.
+        stop_timeout_s: for the threads to end once they have been told to stop.
+        serves_others: other groups need this one until they have ended, as those that send
+            messages need the thread that carries them. At exit it is stopped after all others.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        run: Callable[[int], object],
+        count: int = 1,
+        *,
+        wake: Callable[[], object] | None = None,
+        stop_timeout_s: float = _STOP_TIMEOUT_S,
+        serves_others: bool = False,
+    ) -> None:
+        self.stopping = threading.Event()
+        self.stop_timeout_s = stop_timeout_s
+        self.serves_others = serves_others
+        self._run = run
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._reported = False
+        self._threads = [
+            threading.Thread(
+                target=self._main,
+                args=(k,),
+                name=name if count == 1 else f"{name}-{k}",
+                daemon=True,
+            )
+            for k in range(count)
+        ]
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        return len(self._threads)
+
+    def start(self) -> Self:
+        """Start the threads.
+
+        Raises RuntimeError when the interpreter is ending: nobody would join them.
+        """
+        _registry.add(self)
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def alive(self) -> list[str]:
+        """Names of the threads that run now."""
+        return [thread.name for thread in self._threads if thread.is_alive()]
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until all threads have ended by themselves. False when `timeout_s` was too short."""
+        while timeout_s is None:
+            if _join_by(self._joined, _LOOK_S):
+                return True
+        return _join_by(self._joined, timeout_s)
+
+    def stop(self) -> None:
+        """Tell the threads to stop, without waiting for them."""
+        with self._lock:
+            if self.stopping.is_set():
+                return
+            self.stopping.set()
+        if self._wake is not None:
+            self._wake()
+
+    def close(self) -> list[str]:
+        """Stop the threads and join them; names of those that are still alive after the deadline.
+
+        These are reported on the logger too, once; they end when what they wait for returns.
+        """
+        self.stop()
+        return self._ended_by(time.monotonic() + self.stop_timeout_s)
+
+    def _main(self, number: int) -> None:
+        # A method, so that a running thread keeps its group alive, and in the registry.
+        self._run(number)
+
+    def _joined(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        current = threading.current_thread()
+        for thread in self._threads:
+            if thread is not current and thread.ident is not None:
+                thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads if thread is not current)
+
+    def _ended_by(self, deadline: float) -> list[str]:
+        """Join until `deadline`; report and return the names of those that are still alive."""
+        if self.wait(max(0.0, deadline - time.monotonic())):
+            return []
+        alive = self.alive()
+        if alive and not self._reported:
+            self._reported = True
+            _log.warning(
+                "dlio: %s did not end within %g s of being told to stop, and will not be waited "
+                "for: is a file system or a peer hanging?",
+                ", ".join(alive),
+                self.stop_timeout_s,
+            )
+        return alive
+
+
+def join_with(waiting: _Waiting) -> None:
+    """Have all joins done by `waiting(wait, timeout_s)`, which calls `wait(seconds)` in turns with
+    work that this process's threads need done by the joining thread."""
+    global _join_by
+    _join_by = waiting
+
+
+def _plain(wait: Callable[[float], bool], timeout_s: float, /) -> bool:
+    return wait(timeout_s)
+
+
+_join_by: _Waiting = _plain
+
+
+class _Registry:
+    """Groups that have been started and not been collected. Invariant: once `end` has begun, no
+    group is added, so none is missed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._groups: weakref.WeakSet[Workers] = weakref.WeakSet()
+        self._ending = False
+
+    def add(self, group: Workers) -> None:
+        with self._lock:
+            if self._ending:
+                raise RuntimeError("dlio cannot start threads: the interpreter is ending")
+            self._groups.add(group)
+
+    def end(self) -> None:
+        """Stop and join all groups: first those that need others, then those that serve."""
+        with self._lock:
+            self._ending = True
+            groups = [group for group in self._groups if group.alive()]
+        for serving in (False, True):
+            ending = [group for group in groups if group.serves_others is serving]
+            for group in ending:
+                try:
+                    group.stop()
+                except Exception:  # The other groups are to be stopped all the same.
+                    _log.exception("dlio: stopping threads at exit")
+            told_at = time.monotonic()
+            for group in ending:
+                group._ended_by(told_at + group.stop_timeout_s)
+
+
+_registry = _Registry()
+
+
+def _forget() -> None:
+    global _registry
+    _registry = _Registry()
+
+
+os.register_at_fork(after_in_child=_forget)
+# A function of this module, not the registry's method: a forked child ends its own registry.
+atexit.register(lambda: _registry.end())

@@ -1,0 +1,177 @@
+"""Pooled memory: nobody gets memory that somebody holds, and none is lost."""
+
+import gc
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlio.util.pool import Pool
+
+
+def address(array: np.ndarray[Any, Any]) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def test_a_released_lease_serves_the_next_of_its_size() -> None:
+    pool = Pool(2)
+    with pool.take(4 << 20) as first:
+        where = address(first.array)
+        assert first.array.shape == (4 << 20,)
+    with pool.take(4 << 20) as second:
+        assert address(second.array) == where
+
+
+def test_two_leases_are_never_the_same_memory() -> None:
+    pool = Pool(2)
+    with pool.take(100) as first, pool.take(100) as second:
+        assert address(first.array) != address(second.array)
+
+
+def test_a_lease_is_released_once() -> None:
+    lease = Pool(2).take(1)
+    lease.release()
+    with pytest.raises(RuntimeError, match="released twice"):
+        lease.release()
+
+
+def test_a_much_larger_buffer_does_not_serve_a_small_request() -> None:
+    pool = Pool(2)
+    pool.take(8 << 20).release()
+    with pool.take(1 << 20) as small:
+        assert pool.statistics().spare == 1
+        assert len(small.array) == 1 << 20
+
+
+def test_headroom_lets_a_somewhat_larger_request_use_the_memory() -> None:
+    pool = Pool(2, headroom=0.25)
+    pool.take(4 << 20).release()
+    with pool.take(5 << 20):
+        assert pool.statistics().spare == 0
+
+
+def test_no_more_is_kept_than_was_asked_for() -> None:
+    pool = Pool(2)
+    leases = [pool.take(10) for _ in range(5)]
+    for lease in leases:
+        lease.release()
+    assert pool.statistics().spare == 2
+    assert pool.statistics().out == 0
+    pool.clear()
+    assert pool.statistics().spare_bytes == 0
+
+
+def test_a_pool_of_none_keeps_none() -> None:
+    pool = Pool(0)
+    pool.take(10).release()
+    assert pool.statistics().spare == 0
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 1 << 20])
+def test_lent_memory_has_the_size_asked_for(size: int) -> None:
+    array = Pool(1).lend(size)
+    assert array.shape == (size,)
+    assert array.flags.writeable
+
+
+def test_lent_memory_comes_back_with_its_last_array() -> None:
+    pool = Pool(2)
+    array = pool.lend(1000)
+    where = address(array)
+    assert pool.statistics().out == 1
+    del array
+    assert pool.statistics().out == 0
+    assert address(pool.lend(1000)) == where
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda array: array[10:20],
+        lambda array: array[10:20][2:4].reshape(2, 1),
+        lambda array: array.view("<u8"),
+        lambda array: array.data[5:6],
+        lambda array: torch.from_numpy(array),
+        lambda array: torch.from_numpy(array.view(np.float32).reshape(2, -1))[1].numpy(),
+        lambda array: np.frombuffer(array.data, np.uint8, 4),
+    ],
+)
+def test_lent_memory_stays_out_while_anything_refers_to_it(view: Any) -> None:
+    pool = Pool(2)
+    array = pool.lend(1 << 10)
+    held = view(array)
+    del array
+    gc.collect()
+    assert pool.statistics().out == 1
+    del held
+    gc.collect()
+    assert (pool.statistics().out, pool.statistics().spare) == (0, 1)
+
+
+def test_lent_memory_outlives_its_pool() -> None:
+    pool = Pool(2)
+    array = pool.lend(1 << 20)
+    array[:] = 7
+    del pool
+    gc.collect()
+    assert int(array.sum()) == 7 << 20
+
+
+def test_memory_in_a_reference_cycle_comes_back_when_it_is_collected() -> None:
+    pool = Pool(2)
+    cycle: list[Any] = [pool.lend(100)]
+    cycle.append(cycle)
+    del cycle
+    gc.collect()
+    assert pool.statistics().out == 0
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["take", "lend", "drop"]), st.integers(0, 5000)), max_size=60
+    )
+)
+def test_whatever_is_held_keeps_its_own_bytes(acts: list[tuple[str, int]]) -> None:
+    pool = Pool(3, headroom=0.1)
+    held: list[tuple[Any, Any, int]] = []
+    for k, (act, number) in enumerate(acts):
+        if act == "drop" and held:
+            lease, array, _ = held.pop(number % len(held))
+            del array
+            if lease is not None:
+                lease.release()
+            del lease
+        elif act != "drop":
+            lease = pool.take(number) if act == "take" else None
+            array = pool.lend(number) if lease is None else lease.array
+            array[:] = k % 251
+            held.append((lease, array, k % 251))
+            del array
+        assert all((array == mark).all() for _, array, mark in held)
+        assert pool.statistics().out == len(held)
+
+
+def test_threads_never_share_what_they_hold() -> None:
+    pool = Pool(4)
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        for k in range(300):
+            array = pool.lend(64 + k)
+            array[:] = number
+            with pool.take(64) as lease:
+                lease.array[:] = number
+                if not (lease.array == number).all() or not (array == number).all():
+                    wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
+    assert pool.statistics().out == 0
