@@ -16,6 +16,7 @@ import typer
 
 from dlio.cli import demo, forecast, ls, run, train
 from dlio.errors import DlioError, UsageError
+from dlio.util.settings import settings
 
 _CORE: dict[str, Callable[..., None]] = {
     "ls": ls.command,
@@ -72,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         make_app()(args=None if argv is None else list(argv), prog_name="dlio")
     except DlioError as error:
-        if os.environ.get(_DEBUG):
+        if settings().debug:
             # Not raised again: MPI would wait, at exit, for ranks that wait for this one.
             traceback.print_exc()
         # One write: what other ranks and mpirun write must not come between a line and its end.

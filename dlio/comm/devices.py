@@ -7,11 +7,10 @@ or 0. Tried with Open MPI only.
 """
 
 import ctypes
-import os
 import sys
 from collections.abc import Callable
 
-from dlio.errors import UsageError
+from dlio.util.settings import settings
 
 
 def sums_device_memory() -> bool:
@@ -25,22 +24,20 @@ def sums_device_memory() -> bool:
     info = mpi.COMM_WORLD.Get_info()
     kinds = info.Get("mpi_memory_alloc_kinds") or ""
     info.Free()
-    return told(os.environ.get("DLIO_CUDA_AWARE"), mpi.Get_library_version(), kinds, _asked)
+    return told(settings().cuda_aware, mpi.Get_library_version(), kinds, _asked)
 
 
-def told(environment: str | None, library: str, kinds: str, asked: Callable[[], bool]) -> bool:
+def told(override: bool | None, library: str, kinds: str, asked: Callable[[], bool]) -> bool:
     """What follows from all that can be known.
 
     Args:
-        environment: DLIO_CUDA_AWARE.
+        override: DLIO_CUDA_AWARE.
         library: what MPI calls itself.
         kinds: of memory, with commas between, as MPI lists them.
         asked: MPIX_Query_cuda_support, or what stands for it.
     """
-    if environment not in (None, "", "0", "1"):
-        raise UsageError(f"DLIO_CUDA_AWARE={environment}: 1 where MPI sums GPU memory, or 0")
-    if environment:
-        return environment == "1"
+    if override is not None:
+        return override
     if library.startswith("Open MPI"):
         return False
     return any(kind.partition(":")[0] == "cuda" for kind in kinds.split(",")) or bool(asked())

@@ -1,6 +1,5 @@
 """Which ranks share a node."""
 
-import os
 import socket
 from dataclasses import dataclass
 
@@ -9,6 +8,7 @@ import numpy.typing as npt
 
 from dlio.comm.protocol import Communicator
 from dlio.errors import UsageError
+from dlio.util.settings import settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def find_nodes(comm: Communicator, pretend: int | None = None) -> Nodes:
             "rank (start more ranks with -n)"
         )
     host = socket.gethostname()
-    name = os.environ.get("DLIO_NODE", host)
+    name = settings().node or host
     if pretend is not None and pretend > 1:
         name = f"{name}.{comm.rank * pretend // comm.size}"
     if not name or "/" in name or name.startswith("."):

@@ -2,26 +2,27 @@
 a wait tests and sleeps, from 20 µs up to 1 ms, until a deadline."""
 
 import ctypes
-import os
 import time
 from collections.abc import Sequence
 from typing import Final
 
 from dlio.comm.protocol import Request
 from dlio.errors import CommTimeout
+from dlio.util.settings import settings
 
 SHORTEST_SLEEP_S: Final = 20e-6
 LONGEST_SLEEP_S: Final = 1e-3
 
 
 def default_timeout_s() -> float:
-    """DLIO_TIMEOUT, in seconds."""
-    return float(os.environ.get("DLIO_TIMEOUT", "300"))
+    """Return DLIO_TIMEOUT, in seconds."""
+    return settings().timeout_s
 
 
 def peer_timeout_s() -> float:
-    """DLIO_PEER_TIMEOUT, in seconds: for what a peer owes, before it is read from the source."""
-    return float(os.environ.get("DLIO_PEER_TIMEOUT", "30"))
+    """Return DLIO_PEER_TIMEOUT, in seconds: the wait for a peer's samples, before they are read
+    from the source."""
+    return settings().peer_timeout_s
 
 
 def wait_all(requests: Sequence[Request], what: str, limit_s: float, who: str) -> None:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import xxhash
 
 from dlio.util.files import take_lock
+from dlio.util.settings import settings
 
 Arrays = dict[str, npt.NDArray[Any]]
 _CHECKED_BYTES = 32 << 20
@@ -64,7 +65,7 @@ class Names:
 def cache_folder() -> str:
     """Where indexes are kept."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return os.environ.get("DLIO_CACHE") or os.path.join(home, "dlio")
+    return settings().cache or os.path.join(home, "dlio")
 
 
 def cached_index(

@@ -31,8 +31,9 @@ from dlio.errors import DecodeError
 from dlio.image.crop import Box, Crop
 from dlio.image.jpeg import cut, interval_starts, parse_frame, touched
 from dlio.plan.order import keyed_uniforms
+from dlio.util.settings import settings
 
-MAX_PIXELS: Final = int(os.environ.get("DLIO_MAX_PIXELS", "178956970"))
+MAX_PIXELS: Final = settings().max_pixels
 """Of one image: half a gigabyte of RGB. Pillow warns of a decompression bomb beyond half of it."""
 
 _TIFF_WIDTH, _TIFF_HEIGHT = 256, 257

@@ -8,7 +8,6 @@ read on their own, so that the first batch does not wait for as many whole block
 samples.
 """
 
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from dlio.storage.block import Scratch, scatter
 from dlio.storage.counters import Counters
 from dlio.storage.intake import Intake
 from dlio.storage.tier import Tier
+from dlio.util.settings import settings
 
 T = TypeVar("T")
 
@@ -96,7 +96,7 @@ class Hierarchy:
         """Blocks that no tier pins, but that pass through the last tier; shape (blocks,)."""
         self._impatience = int(_IMPATIENT_SHARE * data_bytes(reader) / ranks)
         if fill_timeout_s is None:
-            fill_timeout_s = float(os.environ.get("DLIO_FILL_TIMEOUT", "60"))
+            fill_timeout_s = settings().fill_timeout_s
         self._fill_timeout_s = fill_timeout_s
 
     def __enter__(self) -> Self:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dlio.errors import UsageError
+from dlio.util.settings import settings
 from dlio.util.shared import SHARED_MEMORY
 from dlio.util.units import format_bytes, parse_bytes
 
@@ -87,7 +88,7 @@ def choose_tiers(
     """The tiers of blocks that were given, else those of DLIO_TIERS, else the default. The default
     is taken beside a tier of decoded images alone, too: something has to hold what it was not."""
     if tiers is None:
-        tiers = os.environ.get("DLIO_TIERS")
+        tiers = settings().tiers
     if tiers is None:
         return default_tiers(data_bytes, nodes_here)
     given = parse_tiers(tiers) if isinstance(tiers, str) else list(tiers)
@@ -98,7 +99,7 @@ def choose_tiers(
 def decoded_spec(tiers: str | Sequence[TierSpec] | None) -> TierSpec | None:
     """The tier of decoded images, where one is asked for."""
     if tiers is None:
-        tiers = os.environ.get("DLIO_TIERS", "none")
+        tiers = settings().tiers or "none"
     specs = parse_tiers(tiers) if isinstance(tiers, str) else tiers
     return next((spec for spec in specs if spec.decoded), None)
 

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from typing import Self
 
 from dlio.data.schema import Buffer
-from dlio.errors import CorruptBlock, TierError, TierFull, UsageError
+from dlio.errors import CorruptBlock, TierError, TierFull
 from dlio.storage.block import (
     NO_ROOM,
     BlockInfo,
@@ -35,6 +35,7 @@ from dlio.storage.block import (
 )
 from dlio.storage.spec import TierSpec
 from dlio.util.folders import open_private
+from dlio.util.settings import settings
 from dlio.util.shared import SharedFolder, user_folder
 from dlio.util.units import format_bytes
 
@@ -290,18 +291,11 @@ class Tier:
 
 
 def checked_share() -> float:
-    """Share of the payloads read from tiers whose checksums are compared: all, or DLIO_CHECK.
+    """Return DLIO_CHECK, the share of the payloads read from tiers whose checksums are verified.
 
-    Raises UsageError when that is no share.
+    Raises UsageError when it is invalid.
     """
-    text = os.environ.get("DLIO_CHECK", "1")
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share <= 1:
-        raise UsageError(f"DLIO_CHECK={text}: give a share of the payloads, 0 to 1")
-    return share
+    return settings().checked_share
 
 
 def _name(block: int) -> str:

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Final
 
 from dlio.comm.environment import under_mpi
+from dlio.util.settings import settings
 
 _PR_SET_PDEATHSIG: Final = 1
 _PATIENCE_S: Final = 5.0
@@ -28,7 +29,7 @@ def abandonable() -> None:
     Called before anything else is started. Ranks of MPI go on as they are: their launcher ends
     them.
     """
-    if under_mpi() or os.environ.get("DLIO_NO_FORK"):
+    if under_mpi() or settings().no_fork:
         return
     sys.stdout.flush()
     sys.stderr.flush()

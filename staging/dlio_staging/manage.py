@@ -13,6 +13,7 @@ from dlio.errors import TierError, UsageError
 from dlio.storage.inventory import Stored, evict, set_pinned, stored_data
 from dlio.storage.places import find_place, scratch_places
 from dlio.storage.spec import parse_tiers
+from dlio.util.settings import settings
 from dlio.util.shared import SHARED_MEMORY, user_folder
 from dlio.util.units import format_bytes
 
@@ -21,7 +22,7 @@ _DAY_S = 86400
 
 def find_roots(tiers: str | None) -> list[str]:
     """Where tiers may be: what is named, or DLIO_TIERS, and else wherever one lies."""
-    text = tiers if tiers is not None else os.environ.get("DLIO_TIERS")
+    text = tiers if tiers is not None else settings().tiers
     if text:
         parts = [part.strip() for part in text.split(",") if part.strip()]
         if all(os.path.isdir(os.path.expanduser(part)) for part in parts):

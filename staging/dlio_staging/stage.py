@@ -16,6 +16,7 @@ from dlio.data.reader import Reader, data_bytes
 from dlio.errors import SourceError, TierError, UsageError
 from dlio.storage.mount import Layout, Mount, MountOptions, mount
 from dlio.util.files import check_writable, write_json
+from dlio.util.settings import settings
 from dlio.util.units import format_bytes, parse_bytes
 
 Verify = Literal["none", "new", "all"]
@@ -464,4 +465,4 @@ def _rate(text: str) -> float:
 
 
 def _source_timeout_s() -> float:
-    return float(os.environ.get("DLIO_TIMEOUT", "300"))
+    return settings().timeout_s

@@ -1,0 +1,216 @@
+"""Settings from the environment: every `DLIO_*` variable that a user may set.
+
+Each variable is stated once, as a field of `Settings`: name, type, default, unit and help. All
+sites read `settings()`, and the reference in the documentation is made from `SETTINGS`.
+"""
+
+import difflib
+import functools
+import math
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any, Final
+
+from dlio.errors import UsageError
+
+__all__ = ["INTERNAL", "SETTINGS", "Setting", "Settings", "settings", "unknown_variables"]
+
+Value = float | int | bool | str | None
+"""Types that a setting may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One variable of the environment."""
+
+    name: str
+    """Name of the variable, as in `DLIO_TIMEOUT`."""
+    type: str
+    """Kind of value for people: `number`, `integer`, `0 or 1`, `text`."""
+    default: Value
+    """Value when the variable is not set."""
+    help: str
+    """One sentence that says what the variable does."""
+    remedy: str
+    """Completes an error message: what to set instead."""
+    parse: Callable[[str], Value]
+    """Converts the text of the variable; raises ValueError for an invalid one."""
+    unit: str | None = None
+    """Unit of the value, such as `seconds`."""
+    default_text: str | None = None
+    """Describes the default where it depends on the machine."""
+
+    def read(self, text: str | None) -> Value:
+        """Return the value that `text` stands for, or the default for None and empty text.
+
+        Raises UsageError, naming the variable, the value and the remedy.
+        """
+        if not text:
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError:
+            raise UsageError(f"{self.name}={text}: {self.remedy}") from None
+
+
+def _between(
+    least: float, most: float = math.inf, *, open_end: bool = False
+) -> Callable[[str], float]:
+    """Return a parser of numbers from `least` to `most`; `open_end` leaves `least` itself out."""
+
+    def parse(text: str) -> float:
+        value = float(text)
+        if not least <= value <= most or (open_end and value == least) or math.isinf(value):
+            raise ValueError(text)
+        return value
+
+    return parse
+
+
+def _positive_integer(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
+def _zero_or_one(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError(text)
+    return text == "1"
+
+
+def _from(setting: Setting) -> Any:
+    """Return the field of `Settings` that holds a variable."""
+    return field(default=setting.default, metadata={"setting": setting})
+
+
+def _seconds(name: str, default: float, text: str) -> Any:
+    remedy = "give seconds above 0, such as 300"
+    parse = _between(0, open_end=True)
+    return _from(Setting(name, "number", default, text, remedy, parse, "seconds"))
+
+
+def _switch(name: str, text: str) -> Any:
+    remedy = "give 1 for yes or 0 for no"
+    return _from(Setting(name, "0 or 1", False, text, remedy, _zero_or_one))
+
+
+def _text(name: str, text: str, default_text: str) -> Any:
+    return _from(Setting(name, "text", None, text, "", str, default_text=default_text))
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Values of all variables, parsed and checked; see `settings`."""
+
+    timeout_s: float = _seconds(
+        "DLIO_TIMEOUT",
+        300.0,
+        "Deadline of every wait for another rank or for a source that does not answer.",
+    )
+    peer_timeout_s: float = _seconds(
+        "DLIO_PEER_TIMEOUT",
+        30.0,
+        "Time that a rank waits for samples of a peer before it reads them from the source.",
+    )
+    fill_timeout_s: float = _seconds(
+        "DLIO_FILL_TIMEOUT",
+        60.0,
+        "Time that a rank waits for a block which another process is writing into a tier, before "
+        "it reads the sample from the source.",
+    )
+    checked_share: float = _from(
+        Setting(
+            "DLIO_CHECK",
+            "number",
+            1.0,
+            "Share of the payloads read from tiers whose checksums are verified.",
+            "give a share of the payloads, 0 to 1",
+            _between(0, 1),
+            "share, 0 to 1",
+        )
+    )
+    tiers: str | None = _text(
+        "DLIO_TIERS",
+        "Tiers of each node, where --tiers or `tiers=` is not given: "
+        "ram:2GiB,/local/scratch:20GiB, or none.",
+        "RAM, up to a quarter of the free memory",
+    )
+    cache: str | None = _text(
+        "DLIO_CACHE",
+        "Folder for indexes of data sets and for measured speeds of places.",
+        "dlio in XDG_CACHE_HOME or in ~/.cache",
+    )
+    max_pixels: int = _from(
+        Setting(
+            "DLIO_MAX_PIXELS",
+            "integer",
+            178_956_970,
+            "Largest image that is decoded; larger ones count as damaged.",
+            "give a number of pixels from 1",
+            _positive_integer,
+            "pixels",
+        )
+    )
+    cuda_aware: bool | None = _from(
+        Setting(
+            "DLIO_CUDA_AWARE",
+            "0 or 1",
+            None,
+            "Tells whether the MPI library can reduce GPU memory without blocking.",
+            "give 1 where MPI sums GPU memory, or 0",
+            _zero_or_one,
+            default_text="asked of the library",
+        )
+    )
+    node: str | None = _text(
+        "DLIO_NODE",
+        "Name of the node that this rank runs on; ranks with the same name share tiers.",
+        "the host's name",
+    )
+    no_fork: bool = _switch(
+        "DLIO_NO_FORK",
+        "Keeps `dlio stage` in its own process, which cannot end while a source hangs.",
+    )
+    debug: bool = _switch("DLIO_DEBUG", "Prints the traceback of an error, as --debug does.")
+
+
+SETTINGS: Final[tuple[Setting, ...]] = tuple(each.metadata["setting"] for each in fields(Settings))
+"""All variables, in the order of `Settings`."""
+INTERNAL: Final[dict[str, str]] = {
+    "DLIO_LAUNCHER_PID": "Process id of the launcher, set for the ranks that it starts.",
+    "DLIO_TERMINAL": "Set for ranks when the launcher's standard output is a terminal.",
+    "DLIO_RECORD": "Private file with the options of the command, set for ranks.",
+    "DLIO_TEST_DATA": "Folder with real images for dlio's own tests.",
+}
+"""Variables that dlio's processes set for each other, or that only its tests read."""
+_NAMES: Final = tuple(setting.name for setting in SETTINGS)
+
+
+def settings() -> Settings:
+    """Return the settings of this process.
+
+    A text is parsed once; when a variable changes, the next call sees it.
+
+    Raises UsageError when a variable is invalid, naming it, its value and the remedy.
+    """
+    return _parsed(tuple(map(os.environ.get, _NAMES)))
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed(texts: tuple[str | None, ...]) -> Settings:
+    values = {
+        each.name: setting.read(text)
+        for each, setting, text in zip(fields(Settings), SETTINGS, texts, strict=True)
+    }
+    return Settings(**values)  # type: ignore[arg-type] # each parser gives its field's type
+
+
+def unknown_variables(names: Iterable[str]) -> list[tuple[str, str | None]]:
+    """Return the `DLIO_*` names that are not settings, each with the nearest one that is."""
+    known = {*_NAMES, *INTERNAL}
+    wrong = sorted(name for name in names if name.startswith("DLIO_") and name not in known)
+    nearest = [difflib.get_close_matches(name, _NAMES, 1) for name in wrong]
+    return [(name, next(iter(near), None)) for name, near in zip(wrong, nearest, strict=True)]
