@@ -24,7 +24,7 @@ from dlio.loader.trace import Spans, path_of
 from dlio.plan.block_order import window_of
 from dlio.plan.epoch import check_mode, check_shares, is_exact
 from dlio.plan.order import Cursor
-from dlio.plan.sample_mask import Kept
+from dlio.plan.sample_mask import SampleMask
 from dlio.plan.schedule import steps_in_epoch
 from dlio.plan.shares import checked_shares
 from dlio.util.cores import available_cores
@@ -163,7 +163,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._state: dict[str, Any] | None = None
         self._next_epoch = 0
         self._chosen_epoch: int | None = None
-        self._kept: tuple[int, Kept] | None = None
+        self._kept: tuple[int, SampleMask] | None = None
         self._pass: Pass | None = None
         self._handed_out = False
         self._engines = Engines()
@@ -195,13 +195,13 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         """Choose the next pass's epoch. A resumed position in that epoch is kept.
 
         Args:
-            keep: the samples of that pass, the same on all ranks, as `Kept.of` takes
+            keep: the samples of that pass, the same on all ranks, as `SampleMask.of` takes
                 them; all for None. The others are in no plan. Raises UsageError where the order
                 is not dlio's own.
         """
         if keep is not None and not self.follows_formula():
             raise UsageError("keep= is for orders of dlio's own: give seed=, and no sampler")
-        self._kept = None if keep is None else (epoch, Kept.of(keep, self._count()))
+        self._kept = None if keep is None else (epoch, SampleMask.of(keep, self._count()))
         for sampler in (self.sampler, getattr(self.batch_sampler, "sampler", None)):
             choose = getattr(sampler, "set_epoch", None)
             if choose is not None:

@@ -24,7 +24,7 @@ from dlio.loader.threads import Fetching, pin_with, thread_feed, torch_feed
 from dlio.loader.trace import Spans
 from dlio.plan.block_order import BlockOrder
 from dlio.plan.order import Order
-from dlio.plan.sample_mask import Kept
+from dlio.plan.sample_mask import SampleMask
 from dlio.plan.shares import Shares
 from dlio.shuffle.wire import MessageMemory
 from dlio.storage.hierarchy import Hierarchy
@@ -45,7 +45,7 @@ class Begun:
     """Where it begins."""
     shares: Shares | None
     """Of the global batch, where they are not even."""
-    kept: Kept | None
+    kept: SampleMask | None
     """The epoch's samples, where they are not all."""
     stats: Stats
     feed: Feed

@@ -18,7 +18,7 @@ from dlio.errors import UsageError
 from dlio.plan.block_order import BlockOrder, window_of
 from dlio.plan.layout import Layout
 from dlio.plan.order import Cursor, Order
-from dlio.plan.sample_mask import Kept, KeptOrder, kept_layout
+from dlio.plan.sample_mask import MaskedOrder, SampleMask, masked_layout
 from dlio.plan.schedule import steps_in_epoch
 from dlio.plan.shares import Shares
 
@@ -72,7 +72,7 @@ class PlannedPass:
         source_order: str = "sample",
         layout: Layout | None = None,
         shares: Shares | None = None,
-        keep: tuple[int, Kept] | None = None,
+        keep: tuple[int, SampleMask] | None = None,
     ) -> None:
         cursor = Cursor.from_dict(begun)
         self.cursor = cursor
@@ -102,10 +102,10 @@ class PlannedPass:
             if kept is not None and layout is not None:
                 if not shuffled:
                     raise UsageError(f"keep= with source_order={source_order!r} wants shuffle=True")
-                layout = kept_layout(layout, kept)
+                layout = masked_layout(layout, kept)
             self.order: Order = BlockOrder(*about, layout, window)
         else:
-            self.order = Order(*about) if kept is None else KeptOrder(*about, kept)
+            self.order = Order(*about) if kept is None else MaskedOrder(*about, kept)
         then = begun.get("source_order", "sample")
         if cursor.position and then != source_order:
             raise UsageError(

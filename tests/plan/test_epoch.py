@@ -11,7 +11,7 @@ from dlio.errors import UsageError
 from dlio.plan.epoch import EpochPlan, GlobalPlan, check_mode, exchanged, plan_epoch
 from dlio.plan.layout import Layout
 from dlio.plan.order import Order, share
-from dlio.plan.sample_mask import Kept, KeptOrder, kept_layout
+from dlio.plan.sample_mask import MaskedOrder, SampleMask, masked_layout
 from dlio.plan.schedule import Ranks, Window, assign, steps_in_epoch
 
 MODES = ("batch", "global", "ring", "local", "partial(0.1)", "partial(0.5)", "partial(1)")
@@ -37,9 +37,9 @@ def epochs(draw: st.DrawFn) -> EpochPlan:
     if draw(st.booleans()):
         mask = np.random.default_rng(n).random(n) < draw(st.sampled_from([0.1, 0.6, 0.9]))
         mask[-1] = True
-        kept = Kept.of(mask, n)
-        n, order = kept.count, KeptOrder(kept.count, *about, True, kept)
-        layout = kept_layout(layout, kept)
+        kept = SampleMask.of(mask, n)
+        n, order = kept.count, MaskedOrder(kept.count, *about, True, kept)
+        layout = masked_layout(layout, kept)
     whole = batch * ranks.size
     position = draw(st.integers(0, n // whole)) * whole
     steps = steps_in_epoch(n, position, whole, draw(st.booleans()))

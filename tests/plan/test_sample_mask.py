@@ -9,7 +9,7 @@ from dlio.errors import UsageError
 from dlio.plan.block_order import BlockOrder
 from dlio.plan.layout import Layout
 from dlio.plan.order import Order
-from dlio.plan.sample_mask import Kept, KeptOrder, kept_layout
+from dlio.plan.sample_mask import MaskedOrder, SampleMask, masked_layout
 from dlio.storage.fill import blocks_in_order
 
 
@@ -24,22 +24,22 @@ def masks(draw: st.DrawFn) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
 @given(masks())
 def test_a_bitmap_answers_as_a_list_would(mask: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> None:
     n, listed = len(mask), np.flatnonzero(mask)
-    kept = Kept.of(mask, n)
+    kept = SampleMask.of(mask, n)
     assert kept.count == len(listed)
     assert np.array_equal(kept.sample(np.arange(kept.count)), listed)
     assert np.array_equal(kept.number(np.arange(n + 1)), np.append(0, np.cumsum(mask)))
     assert np.array_equal(kept.holds(np.arange(n)), mask)
-    again = Kept.of(np.packbits(mask, bitorder="little"), n)
+    again = SampleMask.of(np.packbits(mask, bitorder="little"), n)
     assert again.digest == kept.digest
-    assert Kept.of(again, n) is again
+    assert SampleMask.of(again, n) is again
 
 
 @given(masks(), st.integers(0, 99), st.integers(0, 3), st.booleans())
 def test_the_order_of_kept_samples_is_a_bijection(
     mask: np.ndarray[tuple[int], np.dtype[np.bool_]], seed: int, epoch: int, shuffled: bool
 ) -> None:
-    kept = Kept.of(mask, len(mask))
-    order = KeptOrder(kept.count, seed, epoch, shuffled, kept)
+    kept = SampleMask.of(mask, len(mask))
+    order = MaskedOrder(kept.count, seed, epoch, shuffled, kept)
     positions = np.arange(kept.count)
     samples = order.samples(positions)
     assert np.array_equal(np.sort(samples), np.flatnonzero(mask))
@@ -58,8 +58,8 @@ def test_blocks_have_their_kept_samples_alone(
     n = len(mask)
     starts = np.unique([0, n // 7, n // 5, n // 2, n]).astype(np.int64)
     layout = Layout(starts, Order(n, 5, 0, shuffled))
-    kept = Kept.of(mask, n)
-    small = kept_layout(layout, kept)
+    kept = SampleMask.of(mask, n)
+    small = masked_layout(layout, kept)
     listed = np.flatnonzero(mask)
     assert small.blocks == layout.blocks
     assert np.array_equal(small.block_of(listed), layout.block_of(listed))
@@ -81,8 +81,8 @@ def test_blocks_that_an_epoch_does_not_use_are_filled_last() -> None:
     layout = Layout(np.array([0, 10, 20, 30, 40]), Order(40, 0, shuffled=False))
     mask = np.zeros(40, np.bool_)
     mask[[5, 33]] = True
-    kept = Kept.of(mask, 40)
-    order = KeptOrder(2, 1, 0, True, kept)
+    kept = SampleMask.of(mask, 40)
+    order = MaskedOrder(2, 1, 0, True, kept)
     found = list(blocks_in_order(layout, order, np.array([True, True, False, True])))
     assert sorted(found[:2]) == [0, 3]
     assert found[2:] == [1]
@@ -90,10 +90,10 @@ def test_blocks_that_an_epoch_does_not_use_are_filled_last() -> None:
 
 def test_a_bitmap_that_is_none_is_refused() -> None:
     with pytest.raises(UsageError, match="keeps no sample"):
-        Kept.of(np.zeros(9, np.bool_), 9)
+        SampleMask.of(np.zeros(9, np.bool_), 9)
     with pytest.raises(UsageError, match="9 samples want uint8 of shape"):
-        Kept.of(np.ones(8, np.bool_), 9)
+        SampleMask.of(np.ones(8, np.bool_), 9)
     with pytest.raises(UsageError, match="the data set has 8"):
-        Kept.of(Kept.of(np.ones(9, np.bool_), 9), 8)
+        SampleMask.of(SampleMask.of(np.ones(9, np.bool_), 9), 8)
     # Bits beyond the last sample are none of its.
-    assert Kept.of(np.array([255, 255], np.uint8), 9).count == 9
+    assert SampleMask.of(np.array([255, 255], np.uint8), 9).count == 9

@@ -24,7 +24,7 @@ from dlio.loader.stats import Stats
 from dlio.loader.trace import Spans
 from dlio.plan.block_order import BlockOrder
 from dlio.plan.epoch import EpochPlan, is_exact, plan_epoch
-from dlio.plan.sample_mask import kept_layout
+from dlio.plan.sample_mask import masked_layout
 from dlio.shuffle.shuffle import Shuffle, windows_of
 from dlio.shuffle.wire import MessageMemory
 from dlio.storage.fill import filler_threads
@@ -59,7 +59,7 @@ def planned_feed(plan: Planned, batches: PlannedPass, stats: Stats) -> Feed:
         home = mounted.passing_home(batches.order)
     layout = mounted.hierarchy.reader.layout
     if batches.kept is not None:
-        layout = kept_layout(layout, batches.kept)
+        layout = masked_layout(layout, batches.kept)
     epoch = EpochPlan(
         order=batches.order,
         position=batches.cursor.position,

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from dlio.errors import UsageError
 from dlio.plan.order import keyed_uniforms
-from dlio.plan.sample_mask import STRETCH, Kept
+from dlio.plan.sample_mask import STRETCH, SampleMask
 
 Codes = npt.NDArray[np.uint8]
 Table = npt.NDArray[np.int64]
@@ -145,7 +145,7 @@ def chance_of(
     return np.where(turn.astype(np.int64) == epoch % revisit, CERTAIN, table[scores])
 
 
-def kept_of(scores: Codes, table: Table, seed: int, epoch: int, revisit: int) -> Kept:
+def kept_of(scores: Codes, table: Table, seed: int, epoch: int, revisit: int) -> SampleMask:
     """The samples of an epoch.
 
     Args:
@@ -161,4 +161,4 @@ def kept_of(scores: Codes, table: Table, seed: int, epoch: int, revisit: int) ->
         drawn = keyed_uniforms(seed, epoch, samples, 1, _DRAW)[:, 0] * CERTAIN
         packed = np.packbits(drawn < chance, bitorder="little")
         bits[first // 8 : first // 8 + len(packed)] = packed
-    return Kept(bits, total)
+    return SampleMask(bits, total)

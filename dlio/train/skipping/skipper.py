@@ -11,7 +11,7 @@ from dlio.comm import Communicator
 from dlio.errors import UsageError
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.ranks import communicator
-from dlio.plan.sample_mask import Kept
+from dlio.plan.sample_mask import SampleMask
 from dlio.train.skipping.rule import (
     CERTAIN,
     EASY,
@@ -88,7 +88,7 @@ class SampleSkipper:
         self._table = np.full(256, CERTAIN, np.int64)
         self._waiting: list[tuple[npt.NDArray[np.int64], torch.Tensor]] = []
         self._epoch = -1
-        self.kept: Kept | None = None
+        self.kept: SampleMask | None = None
         """Samples of the epoch; None for all."""
 
     @property

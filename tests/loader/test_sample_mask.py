@@ -13,9 +13,9 @@ from torch.utils.data import SequentialSampler
 import dlio
 from dlio.cli.demo_pictures import draw_dataset
 from dlio.errors import UsageError
-from tests.loader.kept_checks import BATCH, CASES
+from tests.loader.sample_mask_checks import BATCH, CASES
 
-BODY = str(Path(__file__).with_name("kept_checks.py"))
+BODY = str(Path(__file__).with_name("sample_mask_checks.py"))
 N = 203
 
 
