@@ -2,9 +2,9 @@
 
 The bitmap has one bit a sample and a count of the set bits before every 512th bit. It answers two
 questions in constant time: `number`, how many samples of the mask come before a sample (rank), and
-`sample`, which sample is the k-th of the mask (select). A keyed order of the numbers, mapped through
-`sample`, is therefore a formula in both directions, like `dlio.plan.order.Order`: plans need no
-message, and samples outside of the mask do not occur in them.
+`sample`, which sample is the k-th of the mask (select). A keyed order of the numbers, mapped
+through `sample`, is therefore a formula in both directions, like `dlio.plan.order.Order`: plans
+need no message, and samples outside of the mask do not occur in them.
 
 Memory: n / 8 bytes for the bitmap and n / 64 for the counts.
 
@@ -77,8 +77,8 @@ class SampleMask:
         if isinstance(given, cls):
             if given.samples != samples:
                 raise UsageError(
-                    f"keep= is for {given.samples} samples, the data set has {samples}: make it for "
-                    "this data set"
+                    f"keep= is for {given.samples} samples, the data set has {samples}: make it "
+                    "for this data set"
                 )
             return given
         array = np.asarray(given)
