@@ -23,7 +23,8 @@ class Reader(Protocol):
     """Knows one format: how many samples, their sizes and names, and their payloads.
 
     All methods are thread-safe and deterministic. Sample indices are the reader's own,
-    0 to len - 1.
+    0 to len - 1. Readers can be pickled, for another process to read the same samples. Owner:
+    the data set that opened it, which closes it. `dlio.testing.ReaderTests` checks these promises.
     """
 
     format: str
@@ -33,10 +34,15 @@ class Reader(Protocol):
     schema: Schema
     classes: Sequence[str]
     """Class names; labels index them. Empty when the data set has none."""
-    labels: npt.NDArray[np.int64]
-    """Class number of each sample; shape (samples,)."""
-    sizes: npt.NDArray[np.int64]
-    """Payload bytes of each sample; shape (samples,)."""
+
+    @property
+    def labels(self) -> npt.NDArray[np.int64]:
+        """Class number of each sample; shape (samples,)."""
+
+    @property
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """Payload bytes of each sample; shape (samples,)."""
+
     fingerprint: str
     """32 hex digits that change when the data set does; names its folder in a tier."""
     layout: Layout
@@ -52,7 +58,9 @@ class Reader(Protocol):
     def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
         """The payloads of `samples`, in the same order.
 
-        Reads of neighbours in storage are coalesced. Raises SourceError that names the sample.
+        Reads of neighbours in storage are coalesced. Payloads stay valid, and unchanged, when
+        other samples are read. Raises SourceError, or CorruptBlock where the format has
+        checksums, that names the sample or its file.
         """
 
     def close(self) -> None:

@@ -1,1 +1,82 @@
-"""Conformance suites that plug-ins run: subclass one, give a factory, inherit its tests."""
+"""Conformance suites for plug-ins: subclass one, give a factory, inherit its tests.
+
+    import dlio.testing
+
+    class TestMyReader(dlio.testing.ReaderTests):
+        def make(self, folder):
+            ...  # write a small data set into `folder`
+            return MyReader(...)
+
+        def expected(self):
+            return [{"image": b"...", "label": 3}, ...]
+
+| suite                | checks                                    | module         |
+|----------------------|-------------------------------------------|----------------|
+| `ReaderTests`        | `dlio.data.reader.Reader`                 | `reader`       |
+| `TierTests`          | `dlio.storage.tier.Tier`                  | `tier`         |
+| `CommunicatorTests`  | `dlio.comm.Communicator`                  | `communicator` |
+| `ExchangeTests`      | `dlio.train.exchange.Exchange`            | `exchange`     |
+| `CompressorTests`    | `dlio.train.exchange.compress.Compressor` | `compressor`   |
+| `LoaderStateTests`   | `state_dict` of a loader                  | `loader_state` |
+
+Each test method is named for the promise that it checks. Communicators and exchanges need ranks:
+`mpirun -n 3 python -m dlio.testing.communicator` checks the MPI library of this machine, and
+`run_ranks` runs a check on ranks that are threads of one process. `SlowReader`, `FailingReader`,
+`SlowTier` and `FailingTier` stand between code under test and storage.
+
+This package needs pytest and hypothesis: `pip install 'dlio[testing]'`.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+try:
+    import hypothesis  # noqa: F401 - missing packages are reported here, once
+    import pytest
+except ImportError as error:
+    raise ImportError(
+        f"dlio.testing needs pytest and hypothesis ({error}): pip install 'dlio[testing]'"
+    ) from error
+
+if TYPE_CHECKING:
+    from dlio.testing.memory import MemoryReader
+    from dlio.testing.promises import promises_of
+    from dlio.testing.reader import ReaderTests
+    from dlio.testing.tier import TierTests
+    from dlio.testing.wrappers import FailingReader, FailingTier, SlowReader, SlowTier
+
+__all__ = [
+    "FailingReader",
+    "FailingTier",
+    "MemoryReader",
+    "ReaderTests",
+    "SlowReader",
+    "SlowTier",
+    "TierTests",
+    "promises_of",
+]
+
+_WHERE = {
+    "FailingReader": "wrappers",
+    "FailingTier": "wrappers",
+    "MemoryReader": "memory",
+    "ReaderTests": "reader",
+    "SlowReader": "wrappers",
+    "SlowTier": "wrappers",
+    "TierTests": "tier",
+    "promises_of": "promises",
+}
+
+# A failed assert of an inherited test shows its values, as one of the plug-in's own tests does.
+_SUITES = ("communicator", "compressor", "exchange", "loader_state", "reader", "tier")
+pytest.register_assert_rewrite(*(f"dlio.testing.{suite}" for suite in _SUITES))
+
+
+def __getattr__(name: str) -> object:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'dlio.testing' has no attribute {name!r}")
+    return getattr(import_module(f"dlio.testing.{_WHERE[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,28 @@
+"""Tiers on disk and in shared memory keep the contract of tiers."""
+
+import secrets
+from pathlib import Path
+
+from dlio.storage.spec import TierSpec
+from dlio.storage.tier import Tier
+from dlio.testing import TierTests
+from dlio.testing.tier import FINGERPRINT
+from dlio.util.shared import SHARED_MEMORY
+
+
+class TestDisk(TierTests):
+    def make(self, folder: Path, fingerprint: str | None = FINGERPRINT) -> Tier:
+        spec = TierSpec("disk", str(folder), 1 << 20)
+        return Tier(spec, "data", "node", fingerprint=fingerprint)
+
+
+class TestRam(TierTests):
+    persistent = False
+
+    def make(self, folder: Path, fingerprint: str | None = FINGERPRINT) -> Tier:
+        # The test's folder names the job, so that tests that run at once do not meet.
+        name = folder / "job"
+        if not name.exists():
+            name.write_text(f"test-{secrets.token_hex(4)}")
+        spec = TierSpec("ram", SHARED_MEMORY, 1 << 20)
+        return Tier(spec, name.read_text(), fingerprint=fingerprint)
