@@ -20,6 +20,7 @@ from dataclasses import asdict
 from typing import Any, Final, Self
 
 from dlio.errors import UsageError
+from dlio.util.threads import Workers
 from dlio_bench.task import Pass, Task
 
 _START_TIMEOUT_S: Final = 900.0
@@ -129,11 +130,8 @@ def _bare(task: Task, one: Callable[[int, bytes, Any], None]) -> Pass:
                 one(index, payloads[index], out)
                 counts[first] += 1
 
-        threads = [threading.Thread(target=work, args=(k,)) for k in range(task.workers)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with Workers("dlio-bench", work, task.workers) as workers:
+            workers.wait()
         yield sum(counts)
 
     return run

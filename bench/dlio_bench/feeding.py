@@ -4,10 +4,11 @@ import contextlib
 import os
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
+
+from dlio.util.threads import Workers
 
 _VOLUME: Final = (128, 64, 64)
 """float32: 2 MiB."""
@@ -155,11 +156,8 @@ def _bare_reads(stretches: list[tuple[str, int, int]], workers: int) -> None:
                 done += os.preadv(descriptor, [into[done:]], offset + done)
             os.close(descriptor)
 
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with Workers("dlio-bench", work, workers) as running:
+        running.wait()
 
 
 def slow(source: str, repeats: int, workers: int, batch_size: int = 64) -> dict[str, Any]:
@@ -297,14 +295,11 @@ def _consumed(loader: Any, each: Callable[[], None]) -> tuple[float, float]:
 def _read_all(files: list[str]) -> float:
     """Seconds to read files, all at the same time."""
 
-    def read(path: str) -> None:
-        with open(path, "rb") as file:
+    def read(number: int) -> None:
+        with open(files[number], "rb") as file:
             file.read()
 
-    threads = [threading.Thread(target=read, args=(path,)) for path in files]
     started = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with Workers("dlio-bench", read, len(files)) as running:
+        running.wait()
     return time.perf_counter() - started

@@ -13,6 +13,7 @@ Needs libfuse (Debian: fuse3) and mfusepy (`pip install 'dlio[bench]'`).
 import errno
 import json
 import os
+import select
 import shutil
 import signal
 import stat
@@ -29,6 +30,7 @@ import typer
 import xxhash
 
 from dlio.errors import UsageError
+from dlio.util.threads import Workers
 from dlio.util.units import parse_bytes
 
 STATS: Final = ".slowfs-stats"
@@ -259,7 +261,12 @@ def main(
         source, Pace(latency_s, rate), Pace(open_s, None), eio_rate, hang_rate, seed
     )
     if until_eof:
-        threading.Thread(target=_end_with_owner, args=(mountpoint,), daemon=True).start()
+        stopped, stop = os.pipe()
+        Workers(
+            "dlio-slowfs-owner",
+            lambda _: _end_with_owner(mountpoint, stopped),
+            wake=lambda: os.write(stop, b"x"),
+        ).start()
     _fuse().FUSE(
         folder,
         mountpoint,
@@ -274,8 +281,15 @@ def main(
     )
 
 
-def _end_with_owner(mountpoint: str) -> None:
-    sys.stdin.read()
+def _end_with_owner(mountpoint: str, stopped: int) -> None:
+    """End this process at the end of its standard input; return when `stopped` is readable."""
+    source = sys.stdin.fileno()
+    while True:
+        ready = select.select([source, stopped], [], [])[0]
+        if stopped in ready:
+            return
+        if not os.read(source, 4096):
+            break
     _unmount(mountpoint)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_END_TIMEOUT_S)

@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import IO
@@ -20,6 +19,7 @@ from dlio.comm.environment import LAUNCHER, TERMINAL
 from dlio.errors import UsageError
 from dlio.util.cores import available_cores
 from dlio.util.shared import SharedFolder
+from dlio.util.threads import Workers
 
 __all__ = ["ErrorFilter", "find_mpirun", "launch", "run_ranks"]
 
@@ -150,10 +150,10 @@ def _relayed(
     """Run mpirun, pass standard error on through `sorter`, and return the exit code."""
     process = _started(command, environment, None)
     assert process.stderr is not None
-    relay = threading.Thread(
-        target=_relay, args=(process.stderr, sys.stderr, sorter), name="dlio-stderr", daemon=True
-    )
-    relay.start()
+    errors = process.stderr
+    relay = Workers(
+        "dlio-stderr", lambda _: _relay(errors, sys.stderr, sorter), stop_timeout_s=_END_TIMEOUT_S
+    ).start()
     try:
         return _exit_code(process.wait(timeout_s))
     except BaseException as error:
@@ -161,8 +161,8 @@ def _relayed(
         _end(process)
         raise
     finally:
-        relay.join(_END_TIMEOUT_S)
-        process.stderr.close()
+        if not relay.close():
+            errors.close()
 
 
 def _started(

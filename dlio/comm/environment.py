@@ -1,12 +1,12 @@
 """What the environment says of this process: a rank, whose, and whether a terminal shows it."""
 
-import contextlib
 import os
 import select
 import signal
 import sys
-import threading
-import time
+from functools import partial
+
+from dlio.util.threads import Workers
 
 _END_TIMEOUT_S = 10.0
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALNRANKS")
@@ -45,29 +45,33 @@ def watch_launcher() -> None:
     if not launched():
         return
     launcher = int(os.environ[LAUNCHER])
+    stopped, stop = os.pipe()
 
-    def watch() -> None:
-        _wait_for_end(launcher)
+    def watch(_: int) -> None:
+        if not _has_ended(launcher, stopped):
+            return
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(_END_TIMEOUT_S)
-        os.kill(os.getpid(), signal.SIGKILL)
+        if not select.select([stopped], [], [], _END_TIMEOUT_S)[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=watch, name="dlio-launcher-watch", daemon=True).start()
+    wake = partial(os.write, stop, b"x")
+    Workers("dlio-launcher-watch", watch, wake=wake, serves_others=True).start()
 
 
-def _wait_for_end(process: int) -> None:
-    """Sleep until a process that need not be a child of this one has ended."""
+def _has_ended(process: int, stopped: int) -> bool:
+    """Sleep until a process has ended, which need not be a child of this one; False when the
+    descriptor `stopped` became readable before."""
     try:
         descriptor = os.pidfd_open(process)
     except ProcessLookupError:
-        return
+        return True
     except (AttributeError, OSError):
         # Linux before 5.3, a Python built for it, or a sandbox.
-        with contextlib.suppress(ProcessLookupError):
-            while True:
+        while not select.select([stopped], [], [], _POLL_S)[0]:
+            try:
                 os.kill(process, 0)
-                time.sleep(_POLL_S)
-        return
+            except ProcessLookupError:
+                return True
+        return False
     # Readable when the process has ended, reaped or not.
-    select.select([descriptor], [], [])
-    os.close(descriptor)
+    return descriptor in select.select([descriptor, stopped], [], [])[0]

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, Final, TypeVar
 
+from dlio.util.threads import join_with
+
 T = TypeVar("T")
 _TURN_S: Final = 0.001
 _LOOK_S: Final = 1.0
@@ -77,6 +79,7 @@ def use_funnel() -> Funnel:
     global _funnel
     if _funnel is None:
         _funnel = Funnel()
+        join_with(waiting)  # A thread may not end before its last call has been made.
     return _funnel
 
 
@@ -106,13 +109,3 @@ def waiting(wait: Callable[[float], bool], timeout_s: float) -> bool:
         left_s -= _TURN_S
         if left_s <= 0:
             return False
-
-
-def joined(thread: threading.Thread, timeout_s: float) -> bool:
-    """Whether a thread has ended within a time; its calls are made meanwhile."""
-
-    def wait(limit_s: float) -> bool:
-        thread.join(limit_s)
-        return not thread.is_alive()
-
-    return waiting(wait, timeout_s)

@@ -4,16 +4,15 @@ An MPI library moves most of a long message only inside of calls to it. While a 
 are none, but for those that an exchange makes as gradients come: a thread makes some.
 """
 
-import atexit
 import threading
 import time
 from typing import Final
 
 from dlio.comm.protocol import Communicator
+from dlio.util.threads import Workers
 
 _TURN_S: Final = 0.001
 """Between two calls: a call takes some 10 µs, and a socket's buffer lasts for longer than this."""
-_END_TIMEOUT_S: Final = 5.0
 
 
 class Progress:
@@ -27,16 +26,16 @@ class Progress:
         self._useful = comm.size > 1 and comm.poke()
         self._wanted = threading.Event()
         self._closed = False
-        self._thread: threading.Thread | None = None
+        self._thread: Workers | None = None
 
     def go(self) -> None:
         """Something is under way."""
         if self._useful and not self._wanted.is_set():
             self._wanted.set()
             if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._run, name="dlio-progress", daemon=True)
-                self._thread.start()
-                atexit.register(self.close)
+                self._thread = Workers(
+                    "dlio-progress", self._run, wake=self._end, serves_others=True
+                ).start()
 
     def rest(self) -> None:
         """Nothing is."""
@@ -44,14 +43,16 @@ class Progress:
 
     def close(self) -> None:
         """End the thread."""
+        self._end()
+        if self._thread is not None:
+            self._thread.close()
+            self._thread = None
+
+    def _end(self) -> None:
         self._closed = True
         self._wanted.set()
-        if self._thread is not None:
-            self._thread.join(_END_TIMEOUT_S)
-            self._thread = None
-            atexit.unregister(self.close)
 
-    def _run(self) -> None:
+    def _run(self, _: int) -> None:
         while True:
             self._wanted.wait()
             if self._closed or not self._comm.poke():

@@ -30,6 +30,7 @@ from dlio.comm.protocol import Buffer, Communicator, Json, Request
 from dlio.comm.single import SingleCommunicator
 from dlio.comm.waiting import LONGEST_SLEEP_S, default_timeout_s, wait_all
 from dlio.errors import CommError, CommTimeout
+from dlio.util.threads import Workers
 
 _CLOSE_TIMEOUT_S: Final = 5.0
 _CANCEL_TIMEOUT_S: Final = 1.0
@@ -210,19 +211,25 @@ class _Mail:
         self._early: dict[tuple[int, int], deque[_Message]] = {}
         self._outgoing: dict[int, socket.socket] = {}
         self._queues: dict[int, deque[tuple[bytes, _Message]]] = {}
-        self._closing = False
         self._listener = _listening()
         address = [_own_address(), self._listener.getsockname()[1], secrets.token_hex(16)]
         everyone = allgather(address)
         self._addresses = [(str(host), int(port)) for host, port, _ in everyone]
         self._secret = bytes.fromhex(everyone[0][2])
         self._selector = selectors.DefaultSelector()
+        self._ends_at: float | None = None
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ, "listener")
         self._selector.register(self._wake_out, selectors.EVENT_READ, "wake")
-        self._thread = threading.Thread(target=self._run, name="dlio-mail", daemon=True)
+        self._thread = Workers(
+            "dlio-mail",
+            self._run,
+            wake=self._wake,
+            stop_timeout_s=2 * _CLOSE_TIMEOUT_S,
+            serves_others=True,
+        )
         self._thread.start()
 
     def send(self, view: memoryview, dest: int, tag: int) -> _Message:
@@ -251,15 +258,7 @@ class _Mail:
 
     def close(self) -> None:
         """Stop, once what was sent is on its way, within a deadline."""
-        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
-        while time.monotonic() < deadline:
-            with self._lock:
-                if not any(self._queues.values()):
-                    break
-            time.sleep(LONGEST_SLEEP_S)
-        self._closing = True
-        self._wake()
-        self._thread.join(_CLOSE_TIMEOUT_S)
+        self._thread.close()
 
     def _withdraw(self, key: tuple[int, int], message: _Message) -> bool:
         with self._lock:
@@ -273,9 +272,9 @@ class _Mail:
         with contextlib.suppress(BlockingIOError, OSError):
             self._wake_in.send(b"x")
 
-    def _run(self) -> None:
+    def _run(self, _: int) -> None:
         try:
-            while not self._closing:
+            while not self._is_over():
                 for key, events in self._selector.select(0.2):
                     self._serve(key, events)
                 self._connect_all()
@@ -286,6 +285,15 @@ class _Mail:
                 connection.close()  # Not with the selector while it has nothing to send.
             self._wake_in.close()
             self._selector.close()
+
+    def _is_over(self) -> bool:
+        """True when the thread is to stop and everything is sent, or cannot be in time."""
+        if not self._thread.stopping.is_set():
+            return False
+        self._ends_at = self._ends_at or time.monotonic() + _CLOSE_TIMEOUT_S
+        with self._lock:
+            sent = not any(self._queues.values())
+        return sent or time.monotonic() > self._ends_at
 
     def _serve(self, key: selectors.SelectorKey, events: int) -> None:
         if key.data == "listener":

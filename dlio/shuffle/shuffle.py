@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.comm import Communicator, Request
-from dlio.comm.funnel import joined, waiting
+from dlio.comm.funnel import waiting
 from dlio.comm.waiting import leave
 from dlio.errors import DlioError
 from dlio.plan.epoch import EpochPlan, WindowPlan, plan_epoch
@@ -35,6 +35,7 @@ from dlio.shuffle.wire import (
     unpack_message,
 )
 from dlio.storage.hierarchy import Hierarchy
+from dlio.util.threads import Workers
 
 _FIRST_WINDOW_STEPS = 2
 """Short, so that the first batch does not wait for a long window's messages."""
@@ -109,10 +110,12 @@ class Shuffle:
         self._give_up = -1
         self._late: set[int] = set()
         """Ranks that a message was given up from, until one comes: nobody waits for them."""
-        self._closing = False
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="dlio-shuffle", daemon=True)
-        self._thread.start()
+        self._worker = Workers(
+            "dlio-shuffle", self._run, wake=self._wake, stop_timeout_s=2 * _CLOSE_TIMEOUT_S
+        )
+        self._closing = self._worker.stopping
+        self._worker.start()
 
     def __enter__(self) -> Self:
         return self
@@ -176,19 +179,20 @@ class Shuffle:
 
     def close(self) -> None:
         """End the thread; messages under way are finished first, within a deadline."""
-        with self._condition:
-            self._closing = True
-            self._condition.notify_all()
-        joined(self._thread, 2 * _CLOSE_TIMEOUT_S)
+        self._worker.close()
 
-    def _run(self) -> None:
+    def _wake(self) -> None:
+        with self._condition:
+            self._condition.notify_all()
+
+    def _run(self, _: int) -> None:
         try:
             while self._planned < len(self._windows) and self._wait_for_turn():
                 self._start(self._planned)
                 with self._condition:
                     self._planned += 1
                     self._condition.notify_all()
-            while not self._closing and (self._busy or not self._consumed_all):
+            while not self._closing.is_set() and (self._busy or not self._consumed_all):
                 self._progress()
                 self._pause()
             self._finish()
@@ -206,7 +210,7 @@ class Shuffle:
         """Until the next window may be planned. False when the shuffle is being closed."""
         while True:
             with self._condition:
-                if self._closing:
+                if self._closing.is_set():
                     return False
                 previous = self._windows[max(0, self._planned - 1)]
                 if self._consumed_step >= previous.start or self._planned == 0:
@@ -216,7 +220,7 @@ class Shuffle:
 
     def _pause(self) -> None:
         with self._condition:
-            if not self._closing:
+            if not self._closing.is_set():
                 self._condition.wait(_IDLE_S if self._busy else 0.1)
 
     @property

@@ -1,7 +1,6 @@
 """Filling tiers from the source in the background, in the order in which blocks are needed."""
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Self
 
@@ -11,6 +10,7 @@ import numpy.typing as npt
 from dlio.plan.layout import Layout
 from dlio.plan.order import Order
 from dlio.storage.hierarchy import Hierarchy
+from dlio.util.threads import Workers
 
 IN_FLIGHT_BYTES = 64 << 20
 """Of blocks that are on their way at a time, about."""
@@ -65,13 +65,9 @@ class Filler:
         self._blocks = blocks
         self._lock = threading.Lock()
         self._work: Iterator[int] | None = None
-        self._closing = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._run, name=f"dlio-fill-{k}", daemon=True)
-            for k in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._workers = Workers("dlio-fill", self._run, threads, stop_timeout_s=_CLOSE_TIMEOUT_S)
+        self._closing = self._workers.stopping
+        self._workers.start()
 
     def __enter__(self) -> Self:
         return self
@@ -81,15 +77,11 @@ class Filler:
 
     def join(self, timeout_s: float | None = None) -> bool:
         """Wait until all that can be brought is there. False when the time was too short."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        for thread in self._threads:
-            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        return self._workers.wait(timeout_s)
 
     def close(self) -> None:
         """Stop after the blocks that are being filled; a source that hangs is not waited for."""
-        self._closing.set()
-        self.join(_CLOSE_TIMEOUT_S)
+        self._workers.close()
 
     def _next(self) -> int | None:
         with self._lock:
@@ -97,7 +89,7 @@ class Filler:
                 self._work = self._blocks()
             return next(self._work, None)
 
-    def _run(self) -> None:
+    def _run(self, _: int) -> None:
         try:
             self._fill()
         except Exception:

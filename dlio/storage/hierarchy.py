@@ -26,6 +26,7 @@ from dlio.storage.counters import Counters
 from dlio.storage.intake import Intake
 from dlio.storage.tier import Tier
 from dlio.util.settings import settings
+from dlio.util.threads import Workers
 
 T = TypeVar("T")
 
@@ -86,7 +87,7 @@ class Hierarchy:
         """Payloads that were wanted before their blocks; each goes into its block later."""
         self._awaited: set[int] = set()
         self._hurried = threading.Condition()
-        self._hurrying: threading.Thread | None = None
+        self._hurrying: Workers | None = None
         self._reserved: set[int] = set()
         """Blocks that this process has claimed, and will fill when what is wanted of them first
         has been read."""
@@ -163,10 +164,12 @@ class Hierarchy:
             self._unless_closed(then)
             return
         self._awaited.update(late)
-        self._hurrying = threading.Thread(
-            target=self._hurry, args=(late, then), name="dlio-hurry", daemon=True
-        )
-        self._hurrying.start()
+        self._hurrying = Workers(
+            "dlio-hurry",
+            lambda _: self._hurry(late, then),
+            wake=self._intake.stop,
+            stop_timeout_s=_JOIN_TIMEOUT_S,
+        ).start()
 
     def _reserve(self, block: int) -> bool:
         """Claim a block that is yet to be filled, for this process to do that."""
@@ -359,9 +362,8 @@ class Hierarchy:
         """End what `hurry` began; nothing is called back after this."""
         with self._lock:
             self._closed = True
-        if self._hurrying is not None and self._hurrying.is_alive():
-            self._intake.stop()
-            self._hurrying.join(_JOIN_TIMEOUT_S)
+        if self._hurrying is not None and self._hurrying.alive():
+            self._hurrying.close()
         with self._lock:
             left = [block for block in self._reserved if block not in self._filling]
             self._reserved.difference_update(left)

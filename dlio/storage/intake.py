@@ -21,6 +21,7 @@ from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError
 from dlio.storage.block import encode_block
 from dlio.storage.places import find_place
+from dlio.util.threads import Workers
 
 PIECE_BYTES: Final = 1 << 20
 """Of a stretch that is read with its neighbours at the same time."""
@@ -92,17 +93,19 @@ class Intake:
         place = find_place(reader.path)
         self._piece = piece_bytes(place.stripe_bytes) if place.network else 0
         self._timeout_s = timeout_s
-        self._closing = threading.Event()
+        self._workers = Workers(
+            "dlio-intake",
+            self._run,
+            requests if requests > 1 else 0,
+            wake=self._wake,
+            stop_timeout_s=_JOIN_TIMEOUT_S,
+        )
+        self._closing = self._workers.stopping
         self._throttle = Throttle(rate, self._closing) if rate is not None else None
         self._spare: list[npt.NDArray[np.uint8]] = []
         self._spare_lock = threading.Lock()
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._run, name=f"dlio-intake-{k}", daemon=True)
-            for k in range(requests if requests > 1 else 0)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._workers.start()
 
     def __enter__(self) -> Self:
         return self
@@ -131,7 +134,7 @@ class Intake:
             samples = np.array([n for n in whole.tolist() if n not in here], np.int64)
         if self._throttle is not None:
             self._throttle.take(int(reader.sizes[samples].sum()))
-        if reader.objects and self._threads and len(samples) > 1:
+        if reader.objects and self._workers and len(samples) > 1:
             parts = [samples[k : k + _FILES_A_TASK] for k in range(0, len(samples), _FILES_A_TASK)]
             payloads = [payload for part in self.map(reader.read, parts, block) for payload in part]
         else:
@@ -184,15 +187,11 @@ class Intake:
 
     def stop(self) -> None:
         """Give up what waits for requests; those under way end on their own."""
-        self._closing.set()
+        self._workers.stop()
 
     def close(self) -> None:
         """Stop after the requests under way; a source that hangs is not waited for."""
-        self.stop()
-        for _ in self._threads:
-            self._tasks.put(None)
-        for thread in self._threads:
-            thread.join(_JOIN_TIMEOUT_S)
+        self._workers.close()
         self._spare.clear()
 
     def _stored(self, reader: StoredBlocks, block: int) -> tuple[list[Buffer], int]:
@@ -200,7 +199,7 @@ class Intake:
         if self._throttle is not None:
             self._throttle.take(size)
         memory = self._memory(size)
-        if self._threads and self._piece and size > self._piece:
+        if self._workers and self._piece and size > self._piece:
             ends = _cuts(reader.stored_at(block), size, self._piece)
             self.map(
                 lambda part: reader.read_stored(block, memory[part[0] : part[1]], part[0]),
@@ -234,6 +233,10 @@ class Intake:
                     return self._spare.pop(k).data[:size]
         return np.empty(size, np.uint8).data
 
-    def _run(self) -> None:
+    def _wake(self) -> None:
+        for _ in range(len(self._workers)):
+            self._tasks.put(None)
+
+    def _run(self, _: int) -> None:
         while (task := self._tasks.get()) is not None and not self._closing.is_set():
             task()

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from dlio.plan.block_order import BlockOrder
 from dlio.storage.hierarchy import Hierarchy
+from dlio.util.threads import Workers
 
 _WAIT_S: Final = 0.5
 _CLOSE_TIMEOUT_S: Final = 10.0
@@ -82,16 +83,18 @@ class Passing:
         progress.tell(generation, position)
         self._position = position
         self._next = 0
-        self._closing = False
         self._swept: tuple[int, int] | None = None
         self._condition = threading.Condition()
         hierarchy.let_pass(here, self._is_over)
-        self._threads = [
-            threading.Thread(target=self._bring, name=f"dlio-pass-{k}", daemon=True)
-            for k in range(threads if len(self._blocks) else 0)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._workers = Workers(
+            "dlio-stream",
+            self._bring,
+            threads if len(self._blocks) else 0,
+            wake=self._wake,
+            stop_timeout_s=_CLOSE_TIMEOUT_S,
+        )
+        self._closing = self._workers.stopping
+        self._workers.start()
 
     def done(self, position: int) -> None:
         """This rank has used, and sent, what is below `position`."""
@@ -102,15 +105,15 @@ class Passing:
 
     def close(self) -> None:
         """Stop after the blocks that are being brought."""
-        with self._condition:
-            self._closing = True
-            self._condition.notify_all()
-        for thread in self._threads:
-            thread.join(_CLOSE_TIMEOUT_S)
+        self._workers.close()
 
-    def _bring(self) -> None:
+    def _wake(self) -> None:
+        with self._condition:
+            self._condition.notify_all()
+
+    def _bring(self, _: int) -> None:
         try:
-            while not self._closing:
+            while not self._closing.is_set():
                 self._sweep()
                 block = self._turn()
                 if block is not None:
@@ -118,7 +121,7 @@ class Passing:
                     self._hierarchy.fill(block, timeout_s=0)
         except Exception:
             # What a source that hung gives at last finds the folder closed.
-            if not self._closing:
+            if not self._closing.is_set():
                 raise
 
     def _turn(self) -> int | None:
@@ -133,7 +136,7 @@ class Passing:
                     return block
                 else:
                     break
-            if not self._closing:
+            if not self._closing.is_set():
                 self._condition.wait(_WAIT_S)
             return None
 

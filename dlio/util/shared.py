@@ -11,12 +11,12 @@ the last folder all the rest goes: an idle machine has nothing of dlio in its sh
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Self
 
 from dlio.util.folders import hold_shared, lock_file, open_private, remove_if_unheld
+from dlio.util.threads import Workers
 
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - the kernel's own; folders in it are made private
 _SWEEP = "sweep"
@@ -52,7 +52,7 @@ class SharedFolder:
         if self.descriptor < 0:
             return
         if self._starting is not None:
-            self._starting.join(_START_TIMEOUT_S)
+            self._starting.close()
         os.close(self.descriptor)
         os.close(self._alive)
         self.descriptor = -1
@@ -103,7 +103,7 @@ def _lock() -> tuple[int, int]:
         os.close(user)
 
 
-def _start_reaper(lock: str) -> threading.Thread | None:
+def _start_reaper(lock: str) -> Workers | None:
     """Watch, from a process of its own session that holds nothing of this one's open, the lock
     that the holders of a folder share; sweep when they are gone. Returns the thread that waits
     until it is on its own."""
@@ -120,16 +120,14 @@ def _start_reaper(lock: str) -> threading.Thread | None:
     except OSError:
         return None  # Without it, the next start sweeps.
 
-    def reaped() -> None:
+    def reaped(_: int) -> None:
         try:
             starting.wait(_START_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             starting.kill()
             starting.wait()
 
-    thread = threading.Thread(target=reaped, name="dlio-reaper-start", daemon=True)
-    thread.start()
-    return thread
+    return Workers("dlio-reaper-start", reaped, stop_timeout_s=2 * _START_TIMEOUT_S).start()
 
 
 def _sweep(user: int, only: str | None = None) -> list[str]:

@@ -121,13 +121,16 @@ class Workers:
         if self._wake is not None:
             self._wake()
 
-    def close(self) -> list[str]:
+    def close(self, timeout_s: float | None = None) -> list[str]:
         """Stop the threads and join them; names of those that are still alive after the deadline.
 
         These are reported on the logger too, once; they end when what they wait for returns.
+
+        Args:
+            timeout_s: for the threads to end; `stop_timeout_s` by default.
         """
         self.stop()
-        return self._ended_by(time.monotonic() + self.stop_timeout_s)
+        return self._ended_within(self.stop_timeout_s if timeout_s is None else timeout_s)
 
     def _main(self, number: int) -> None:
         # A method, so that a running thread keeps its group alive, and in the registry.
@@ -141,9 +144,12 @@ class Workers:
                 thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads if thread is not current)
 
-    def _ended_by(self, deadline: float) -> list[str]:
-        """Join until `deadline`; report and return the names of those that are still alive."""
-        if self.wait(max(0.0, deadline - time.monotonic())):
+    def _ended_within(self, timeout_s: float) -> list[str]:
+        """Join the threads; report and return the names of those that are still alive.
+
+        A group that has been reported was given all its time before, and gets no more.
+        """
+        if self.wait(0.0 if self._reported else timeout_s):
             return []
         alive = self.alive()
         if alive and not self._reported:
@@ -152,7 +158,7 @@ class Workers:
                 "dlio: %s did not end within %g s of being told to stop, and will not be waited "
                 "for: is a file system or a peer hanging?",
                 ", ".join(alive),
-                self.stop_timeout_s,
+                round(timeout_s, 2),
             )
         return alive
 
@@ -198,9 +204,10 @@ class _Registry:
                     group.stop()
                 except Exception:  # The other groups are to be stopped all the same.
                     _log.exception("dlio: stopping threads at exit")
-            told_at = time.monotonic()
+            began = time.monotonic()
             for group in ending:
-                group._ended_by(told_at + group.stop_timeout_s)
+                waited = time.monotonic() - began
+                group._ended_within(max(0.0, group.stop_timeout_s - waited))
 
 
 _registry = _Registry()

@@ -20,12 +20,17 @@ from dlio.comm.mpi import one_at_a_time
 from dlio.comm.process_group.work import Members, MpiWork, late
 from dlio.comm.waiting import LONGEST_SLEEP_S, SHORTEST_SLEEP_S
 from dlio.errors import CommError
+from dlio.util.threads import Workers
 
 _LINGER_S: Final = 1.0
 """How long the thread stays when there is nothing to move."""
 _here = threading.local()
 _abandoned: list[MpiWork] = []
 """Failed within MPI, which may write to their memory until the process ends."""
+
+
+def _workers(name: str, run: Callable[[int], None], end: Callable[[], None]) -> Workers:
+    return Workers(name, run, wake=end, serves_others=True)
 
 
 def in_callback() -> bool:
@@ -48,9 +53,10 @@ class Progress:
         self._news = threading.Condition()
         self._watchers = 0
         self._closing = False
-        self._thread: threading.Thread | None = None
+        self._program_ends = False
+        self._thread: Workers | None = None
         self._calls: deque[Callable[[], None]] = deque()
-        self._caller: threading.Thread | None = None
+        self._caller: Workers | None = None
 
     def submit(self, work: MpiWork, watched: bool) -> None:
         """Start an operation.
@@ -95,7 +101,7 @@ class Progress:
         """Have the thread look after what is pending."""
         with self._news:
             if self._thread is None and not self._closing:
-                self._thread = threading.Thread(target=self._run, name="dlio-process-group")
+                self._thread = _workers("dlio-process-group", self._run, self._end_program)
                 self._thread.start()
             self._news.notify_all()
 
@@ -107,7 +113,7 @@ class Progress:
         with self._news:
             self._calls.append(run)
             if self._caller is None:
-                self._caller = threading.Thread(target=self._serve, name="dlio-callbacks")
+                self._caller = _workers("dlio-callbacks", self._serve, self._end_program)
                 self._caller.start()
             self._news.notify_all()
 
@@ -127,11 +133,17 @@ class Progress:
             threads = [self._caller, self._thread]
         for thread in threads:
             if thread is not None:
-                thread.join()
+                thread.wait()
 
-    def _run(self) -> None:
+    def _end_program(self) -> None:
+        """End the threads at the end of the program, which operations under way do not hold up."""
+        with self._news:
+            self._closing = self._program_ends = True
+            self._news.notify_all()
+
+    def _run(self, _: int) -> None:
         sleep_s = SHORTEST_SLEEP_S
-        while threading.main_thread().is_alive():
+        while not self._program_ends:
             moved = self.advance()
             with self._news:
                 if not self._busy():
@@ -151,7 +163,7 @@ class Progress:
                 )
             self.advance()
 
-    def _serve(self) -> None:
+    def _serve(self, _: int) -> None:
         _here.in_callback = True
         while True:
             with self._news:

@@ -16,7 +16,6 @@ import re
 import shutil
 import socket
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from dlio.comm.environment import under_mpi
 from dlio.errors import SourceError, UsageError
 from dlio.train.checkpoint.reader import contents, quiet, read_tensors
 from dlio.util.files import take_lock, unwritable, write_json
+from dlio.util.threads import Workers
 
 _NAME: Final = re.compile(r"step-(\d{8,})")
 _UNFINISHED: Final = ".unfinished-"
@@ -73,7 +73,7 @@ class Checkpoints:
         self.folder, self._comm, self._keep = os.path.abspath(folder), comm, keep
         self._group: Any = None
         self._staged: dict[str, torch.Tensor] = {}
-        self._thread: threading.Thread | None = None
+        self._writer: Workers | None = None
         self._failed: BaseException | None = None
         self._lock: int | None = None
         self.written: list[str] = []
@@ -91,9 +91,9 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._thread is not None:
+        if self._writer is not None:
             # After an error of this rank's others may be gone: not waited for long.
-            self._thread.join(_WRITE_TIMEOUT_S if kind is None else 5.0)
+            self._writer.close(_WRITE_TIMEOUT_S if kind is None else 5.0)
         if kind is None and self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         if self._lock is not None:
@@ -142,22 +142,22 @@ class Checkpoints:
         self._stage(tensors)
         self.wait_s += time.perf_counter() - began
         known = {**about, "format": _FORMAT, "step": step, "ranks": self._comm.size}
-        self._thread = threading.Thread(
-            target=self._write, args=(step, known), name="dlio-checkpoint", daemon=True
-        )
-        self._thread.start()
+        self._writer = Workers(
+            "dlio-checkpoint",
+            lambda _: self._write(step, known),
+            stop_timeout_s=_WRITE_TIMEOUT_S,
+        ).start()
 
     def wait(self) -> None:
         """Until the checkpoint that is being written is whole, or has failed."""
-        if self._thread is None:
+        if self._writer is None:
             return
-        self._thread.join(_WRITE_TIMEOUT_S)
-        if self._thread.is_alive():
+        if not self._writer.wait(_WRITE_TIMEOUT_S):
             raise UsageError(
                 f"{self.folder}: a checkpoint has not been written in {_WRITE_TIMEOUT_S:.0f} s: "
                 "does the file system answer?"
             )
-        self._thread = None
+        self._writer = None
         if self._failed is not None:
             text = f"no checkpoint: {_first_line(self._failed)}"
             self._failed = None
