@@ -1,6 +1,16 @@
-"""Communication between ranks: one protocol, one implementation per file."""
+"""Communication between ranks: one protocol, one implementation per file.
 
-from dlio.comm.protocol import Buffer, Communicator, Json, Request
+| module | contents |
+|---|---|
+| `protocol` | `Communicator` and `Request`, the contract |
+| `mpi`, `single`, `torchdist` | its implementations: mpi4py, one process, torch.distributed |
+| `world` | selects the implementation for this process |
+| `nodes`, `environment`, `devices` | facts about the job: nodes, launcher, MPI on GPU memory |
+| `waiting`, `progress`, `funnel` | deadlines, progress in the background, MPI_THREAD_FUNNELED |
+| `process_group` | torch.distributed's ProcessGroup over MPI |
+"""
+
+from dlio.comm.protocol import Buffer, Communicator, Json, Op, Request
 from dlio.comm.world import abort, mpi_ranks, world
 
-__all__ = ["Buffer", "Communicator", "Json", "Request", "abort", "mpi_ranks", "world"]
+__all__ = ["Buffer", "Communicator", "Json", "Op", "Request", "abort", "mpi_ranks", "world"]

@@ -1,9 +1,9 @@
-"""Whether MPI sums what lies in a GPU's memory, without blocking.
+"""Detect whether MPI can sum GPU memory without blocking.
 
-Open MPI, CUDA-aware or not, does not: its non-blocking reductions take host memory only, and its
-blocking ones copy through the host. Others tell: by `mpi_memory_alloc_kinds` (MPI 4.1), or by
-MPICH's and its relatives' MPIX_Query_cuda_support. Who knows better says so by DLIO_CUDA_AWARE=1
-or 0. Tried with Open MPI only.
+Open MPI cannot, CUDA-aware or not: its non-blocking reductions take host memory only, and its
+blocking ones copy through the host. Other libraries advertise it through `mpi_memory_alloc_kinds`
+(MPI 4.1) or, in MPICH and its derivatives, MPIX_Query_cuda_support. DLIO_CUDA_AWARE=1 or 0
+overrides the detection. Tested with Open MPI only.
 """
 
 import ctypes
@@ -12,9 +12,11 @@ from collections.abc import Callable
 
 from dlio.util.settings import settings
 
+__all__ = ["loaded_libraries", "sums_device_memory", "supports_device_buffers"]
+
 
 def sums_device_memory() -> bool:
-    """Of this process's MPI, which is initialised. The same on all ranks of one library.
+    """True if this process's MPI sums GPU memory. All ranks that use one library agree.
 
     Raises UsageError where DLIO_CUDA_AWARE is neither 0 nor 1.
     """
@@ -24,27 +26,31 @@ def sums_device_memory() -> bool:
     info = mpi.COMM_WORLD.Get_info()
     kinds = info.Get("mpi_memory_alloc_kinds") or ""
     info.Free()
-    return told(settings().cuda_aware, mpi.Get_library_version(), kinds, _asked)
+    return supports_device_buffers(
+        settings().cuda_aware, mpi.Get_library_version(), kinds, _query_cuda_support
+    )
 
 
-def told(override: bool | None, library: str, kinds: str, asked: Callable[[], bool]) -> bool:
-    """What follows from all that can be known.
+def supports_device_buffers(
+    override: bool | None, library: str, kinds: str, query: Callable[[], bool]
+) -> bool:
+    """Decide from the override, the library's name and its advertised memory kinds.
 
     Args:
-        override: DLIO_CUDA_AWARE.
-        library: what MPI calls itself.
-        kinds: of memory, with commas between, as MPI lists them.
-        asked: MPIX_Query_cuda_support, or what stands for it.
+        override: DLIO_CUDA_AWARE, None when unset.
+        library: name and version that MPI reports.
+        kinds: comma-separated memory kinds that MPI lists.
+        query: MPIX_Query_cuda_support or a stand-in.
     """
     if override is not None:
         return override
     if library.startswith("Open MPI"):
         return False
-    return any(kind.partition(":")[0] == "cuda" for kind in kinds.split(",")) or bool(asked())
+    return any(kind.partition(":")[0] == "cuda" for kind in kinds.split(",")) or bool(query())
 
 
-def _asked() -> bool:
-    """What the library answers; False where it has not heard of the question."""
+def _query_cuda_support() -> bool:
+    """The library's answer to MPIX_Query_cuda_support; False if it lacks the function."""
     return any(
         bool(library.MPIX_Query_cuda_support())
         for library in loaded_libraries()
@@ -53,7 +59,7 @@ def _asked() -> bool:
 
 
 def loaded_libraries() -> list[ctypes.CDLL]:
-    """The MPI libraries of this process; none where that cannot be told."""
+    """MPI libraries mapped into this process; empty where /proc is not readable."""
     try:
         with open("/proc/self/maps", encoding="utf-8") as maps:
             mapped = {line.split(maxsplit=5)[-1].strip() for line in maps if "libmpi" in line}

@@ -1,4 +1,4 @@
-"""What the environment says of this process: a rank, whose, and whether a terminal shows it."""
+"""Facts about this process from its environment: its launcher, and whether a terminal shows it."""
 
 import os
 import select
@@ -7,6 +7,15 @@ import sys
 from functools import partial
 
 from dlio.util.threads import Workers
+
+__all__ = [
+    "LAUNCHER",
+    "TERMINAL",
+    "launched",
+    "shows_terminal",
+    "under_mpi",
+    "watch_launcher",
+]
 
 _END_TIMEOUT_S = 10.0
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALNRANKS")
@@ -18,29 +27,28 @@ _POLL_S = 0.5
 
 
 def under_mpi() -> bool:
-    """Whether mpirun, or srun with an MPI plug-in, started this process as a rank."""
+    """True if mpirun, or srun with an MPI plug-in, started this process as a rank."""
     return any(name in os.environ for name in _RANK_VARIABLES)
 
 
 def shows_terminal() -> bool:
-    """Whether what this process prints is looked at on a terminal.
+    """True if standard output ends on a terminal.
 
-    A rank's standard output may look like one (mpirun gives ranks a pseudo-terminal) and end in
-    a file; `run_ranks` knows, and says so.
+    mpirun gives ranks a pseudo-terminal even if their output ends in a file; `run_ranks` knows
+    better and sets DLIOTERMINAL.
     """
     return bool(os.environ.get(TERMINAL)) if under_mpi() else sys.stdout.isatty()
 
 
 def launched() -> bool:
-    """Whether this process is a rank that `run_ranks` started."""
+    """True if this process is a rank that `run_ranks` started."""
     return LAUNCHER in os.environ and under_mpi()
 
 
 def watch_launcher() -> None:
-    """In a rank that `run_ranks` started: end it when the launcher has died.
+    """End this rank when the launcher dies, if `run_ranks` started it.
 
-    A launcher that is killed cannot end its ranks, and mpirun does not mind the death of its
-    parent.
+    A killed launcher cannot end its ranks, and mpirun survives the death of its parent.
     """
     if not launched():
         return
@@ -59,19 +67,21 @@ def watch_launcher() -> None:
 
 
 def _has_ended(process: int, stopped: int) -> bool:
-    """Sleep until a process has ended, which need not be a child of this one; False when the
-    descriptor `stopped` became readable before."""
+    """Sleep until a process has ended, whether or not it is a child of this one.
+
+    Returns False if the descriptor `stopped` became readable first.
+    """
     try:
         descriptor = os.pidfd_open(process)
     except ProcessLookupError:
         return True
     except (AttributeError, OSError):
-        # Linux before 5.3, a Python built for it, or a sandbox.
+        # Linux before 5.3, a Python built on one, or a sandbox.
         while not select.select([stopped], [], [], _POLL_S)[0]:
             try:
                 os.kill(process, 0)
             except ProcessLookupError:
                 return True
         return False
-    # Readable when the process has ended, reaped or not.
+    # The descriptor becomes readable when the process ends, even before it is reaped.
     return descriptor in select.select([descriptor, stopped], [], [])[0]

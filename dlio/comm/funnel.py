@@ -1,35 +1,37 @@
-"""Calls that one thread alone may make, as MPI_THREAD_FUNNELED has it: others hand theirs to it.
+"""A queue of calls for the one thread that may make them (MPI_THREAD_FUNNELED).
 
-The thread that owns the funnel makes them when it comes by: in `pump`, before calls of its own, and
-while it waits in `waiting`. So what runs in the background goes on only while that thread is
-inside of dlio; nothing else is lost.
+Other threads hand their calls to the funnel's owner. The owner makes them in `pump`, before its own
+calls, and while it waits in `waiting`. Background work therefore progresses only while the owner is
+inside dlio.
 """
 
 import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import Any, Final, TypeVar
+from typing import Final, Generic, TypeVar
 
 from dlio.util.threads import join_with
 
-T = TypeVar("T")
+__all__ = ["Funnel", "elsewhere", "funnel_in_use", "use_funnel", "waiting"]
+
+_T = TypeVar("_T")
 _TURN_S: Final = 0.001
 _LOOK_S: Final = 1.0
 
 
 class Funnel:
-    """Made by the thread that is to make all calls."""
+    """Calls on behalf of other threads. The thread that creates it owns it."""
 
     def __init__(self) -> None:
         self._owner = threading.current_thread()
-        self._calls: SimpleQueue[_Call] = SimpleQueue()
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
 
     def is_owner(self) -> bool:
-        """Whether this thread makes its calls itself."""
+        """True if this thread owns the funnel."""
         return threading.current_thread() is self._owner
 
-    def call(self, function: Callable[[], T]) -> T:
-        """What `function` returns or raises, called by the owner.
+    def call(self, function: Callable[[], _T]) -> _T:
+        """Have the owner call `function`; return its result or raise its error.
 
         Raises RuntimeError when the owner has ended.
         """
@@ -37,45 +39,54 @@ class Funnel:
             self.pump()
             return function()
         call = _Call(function)
-        self._calls.put(call)
+        self._calls.put(call.run)
         while not call.done.wait(_LOOK_S):
             if not self._owner.is_alive():
                 raise RuntimeError("the thread that may call MPI has ended")
-        if call.error is not None:
-            raise call.error
-        return call.result  # type: ignore[no-any-return]
+        return call.result()
 
     def pump(self) -> None:
-        """Make the calls that wait, where this is the owner."""
+        """Make all queued calls, if this thread owns the funnel."""
         if not self.is_owner():
             return
         while True:
             try:
-                call = self._calls.get_nowait()
+                run = self._calls.get_nowait()
             except Empty:
                 return
-            try:
-                call.result = call.function()
-            except BaseException as error:
-                call.error = error
-            call.done.set()
+            run()
 
 
-class _Call:
-    __slots__ = ("done", "error", "function", "result")
+class _Call(Generic[_T]):
+    """One queued call and its outcome."""
 
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self.function = function
-        self.result: Any = None
-        self.error: BaseException | None = None
+    __slots__ = ("_error", "_function", "_results", "done")
+
+    def __init__(self, function: Callable[[], _T]) -> None:
+        self._function = function
+        self._results: list[_T] = []
+        self._error: BaseException | None = None
         self.done = threading.Event()
+
+    def run(self) -> None:
+        try:
+            self._results.append(self._function())
+        except BaseException as error:
+            self._error = error
+        self.done.set()
+
+    def result(self) -> _T:
+        """Return the function's result or raise its error, once done."""
+        if self._error is not None:
+            raise self._error
+        return self._results[0]
 
 
 _funnel: Funnel | None = None
 
 
 def use_funnel() -> Funnel:
-    """The process's funnel, which this thread owns; made at the first call."""
+    """Return the process's funnel; the first caller's thread owns it."""
     global _funnel
     if _funnel is None:
         _funnel = Funnel()
@@ -84,20 +95,20 @@ def use_funnel() -> Funnel:
 
 
 def funnel_in_use() -> bool:
-    """Whether one thread of this process makes all calls."""
+    """True if one thread of this process makes all calls."""
     return _funnel is not None
 
 
 def elsewhere() -> bool:
-    """Whether this thread's calls are another one's to make."""
+    """True if another thread makes this thread's calls."""
     return _funnel is not None and not _funnel.is_owner()
 
 
 def waiting(wait: Callable[[float], bool], timeout_s: float) -> bool:
-    """`wait(timeout_s)`; where this thread owns a funnel, in turns with the calls of others.
+    """Return `wait(timeout_s)`; if this thread owns a funnel, serve other threads meanwhile.
 
     Args:
-        wait: for so many seconds at most; whether what it waits for has come.
+        wait: waits at most the given seconds; returns True once its event has occurred.
     """
     if _funnel is None:
         return wait(timeout_s)

@@ -1,8 +1,8 @@
 """MPI through mpi4py: two-sided messages and non-blocking collectives.
 
-The background shuffle wants MPI_THREAD_MULTIPLE. Where the library gives MPI_THREAD_SERIALIZED, one
-call is made at a time: none of ours waits inside MPI, but for those that all ranks make at once.
-Where it gives less, the thread that has initialised it makes all calls (`dlio.comm.funnel`).
+The background shuffle needs MPI_THREAD_MULTIPLE. With MPI_THREAD_SERIALIZED, a lock admits one call
+at a time; no call blocks inside MPI except those that all ranks make together (`dup`, `split`).
+With less, the thread that initialised MPI makes all calls (`dlio.comm.funnel`).
 """
 
 import contextlib
@@ -12,10 +12,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 try:
     from mpi4py import MPI
@@ -28,78 +27,82 @@ except (ImportError, RuntimeError) as error:
     ) from error
 
 from dlio.comm.funnel import use_funnel
-from dlio.comm.protocol import Buffer, Communicator, Json, Request
+from dlio.comm.protocol import Array, Buffer, Communicator, Op, Request
 from dlio.comm.single import SingleCommunicator
 from dlio.comm.waiting import LONGEST_SLEEP_S, default_timeout_s, wait_all
 from dlio.errors import CommError
 
-_CANCEL_TIMEOUT_S = 1.0
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["MpiCommunicator", "mpi_world", "one_at_a_time"]
+
+_CANCEL_TIMEOUT_S: Final = 1.0
+_log = logging.getLogger("dlio")
+_T = TypeVar("_T")
+_SERIALIZED: Final = (
+    "this MPI library gives MPI_THREAD_SERIALIZED: dlio's threads call it one at a time, which is "
+    "slower; do not call MPI yourself while a loader is in use"
+)
+_FUNNELED: Final = (
+    "this MPI library lets only one thread call it: samples move between ranks only while that "
+    "thread asks for a batch, not while it computes; Open MPI 5 (pip install 'dlio[mpi]'), an MPI "
+    "built with thread support, or torchrun let them move all the time"
+)
+_OPS: Final = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
 
 
 def mpi_world() -> Communicator:
-    """MPI's world, or a single process where it holds one rank."""
+    """Return a communicator of all MPI ranks, or of this process alone if there is one rank."""
     if MPI.COMM_WORLD.size == 1:
         return SingleCommunicator()
     level = MPI.Query_thread()
     if level < MPI.THREAD_MULTIPLE and MPI.COMM_WORLD.rank == 0:
         _log.warning(_SERIALIZED if level == MPI.THREAD_SERIALIZED else _FUNNELED)
-    # A duplicate, so that the user's own messages on COMM_WORLD never meet ours.
+    # A duplicate keeps the user's messages on COMM_WORLD apart from dlio's.
     return MpiCommunicator(MPI.COMM_WORLD.Dup())
 
 
-_log = logging.getLogger("dlio")
-T = TypeVar("T")
-_SERIALIZED = (
-    "this MPI library gives MPI_THREAD_SERIALIZED: dlio's threads call it one at a time, which is "
-    "slower; the user's own calls must not be made while a loader is in use"
-)
-_FUNNELED = (
-    "this MPI library lets only one thread call it: samples move between ranks only while that "
-    "thread asks for a batch, not while it computes; Open MPI 5 (pip install 'dlio[mpi]'), an MPI "
-    "built with thread support, or torchrun let them move all the time"
-)
-
-
-one_at_a_time: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-"""Held around calls, below MPI_THREAD_MULTIPLE."""
+one_at_a_time: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+"""Hold this around MPI calls: a lock below MPI_THREAD_MULTIPLE, otherwise without effect."""
 if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
     one_at_a_time = threading.RLock()
 
 
-def _caller() -> Callable[[Callable[[], Any]], Any]:
-    """What makes MPI calls, as the library allows."""
-    level = MPI.Query_thread()
-    if level == MPI.THREAD_MULTIPLE:
-        return lambda function: function()
-    if level < MPI.THREAD_SERIALIZED:
-        return use_funnel().call
-
-    def call(function: Callable[[], Any]) -> Any:
-        with one_at_a_time:
-            return function()
-
-    return call
+def _call(function: Callable[[], _T]) -> _T:
+    """Call MPI in the way that its thread level allows."""
+    if _LEVEL == MPI.THREAD_MULTIPLE:
+        return function()
+    if _LEVEL < MPI.THREAD_SERIALIZED:
+        return use_funnel().call(function)
+    with one_at_a_time:
+        return function()
 
 
-_made = _caller()
-
-
-def _call(function: Callable[[], T]) -> T:
-    found: T = _made(function)
-    return found
+_LEVEL: Final = MPI.Query_thread()
+if _LEVEL < MPI.THREAD_SERIALIZED:
+    use_funnel()  # The importing thread initialised MPI: it owns the funnel.
 
 
 @cache
 def _quiet() -> "MPI.Intracomm":
-    """A communicator that no message comes on: Open MPI looks after the others only when it finds
-    none on the one that it is asked about."""
+    """Return a communicator that never carries a message.
+
+    Open MPI progresses the other communicators only when a probe finds nothing on the probed one.
+    """
     return MPI.COMM_SELF.Dup()
 
 
 class _MpiRequest:
+    """A request of MPI.
+
+    Args:
+        keep: memory that MPI reads during a reduction; mpi4py holds no reference to it.
+    """
+
     def __init__(self, request: "MPI.Request", keep: object = None) -> None:
         self._request = request
-        self._keep = keep  # mpi4py holds no memory that a reduction sends from.
+        self._keep = keep
 
     def done(self) -> bool:
         return _call(lambda: bool(self._request.Test()))
@@ -123,7 +126,7 @@ class MpiCommunicator:
         self.size = comm.size
         self._timeout_s = default_timeout_s()
 
-    def allgather(self, value: Json) -> list[Json]:
+    def allgather(self, value: _T) -> list[_T]:
         mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
         lengths = np.zeros(self.size, np.int64)
         lengths[self.rank] = len(mine)
@@ -138,13 +141,25 @@ class MpiCommunicator:
             json.loads(everything[starts[k] : starts[k + 1]].tobytes()) for k in range(self.size)
         ]
 
+    def tell(self, value: _T, root: int = 0) -> _T:
+        text = np.empty(0, np.uint8)
+        if self.rank == root:
+            text = np.frombuffer(json.dumps(value).encode(), np.uint8).copy()
+        length = np.array([len(text)])
+        self.bcast(length, root)
+        if self.rank != root:
+            text = np.empty(int(length[0]), np.uint8)
+        self.bcast(text, root)
+        received: _T = json.loads(text.tobytes())
+        return received
+
     def barrier(self) -> None:
         meeting = _call(lambda: self._comm.Ibarrier())
         self._join(meeting, "barrier")
 
-    def bcast(self, array: npt.NDArray[Any], root: int = 0) -> None:
-        telling = _call(lambda: self._comm.Ibcast(array, root))
-        self._join(telling, "broadcast")
+    def bcast(self, array: Array, root: int = 0) -> None:
+        broadcast = _call(lambda: self._comm.Ibcast(array, root))
+        self._join(broadcast, "broadcast")
 
     def isend(self, data: Buffer, dest: int, tag: int) -> Request:
         return _call(lambda: _MpiRequest(self._comm.Isend([data, MPI.BYTE], dest, tag)))
@@ -152,17 +167,20 @@ class MpiCommunicator:
     def irecv(self, into: Buffer, source: int, tag: int) -> Request:
         return _call(lambda: _MpiRequest(self._comm.Irecv([into, MPI.BYTE], source, tag)))
 
-    def iallreduce(self, array: npt.NDArray[Any]) -> Request:
+    def iallreduce(self, array: Array, op: Op = "sum") -> Request:
         if array.dtype not in (np.float32, np.float64, np.int64):
-            # Open MPI sums types it does not know, bfloat16 above all, into garbage.
-            raise CommError(f"cannot sum {array.dtype}: convert it to float32 first")
-        # In place Open MPI takes four times as long, for 100 MB on 2 ranks.
+            # Open MPI silently returns garbage for types it does not know, such as bfloat16.
+            raise CommError(f"cannot reduce {array.dtype}: convert it to float32 first")
+        # In place, Open MPI takes four times as long for 100 MB on 2 ranks.
         mine = array.copy()
-        return _call(lambda: _MpiRequest(self._comm.Iallreduce(mine, array, MPI.SUM), mine))
+        return _call(lambda: _MpiRequest(self._comm.Iallreduce(mine, array, _OPS[op]), mine))
 
-    def iallreduce_device(self, tensor: Any) -> Request:
-        """Sum a float32 tensor in a GPU's memory in place, where `sums_device_memory`. Its stream
-        has been waited for."""
+    def iallreduce_device(self, tensor: "torch.Tensor") -> Request:
+        """Start summing a float32 tensor in GPU memory over all ranks, in place.
+
+        Requires `dlio.comm.devices.sums_device_memory()`. The caller has synchronised the stream
+        that writes the tensor.
+        """
         return _call(lambda: _MpiRequest(self._comm.Iallreduce(MPI.IN_PLACE, tensor), tensor))
 
     def wait(self, requests: Sequence[Request], what: str, timeout_s: float | None = None) -> None:
@@ -179,8 +197,8 @@ class MpiCommunicator:
         return _call(lambda: MpiCommunicator(self._comm.Dup()))
 
     def split(self, group: int) -> Communicator:
-        part: Any = _call(lambda: self._comm.Split(group, self.rank))
-        if part.size > 1:
+        part = _call(lambda: self._comm.Split(group, self.rank))
+        if isinstance(part, MPI.Intracomm) and part.size > 1:
             return MpiCommunicator(part)
         _call(part.Free)
         return SingleCommunicator()

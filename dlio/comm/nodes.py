@@ -1,4 +1,4 @@
-"""Which ranks share a node."""
+"""The nodes of a job and the ranks on each."""
 
 import socket
 from dataclasses import dataclass
@@ -9,6 +9,8 @@ import numpy.typing as npt
 from dlio.comm.protocol import Communicator
 from dlio.errors import UsageError
 from dlio.util.settings import settings
+
+__all__ = ["Nodes", "find_nodes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,20 +23,22 @@ class Nodes:
     here: int
     """Node number of this rank."""
     machines: int
-    """Machines below the nodes: fewer than nodes when nodes are pretended."""
+    """Number of hosts: fewer than nodes when nodes are pretended."""
 
     @property
     def per_machine(self) -> int:
+        """Nodes per host, rounded up."""
         return -(-len(self.names) // self.machines)
 
 
 def find_nodes(comm: Communicator, pretend: int | None = None) -> Nodes:
     """Ask every rank for its node. Collective.
 
-    A node is a host, or what DLIO_NODE says in the rank's environment, or, with `pretend`, one
-    of that many equal runs of consecutive ranks.
+    A rank's node is its host, unless DLIO_NODE in its environment names another. With `pretend`,
+    consecutive ranks are divided into that many equal nodes instead.
 
-    Raises UsageError when more nodes than ranks are to be pretended.
+    Raises UsageError when `pretend` exceeds the number of ranks, or for a DLIO_NODE that cannot be
+    a folder's name.
     """
     if pretend is not None and not 1 <= pretend <= comm.size:
         raise UsageError(

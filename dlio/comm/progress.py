@@ -1,7 +1,7 @@
-"""Messages that go on while nobody waits for them.
+"""A thread that keeps MPI messages moving while a rank computes.
 
-An MPI library moves most of a long message only inside of calls to it. While a rank computes there
-are none, but for those that an exchange makes as gradients come: a thread makes some.
+An MPI library moves most of a long message only inside calls to it. A computing rank makes none,
+except those of an exchange when gradients arrive, so this thread makes some.
 """
 
 import threading
@@ -11,14 +11,17 @@ from typing import Final
 from dlio.comm.protocol import Communicator
 from dlio.util.threads import Workers
 
+__all__ = ["Progress"]
+
 _TURN_S: Final = 0.001
-"""Between two calls: a call takes some 10 µs, and a socket's buffer lasts for longer than this."""
+"""Pause between two calls: a call takes about 10 µs, and a socket's buffer outlasts the pause."""
 
 
 class Progress:
-    """A thread that calls a library while `go` says so; none where that is of no use.
+    """A thread that calls the communicator's library between `go` and `rest`.
 
-    Owner: whoever made it, who closes it; the end of the process does so, too, before MPI's.
+    No thread starts if the library progresses on its own. The owner closes it; the end of the
+    process closes it too, before MPI is finalised.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -29,7 +32,7 @@ class Progress:
         self._thread: Workers | None = None
 
     def go(self) -> None:
-        """Something is under way."""
+        """Messages are under way: call the library from now on."""
         if self._useful and not self._wanted.is_set():
             self._wanted.set()
             if self._thread is None and not self._closed:
@@ -38,7 +41,7 @@ class Progress:
                 ).start()
 
     def rest(self) -> None:
-        """Nothing is."""
+        """No message is under way: stop calling the library."""
         self._wanted.clear()
 
     def close(self) -> None:

@@ -1,70 +1,107 @@
 """The contract between ranks: a communicator and its requests."""
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-Buffer = bytearray | memoryview | npt.NDArray[np.uint8]
-Json = Any
-"""What json.dumps takes and json.loads gives back."""
+__all__ = ["Array", "Buffer", "Communicator", "Json", "Op", "Request"]
+
+Buffer: TypeAlias = bytearray | memoryview | npt.NDArray[np.uint8]
+"""Memory that messages are read from and written to."""
+Array: TypeAlias = npt.NDArray[np.generic]
+"""A contiguous array of any dtype."""
+Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
+"""A value that `json.dumps` takes and `json.loads` returns."""
+Op: TypeAlias = Literal["sum", "max", "min"]
+"""An element-wise reduction over all ranks."""
+_T = TypeVar("_T")
 
 
 class Request(Protocol):
-    """A message or reduction under way. Its buffers are not to be touched until it is done."""
+    """A message or reduction under way. Do not touch its buffers before it is done."""
 
     def done(self) -> bool:
-        """Whether it has completed; also moves it on."""
+        """True if the operation has completed. Each call also drives it forward."""
 
     def cancel(self) -> bool:
-        """Give up a receive that nobody will answer. False when it is half done and its sender
-        has stopped: its buffer must then be kept."""
+        """Give up a receive that no rank will answer.
+
+        Returns False when the message is half received and its sender has stopped: the buffer must
+        then stay alive (see `dlio.comm.waiting.leave`).
+        """
 
 
 class Communicator(Protocol):
     """A group of ranks that exchange messages.
 
-    Thread-safe when each thread uses a communicator of its own (`dup`). Collectives
-    (`allgather`, `barrier`, `bcast`, `iallreduce`, `dup`, `split`) are called by all ranks in the
-    same order; they are for set-up and gradients, never for feeding data.
+    Thread-safe if each thread uses its own communicator (`dup`). All ranks must call the
+    collectives (`allgather`, `tell`, `barrier`, `bcast`, `iallreduce`, `dup`, `split`) in the same
+    order. Collectives serve set-up and gradients; samples travel by `isend` and `irecv`.
     """
 
     rank: int
     size: int
 
-    def allgather(self, value: Json) -> list[Json]:
-        """Every rank's value, by rank. Values travel as JSON."""
+    def allgather(self, value: _T) -> list[_T]:
+        """Return every rank's value, indexed by rank. Collective.
 
-    def barrier(self) -> None: ...
+        Args:
+            value: a value that JSON can carry; tuples arrive as lists.
+        """
 
-    def bcast(self, array: npt.NDArray[Any], root: int = 0) -> None:
-        """Overwrite a contiguous array with `root`'s."""
+    def tell(self, value: _T, root: int = 0) -> _T:
+        """Return `root`'s value on all ranks. Collective.
 
-    def isend(self, data: Buffer, dest: int, tag: int) -> Request: ...
+        Args:
+            value: a value that JSON can carry; tuples arrive as lists. Ignored on other ranks.
+        """
+
+    def barrier(self) -> None:
+        """Return once all ranks have called it. Collective."""
+
+    def bcast(self, array: Array, root: int = 0) -> None:
+        """Overwrite a contiguous array with `root`'s. Collective."""
+
+    def isend(self, data: Buffer, dest: int, tag: int) -> Request:
+        """Start sending `data` to rank `dest`."""
 
     def irecv(self, into: Buffer, source: int, tag: int) -> Request:
-        """Receive at most len(into) bytes."""
+        """Start receiving at most `len(into)` bytes from rank `source`."""
 
-    def iallreduce(self, array: npt.NDArray[Any]) -> Request:
-        """Sum a contiguous float32, float64 or int64 array over all ranks, in place."""
+    def iallreduce(self, array: Array, op: Op = "sum") -> Request:
+        """Start an element-wise reduction over all ranks, in place. Collective.
+
+        Args:
+            array: contiguous; float32, float64 or int64.
+
+        Raises CommError for any other dtype.
+        """
 
     def wait(self, requests: Sequence[Request], what: str, timeout_s: float | None = None) -> None:
-        """Wait for all requests. Raises CommTimeout, naming `what`, after the deadline.
+        """Wait for all requests.
 
-        The default deadline is DLIO_TIMEOUT seconds, 300 when unset.
+        Args:
+            what: the awaited data, named in the error.
+            timeout_s: deadline in seconds; DLIO_TIMEOUT, or 300 when unset, for None.
+
+        Raises CommTimeout after the deadline.
         """
 
     def poke(self) -> bool:
-        """Have the library move on what is under way, of this communicator and others. False where
-        it does so by itself, or where not any thread may ask it to."""
+        """Let the library progress all pending messages, those of other communicators included.
+
+        Returns False if the library progresses on its own, or if this thread may not call it.
+        """
 
     def dup(self) -> "Communicator":
-        """A communicator of the same ranks whose messages never meet this one's. Collective."""
+        """Return a communicator of the same ranks whose messages never mix with this one's.
+        Collective."""
 
     def split(self, group: int) -> "Communicator":
-        """A communicator of the ranks that give the same number, in their order; to be closed as a
-        duplicate is. Collective over all ranks."""
+        """Return a communicator of the ranks that pass the same number, in rank order. Collective
+        over all ranks; the caller closes the result."""
 
     def close(self) -> None:
-        """Give a duplicate back. Collective; the world's communicator stays open."""
+        """Release a duplicate or a part. Collective over its ranks; the world stays open."""

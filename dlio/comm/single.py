@@ -1,16 +1,18 @@
-"""One process: every collective is done when it begins."""
+"""A communicator for one process: every collective is complete when it starts."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeVar
 
-import numpy.typing as npt
-
-from dlio.comm.protocol import Buffer, Json, Request
+from dlio.comm.protocol import Array, Buffer, Op, Request
 from dlio.errors import CommError
+
+__all__ = ["SingleCommunicator"]
+
+_T = TypeVar("_T")
 
 
 class _Done:
-    """A request that has nothing to wait for."""
+    """A request that is complete from the start."""
 
     def done(self) -> bool:
         return True
@@ -25,13 +27,16 @@ class SingleCommunicator:
     rank = 0
     size = 1
 
-    def allgather(self, value: Json) -> list[Json]:
+    def allgather(self, value: _T) -> list[_T]:
         return [value]
+
+    def tell(self, value: _T, root: int = 0) -> _T:
+        return value
 
     def barrier(self) -> None:
         pass
 
-    def bcast(self, array: npt.NDArray[Any], root: int = 0) -> None:
+    def bcast(self, array: Array, root: int = 0) -> None:
         pass
 
     def isend(self, data: Buffer, dest: int, tag: int) -> Request:
@@ -40,7 +45,7 @@ class SingleCommunicator:
     def irecv(self, into: Buffer, source: int, tag: int) -> Request:
         raise CommError(f"one process has no rank {source} to receive from")
 
-    def iallreduce(self, array: npt.NDArray[Any]) -> Request:
+    def iallreduce(self, array: Array, op: Op = "sum") -> Request:
         return _Done()
 
     def wait(self, requests: Sequence[Request], what: str, timeout_s: float | None = None) -> None:

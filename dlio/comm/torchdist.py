@@ -1,10 +1,9 @@
-"""torch.distributed, where it is initialised and there is no MPI (`torchrun`).
+"""A communicator over torch.distributed, for ranks without MPI (`torchrun`).
 
-Collectives go through gloo, on the store of the group but under names of our own: the user's never
-meet them, and nothing depends on which groups the user has made or ended. Messages go over TCP:
-gloo's do not tell whether they have arrived without waiting for them. A rank connects to another
-when it first sends to it, and says a secret that the group has agreed on; one thread for each
-communicator moves all its bytes.
+Collectives use gloo with the group's store, under key names of their own: they never mix with the
+user's collectives, whichever groups the user creates or destroys. Messages use TCP, because gloo
+cannot test for a message without blocking. A rank connects to a peer when it first sends to it and
+presents a secret on which the group agreed. One thread per communicator moves all its bytes.
 """
 
 import contextlib
@@ -19,19 +18,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, Store
 
-from dlio.comm.protocol import Buffer, Communicator, Json, Request
+from dlio.comm.protocol import Array, Buffer, Communicator, Op, Request
 from dlio.comm.single import SingleCommunicator
 from dlio.comm.waiting import LONGEST_SLEEP_S, default_timeout_s, wait_all
 from dlio.errors import CommError, CommTimeout
 from dlio.util.threads import Workers
 
+__all__ = ["TorchCommunicator", "torch_world"]
+
+_T = TypeVar("_T")
 _CLOSE_TIMEOUT_S: Final = 5.0
 _CANCEL_TIMEOUT_S: Final = 1.0
 _HELLO: Final = struct.Struct("<16sI")
@@ -39,15 +41,21 @@ _HELLO: Final = struct.Struct("<16sI")
 _HEAD: Final = struct.Struct("<iQ")
 """Tag, bytes."""
 _MOST_BYTES: Final = 1 << 40
+"""Length of the longest message that a peer may announce."""
+_OPS: Final = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-def torch_world(group: Any = None) -> Communicator:
-    """The ranks of a process group, the default one for None. Collective over them."""
+def torch_world(group: dist.ProcessGroup | None = None) -> Communicator:
+    """Return a communicator of the ranks of a process group. Collective over them.
+
+    Args:
+        group: the default group for None.
+    """
     if dist.get_world_size(group) == 1:
         return SingleCommunicator()
     whole: Any = group if group is not None else dist.group.WORLD
     store, rank = whole.get_group_store(), dist.get_rank(group)
-    # How often each rank has come here with this group: the same on all, and told by no process.
+    # All ranks call this equally often, so that the count is a name on which they agree.
     name = f"dlio/{store.add(f'dlio/calls/{rank}', 1)}"
     return TorchCommunicator(store, name, rank, dist.get_world_size(group))
 
@@ -75,14 +83,22 @@ class _Message:
 
 
 class _Reduction:
-    def __init__(self, work: Any, told: Callable[[str], contextlib.AbstractContextManager[None]]):
+    """A reduction of gloo.
+
+    Args:
+        errors: a context manager that turns gloo's errors into CommTimeout.
+    """
+
+    def __init__(
+        self, work: dist.Work, errors: Callable[[str], contextlib.AbstractContextManager[None]]
+    ) -> None:
         self._work = work
-        self._told = told
+        self._errors = errors
 
     def done(self) -> bool:
         if not self._work.is_completed():
             return False
-        with self._told("sum"):
+        with self._errors("reduction"):
             self._work.wait()
         return True
 
@@ -94,29 +110,30 @@ class TorchCommunicator:
     """Ranks of torch.distributed. Owns its group, sockets and thread.
 
     Args:
-        store: of the group of ranks.
-        name: for what this communicator keeps there; the same on all ranks, and used once.
+        store: the store that all ranks share.
+        name: prefix of this communicator's keys in the store; the same on all ranks, used once.
     """
 
-    def __init__(self, store: Any, name: str, rank: int, size: int) -> None:
-        self._store, self._name = store, name
+    def __init__(self, store: Store, name: str, rank: int, size: int) -> None:
+        self._store: Store | None = store
+        self._name = name
         self._duplicates = 0
         self.rank = rank
         self.size = size
         self._timeout_s = default_timeout_s()
-        with self._told("meeting the other ranks"):
+        with self._errors("meeting the other ranks"):
             self._group: Any = dist.ProcessGroupGloo(
-                torch._C._distributed_c10d.PrefixStore(name, store),
+                PrefixStore(name, store),
                 rank,
                 size,
                 timedelta(seconds=self._timeout_s),
             )
         self._mail = _Mail(self.rank, self.allgather)
 
-    def allgather(self, value: Json) -> list[Json]:
+    def allgather(self, value: _T) -> list[_T]:
         mine = bytearray(json.dumps(value).encode())
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        with self._told("allgather"):
+        with self._errors("allgather"):
             self._group.allgather([lengths], [torch.tensor([len(mine)])]).wait()
             longest = max(int(length) for length in lengths)
             padded = torch.frombuffer(mine + bytearray(longest - len(mine)), dtype=torch.uint8)
@@ -127,13 +144,25 @@ class TorchCommunicator:
             for text, length in zip(everyone, lengths, strict=True)
         ]
 
+    def tell(self, value: _T, root: int = 0) -> _T:
+        text = np.empty(0, np.uint8)
+        if self.rank == root:
+            text = np.frombuffer(json.dumps(value).encode(), np.uint8).copy()
+        length = np.array([len(text)])
+        self.bcast(length, root)
+        if self.rank != root:
+            text = np.empty(int(length[0]), np.uint8)
+        self.bcast(text, root)
+        received: _T = json.loads(text.tobytes())
+        return received
+
     def barrier(self) -> None:
-        with self._told("barrier"):
+        with self._errors("barrier"):
             self._group.barrier().wait()
 
-    def bcast(self, array: npt.NDArray[Any], root: int = 0) -> None:
+    def bcast(self, array: Array, root: int = 0) -> None:
         flat = torch.from_numpy(array.reshape(-1).view(np.uint8))
-        with self._told("broadcast"):
+        with self._errors("broadcast"):
             self._group.broadcast(flat, root).wait()
 
     def isend(self, data: Buffer, dest: int, tag: int) -> Request:
@@ -142,11 +171,14 @@ class TorchCommunicator:
     def irecv(self, into: Buffer, source: int, tag: int) -> Request:
         return self._mail.receive(_bytes_of(into), self._peer(source), tag)
 
-    def iallreduce(self, array: npt.NDArray[Any]) -> Request:
+    def iallreduce(self, array: Array, op: Op = "sum") -> Request:
         if array.dtype not in (np.float32, np.float64, np.int64):
-            raise CommError(f"cannot sum {array.dtype}: convert it to float32 first")
-        with self._told("sum"):
-            return _Reduction(self._group.allreduce([torch.from_numpy(array)]), self._told)
+            raise CommError(f"cannot reduce {array.dtype}: convert it to float32 first")
+        options = AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(_OPS[op])
+        with self._errors("reduction"):
+            work = self._group.allreduce([torch.from_numpy(array)], options)
+        return _Reduction(work, self._errors)
 
     def wait(self, requests: Sequence[Request], what: str, timeout_s: float | None = None) -> None:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
@@ -158,7 +190,7 @@ class TorchCommunicator:
     def dup(self) -> "TorchCommunicator":
         self._duplicates += 1
         name = f"{self._name}/{self._duplicates}"
-        return TorchCommunicator(self._store, name, self.rank, self.size)
+        return TorchCommunicator(self._open_store(), name, self.rank, self.size)
 
     def split(self, group: int) -> Communicator:
         self._duplicates += 1
@@ -166,11 +198,16 @@ class TorchCommunicator:
         if len(members) == 1:
             return SingleCommunicator()
         name = f"{self._name}/{self._duplicates}.{group}"
-        return TorchCommunicator(self._store, name, members.index(self.rank), len(members))
+        return TorchCommunicator(self._open_store(), name, members.index(self.rank), len(members))
 
     def close(self) -> None:
         self._mail.close()
         self._group = self._store = None
+
+    def _open_store(self) -> Store:
+        if self._store is None:
+            raise CommError(f"the communicator {self._name} is closed")
+        return self._store
 
     def _peer(self, rank: int) -> int:
         if not 0 <= rank < self.size:
@@ -178,7 +215,8 @@ class TorchCommunicator:
         return rank
 
     @contextlib.contextmanager
-    def _told(self, what: str) -> Iterator[None]:
+    def _errors(self, what: str) -> Iterator[None]:
+        """Turn gloo's errors into CommTimeout."""
         try:
             yield
         except RuntimeError as error:
@@ -189,7 +227,7 @@ class TorchCommunicator:
 
 
 class _Incoming:
-    """What one peer sends: a greeting, then messages, each a head and a body."""
+    """The stream from one peer: a greeting, then messages, each a head and a body."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -201,10 +239,14 @@ class _Incoming:
 
 
 class _Mail:
-    """Messages by (source, tag), in the order in which they were sent. Owns a listening socket,
-    connections and the thread that moves bytes."""
+    """Messages by (source, tag), in the order in which they were sent.
 
-    def __init__(self, rank: int, allgather: Callable[[Json], list[Json]]) -> None:
+    Owns a listening socket, the connections and the thread that moves bytes.
+    """
+
+    def __init__(
+        self, rank: int, allgather: Callable[[tuple[str, int, str]], list[tuple[str, int, str]]]
+    ) -> None:
         self._rank = rank
         self._lock = threading.Lock()
         self._posted: dict[tuple[int, int], deque[_Message]] = {}
@@ -212,9 +254,9 @@ class _Mail:
         self._outgoing: dict[int, socket.socket] = {}
         self._queues: dict[int, deque[tuple[bytes, _Message]]] = {}
         self._listener = _listening()
-        address = [_own_address(), self._listener.getsockname()[1], secrets.token_hex(16)]
-        everyone = allgather(address)
-        self._addresses = [(str(host), int(port)) for host, port, _ in everyone]
+        port = int(self._listener.getsockname()[1])
+        everyone = allgather((_own_address(), port, secrets.token_hex(16)))
+        self._addresses = [(host, port) for host, port, _ in everyone]
         self._secret = bytes.fromhex(everyone[0][2])
         self._selector = selectors.DefaultSelector()
         self._ends_at: float | None = None
@@ -252,12 +294,12 @@ class _Mail:
                 early.popleft()
                 _copy(first, message)
                 return message
-            # Half arrived: its body is copied when it is whole.
+            # Half received: its body is copied once it is complete.
             self._posted.setdefault(key, deque()).append(message)
         return message
 
     def close(self) -> None:
-        """Stop, once what was sent is on its way, within a deadline."""
+        """Stop after all sends have left, within a deadline."""
         self._thread.close()
 
     def _withdraw(self, key: tuple[int, int], message: _Message) -> bool:
@@ -282,7 +324,7 @@ class _Mail:
             for key in list(self._selector.get_map().values()):
                 key.fileobj.close()  # type: ignore[union-attr]
             for connection in self._outgoing.values():
-                connection.close()  # Not with the selector while it has nothing to send.
+                connection.close()  # An idle connection is not registered with the selector.
             self._wake_in.close()
             self._selector.close()
 
@@ -310,7 +352,7 @@ class _Mail:
             self._write(key.data)
 
     def _connect_all(self) -> None:
-        """Have each peer with something to be sent connected, and waited for."""
+        """Connect to each peer with queued messages and watch its socket."""
         with self._lock:
             wanted = [dest for dest, queued in self._queues.items() if queued]
         for dest in wanted:
@@ -373,13 +415,13 @@ class _Mail:
         except BlockingIOError:
             return
         except (OSError, ValueError):
-            # A peer that ended, or a stranger: what it owes is waited for up to a deadline.
+            # The peer has ended or is a stranger: waits for its messages end at their deadline.
             self._selector.unregister(incoming.connection)
             incoming.connection.close()
             self._cut_off(incoming)
 
     def _cut_off(self, incoming: _Incoming) -> None:
-        """What has half arrived never will: nothing writes to its memory any more."""
+        """Put a half-received message back: nothing writes to its memory any more."""
         message, key = incoming.message, (incoming.peer, incoming.tag)
         if message is None:
             return
@@ -422,7 +464,7 @@ class _Mail:
         return True
 
     def _begun(self, key: tuple[int, int], size: int) -> _Message:
-        """Where a message's body goes: into the receive that waits for it, or memory."""
+        """Return the receive that a message's body goes into: a posted one, or new memory."""
         with self._lock:
             posted, early = self._posted.get(key), self._early.get(key)
             if posted and not early and size <= len(posted[0].view):
@@ -467,7 +509,7 @@ def _listening() -> socket.socket:
 
 
 def _own_address() -> str:
-    """The address at which the other ranks reach this one: that which reaches the master."""
+    """Return the address at which other ranks reach this one: the one that reaches the master."""
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

@@ -1,5 +1,8 @@
-"""Waiting for requests without spinning: a rank shares its cores with its own decode threads, so
-a wait tests and sleeps, from 20 µs up to 1 ms, until a deadline."""
+"""Wait for requests without spinning, up to a deadline.
+
+A rank shares its cores with its own decode threads, so a wait alternates between testing and
+sleeping, from 20 µs up to 1 ms at a time.
+"""
 
 import ctypes
 import time
@@ -10,23 +13,35 @@ from dlio.comm.protocol import Request
 from dlio.errors import CommTimeout
 from dlio.util.settings import settings
 
+__all__ = [
+    "LONGEST_SLEEP_S",
+    "SHORTEST_SLEEP_S",
+    "default_timeout_s",
+    "leave",
+    "peer_timeout_s",
+    "wait_all",
+]
+
 SHORTEST_SLEEP_S: Final = 20e-6
 LONGEST_SLEEP_S: Final = 1e-3
 
 
 def default_timeout_s() -> float:
-    """Return DLIO_TIMEOUT, in seconds."""
+    """Deadline of a wait in seconds: DLIO_TIMEOUT, 300 when unset."""
     return settings().timeout_s
 
 
 def peer_timeout_s() -> float:
-    """Return DLIO_PEER_TIMEOUT, in seconds: the wait for a peer's samples, before they are read
-    from the source."""
+    """Deadline for a peer's samples in seconds, after which they are read from the source:
+    DLIO_PEER_TIMEOUT, 30 when unset."""
     return settings().peer_timeout_s
 
 
 def wait_all(requests: Sequence[Request], what: str, limit_s: float, who: str) -> None:
-    """Raises CommTimeout, naming `who` waited for `what`, when they are not all done in time."""
+    """Wait until all requests are done.
+
+    Raises CommTimeout after `limit_s` seconds; the message says that `who` waited for `what`.
+    """
     deadline = time.monotonic() + limit_s
     sleep_s = SHORTEST_SLEEP_S
     left = list(requests)
@@ -41,8 +56,10 @@ def wait_all(requests: Sequence[Request], what: str, limit_s: float, who: str) -
 
 
 def leave(*objects: object) -> None:
-    """Of a message that was neither taken nor given up by a peer before a deadline: MPI reads and
-    writes its memory until the process ends, in MPI_Finalize even after Python has let go of all
-    else. It is never given back."""
+    """Keep the memory of an unfinished message alive until the process ends.
+
+    A peer neither took the message nor let it be cancelled before a deadline. MPI may access the
+    memory even in MPI_Finalize, after Python has released everything else.
+    """
     for each in objects:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))

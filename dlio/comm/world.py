@@ -1,24 +1,26 @@
-"""Communication between ranks: one protocol, one implementation a file.
+"""The communicator of all ranks of the job.
 
-`world()` is the process's own communicator: MPI when the process was started by mpirun or
-srun (or has initialised MPI itself, and is not alone in it), else torch.distributed where that is
-initialised (`torchrun`), otherwise one process on its own.
+`world()` selects the implementation: MPI if mpirun or srun started the process, or if the process
+initialised MPI itself with more than one rank; else torch.distributed if that is initialised
+(`torchrun`); else a single process.
 """
 
 import sys
-from typing import Any
 
 from dlio.comm.environment import under_mpi
 from dlio.comm.protocol import Communicator
 
+__all__ = ["abort", "mpi_ranks", "world"]
+
 _world: Communicator | None = None
-_torch_world: Any = None
-"""The default group of torch.distributed that the world was found in."""
+_torch_world: object = None
+"""Default group of torch.distributed on which `_world` is based."""
 
 
 def world() -> Communicator:
-    """This process's place among its ranks, found once, and again when torch.distributed is
-    initialised anew.
+    """Return the communicator of all ranks.
+
+    It is created at the first call, and again when torch.distributed is re-initialised.
 
     Raises CommError when the process runs under MPI but no MPI library can be loaded.
     """
@@ -46,26 +48,30 @@ def world() -> Communicator:
 
 
 def mpi_ranks() -> int:
-    """Of an MPI that somebody has initialised. One that is alone says nothing: libraries look for
-    other ranks by initialising it."""
+    """Ranks of MPI if it is initialised, else 0.
+
+    A single rank does not mean that the process was started under MPI: some libraries initialise it
+    only to look for other ranks.
+    """
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
         return 0
     return int(mpi.COMM_WORLD.size)
 
 
-def _torch_group() -> Any:
-    """The default group of torch.distributed; None when nobody has initialised it."""
+def _torch_group() -> object:
+    """Return the default group of torch.distributed, None if it is not initialised."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
-    return distributed.group.WORLD
+    group: object = distributed.group.WORLD
+    return group
 
 
 def abort(code: int) -> None:
-    """End the other ranks too, when there are any. Returns otherwise.
+    """End all ranks of MPI; return if this is the only rank.
 
-    For the top level of a program, after its error has been printed.
+    For the top level of a program, after it has printed its error.
     """
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():

@@ -1,14 +1,18 @@
-"""Small objects and tensors from rank to rank, without pickle: what a framework's control wants."""
+"""Broadcast and gather small objects and tensors without pickle, for a framework's control flow."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from dlio.comm import Communicator, Json
 from dlio.errors import UsageError
+
+__all__ = ["broadcast_object", "gather_tensor", "packed", "unpacked"]
 
 _DTYPES: Final = {
     str(kind).removeprefix("torch."): kind
@@ -17,38 +21,33 @@ _DTYPES: Final = {
 }
 
 
-def broadcast_object(value: Any, comm: Communicator, root: int = 0) -> Any:
-    """`root`'s value: a tensor, or None, truth values, numbers, text, paths, and lists, tuples and
-    dictionaries of these. Collective.
+def broadcast_object(value: object, comm: Communicator, root: int = 0) -> object:
+    """Return `root`'s value on all ranks. Collective.
 
-    Raises UsageError, on all ranks, for anything else.
+    Args:
+        value: a tensor, or None, a bool, number, string or path, or a list, tuple or dictionary of
+            these. On other ranks only a tensor's device is used.
+
+    Raises UsageError, on all ranks, for any other type.
     """
-    head: Json = None
+    kind, text, shape, content = comm.tell(_described(value, comm.rank == root), root)
+    if kind == "error":
+        raise UsageError(text)
+    if kind == "object":
+        return value if comm.rank == root else unpacked(content)
     if comm.rank == root:
-        if isinstance(value, torch.Tensor):
-            head = ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape)]
-        else:
-            try:
-                head = ["object", packed(value)]
-            except UsageError as error:
-                head = ["error", str(error)]
-    told = comm.allgather(head)[root]
-    if told[0] == "error":
-        raise UsageError(told[1])
-    if told[0] == "object":
-        return value if comm.rank == root else unpacked(told[1])
-    if comm.rank != root:
-        device = value.device if isinstance(value, torch.Tensor) else torch.device("cpu")
-        value = torch.empty(told[2], dtype=_DTYPES[told[1]], device=device)
-    flat = _as_bytes(value)
-    comm.bcast(flat, root)
-    if comm.rank == root:
+        assert isinstance(value, torch.Tensor)
+        comm.bcast(_as_bytes(value), root)
         return value
-    return _as_tensor(flat, value)
+    device = value.device if isinstance(value, torch.Tensor) else torch.device("cpu")
+    into = torch.empty(shape, dtype=_DTYPES[text], device=device)
+    flat = _as_bytes(into)
+    comm.bcast(flat, root)
+    return _as_tensor(flat, into)
 
 
 def gather_tensor(tensor: torch.Tensor, comm: Communicator) -> torch.Tensor:
-    """All ranks' tensors of one shape, behind each other along a first dimension. Collective."""
+    """Stack all ranks' tensors of one shape; result shape (ranks, *shape). Collective."""
     rows = []
     for root in range(comm.size):
         flat = _as_bytes(tensor)
@@ -57,42 +56,58 @@ def gather_tensor(tensor: torch.Tensor, comm: Communicator) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def packed(value: Any) -> Json:
-    """As JSON, every container under its kind. Raises UsageError for what has no such form."""
+def packed(value: object) -> Json:
+    """Encode a value as JSON, with the type of each container.
+
+    Raises UsageError for a type that has no such encoding.
+    """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, os.PathLike):
-        return ["path", os.fspath(value)]
+        return ["path", str(os.fspath(value))]
     if isinstance(value, (list, tuple)):
         kind = "list" if isinstance(value, list) else "tuple"
         return [kind, [packed(each) for each in value]]
     if isinstance(value, dict):
         return ["dict", [[packed(key), packed(each)] for key, each in value.items()]]
     raise UsageError(
-        f"a {type(value).__name__} cannot be told to other ranks: give a tensor, or numbers, text "
-        "and lists, tuples and dictionaries of them"
+        f"cannot broadcast a {type(value).__name__} to other ranks: give a tensor, or numbers, "
+        "strings and lists, tuples and dictionaries of them"
     )
 
 
-def unpacked(value: Json) -> Any:
-    """What `packed` was given."""
-    if not isinstance(value, list):
+def unpacked(value: Json) -> object:
+    """Decode the result of `packed`."""
+    if value is None or isinstance(value, (bool, int, float, str, Mapping)):
         return value
-    kind, inside = value
+    kind, content = value
     if kind == "path":
-        return Path(inside)
+        return Path(str(content))
+    assert isinstance(content, list)
     if kind == "dict":
-        return {unpacked(key): unpacked(each) for key, each in inside}
-    members = [unpacked(each) for each in inside]
+        return {unpacked(key): unpacked(each) for key, each in content}
+    members = [unpacked(each) for each in content]
     return members if kind == "list" else tuple(members)
 
 
-def _as_bytes(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """A copy on the host."""
+def _described(value: object, mine: bool) -> tuple[str, str, list[int], Json]:
+    """Describe the root's value: (kind, dtype or error, shape, content)."""
+    if not mine:
+        return "", "", [], None
+    if isinstance(value, torch.Tensor):
+        return "tensor", str(value.dtype).removeprefix("torch."), list(value.shape), None
+    try:
+        return "object", "", [], packed(value)
+    except UsageError as error:
+        return "error", str(error), [], None
+
+
+def _as_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """Copy a tensor's bytes to the host; shape (bytes,)."""
     flat = tensor.detach().to("cpu", copy=True).contiguous().reshape(-1)
-    array: np.ndarray[Any, np.dtype[np.uint8]] = flat.view(torch.uint8).numpy()
+    array: npt.NDArray[np.uint8] = flat.view(torch.uint8).numpy()
     return array
 
 
-def _as_tensor(flat: np.ndarray[Any, Any], like: torch.Tensor) -> torch.Tensor:
+def _as_tensor(flat: npt.NDArray[np.uint8], like: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(flat).view(like.dtype).reshape(like.shape).to(like.device)

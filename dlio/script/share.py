@@ -1,7 +1,7 @@
 """Batches shared among the ranks: each gets its part of every batch that one process would have."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -80,11 +80,11 @@ class _Balance:
         elif (rate := self._clock.rate()) is not None:
             self._cost = Cost(0.0, 1 / rate)
         self._clock.steps = []
-        told = comm.allgather(None if self._cost is None else self._cost.per_sample_s)
-        if None not in told:
-            # Without what a step costs whatever its size: where ranks are done together, which is
-            # what the shares come to rest at, that makes no difference.
-            self._shares = reshared(self._shares, [Cost(0.0, cost) for cost in told])
+        costs = comm.allgather(0.0 if self._cost is None else self._cost.per_sample_s)
+        if all(costs):
+            # Fixed costs per step are left out: they do not matter once all ranks finish together,
+            # and the shares converge to that.
+            self._shares = reshared(self._shares, [Cost(0.0, cost) for cost in costs])
         self._context.last_shares = self._shares
         return self._shares
 
@@ -139,7 +139,8 @@ class SharingLoader(DataLoader):
         comm = context.comm
         # As torch's loader draws: a seed for workers, then what the sampler wants.
         torch.empty((), dtype=torch.int64).random_(generator=self.generator)
-        batches = _told(self.batch_sampler, comm, context.batch)
+        assert self.batch_sampler is not None
+        batches = _batches_of_root(self.batch_sampler, comm, context.batch)
         mine, weights = [], []
         shares = Shares.even(1, comm.size)
         if context.balance:
@@ -195,32 +196,33 @@ def _with_batches(loader: DataLoader, batches: list[list[int]]) -> DataLoader:
     return made
 
 
-def _told(sampler: Any, comm: Communicator, batch: str) -> list[list[int]]:
-    """The batches of a pass, as rank 0's sampler draws them; of `per-rank`, as many ranks' batches
-    together as there are ranks. Collective."""
-    head = np.zeros(2, np.int64)
-    drawn: list[Sequence[int]] = []
+def _batches_of_root(
+    sampler: Iterable[Sequence[int]], comm: Communicator, batch: str
+) -> list[list[int]]:
+    """Return the batches of a pass that rank 0's sampler draws. Collective.
+
+    With `per-rank`, each entry joins as many batches as there are ranks.
+    """
+    drawn: list[list[int]] = []
     if comm.rank == 0:
         drawn = [list(each) for each in sampler]
-        head[:] = len(drawn), sum(map(len, drawn))
     else:
         _draw(sampler)
-    comm.bcast(head)
-    lengths, flat = np.zeros(head[0], np.int64), np.zeros(head[1], np.int64)
-    if comm.rank == 0:
-        lengths[:] = [len(each) for each in drawn]
-        flat[:] = np.concatenate([np.asarray(each) for each in drawn]) if drawn else []
-    comm.bcast(lengths)
+    lengths = comm.tell([len(each) for each in drawn])
+    # An array, not JSON: an epoch has millions of indices.
+    flat = np.zeros(sum(lengths), np.int64)
+    if comm.rank == 0 and drawn:
+        flat[:] = np.concatenate([np.asarray(each) for each in drawn])
     comm.bcast(flat)
-    batches = [part.tolist() for part in np.split(flat, np.cumsum(lengths)[:-1])] if head[0] else []
+    batches = [part.tolist() for part in np.split(flat, np.cumsum(lengths)[:-1])] if lengths else []
     if batch == "per-rank":
         groups = [batches[k : k + comm.size] for k in range(0, len(batches), comm.size)]
         return [[index for each in group for index in each] for group in groups]
     return batches
 
 
-def _draw(sampler: Any) -> None:
-    """Draw as rank 0 does, so that random numbers go on alike; what comes is not used."""
-    inner = sampler.sampler if type(sampler) is BatchSampler else sampler
+def _draw(sampler: Iterable[Sequence[int]]) -> None:
+    """Draw as rank 0 does, to keep random states alike, and discard the result."""
+    inner: Iterable[object] = sampler.sampler if type(sampler) is BatchSampler else sampler
     for _ in iter(inner):
         break

@@ -315,7 +315,7 @@ def _plans(mounted: Mount, wanted: npt.NDArray[np.int64]) -> dict[str, list[dict
                 )
             )
         )
-    everyone = mounted.comm.allgather([mounted.nodes.names[mounted.nodes.here], plans])
+    everyone = mounted.comm.allgather((mounted.nodes.names[mounted.nodes.here], plans))
     return dict(everyone)
 
 

@@ -5,20 +5,33 @@ import threading
 
 import numpy as np
 
-from dlio.comm import Communicator, world
+from dlio.comm import Communicator, Op, world
 from dlio.comm.nodes import find_nodes
 from dlio.errors import CommTimeout, UsageError
 
 
 def check(comm: Communicator) -> None:
-    values = comm.allgather({"rank": comm.rank, "text": "x" * (100 * comm.rank)})
-    assert [value["rank"] for value in values] == list(range(comm.size))
-    assert [len(value["text"]) for value in values] == [100 * rank for rank in range(comm.size)]
+    values = comm.allgather((comm.rank, "x" * (100 * comm.rank)))
+    assert [rank for rank, _ in values] == list(range(comm.size))
+    assert [len(text) for _, text in values] == [100 * rank for rank in range(comm.size)]
 
     for kind in (np.float32, np.float64, np.int64):
         array = np.full(1000, comm.rank + 1, kind)
         comm.wait([comm.iallreduce(array)], "sum")
         assert (array == comm.size * (comm.size + 1) // 2).all()
+
+        extremes: tuple[tuple[Op, int], ...] = (("max", comm.size), ("min", 1))
+        for op, expected in extremes:
+            array = np.full(1000, comm.rank + 1, kind)
+            comm.wait([comm.iallreduce(array, op)], op)
+            assert (array == expected).all()
+    places = np.arange(comm.size, dtype=np.float64) * (-1) ** comm.rank
+    comm.wait([comm.iallreduce(places, "max")], "maxima by place")
+    assert places.tolist() == list(range(comm.size))
+
+    for root in range(comm.size):
+        value = {"root": root, "text": "ü" * 300 * root, "none": None}
+        assert comm.tell(value if comm.rank == root else {}, root) == value
 
     weights = np.full(10, comm.rank, np.float32)
     comm.bcast(weights)

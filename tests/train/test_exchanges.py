@@ -4,13 +4,15 @@ import runpy
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch import nn
 
-from dlio.comm import Json, Request
+from dlio.comm import Op, Request
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
 from dlio.train.exchange import NAMES, make_exchange, parse_exchange
@@ -19,6 +21,7 @@ from dlio.train.exchange.buckets import BUCKET_BYTES, trainable
 from tests.conftest import TorchRun
 
 MpiRun = Callable[..., subprocess.CompletedProcess[str]]
+_T = TypeVar("_T")
 BODY = Path(__file__).with_name("exchange_checks.py")
 
 
@@ -85,15 +88,15 @@ class _Counting(SingleCommunicator):
     def __init__(self) -> None:
         self.started: list[int] = []
 
-    def allgather(self, value: Json) -> list[Json]:
+    def allgather(self, value: _T) -> list[_T]:
         return [value, value]
 
     def dup(self) -> "_Counting":
         return self
 
-    def iallreduce(self, array: object) -> Request:
-        self.started.append(len(array))  # type: ignore[arg-type]
-        return super().iallreduce(array)  # type: ignore[arg-type]
+    def iallreduce(self, array: npt.NDArray[Any], op: Op = "sum") -> Request:
+        self.started.append(len(array))
+        return super().iallreduce(array)
 
 
 def _two_buckets() -> nn.Sequential:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from dlio.comm import Request
+from dlio.comm import Op, Request
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
 from dlio.train.callbacks.early import EarlyStopping
@@ -140,7 +140,7 @@ def test_ranks_with_one_model_leave_a_step_out_together() -> None:
 
         size = 2
 
-        def iallreduce(self, array: npt.NDArray[Any]) -> Request:
+        def iallreduce(self, array: npt.NDArray[Any], op: Op = "sum") -> Request:
             array += 1
             return super().iallreduce(array)
 

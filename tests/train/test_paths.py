@@ -1,7 +1,7 @@
 """How gradients get from where they are to their sum; a GPU's streams are stood in for."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from dlio.comm import Request
-from dlio.comm.devices import told
+from dlio.comm import Op, Request
+from dlio.comm.devices import supports_device_buffers
 from dlio.comm.single import SingleCommunicator
 from dlio.train.exchange import backward, gradients, make_exchange, parse_exchange
 from dlio.train.exchange.backward import after_backward
 from dlio.train.exchange.buckets import Bucket
 from dlio.train.exchange.paths import PinnedPath, agreed, choose, find_path
 
+_T = TypeVar("_T")
 CPU, GPU, OTHER = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")
 
 
@@ -61,7 +62,7 @@ def test_ranks_of_different_kinds_meet_on_the_host() -> None:
 def test_mpi_gets_gpu_memory_only_where_it_can_sum_it(
     override: bool | None, library: str, kinds: str, asked: bool, takes: bool
 ) -> None:
-    assert told(override, library, kinds, lambda: asked) is takes
+    assert supports_device_buffers(override, library, kinds, lambda: asked) is takes
 
 
 class _Copies:
@@ -163,13 +164,13 @@ class _Twin(SingleCommunicator):
     def __init__(self, log: list[str]) -> None:
         self.log = log
 
-    def allgather(self, value: object) -> list[object]:
+    def allgather(self, value: _T) -> list[_T]:
         return [value, value]
 
     def dup(self) -> "_Twin":
         return self
 
-    def iallreduce(self, array: npt.NDArray[Any]) -> Request:
+    def iallreduce(self, array: npt.NDArray[Any], op: Op = "sum") -> Request:
         self.log.append("sent")
         array *= 2
         return super().iallreduce(array)

@@ -145,9 +145,9 @@ def _store(timeout_s: float) -> Store:
     one_machine = len(find_nodes(comm).names) == 1
     if comm.rank == 0:
         served = TCPStore("localhost", 0, is_master=True, timeout=limit, wait_for_workers=False)
-        comm.allgather([["localhost"] if one_machine else _own_names(), served.port])
+        comm.tell((["localhost"] if one_machine else _own_names(), int(served.port)))
         return served
-    names, port = comm.allgather(None)[0]
+    names, port = comm.tell((list[str](), 0))
     for name in names:
         with contextlib.suppress(OSError):
             socket.create_connection((name, port), _CONNECT_TIMEOUT_S).close()

@@ -110,7 +110,7 @@ class Checkpoints:
     def newest(self) -> StoredCheckpoint | None:
         """The newest one that is not damaged, checked by all ranks; damaged ones are told of on
         standard error. Collective."""
-        paths = self._comm.allgather(self.paths() if self._comm.rank == 0 else None)[0]
+        paths = self._comm.tell(self.paths() if self._comm.rank == 0 else [])
         for path in paths:
             found, wrong = None, ""
             try:

@@ -7,13 +7,13 @@ by byte, until a plan has been accepted.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from dlio.comm import Communicator
-from dlio.train.pruning.agreement import of_first, reduced, total
+from dlio.train.pruning.agreement import reduced, total
 from dlio.train.pruning.apply import apply
 from dlio.train.pruning.copies import bare_copy
 from dlio.train.pruning.groups import Group
@@ -121,10 +121,10 @@ class PlanTrials:
 
     def _planned(self, limits: Limits) -> RemovalPlan:
         """Made by rank 0."""
-        mine = None
+        mine: dict[str, Any] = {}
         if self._comm.rank == 0:
             mine = plan_removals(self._groups, self._weights, self._statistics, limits).to_json()
-        return RemovalPlan.from_json(of_first(mine, self._comm))
+        return RemovalPlan.from_json(self._comm.tell(mine))
 
     @torch.no_grad()
     def _loss(self, what: RemovalPlan | None) -> float:

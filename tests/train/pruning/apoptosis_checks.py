@@ -21,7 +21,7 @@ from dlio.train.pruning import (
     merge,
     shrink_to,
 )
-from dlio.train.pruning.agreement import greatest, of_first, reduced
+from dlio.train.pruning.agreement import reduced
 from dlio.train.pruning.groups import Indices
 from dlio.train.pruning.removal import RemovalPlan
 
@@ -207,9 +207,9 @@ def check_reduced(comm: Communicator) -> None:
         assert moments.count == mine.moments[name].count == 3 * 64 * comm.size
         assert moments.steps == mine.moments[name].steps == 3 * comm.size
     peaks = np.array([float(comm.rank), -float(comm.rank), -np.inf])
-    greatest(peaks, comm)
+    comm.wait([comm.iallreduce(peaks, "max")], "peaks")
     assert peaks.tolist() == [comm.size - 1, 0, -np.inf]
-    assert of_first([comm.rank, "ü"], comm) == [0, "ü"]
+    assert comm.tell([f"{comm.rank} ü"]) == ["0 ü"]
 
 
 def check_layout(comm: Communicator) -> None:
