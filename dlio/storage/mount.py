@@ -96,14 +96,14 @@ class Mount:
     def let_pass(self) -> None:
         """Make the folder that blocks pinned nowhere pass through, in this node's memory, where
         there is none yet; of this job alone. Collective."""
-        if self.hierarchy.targets.can_stream:
+        if self.hierarchy.passes:
             return
         (token, *_) = self.comm.allgather(secrets.token_hex(4))
         reader, node = self.hierarchy.reader, self.nodes.names[self.nodes.here]
         spec = TierSpec("ram", SHARED_MEMORY, int(self.block_bytes.sum()))
         name = f"{reader.fingerprint}.{node}.{token}"
         tier = Tier(spec, name, fingerprint=reader.fingerprint)
-        self.hierarchy.targets.add_stream_tier(tier)
+        self.hierarchy.pass_through(tier)
         local = self.ranks.local(self.nodes.here).tolist()
         self._progress = Progress(tier.path, len(local), local.index(self.comm.rank))
 

@@ -39,32 +39,46 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:
+    from dlio.testing.communicator import CommunicatorTests
+    from dlio.testing.compressor import CompressorTests
+    from dlio.testing.loader_state import LoaderStateTests
     from dlio.testing.memory import MemoryReader
     from dlio.testing.promises import promises_of
+    from dlio.testing.ranks import ThreadCommunicator, run_ranks
     from dlio.testing.reader import ReaderTests
     from dlio.testing.tier import TierTests
     from dlio.testing.wrappers import FailingReader, FailingTier, SlowReader, SlowTier
 
 __all__ = [
+    "CommunicatorTests",
+    "CompressorTests",
     "FailingReader",
     "FailingTier",
+    "LoaderStateTests",
     "MemoryReader",
     "ReaderTests",
     "SlowReader",
     "SlowTier",
+    "ThreadCommunicator",
     "TierTests",
     "promises_of",
+    "run_ranks",
 ]
 
 _WHERE = {
+    "CommunicatorTests": "communicator",
+    "CompressorTests": "compressor",
     "FailingReader": "wrappers",
     "FailingTier": "wrappers",
+    "LoaderStateTests": "loader_state",
     "MemoryReader": "memory",
     "ReaderTests": "reader",
     "SlowReader": "wrappers",
     "SlowTier": "wrappers",
+    "ThreadCommunicator": "ranks",
     "TierTests": "tier",
     "promises_of": "promises",
+    "run_ranks": "ranks",
 }
 
 # A failed assert of an inherited test shows its values, as one of the plug-in's own tests does.

@@ -1,14 +1,12 @@
-"""What communicators over torch.distributed do beyond the contract; each rank runs this file.
+"""Promises of communicators over torch.distributed beyond the contract; each rank runs this file.
 
 Usage: python torchdist_checks.py CHECK, as torchrun starts it.
 """
 
 import os
-import runpy
 import sys
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import torch.distributed as dist
@@ -16,14 +14,13 @@ import torch.distributed as dist
 from dlio.comm import Communicator
 from dlio.comm.torchdist import TorchCommunicator, torch_world
 from dlio.errors import CommError, CommTimeout
-
-CONTRACT = Path(__file__).with_name("communicator_checks.py")
+from dlio.testing import CommunicatorTests
+from dlio.testing.promises import run_promises
 
 
 def contract(comm: Communicator) -> None:
-    checks = runpy.run_path(str(CONTRACT))
-    checks["check"](comm)
-    checks["large"](comm)
+    """The promises of every communicator."""
+    assert run_promises(CommunicatorTests(), comm, quiet=True) == []
 
 
 def lengths(comm: Communicator) -> None:

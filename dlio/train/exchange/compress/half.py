@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from dlio.errors import CommError
 from dlio.train.exchange.compress.layout import (
     Memoryless,
     Piece,
@@ -26,6 +27,8 @@ _MOST_FLOAT16: Final = 32752.0
 """The largest float16 below 2^15: a chunk's largest entry is brought to [2^14, 2^15)."""
 _LOWEST: Final = 15
 """Biased exponent of a chunk's largest entry, at least: its scale is to be no denormal number."""
+_HIGHEST: Final = 254
+"""Biased exponent of the largest finite numbers."""
 _TO_SCALE: Final = 14
 _TO_INVERSE: Final = 268
 
@@ -102,6 +105,8 @@ class Float16(Memoryless):
     def add(self, message: npt.NDArray[np.uint8], into: npt.NDArray[np.float32]) -> None:
         halves = _typed(message[: 2 * self.entries], torch.float16)
         exponents = message[2 * self.entries : self.max_bytes]
+        if len(exponents) and not _LOWEST <= exponents.min() <= exponents.max() <= _HIGHEST:
+            raise CommError("a message has a scale that no gradient has: it is damaged")
         for number, (start, stop) in enumerate(_chunks(self.entries)):
             w = self._scratch.floats[: stop - start]
             torch.from_numpy(w).copy_(halves[start:stop])

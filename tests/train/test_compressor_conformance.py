@@ -1,0 +1,45 @@
+"""Every compressor keeps the contract of compressors."""
+
+import pytest
+
+from dlio.testing import CompressorTests
+from dlio.testing.compressor import Layout
+from dlio.train.exchange.compress import NAMES, Compressor, make_compressor
+from dlio.train.exchange.compress.layout import Scratch, pieces_of
+
+
+class _Named(CompressorTests):
+    name = ""
+
+    def make(self, layout: Layout) -> Compressor:
+        return make_compressor(self.name, pieces_of(layout), Scratch())
+
+
+class TestOneBit(_Named):
+    name = "onebit"
+    lossless_feedback = False
+
+
+class TestThreshold(_Named):
+    name = "threshold"
+
+
+class TestAdaptive(_Named):
+    name = "adaptive"
+
+
+class TestInt8(_Named):
+    name = "int8"
+
+
+class TestBfloat16(_Named):
+    name = "bf16"
+
+
+class TestFloat16(_Named):
+    name = "fp16"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_compressor_is_tested(name: str) -> None:
+    assert name in {suite.name for suite in _Named.__subclasses__()}
