@@ -170,7 +170,7 @@ class ThreadCommunicator:
         np.copyto(array, np.asarray(values[root]))
 
     def isend(self, data: Buffer, dest: int, tag: int) -> Request:
-        """Send a copy of `data` to rank `dest`. Raises CommError if there is no such rank."""
+        """Send a copy of `data` to rank `dest`. Raises CommError for a rank that does not exist."""
         key = (self._known(self.rank), self._known(dest), tag)
         with self._group.lock:
             self._group.messages[key].append(bytes(data))
@@ -178,7 +178,7 @@ class ThreadCommunicator:
         return _Done()
 
     def irecv(self, into: Buffer, source: int, tag: int) -> Request:
-        """Receive at most `len(into)` bytes. Raises CommError if there is no such rank."""
+        """Receive at most `len(into)` bytes. Raises CommError for a rank that does not exist."""
         key = (self._known(source), self.rank, tag)
         memory = into.data if isinstance(into, np.ndarray) else memoryview(into)
         receive = _Receive(self._group, key, memory)
@@ -236,7 +236,7 @@ class ThreadCommunicator:
 
     def _known(self, rank: int) -> int:
         if self._closed or not 0 <= rank < self.size or self.size == 1:
-            raise CommError(f"there is no rank {rank} to talk to, of {self.size}")
+            raise CommError(f"rank {rank} does not exist, or is closed: there are {self.size}")
         return rank
 
 
