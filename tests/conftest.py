@@ -17,6 +17,8 @@ from typing import Protocol
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.warm.pool import WarmPython
+
 # A machine that is busy draws slowly, which says nothing of what is tested.
 settings.register_profile("dlio", suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("dlio")
@@ -24,14 +26,58 @@ settings.load_profile("dlio")
 ROOT = Path(__file__).resolve().parent.parent
 
 
+_STAND_IN = "DLIO_TEST_PYTHON"
+"""Names, to the workers of pytest-xdist, the stand-in for Python that their controller made."""
+_WARM = pytest.StashKey[WarmPython]()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run what takes minutes, too")
+    parser.addoption(
+        "--cold", action="store_true", help="start each process as a new interpreter (slow)"
+    )
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     # A shell starts what it puts in the background with SIGINT ignored, and children inherit it.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if config.getoption("--cold") or config.getoption("--collect-only"):
+        return
+    # Before test modules are imported, some of which keep the command line of `dlio`.
+    if _STAND_IN not in os.environ:
+        warm = config.stash[_WARM] = WarmPython()
+        os.environ[_STAND_IN] = warm.executable
+        if config.getoption("dist", "no") != "no":
+            warm.start()
+    sys.executable = os.environ[_STAND_IN]
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    warm = config.stash.get(_WARM, None)
+    if warm is not None:
+        sys.executable = warm.real
+        del os.environ[_STAND_IN]
+        warm.close()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    warm = session.config.stash.get(_WARM, None)
+    if warm is not None and any(_starts_processes(item) for item in session.items):
+        warm.start()
+
+
+def _starts_processes(item: pytest.Item) -> bool:
+    fixtures = getattr(item, "fixturenames", ())
+    module = getattr(item, "module", None)
+    return "subprocess" in vars(module) or not {"dlio", "mpirun", "torchrun"}.isdisjoint(fixtures)
+
+
+@pytest.fixture(autouse=True)
+def _cold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give tests that are marked `cold` the real interpreter."""
+    if request.node.get_closest_marker("cold"):
+        monkeypatch.setenv("DLIO_TEST_COLD", "1")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
