@@ -4,20 +4,28 @@
 its first line, and makes it `sys.executable`. Started as `python script.py`, `python -m module` or
 `python -c text`, it sends arguments, environment and standard streams to the server, which forks a
 process that becomes that program. This process then passes signals on and ends as the program
-does. Whatever the server cannot imitate (other options, extra descriptors, another namespace)
-runs in the real interpreter.
+does. Commands that the server cannot imitate (other options, extra descriptors, another namespace)
+run in the real interpreter.
 
-Only built-in modules are imported: this file starts in 15 ms, and `import torch` takes 1.5 s.
+Few modules are imported: this file starts in 20 ms, and `import torch` takes 1.5 s.
 """
 
-import _signal as signal
-import _socket as socket
 import marshal
 import os
+import signal
+import socket
 import sys
+from contextlib import suppress
 
-REFUSED, ACCEPTED = b"R", b"A"
-_FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCONT")
+_FORWARDED = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGCONT,
+)
 
 
 def main() -> None:
@@ -31,7 +39,7 @@ def main() -> None:
 
 def _can_be_served(arguments: list[str]) -> bool:
     """True for `script.py`, `-m` and `-c` with no extra descriptors to inherit."""
-    if not arguments or arguments[0] == "-" or len(arguments) == 1 and arguments[0] in ("-m", "-c"):
+    if not arguments or arguments in (["-"], ["-m"], ["-c"]):
         return False
     if arguments[0].startswith("-") and arguments[0] not in ("-m", "-c"):
         return False
@@ -45,14 +53,14 @@ def _can_be_served(arguments: list[str]) -> bool:
     )
 
 
-def _connect() -> "socket.socket | None":
+def _connect() -> socket.socket | None:
     """Offer the command to a server; None where there is none or it refuses."""
     folder = os.path.dirname(os.path.abspath(sys.argv[0]))
     servers = sorted(name for name in os.listdir(folder) if name.endswith(".socket"))
     if not servers:
         return None
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
+    with suppress(OSError):
         connection.connect(os.path.join(folder, servers[os.getpid() % len(servers)]))
         request = marshal.dumps(
             (os.getpid(), sys.argv, dict(os.environb), os.fsencode(os.getcwd()), _umask())
@@ -62,10 +70,8 @@ def _connect() -> "socket.socket | None":
         rights = b"".join(fd.to_bytes(4, sys.byteorder) for fd in streams)
         connection.sendmsg([header], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
         connection.sendall(request)
-        if connection.recv(1) == ACCEPTED:
+        if connection.recv(1):
             return connection
-    except OSError:
-        pass
     connection.close()
     return None
 
@@ -84,17 +90,14 @@ def _is_open(descriptor: int) -> bool:
     return True
 
 
-def _follow(connection: "socket.socket") -> None:
+def _follow(connection: socket.socket) -> None:
     """Pass signals on until the program ends, then end in the same way."""
 
     def forward(number: int, _: object) -> None:
-        try:
+        with suppress(OSError):
             connection.send(bytes([number]))
-        except OSError:
-            pass
 
-    for name in _FORWARDED:
-        number = getattr(signal, name)
+    for number in _FORWARDED:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, forward)
     # A reader of the program's output waits until nobody holds its other end.

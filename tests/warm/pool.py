@@ -60,7 +60,7 @@ class WarmPython:
             )
 
     def close(self) -> None:
-        """End the servers and what they have started, and remove the stand-in."""
+        """End the servers and their programs, and remove the stand-in."""
         for server in self._servers:
             assert server.stdin is not None
             server.stdin.close()

@@ -1,10 +1,10 @@
 """A process that has imported torch, and forks a child for each command that `client.py` sends.
 
-`python server.py SOCKET` answers at a Unix socket until its standard input ends, then kills what
-still runs. Each connection is one command. The child takes over the client's arguments,
-environment, folder, limits, signals and standard streams, and runs the program to its end as a
-fresh interpreter does: module-level code, exit handlers, threads joined, exit code. MPI is loaded
-and started by the program, never here.
+`python server.py SOCKET` answers at a Unix socket until its standard input ends, then kills the
+programs that still run. Each connection is one command. The child takes over arguments,
+environment, folder, limits, signals and standard streams of the client, and runs the program to
+its end as a fresh interpreter does: module-level code, exit handlers, threads joined, exit code.
+MPI is loaded and started by the program, never here.
 
 One thread, because a child of a process with threads may inherit a lock that nobody releases.
 """
@@ -22,6 +22,7 @@ import sys
 import types
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Literal
 
 _PRELOADED = (
     "numpy",
@@ -44,7 +45,7 @@ _REQUEST_TIMEOUT_S = 10
 
 @dataclass(frozen=True)
 class _Command:
-    """What a client asks for."""
+    """A request of a client."""
 
     client: int
     """Process id of the client."""
@@ -157,9 +158,7 @@ def _close(streams: dict[int, int]) -> None:
         os.close(descriptor)
 
 
-def _signal(
-    selector: selectors.BaseSelector, child: int, connection: socket.socket
-) -> None:
+def _signal(selector: selectors.BaseSelector, child: int, connection: socket.socket) -> None:
     """Pass on the signals that a client sends; kill its program when it is gone."""
     try:
         numbers = connection.recv(64)
@@ -195,7 +194,7 @@ def _leave(
     children: dict[socket.socket, tuple[int, int]],
     connection: socket.socket,
 ) -> None:
-    """In a child: let go of all that is the server's."""
+    """In a child: close everything that belongs to the server."""
     selector.close()
     connection.close()
     for other, (_, watch) in children.items():
@@ -204,7 +203,7 @@ def _leave(
 
 
 def _become(command: _Command) -> None:
-    """Take over all that a program inherits from the process that starts it."""
+    """Take over everything that a program inherits from the process that starts it."""
     os.setsid()
     client = command.client
     for descriptor in (0, 1, 2):
@@ -252,24 +251,24 @@ def _take_limits_and_signals(client: int) -> None:
 
 
 def _make_streams() -> None:
-    """Standard streams as an interpreter makes them at its start."""
+    """Open standard streams as an interpreter does at its start; None for those that are closed."""
     unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
-    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
-        stream: io.TextIOWrapper | None = None
-        with suppress(OSError):
-            stream = open(  # noqa: SIM115
-                descriptor,
-                mode,
-                encoding="utf-8",
-                errors="backslashreplace" if name == "stderr" else None,
-                closefd=False,
-            )
-            stream.reconfigure(
-                line_buffering=name == "stderr" or (name == "stdout" and stream.isatty()),
-                write_through=unbuffered and mode == "w",
-            )
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
+    sys.stdin = sys.__stdin__ = _open(0, "r")  # type: ignore[misc]
+    sys.stdout = sys.__stdout__ = _open(1, "w")  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = _open(2, "w")  # type: ignore[misc]
+    if sys.stdout is not None:
+        terminal = sys.stdout.isatty()
+        sys.stdout.reconfigure(line_buffering=terminal, write_through=unbuffered)
+    if sys.stderr is not None:
+        sys.stderr.reconfigure(
+            errors="backslashreplace", line_buffering=True, write_through=unbuffered
+        )
+
+
+def _open(descriptor: int, mode: Literal["r", "w"]) -> io.TextIOWrapper | None:
+    with suppress(OSError):
+        return open(descriptor, mode, encoding="utf-8", closefd=False)
+    return None
 
 
 def _make_path(before: str, now: str) -> None:
@@ -303,7 +302,7 @@ def _run(arguments: list[str]) -> None:
         program.__file__ = first
         with io.open_code(os.path.abspath(first)) as source:
             code = compile(source.read(), first, "exec")
-    exec(code, vars(program))  # noqa: S102
+    exec(code, vars(program))
 
 
 if __name__ == "__main__":
