@@ -1,16 +1,21 @@
-"""The benchmark suite: `dlio bench`. Every figure is measured beside what it is compared with."""
+"""The benchmark suite, `dlio bench`: each figure is measured next to its reference, in one run."""
 
-import typer
+from typing import Final
 
-from dlio_bench import exchange, loader, prune, readers, shuffle, staging, tiers
+from dlio.cli.app import Group
 
-command = typer.Typer(
-    help="Measure, side by side in one run, with medians and spread.", no_args_is_help=True
+__all__ = ["command"]
+
+command: Final = Group(
+    "Measure dlio and its references side by side in one run, with medians and spread.",
+    {
+        "exchange": "dlio_bench.exchange.command:command",
+        "loader": "dlio_bench.loader:command",
+        "prune": "dlio_bench.prune.command:command",
+        "readers": "dlio_bench.readers:command",
+        "shuffle": "dlio_bench.shuffle:command",
+        "staging": "dlio_bench.staging:command",
+        "tiers": "dlio_bench.tiers:command",
+    },
 )
-command.command("exchange")(exchange.command)
-command.command("loader")(loader.command)
-command.command("prune")(prune.command)
-command.command("readers")(readers.command)
-command.command("shuffle")(shuffle.command)
-command.command("staging")(staging.command)
-command.command("tiers")(tiers.command)
+"""`dlio bench`, and where its commands are."""

@@ -4,13 +4,13 @@ import contextlib
 import json
 import os
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
-import typer
-
+from dlio.cli.records import Output
 from dlio.errors import UsageError
-from dlio.util.files import check_writable, write_json
+from dlio.util.files import write_json
+from dlio.util.options import Option, check
 from dlio_bench.contenders import CONTENDERS, Contender, missing
 from dlio_bench.feeding import arrays, decoded, slow
 from dlio_bench.task import Task
@@ -27,21 +27,59 @@ _RATIOS = {
     "dlio_256_over_ffcv_256": ("dlio_256", "ffcv_256"),
 }
 _USUAL = ("torch", "torch_floats", "ceiling", "full_decode", "dlio", "dlio_rows")
-
-
 _CASES = ("pictures", "arrays", "slow", "decoded")
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is measured."""
+    """A measurement of loaders; options of `dlio bench loader`."""
 
-    source: str
-    image_size: int = 224
-    batch_size: int = 64
-    workers: int = 2
-    repeats: int = 5
+    source: Annotated[str, Option("Class folders of images.", positional=True, metavar="SRC")]
+    image_size: Annotated[int, Option("Side of the square crops.", unit="pixels", least=1)] = 224
+    batch_size: Annotated[int, Option("Samples of a batch.", unit="samples", least=1)] = 64
+    workers: Annotated[
+        int, Option("Decode threads of dlio, and worker processes of other loaders.", least=1)
+    ] = 2
+    repeats: Annotated[int, Option("Timed passes of each loader.", least=1)] = 5
     contenders: tuple[str, ...] = _USUAL
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Cases and loaders to measure."""
+
+    peers: Annotated[
+        str,
+        Option(
+            f"Loaders to measure: usual, all, or some of {', '.join(CONTENDERS)}, separated by "
+            "commas. Loaders that are not installed are left out.",
+            metavar="NAMES",
+        ),
+    ] = "usual"
+    case: Annotated[
+        tuple[str, ...],
+        Option(
+            "pictures: images from RAM. arrays: volumes of 2 MiB. slow: SRC behind a slow file "
+            "system, with a consumer of 200 images per second. decoded: a tier of decoded images. "
+            "Repeatable.",
+            choices=_CASES,
+        ),
+    ] = ("pictures",)
+    folder: Annotated[
+        str, Option("Folder for arrays, on the disk to measure.", metavar="FOLDER")
+    ] = "."
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    def contenders(self) -> tuple[str, ...]:
+        """Return the loaders to measure. Raises UsageError for an unknown one."""
+        if self.peers in ("usual", "all"):
+            return _USUAL if self.peers == "usual" else tuple(CONTENDERS)
+        chosen = tuple(self.peers.split(","))
+        if unknown := [name for name in chosen if name not in CONTENDERS]:
+            raise UsageError(f"--peers {unknown[0]}: choose one of {', '.join(CONTENDERS)}")
+        return chosen
 
 
 def measure(case: Case) -> dict[str, Any]:
@@ -126,84 +164,56 @@ def measure(case: Case) -> dict[str, Any]:
     }
 
 
-def command(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="Class folders of images.")],
-    image_size: Annotated[int, typer.Option(help="Side of the crops.", min=1)] = 224,
-    batch_size: Annotated[int, typer.Option(help="Samples of a batch.", min=1)] = 64,
-    workers: Annotated[int, typer.Option(help="Threads here, processes there.", min=1)] = 2,
-    repeats: Annotated[int, typer.Option(help="Timed passes each.", min=1)] = 5,
-    peers: Annotated[
-        str,
-        typer.Option(
-            help=f"usual, all, or some of {', '.join(CONTENDERS)}, separated by commas; those "
-            "that are not installed are left out."
-        ),
-    ] = "usual",
-    case: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="pictures; arrays: volumes of 2 MiB; slow: SRC behind a slow file system and a "
-            "consumer of 200 images/s; decoded: a tier of decoded images. Repeatable."
-        ),
-    ] = None,
-    folder: Annotated[str, typer.Option(help="For arrays, on the disk to be measured.")] = ".",
-    report: Annotated[str | None, typer.Option(help="Write JSON to this file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="End in one line of JSON.")] = False,
-) -> None:
-    """Loading alone: dlio from its RAM tier, torch's DataLoader with Pillow, other libraries'
-    loaders where they are installed, and bare decoding loops. RandomResizedCrop and flip to uint8,
-    without normalisation; torch also with ToTensor, as most scripts."""
-    if report is not None:
-        check_writable("--report", report)
-    chosen = tuple(
-        _USUAL if peers == "usual" else CONTENDERS if peers == "all" else peers.split(",")
-    )
-    unknown = [name for name in chosen if name not in CONTENDERS]
-    if unknown:
-        raise UsageError(f"--peers {unknown[0]}: choose from {', '.join(CONTENDERS)}")
-    cases = case or ["pictures"]
-    if wrong := [name for name in cases if name not in _CASES]:
-        raise UsageError(f"--case {wrong[0]}: choose from {', '.join(_CASES)}")
-    found: dict[str, Any] = {}
+def command(case: Case, choice: Choice, output: Output) -> None:
+    """Measure loading alone, compared with torch's DataLoader and other libraries.
+
+    dlio reads from its RAM tier, torch's DataLoader decodes with Pillow, and loops that only
+    decode show the limit. All make random resized crops and flips as uint8, without normalisation;
+    torch is also measured with ToTensor, as most scripts use it.
+    """
+    output.check_writable()
+    case, cases = replace(case, contenders=choice.contenders()), choice.case
+    report: dict[str, Any] = {}
     if "pictures" in cases:
-        found = measure(Case(source, image_size, batch_size, workers, repeats, chosen))
-        _show(found, image_size, workers, repeats)
+        report = measure(case)
+        _show(report, case.image_size, case.workers, case.repeats)
     if "arrays" in cases:
-        found["arrays"] = arrays(folder, repeats, workers)
-        for name, figures in found["arrays"].items():
+        report["arrays"] = arrays(choice.folder, case.repeats, case.workers)
+        for name, figures in report["arrays"].items():
             if isinstance(figures, dict):
-                typer.echo(
+                print(
                     f"arrays, {name}: {figures['dlio_MiB_per_s']['median']:,.0f} MiB/s; over a "
-                    f"bare preadv loop: volumes {_told(figures['dlio_over_preadv'])}, bytes "
-                    f"{_told(figures['dlio_over_bandwidth'])}"
+                    f"bare preadv loop: volumes {_median(figures['dlio_over_preadv'])}, bytes "
+                    f"{_median(figures['dlio_over_bandwidth'])}"
                 )
     if "slow" in cases:
-        found["slow"] = slow(source, repeats, workers, batch_size)
-        for name, value in found["slow"].items():
-            typer.echo(f"slow, {name}: {_told(value, 3)}")
+        report["slow"] = slow(case.source, case.repeats, case.workers, case.batch_size)
+        for name, value in report["slow"].items():
+            print(f"slow, {name}: {_median(value, 3)}")
     if "decoded" in cases:
-        found["decoded"] = decoded(source, repeats, workers, image_size, batch_size)
-        for name, value in found["decoded"].items():
-            told = f"{_told(value)}" if isinstance(value, dict) else value
-            typer.echo(f"decoded, {name}: {told}")
-    if report is not None:
-        write_json(report, found)
-    if as_json:
-        typer.echo(json.dumps(found))
+        report["decoded"] = decoded(
+            case.source, case.repeats, case.workers, case.image_size, case.batch_size
+        )
+        for name, value in report["decoded"].items():
+            print(f"decoded, {name}: {_median(value) if isinstance(value, dict) else value}")
+    if output.report is not None:
+        write_json(output.report, report)
+    if output.as_json:
+        print(json.dumps(report))
 
 
-def _told(value: dict[str, float], digits: int = 2) -> str:
+def _median(value: dict[str, float], digits: int = 2) -> str:
     median, least, most = (f"{value[key]:.{digits}f}" for key in ("median", "min", "max"))
     return f"{median} ({least} to {most})"
 
 
-def _show(found: dict[str, Any], image_size: int, workers: int, repeats: int) -> None:
+def _show(report: dict[str, Any], image_size: int, workers: int, repeats: int) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
     table = Table(
-        title=f"{found['samples']:,} images to {image_size} pixels, {workers} workers, "
+        title=f"{report['samples']:,} images to {image_size} pixels, {workers} workers, "
         f"median of {repeats} (min to max)",
         box=SIMPLE_HEAD,
         title_justify="left",
@@ -211,21 +221,21 @@ def _show(found: dict[str, Any], image_size: int, workers: int, repeats: int) ->
     table.add_column("loader")
     for column in ("samples/s", "first batch, s", "then, s", "PSS, MiB", "processes", "threads"):
         table.add_column(column, justify="right")
-    for name, rate in found["samples_per_s"].items():
-        space = found["footprint"][name]
+    for name, rate in report["samples_per_s"].items():
+        space = report["footprint"][name]
         table.add_row(
             CONTENDERS[name][0],
             f"{rate['median']:,.0f} ({rate['min']:,.0f} to {rate['max']:,.0f})",
-            f"{found['cold_first_batch_s'][name]:.2f}",
-            f"{found['first_batch_s'][name]['median']:.3f}",
+            f"{report['cold_first_batch_s'][name]:.2f}",
+            f"{report['first_batch_s'][name]['median']:.3f}",
             f"{space['pss_MiB']:,.0f}",
             f"{space['processes']}",
             f"{space['threads']}",
         )
     Console(width=max(120, Console().width)).print(table)
-    for name, why in found["absent"].items():
-        typer.echo(f"left out: {name} ({why})")
+    for name, why in report["absent"].items():
+        print(f"left out: {name} ({why})")
     for key in _RATIOS:
-        if key in found:
-            value = found[key]
-            typer.echo(f"{key.replace('_over_', ' / ')}: {_told(value)}")
+        if key in report:
+            value = report[key]
+            print(f"{key.replace('_over_', ' / ')}: {_median(value)}")

@@ -3,18 +3,19 @@
 import io
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
-import typer
 
-from dlio.errors import UsageError
+from dlio.cli.records import Output
 from dlio.util.files import write_json
+from dlio.util.options import Option, check
 
 FORMATS = ("folder", "shard", "tar", "hdf5", "hdf5-gzip", "zarr", "parquet", "npy", "mds")
 _BLOCK = 64
@@ -22,12 +23,28 @@ _BLOCK = 64
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is read: samples of random bytes, or of float32 where a format is for arrays."""
+    """Data that is read: samples of random bytes, or of float32 where a format is for arrays."""
 
-    samples: int = 2000
-    sample_bytes: int = 110_000
+    samples: Annotated[int, Option("Number of samples of each data set.", least=_BLOCK)] = 2000
+    sample_bytes: Annotated[int, Option("Size of each sample.", unit="bytes", least=64)] = 110_000
     random_reads: int = 500
-    repeats: int = 5
+    repeats: Annotated[int, Option("Timed passes of each figure.", least=1)] = 5
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Formats:
+    """Formats to measure."""
+
+    formats: Annotated[
+        tuple[str, ...],
+        Option("Format to measure. Repeatable.", name="format", choices=FORMATS),
+    ] = FORMATS
+
+    def __post_init__(self) -> None:
+        check(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +104,7 @@ def measure(formats: Sequence[str], case: Case) -> dict[str, Any]:
                 "pass_over_library": ratio(rates["pass"], rates["library_pass"]),
                 "random_over_library": ratio(rates["random"], rates["library_random"]),
             }
-            typer.echo(f"{name}: {json.dumps(found[name])}", err=True)
+            print(f"{name}: {json.dumps(found[name])}", file=sys.stderr)
     packages = ("dlio", "h5py", "zarr", "pyarrow", "numpy", "webdataset", "mosaicml-streaming")
     return {
         "benchmark": "readers",
@@ -97,31 +114,23 @@ def measure(formats: Sequence[str], case: Case) -> dict[str, Any]:
     }
 
 
-def command(
-    formats: Annotated[
-        list[str] | None, typer.Option("--format", help=f"One of {', '.join(FORMATS)}. Repeatable.")
-    ] = None,
-    samples: Annotated[int, typer.Option(help="Of each data set.", min=_BLOCK)] = 2000,
-    sample_bytes: Annotated[int, typer.Option(help="Of each sample.", min=64)] = 110_000,
-    repeats: Annotated[int, typer.Option(help="Timed passes.", min=1)] = 5,
-    report: Annotated[str | None, typer.Option(help="Write JSON to this file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="End in one line of JSON.")] = False,
-) -> None:
-    """Each reader beside the format's own library on the same files, from the page cache: passes
-    in blocks, random samples, and packing; samples/s and MB/s."""
+def command(case: Case, formats: Formats, output: Output) -> None:
+    """Measure each reader, compared with the format's own library on the same files.
+
+    Files are in the page cache. Figures are samples/s of passes in blocks, of random samples, and
+    of packing.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
-    chosen = formats or list(FORMATS)
-    for name in chosen:
-        if name not in FORMATS:
-            raise UsageError(f"--format {name}: choose {', '.join(FORMATS)}")
-    found = measure(chosen, Case(samples, sample_bytes, min(500, samples), repeats))
+    output.check_writable()
+    case = replace(case, random_reads=min(case.random_reads, case.samples))
+    report = measure(formats.formats, case)
     table = Table(box=SIMPLE_HEAD, title="samples/s, median", title_justify="left")
     for title in ("format", "library", "pass", "its", "ratio", "random", "its", "ratio", "pack"):
         table.add_column(title, justify="left" if title in ("format", "library") else "right")
-    for name, f in found["formats"].items():
+    for name, f in report["formats"].items():
         keys = ("pass", "library_pass", "random", "library_random", "pack")
         rate = {key: f"{f[f'{key}_samples_per_s']['median']:,.0f}" for key in keys}
         table.add_row(
@@ -136,10 +145,10 @@ def command(
             rate["pack"],
         )
     Console().print(table)
-    if report is not None:
-        write_json(report, found)
-    if as_json:
-        typer.echo(json.dumps(found))
+    if output.report is not None:
+        write_json(output.report, report)
+    if output.as_json:
+        print(json.dumps(report))
 
 
 def _pass(reader: Any) -> int:

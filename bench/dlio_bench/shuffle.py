@@ -6,13 +6,14 @@ import os
 import tempfile
 import time
 import tracemalloc
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final
 
-import typer
-
+from dlio.cli.records import Output
 from dlio.errors import UsageError
-from dlio.util.files import check_writable, write_json
+from dlio.util.files import write_json
+from dlio.util.options import Option, check
 from dlio_bench.ranks import FABRICS, run
 
 _CASES: Final = (
@@ -146,65 +147,77 @@ def _ranks(
     return run("dlio_bench.shuffled", task, _RANKS, fabric)
 
 
-def command(
+@dataclass(frozen=True, slots=True)
+class Shuffling:
+    """The options of `dlio bench shuffle`."""
+
     source: Annotated[
         str | None,
-        typer.Argument(metavar="SRC", help="Class folders of images, for capacity and decode."),
-    ] = None,
-    val: Annotated[
-        str | None, typer.Option(help="Held-out data, for training; SRC is best sorted by class.")
-    ] = None,
-    case: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"{', '.join(_CASES)}. Repeatable; without, all but link (as root) and training "
-            "that SRC allows."
+        Option(
+            "Class folders of images, for the cases capacity, decode and training.",
+            positional=True,
+            metavar="SRC",
         ),
-    ] = None,
-    repeats: Annotated[int, typer.Option(help="Timed passes each.", min=1)] = 5,
-    seeds: Annotated[int, typer.Option(help="Of training.", min=1)] = 5,
-    report: Annotated[str | None, typer.Option(help="Write JSON to this file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="End in one line of JSON.")] = False,
-) -> None:
-    """The shuffle: what a thousand ranks plan, what 4 ranks exchange, what partial tiers read, how
-    well each mode mixes."""
+    ] = None
+    val: Annotated[
+        str | None,
+        Option(
+            "Held-out data for the case training, for which SRC is best sorted by class.",
+            metavar="PATH",
+        ),
+    ] = None
+    case: Annotated[
+        tuple[str, ...],
+        Option(
+            "Case to measure; link needs root. Repeatable.",
+            choices=_CASES,
+            default_text=f"{', '.join(_USUAL)}; without SRC, not capacity and decode",
+        ),
+    ] = ()
+    repeats: Annotated[int, Option("Timed passes of each figure.", least=1)] = 5
+    seeds: Annotated[int, Option("Seeds of the case training.", least=1)] = 5
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.source is None and {"capacity", "decode", "training"} & set(self.case):
+            raise UsageError("capacity, decode and training want a data set")
+        if self.val is None and "training" in self.case:
+            raise UsageError("--case training wants held-out data: --val")
+
+
+def command(options: Shuffling, output: Output) -> None:
+    """Measure the shuffle.
+
+    Cases are the plans of a thousand ranks, exchanges among 4 ranks, reads with partial tiers, and
+    how well each mode mixes.
+    """
     from dlio_bench.capacity import capacity
     from dlio_bench.links import link
     from dlio_bench.mixing import statistics, training
     from dlio_bench.sourceorder import source_order
 
-    if report is not None:
-        check_writable("--report", report)
-    wanted = case or [name for name in _USUAL if source or name not in ("capacity", "decode")]
-    if wrong := [name for name in wanted if name not in _CASES]:
-        raise UsageError(f"--case {wrong[0]}: choose from {', '.join(_CASES)}")
-    if source is None and {"capacity", "decode", "training"} & set(wanted):
-        raise UsageError("capacity, decode and training want a data set")
-    found: dict[str, Any] = {}
+    output.check_writable()
+    source, repeats = str(options.source), options.repeats
+    measures: dict[str, Callable[[], object]] = {
+        "plan": lambda: plan(repeats),
+        "mixing": statistics,
+        "exchange": lambda: exchange(repeats),
+        "source-order": source_order,
+        "link": lambda: link(epochs=repeats),
+        "capacity": lambda: capacity(source),
+        "decode": lambda: decode(source, repeats),
+        "training": lambda: training(source, str(options.val), options.seeds),
+    }
+    needs_source = () if options.source else ("capacity", "decode")
+    wanted = options.case or tuple(name for name in _USUAL if name not in needs_source)
+    report: dict[str, Any] = {}
     for name in wanted:
-        if name == "plan":
-            found[name] = plan(repeats)
-        elif name == "mixing":
-            found[name] = statistics()
-        elif name == "exchange":
-            found[name] = exchange(repeats)
-        elif name == "source-order":
-            found[name] = source_order()
-        elif name == "link":
-            found[name] = link(epochs=repeats)
-        elif name == "capacity":
-            found[name] = capacity(str(source))
-        elif name == "decode":
-            found[name] = decode(str(source), repeats)
-        elif val is None:
-            raise UsageError("--case training wants held-out data: --val")
-        else:
-            found[name] = training(str(source), val, seeds)
-        _show(name, found[name])
-    if report is not None:
-        write_json(report, found)
-    if as_json:
-        typer.echo(json.dumps(found))
+        report[name] = measures[name]()
+        _show(name, report[name])
+    if output.report is not None:
+        write_json(output.report, report)
+    if output.as_json:
+        print(json.dumps(report))
 
 
 def _show(name: str, told: Any) -> None:
@@ -213,7 +226,7 @@ def _show(name: str, told: Any) -> None:
     for key, value in rows:
         text = value if not isinstance(value, dict) else ", ".join(_told(value))
         label = name if isinstance(key, int) else f"{name}, {key}"
-        typer.echo(f"{label}: {_figure(text)}")
+        print(f"{label}: {_figure(text)}")
 
 
 def _told(value: dict[str, Any]) -> list[str]:

@@ -24,12 +24,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
-import typer
 import xxhash
 
+from dlio.cli.app import run_function
 from dlio.errors import UsageError
+from dlio.util.options import Option, check
 from dlio.util.threads import Workers
 from dlio.util.units import parse_bytes
 
@@ -238,29 +240,56 @@ def stats(mountpoint: str) -> dict[str, int]:
     return told
 
 
-def main(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="The folder to pass through.")],
-    mountpoint: Annotated[str, typer.Argument(help="An empty folder.")],
-    latency_ms: Annotated[float, typer.Option(help="Of each request.", min=0)] = 5.0,
+@dataclass(frozen=True, slots=True)
+class SlowMount:
+    """The options of `python -m dlio_bench.slowfs`."""
+
+    source: Annotated[str, Option("Folder to pass through.", positional=True, metavar="SRC")]
+    mountpoint: Annotated[str, Option("Empty folder.", positional=True, metavar="MOUNTPOINT")]
+    latency_ms: Annotated[
+        float, Option("Latency of each request.", unit="milliseconds", least=0)
+    ] = 5.0
     open_latency_ms: Annotated[
-        float | None, typer.Option(help="Of opening a file; by default as of a request.", min=0)
-    ] = None,
+        float | None,
+        Option(
+            "Latency of opening a file.",
+            unit="milliseconds",
+            least=0,
+            default_text="as --latency-ms",
+        ),
+    ] = None
     bandwidth: Annotated[
-        str | None, typer.Option(help="Bytes a second, of all readers together: 200MiB.")
-    ] = None,
-    eio_rate: Annotated[float, typer.Option(help="Share of reads that fail.", min=0, max=1)] = 0.0,
-    hang_rate: Annotated[float, typer.Option(help="Share of reads that hang.", min=0, max=1)] = 0.0,
-    seed: Annotated[int, typer.Option(help="Decides which.")] = 0,
-    until_eof: Annotated[bool, typer.Option(hidden=True)] = False,
-) -> None:
-    """Mount SRC, read only, as a slow parallel file system would give it. Ctrl-C unmounts."""
-    latency_s = latency_ms / 1e3
-    open_s = latency_s if open_latency_ms is None else open_latency_ms / 1e3
-    rate = None if bandwidth is None else float(parse_bytes(bandwidth.removesuffix("/s")))
-    folder = SlowFolder(
-        source, Pace(latency_s, rate), Pace(open_s, None), eio_rate, hang_rate, seed
+        str | None,
+        Option("Bandwidth of all readers together, such as 200MiB.", unit="per second"),
+    ] = None
+    eio_rate: Annotated[float, Option("Share of reads that fail.", least=0, most=1)] = 0.0
+    hang_rate: Annotated[float, Option("Share of reads that hang.", least=0, most=1)] = 0.0
+    seed: Annotated[int, Option("Seed for the choice of reads that fail or hang.")] = 0
+    until_eof: Annotated[bool, Option("Unmount when standard input is closed.", hidden=True)] = (
+        False
     )
-    if until_eof:
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+def main(options: SlowMount) -> None:
+    """Mount SRC, read-only, as a slow parallel file system would present it. Ctrl-C unmounts."""
+    latency_s, open_s = options.latency_ms / 1e3, options.open_latency_ms
+    open_s = latency_s if open_s is None else open_s / 1e3
+    rate = None
+    if options.bandwidth is not None:
+        rate = float(parse_bytes(options.bandwidth.removesuffix("/s")))
+    folder = SlowFolder(
+        options.source,
+        Pace(latency_s, rate),
+        Pace(open_s, None),
+        options.eio_rate,
+        options.hang_rate,
+        options.seed,
+    )
+    mountpoint = options.mountpoint
+    if options.until_eof:
         stopped, stop = os.pipe()
         Workers(
             "dlio-slowfs-owner",
@@ -312,4 +341,4 @@ def _fuse() -> Any:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_function("slowfs", main, sys.argv[1:])

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
-import typer
-
+from dlio.cli.records import Output
 from dlio.errors import UsageError
 from dlio.util.files import write_json
+from dlio.util.options import Option, check
 from dlio.util.shared import SHARED_MEMORY
 from dlio.util.units import format_bytes
 
@@ -61,7 +61,7 @@ def measure(cases: Sequence[str], sizes: Sizes, folder: str) -> dict[str, Any]:
     for case in cases:
         with tempfile.TemporaryDirectory(prefix="staging-bench-", dir=folder) as inside:
             found[case] = run[case](inside, sizes)
-            typer.echo(f"{case}: {json.dumps(found[case])}", err=True)
+            print(f"{case}: {json.dumps(found[case])}", file=sys.stderr)
     packages = ("dlio", "numpy", "mfusepy", "xxhash")
     return {
         "benchmark": "staging",
@@ -71,50 +71,60 @@ def measure(cases: Sequence[str], sizes: Sizes, folder: str) -> dict[str, Any]:
     }
 
 
-def command(
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The options of `dlio bench staging`."""
+
     cases: Annotated[
-        list[str] | None, typer.Option("--case", help=f"One of {', '.join(CASES)}. Repeatable.")
-    ] = None,
+        tuple[str, ...], Option("Case to measure. Repeatable.", name="case", choices=CASES)
+    ] = CASES
     folder: Annotated[
-        str | None, typer.Option(help="On the disk to be measured; the current one by default.")
-    ] = None,
-    repeats: Annotated[int, typer.Option(help="Of each figure.", min=1)] = 3,
-    quick: Annotated[bool, typer.Option("--quick", help="A tenth of the data.")] = False,
+        str | None,
+        Option("Folder on the disk to measure.", metavar="FOLDER", default_text="the current one"),
+    ] = None
+    repeats: Annotated[int, Option("Timed runs of each figure.", least=1)] = 3
+    quick: Annotated[bool, Option("Stage a tenth of the data.")] = False
     copied: Annotated[
         float,
-        typer.Option(help="Share of the small files that cp -r copies; scaled up.", min=0.001),
-    ] = 1.0,
-    report: Annotated[str | None, typer.Option(help="Write JSON to this file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="End in one line of JSON.")] = False,
-) -> None:
-    """`dlio stage` from an emulated parallel file system and from the local disk, beside dd and
-    cp, in one run: shares of the bandwidth, small files, two jobs at once, memory."""
+        Option("Share of the small files that `cp -r` copies; its time is scaled up.", least=0.001),
+    ] = 1.0
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    def sizes(self) -> Sizes:
+        """Return how much is staged."""
+        if self.quick:
+            return Sizes(2.0, 1 << 27, 5000, 4096, 1_000_000, min(0.2, self.copied), 1)
+        return Sizes(repeats=self.repeats, copied=min(1.0, self.copied))
+
+
+def command(choice: Choice, output: Output) -> None:
+    """Measure `dlio stage`, compared with dd and cp in the same run.
+
+    Sources are an emulated parallel file system and the local disk. Figures are shares of the
+    bandwidth, small files, two jobs at once, and memory.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
-    chosen = cases or list(CASES)
-    for case in chosen:
-        if case not in CASES:
-            raise UsageError(f"--case {case}: choose {', '.join(CASES)}")
-    sizes = Sizes(repeats=repeats, copied=min(1.0, copied))
-    if quick:
-        sizes = Sizes(2.0, 1 << 27, 5000, 4096, 1_000_000, min(0.2, copied), 1)
-    found = measure(chosen, sizes, folder or os.getcwd())
+    output.check_writable()
+    report = measure(choice.cases, choice.sizes(), choice.folder or os.getcwd())
     table = Table(box=SIMPLE_HEAD)
     table.add_column("case")
     table.add_column("figure")
     table.add_column("median (min to max)", justify="right")
-    for case, figures in found["cases"].items():
+    for case, figures in report["cases"].items():
         for name, value in figures.items():
             if isinstance(value, dict) and "median" in value:
                 span = f"{value['median']:.4g} ({value['min']:.4g} to {value['max']:.4g})"
                 table.add_row(case, name, span)
     Console().print(table)
-    if report is not None:
-        write_json(report, found)
-    if as_json:
-        typer.echo(json.dumps(found))
+    if output.report is not None:
+        write_json(output.report, report)
+    if output.as_json:
+        print(json.dumps(report))
 
 
 def _slow(folder: str, sizes: Sizes, bandwidth: int) -> dict[str, Any]:

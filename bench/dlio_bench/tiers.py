@@ -8,13 +8,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
 import numpy as np
-import typer
 
+from dlio.cli.records import Output
 from dlio.errors import UsageError
-from dlio.util.files import check_writable, write_json
+from dlio.util.files import write_json
+from dlio.util.options import Option, check
 from dlio.util.units import format_bytes, format_seconds
 
 _SAMPLE: Final = 100_000
@@ -108,49 +110,59 @@ def measure_source(source: str, threads: int) -> dict[str, float]:
         reader.close()
 
 
-def command(
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The options of `dlio bench tiers`."""
+
     sources: Annotated[
-        list[str] | None, typer.Argument(metavar="[SRC]...", help="Data sets, or copies of one.")
-    ] = None,
+        tuple[str, ...], Option("Data sets, or copies of one.", positional=True, metavar="SRC")
+    ] = ()
     tiers: Annotated[
-        str | None, typer.Option(help="As elsewhere: ram:2GiB,/local/scratch:20GiB.")
-    ] = None,
-    size: Annotated[str, typer.Option(help="Of the file that is written into a tier.")] = "256MiB",
-    threads: Annotated[int, typer.Option(help="Reads at a time.", min=1)] = 4,
-    keep: Annotated[
-        bool, typer.Option(help="Remember what was measured, for this machine.")
-    ] = True,
-    report: Annotated[str | None, typer.Option(help="Write JSON to this file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="End in one line of JSON.")] = False,
-) -> None:
-    """Measure tiers and sources: `dlio plan` then knows them, and reads that can go to several
-    copies of a source begin with them."""
+        str | None,
+        Option("Tiers, such as ram:2GiB,/local/scratch:20GiB.", metavar="TIERS"),
+    ] = None
+    size: Annotated[
+        str, Option("Size of the file that is written into each tier.", metavar="SIZE")
+    ] = "256MiB"
+    threads: Annotated[int, Option("Number of concurrent reads.", unit="threads", least=1)] = 4
+    keep: Annotated[bool, Option("Remember the figures for this machine.")] = True
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+def command(options: Measured, output: Output) -> None:
+    """Measure the speed of tiers and sources.
+
+    `dlio plan` uses the figures, and reads that can go to several copies of a source begin with
+    the fastest.
+    """
     from dlio.data.speeds import remember
     from dlio.storage.spec import parse_tiers
     from dlio.util.units import parse_bytes
 
-    if report is not None:
-        check_writable("--report", report)
-    specs = parse_tiers(tiers or "none")
-    if not specs and not sources:
+    output.check_writable()
+    specs = parse_tiers(options.tiers or "none")
+    if not specs and not options.sources:
         raise UsageError("nothing to measure: name tiers with --tiers, or data sets")
-    found: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     for spec in specs:
         name = "ram" if spec.kind == "ram" else spec.root
-        found[name] = measure_tier(spec.root, min(parse_bytes(size), spec.capacity), threads)
-    for source in sources or []:
-        found[source] = measure_source(source, threads)
+        size = min(parse_bytes(options.size), spec.capacity)
+        report[name] = measure_tier(spec.root, size, options.threads)
+    for source in options.sources:
+        report[source] = measure_source(source, options.threads)
     kept = ""
-    for name, told in found.items():
-        typer.echo(
-            f"{name}: {format_bytes(int(told['bytes_per_s']))}/s in samples of 100 kB, "
-            f"{format_seconds(told['latency_s'])} for a small read"
+    for name, figures in report.items():
+        print(
+            f"{name}: {format_bytes(int(figures['bytes_per_s']))}/s in samples of 100 kB, "
+            f"{format_seconds(figures['latency_s'])} for a small read"
         )
-        if keep:
-            kept = remember(name, told["latency_s"], told["bytes_per_s"])
+        if options.keep:
+            kept = remember(name, figures["latency_s"], figures["bytes_per_s"])
     if kept:
-        typer.echo(f"remembered in {kept}")
-    if report is not None:
-        write_json(report, found)
-    if as_json:
-        typer.echo(json.dumps(found))
+        print(f"remembered in {kept}")
+    if output.report is not None:
+        write_json(output.report, report)
+    if output.as_json:
+        print(json.dumps(report))

@@ -1,141 +1,124 @@
 """The `dlio` command: finds its sub-commands, calls the library, reports.
 
-Commands of the core stand in this folder, one file each; others plug in through the entry-point
-group `dlio.commands`, as functions or as typer apps. Exit codes: 0, or 2 with one line on standard
-error for what a user can mend, 130 when interrupted; anything else is a bug, with a traceback.
+Commands of the core are in this folder, one file each; others plug in through the entry-point
+group `dlio.commands`, as functions of records of options (`dlio.cli.command`), groups of such
+functions, cyclopts apps, or, where typer is installed, as typer apps. Exit codes: 0; 2 with one
+line on standard error for errors that a user can resolve; 3 from `dlio stage` when the deadline
+came first; 130 when interrupted; 1 with a traceback for a bug.
 """
 
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from importlib.metadata import EntryPoint, entry_points
-from typing import Annotated
+from typing import NoReturn
 
-import typer
-
-from dlio.cli import demo, forecast, ls, run, train
 from dlio.errors import DlioError, UsageError
-from dlio.util.settings import settings
+from dlio.util.settings import settings, unknown_variables
 
-_CORE: dict[str, Callable[..., None]] = {
-    "ls": ls.command,
-    "train": train.command,
-    "demo": demo.command,
-    "plan": forecast.plan,
-    "simulate": forecast.simulate,
-}
+__all__ = ["guarded", "main"]
+
 _FAILED = 2
 _INTERRUPTED = 130
 _DEBUG = "DLIO_DEBUG"
+_FLAGS = ("--version", "--debug", "--help", "--install-completion")
 
 
-def make_app() -> typer.Typer:
-    """The command with all sub-commands that are installed."""
-    app = typer.Typer(
-        name="dlio",
-        help="Feeds distributed deep learning from a deep memory hierarchy.",
-        no_args_is_help=True,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-        rich_markup_mode=None,
-    )
-    app.callback(help=app.info.help)(_options)
-    # What follows the script is the script's.
-    own = {
-        "allow_extra_args": True,
-        "ignore_unknown_options": True,
-        "allow_interspersed_args": False,
-    }
-    app.command("run", context_settings=own)(run.command)
-    for name, function in _CORE.items():
-        app.command(name)(function)
-    for entry in sorted(entry_points(group="dlio.commands"), key=lambda entry: entry.name):
-        try:
-            loaded = entry.load()
-        except Exception as error:
-            loaded = _broken(entry, error)
-        if isinstance(loaded, typer.Typer):
-            app.add_typer(loaded, name=entry.name)
-        else:
-            app.command(entry.name)(loaded)
-    return app
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run the command and exit.
+
+    Args:
+        argv: arguments without the program's name; those of the process by default.
+    """
+    tokens = list(sys.argv[1:] if argv is None else argv)
+    guarded(lambda: _run(tokens))
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command and exit. `argv` without the program's name; by default the process's."""
-    from dlio.comm import abort
+def guarded(run: Callable[[], object]) -> NoReturn:
+    """Run a command and exit with its code; errors are printed, and end the other ranks too."""
     from dlio.comm.environment import under_mpi, watch_launcher
+    from dlio.comm.world import abort
     from dlio.util.signals import terminate_as_interrupt
 
     terminate_as_interrupt()
     watch_launcher()
+    code: object = 0
     try:
-        make_app()(args=None if argv is None else list(argv), prog_name="dlio")
+        run()
     except DlioError as error:
-        if settings().debug:
+        if _shows_tracebacks():
             # Not raised again: MPI would wait, at exit, for ranks that wait for this one.
             traceback.print_exc()
-        # One write: what other ranks and mpirun write must not come between a line and its end.
+        # One write: output of other ranks and of mpirun must not come between a line and its end.
         sys.stderr.write(f"dlio: error: {error}\n")
         sys.stderr.flush()
-        abort(_FAILED)
-        sys.exit(_FAILED)
+        code = _FAILED
+    except KeyboardInterrupt:
+        code = _INTERRUPTED
     except SystemExit as error:
-        if error.code == _INTERRUPTED:
-            if under_mpi():
-                os._exit(_INTERRUPTED)  # MPI would wait for the other ranks, who are ended too.
-            print("dlio: interrupted", file=sys.stderr, flush=True)
-        if error.code:
-            abort(error.code if isinstance(error.code, int) else 1)
-        raise
+        code = error.code
+    except BrokenPipeError:
+        # The reader of standard output has gone; nothing more can be said there.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
     except BaseException:
         traceback.print_exc()
-        abort(1)
-        sys.exit(1)
+        code = 1
+    if code == _INTERRUPTED:
+        if under_mpi():
+            os._exit(_INTERRUPTED)  # MPI would wait for the other ranks, which end as well.
+        print("dlio: interrupted", file=sys.stderr, flush=True)
+    if code:
+        abort(code if isinstance(code, int) else 1)
+    sys.exit(code if isinstance(code, int | str) else 0)
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _run(tokens: list[str]) -> None:
+    """Parse a command line and run its command."""
+    from dlio.cli.app import find_command, make_app, places, run_app
+    from dlio.util.options import nearest
+
+    while tokens and tokens[0] == "--debug":
+        os.environ[_DEBUG] = "1"  # Ranks that are started inherit it.
+        del tokens[0]
+    _warn_of_unknown_variables()
+    if tokens and tokens[0].startswith("-") and tokens[0] not in _FLAGS:
+        raise UsageError(f"{tokens[0]}: no such option{nearest(tokens[0], _FLAGS)} (`dlio --help`)")
+    if tokens and not tokens[0].startswith("-") and tokens[0] not in places():
+        close = nearest(tokens[0], places())
+        raise UsageError(f"{tokens[0]}: no such command{close} (`dlio --help`)")
+    if tokens[:1] == ["--version"]:
         import dlio
 
-        typer.echo(f"dlio {dlio.__version__}")
-        raise typer.Exit
+        print(f"dlio {dlio.__version__}")
+        return
+    command = find_command(tokens)
+    words = len(command.name.split()) if command is not None else 1
+    rest: list[str] = []
+    own = tokens[words:]
+    if command is not None:
+        own, rest = command.split(own)
+    path = [] if not tokens or tokens[0].startswith("-") else tokens[:words]
+    if tokens[:1] == ["--install-completion"]:
+        run_app(make_app(), tokens, command)
+    else:
+        if path:
+            settings()  # Invalid variables are reported before any work.
+        run_app(make_app(path, rest), [*path, *own], command)
 
 
-def _set_debug(asked: bool) -> None:
-    if asked:
-        os.environ[_DEBUG] = "1"  # Ranks that are started inherit it.
+def _warn_of_unknown_variables() -> None:
+    from dlio.comm.environment import under_mpi
+
+    if under_mpi():
+        return  # The launcher has said so.
+    for name, near in unknown_variables(os.environ):
+        hint = f"; the nearest is {near}" if near else ""
+        print(f"dlio: warning: {name}: no such variable{hint}", file=sys.stderr, flush=True)
 
 
-def _options(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_show_version, is_eager=True, help="Print the version and exit."
-        ),
-    ] = False,
-    debug: Annotated[
-        bool,
-        typer.Option(
-            "--debug",
-            callback=_set_debug,
-            is_eager=True,
-            help="Show where an error comes from. Or DLIO_DEBUG=1.",
-        ),
-    ] = False,
-) -> None:
-    """Options of the command itself."""
-
-
-def _broken(entry: EntryPoint, error: Exception) -> Callable[[], None]:
-    """A command in place of one whose module cannot be loaded."""
-
-    def command() -> None:
-        raise UsageError(
-            f"the command {entry.name} ({entry.value}) cannot be loaded: {error}; install its "
-            "package again"
-        )
-
-    command.__doc__ = f"(cannot be loaded: {error})"
-    return command
+def _shows_tracebacks() -> bool:
+    try:
+        return settings().debug
+    except UsageError:
+        return False

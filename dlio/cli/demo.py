@@ -1,81 +1,111 @@
 """`dlio demo`: the main job on pictures that it draws itself, or on yours."""
 
 import os
+from dataclasses import dataclass
 from importlib.util import find_spec
 from tempfile import TemporaryDirectory
-from typing import Annotated
-
-import typer
+from typing import Annotated, Final
 
 from dlio.errors import UsageError
-from dlio.train.config import TrainConfig
+from dlio.util.options import Option, check
 
-_FOLDER = os.path.join(".cache", "dlio-demo")
-_LEAST_RAM = 1 << 20
+__all__ = ["Demo", "command"]
+
+_LEAST_RAM: Final = 1 << 20
+"""Bytes of the RAM tier, at least: a tier holds whole blocks."""
 
 
-def command(
+@dataclass(frozen=True, slots=True)
+class Demo:
+    """A demonstration; the options of `dlio demo`."""
+
     data: Annotated[
-        str | None, typer.Option(help="Your own images: class folders, or train/ and val/.")
-    ] = None,
-    ranks: Annotated[int, typer.Option("-n", "--ranks", help="MPI ranks.", min=1)] = 2,
-    epochs: Annotated[int, typer.Option(help="Passes over the data.", min=1)] = 12,
-    image_size: Annotated[int, typer.Option(help="Side of the crops, in pixels.")] = 64,
+        str | None,
+        Option(
+            "Your own images: class folders, or a folder with train/ and val/.",
+            metavar="PATH",
+            default_text="pictures that the demo draws",
+        ),
+    ] = None
+    ranks: Annotated[
+        int, Option("Number of ranks to start on this machine.", short="-n", least=1)
+    ] = 2
+    epochs: Annotated[int, Option("Number of passes over the data.", least=1)] = 12
+    image_size: Annotated[int, Option("Side of the square crops.", unit="pixels")] = 64
     folder: Annotated[
-        str, typer.Option(help="Where the pictures, the disk tier and the report go.")
-    ] = _FOLDER,
-    report: Annotated[str | None, typer.Option(help="JSON report; FOLDER/report.json.")] = None,
-    draw_only: Annotated[bool, typer.Option(help="Draw the pictures and stop.")] = False,
-) -> None:
-    """Train on a small data set with 2 ranks, a RAM tier, a disk tier, and a shuffle between two
-    pretended nodes, while neurons die and samples that are learnt are left out; under three minutes
-    on two cores."""
-    from dlio.cli.train import find_parts, run
+        str,
+        Option("Folder for the pictures, the disk tier and the report.", metavar="FOLDER"),
+    ] = os.path.join(".cache", "dlio-demo")
+    report: Annotated[
+        str | None,
+        Option(
+            "Write the report as JSON to this file.",
+            metavar="FILE",
+            default_text="report.json in --folder",
+        ),
+    ] = None
+    draw_only: Annotated[bool, Option("Draw the pictures and stop.")] = False
 
-    _make_folder(folder)
-    if data is None:
-        source = os.path.join(folder, "pictures")
+    def __post_init__(self) -> None:
+        check(self)
+        if "," in self.folder:
+            raise UsageError(
+                f"--folder {self.folder}: a comma would end the tier's name; choose another"
+            )
+
+
+def command(demo: Demo) -> None:
+    """Train on a small data set with 2 ranks, in under three minutes on two cores.
+
+    The ranks pretend to be two nodes, each with a RAM tier and a disk tier, and shuffle samples
+    between them. Neurons are pruned while the network trains, and samples that it has learnt are
+    left out.
+    """
+    _make_folder(demo.folder)
+    source = demo.data
+    if source is None:
+        source = os.path.join(demo.folder, "pictures")
         _draw(source)
-        if draw_only:
-            typer.echo(f"{source} holds the pictures")
+        if demo.draw_only:
+            print(f"{source} holds the pictures")
             return
-    else:
-        source = data
-    source, val = find_parts(source, None)
-    from dlio.data.reader import open_reader
+    report = demo.report or os.path.join(demo.folder, "report.json")
+    _train(demo, source, report)
+    print(f"The report as JSON: {report}")
 
+
+def _train(demo: Demo, data: str, report: str) -> None:
+    from dlio.cli.train import find_parts, run
+    from dlio.data.reader import open_reader
+    from dlio.train.config import TrainConfig
+
+    source, val = find_parts(data, None)
     reader = open_reader(source)
     size = int(reader.sizes.sum())
     reader.close()
-    nodes = min(2, ranks)
+    nodes = min(2, demo.ranks)
     prunes = find_spec("torch_pruning") is not None
     if not prunes:
-        typer.echo("no neurons are pruned: that needs pip install 'dlio[prune]'")
-    report = report or os.path.join(folder, "report.json")
-    # The disk tier is of this run alone: it is to show how a tier fills.
-    with TemporaryDirectory(prefix="tier-", dir=folder) as scratch:
-        # Half of the data in RAM and the rest, with room to spare, on the disk: both work.
+        print("no neurons are pruned: that needs pip install 'dlio[prune]'")
+    # The disk tier is of this run alone: the demo shows how a tier fills.
+    with TemporaryDirectory(prefix="tier-", dir=demo.folder) as scratch:
+        # Half of the data in RAM and the rest, with room to spare, on the disk: both are used.
         ram = max(size // (2 * nodes) + 1, _LEAST_RAM)
-        run(
-            TrainConfig(
-                source=source,
-                val=val,
-                epochs=epochs,
-                image_size=image_size,
-                pretend_nodes=nodes,
-                tiers=f"ram:{ram}B,{scratch}:{size + (1 << 24)}B",
-                report=report,
-                prune="apoptosis" if prunes else "off",
-                skip_samples=True,
-            ),
-            ranks,
+        config = TrainConfig(
+            source=source,
+            val=val,
+            epochs=demo.epochs,
+            image_size=demo.image_size,
+            pretend_nodes=nodes,
+            tiers=f"ram:{ram}B,{scratch}:{size + (1 << 24)}B",
+            report=report,
+            prune="apoptosis" if prunes else "off",
+            skip_samples=True,
         )
-    typer.echo(f"The report as JSON: {report}")
+        run(config, demo.ranks)
 
 
 def _make_folder(folder: str) -> None:
-    if "," in folder:
-        raise UsageError(f"--folder {folder}: a comma would end the tier's name; choose another")
     try:
         os.makedirs(folder, exist_ok=True)
     except OSError as error:
@@ -85,12 +115,10 @@ def _make_folder(folder: str) -> None:
 
 
 def _draw(folder: str) -> None:
-    from rich.progress import Progress
-
     from dlio.cli.demo_pictures import draw_dataset, is_complete
+    from dlio.util.progress import Bar
 
     if is_complete(folder):
         return
-    with Progress(transient=True) as bar:
-        task = bar.add_task("drawing pictures", total=None)
-        draw_dataset(folder, progress=lambda done, of: bar.update(task, completed=done, total=of))
+    with Bar("drawing pictures", transient=True) as bar:
+        draw_dataset(folder, progress=lambda done, total: bar.update(done, total=total))

@@ -21,7 +21,7 @@ from dlio.util.cores import available_cores
 from dlio.util.shared import SharedFolder
 from dlio.util.threads import Workers
 
-__all__ = ["ErrorFilter", "find_mpirun", "launch", "run_ranks"]
+__all__ = ["ErrorFilter", "find_mpirun", "launch", "run_module", "run_ranks"]
 
 _END_TIMEOUT_S = 10.0
 _RULE = "-" * 20
@@ -53,7 +53,14 @@ def run_ranks(ranks: int, argv: Sequence[str], environment: Mapping[str, str] | 
 
     Raises UsageError when there is no mpirun.
     """
-    command = [sys.executable, "-m", "dlio.cli", *argv]
+    return run_module("dlio.cli", argv, ranks, environment)
+
+
+def run_module(
+    module: str, argv: Sequence[str], ranks: int, environment: Mapping[str, str] | None = None
+) -> int:
+    """Run `python -m module argv...` on `ranks` ranks, as `run_ranks` does."""
+    command = [sys.executable, "-m", module, *argv]
     return launch(command, ranks, environment=environment).returncode
 
 

@@ -1,22 +1,27 @@
 """`dlio ls`: what is at a path."""
 
 import json
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
 
-import typer
-
+from dlio.util.options import Option
 from dlio.util.units import format_bytes
 
-_ONE_SIDED = 2.0
-_MOST_CLASSES = 1 << 20
+__all__ = ["Listing", "command", "describe"]
+
+_ONE_SIDED: Final = 2.0
+"""Class mix above which a warning is printed."""
+_MOST_CLASSES: Final = 1 << 20
 
 
 def describe(path: str) -> dict[str, Any]:
-    """What the data set at `path` is. Raises SourceError when it is none.
+    """Return a description of the data set at `path`, as `dlio ls --json` prints it.
 
-    `class_mix` compares its blocks with a random choice of as many samples: the mean, over
-    blocks, of the most frequent class's count, divided by what chance gives. 1 is well mixed;
-    sorted data is far above; None without classes.
+    `class_mix` tells how evenly classes are spread over blocks: the mean, over blocks, of the most
+    frequent class's count, divided by the same mean for random choices of as many samples. 1 is
+    well mixed, sorted data is far above; None without classes.
+
+    Raises SourceError when there is no data set at the path.
     """
     import numpy as np
 
@@ -71,38 +76,45 @@ def _class_mix(labels: Any, layout: Any) -> float:
     return most_frequent(blocks) / most_frequent(by_chance)
 
 
-def command(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="A data set.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Show what a data set holds and how it is cut into blocks."""
-    found = describe(path)
-    if as_json:
-        typer.echo(json.dumps(found, indent=2))
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The options of `dlio ls`."""
+
+    path: Annotated[
+        str, Option("Data set of any format: a path or a URL.", positional=True, metavar="PATH")
+    ]
+    as_json: Annotated[bool, Option("Print JSON.", name="json")] = False
+
+
+def command(options: Listing) -> None:
+    """Show what a data set holds and how it is divided into blocks."""
+    path, about = options.path, describe(options.path)
+    if options.as_json:
+        print(json.dumps(about, indent=2))
         return
-    counts = found["classes"]
-    schema = ", ".join(f"{name}: {kind}" for name, kind in found["schema"])
-    typer.echo(
-        f"{path}: {found['format']}, {found['samples']:,} samples, {format_bytes(found['bytes'])}"
+    counts = about["classes"]
+    schema = ", ".join(f"{name}: {kind}" for name, kind in about["schema"])
+    print(
+        f"{path}: {about['format']}, {about['samples']:,} samples, {format_bytes(about['bytes'])}"
     )
-    typer.echo(f"  fields       {schema}")
+    print(f"  fields       {schema}")
     if counts:
         names = list(counts)
         shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
-        typer.echo(f"  classes      {len(names)}: {shown}")
-        typer.echo(f"  per class    {min(counts.values()):,} to {max(counts.values()):,} samples")
-    typer.echo(f"  blocks       {found['blocks']:,} of about {format_bytes(found['block_bytes'])}")
-    typer.echo(f"  fingerprint  {found['fingerprint']}")
-    storage = found["storage"]
+        print(f"  classes      {len(names)}: {shown}")
+        print(f"  per class    {min(counts.values()):,} to {max(counts.values()):,} samples")
+    print(f"  blocks       {about['blocks']:,} of about {format_bytes(about['block_bytes'])}")
+    print(f"  fingerprint  {about['fingerprint']}")
+    storage = about["storage"]
     stripes = (
         f", {storage['stripe_count']} stripes of {format_bytes(storage['stripe_bytes'])}"
         if storage["stripe_bytes"]
         else ""
     )
-    typer.echo(f"  storage      {storage['kind']}{stripes}")
-    if found["class_mix"] is not None and found["class_mix"] > _ONE_SIDED:
-        typer.echo(
-            f"warning: blocks are one-sided (class mix {found['class_mix']:.1f}, 1 is well mixed), "
+    print(f"  storage      {storage['kind']}{stripes}")
+    if about["class_mix"] is not None and about["class_mix"] > _ONE_SIDED:
+        print(
+            f"warning: blocks are one-sided (class mix {about['class_mix']:.1f}, 1 is well mixed), "
             "which makes each node's batches one-sided too: write it in a shuffled order with "
             "`dlio pack`"
         )

@@ -1,66 +1,46 @@
 """`dlio run`: a script for one process, on many ranks."""
 
-import sys
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated
 
-import typer
+from dlio.cli.ranks import on_ranks
+from dlio.cli.records import Ranks
+from dlio.script.options import RunOptions
+from dlio.util.options import Option
 
-from dlio.cli.ranks import started
+__all__ = ["Script", "command", "run_rank"]
 
 
-def command(
-    context: typer.Context,
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A training script of torch's.")],
-    ranks: Annotated[
-        int | None,
-        typer.Option("-n", "--ranks", help="Start this many ranks on this machine.", min=1),
-    ] = None,
-    exchange: Annotated[
-        str, typer.Option(help="How ranks keep one model; as `dlio train --exchange`.")
-    ] = "allreduce",
-    batch: Annotated[
-        Literal["global", "per-rank"],
-        typer.Option(
-            help="global: a batch of the script's is shared out, so its learning rate is right; "
-            "per-rank: each rank has one, and steps become fewer."
-        ),
-    ] = "global",
-    balance: Annotated[
-        bool,
-        typer.Option(
-            "--balance",
-            help="Ranks that compute faster get more of each batch, from the second pass on.",
-        ),
-    ] = False,
-    tiers: Annotated[
-        str | None,
-        typer.Option(help="ram:2GiB,/local/scratch:20GiB per node, for data that dlio can read."),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of a script that does not seed.", min=0)] = 0,
-    pretend_nodes: Annotated[
-        int | None, typer.Option(help="Behave as if the ranks were on that many nodes.")
-    ] = None,
-) -> None:
-    """Run SCRIPT on many ranks, unchanged; what follows it are its own arguments.
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A script and its own arguments."""
+
+    script: Annotated[
+        str, Option("Training script, written for torch.", positional=True, metavar="SCRIPT")
+    ]
+    arguments: Annotated[
+        tuple[str, ...], Option("Arguments of the script.", rest=True, metavar="ARGS")
+    ] = ()
+
+
+def command(script: Script, options: RunOptions, ranks: Ranks) -> None:
+    """Run SCRIPT on many ranks, unchanged; all that follows SCRIPT is passed to it.
 
     Its optimizers get the mean of all ranks' gradients, its DataLoaders give each rank a part of
-    every batch, rank 0 prints and saves.
+    every batch, and rank 0 alone prints and saves.
     """
-    from dlio.storage.spec import choose_tiers
-    from dlio.train.exchange.spec import parse_exchange
 
-    parse_exchange(exchange)
-    choose_tiers(tiers, 0)
-    # As it was written, so that the script's own arguments stay its own.
-    if started(ranks, _written):
-        return
+    def check() -> None:
+        from dlio.storage.spec import choose_tiers
 
-    from dlio.script.runner import RunOptions, run_script
+        choose_tiers(options.tiers, 0)
 
-    options = RunOptions(exchange, batch, tiers, seed, pretend_nodes, balance)
-    run_script(script, context.args, options)
+    check()
+    on_ranks(ranks.ranks, run_rank, script, options)
 
 
-def _written() -> list[str]:
-    # Options of dlio itself may stand before.
-    return sys.argv[sys.argv.index("run") :]
+def run_rank(script: Script, options: RunOptions) -> None:
+    """Run the script as this rank."""
+    from dlio.script.runner import run_script
+
+    run_script(script.script, script.arguments, options)

@@ -1,4 +1,4 @@
-"""The file system that a path is on, and the number of requests in flight that suits it."""
+"""What a path lies on: Lustre, BeeGFS, NFS, a local disk, memory; and what follows from it."""
 
 import os
 import re
@@ -9,10 +9,7 @@ from typing import Final
 
 from dlio.data.source import is_remote
 
-__all__ = ["NETWORK", "Place", "find_place", "parse_stripes", "scratch_places"]
-
 NETWORK: Final = ("lustre", "beegfs", "nfs", "gpfs", "cifs", "fuse", "ceph", "remote")
-"""Kinds of places that are reached over a network."""
 _KINDS: Final = (
     ("beegfs", "beegfs"),
     ("beeond", "beegfs"),
@@ -41,28 +38,27 @@ _FEW, _SOME, _MANY = 4, 32, 64
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A folder and the file system that it is on."""
+    """A folder and the file system that it lies on."""
 
     path: str
     kind: str
     """One of NETWORK, `memory`, `pmem` (mounted with dax), or `disk`."""
     filesystem: str
-    """The kernel's name for it: ext4, lustre, ..."""
+    """As the kernel calls it: ext4, lustre, ..."""
     mount: str
     stripe_count: int = 1
     stripe_bytes: int = 0
-    """Stripe size of a Lustre file or folder, 0 where it is unknown."""
+    """Of a Lustre file or folder; 0 where that is not told."""
 
     @property
     def network(self) -> bool:
-        """True if requests go over a network."""
         return self.kind in NETWORK
 
     def requests(self, objects: bool) -> int:
-        """Return the number of requests in flight that suits the place.
+        """How many requests in flight suit it.
 
         Args:
-            objects: each request is for a small file, so that latency counts and not bandwidth.
+            objects: each for a small file of its own, where latency counts and not bandwidth.
         """
         if not self.network:
             return _FEW
@@ -70,7 +66,7 @@ class Place:
 
 
 def find_place(path: str) -> Place:
-    """Return the place of `path`, or of the first folder above it that exists."""
+    """What `path`, or the first folder above it that is there, lies on."""
     if is_remote(path):
         return Place(path, "remote", path.split("://")[0], path)
     real = os.path.realpath(os.path.expanduser(path))
@@ -88,24 +84,24 @@ def find_place(path: str) -> Place:
 
 
 def scratch_places() -> dict[str, Place]:
-    """Return the node-local scratch folders that exist, by the name of a variable or by path."""
-    places = {}
+    """Node-local scratch that is there to be used, by what names it: a variable, or its path."""
+    found = {}
     for name in _CANDIDATES:
         folder = os.environ.get(name)
         if folder and os.path.isdir(folder):
-            places[f"${name}"] = find_place(folder)
+            found[f"${name}"] = find_place(folder)
     for folder in _USUAL:
         if os.path.isdir(folder):
-            places[folder] = find_place(folder)
+            found[folder] = find_place(folder)
     for mount, _, _, _ in _mounts():
         place = find_place(mount)
         if place.kind == "pmem":
-            places[mount] = place
-    return places
+            found[mount] = place
+    return found
 
 
 def _mounts() -> list[tuple[str, str, str, str]]:
-    """List (mount point, file system, source, options) of each mount."""
+    """(mount point, file system, source, options) of each mount."""
     rows = []
     try:
         with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as table:
@@ -122,7 +118,7 @@ def _mounts() -> list[tuple[str, str, str, str]]:
 
 
 def _stripes(path: str) -> tuple[int, int]:
-    """Return (stripe count, stripe bytes) of a Lustre path; (1, 0) where `lfs` gives none."""
+    """(stripe count, stripe bytes) of a Lustre path; (1, 0) where `lfs` does not tell."""
     lfs = shutil.which("lfs")
     if lfs is None:
         return 1, 0
@@ -140,10 +136,7 @@ def _stripes(path: str) -> tuple[int, int]:
 
 
 def parse_stripes(text: str) -> tuple[int, int]:
-    """Parse the output of `lfs getstripe -c -S`, labelled or bare numbers.
-
-    Returns (stripe count, stripe bytes).
-    """
+    """Read what `lfs getstripe -c -S` prints: labelled, or bare numbers."""
     count = re.search(r"stripe_count:?\s+(-?\d+)", text)
     size = re.search(r"stripe_size:?\s+(\d+)", text)
     if count is None or size is None:

@@ -1,174 +1,315 @@
-"""What a training run is asked to do."""
+"""The configuration of a training run."""
 
 from dataclasses import dataclass
+from typing import Annotated, Final, Literal
 
 from dlio.errors import UsageError
 from dlio.plan.block_order import window_of
 from dlio.plan.epoch import check_mode, check_shares, is_exact
+from dlio.train.exchange_spec import parse_exchange
 from dlio.util.files import check_writable
+from dlio.util.options import Option, check
 
-MIN_IMAGE_SIZE = 32
-_AT_LEAST_ONE = (
-    "epochs",
-    "batch_size",
-    "accumulate",
-    "workers",
-    "checkpoint_every",
-    "keep",
-    "early_stopping",
-    "summaries",
-)
-_CHOICES = {
-    "optimizer": ("nesterov", "sgd", "adagrad", "rmsprop", "adam", "adamw"),
-    "precision": ("fp32", "bf16", "fp16"),
-    "nan": ("stop", "skip", "off"),
-    "prune": ("off", "apoptosis"),
-}
-_NEEDS = {
-    "checkpoint_every": "checkpoint",
-    "resume": "checkpoint",
-    "summaries": "tensorboard",
-    "early_stopping": "val",
-}
-"""Options that mean nothing without another."""
+__all__ = ["MIN_IMAGE_SIZE", "MODEL_NAMES", "TrainConfig"]
+
+MIN_IMAGE_SIZE: Final = 32
+"""Pixels: of a smaller image too little is left after the strides of the model."""
+MODEL_NAMES: Final = ("resnet",)
+"""Models of `dlio.train.model` that --model takes, besides `module:factory`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    """One training run; the options of `dlio train`."""
+    """A training run; the options of `dlio train`."""
 
-    source: str
-    val: str | None = None
-    epochs: int = 3
-    batch_size: int = 32
-    """Per rank."""
-    accumulate: int = 1
-    """Batches whose gradients are added before each step of the optimizer."""
-    model: str = "resnet"
-    image_size: int = 64
-    crop_scale: float = 0.08
-    """Least share of an image's area that a crop to train on has."""
-    optimizer: str = "nesterov"
-    momentum: float = 0.9
-    weight_decay: float | None = None
-    """By default what is usual with the optimizer."""
-    clip: float | None = None
-    """Largest norm of a step's gradient."""
-    precision: str = "fp32"
-    prune: str = "off"
-    """`apoptosis`: neurons that the network can do without are cut out while it trains."""
-    prune_tolerance: float | None = None
-    """Points of held-out accuracy that pruning may cost."""
-    exchange: str = "allreduce"
-    balance: bool = False
-    """Ranks take shares of the global batch by how fast they compute."""
-    skip_samples: bool = False
-    """Epochs leave out samples whose loss has stayed low."""
-    skip_share: float | None = None
-    """Of an epoch's samples, easy or not; by default the easy ones, up to 0.6."""
-    shuffle: str = "batch"
-    source_order: str = "sample"
-    pretend_nodes: int | None = None
-    tiers: str | None = None
-    replica: tuple[str, ...] = ()
-    """Other places where the training data lie."""
-    seed: int = 0
-    lr: float | None = None
-    """Peak learning rate; by default the optimizer's usual one, which grows with the root of the
-    global batch."""
-    workers: int = 2
-    """Decode threads of a rank."""
-    on_error: str = "stop"
-    device: str = "auto"
-    report: str | None = None
-    trace: str | None = None
-    trace_out: str | None = None
-    save: str | None = None
-    checkpoint: str | None = None
-    """A folder of checkpoints."""
-    checkpoint_every: int | None = None
-    """Steps of the optimizer; by default one checkpoint an epoch."""
-    keep: int = 2
-    """Checkpoints that are kept."""
-    resume: bool = False
-    nan: str = "stop"
-    early_stopping: int | None = None
-    """Epochs without a better held-out accuracy, after which the run ends."""
-    tensorboard: str | None = None
-    summaries: int | None = None
-    """Steps from one summary of gradients and weights to the next."""
-    dump_matrices: str | None = None
-    callback: tuple[str, ...] = ()
-    """`module:factory` of callbacks of the user's."""
+    source: Annotated[
+        str,
+        Option(
+            "Training data: class folders of images, a packed data set, or a folder that holds "
+            "train/ and val/.",
+            positional=True,
+            metavar="SRC",
+        ),
+    ]
+    val: Annotated[
+        str | None,
+        Option("Held-out data set, evaluated after each epoch.", metavar="PATH"),
+    ] = None
+    epochs: Annotated[int, Option("Number of passes over the training data.", least=1)] = 3
+    batch_size: Annotated[
+        int, Option("Samples of each rank in one batch.", unit="samples", least=1)
+    ] = 32
+    accumulate: Annotated[
+        int,
+        Option("Batches whose gradients are added up before each step of the optimizer.", least=1),
+    ] = 1
+    model: Annotated[
+        str,
+        Option(
+            "Model to train: resnet, a small residual network for images of 64 to 224 pixels, "
+            "resnet(width=64) for a wider one, or module:factory for your own. A factory is called "
+            "with those of its parameters that are named classes and image_size.",
+            metavar="MODEL",
+        ),
+    ] = "resnet"
+    image_size: Annotated[
+        int, Option("Side of the square crops.", unit="pixels", least=MIN_IMAGE_SIZE)
+    ] = 64
+    crop_scale: Annotated[
+        float,
+        Option(
+            "Smallest share of an image's area that a training crop covers; 0.08 is usual for "
+            "ImageNet, more for small images.",
+            above=0,
+            most=1,
+        ),
+    ] = 0.08
+    optimizer: Annotated[
+        str,
+        Option("Optimizer.", choices=("nesterov", "sgd", "adagrad", "rmsprop", "adam", "adamw")),
+    ] = "nesterov"
+    momentum: Annotated[
+        float, Option("Momentum of nesterov, sgd and rmsprop.", least=0, below=1)
+    ] = 0.9
+    weight_decay: Annotated[
+        float | None,
+        Option(
+            "Weight decay; biases and normalisation layers are left out.",
+            least=0,
+            default_text="usual for the optimizer",
+        ),
+    ] = None
+    clip: Annotated[
+        float | None,
+        Option("Largest L2 norm of a step's gradient; a longer gradient is scaled down.", above=0),
+    ] = None
+    precision: Annotated[
+        str,
+        Option(
+            "Number format of forward and backward passes. bf16 and fp16 are mixed: weights stay "
+            "float32.",
+            choices=("fp32", "bf16", "fp16"),
+        ),
+    ] = "fp32"
+    prune: Annotated[
+        str,
+        Option(
+            "apoptosis: remove neurons that the network can do without, while it trains.",
+            choices=("off", "apoptosis"),
+        ),
+    ] = "off"
+    prune_tolerance: Annotated[
+        float | None,
+        Option(
+            "Held-out accuracy that pruning may cost.",
+            unit="percentage points",
+            least=0,
+            most=100,
+            default_text="0.5",
+        ),
+    ] = None
+    exchange: Annotated[
+        str,
+        Option(
+            "How ranks keep one model: allreduce, hierarchical, tree, parameter-server, gossip, "
+            "asgd, local-sgd(8) or diloco(32). A compressor may follow, as in allreduce+int8: "
+            "+bf16, +fp16, +int8, +onebit, +threshold or +adaptive.",
+            metavar="EXCHANGE",
+        ),
+    ] = "allreduce"
+    balance: Annotated[
+        bool,
+        Option(
+            "Give ranks that compute faster more of each global batch; with --shuffle batch or "
+            "global."
+        ),
+    ] = False
+    skip_samples: Annotated[
+        bool,
+        Option(
+            "Leave samples whose loss has stayed low out of epochs; the others are weighted so "
+            "that the gradient stays unbiased."
+        ),
+    ] = False
+    skip_share: Annotated[
+        float | None,
+        Option(
+            "Share of each epoch's samples to leave out, easy or not.",
+            above=0,
+            default_text="the easy samples, up to 0.6",
+            needs="skip_samples",
+        ),
+    ] = None
+    shuffle: Annotated[
+        str,
+        Option(
+            "batch: train each sample on a node that holds it. global: anywhere. local: on the "
+            "node that holds it, in all epochs. partial(0.1): as local, with a tenth of the "
+            "samples exchanged in each epoch. ring: each rank's samples go to the next rank for "
+            "the next epoch.",
+            metavar="MODE",
+        ),
+    ] = "batch"
+    source_order: Annotated[
+        str,
+        Option(
+            "How data that no tier holds is read. sample: one sample at a time, in the order of "
+            "training. block(16): whole blocks, once in an epoch, shuffled among 16 blocks; for "
+            "small samples.",
+            metavar="ORDER",
+        ),
+    ] = "sample"
+    pretend_nodes: Annotated[
+        int | None,
+        Option("Number of nodes to pretend: the ranks are divided into this many groups.", least=1),
+    ] = None
+    tiers: Annotated[
+        str | None,
+        Option(
+            "Tiers of each node, fastest first, such as ram:2GiB,/local/scratch:20GiB, or none.",
+            metavar="TIERS",
+            default_text="DLIO_TIERS, or RAM",
+        ),
+    ] = None
+    replica: Annotated[
+        tuple[str, ...],
+        Option(
+            "Another place that holds SRC; reads go to the fastest. Repeatable.", metavar="PATH"
+        ),
+    ] = ()
+    seed: Annotated[
+        int,
+        Option("Seed for sample order, crops and initial weights.", least=0, most=2**64 - 1),
+    ] = 0
+    lr: Annotated[
+        float | None,
+        Option(
+            "Peak learning rate.",
+            above=0,
+            default_text="usual for the optimizer, proportional to the root of the global batch",
+        ),
+    ] = None
+    workers: Annotated[int, Option("Decode threads of each rank.", unit="threads", least=1)] = 2
+    on_error: Annotated[
+        Literal["stop", "skip"],
+        Option("What to do when a sample cannot be decoded."),
+    ] = "stop"
+    device: Annotated[
+        str,
+        Option("Device to train on: auto, cpu, cuda or cuda:N.", metavar="DEVICE"),
+    ] = "auto"
+    report: Annotated[
+        str | None, Option("Write a report of the run as JSON to this file.", metavar="FILE")
+    ] = None
+    trace_out: Annotated[
+        str | None,
+        Option(
+            "Write a trace of the loader's threads, for Perfetto, to this file.", metavar="FILE"
+        ),
+    ] = None
+    trace: Annotated[
+        str | None,
+        Option(
+            "Write the sample numbers of each step to this file, as JSON lines.", metavar="FILE"
+        ),
+    ] = None
+    save: Annotated[
+        str | None, Option("Write the trained weights to this file.", metavar="FILE")
+    ] = None
+    checkpoint: Annotated[
+        str | None,
+        Option("Write checkpoints to this folder while training goes on.", metavar="FOLDER"),
+    ] = None
+    checkpoint_every: Annotated[
+        int | None,
+        Option(
+            "Steps of the optimizer between two checkpoints, in addition to the ends of epochs.",
+            unit="steps",
+            least=1,
+            default_text="ends of epochs only",
+            needs="checkpoint",
+        ),
+    ] = None
+    keep: Annotated[int, Option("Number of newest checkpoints to keep.", least=1)] = 2
+    resume: Annotated[
+        bool,
+        Option(
+            "Continue from the newest checkpoint in --checkpoint, if there is one.",
+            needs="checkpoint",
+        ),
+    ] = False
+    nan: Annotated[
+        str,
+        Option(
+            "What to do when the loss is NaN or infinite: stop the run, skip the step, or off to "
+            "continue.",
+            choices=("stop", "skip", "off"),
+        ),
+    ] = "stop"
+    early_stopping: Annotated[
+        int | None,
+        Option(
+            "Stop after this many epochs without a better held-out accuracy.",
+            unit="epochs",
+            least=1,
+            default_text="never",
+            needs="val",
+        ),
+    ] = None
+    tensorboard: Annotated[
+        str | None, Option("Write curves for TensorBoard to this folder.", metavar="FOLDER")
+    ] = None
+    summaries: Annotated[
+        int | None,
+        Option(
+            "Steps between two histograms of weights and gradients in TensorBoard.",
+            unit="steps",
+            least=1,
+            default_text="no histograms",
+            needs="tensorboard",
+        ),
+    ] = None
+    dump_matrices: Annotated[
+        str | None,
+        Option(
+            "Write weights and gradients to this folder as .npy files, after each epoch.",
+            metavar="FOLDER",
+        ),
+    ] = None
+    callback: Annotated[
+        tuple[str, ...],
+        Option(
+            "Factory of a dlio.train.callbacks.Callback, as module:factory. Repeatable.",
+            metavar="FACTORY",
+        ),
+    ] = ()
 
     def __post_init__(self) -> None:
-        for name in _AT_LEAST_ONE:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                option = name.replace("_", "-")
-                raise UsageError(f"--{option} {getattr(self, name)}: give at least 1")
+        check(self)
         check_mode(self.shuffle)
         check_shares(self.shuffle, self.balance)
-        from dlio.train.exchange.spec import parse_exchange  # It loads torch.
-
         parse_exchange(self.exchange)
         if window_of(self.source_order) is not None and not is_exact(self.shuffle):
             raise UsageError(
                 f"--source-order {self.source_order} goes with --shuffle batch or global"
             )
+        if self.prune_tolerance is not None and self.prune == "off":
+            raise UsageError("--prune-tolerance needs --prune apoptosis, too")
         self._check_skipping()
-        if self.image_size < MIN_IMAGE_SIZE:
-            raise UsageError(
-                f"--image-size {self.image_size}: give at least {MIN_IMAGE_SIZE} pixels, or too "
-                "little is left after the model's strides"
-            )
-        if not 0 < self.crop_scale <= 1:
-            raise UsageError(f"--crop-scale {self.crop_scale}: give a share above 0, up to 1")
-        if not 0 <= self.seed < 2**64:
-            raise UsageError(f"--seed {self.seed}: give a number from 0 to 2^64 - 1")
-        for name in ("lr", "clip"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise UsageError(f"--{name} {value}: give a number above 0")
-        self._check_pruning()
-        if not 0 <= self.momentum < 1:
-            raise UsageError(f"--momentum {self.momentum}: give a number from 0, below 1")
-        if self.weight_decay is not None and not self.weight_decay >= 0:
-            raise UsageError(f"--weight-decay {self.weight_decay}: give a number from 0")
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise UsageError(
-                    f"--{name} {getattr(self, name)}: choose one of {', '.join(choices)}"
-                )
-        for name, other in _NEEDS.items():
-            if getattr(self, name) and getattr(self, other) is None:
-                raise UsageError(
-                    f"--{name.replace('_', '-')} wants --{other.replace('_', '-')}, too"
-                )
-
-    def _check_pruning(self) -> None:
-        tolerance = self.prune_tolerance
-        if tolerance is None:
-            return
-        if self.prune == "off":
-            raise UsageError("--prune-tolerance wants --prune apoptosis, too")
-        if not 0 <= tolerance <= 100:
-            raise UsageError(f"--prune-tolerance {tolerance}: give points, 0 to 100")
 
     def _check_skipping(self) -> None:
         from dlio.train.skipping.rule import SHARE
 
-        if self.skip_share is not None and not self.skip_samples:
-            raise UsageError("--skip-share wants --skip-samples, too")
-        if self.skip_share is not None and not 0 < self.skip_share <= SHARE:
+        if self.skip_share is not None and self.skip_share > SHARE:
             raise UsageError(f"--skip-share {self.skip_share}: give a share above 0, up to {SHARE}")
         if self.skip_samples and self.epochs < 3:
             raise UsageError(
                 f"--skip-samples with --epochs {self.epochs}: the first epoch and the last see all "
-                "samples; give 3 or more, and 8 for a gain in time"
+                "samples; give 3 or more, and 8 to save time"
             )
 
     def peak_lr(self, ranks: int) -> float:
+        """Return the peak learning rate on a number of ranks."""
         from dlio.train.optimizers import usual_lr  # It loads torch.
 
         if self.lr is not None:
@@ -176,7 +317,7 @@ class TrainConfig:
         return usual_lr(self.optimizer, self.batch_size * self.accumulate * ranks)
 
     def check_outputs(self) -> None:
-        """Find out before the run that its results can be written. Raises UsageError."""
+        """Raise UsageError before the run when one of its results cannot be written."""
         outputs = {
             "--report": self.report,
             "--trace": self.trace,

@@ -1,4 +1,4 @@
-"""The cut of one tensor when a network loses neurons."""
+"""What became of one tensor when a network was cut smaller."""
 
 from dataclasses import dataclass
 
@@ -6,29 +6,27 @@ import torch
 
 from dlio.errors import DlioError
 
-__all__ = ["Cut"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cut:
-    """The cut of one tensor of the model: its shape before, and the indices that remain."""
+    """What became of one tensor of the model."""
 
     name: str
-    """Name in the model's state dict."""
+    """In the state dict."""
     tensor: torch.Tensor
-    """The model's tensor, after the cut."""
+    """The model's own, after the cut."""
     before: tuple[int, ...]
-    """Shape of the tensor before the cut."""
+    """Its shape before."""
     kept: tuple[tuple[int, torch.Tensor], ...]
-    """(dimension, indices that remain) of each dimension that was cut."""
+    """(dimension, indices that stay)."""
 
     def of(self, other: torch.Tensor, what: str = "a tensor") -> torch.Tensor:
-        """Cut a tensor that corresponds to the model's: a momentum, a residual, an average.
+        """The same cut of a tensor that lies beside: a momentum, a residual, an average.
 
-        Dimensions of size 1 stay as they are where the model's tensor is longer (Adafactor's sums
-        over a dimension), and so do 0-dimensional counts.
+        Dimensions of size 1 where the tensor's own is longer stay as they are: sums over a
+        dimension, as Adafactor keeps them, and 0-dimensional counts.
 
-        Raises DlioError, naming `what`, for a shape that does not correspond.
+        Raises DlioError, naming `what`, for a shape that is another.
         """
         if other.ndim == 0:
             return other
@@ -38,8 +36,8 @@ class Cut:
         if not fits:
             raise DlioError(
                 f"{what} of {self.name} has shape {tuple(other.shape)}, the tensor had "
-                f"{self.before}: it cannot be cut with the tensor, so the tensor cannot be pruned. "
-                "Choose an optimizer whose state has the shape of its parameters"
+                f"{self.before}: what cannot be cut with it cannot be pruned. Choose an optimizer "
+                "whose state has the shape of its parameters"
             )
         for dim, indices in self.kept:
             if other.shape[dim] == self.before[dim]:

@@ -2,11 +2,12 @@
 
 import ast
 import importlib
+import importlib.util
 import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from dlio.errors import UsageError
@@ -37,6 +38,31 @@ def split_options(option: str, text: str) -> tuple[str, dict[str, Any]]:
             f"name='abc' ({error})"
         ) from error
     return name, values
+
+
+def check_name(option: str, text: str, names: Sequence[str]) -> None:
+    """Check `name(...)` or `module:factory(...)` without importing the module.
+
+    Args:
+        option: the option of the command line, for messages.
+        names: names that may stand without a module.
+
+    Raises UsageError for a name that is not among `names`, or a module that does not exist.
+    """
+    name, _ = split_options(option, text)
+    module, colon, _ = name.partition(":")
+    if not colon:
+        if name not in names:
+            raise UsageError(f"{option} {name}: choose {', '.join([*names, 'module:factory'])}")
+        return
+    folder = os.getcwd()
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    # The package's own __init__ may import anything, so only the first part is looked up.
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
+        raise UsageError(
+            f"{option} {name}: there is no module {module}, neither installed nor in {folder}"
+        )
 
 
 def load_factory(option: str, name: str) -> Callable[..., Any]:

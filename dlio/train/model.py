@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from dlio.errors import UsageError
+from dlio.train.config import MODEL_NAMES
 from dlio.train.factory import call_with, load_factory, split_options
 
 _MEAN: Final = (0.485, 0.456, 0.406)
@@ -88,7 +89,9 @@ def _pixels(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return mean, std
 
 
-MODELS: Final[dict[str, Callable[..., nn.Module]]] = {"resnet": SmallResNet}
+MODELS: Final[dict[str, Callable[..., nn.Module]]] = dict(
+    zip(MODEL_NAMES, (SmallResNet,), strict=True)
+)
 """By the name that --model takes."""
 
 

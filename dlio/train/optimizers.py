@@ -35,6 +35,10 @@ _KINDS: Final = {
 }
 
 
+OPTIMIZERS: Final = tuple(_KINDS)
+"""Names that --optimizer takes."""
+
+
 def make_optimizer(
     name: str, model: nn.Module, momentum: float, weight_decay: float | None
 ) -> torch.optim.Optimizer:

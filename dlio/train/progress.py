@@ -1,10 +1,11 @@
 """Live progress: a bar on a terminal, a line now and then in a batch log."""
 
 import time
-from typing import Any, Self
+from typing import Self
 
 from dlio.comm.environment import shows_terminal
 from dlio.train.report import EpochReport
+from dlio.util.progress import Bar
 
 _LINE_EVERY_S = 10.0
 _REFRESH_S = 0.1
@@ -19,20 +20,19 @@ class TrainingProgress:
         self.steps = steps
         """Of the epoch that is under way."""
         self._speaks = speaks
-        self._bar: Any = _make_bar() if speaks and shows_terminal() else None
-        self._task: Any = None
+        self._bar = Bar(force=True) if speaks and shows_terminal() else None
         self._epoch = -1
         self._last = self._started = time.perf_counter()
         self._samples = 0
 
     def __enter__(self) -> Self:
         if self._bar is not None:
-            self._bar.start()
+            self._bar.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            self._bar.__exit__()
 
     def step(self, epoch: int, step: int, samples: int, stall_s: float) -> None:
         """A step with `samples` over all ranks is done; this one has waited `stall_s` in this
@@ -44,9 +44,7 @@ class TrainingProgress:
             # The first step is not timed: when it began is not known here.
             self._epoch, self._samples, self._started = epoch, -samples, now
             if self._bar is not None:
-                self._task = self._bar.add_task(
-                    f"epoch {epoch + 1}/{self._epochs}", total=self.steps, said=""
-                )
+                self._bar.begin(f"epoch {epoch + 1}/{self._epochs}", self.steps)
         self._samples += samples
         if not self._samples or now - self._last < (
             _REFRESH_S if self._bar is not None else _LINE_EVERY_S
@@ -57,7 +55,7 @@ class TrainingProgress:
         rate = self._samples / seconds
         said = f"{rate:,.0f} samples/s, waited {stall_s:.1f} s for data"
         if self._bar is not None:
-            self._bar.update(self._task, completed=step + 1, said=said)
+            self._bar.update(step + 1, note=said)
         else:
             print(
                 f"epoch {epoch + 1}/{self._epochs} step {step + 1}/{self.steps}: {said}",
@@ -77,25 +75,9 @@ class TrainingProgress:
         if report.skip_share:
             said += f", {report.skip_share:.0%} of the samples skipped"
         if self._bar is not None:
-            if self._task is not None:
-                self._bar.update(self._task, completed=self.steps, said=said)
+            self._bar.update(self.steps, note=said)
         else:
             print(
                 f"epoch {report.epoch + 1}/{self._epochs}: {said} in {report.seconds:.1f} s",
                 flush=True,
             )
-
-
-def _make_bar() -> Any:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-    from rich.progress import Progress as Bar
-
-    return Bar(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[said]}"),
-        console=Console(force_terminal=True),
-        refresh_per_second=5,
-    )

@@ -2,11 +2,9 @@
 
 import os
 
-__all__ = ["available_cores"]
-
 
 def available_cores() -> int:
-    """Return the number of cores that this process may use: its affinity, not the machine's."""
+    """Number of cores that this process may use."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:

@@ -1,27 +1,37 @@
-"""`dlio status`, `dlio evict`, `dlio pin`: what lies in a node's disk tiers, and for how long."""
+"""`dlio status`, `dlio evict`, `dlio pin`: the contents of a node's disk tiers."""
 
 import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Annotated, Any
-
-import typer
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Final
 
 from dlio.errors import TierError, UsageError
 from dlio.storage.inventory import Stored, evict, set_pinned, stored_data
 from dlio.storage.places import find_place, scratch_places
 from dlio.storage.spec import parse_tiers
+from dlio.util.options import Option, check
 from dlio.util.settings import settings
 from dlio.util.shared import SHARED_MEMORY, user_folder
 from dlio.util.units import format_bytes
 
-_DAY_S = 86400
+__all__ = [
+    "Eviction",
+    "Pinning",
+    "Status",
+    "describe_status",
+    "evict_command",
+    "find_roots",
+    "pin_command",
+    "status",
+]
+
+_DAY_S: Final = 86400
 
 
 def find_roots(tiers: str | None) -> list[str]:
-    """Where tiers may be: what is named, or DLIO_TIERS, and else wherever one lies."""
+    """Return the folders of disk tiers: those named, those of DLIO_TIERS, or all that exist."""
     text = tiers if tiers is not None else settings().tiers
     if text:
         parts = [part.strip() for part in text.split(",") if part.strip()]
@@ -30,24 +40,24 @@ def find_roots(tiers: str | None) -> list[str]:
         return [spec.root for spec in parse_tiers(text) if spec.kind == "disk"]
     places = [place.path for place in scratch_places().values()]
     usual = [*places, "/tmp", "/var/tmp", os.getcwd()]  # noqa: S108 - only looked at
-    found = [root for root in usual if os.path.isdir(os.path.join(root, user_folder()))]
-    return list(dict.fromkeys(os.path.abspath(root) for root in found))
+    roots = [root for root in usual if os.path.isdir(os.path.join(root, user_folder()))]
+    return list(dict.fromkeys(os.path.abspath(root) for root in roots))
 
 
 def describe_status(tiers: str | None) -> dict[str, Any]:
-    """What `dlio status --json` prints: `scratch` places, and `tiers` with their data sets."""
+    """Return the output of `dlio status --json`: scratch places, and tiers with their data sets."""
     scratch = {
         name: {**asdict(place), "free_bytes": _free(place.path)}
         for name, place in scratch_places().items()
     }
-    found = []
+    listed = []
     for root in find_roots(tiers):
         place = find_place(root)
         sets = [
             {**asdict(entry), "in_use": entry.in_use, "path": entry.path}
             for entry in stored_data(root)
         ]
-        found.append(
+        listed.append(
             {
                 "root": root,
                 "kind": place.kind,
@@ -57,112 +67,170 @@ def describe_status(tiers: str | None) -> dict[str, Any]:
             }
         )
     shared = _shared_memory()
-    return {"scratch": scratch, "tiers": found, "shared_memory": shared}
+    return {"scratch": scratch, "tiers": listed, "shared_memory": shared}
 
 
-def status(
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The options of `dlio status`."""
+
     tiers: Annotated[
         str | None,
-        typer.Option(help="Which tiers, as in --tiers elsewhere, or their folders."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Show what is staged on this node: who uses it, its size, age and hits; and which scratch
-    there is. Exit code 0, whatever there is."""
-    told = describe_status(tiers)
-    if as_json:
-        typer.echo(json.dumps(told, indent=2))
+        Option(
+            "Tiers, as for --tiers of other commands, or their folders.",
+            metavar="TIERS",
+            default_text="DLIO_TIERS, or all that are found",
+        ),
+    ] = None
+    as_json: Annotated[bool, Option("Print JSON.", name="json")] = False
+
+
+def status(options: Status) -> None:
+    """Show the data that is staged on this node, and the node's scratch places.
+
+    Each data set is shown with its users, size, age and hits. The exit code is always 0.
+    """
+    about = describe_status(options.tiers)
+    if options.as_json:
+        print(json.dumps(about, indent=2))
         return
-    for name, place in told["scratch"].items():
-        typer.echo(
+    for name, place in about["scratch"].items():
+        print(
             f"scratch {name}: {place['path']} ({place['kind']}, {place['filesystem']}, "
             f"{format_bytes(place['free_bytes'])} free)"
         )
-    if told["shared_memory"]:
-        typer.echo(f"RAM tiers: {format_bytes(told['shared_memory'])} in {SHARED_MEMORY}")
-    for tier in told["tiers"]:
-        typer.echo(
+    if about["shared_memory"]:
+        print(f"RAM tiers: {format_bytes(about['shared_memory'])} in {SHARED_MEMORY}")
+    for tier in about["tiers"]:
+        print(
             f"{tier['root']}: {tier['kind']} ({tier['filesystem']}), "
             f"{format_bytes(tier['free_bytes'])} free"
         )
         for entry in tier["data_sets"]:
             _tell(entry)
         if not tier["data_sets"]:
-            typer.echo("  nothing is staged here")
-    if not told["tiers"]:
-        typer.echo("no tiers found: name them with --tiers, or stage something")
+            print("  nothing is staged here")
+    if not about["tiers"]:
+        print("no tiers found: name them with --tiers, or stage something")
 
 
-def evict_command(
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """The options of `dlio evict`."""
+
     names: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[SRC]...", help="Sources, as they were staged, or fingerprints."),
-    ] = None,
-    tiers: Annotated[str | None, typer.Option(help="In which tiers. Or DLIO_TIERS.")] = None,
+        tuple[str, ...],
+        Option(
+            "Data sets to remove, named as they were staged or by their fingerprints.",
+            positional=True,
+            metavar="SRC",
+        ),
+    ] = ()
+    tiers: Annotated[
+        str | None,
+        Option(
+            "Tiers to remove data from.",
+            metavar="TIERS",
+            default_text="DLIO_TIERS, or all that are found",
+        ),
+    ] = None
     job: Annotated[
-        str | None, typer.Option(help="What this job used last, and nobody uses now.")
-    ] = None,
-    all_: Annotated[bool, typer.Option("--all", help="All that is not in use or pinned.")] = False,
+        str | None,
+        Option(
+            "Remove data that this job used last and no process uses now.",
+            metavar="JOB",
+        ),
+    ] = None
+    everything: Annotated[
+        bool, Option("Remove all data that is neither in use nor pinned.", name="all")
+    ] = False
     older: Annotated[
-        float | None, typer.Option(help="Only what was not used for that many days.", min=0)
-    ] = None,
-    pinned: Annotated[bool, typer.Option("--pinned", help="Pinned ones too.")] = False,
-) -> None:
-    """Remove staged data. What a living process uses stays; so does what is pinned.
+        float | None,
+        Option("Remove only data that has not been used for this long.", unit="days", least=0),
+    ] = None
+    pinned: Annotated[bool, Option("Remove pinned data, too.")] = False
 
-    Made for epilogs: `dlio evict --job $SLURM_JOB_ID` asks nothing and is content with nothing to
-    do. Exit codes: 0 done, 2 when something that was named is in use, pinned or not there.
+    def __post_init__(self) -> None:
+        check(self)
+        if not self.names and self.job is None and not self.everything and self.older is None:
+            raise UsageError("say what to evict: a source, --job, --older or --all")
+
+
+def evict_command(options: Eviction) -> None:
+    """Remove staged data.
+
+    Data that a living process uses stays, and so does pinned data. Made for epilogs of batch jobs:
+    `dlio evict --job $SLURM_JOB_ID` asks nothing and succeeds when there is nothing to do. Exit
+    codes: 0, or 2 when a named data set is in use, pinned or absent.
     """
-    if not names and job is None and not all_ and older is None:
-        raise UsageError("say what to evict: a source, --job, --older or --all")
     count = size = 0
     problems = []
-    for root in find_roots(tiers):
+    for root in find_roots(options.tiers):
         for entry in stored_data(root):
-            named = entry.fingerprint in (names or ()) or _is_source(entry, names or ())
-            if not (named or _chosen(entry, job, all_, older)):
+            named = entry.fingerprint in options.names or _is_source(entry, options.names)
+            if not (named or _chosen(entry, options)):
                 continue
-            if not named and (entry.in_use or (entry.pinned and not pinned)):
+            if not named and (entry.in_use or (entry.pinned and not options.pinned)):
                 continue
             try:
-                size += evict(root, entry.fingerprint, pinned=pinned)
+                size += evict(root, entry.fingerprint, pinned=options.pinned)
                 count += 1
             except TierError as error:
                 problems.append(str(error))
-    if names and not count and not problems:
-        raise TierError(f"{', '.join(names)}: not staged here: `dlio status` shows what is")
-    typer.echo(f"evicted {count} data set(s), {format_bytes(size)}")
+    if options.names and not count and not problems:
+        raise TierError(f"{', '.join(options.names)}: not staged here: `dlio status` shows what is")
+    print(f"evicted {count} data set(s), {format_bytes(size)}")
     if problems:
         raise TierError("; ".join(problems))
 
 
-def pin_command(
-    names: Annotated[list[str], typer.Argument(metavar="SRC...", help="Sources, or fingerprints.")],
-    tiers: Annotated[str | None, typer.Option(help="In which tiers. Or DLIO_TIERS.")] = None,
-    remove: Annotated[bool, typer.Option("--remove", help="Let go again.")] = False,
-) -> None:
-    """Keep staged data from being evicted to make room, or let go of it."""
+@dataclass(frozen=True, slots=True)
+class Pinning:
+    """The options of `dlio pin`."""
+
+    names: Annotated[
+        tuple[str, ...],
+        Option(
+            "Data sets, named as they were staged or by their fingerprints.",
+            positional=True,
+            metavar="SRC",
+        ),
+    ]
+    tiers: Annotated[
+        str | None,
+        Option(
+            "Tiers that hold the data.",
+            metavar="TIERS",
+            default_text="DLIO_TIERS, or all that are found",
+        ),
+    ] = None
+    remove: Annotated[bool, Option("Remove the protection again.")] = False
+
+
+def pin_command(options: Pinning) -> None:
+    """Protect staged data from being evicted to make room, or end the protection."""
+    names = options.names
     done = 0
-    for root in find_roots(tiers):
+    for root in find_roots(options.tiers):
         for entry in stored_data(root):
             if entry.fingerprint in names or _is_source(entry, names):
-                set_pinned(root, entry.fingerprint, not remove)
-                typer.echo(
+                set_pinned(root, entry.fingerprint, not options.remove)
+                print(
                     f"{entry.source or entry.fingerprint} in {root}: "
-                    f"{'no longer pinned' if remove else 'pinned'}"
+                    f"{'no longer pinned' if options.remove else 'pinned'}"
                 )
                 done += 1
     if not done:
         raise TierError(f"{', '.join(names)}: not staged here: `dlio status` shows what is")
 
 
-def _chosen(entry: Stored, job: str | None, all_: bool, older: float | None) -> bool:
-    if older is not None and time.time() - entry.used < older * _DAY_S:
+def _chosen(entry: Stored, options: Eviction) -> bool:
+    if options.older is not None and time.time() - entry.used < options.older * _DAY_S:
         return False
-    if job is not None:
+    if options.job is not None:
         last = max(entry.leases, key=lambda lease: lease.since, default=None)
-        return last is not None and last.job == job
-    return all_ or older is not None
+        return last is not None and last.job == options.job
+    return options.everything or options.older is not None
 
 
 def _is_source(entry: Stored, names: Sequence[str]) -> bool:
@@ -177,7 +245,7 @@ def _tell(entry: dict[str, Any]) -> None:
     ]
     state = ["pinned"] if entry["pinned"] else []
     state.append(f"in use by {', '.join(users)}" if users else f"used {_ago(entry['used'])}")
-    typer.echo(
+    print(
         f"  {entry['source'] or entry['fingerprint']}: {format_bytes(entry['bytes'])}, "
         f"{entry['blocks']:,} blocks, staged {_ago(entry['created'])}, {entry['hits']:,} hits, "
         f"{', '.join(state)}"

@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -15,24 +15,93 @@ from dlio.data.schema import IMAGES, Schema
 from dlio.errors import UsageError
 from dlio.plan.layout import Layout, cut_blocks
 from dlio.plan.order import Order
+from dlio.util.options import Option, check
+from dlio.util.units import exact_bytes, parse_bytes
 
 VERSION: Final = 1
+_LEAST_SHARD_BYTES: Final = 1 << 16
+
+
+def _shard_bytes(text: str) -> int:
+    limit = parse_bytes(text)
+    if limit < _LEAST_SHARD_BYTES:
+        raise UsageError(f"--shard-size {text}: give at least {exact_bytes(_LEAST_SHARD_BYTES)}")
+    return limit
+
+
+def _split(text: str) -> tuple[tuple[str, float], ...]:
+    parts = []
+    for part in text.split(","):
+        name, _, share = part.strip().partition("=")
+        try:
+            parts.append((name, float(share)))
+        except ValueError:
+            raise UsageError(f"--split {text}: write train=0.9,val=0.1") from None
+    return tuple(parts)
+
+
+def _split_text(split: tuple[tuple[str, float], ...]) -> str | None:
+    return ",".join(f"{name}={share}" for name, share in split) or None
 
 
 @dataclass(frozen=True, slots=True)
 class PackOptions:
-    """How to pack; see the command's options."""
+    """How to pack; options of `dlio pack`."""
 
-    format: str = "native"
-    order: str = "shuffled"
-    compress: str = "auto"
-    shard_bytes: int = 1 << 30
-    seed: int = 0
-    resize: int | None = None
-    quality: int = 90
-    restart_rows: bool = True
-    split: tuple[tuple[str, float], ...] = ()
+    format: Annotated[
+        str, Option("Format to write.", choices=("native", "tar", "hdf5", "zarr"))
+    ] = "native"
+    order: Annotated[
+        str, Option("Order of the samples in the files.", choices=("shuffled", "source"))
+    ] = "shuffled"
+    compress: Annotated[
+        str,
+        Option(
+            "Compression of payloads; auto leaves images as they are.",
+            choices=("auto", "lz4", "none"),
+        ),
+    ] = "auto"
+    shard_bytes: Annotated[
+        int,
+        Option(
+            "Approximate size of each file, such as 1GiB.",
+            name="shard-size",
+            metavar="SIZE",
+            parse=_shard_bytes,
+            show=exact_bytes,
+        ),
+    ] = 1 << 30
+    seed: Annotated[int, Option("Seed for the shuffled order and for --split.", least=0)] = 0
+    resize: Annotated[
+        int | None,
+        Option(
+            "Scale images down to this length of the short side; smaller ones stay as they are.",
+            unit="pixels",
+            least=1,
+        ),
+    ] = None
+    quality: Annotated[int, Option("JPEG quality of resized images.", least=1, most=100)] = 90
+    restart_rows: Annotated[
+        bool,
+        Option(
+            "Add restart markers to JPEGs, losslessly, where jpegtran is installed, so that a crop "
+            "decodes only its rows."
+        ),
+    ] = True
+    split: Annotated[
+        tuple[tuple[str, float], ...],
+        Option(
+            "Write several data sets with these shares of the samples, such as train=0.9,val=0.1.",
+            metavar="NAME=SHARE,...",
+            parse=_split,
+            show=_split_text,
+        ),
+    ] = ()
     workers: int = 1
+    """Processes that read and write."""
+
+    def __post_init__(self) -> None:
+        check(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,63 +4,46 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
 
-import typer
-
+from dlio.util.progress import Bar
 from dlio.util.units import format_bytes
 
-_NEWS_EVERY_S = 10.0
+__all__ = ["Shown", "show_progress"]
+
+_NEWS_EVERY_S: Final = 10.0
 
 
 class Shown:
-    """Call it with the bytes done so far, as often as one likes."""
+    """Progress in bytes; called with the bytes done so far. This one shows nothing."""
 
     def __init__(self, total: int) -> None:
         self._total = total
 
     def total(self, total: int) -> None:
-        """Say how many bytes there are, where that is learnt later."""
+        """Set the number of bytes, where it becomes known later."""
         self._total = total
 
     def __call__(self, done: int) -> None:
-        """Nothing is shown."""
+        """Show that `done` bytes are done."""
 
 
-class _Bar(Shown):
-    def __init__(self, total: int, what: str) -> None:
+class _OnTerminal(Shown):
+    def __init__(self, total: int, bar: Bar) -> None:
         super().__init__(total)
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-            TransferSpeedColumn,
-        )
-
-        self.bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(binary_units=True),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-            transient=True,
-            console=Console(file=sys.stderr),
-        )
-        self._task = self.bar.add_task(what, total=total)
+        self._bar = bar
 
     def total(self, total: int) -> None:
-        self.bar.update(self._task, total=total)
+        self._bar.update(total=total)
 
     def __call__(self, done: int) -> None:
-        self.bar.update(self._task, completed=done)
+        self._bar.update(done)
 
 
-class _Lines(Shown):
-    def __init__(self, total: int, what: str) -> None:
+class _InLines(Shown):
+    def __init__(self, total: int, title: str) -> None:
         super().__init__(total)
-        self._what = what
+        self._title = title
         self._started = self._last = time.monotonic()
 
     def __call__(self, done: int) -> None:
@@ -70,27 +53,28 @@ class _Lines(Shown):
         self._last = now
         rate = done / (now - self._started)
         left = f", {(self._total - done) / rate:.0f} s left" if rate else ""
-        typer.echo(
-            f"{self._what}: {format_bytes(done)} of {format_bytes(self._total)}, "
+        print(
+            f"{self._title}: {format_bytes(done)} of {format_bytes(self._total)}, "
             f"{format_bytes(rate)}/s{left}",
-            err=True,
+            file=sys.stderr,
+            flush=True,
         )
 
 
 @contextmanager
-def show_progress(total: int, shown: bool, what: str = "staging") -> Iterator[Shown]:
-    """Show the progress of what is done in the `with`.
+def show_progress(total: int, shown: bool, title: str = "staging") -> Iterator[Shown]:
+    """Show the progress of the work in the `with`.
 
     Args:
-        total: bytes that there are to do.
+        total: bytes of work.
+        shown: False to show nothing.
     """
     from dlio.comm.environment import shows_terminal
 
     if not shown or not total:
         yield Shown(total)
     elif shows_terminal():
-        bar = _Bar(total, what)
-        with bar.bar:
-            yield bar
+        with Bar(title, total=total, in_bytes=True, transient=True, to_stderr=True) as bar:
+            yield _OnTerminal(total, bar)
     else:
-        yield _Lines(total, what)
+        yield _InLines(total, title)

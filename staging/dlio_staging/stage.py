@@ -4,20 +4,20 @@ import fnmatch
 import json
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import typer
 
+from dlio.cli.records import ConfigFile, Output
 from dlio.data.reader import Reader, data_bytes
 from dlio.errors import SourceError, TierError, UsageError
 from dlio.storage.mount import Layout, Mount, MountOptions, mount
-from dlio.util.files import check_writable, write_json
+from dlio.util.files import write_json
+from dlio.util.options import Option, check
 from dlio.util.settings import settings
-from dlio.util.units import format_bytes, parse_bytes
+from dlio.util.units import exact_bytes, format_bytes, parse_bytes
 
 Verify = Literal["none", "new", "all"]
 STOPPED = 3
@@ -27,22 +27,112 @@ _POLL_S = 0.1
 _ASSUMED_RATE = 200 << 20
 
 
+def _rate(text: str) -> float:
+    rate = parse_bytes(text.removesuffix("/s"))
+    if rate < 1:
+        raise UsageError(f"--bwlimit {text}: give at least 1B")
+    return float(rate)
+
+
 @dataclass(frozen=True, slots=True)
 class StageOptions:
-    """How to stage; see the command's options."""
+    """How to stage; options of `dlio stage`."""
 
-    tiers: str | None = None
-    layout: Layout = "partition"
-    verify: Verify = "new"
-    bandwidth: float | None = None
-    """Bytes a second from the source, over all ranks."""
-    workers: int | None = None
-    deadline_s: float | None = None
-    include: Sequence[str] = ()
-    exclude: Sequence[str] = ()
-    pin: bool = False
-    pretend_nodes: int | None = None
-    replicas: Sequence[str] = ()
+    tiers: Annotated[
+        str | None,
+        Option(
+            "Disk tiers to fill, fastest first, such as /local/scratch:20GiB.",
+            metavar="TIERS",
+            default_text="DLIO_TIERS",
+        ),
+    ] = None
+    layout: Annotated[
+        Layout,
+        Option(
+            "partition: put each block on one node. replicate: put all blocks on each node. auto: "
+            "replicate if there is room."
+        ),
+    ] = "partition"
+    verify: Annotated[
+        Verify,
+        Option(
+            "new: read back and verify each block that is written. all: verify blocks of earlier "
+            "runs, too. none: verify nothing."
+        ),
+    ] = "new"
+    bandwidth: Annotated[
+        float | None,
+        Option(
+            "Limit of the bandwidth from the source, over all ranks, such as 500MiB.",
+            name="bwlimit",
+            unit="per second",
+            metavar="SIZE",
+            parse=_rate,
+            show=exact_bytes,
+        ),
+    ] = None
+    workers: Annotated[
+        int | None,
+        Option(
+            "Requests to the source that each rank has in flight.",
+            least=1,
+            most=1024,
+            default_text="chosen by the kind of source",
+        ),
+    ] = None
+    deadline_s: Annotated[
+        float | None,
+        Option(
+            "Stop after this time, with exit code 3; run again to continue.",
+            name="deadline",
+            unit="seconds",
+            least=0,
+        ),
+    ] = None
+    include: Annotated[
+        tuple[str, ...],
+        Option(
+            "Stage only blocks with a sample whose name matches this pattern, such as 'n01*/*'. "
+            "Repeatable.",
+            metavar="PATTERN",
+        ),
+    ] = ()
+    exclude: Annotated[
+        tuple[str, ...],
+        Option(
+            "Ignore samples whose name matches this pattern when blocks are chosen. Repeatable.",
+            metavar="PATTERN",
+        ),
+    ] = ()
+    pin: Annotated[bool, Option("Protect the staged data from being evicted to make room.")] = False
+    pretend_nodes: Annotated[
+        int | None,
+        Option("Number of nodes to pretend: the ranks are divided into this many groups.", least=1),
+    ] = None
+    replicas: Annotated[
+        tuple[str, ...],
+        Option(
+            "Another place that holds SRC; reads go to the fastest. Repeatable.",
+            name="replica",
+            metavar="PATH",
+        ),
+    ] = ()
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """The data to stage, and whether anything is moved; options of `dlio stage`."""
+
+    source: Annotated[
+        str, Option("Data set to stage: a path or a URL.", positional=True, metavar="SRC")
+    ]
+    dry_run: Annotated[bool, Option("Show what would be moved where, and move nothing.")] = False
+    resume: Annotated[
+        bool, Option("Keep blocks that earlier runs have staged; --no-resume evicts them first.")
+    ] = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,93 +259,39 @@ def stage(path: str, options: StageOptions, *, dry: bool = False, quiet: bool = 
 
 
 def command(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="The data set to stage.")],
-    tiers: Annotated[
-        str | None,
-        typer.Option(help="Where to, fastest first: /local/scratch:20GiB. Or DLIO_TIERS."),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would move where, and move nothing.")
-    ] = False,
-    layout: Annotated[
-        Literal["partition", "replicate", "auto"],
-        typer.Option(help="Each block on one node, all on each, or on each if there is room."),
-    ] = "partition",
-    verify: Annotated[
-        Literal["none", "new", "all"],
-        typer.Option(help="Read back what is written; all: what was there before, too."),
-    ] = "new",
-    resume: Annotated[
-        bool, typer.Option("--resume/--no-resume", help="Keep what earlier runs have brought.")
-    ] = True,
-    bwlimit: Annotated[
-        str | None, typer.Option(help="Bytes a second from the source in all, as 500MiB.")
-    ] = None,
-    include: Annotated[
-        list[str] | None,
-        typer.Option(help="Only blocks with a sample whose name matches, as 'n01*/*'. Repeatable."),
-    ] = None,
-    exclude: Annotated[
-        list[str] | None, typer.Option(help="Samples that are no reason to bring a block.")
-    ] = None,
-    workers: Annotated[
-        int | None, typer.Option(help="Requests in flight of each rank.", min=1, max=1024)
-    ] = None,
-    deadline: Annotated[
-        float | None, typer.Option(help="Stop after that many seconds; run again to go on.", min=0)
-    ] = None,
-    pin: Annotated[bool, typer.Option(help="Keep the data from being evicted.")] = False,
-    replica: Annotated[
-        list[str] | None,
-        typer.Option(help="Another place where SRC lies; repeatable. Reads go to the fastest."),
-    ] = None,
-    report: Annotated[str | None, typer.Option(help="Write JSON to this file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="End in one line of JSON.")] = False,
-    pretend_nodes: Annotated[
-        int | None, typer.Option(help="Behave as if the ranks were on that many nodes.")
-    ] = None,
+    staging: Staging,
+    options: StageOptions,
+    output: Output,
+    file: ConfigFile,  # noqa: ARG001 - read before
 ) -> None:
-    """Fill this node's disk tiers with a data set, ahead of a job. Run again, it goes on.
+    """Fill this node's disk tiers with a data set, ahead of a job.
 
-    Alone, or under mpirun or srun with a rank or more on each node. Exit codes: 0 when all is in
-    place, 2 for an error, 3 when the deadline came first, 130 when interrupted.
+    Runs alone, or under mpirun or srun with at least one rank on each node. Run again, it
+    continues where it stopped. Exit codes: 0 when all blocks are in place, 2 for an error, 3 when
+    the deadline came first, 130 when interrupted.
     """
     from dlio_staging.abandon import abandonable
 
     abandonable()
     from dlio.comm import world
 
-    if report is not None:
-        check_writable("--report", report)
-    options = StageOptions(
-        tiers=tiers,
-        layout=layout,
-        verify=verify,
-        bandwidth=None if bwlimit is None else _rate(bwlimit),
-        workers=workers,
-        deadline_s=deadline,
-        include=include or (),
-        exclude=exclude or (),
-        pin=pin,
-        pretend_nodes=pretend_nodes,
-        replicas=replica or (),
-    )
-    if not resume and not dry_run:
-        _start_afresh(source, tiers)
-    done = stage(source, options, dry=dry_run, quiet=False)
+    output.check_writable()
+    if not staging.resume and not staging.dry_run:
+        _start_afresh(staging.source, options.tiers)
+    done = stage(staging.source, options, dry=staging.dry_run, quiet=False)
     if world().rank:
         return
-    if dry_run:
+    if staging.dry_run:
         _tell_plan(done, options.bandwidth)
     else:
         _tell(done)
-    told = asdict(done)
-    if report is not None:
-        write_json(report, told)
-    if as_json:
-        typer.echo(json.dumps(told))
-    if not done.complete and not dry_run:
-        raise typer.Exit(STOPPED)
+    about = asdict(done)
+    if output.report is not None:
+        write_json(output.report, about)
+    if output.as_json:
+        print(json.dumps(about))
+    if not done.complete and not staging.dry_run:
+        raise SystemExit(STOPPED)
 
 
 def _wanted(reader: Reader, mounted: Mount, options: StageOptions) -> npt.NDArray[np.int64]:
@@ -427,12 +463,12 @@ def _start_afresh(source: str, tiers: str | None) -> None:
 def _tell(done: Staged) -> None:
     for note in (*done.evicted, done.copies):
         if note:
-            typer.echo(note)
+            print(note)
     rate = done.read_bytes / max(done.seconds, 1e-9)
     end = "" if done.complete else "; stopped at the deadline: run again to go on"
     copied = f", {format_bytes(done.copied_bytes)} copied from node to node"
     healed = f", {done.healed_blocks} damaged blocks brought again"
-    typer.echo(
+    print(
         f"{done.source}: {done.samples:,} samples, {format_bytes(done.data_bytes)}; "
         f"{done.kept_share:.0%} of the blocks have a place in tiers on {done.nodes} node(s); "
         f"{format_bytes(done.read_bytes)} read in {done.seconds:.1f} s ({format_bytes(rate)}/s)"
@@ -443,25 +479,18 @@ def _tell(done: Staged) -> None:
 def _tell_plan(done: Staged, bandwidth: float | None) -> None:
     # Of the whole job; without a limit, what a node is likely to get.
     rate = bandwidth / done.nodes if bandwidth is not None else _ASSUMED_RATE
-    typer.echo(f"{done.source}: {done.format}, {done.samples:,} samples in {done.blocks:,} blocks")
+    print(f"{done.source}: {done.format}, {done.samples:,} samples in {done.blocks:,} blocks")
     longest = 0.0
     for node, plans in done.planned.items():
         moved = sum(plan["missing_bytes"] for plan in plans)
         longest = max(longest, moved / rate)
         for plan in plans:
-            typer.echo(
+            print(
                 f"  {node}: {plan['tier']} is to hold {plan['blocks']:,} blocks "
                 f"({format_bytes(plan['bytes'])}), of which {plan['missing_blocks']:,} "
                 f"({format_bytes(plan['missing_bytes'])}) would be brought"
             )
-    typer.echo(f"  about {longest:,.0f} s at {format_bytes(rate)}/s a node; nothing was moved")
-
-
-def _rate(text: str) -> float:
-    rate = parse_bytes(text.removesuffix("/s"))
-    if rate < 1:
-        raise UsageError(f"--bwlimit {text}: give at least 1B")
-    return float(rate)
+    print(f"  about {longest:,.0f} s at {format_bytes(rate)}/s a node; nothing was moved")
 
 
 def _source_timeout_s() -> float:

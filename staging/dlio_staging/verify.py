@@ -1,66 +1,81 @@
-"""`dlio verify`: read everything once and say what is damaged."""
+"""`dlio verify`: read everything once and name all damage."""
 
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Final
 
 import numpy as np
-import typer
 
 from dlio.data.schema import IMAGES
 from dlio.errors import CorruptBlock, SourceError, UsageError
+from dlio.util.options import Option
 from dlio.util.units import format_bytes
 from dlio_staging.tiers import Verified, find_folders, verify_folder
 
-_MOST_SHOWN = 20
+__all__ = ["Verification", "command", "verify"]
+
+_MOST_SHOWN: Final = 20
 
 
 def verify(path: str, *, heal: bool = False, source: str | None = None) -> Verified:
     """Check a data set, or the blocks of a tier, byte by byte.
 
-    Shards and tiers: every checksum; a tier with a manifest also for blocks that are missing or
-    old. Images: every one is decoded. Goes on after damage.
+    In shards and tiers every checksum is compared; a tier with a manifest is searched for missing
+    and outdated blocks, too. All images are decoded. Damage does not end the check.
 
     Args:
-        heal: bring what is damaged or missing in a tier from the source, and nothing else.
-        source: where from; by default where it was staged from.
+        heal: fetch damaged or missing blocks of a tier from the source again.
+        source: data set to heal from; by default the one that was staged.
 
-    Raises SourceError when the path is neither, or what heals it is another data set.
+    Raises SourceError when the path is neither a data set nor a tier, or `source` is another data
+    set than the one that was staged.
     """
     folders = find_folders(path)
     if not folders:
         if heal:
-            raise UsageError(f"{path} is no tier: only tiers can be healed, from their source")
+            raise UsageError(f"{path} is not a tier: only tiers can be healed, from their source")
         return _verify_data(path)
-    found = Verified()
+    verified = Verified()
     for folder in folders:
-        verify_folder(folder, found, heal=heal, source=source)
-    return found
+        verify_folder(folder, verified, heal=heal, source=source)
+    return verified
 
 
-def command(
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """The options of `dlio verify`."""
+
     path: Annotated[
-        str, typer.Argument(metavar="PATH", help="A data set, or the folder of a disk tier.")
-    ],
-    heal: Annotated[
-        bool, typer.Option("--heal", help="Bring again what is broken in a tier.")
-    ] = False,
+        str, Option("Data set, or the folder of a disk tier.", positional=True, metavar="PATH")
+    ]
+    heal: Annotated[bool, Option("Fetch damaged blocks of a tier again from the source.")] = False
     source: Annotated[
-        str | None, typer.Option(help="What to heal from; by default what it was staged from.")
-    ] = None,
-) -> None:
-    """Read all of a data set or tier and check it; exit code 2 when something is damaged."""
-    found = verify(path, heal=heal, source=source)
-    for line in found.damaged[:_MOST_SHOWN]:
-        typer.echo(f"damaged: {line}")
-    if len(found.damaged) > _MOST_SHOWN:
-        typer.echo(f"damaged: ... and {len(found.damaged) - _MOST_SHOWN} more")
-    said = f"{path}: {found.samples:,} samples, {format_bytes(found.bytes)} checked"
-    if len(found.damaged) > found.healed:
+        str | None,
+        Option(
+            "Data set to heal a tier from.",
+            metavar="PATH",
+            default_text="where it was staged from",
+        ),
+    ] = None
+
+
+def command(options: Verification) -> None:
+    """Read a data set or a tier completely and verify it.
+
+    Exit code 2 when something is damaged.
+    """
+    checked = verify(options.path, heal=options.heal, source=options.source)
+    for line in checked.damaged[:_MOST_SHOWN]:
+        print(f"damaged: {line}")
+    if len(checked.damaged) > _MOST_SHOWN:
+        print(f"damaged: ... and {len(checked.damaged) - _MOST_SHOWN} more")
+    summary = f"{options.path}: {checked.samples:,} samples, {format_bytes(checked.bytes)} checked"
+    if len(checked.damaged) > checked.healed:
         raise CorruptBlock(
-            f"{said}, {len(found.damaged) - found.healed} damaged: restore or remove them; "
+            f"{summary}, {len(checked.damaged) - checked.healed} damaged: restore or remove them; "
             "in a tier, --heal brings them again"
         )
-    healed = f"{found.healed} blocks brought again from the source, " if found.healed else ""
-    typer.echo(f"{said}, {healed}all sound")
+    healed = f"{checked.healed} blocks brought again from the source, " if checked.healed else ""
+    print(f"{summary}, {healed}all sound")
 
 
 def _verify_data(path: str) -> Verified:
@@ -69,7 +84,7 @@ def _verify_data(path: str) -> Verified:
 
     reader = open_reader(path)
     images = [name for name, kind in reader.schema.fields if kind in IMAGES]
-    found = Verified()
+    checked = Verified()
     for block in range(reader.layout.blocks):
         samples = reader.layout.samples_of(block)
         for sample in samples:
@@ -79,9 +94,9 @@ def _verify_data(path: str) -> Verified:
                 for image in images:
                     decode_whole(values[image], reader.name(int(sample)))
             except (CorruptBlock, SourceError) as error:
-                found.damaged.append(str(error))
+                checked.damaged.append(str(error))
                 continue
-            found.samples += 1
-            found.bytes += len(payload)
+            checked.samples += 1
+            checked.bytes += len(payload)
     reader.close()
-    return found
+    return checked

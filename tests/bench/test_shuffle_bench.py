@@ -76,7 +76,7 @@ def test_the_command_tells_and_writes(capsys: pytest.CaptureFixture[str], tmp_pa
     assert "mixing, ring: chi2_sigma" in capsys.readouterr().out
     assert "ring" in json.loads(report.read_text())["mixing"]
     for argv, said in (
-        (["--case", "chaos"], "choose from plan"),
+        (["--case", "chaos"], "choose one of plan"),
         (["--case", "decode"], "want a data set"),
     ):
         with pytest.raises(SystemExit):

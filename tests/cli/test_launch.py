@@ -9,10 +9,8 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
-import dlio.cli
+from dlio.cli import app, main
 from dlio.cli.launch import find_mpirun
 from dlio.comm.environment import launched, under_mpi
 from dlio.errors import UsageError
@@ -124,23 +122,82 @@ def test_mpirun_beside_python_comes_before_the_one_on_path(
         find_mpirun()
 
 
+def _plug_in(monkeypatch: pytest.MonkeyPatch, **places: str) -> None:
+    entries = [EntryPoint(name, place, "dlio.commands") for name, place in places.items()]
+    monkeypatch.setattr(app, "entry_points", lambda group: entries)
+
+
+def _ended(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[object, str, str]:
+    """Exit code, standard output and standard error of `dlio argv...` in this process."""
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    return ended.value.code or 0, *capsys.readouterr()
+
+
 def test_a_plug_in_that_cannot_be_loaded_leaves_the_others_working(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    group = "dlio.commands"
-    entries = [
-        EntryPoint("gone", "no_such_package_at_all:command", group),
-        EntryPoint("seen", "dlio.cli.ls:command", group),
-    ]
-    monkeypatch.setattr(dlio.cli, "entry_points", lambda group: entries)
-    app: typer.Typer = dlio.cli.make_app()
-    helped = CliRunner().invoke(app, ["--help"])
-    assert helped.exit_code == 0
-    assert all(f"\n  {name} " in helped.output for name in ("gone", "seen", "train"))
-    failed = CliRunner().invoke(app, ["gone"])
-    assert isinstance(failed.exception, UsageError)
-    assert "no_such_package_at_all" in str(failed.exception)
-    assert "\n" not in str(failed.exception)
+    _plug_in(monkeypatch, gone="no_such_package_at_all:command", seen="dlio.cli.ls:command")
+    code, output, _ = _ended(capsys, "--help")
+    assert code == 0
+    assert all(f"\n  {name} " in output for name in ("gone", "seen", "train"))
+    code, _, errors = _ended(capsys, "gone")
+    assert code == 2
+    assert "no_such_package_at_all" in errors
+    assert len(errors.splitlines()) == 1
+
+
+PLUG_INS = """
+from typing import Annotated
+
+import typer
+from cyclopts import App
+
+
+def plain(name: str, *, times: int = 1) -> None:
+    "Greet somebody."
+    print(f"hello {name} " * times)
+
+
+def typed(name: str, times: Annotated[int, typer.Option("-t", "--times")] = 1) -> None:
+    "Greet somebody."
+    print(f"hello {name} " * times)
+
+
+grouped = typer.Typer(help="Greetings.")
+grouped.command("hello")(typed)
+grouped.command("bye")(lambda: print("bye"))
+own = App(name="own", help="Greet somebody.")
+own.default(plain)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "argv"),
+    [
+        ("plain", ["world", "--times", "2"]),
+        ("typed", ["world", "-t", "2"]),
+        ("grouped", ["hello", "world", "--times", "2"]),
+        ("own", ["world", "--times=2"]),
+    ],
+)
+def test_a_plug_in_may_be_a_function_or_an_app_of_cyclopts_or_typer(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    name: str,
+    argv: list[str],
+) -> None:
+    pytest.importorskip("typer")
+    module = f"greetings_{name}"
+    (tmp_path / f"{module}.py").write_text(PLUG_INS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    _plug_in(monkeypatch, **{name: f"{module}:{name}"})
+    assert _ended(capsys, name, *argv)[:2] == (0, "hello world hello world \n")
+    code, output, _ = _ended(capsys, "--help")
+    assert code == 0
+    assert f"\n  {name} " in output
+    assert "Greet" in output
 
 
 @pytest.mark.parametrize(("folder", "why"), [("plain/demo", "a folder you may"), ("a,b", "comma")])

@@ -1,6 +1,7 @@
 """`dlio train`, as a user types it."""
 
 import json
+import os
 import shutil
 import subprocess
 from collections import Counter
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from dlio.cli.train import find_parts, to_options
+from dlio.cli.train import find_parts
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
 from dlio.image.crop import Crop
@@ -125,27 +126,30 @@ def test_a_picture_that_is_cut_off_stops_or_is_skipped(
     [
         (["--val", "nowhere"], "nowhere"),
         (["--pretend-nodes", "3"], "--pretend-nodes 3"),
-        (["--report", "nowhere/r.json"], "does not exist"),
+        (["--report", "nowhere/r.json"], "there is no folder"),
         (["--tiers", "ram"], "ram"),
         (["--model", "vgg"], "resnet"),
         (["--image-size", "8"], "at least 32"),
     ],
 )
 def test_mistakes_are_found_before_ranks_are_started(
-    pictures: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], said: str
+    pictures: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    said: str,
 ) -> None:
-    from typer.testing import CliRunner
-
     import dlio.cli.launch
-    from dlio.cli import make_app
+    from dlio.cli import main
 
     def never(*_: object) -> int:
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr(dlio.cli.launch, "run_ranks", never)
-    done = CliRunner().invoke(make_app(), ["train", str(pictures / "train"), "-n", "2", *options])
-    assert isinstance(done.exception, UsageError | OSError)
-    assert said in str(done.exception)
+    monkeypatch.setattr(dlio.cli.launch, "run_module", never)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", str(pictures / "train"), "-n", "2", *options])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 def test_a_folder_of_train_and_val_stands_for_the_two(tmp_path: Path) -> None:
@@ -160,7 +164,7 @@ def test_a_folder_of_train_and_val_stands_for_the_two(tmp_path: Path) -> None:
     assert find_parts("memory://x", None) == ("memory://x", None)
 
 
-def test_ranks_are_started_with_the_options_that_were_given() -> None:
+def test_ranks_are_handed_the_record_that_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     config = TrainConfig(
         source="pictures",
         val="held out",
@@ -182,29 +186,39 @@ def test_ranks_are_started_with_the_options_that_were_given() -> None:
         trace="t",
         trace_out="to",
         save="s",
+        replica=("a", "b"),
+        callback=("m:f",),
     )
-    assert _parsed(to_options(config)) == config
-    assert _parsed(to_options(TrainConfig("pictures"))) == TrainConfig("pictures")
+    assert _handed(monkeypatch, config) == config
+    assert _handed(monkeypatch, TrainConfig("pictures")) == TrainConfig("pictures")
 
 
-def _parsed(options: list[str]) -> TrainConfig:
-    """What a rank makes of its command line."""
-    import typer
-    from typer.testing import CliRunner
-
-    from dlio.cli import train
+def _handed(monkeypatch: pytest.MonkeyPatch, config: TrainConfig) -> TrainConfig:
+    """Return the record that a rank gets of `config`."""
+    from dlio.cli import launch, ranks, train
 
     seen: list[TrainConfig] = []
-    app = typer.Typer()
-    app.command()(train.command)
-    patch = pytest.MonkeyPatch()
-    patch.setattr(train, "run", lambda config, ranks: seen.append(config))
-    try:
-        done = CliRunner().invoke(app, options)
-    finally:
-        patch.undo()
-    assert done.exit_code == 0, done.output
+
+    def start(module: str, argv: list[str], count: int, environment: dict[str, str]) -> int:
+        assert (module, argv, count) == ("dlio.cli.rank", ["train"], 2)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        ranks.run_as_rank()
+        assert not set(environment) & set(os.environ), "the script of a rank must not see it"
+        return 0
+
+    monkeypatch.setattr(launch, "run_module", start)
+    monkeypatch.setattr(train, "train_rank", train_rank := _recorder(seen))
+    assert ranks.on_ranks(2, train_rank, config)
     return seen[0]
+
+
+def _recorder(seen: list[TrainConfig]) -> Callable[[TrainConfig], None]:
+    def train_rank(config: TrainConfig) -> None:
+        seen.append(config)
+
+    train_rank.__module__, train_rank.__qualname__ = "dlio.cli.train", "train_rank"
+    return train_rank
 
 
 @pytest.mark.parametrize(

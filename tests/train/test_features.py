@@ -18,10 +18,10 @@ from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
 from dlio.train.callbacks.early import EarlyStopping
 from dlio.train.callbacks.nan import NanGuard
-from dlio.train.config import _CHOICES, TrainConfig
+from dlio.train.config import TrainConfig
 from dlio.train.factory import call_with, split_options
 from dlio.train.model import make_model
-from dlio.train.optimizers import make_optimizer
+from dlio.train.optimizers import OPTIMIZERS, make_optimizer
 
 Args = tuple[str, ...]
 Dlio = Callable[..., subprocess.CompletedProcess[str]]
@@ -33,7 +33,7 @@ def _weights(path: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-@pytest.mark.parametrize("name", _CHOICES["optimizer"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_each_optimizer_learns_and_decays_weights_only(name: str) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))

@@ -9,7 +9,3 @@
 | `monitor` | what the MPI library has really sent |
 | `variants`, `networks` | an exchange put around a training step; what is trained |
 """
-
-from dlio_bench.exchange.command import command
-
-__all__ = ["command"]

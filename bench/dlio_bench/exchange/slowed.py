@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 import dlio
 from dlio.comm import Communicator, world
-from dlio.train.exchange.spec import parse_exchange
+from dlio.train.exchange_spec import parse_exchange
 
 _FEATURES: Final = 64
 _BATCH: Final = 8

@@ -9,7 +9,3 @@
 | `removal.py`, `chance.py`  | other ways to remove neurons, to compare with            |
 | `curves.py`, `drawing.py`  | what is told of trainings                                |
 """
-
-from dlio_bench.prune.command import command
-
-__all__ = ["command"]

@@ -1,48 +1,80 @@
-"""What `dlio bench prune` is asked to do."""
+"""Options of `dlio bench prune`."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from dlio.errors import UsageError
+from dlio.util.options import Option, check
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of the command; a case takes those that it knows."""
+    """Options of the command; each case uses some of them."""
 
-    source: str | None = None
-    val: str | None = None
-    ranks: int = 2
-    seeds: int = 3
-    epochs: int | None = None
-    """In the place of a case's own."""
-    shrunk_epochs: int | None = None
-    """Of all trainings but the one that keeps all neurons and samples."""
-    width: int | None = None
-    """Of the network before it is pruned, in the place of a case's own."""
-    tolerance: float = 0.5
-    """Points of held-out accuracy."""
-    image_size: int = 64
-    rows: int | None = None
-    """That a perceptron learns from."""
-    lr: float = 1e-3
-    """Of perceptrons, at the beginning."""
-    keep: str | None = None
-    plot: str | None = None
+    source: Annotated[str | None, Option("Training images.", positional=True, metavar="SRC")] = None
+    val: Annotated[str | None, Option("Held-out images.", metavar="PATH")] = None
+    ranks: Annotated[int, Option("Ranks of the cases with images.", short="-n", least=1)] = 2
+    seeds: Annotated[int, Option("Number of seeds.", least=1)] = 3
+    epochs: Annotated[
+        int | None, Option("Number of epochs.", least=1, default_text="chosen by each case")
+    ] = None
+    shrunk_epochs: Annotated[
+        int | None,
+        Option(
+            "Number of epochs of all trainings except the one that keeps all neurons and samples.",
+            least=1,
+            default_text="more than --epochs, in part of the time that they save",
+        ),
+    ] = None
+    width: Annotated[
+        int | None,
+        Option(
+            "Width of networks before they are pruned.",
+            least=2,
+            default_text="chosen by each case",
+        ),
+    ] = None
+    tolerance: Annotated[
+        float,
+        Option("Held-out accuracy that pruning may cost.", unit="percentage points", least=0),
+    ] = 0.5
+    image_size: Annotated[int, Option("Side of the images.", unit="pixels", least=32)] = 64
+    rows: Annotated[
+        int | None,
+        Option(
+            "Rows of the table that perceptrons learn from.",
+            least=1000,
+            default_text="chosen by each case",
+        ),
+    ] = None
+    lr: Annotated[float, Option("First learning rate of Adam, for perceptrons.", above=0)] = 1e-3
+    keep: Annotated[
+        str | None,
+        Option(
+            "Keep reports of trainings in this folder, so that an interrupted run continues.",
+            metavar="FOLDER",
+        ),
+    ] = None
+    plot: Annotated[
+        str | None,
+        Option(
+            "Draw accuracy over time, and layers, into this PNG or SVG file; with several cases, "
+            "each has its name before the ending.",
+            metavar="FILE",
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
+        check(self)
         if self.plot is not None and not self.plot.endswith((".png", ".svg")):
             raise UsageError(f"--plot {self.plot}: give a name that ends in .png or .svg")
-        if not self.lr > 0:
-            raise UsageError(f"--lr {self.lr}: give a number above 0")
-        if not self.tolerance >= 0:
-            raise UsageError(f"--tolerance {self.tolerance}: give points of accuracy, 0 or more")
 
     def longer(self, epochs: int, times: float) -> int:
-        """Epochs of trainings that cost less: a part of the time that they save goes into more."""
+        """Return the epochs of trainings that cost less: they spend part of the time they save."""
         return self.shrunk_epochs or max(epochs, round(epochs * times))
 
     def check_images(self, case: str) -> tuple[str, str]:
-        """Training and held-out data. Raises UsageError where they lack."""
+        """Return (training data, held-out data). Raises UsageError when one is missing."""
         if self.source is None or self.val is None:
-            raise UsageError(f"--case {case} wants a data set and held-out data: SRC --val VAL")
+            raise UsageError(f"--case {case} needs a data set and held-out data: SRC --val VAL")
         return self.source, self.val

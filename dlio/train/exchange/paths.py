@@ -21,8 +21,8 @@ import torch.distributed as dist
 from dlio.comm import Communicator, Request
 from dlio.comm.devices import sums_device_memory
 from dlio.train.exchange.buckets import Bucket
-from dlio.train.exchange.spec import ExchangeSpec
 from dlio.train.exchange.sums import Sum
+from dlio.train.exchange_spec import ExchangeSpec
 
 
 class Path(Protocol):

@@ -1,4 +1,4 @@
-"""Reshape an exchange's state after parameters have been cut."""
+"""What an exchange keeps beside parameters, when these have been cut."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,23 +8,18 @@ import torch
 from dlio.train.cut import Cut
 from dlio.train.exchange.buckets import Bucket
 
-__all__ = ["RunningTotals", "reshape_flats", "reshape_state"]
 
-
-def reshape_flats(
+def recut(
     flats: Sequence[torch.Tensor],
     before: Sequence[Bucket],
     after: Sequence[Bucket],
     cuts: Sequence[Cut],
 ) -> list[torch.Tensor]:
-    """Cut flat values of the old buckets and regroup them into the new ones.
+    """Flat values of the buckets that there were, as those that there are now have them.
 
     Args:
-        flats: one tensor per old bucket, at least as long as its parameters; the rest is dropped.
-        after: buckets of the same parameters in the same order, grouped in any way.
-
-    Returns:
-        One tensor per new bucket, shape (its parameters' elements,).
+        flats: one per bucket before; what lies beyond its parameters is left out.
+        after: of the same parameters in the same order, however they are grouped.
     """
     cut_of = {id(cut.tensor): cut for cut in cuts}
     pieces: list[torch.Tensor] = []
@@ -41,41 +36,40 @@ def reshape_flats(
     return [part.clone() for part in torch.split(whole, counts)] if counts else []
 
 
-def reshape_state(
+def recut_state(
     state: Mapping[str, torch.Tensor],
     before: Sequence[Bucket],
     after: Sequence[Bucket],
     cuts: Sequence[Cut],
     flat: Sequence[str],
 ) -> dict[str, torch.Tensor]:
-    """Return an exchange's state after a cut.
+    """An exchange's state after a cut.
 
-    Compressors forget their memory of a tensor (adapted thresholds, positions), because it refers
-    to entries that no longer exist.
+    What compressors remember of a tensor (adapted thresholds, whose turn it is) begins anew: it is
+    kept by places that there are no longer.
 
     Args:
-        flat: names of the entries `<name>/<number>`, one per bucket, that are cut like parameters.
+        flat: names of what there is one of per bucket, `<name>/<number>`, cut like parameters.
     """
-    reshaped = {name: value for name, value in state.items() if "/" not in name}
+    found = {name: value for name, value in state.items() if "/" not in name}
     for name in flat:
         values = [state.get(f"{name}/{number}") for number in range(len(before))]
-        present = [value for value in values if value is not None]
-        if present and len(present) == len(before):
-            for number, value in enumerate(reshape_flats(present, before, after, cuts)):
-                reshaped[f"{name}/{number}"] = value
-    return reshaped
+        there = [value for value in values if value is not None]
+        if there and len(there) == len(before):
+            for number, value in enumerate(recut(there, before, after, cuts)):
+                found[f"{name}/{number}"] = value
+    return found
 
 
-class RunningTotals:
-    """Statistics that continue when the objects that count them are recreated."""
+class Told:
+    """Statistics that go on when what counts them is made anew."""
 
     def __init__(self) -> None:
         self._before: dict[str, float] = {}
 
-    def keep(self, counts: Mapping[str, float]) -> None:
-        """Add the counts of objects that are about to be discarded."""
-        self._before = self.plus(counts)
+    def keep(self, told: Mapping[str, float]) -> None:
+        """Of parts that are about to go."""
+        self._before = self.plus(told)
 
-    def plus(self, counts: Mapping[str, float]) -> dict[str, float]:
-        """Return the counts so far plus those of the current objects."""
-        return {key: value + self._before.get(key, 0.0) for key, value in counts.items()}
+    def plus(self, told: Mapping[str, float]) -> dict[str, float]:
+        return {key: value + self._before.get(key, 0.0) for key, value in told.items()}

@@ -1,4 +1,4 @@
-"""Repeated non-blocking sums of one flat float32 region over all ranks."""
+"""Sums of one flat float32 region over all ranks, begun again and again, without blocking."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -14,57 +14,44 @@ from dlio.train.exchange.compress import make_compressor
 from dlio.train.exchange.compress.layout import Scratch, pieces_of
 from dlio.train.exchange.compress.reduce import QuantisedAllreduce
 from dlio.train.exchange.routes import Op, route
-from dlio.train.exchange.setting import Setting
-
-__all__ = [
-    "AllreduceSum",
-    "RoutedSum",
-    "Sum",
-    "Tensors",
-    "load_states",
-    "make_sum",
-    "states_of",
-]
+from dlio.train.exchange_spec import ExchangeSpec
 
 _F32 = npt.NDArray[np.float32]
 _HEAD: Final = 8
-"""Bytes before a compressed message: its length, for ranks that forward it."""
+"""Bytes before a compressed message: how many it has, for those who hand it on."""
 Tensors = Sequence[tuple[str, Sequence[int]]]
-"""(name, shape) of the tensors in a region, in the order of their elements."""
 
 
 class Sum(Protocol):
-    """The sum of one region. All ranks start and wait for regions in the same order."""
+    """One region's sum. Ranks start and wait for the same regions in the same order."""
 
     def start(self, region: _F32) -> None:
-        """Start summing `region` in place. Do not touch it before the sum is complete."""
+        """Begin; `region` holds the sum when it is done, and must not be touched before."""
 
     def advance(self) -> bool:
-        """Drive the sum forward without waiting; True if it is complete."""
+        """Do what can be done without waiting; whether the sum is there."""
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return once the sum is complete. Raises CommTimeout after the deadline."""
+        """Return when the sum is there. Raises CommTimeout."""
 
     def flush(self, region: _F32) -> None:
-        """Overwrite `region` with the sum of all ranks' residuals, and clear them. Collective."""
+        """Overwrite `region` with what all ranks have left out, and forget it. Collective."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the state for a checkpoint, between two sums.
-
-        `owed` is this rank's residual; all else is valid only for the same number of ranks.
-        """
+        """For a checkpoint, between two sums: `owed`, what this rank has not given to others, and
+        more, which is good for the same number of ranks only."""
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restore `state`, or the entries of it that are present."""
+        """Go on from `state`, or from what there is of it."""
 
     def statistics(self) -> dict[str, float]:
-        """Totals since the start: `wait_s`, and `messages` and `bytes` that this rank sent."""
+        """Since the beginning: `wait_s`, `messages` and `bytes` sent by this rank."""
 
     def close(self) -> None: ...
 
 
-def states_of(sums: Sequence[Sum]) -> dict[str, torch.Tensor]:
-    """Merge the states of several sums, as `owed/<number>` etc."""
+def state_of(sums: Sequence[Sum]) -> dict[str, torch.Tensor]:
+    """Of several sums, for a checkpoint; `owed/<number>` and the like."""
     return {
         f"{name}/{number}": value
         for number, each in enumerate(sums)
@@ -72,23 +59,27 @@ def states_of(sums: Sequence[Sum]) -> dict[str, torch.Tensor]:
     }
 
 
-def load_states(sums: Sequence[Sum], state: Mapping[str, torch.Tensor]) -> None:
-    """Restore the result of `states_of`."""
+def load_state(sums: Sequence[Sum], state: Mapping[str, torch.Tensor]) -> None:
     for number, each in enumerate(sums):
         ours = [name for name in state if name.endswith(f"/{number}")]
         each.load_state({name.rpartition("/")[0]: state[name] for name in ours})
 
 
-def make_sum(setting: Setting, tensors: Tensors, tag: int) -> Sum:
-    """Create the sum that an exchange's topology and compressor need.
+def make_sum(
+    spec: ExchangeSpec,
+    comm: Communicator,
+    tensors: Tensors,
+    tag: int,
+    node_of: npt.NDArray[np.int32],
+    scratch: Scratch,
+) -> Sum:
+    """What suits the exchange; of `TAGS` tags from `tag` on.
 
     Args:
-        tensors: (name, shape) of the tensors in the region.
-        tag: the first of `TAGS` tags that nothing else on the communicator uses.
+        tensors: (name, shape) of what lies in the region, one after the other.
     """
-    spec, comm, scratch = setting.spec, setting.comm, setting.scratch
     if spec.topology in ("hierarchical", "tree", "star"):
-        ops = route(spec.topology, comm.rank, setting.node_of, spec.compressor is not None)
+        ops = route(spec.topology, comm.rank, node_of, spec.compressor is not None)
         return RoutedSum(comm, tensors, ops, spec.compressor, tag, scratch)
     if spec.compressor is not None:
         return QuantisedAllreduce(comm, tensors, spec.compressor, tag, scratch)
@@ -132,7 +123,7 @@ class AllreduceSum:
         pass
 
     def statistics(self) -> dict[str, float]:
-        """Totals of a ring: each rank sends 2 (p - 1) messages of a p-th of the bytes."""
+        """As a ring has them: each rank sends 2 (p - 1) messages of a p-th of the bytes."""
         hops = 2 * (self._comm.size - 1)
         sent = hops * self._bytes / self._comm.size
         return {"wait_s": self._wait_s, "messages": float(hops * self._starts), "bytes": sent}
@@ -142,11 +133,8 @@ class AllreduceSum:
 
 
 class RoutedSum:
-    """A sum over point-to-point messages along a route.
-
-    With a compressor, each hop up keeps its residual for the next sum, and all ranks receive the
-    one message that the root encodes.
-    """
+    """A sum over messages of our own, along a route; compressed, each hop with what it leaves out
+    kept for the next sum, and what comes down a message that its root makes once."""
 
     def __init__(
         self,
@@ -170,7 +158,7 @@ class RoutedSum:
         self._incoming = np.empty(longest, np.uint8)
         self._outgoing = np.empty(longest if self._codec else 0, np.uint8)
         self._down = False
-        """True if `_outgoing` holds the sum that all ranks receive."""
+        """Whether `_outgoing` holds the sum as all ranks get it."""
         self._at = len(self._ops)
         self._receive: Request | None = None
         self._sends: list[Request] = []
@@ -212,7 +200,7 @@ class RoutedSum:
             region[:] = 0
             return
         region[:] = self.residual
-        self._comm.wait([self._comm.iallreduce(region)], "residuals of the other ranks")
+        self._comm.wait([self._comm.iallreduce(region)], "what other ranks have left out")
         self.residual[:] = 0
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -243,7 +231,7 @@ class RoutedSum:
         self._receive, self._sends = None, []
 
     def _begin(self) -> None:
-        """Post the messages of the next operation."""
+        """Post what the operation that is next wants."""
         kind, peer = self._ops[self._at]
         if kind != "send":
             self._receive = self._comm.irecv(self._incoming, peer, self._tag)
@@ -251,14 +239,14 @@ class RoutedSum:
             self._send(peer)
 
     def _end(self) -> bool:
-        """End the next operation if its message has arrived; True if so."""
+        """Whether the operation that is next is over; ends it."""
         if self._receive is None:
             return True
         if not self._receive.done():
             return False
         kind, _ = self._ops[self._at]
         if kind != "add" and not all(send.done() for send in self._sends):
-            return False  # Adding would change a region that is being sent.
+            return False  # What is being sent is about to change.
         self._receive = None
         if self._codec is None:
             arrived = self._incoming.view(np.float32)
@@ -267,7 +255,7 @@ class RoutedSum:
             else:
                 self._region += arrived
         elif kind == "take":
-            # Forwarded unchanged.
+            # To be handed on as it is.
             self._incoming, self._outgoing = self._outgoing, self._incoming
             self._give()
         else:
@@ -281,7 +269,7 @@ class RoutedSum:
                 used = self._codec.encode(self._region, self.residual, self._outgoing[_HEAD:])
                 self._outgoing[:_HEAD].view(np.uint64)[0] = used
                 if not any(op.kind == "take" for op in self._ops[self._at :]):
-                    self._give()  # The root takes the decoded sum, too.
+                    self._give()  # The root has what it tells.
             used = int(self._outgoing[:_HEAD].view(np.uint64)[0])
             message = self._outgoing[: _HEAD + used]
         self._sends.append(self._comm.isend(message, peer, self._tag))
@@ -289,7 +277,7 @@ class RoutedSum:
         self._bytes += len(message)
 
     def _give(self) -> None:
-        """Overwrite the region with the decoded message that goes down."""
+        """The region is what the message that goes down stands for."""
         assert self._codec is not None
         self._down = True
         self._region[:] = 0

@@ -37,8 +37,9 @@ import numpy.typing as npt
 
 from dlio.errors import UsageError
 from dlio.train.exchange.compress.layout import Piece, Scratch
+from dlio.train.exchange_spec import COMPRESSORS
 
-NAMES: Final = ("onebit", "threshold", "adaptive", "int8", "bf16", "fp16")
+NAMES: Final = COMPRESSORS
 
 
 class Compressor(Protocol):

@@ -14,8 +14,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from dlio.errors import UsageError
-from dlio.train.exchange.compress import NAMES as COMPRESSORS
 
+__all__ = ["COMPRESSORS", "NAMES", "USAGE", "ExchangeSpec", "parse_exchange"]
+
+COMPRESSORS: Final = ("onebit", "threshold", "adaptive", "int8", "bf16", "fp16")
+"""Names of compressors; see `dlio.train.exchange.compress`."""
 _PATTERN: Final = re.compile(r"([a-z-]+)(?:\(([^)]*)\))?(?:\+([a-z0-9]+))?")
 _SPARSE: Final = ("onebit", "threshold", "adaptive")
 """Compressors that leave most of it for later: of what adds up, not of weights."""

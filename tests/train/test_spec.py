@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from dlio.errors import UsageError
 from dlio.train.exchange.compress import NAMES as COMPRESSORS
 from dlio.train.exchange.routes import Op, route
-from dlio.train.exchange.spec import NAMES, parse_exchange
+from dlio.train.exchange_spec import NAMES, parse_exchange
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,244 @@
+"""The table of commands, and the cyclopts app that parses for them.
+
+Only the module of the command that is run is imported: `dlio CMD` loads CMD and nothing else, and
+summaries in `dlio --help` are read from source files without running them.
+"""
+
+import ast
+import importlib.util
+import inspect
+import pkgutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import Annotated, Any, Final
+
+from cyclopts import App, CycloptsError, Parameter
+
+from dlio import __version__
+from dlio.cli.command import Command, CommandFunction, describe, is_command
+from dlio.cli.help import TwoColumns
+from dlio.errors import DlioError, UsageError
+
+__all__ = ["CORE", "Group", "all_commands", "make_app", "places"]
+
+CORE: Final[Mapping[str, str]] = {
+    "train": "dlio.cli.train:command",
+    "run": "dlio.cli.run:command",
+    "demo": "dlio.cli.demo:command",
+    "ls": "dlio.cli.ls:command",
+    "plan": "dlio.cli.forecast:plan",
+    "simulate": "dlio.cli.forecast:simulate",
+}
+"""Commands of the core and where their functions are."""
+_HELP: Final = "Feed distributed deep learning from a deep memory hierarchy."
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A command that consists of commands, such as `dlio bench`."""
+
+    help: str
+    commands: Mapping[str, str] = field(default_factory=dict)
+    """Where the functions are, by name: `package.module:function`."""
+
+
+Loaded = CommandFunction | Group | App
+"""What an entry point of the group `dlio.commands` may name; and a `typer.Typer`."""
+
+
+def places() -> dict[str, str]:
+    """Return where each command is, by name: those of the core, and installed plug-ins."""
+    plugged = {entry.name: entry.value for entry in entry_points(group="dlio.commands")}
+    return {**CORE, **dict(sorted(plugged.items()))}
+
+
+def make_app(path: Sequence[str] | None = None, rest: Sequence[str] = ()) -> App:
+    """Return the app.
+
+    Args:
+        path: the command to run, such as `("bench", "loader")`: the others are summaries only.
+            None loads all commands, for completion.
+        rest: arguments that the command passes on unchanged.
+    """
+    app = _app("dlio", _HELP, version=__version__, version_flags=["--version"])
+    app.register_install_completion_command(help="Install completion for the shell in use.")
+    for name, place in places().items():
+        if path is None or list(path[:1]) == [name]:
+            part = _loaded(name, place, None if path is None else path[1:], rest)
+        else:
+            part = _app(name, "" if path else _summary(place))
+        app.command(part, name=name)
+    return app
+
+
+def all_commands() -> Iterator[Command]:
+    """Load and return all commands whose options are records, those of groups included."""
+    for name, place in places().items():
+        loaded = _resolve(place)
+        if isinstance(loaded, Group):
+            for inner, where in loaded.commands.items():
+                yield Command(f"{name} {inner}", _resolve(where))
+        elif callable(loaded) and is_command(loaded):
+            yield Command(name, loaded)
+
+
+def find_command(tokens: Sequence[str]) -> Command | None:
+    """Return the command that the first tokens name; None for a group or a foreign command."""
+    if not tokens or tokens[0] not in places():
+        return None
+    try:
+        loaded = _resolve(places()[tokens[0]])
+    except Exception:
+        return None  # Running it says why.
+    if isinstance(loaded, Group):
+        if len(tokens) < 2 or tokens[1] not in loaded.commands:
+            return None
+        return Command(" ".join(tokens[:2]), _resolve(loaded.commands[tokens[1]]))
+    return Command(tokens[0], loaded) if callable(loaded) and is_command(loaded) else None
+
+
+def run_app(app: App, tokens: Sequence[str], command: Command | None = None) -> None:
+    """Parse tokens and run the command that they name. Raises UsageError for a wrong option."""
+    try:
+        app(
+            tokens,
+            exit_on_error=False,
+            print_error=False,
+            verbose=False,
+            result_action="return_value",
+        )
+    except CycloptsError as error:
+        fields = () if command is None else command.fields
+        name = tokens[0] if command is None and tokens else getattr(command, "name", "")
+        raise UsageError(describe(error, name, fields)) from error
+
+
+def run_function(name: str, function: CommandFunction, tokens: Sequence[str]) -> None:
+    """Run a function as a program of its own, outside of `dlio`.
+
+    Prints an error in one line and exits with code 2.
+    """
+    command = Command(name, function)
+    try:
+        run_app(_of_function(name, function, ()), tokens, command)
+    except DlioError as error:
+        print(f"{name}: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _app(name: str, text: str, **more: Any) -> App:
+    return App(
+        name=name,
+        help=text,
+        help_format="plaintext",
+        help_formatter=TwoColumns(),
+        help_flags=["--help"],
+        **{"version_flags": [], **more},
+    )
+
+
+def _loaded(name: str, place: str, path: Sequence[str] | None, rest: Sequence[str]) -> App:
+    """Return the app of one command, whatever kind its entry point is of."""
+    try:
+        loaded = _resolve(place)
+    except Exception as error:
+        return _broken(name, place, error)
+    if isinstance(loaded, App):
+        return loaded
+    if isinstance(loaded, Group):
+        app = _app(name, loaded.help)
+        for inner, where in loaded.commands.items():
+            if path is None or list(path[:1]) == [inner]:
+                part = _of_function(f"{name} {inner}", _resolve(where), rest)
+            else:
+                part = _app(inner, "" if path else _summary(where))
+            app.command(part, name=inner)
+        return app
+    if _is_typer(loaded):
+        return _of_typer(name, loaded)
+    return _of_function(name, loaded, rest)
+
+
+def _of_function(name: str, function: CommandFunction, rest: Sequence[str]) -> App:
+    text = inspect.getdoc(function) or ""
+    app = _app(name.rpartition(" ")[2], text)
+    app.default(Command(name, function).callable(rest) if is_command(function) else function)
+    return app
+
+
+def _is_typer(loaded: object) -> bool:
+    """True for a typer app, or a function whose options are declared with typer."""
+    if type(loaded).__module__.partition(".")[0] == "typer":
+        return True
+    try:
+        parameters = inspect.signature(loaded).parameters.values()  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
+    marks = [*(each.default for each in parameters)]
+    for each in parameters:
+        marks += getattr(each.annotation, "__metadata__", ())
+    return any(type(mark).__module__.startswith("typer.") for mark in marks)
+
+
+def _of_typer(name: str, loaded: Any) -> App:
+    """Return an app that hands its arguments to typer."""
+    import typer
+
+    def run(*tokens: str) -> None:
+        typer_app = loaded
+        if not isinstance(loaded, typer.Typer):
+            typer_app = typer.Typer(add_completion=False, rich_markup_mode=None)
+            typer_app.command(name)(loaded)
+        typer_app(args=list(tokens), prog_name=f"dlio {name}")
+
+    text = inspect.getdoc(loaded) or "" if callable(loaded) else ""
+    app = _app(name, text)
+    app.help_flags = []
+    run.__annotations__["tokens"] = Annotated[str, Parameter(allow_leading_hyphen=True)]
+    app.default(run)
+    return app
+
+
+def _broken(name: str, place: str, error: Exception) -> App:
+    """Return an app in place of one whose module cannot be loaded."""
+
+    def run(*_: str) -> None:
+        raise UsageError(
+            f"the command {name} ({place}) cannot be loaded: {error}; install its package again"
+        )
+
+    app = _app(name, f"(cannot be loaded: {error})")
+    app.default(run)
+    return app
+
+
+def _resolve(place: str) -> Any:
+    return pkgutil.resolve_name(place)
+
+
+def _summary(place: str) -> str:
+    """Return the first sentence of a command's description, without importing its module."""
+    module, _, attribute = place.partition(":")
+    try:
+        spec = importlib.util.find_spec(module)
+        if spec is None:
+            raise ModuleNotFoundError(f"No module named {module!r}")
+        if spec.origin is not None and spec.origin.endswith(".py"):
+            with open(spec.origin, encoding="utf-8") as file:
+                tree = ast.parse(file.read())
+            for node in tree.body:
+                if isinstance(node, ast.FunctionDef) and node.name == attribute:
+                    return _first_paragraph(ast.get_docstring(node))
+        loaded = _resolve(place)
+    except Exception as error:
+        return f"(cannot be loaded: {error})"
+    if isinstance(loaded, Group):
+        return loaded.help
+    info = getattr(loaded, "info", loaded)  # A typer app has its help there.
+    return _first_paragraph(getattr(info, "help", None) or loaded.__doc__)
+
+
+def _first_paragraph(text: str | None) -> str:
+    return " ".join((text or "").split("\n\n")[0].split())

@@ -1,0 +1,78 @@
+"""How the help of commands is laid out: plain text in two columns, wrapped to the terminal."""
+
+import textwrap
+from typing import Any, Final
+
+__all__ = ["TwoColumns"]
+
+_NAMES_WIDTH: Final = 28
+"""Columns for the names; longer names have a line of their own."""
+
+
+class TwoColumns:
+    """A help formatter of cyclopts."""
+
+    def __call__(self, console: Any, options: Any, panel: Any) -> None:
+        """Print a panel: its title, and a row for each command or option."""
+        if not panel.entries:
+            return
+        lines = [f"{panel.title}:"]
+        for entry in panel.entries:
+            lines += self._rows(entry, panel.format == "parameter", console.width)
+        self._print(console, "\n".join(lines))
+
+    def render_usage(self, console: Any, options: Any, usage: Any) -> None:
+        """Print the line of usage."""
+        text = getattr(usage, "plain", str(usage)).strip()
+        self._print(console, f"Usage: {text.removeprefix('Usage: ')}")
+
+    def render_description(self, console: Any, options: Any, description: Any) -> None:
+        """Print the description of a command."""
+        text = _text(description)
+        paragraphs = [" ".join(each.split()) for each in text.split("\n\n")]
+        wrapped = [textwrap.fill(each, min(console.width, 100)) for each in paragraphs if each]
+        if wrapped:
+            self._print(console, "\n\n".join(wrapped))
+
+    def _rows(self, entry: Any, is_option: bool, width: int) -> list[str]:
+        names = [*entry.positive_shorts, *entry.positive_names]
+        if entry.positional_label:
+            names = [entry.positional_label]
+        if any(name.startswith("--no-") for name in entry.negative_names):
+            names = [f"--[no-]{name[2:]}" if name.startswith("--") else name for name in names]
+        label = ", ".join(names)
+        text = _text(entry.description)
+        if is_option and not entry.positional_label and entry.metavar:
+            label += f" {entry.metavar}"
+        if entry.choices:
+            text += f" [one of: {', '.join(entry.choices)}]"
+        if entry.required:
+            text += " [required]"
+        room = max(30, min(width, 100) - _NAMES_WIDTH - 2)
+        rows = textwrap.wrap(" ".join(text.split()), room) or [""]
+        first = f"  {label}"
+        indent = " " * (_NAMES_WIDTH + 2)
+        if len(first) > _NAMES_WIDTH:
+            return [first, *(f"{indent}{row}" for row in rows)]
+        return [f"{first:<{_NAMES_WIDTH + 2}}{rows[0]}", *(f"{indent}{row}" for row in rows[1:])]
+
+    def _print(self, console: Any, text: str) -> None:
+        console.print(f"{text}\n", highlight=False, markup=False, soft_wrap=True)
+
+
+def _text(renderable: Any) -> str:
+    """Return the plain text of what cyclopts hands a formatter."""
+    if renderable is None:
+        return ""
+    if hasattr(renderable, "plain"):
+        return str(renderable.plain)
+    if isinstance(renderable, str):
+        return renderable
+    from io import StringIO
+
+    from rich.console import Console
+
+    console = Console(file=StringIO(), width=10_000, no_color=True, force_terminal=False)
+    with console.capture() as capture:
+        console.print(renderable, highlight=False)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())

@@ -1,0 +1,75 @@
+"""Records of options that several commands share."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from dlio.util.files import check_writable
+from dlio.util.options import Option, check
+
+__all__ = ["ConfigFile", "Output", "PretendNodes", "Ranks"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """How many ranks a command starts."""
+
+    ranks: Annotated[
+        int | None,
+        Option(
+            "Number of ranks to start on this machine, with mpirun.",
+            short="-n",
+            least=1,
+            default_text="one, or the ranks that mpirun or srun started",
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """Options from a YAML file; the command line overrides it."""
+
+    config: Annotated[
+        str | None,
+        Option(
+            "Read options from this YAML file; options of the command line override it.",
+            metavar="FILE",
+        ),
+    ] = None
+    print_config: Annotated[
+        bool,
+        Option("Print all options as YAML, which --config reads back, and exit."),
+    ] = False
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where a command's results go besides the terminal."""
+
+    report: Annotated[
+        str | None, Option("Write the results as JSON to this file.", metavar="FILE")
+    ] = None
+    as_json: Annotated[
+        bool, Option("Print the results as JSON, on the last line of the output.", name="json")
+    ] = False
+
+    def check_writable(self) -> None:
+        """Raise UsageError before the work when the report cannot be written."""
+        if self.report is not None:
+            check_writable("--report", self.report)
+
+
+@dataclass(frozen=True, slots=True)
+class PretendNodes:
+    """Nodes that are only pretended, to try things out on one machine."""
+
+    pretend_nodes: Annotated[
+        int | None,
+        Option(
+            "Number of nodes to pretend: the ranks are divided into this many groups.",
+            least=1,
+            default_text="the nodes that ranks really run on",
+        ),
+    ] = None

@@ -1,0 +1,52 @@
+"""Options of `dlio run`."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from dlio.train.exchange_spec import parse_exchange
+from dlio.util.options import Option, check
+
+__all__ = ["RunOptions"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How a script is run on many ranks."""
+
+    exchange: Annotated[
+        str,
+        Option(
+            "How ranks keep one model, as for `dlio train --exchange`.",
+            metavar="EXCHANGE",
+        ),
+    ] = "allreduce"
+    batch: Annotated[
+        Literal["global", "per-rank"],
+        Option(
+            "global: divide each batch of the script among the ranks, so that its learning rate "
+            "stays right. per-rank: give each rank a batch of its own, so that an epoch has fewer "
+            "steps."
+        ),
+    ] = "global"
+    tiers: Annotated[
+        str | None,
+        Option(
+            "Tiers of each node for data that dlio can read, such as "
+            "ram:2GiB,/local/scratch:20GiB.",
+            metavar="TIERS",
+            default_text="DLIO_TIERS, or RAM",
+        ),
+    ] = None
+    seed: Annotated[int, Option("Seed for scripts that set none themselves.", least=0)] = 0
+    pretend_nodes: Annotated[
+        int | None,
+        Option("Number of nodes to pretend: the ranks are divided into this many groups.", least=1),
+    ] = None
+    balance: Annotated[
+        bool,
+        Option("Give ranks that compute faster more of each batch, from the second pass on."),
+    ] = False
+
+    def __post_init__(self) -> None:
+        check(self)
+        parse_exchange(self.exchange)

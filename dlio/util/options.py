@@ -1,0 +1,283 @@
+"""Options as fields of frozen records: each is stated once, with its type, default, help and unit.
+
+    @dataclass(frozen=True, slots=True)
+    class Shape:
+        width: Annotated[int, Option("Width of the image.", unit="pixels", least=1)] = 64
+
+        def __post_init__(self) -> None:
+            check(self)
+
+The command line, configuration files, the options that ranks are handed and the reference in the
+documentation are all made from such records. Fields without an `Option` are left alone.
+"""
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import Annotated, Any, Final, Literal, TypeVar, get_args, get_origin
+
+from dlio.errors import UsageError
+
+__all__ = [
+    "Field",
+    "Option",
+    "Scalar",
+    "Value",
+    "as_mapping",
+    "check",
+    "from_mapping",
+    "nearest",
+    "options_of",
+]
+
+Scalar = str | int | float | bool
+Value = Scalar | None | tuple[object, ...]
+"""Values that a field may have."""
+_Record = TypeVar("_Record")
+_KINDS: Final[dict[type, str]] = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+}
+
+
+_KNOWN: Final[dict[type, tuple["Field", ...]]] = {}
+"""Options of records that were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option of a command; annotates a field of a record."""
+
+    help: str
+    """One plain sentence."""
+    _: KW_ONLY
+    unit: str | None = None
+    least: float | None = None
+    """Smallest value allowed."""
+    above: float | None = None
+    """Values must be greater than this one."""
+    most: float | None = None
+    """Largest value allowed."""
+    below: float | None = None
+    """Values must be less than this one."""
+    choices: tuple[str, ...] = ()
+    """Values allowed; a `Literal` type states its own."""
+    name: str | None = None
+    """Name on the command line without its hyphens; by default the field's name."""
+    short: str | None = None
+    """Short name, such as `-n`."""
+    metavar: str | None = None
+    """Placeholder of the value in the help."""
+    positional: bool = False
+    """Given by its place on the command line, without a name."""
+    rest: bool = False
+    """Takes all arguments after the last positional one unchanged, options included."""
+    needs: str | None = None
+    """Field without which this option has no meaning."""
+    parse: Callable[[str], Value] | None = None
+    """Converts text to the value, where the field's type does not say how."""
+    show: Callable[[Any], str] | None = None
+    """Converts a value back to text that `parse` takes."""
+    default_text: str | None = None
+    """Describes the default, where its value does not."""
+    hidden: bool = False
+    """Left out of help and reference."""
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A field of a record that is an option, with all that follows from its annotation."""
+
+    record: type
+    name: str
+    """Name of the field."""
+    option: Option
+    type: type[str] | type[int] | type[float] | type[bool]
+    """Type of the value, or of each value of a repeatable option."""
+    many: bool
+    """True for a repeatable option: the field is a tuple."""
+    optional: bool
+    """True if None is allowed."""
+    choices: tuple[str, ...]
+    default: Value
+    required: bool
+
+    @property
+    def key(self) -> str:
+        """Name in a configuration file."""
+        return (self.option.name or self.name).replace("-", "_")
+
+    @property
+    def flag(self) -> str:
+        """Name in messages: `--batch-size`, or the placeholder of a positional argument."""
+        if self.option.positional:
+            return self.option.metavar or self.name.upper()
+        return "--" + self.key.replace("_", "-")
+
+    @property
+    def remedy(self) -> str:
+        """End of a message about a value of another type or an unknown one."""
+        if self.choices:
+            return f"choose one of {', '.join(self.choices)}"
+        return f"give {_KINDS[self.type]}"
+
+    def show(self, value: Value) -> object:
+        """Return a value as a configuration file states it."""
+        if value is not None and self.option.show is not None:
+            return self.option.show(value)
+        return list(value) if isinstance(value, tuple) else value
+
+    def convert(self, value: object, where: str) -> Value:
+        """Return the field's value for one that a command line or a configuration file gives.
+
+        Args:
+            value: text, or a scalar or a list of them, as YAML and JSON have them.
+            where: begins the message of an error, such as `--epochs` or `run.yaml: epochs`.
+
+        Raises UsageError when the value is not one of this field's type.
+        """
+        if value is None:
+            if not self.optional:
+                raise UsageError(f"{where}: {self.remedy}")
+            return None
+        if self.option.parse is not None and isinstance(value, str):
+            return self.option.parse(value)
+        if self.many:
+            items = value if isinstance(value, list | tuple) else [value]
+            return tuple(self._scalar(each, where) for each in items)
+        return self._scalar(value, where)
+
+    def _scalar(self, value: object, where: str) -> Scalar:
+        scalar: Scalar | None = None
+        if value is False and "off" in self.choices:
+            scalar = "off"  # YAML 1.1 reads the word as a boolean.
+        elif isinstance(value, bool) or self.type is bool:
+            scalar = value if isinstance(value, bool) and self.type is bool else None
+        elif self.type is str:
+            scalar = value if isinstance(value, str) else None
+        elif isinstance(value, str | int | float):
+            scalar = _number(value, self.type)
+        if scalar is None:
+            raise UsageError(f"{where} {value}: {self.remedy}")
+        return scalar
+
+    def check(self, value: Value) -> None:
+        """Raise UsageError when the value is outside of the option's range or choices."""
+        option = self.option
+        for each in value if isinstance(value, tuple) else (value,):
+            if self.choices and each is not None and each not in self.choices:
+                raise UsageError(f"{self.flag} {each}: {self.remedy}")
+            if not isinstance(each, int | float) or isinstance(each, bool):
+                continue
+            low = -math.inf if option.least is None else option.least
+            high = math.inf if option.most is None else option.most
+            inside = low <= each <= high
+            inside &= option.above is None or each > option.above
+            inside &= option.below is None or each < option.below
+            if not inside:
+                raise UsageError(f"{self.flag} {each}: give {self._range()}")
+
+    def _range(self) -> str:
+        option = self.option
+        limits = []
+        if option.above is not None:
+            limits.append(f"above {option.above:,g}")
+        if option.least is not None:
+            alone = option.most is None and option.below is None
+            limits.append(f"{'at least' if alone else 'from'} {option.least:,g}")
+        if option.most is not None:
+            limits.append(f"up to {option.most:,g}" if limits else f"at most {option.most:,g}")
+        if option.below is not None:
+            limits.append(f"below {option.below:,g}")
+        unit = f" {option.unit}" if option.unit else ""
+        first = "" if limits[0].startswith("at ") else ("a number" if not unit else unit[1:]) + " "
+        return first + " and ".join(limits) + (unit if not first else "")
+
+
+def _number(value: str | float, kind: type) -> int | float | None:
+    try:
+        if kind is float:
+            return float(value)
+        number = int(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if isinstance(value, str) or number == value else None
+
+
+def options_of(record: type) -> tuple[Field, ...]:
+    """Return the options among a record's fields, in their order."""
+    fields: tuple[Field, ...] | None = _KNOWN.get(record)
+    if fields is None:
+        fields = _KNOWN[record] = tuple(_fields_of(record))
+    return fields
+
+
+def _fields_of(record: type) -> Iterator[Field]:
+    hints = typing.get_type_hints(record, include_extras=True)
+    for each in dataclasses.fields(record):
+        hint = hints[each.name]
+        annotations = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+        option = next((a for a in annotations if isinstance(a, Option)), None)
+        if option is None:
+            continue
+        kind, many, optional, choices = _plain(get_args(hint)[0], option)
+        required = each.default is dataclasses.MISSING
+        default: Any = None if required else each.default
+        yield Field(record, each.name, option, kind, many, optional, choices, default, required)
+
+
+def _plain(hint: Any, option: Option) -> tuple[Any, bool, bool, tuple[str, ...]]:
+    """Return (type, many, optional, choices) of an annotation without its `Option`."""
+    optional = many = False
+    if get_origin(hint) in (types.UnionType, typing.Union):
+        inner = [each for each in get_args(hint) if each is not type(None)]
+        optional, hint = len(inner) < len(get_args(hint)), inner[0]
+    if get_origin(hint) is tuple:
+        many = option.parse is None
+        hint = get_args(hint)[0] if many else str
+    if get_origin(hint) is Literal:
+        return str, many, optional, get_args(hint)
+    return hint, many, optional, option.choices
+
+
+def check(record: object) -> None:
+    """Raise UsageError when a value of a record is outside of its option's range or choices, or an
+    option is given without the one that it needs."""
+    for field in options_of(type(record)):
+        value = getattr(record, field.name)
+        field.check(value)
+        needs = field.option.needs
+        if needs is not None and value and not getattr(record, needs):
+            other = next(each for each in options_of(type(record)) if each.name == needs)
+            raise UsageError(f"{field.flag} needs {other.flag}, too")
+
+
+def as_mapping(record: object) -> dict[str, Value]:
+    """Return a record's options by the names of its fields, for `from_mapping`."""
+    return {field.name: getattr(record, field.name) for field in options_of(type(record))}
+
+
+def from_mapping(record: type[_Record], values: Mapping[str, object]) -> _Record:
+    """Return the record of `as_mapping`, after its way through JSON."""
+    return record(
+        **{
+            name: _frozen(value) if isinstance(value, list) else value
+            for name, value in values.items()
+        }
+    )
+
+
+def _frozen(value: object) -> object:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """Return `; the nearest is ...` for a mistyped word, or nothing."""
+    close = difflib.get_close_matches(word, list(words), 1, 0.5)
+    return f"; the nearest is {close[0]}" if close else ""
