@@ -13,6 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from dlio.forecast.exchange import Link
 from dlio.forecast.traffic import Job, Messages, messages_of
 from dlio.plan.schedule import Assignment
 
@@ -44,6 +45,11 @@ class Machine:
     """Relative standard deviation of decoding and computing, drawn for each step and rank."""
     slow: dict[int, float] = field(default_factory=dict)
     """How many times as long some ranks take to decode and to compute."""
+
+    @property
+    def link(self) -> Link:
+        """Cost of a message between two nodes."""
+        return Link(self.link_latency_s, 1 / self.link_rate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +265,8 @@ def _send(
     """Put messages through links, in the order in which they are ready; `arrival` becomes the
     latest of each rank."""
     node_of = job.ranks.node_of
-    durations = found.wire / machine.link_rate
+    link = machine.link
+    durations = found.wire * link.beta_s
     order = np.argsort(ready[found.sender], kind="stable")
     out, into = state.link_out.tolist(), state.link_in.tolist()
     latest = arrival.tolist()
@@ -276,7 +283,7 @@ def _send(
         sent = max(at, out[origin])
         came = max(sent, into[target])
         out[origin], into[target] = sent + seconds, came + seconds
-        latest[receiver] = max(latest[receiver], came + seconds + machine.link_latency_s)
+        latest[receiver] = max(latest[receiver], came + seconds + link.alpha_s)
     state.link_out[:], state.link_in[:], arrival[:] = out, into, latest
     nodes = len(job.nodes)
     state.out_busy += np.bincount(node_of[found.sender], durations, nodes)

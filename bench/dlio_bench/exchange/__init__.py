@@ -5,7 +5,7 @@
 | `command` | the command, and the table of its cases |
 | `messages`, `overlap`, `step`, `training`, `slow_rank` | one case each |
 | `counted`, `timed`, `overlapped`, `stepped`, `slowed` | the programs of these ranks |
-| `alphabeta`, `drawing` | the model of what an exchange takes on many ranks, and its picture |
+| `fitting`, `drawing` | fit of the model `dlio.forecast.exchange` to messages, and its picture |
 | `monitor` | what the MPI library has really sent |
 | `variants`, `networks` | an exchange put around a training step; what is trained |
 """

@@ -3,9 +3,10 @@
 from dataclasses import asdict, replace
 from typing import Any, Final
 
+from dlio.forecast import exchange as model
+from dlio.forecast.exchange import Link, Work
 from dlio.util.cores import available_cores
-from dlio_bench.exchange import alphabeta
-from dlio_bench.exchange.alphabeta import Link, Work
+from dlio_bench.exchange.fitting import fit
 from dlio_bench.exchange.monitor import ENVIRONMENT
 from dlio_bench.exchange.options import Options
 from dlio_bench.exchange.overlap import fabrics_of
@@ -96,8 +97,8 @@ def _counted(p: int, exchanges: tuple[str, ...]) -> list[dict[str, Any]]:
             row[f"bytes_{who}"] = sum(size) / p / work.size
             if who == "counted":
                 row["most_messages"], row["most_bytes"] = max(messages), max(size) / work.size
-        if name in alphabeta.FORMULAE:
-            theory = alphabeta.counts(name, p, work)
+        if name in model.FORMULAE:
+            theory = model.counts(name, p, work)
             row["messages_in_theory"] = theory.messages
             row["bytes_in_theory"] = theory.size / work.size
             row["most_bytes_in_theory"] = theory.most_size / work.size
@@ -108,7 +109,7 @@ def _counted(p: int, exchanges: tuple[str, ...]) -> list[dict[str, Any]]:
 def _fitted(fabric: str, repeats: int) -> tuple[Link, float]:
     task = {"what": "messages", "sizes": _SIZES, "repeats": 4 * repeats}
     told = run("dlio_bench.exchange.timed", task, 2, fabric)
-    link, error = alphabeta.fit(_SIZES, told["crossing"])
+    link, error = fit(_SIZES, told["crossing"])
     return replace(link, gamma_s=told["gamma_s"]), error
 
 
@@ -119,7 +120,7 @@ def _checked(
 
     from dlio_bench.machine import spread
 
-    names = [name for name in exchanges if name in alphabeta.FORMULAE]
+    names = [name for name in exchanges if name in model.FORMULAE]
     nodes = nodes_of(p)
     asked = [_EVERY_STEP.get(name, name) for name in names]
     task = {
@@ -132,12 +133,12 @@ def _checked(
     told = run("dlio_bench.exchange.timed", task, p, fabric)
     # Bytes cost the cores that ranks share; the link was measured between two, and all share it.
     cores = 2 if fabric == LINK else available_cores()
-    here = alphabeta.shared(link, p, cores)
+    here = model.shared(link, p, cores)
     work = Work(told["parameter_bytes"], told["buckets"], p // nodes)
     rows = []
     for name, ask in zip(names, asked, strict=True):
         preset = "allreduce" if ask in _EVERY_STEP.values() else name
-        model = alphabeta.seconds(preset, p, work, here)
+        predicted_s = model.seconds(preset, p, work, here)
         measured = spread(told["seconds"][ask])
         rows.append(
             {
@@ -145,8 +146,8 @@ def _checked(
                 "ranks": p,
                 "exchange": ask,
                 "measured_ms": {key: 1e3 * value for key, value in measured.items()},
-                "model_ms": 1e3 * model,
-                "model_over_measured": model / measured["median"],
+                "model_ms": 1e3 * predicted_s,
+                "model_over_measured": predicted_s / measured["median"],
             }
         )
     return rows
@@ -167,9 +168,9 @@ def _carried(
     if options.bandwidth_gbs is not None:
         link = replace(link, beta_s=1e-9 / options.bandwidth_gbs)
     work = Work(4 * _PARAMETERS, _BUCKETS, _PER_NODE)
-    names = [name for name in exchanges if name in alphabeta.FORMULAE]
+    names = [name for name in exchanges if name in model.FORMULAE]
     seconds = {
-        name: [alphabeta.seconds(name, p, work, link, inside) for p in _CARRIED] for name in names
+        name: [model.seconds(name, p, work, link, inside) for p in _CARRIED] for name in names
     }
     rows = [
         {"exchange": name, **{f"{p:,}": told[_CARRIED.index(p)] for p in (2, 16, 64, 256, 4096)}}

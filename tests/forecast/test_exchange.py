@@ -4,20 +4,21 @@ import math
 
 import pytest
 
+from dlio.forecast import exchange
+from dlio.forecast.exchange import Link, Work
 from dlio.train.exchange import NAMES
-from dlio_bench.exchange import alphabeta
-from dlio_bench.exchange.alphabeta import Link, Work
+from dlio_bench.exchange.fitting import fit
 
 LINK = Link(alpha_s=1e-5, beta_s=1e-9, gamma_s=1e-10)
 
 
 def test_a_fit_gives_back_the_link_that_made_the_figures() -> None:
     sizes = [1 << power for power in range(10, 26)]
-    link, error = alphabeta.fit(sizes, [LINK.message(size) for size in sizes])
+    link, error = fit(sizes, [LINK.message(size) for size in sizes])
     assert link.alpha_s == pytest.approx(1e-5)
     assert link.beta_s == pytest.approx(1e-9)
     assert error < 1e-9
-    _, error = alphabeta.fit(sizes, [LINK.message(size) * (1 + 0.1 * (-1) ** size.bit_length())
+    _, error = fit(sizes, [LINK.message(size) * (1 + 0.1 * (-1) ** size.bit_length())
                                      for size in sizes])  # fmt: skip
     assert error == pytest.approx(0.1, rel=0.1)
 
@@ -26,25 +27,25 @@ def test_rings_and_halvings_send_the_least_bytes() -> None:
     work = Work(8e6)
     for p in (2, 4, 8, 4096):
         by_bytes = 2 * (p - 1) / p * 8e6 * 1e-9 + (p - 1) / p * 8e6 * 1e-10
-        assert alphabeta.ring(p, work, LINK) == pytest.approx(2 * (p - 1) * 1e-5 + by_bytes)
-        assert alphabeta.halving(p, work, LINK) == pytest.approx(2 * math.log2(p) * 1e-5 + by_bytes)
+        assert exchange.ring(p, work, LINK) == pytest.approx(2 * (p - 1) * 1e-5 + by_bytes)
+        assert exchange.halving(p, work, LINK) == pytest.approx(2 * math.log2(p) * 1e-5 + by_bytes)
     # Five ranks: the fifth hands its gradients to another one and gets the sum.
-    more = alphabeta.halving(5, work, LINK) - alphabeta.halving(4, work, LINK)
+    more = exchange.halving(5, work, LINK) - exchange.halving(4, work, LINK)
     assert more == pytest.approx(2 * 1e-5 + 8e6 * 2.1e-9)
 
 
 def test_a_server_hears_from_everybody_and_a_tree_from_some() -> None:
     work = Work(8e6, buckets=8)
     hop = 8 * 1e-5 * 2 + 8e6 * (2e-9 + 1e-10)
-    assert alphabeta.star(16, work, LINK) == pytest.approx(15 * hop)
-    assert alphabeta.binomial(16, work, LINK) == pytest.approx(4 * hop)
+    assert exchange.star(16, work, LINK) == pytest.approx(15 * hop)
+    assert exchange.binomial(16, work, LINK) == pytest.approx(4 * hop)
 
 
 def test_nodes_sum_within_first() -> None:
     work, inside = Work(8e6, per_node=4), Link(0.0, 1e-10)
     within = 3 * 2 * 8e6 * 1e-10
     across = 2 * (1e-5 + 8e6 * 1.1e-9)
-    assert alphabeta.seconds("hierarchical", 16, work, LINK, inside) == pytest.approx(
+    assert exchange.seconds("hierarchical", 16, work, LINK, inside) == pytest.approx(
         within + across
     )
 
@@ -52,21 +53,21 @@ def test_nodes_sum_within_first() -> None:
 def test_some_presets_cost_the_same_on_any_number_of_ranks() -> None:
     work = Work(8e6, buckets=8)
     for name in NAMES:
-        assert alphabeta.seconds(name, 1, work, LINK) == 0
-        assert alphabeta.counts(name, 1, work).size == 0
-        few, many = (alphabeta.seconds(name, p, work, LINK) for p in (2, 4096))
-        counted = [alphabeta.counts(name, p, work).messages for p in (2, 4096)]
+        assert exchange.seconds(name, 1, work, LINK) == 0
+        assert exchange.counts(name, 1, work).size == 0
+        few, many = (exchange.seconds(name, p, work, LINK) for p in (2, 4096))
+        counted = [exchange.counts(name, p, work).messages for p in (2, 4096)]
         if name in ("gossip", "asgd"):
             assert few == many
             assert counted[0] == counted[1]
         else:
             assert few < many
-    eighth = alphabeta.seconds("allreduce", 64, work, LINK) / 8
-    assert alphabeta.seconds("local-sgd", 64, work, LINK) == pytest.approx(eighth)
+    eighth = exchange.seconds("allreduce", 64, work, LINK) / 8
+    assert exchange.seconds("local-sgd", 64, work, LINK) == pytest.approx(eighth)
 
 
 def test_cores_that_are_shared_slow_bytes_and_not_messages() -> None:
-    slow = alphabeta.shared(LINK, 8, 2)
+    slow = exchange.shared(LINK, 8, 2)
     assert slow.alpha_s == 1e-5
     assert slow.beta_s == pytest.approx(4e-9)
-    assert alphabeta.shared(LINK, 2, 4) == LINK
+    assert exchange.shared(LINK, 2, 4) == LINK

@@ -1,72 +1,78 @@
-"""What an exchange sends and takes on p ranks: the alpha-beta model. Pure.
+"""Messages, bytes and seconds of an exchange on p ranks: the alpha-beta model. Pure.
 
-A message of n bytes takes a + n b seconds (alpha and beta); adding n bytes of what came to what is
-there takes n g. A rank sends and receives at once, and one message each at a time (Hockney, 1994;
-Thakur, Rabenseifner and Gropp, 2005, "Optimization of collective communication operations in
-MPICH", section 3, whose formulae for the allreduce these are). Gradients travel in buckets; their
-messages follow each other, so what counts is the rank with most to do. Nothing of it is hidden
-behind computing.
+A message of n bytes takes a + n b seconds (alpha and beta); adding n received bytes to local ones
+takes n g (gamma). A rank sends and receives at the same time, one message each way at a time
+(Hockney, 1994). The formulae of the allreduce are those of Thakur, Rabenseifner and Gropp,
+"Optimization of collective communication operations in MPICH" (2005), section 3. Gradients travel
+in buckets whose messages follow each other, so the busiest rank determines the time. No
+communication is hidden behind computation.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
-import numpy as np
+__all__ = [
+    "FORMULAE",
+    "Counts",
+    "Formula",
+    "Link",
+    "Work",
+    "allreduce",
+    "asgd",
+    "binomial",
+    "counts",
+    "every",
+    "gossip",
+    "halving",
+    "hierarchical",
+    "ring",
+    "seconds",
+    "shared",
+    "star",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What messages cost."""
+    """The cost of messages between two ranks or nodes."""
 
     alpha_s: float
-    """Seconds a message."""
+    """Latency in seconds per message."""
     beta_s: float
-    """Seconds a byte."""
+    """Seconds per byte: the inverse of the bandwidth."""
     gamma_s: float = 0.0
-    """Seconds to add a byte of what came."""
+    """Seconds to add one received byte to a local one."""
 
     def message(self, size: float) -> float:
+        """Seconds of a message of `size` bytes."""
         return self.alpha_s + size * self.beta_s
 
     def added(self, size: float) -> float:
-        """A message, and its bytes added to those that are there."""
+        """Seconds of a message of `size` bytes, and of adding it to local values."""
         return self.message(size) + size * self.gamma_s
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is to be exchanged."""
+    """The parameters to exchange."""
 
     size: float
-    """Bytes of all parameters."""
+    """Size of all parameters in bytes."""
     buckets: int = 1
     per_node: int = 1
-    """Ranks of a node."""
+    """Ranks per node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What a rank sends in an exchange: the mean over ranks, and of the rank that sends most."""
+    """Messages and bytes that a rank sends per exchange: mean over ranks, and maximum."""
 
     messages: float
     size: float
     most_messages: float
     most_size: float
-
-
-def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[Link, float]:
-    """The link that fits measured messages best, and its root mean square relative error.
-
-    Least squares of relative errors: sizes span five decades, and seconds as many.
-    """
-    weights = 1 / np.asarray(seconds)
-    columns = np.stack([weights, np.asarray(sizes) * weights], axis=1)
-    (alpha, beta), *_ = np.linalg.lstsq(columns, np.ones(len(weights)), rcond=None)
-    link = Link(max(0.0, float(alpha)), max(0.0, float(beta)))
-    errors = [link.message(n) / s - 1 for n, s in zip(sizes, seconds, strict=True)]
-    return link, math.sqrt(sum(error * error for error in errors) / len(errors))
 
 
 def ring(p: int, work: Work, link: Link) -> float:
@@ -77,9 +83,9 @@ def ring(p: int, work: Work, link: Link) -> float:
 
 
 def halving(p: int, work: Work, link: Link) -> float:
-    """Rabenseifner's: reduce-scatter by halving, allgather by doubling: 2 log2 p a, bytes as in a
-    ring. Where p is no power of two, those beyond hand theirs to another rank before, and get the
-    sum from it: 2 (a + n b) more."""
+    """Rabenseifner's algorithm: reduce-scatter by halving, allgather by doubling: 2 log2 p a, bytes
+    as in a ring. Unless p is a power of two, each surplus rank first sends its values to another
+    rank, and finally receives the sum from it: 2 (a + n b) more."""
     whole = 1 << (p.bit_length() - 1)
     share = (whole - 1) / whole * work.size
     hops = 2 * round(math.log2(whole)) * work.buckets
@@ -91,18 +97,18 @@ def halving(p: int, work: Work, link: Link) -> float:
 
 
 def allreduce(p: int, work: Work, link: Link) -> float:
-    """The better of `ring` and `halving`, as libraries choose; zero on one rank."""
+    """The faster of `ring` and `halving`, as libraries choose; zero on one rank."""
     return 0.0 if p == 1 else min(ring(p, work, link), halving(p, work, link))
 
 
 def binomial(p: int, work: Work, link: Link) -> float:
-    """A tree up and down: its root hears from ceil(log2 p) ranks, whole buckets, and tells as
+    """A tree up and down: the root receives whole buckets from ceil(log2 p) ranks and sends to as
     many: 2 log2 p (a + n b) + log2 p n g."""
     return _bucketwise(work, math.ceil(math.log2(p)), link)
 
 
 def star(p: int, work: Work, link: Link) -> float:
-    """A parameter server hears from p - 1 ranks and tells p - 1: 2 (p - 1) (a + n b)."""
+    """A parameter server receives from p - 1 ranks and sends to p - 1: 2 (p - 1) (a + n b)."""
     return _bucketwise(work, p - 1, link)
 
 
@@ -112,10 +118,10 @@ def _bucketwise(work: Work, peers: int, link: Link) -> float:
 
 
 def hierarchical(p: int, work: Work, link: Link, inside: Link | None = None) -> float:
-    """To a node's first rank, among these by recursive doubling, and back.
+    """Reduce to each node's first rank, recursive doubling among these, and back.
 
     Args:
-        inside: of messages within a node; `link` without.
+        inside: link within a node; `link` for None.
     """
     local = min(work.per_node, p)
     nodes = -(-p // local)
@@ -125,17 +131,17 @@ def hierarchical(p: int, work: Work, link: Link, inside: Link | None = None) -> 
 
 
 def gossip(p: int, work: Work, link: Link) -> float:
-    """One message to one rank, while one comes from another, of weights: a + n b + n g."""
+    """Weights to one rank while receiving from another: a + n b + n g."""
     return 0.0 if p == 1 else work.buckets * link.added(work.size / work.buckets)
 
 
 def asgd(p: int, work: Work, link: Link) -> float:
-    """A notice and the weights, to one rank, at most once a step: 2 a + n b + n g."""
+    """A notice and the weights to one rank, at most once per step: 2 a + n b + n g."""
     return 0.0 if p == 1 else link.alpha_s + link.added(work.size)
 
 
 def every(steps: int, exchange: "Formula") -> "Formula":
-    """An exchange that happens once in so many steps, by step."""
+    """Seconds per step of an exchange that runs once in `steps` steps."""
     return lambda p, work, link: exchange(p, work, link) / steps
 
 
@@ -150,11 +156,11 @@ FORMULAE: Final[dict[str, Formula]] = {
     "local-sgd": every(8, allreduce),
     "diloco": every(32, allreduce),
 }
-"""Seconds of a step's exchange, by preset, with the periods that presets have."""
+"""Seconds of a step's exchange by preset, with the presets' default periods."""
 
 
 def seconds(preset: str, p: int, work: Work, link: Link, inside: Link | None = None) -> float:
-    """Of a step's exchange on p ranks; zero on one."""
+    """Seconds of a step's exchange on p ranks; zero on one rank."""
     if p == 1:
         return 0.0
     if preset == "hierarchical":
@@ -163,27 +169,31 @@ def seconds(preset: str, p: int, work: Work, link: Link, inside: Link | None = N
 
 
 def shared(link: Link, ranks: int, cores: int) -> Link:
-    """The link of ranks that share cores: bytes are moved by processors, in turn."""
+    """The link of ranks that share cores: processors move bytes, one rank at a time."""
     factor = max(1.0, ranks / cores)
     return replace(link, beta_s=link.beta_s * factor, gamma_s=link.gamma_s * factor)
 
 
 def counts(preset: str, p: int, work: Work) -> Counts:
-    """What a step's exchange sends. Bytes of an allreduce are a ring's, and the least that there
-    can be (Patarasuk and Yuan, 2009); its messages are `halving`'s, 2 log2 p a bucket."""
+    """Messages and bytes of a step's exchange.
+
+    Bytes of an allreduce are those of a ring, which is the minimum (Patarasuk and Yuan, 2009); its
+    messages are those of `halving`, 2 log2 p per bucket.
+    """
     if p == 1:
         return Counts(0.0, 0.0, 0.0, 0.0)
     size, buckets = work.size, work.buckets
     if preset in ("allreduce", "local-sgd", "diloco"):
         steps = {"allreduce": 1, "local-sgd": 8, "diloco": 32}[preset]
-        told = (2 * math.log2(p) * buckets / steps, 2 * (p - 1) / p * size / steps)
-        return Counts(*told, *told)
+        messages = 2 * math.log2(p) * buckets / steps
+        sent = 2 * (p - 1) / p * size / steps
+        return Counts(messages, sent, messages, sent)
     if preset == "gossip":
         return Counts(buckets, size, buckets, size)
     if preset == "asgd":
         return Counts(2, size, 2, size)
     if preset in ("tree", "parameter-server"):
-        # Each rank but the root sends up once, and is told once; the root tells most.
+        # Each rank but the root sends up once and receives once; the root sends most.
         most = math.ceil(math.log2(p)) if preset == "tree" else p - 1
         mean = 2 * (p - 1) / p
         return Counts(mean * buckets, mean * size, most * buckets, most * size)
