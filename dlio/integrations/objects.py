@@ -71,7 +71,7 @@ def packed(value: object) -> Json:
     if isinstance(value, dict):
         return ["dict", [[packed(key), packed(each)] for key, each in value.items()]]
     raise UsageError(
-        f"cannot broadcast a {type(value).__name__} to other ranks: give a tensor, or numbers, "
+        f"cannot broadcast a value of type {type(value).__name__}: give a tensor, or numbers, "
         "strings and lists, tuples and dictionaries of them"
     )
 

@@ -31,5 +31,5 @@ def test_values_come_as_they_went_types_included(value: Any) -> None:
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, b"bytes", [1, [lambda: 0]]])
 def test_what_has_no_such_form_is_refused(value: Any) -> None:
-    with pytest.raises(UsageError, match="cannot broadcast a"):
+    with pytest.raises(UsageError, match="cannot broadcast a value of type"):
         packed(value)
