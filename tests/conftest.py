@@ -17,21 +17,69 @@ from typing import Protocol
 import pytest
 from hypothesis import HealthCheck, settings
 
-# A machine that is busy draws slowly, which says nothing of what is tested.
+from tests.warm.pool import WarmPython
+
+# On a busy machine hypothesis draws examples slowly, which is not a fault of the code.
 settings.register_profile("dlio", suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("dlio")
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
+_STAND_IN = "DLIO_TEST_PYTHON"
+"""Names, to the workers of pytest-xdist, the stand-in for Python that their controller made."""
+_WARM = pytest.StashKey[WarmPython]()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", help="run what takes minutes, too")
+    parser.addoption("--slow", action="store_true", help="also run tests that take minutes")
+    parser.addoption(
+        "--cold", action="store_true", help="start each process as a new interpreter (slow)"
+    )
 
 
-def pytest_configure() -> None:
-    # A shell starts what it puts in the background with SIGINT ignored, and children inherit it.
+def pytest_configure(config: pytest.Config) -> None:
+    # A shell starts background jobs with SIGINT ignored, and children inherit that.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Ranks that wait would otherwise spin, on the cores that other ranks and tests need.
+    os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    if config.getoption("--cold") or config.getoption("--collect-only"):
+        return
+    # Before test modules are imported, some of which keep the command line of `dlio`.
+    if _STAND_IN not in os.environ:
+        warm = config.stash[_WARM] = WarmPython()
+        os.environ[_STAND_IN] = warm.executable
+        if config.getoption("dist", "no") != "no":
+            warm.start()
+    sys.executable = os.environ[_STAND_IN]
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    warm = config.stash.get(_WARM, None)
+    if warm is not None:
+        sys.executable = warm.real
+        del os.environ[_STAND_IN]
+        warm.close()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    warm = session.config.stash.get(_WARM, None)
+    if warm is not None and any(_starts_processes(item) for item in session.items):
+        warm.start()
+
+
+def _starts_processes(item: pytest.Item) -> bool:
+    fixtures = getattr(item, "fixturenames", ())
+    module = getattr(item, "module", None)
+    return "subprocess" in vars(module) or not {"dlio", "mpirun", "torchrun"}.isdisjoint(fixtures)
+
+
+@pytest.fixture(autouse=True)
+def _cold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give tests that are marked `cold` the real interpreter."""
+    if request.node.get_closest_marker("cold"):
+        monkeypatch.setenv("DLIO_TEST_COLD", "1")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -43,7 +91,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def in_time(condition: Callable[[], bool], seconds: float = 20) -> bool:
-    """Whether a condition comes true before a deadline; for what another process does soon."""
+    """Return True once a condition holds, False when it does not within `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -51,8 +99,11 @@ def in_time(condition: Callable[[], bool], seconds: float = 20) -> bool:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there and not over: one that nobody waits for stays as a zombie where
-    the first process of a container does not reap."""
+    """True if a process exists and has not ended.
+
+    A process that nobody waits for stays as a zombie where the first process of a container does
+    not reap.
+    """
     try:
         status = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -100,7 +151,7 @@ def torchrun() -> TorchRun:
 
 @pytest.fixture(scope="session")
 def soon() -> Callable[[Callable[[], bool]], bool]:
-    """`assert soon(lambda: ...)` waits for what another process is about to do."""
+    """`assert soon(lambda: ...)` waits for another process to make a condition true."""
     return in_time
 
 
@@ -166,8 +217,11 @@ def imagenet(real_images: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture(scope="module")
 def open_mpi_segments(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A folder for what Open MPI leaves behind of a process that uses it without mpirun, as
-    Lightning does to learn whether it is a rank."""
+    """Point Open MPI's segments at a temporary folder.
+
+    A process that uses Open MPI without mpirun, as Lightning does to learn whether it is a rank,
+    leaves them behind.
+    """
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("segments")
         patch.setenv("OMPI_MCA_btl_sm_backing_directory", str(folder))
@@ -185,9 +239,9 @@ class MpiRun(Protocol):
 @pytest.fixture(scope="session")
 def mpirun() -> MpiRun:
     """`mpirun(4, "script.py", "arg")` runs `python script.py arg` on 4 ranks."""
-    beside_python = Path(sys.executable).parent / "mpirun"
-    found = str(beside_python) if beside_python.exists() else shutil.which("mpirun")
-    if found is None:
+    environment = Path(sys.executable).parent / "mpirun"
+    launcher = str(environment) if environment.exists() else shutil.which("mpirun")
+    if launcher is None:
         pytest.skip("no mpirun: pip install 'dlio[mpi]'")
 
     def run(
@@ -204,7 +258,7 @@ def mpirun() -> MpiRun:
             "DLIO_TIMEOUT": "60",
             **(env or {}),
         }
-        command = [found, "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
+        command = [launcher, "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
         while True:
             done = subprocess.run(
                 [*command, sys.executable, *args],

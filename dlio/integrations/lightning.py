@@ -15,6 +15,7 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Final
@@ -28,9 +29,9 @@ from dlio.errors import CommError, UsageError
 from dlio.integrations.launched import Launched, launched
 from dlio.integrations.objects import broadcast_object, gather_tensor
 from dlio.loader.dataloader import DataLoader
-from dlio.train.exchange import Exchange, parse_exchange
-from dlio.train.exchange.buckets import averaged_state, broadcast_state
-from dlio.train.exchange.distribute import exchanges_of
+from dlio.train.exchange import parse_exchange
+from dlio.train.exchange.buckets import averaged_state
+from dlio.train.exchange.distribute import Distributed, distribute
 
 
 def _package() -> str:
@@ -123,12 +124,18 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         self._spec = parse_exchange(exchange)
-        self._exchange_seed, self._pretend_nodes = seed, pretend_nodes
+        self._start = partial(
+            distribute,
+            exchange=exchange,
+            seed=seed,
+            pretend_nodes=pretend_nodes,
+            follow_steps=False,
+        )
         self._place = launched()
         options.setdefault("cluster_environment", DlioEnvironment(self._place))
         super().__init__(**options)
         self.num_nodes = 1
-        self._exchanges: dict[Any, Exchange] = {}
+        self._ranks: Distributed | None = None
         self._owns_group = self._failed = False
 
     @property
@@ -157,12 +164,8 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
             )
 
     def statistics(self) -> dict[str, float]:
-        """This rank's sums, as `dlio.distribute`'s: `wait_s`, `messages`, `bytes` and more."""
-        told: dict[str, float] = {}
-        for exchange in self._exchanges.values():
-            for key, value in exchange.statistics().items():
-                told[key] = told.get(key, 0.0) + value
-        return told
+        """Totals of this rank, as of `dlio.distribute`: `wait_s`, `messages`, `bytes` and more."""
+        return {} if self._ranks is None else self._ranks.statistics()
 
     # Set-up and teardown.
 
@@ -196,13 +199,8 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
         if trainer.state.fn == "fit" and self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
         super().setup(trainer)
-        model: Any = self.model
-        broadcast_state(model, world())
         optimizers = list(self.optimizers) if trainer.state.fn == "fit" else []
-        made = exchanges_of(
-            self._spec, model, optimizers, world(), self._exchange_seed, self._pretend_nodes
-        )
-        self._exchanges = dict(zip(optimizers, made, strict=True))
+        self._ranks = self._start(self.model, optimizers)
 
     def model_to_device(self) -> None:
         self.model.to(self.root_device)
@@ -211,28 +209,26 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
         self._failed = True
 
     def teardown(self) -> None:
-        # After an error others may not come to a collective.
+        # After an error other ranks may not reach a collective.
         if not self._failed:
-            self.finish()
-            for exchange in self._exchanges.values():
-                exchange.close()
+            if self._ranks is not None:
+                self._ranks.close()
             if self._owns_group and dist.is_initialized():
                 dist.destroy_process_group()
                 self._owns_group = False
-        self._exchanges = {}
+        self._ranks = None
         super().teardown()
 
     # Training.
 
     def finish(self) -> None:
-        """Weights are as they will be used next. Collective."""
-        for exchange in self._exchanges.values():
-            exchange.finish()
+        """Complete messages under way: weights are then as the next step uses them. Collective."""
+        if self._ranks is not None:
+            self._ranks.finish()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        samples = _samples_in(batch)
-        for exchange in self._exchanges.values():
-            exchange.weigh(samples)
+        if self._ranks is not None:
+            self._ranks.weigh(_samples_in(batch))
 
     def training_step(self, *args: Any, **options: Any) -> Any:
         if any(True for _ in self.lightning_module.parameters(recurse=False)):
@@ -241,20 +237,21 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        for exchange in self._exchanges.values():
-            exchange.hold(True)
+        if self._ranks is None:
+            yield
+            return
+        self._ranks.hold(True)
         try:
             yield
         finally:
-            for exchange in self._exchanges.values():
-                exchange.hold(False)
+            self._ranks.hold(False)
 
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **options: Any
     ) -> Any:
         """Lightning's closure runs forward and backward, so the exchange comes in behind it, before
         gradients are clipped; and after the step whether or not a scaler has left it out."""
-        exchange = self._exchanges.get(optimizer)
+        exchange = None if self._ranks is None else self._ranks.exchange_of(optimizer)
         if exchange is None:
             return super().optimizer_step(optimizer, closure, model, **options)
 

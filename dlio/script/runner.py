@@ -22,9 +22,9 @@ from dlio.errors import UsageError
 from dlio.script import share
 from dlio.script.options import RunOptions
 from dlio.script.share import Context, SharingLoader
-from dlio.train.exchange import Exchange, exchange_of, parse_exchange
+from dlio.train.exchange import RunningExchange, parse_exchange
 from dlio.train.exchange.buckets import broadcast_tensors
-from dlio.train.exchange.distribute import follow, parameters_of
+from dlio.train.exchange.distribute import Distributed, parameters_of
 from dlio.train.pruning.copies import is_bare_copy
 
 _PLACE: Final = "_dlio_place"
@@ -71,23 +71,24 @@ class _Takeover:
     """What is put in the place of torch's parts, and what has been made of them."""
 
     def __init__(self, comm: Communicator, context: Context, options: RunOptions) -> None:
-        self._comm, self._context, self._options = comm, context, options
-        self._spec = parse_exchange(options.exchange)
-        self._exchanges: list[tuple[torch.optim.Optimizer, Exchange]] = []
-        self._modules: dict[nn.Module, tuple[Exchange, ...]] = {}
-        self._of_parameter: dict[torch.Tensor, Exchange] = {}
+        self._comm, self._context = comm, context
+        spec = parse_exchange(options.exchange)
+        self._ranks = Distributed(spec, comm, options.seed, options.pretend_nodes)
+        self._modules: dict[nn.Module, tuple[RunningExchange, ...]] = {}
+        self._of_parameter: dict[torch.Tensor, RunningExchange] = {}
         self._made = 0
         """Parameters so far. Each bears its number, which is the same on all ranks, as addresses of
         memory that is used again are not, and which it keeps when it is cut."""
         self._buffers: dict[int, torch.Tensor] = {}
         """Those that are rank 0's, by `id`, which holds as long as they are kept."""
-        self._watched: set[tuple[nn.Module, Exchange]] = set()
+        self._watched: set[tuple[nn.Module, RunningExchange]] = set()
         self._steps = 0
-        """Of optimizers."""
+        """Steps that optimizers have made."""
+        self._had_optimizers = False
         context.waited = self._waited
 
     def _waited(self) -> float:
-        return sum(exchange.statistics()["wait_s"] for _, exchange in self._exchanges)
+        return self._ranks.statistics().get("wait_s", 0.0)
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -117,16 +118,14 @@ class _Takeover:
             yield
 
     def finish(self) -> None:
-        """Weights are as they would be used next."""
-        for _, exchange in self._exchanges:
-            exchange.finish()
+        """Complete messages under way: weights are then as the next step would use them."""
+        self._ranks.finish()
 
     def close(self) -> None:
         share.use(None)
-        # In the middle of an error others may not come to a collective.
+        # After an error other ranks may not reach a collective.
         if sys.exc_info()[0] is None:
-            for _, exchange in self._exchanges:
-                exchange.close()
+            self._ranks.close()
 
     def notes(self) -> list[str]:
         """What could not be made right, or gains nothing, in a line each."""
@@ -135,7 +134,7 @@ class _Takeover:
         if context.last_shares is not None:
             counts = ", ".join(map(str, context.last_shares.counts))
             found.append(f"ranks had {counts} samples of a batch in the last pass that trained")
-        if self._comm.size > 1 and not self._exchanges:
+        if self._comm.size > 1 and not self._had_optimizers:
             found.append("the script made no optimizer of torch's: every rank did all of it")
         elif self._comm.size > 1 and self._steps and not context.shared:
             found.append(
@@ -165,13 +164,11 @@ class _Takeover:
         parameters.sort(key=lambda p: getattr(p, _PLACE, -1))
         fresh = [p for p in parameters if p not in self._of_parameter]
         broadcast_tensors(fresh, self._comm)
-        number = len(self._exchanges)
+        number = len(self._ranks.exchanges)
         named = [(f"parameter {k} of optimizer {number}", p) for k, p in enumerate(fresh)]
-        seed, pretend = self._options.seed, self._options.pretend_nodes
-        exchange = exchange_of(self._spec, named, (), self._comm, seed, pretend)
-        follow(optimizer, exchange)
+        exchange = self._ranks.add(optimizer, named)
         optimizer.register_step_post_hook(self._has_stepped)
-        self._exchanges.append((optimizer, exchange))
+        self._had_optimizers = True
         self._of_parameter.update(dict.fromkeys(fresh, exchange))
         self._modules.clear()
 
@@ -185,11 +182,10 @@ class _Takeover:
         def step(scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
             before = self._steps
             result = original(scaler, optimizer, *args, **options)
-            if self._steps == before:
-                for each, exchange in self._exchanges:
-                    if each is optimizer:
-                        exchange.before_step()
-                        exchange.after_step()
+            exchange = self._ranks.exchange_of(optimizer)
+            if self._steps == before and exchange is not None:
+                exchange.before_step()
+                exchange.after_step()
             return result
 
         return step
@@ -211,7 +207,7 @@ class _Takeover:
             if not self._context.training:
                 exchange.finish()
 
-    def _look_at(self, module: nn.Module) -> tuple[Exchange, ...]:
+    def _look_at(self, module: nn.Module) -> tuple[RunningExchange, ...]:
         buffers = [b for b in module.buffers(recurse=False) if id(b) not in self._buffers]
         if buffers:
             broadcast_tensors(buffers, self._comm)

@@ -1,8 +1,8 @@
-"""Blocks: runs of samples with a header that says where each is and what it must hash to.
+"""Blocks: runs of samples, with a table of their offsets, sizes and checksums.
 
-The format is specified in FORMAT.md beside this file. A block is the same in a shard, on a disk
-tier and in shared memory. Nothing in it is believed: every length is checked against the bytes
-that are there before memory is allocated for it, and every payload against its checksum.
+FORMAT.md in this folder specifies the format. A block has the same bytes in a shard, on a disk
+tier and in shared memory. Nothing in it is trusted: every length is compared with the bytes that
+exist before memory is allocated for it, and every payload with its checksum.
 """
 
 import errno
@@ -21,17 +21,40 @@ import xxhash
 from dlio.data.schema import Buffer, Schema
 from dlio.errors import CorruptBlock
 
+__all__ = [
+    "MAGIC",
+    "MAX_SAMPLES",
+    "MAX_SAMPLE_BYTES",
+    "MAX_SCHEMA_BYTES",
+    "NO_ROOM",
+    "VERSION",
+    "BlockInfo",
+    "Readable",
+    "Scratch",
+    "aligned",
+    "block_sizes",
+    "check_block",
+    "decompress_exactly",
+    "encode_block",
+    "file_size",
+    "new_memory",
+    "read_exactly",
+    "read_info",
+    "scatter",
+    "write_all",
+]
+
 MAGIC: Final = b"DLIOBLK1"
 VERSION: Final = 1
 MAX_SAMPLE_BYTES: Final = 2**31 - 1
-"""Raw bytes of one sample: what one LZ4 call takes."""
+"""Raw bytes of one sample: the limit of one LZ4 call."""
 MAX_SCHEMA_BYTES: Final = 1 << 16
 MAX_SAMPLES: Final = 1 << 24
 """Samples in one block."""
 NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What the kernel says when a disk, a quota or shared memory is full."""
+"""Error numbers of a full disk, a used-up quota and full shared memory."""
 _LZ4_LIMIT: Final = 256
-"""LZ4 cannot expand by more than about 255; a claim beyond that is a bomb or damage."""
+"""LZ4 cannot expand by more than about 255; a larger claim is damage, or an attack."""
 
 _HEADER: Final = struct.Struct("<8sHHIQQ16sII Q")
 _ENTRY: Final = np.dtype([("offset", "<u8"), ("stored", "<u4"), ("raw", "<u4"), ("xxh3", "<u8")])
@@ -39,21 +62,23 @@ _ALIGN: Final = 8
 
 
 class Readable(Protocol):
-    """A file that is no descriptor: one behind fsspec, see `dlio.data.source.File`."""
+    """A file without a descriptor, for example one behind fsspec; see `dlio.data.source.File`."""
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """Bytes of the file."""
 
-    def read_into(self, offset: int, into: memoryview) -> None: ...
+    def read_into(self, offset: int, into: memoryview) -> None:
+        """Fill `into` from the file. Raises CorruptBlock or OSError when bytes are missing."""
 
 
 def new_memory(count: int) -> memoryview:
-    """Memory to be read into; nothing is written into it before."""
+    """Return uninitialised memory of `count` bytes."""
     return np.empty(count, np.uint8).data
 
 
 class Scratch:
-    """Memory that one thread reads payload after payload into; grows to the largest."""
+    """Memory that one thread reads one payload after another into; it grows to the largest."""
 
     __slots__ = ("_memory",)
 
@@ -61,15 +86,15 @@ class Scratch:
         self._memory = bytearray(1 << 16)
 
     def view(self, count: int) -> memoryview:
-        """`count` bytes; what was read into an earlier view is overwritten."""
+        """Return `count` bytes, which overwrite the contents of earlier views."""
         if len(self._memory) < count:
-            # Earlier views keep the smaller memory alive; it cannot be resized under them.
+            # Not resized in place: earlier views keep the smaller memory alive.
             self._memory = bytearray(count + count // 4)
         return memoryview(self._memory)[:count]
 
 
 class _Mine(threading.local):
-    """A thread's own memory: fresh memory costs ten times what decompressing into it does."""
+    """Memory of one thread: touching fresh memory costs ten times as much as decompressing."""
 
     def __init__(self) -> None:
         self.packed = Scratch()
@@ -78,7 +103,7 @@ class _Mine(threading.local):
 
 _mine: Final = _Mine()
 _LZ4_HEAD: Final = struct.Struct("<i")
-"""Of the size that numcodecs wants before a block."""
+"""Format of the size that numcodecs expects before LZ4 data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +111,14 @@ class BlockInfo:
     """A block's header and table, checked; its payloads are read from an open file."""
 
     path: str
-    """Of the file, for messages."""
+    """Path of the file, for messages."""
     start: int
     """File offset of the block."""
     block: int
     fingerprint: str
     schema: Schema
     digest: int
-    """Of header and table, which hold the payloads' own; so of all there is."""
+    """xxh3_64 of header and table. These hold the payloads' checksums, so it covers the block."""
     length: int
     """Bytes of the whole block."""
     table: npt.NDArray[np.void]
@@ -110,11 +135,12 @@ class BlockInfo:
         *,
         checked: bool = True,
     ) -> memoryview:
-        """The raw payload at `place`, checked.
+        """Return the raw payload at `place`.
 
         Args:
+            place: position of the sample in the block.
             scratch: memory to read into; without it the payload has memory of its own.
-            checked: False leaves its checksum out.
+            checked: False skips its checksum.
 
         Raises CorruptBlock when bytes are missing or differ from what was written.
         """
@@ -136,11 +162,21 @@ class BlockInfo:
         *,
         checked: bool = True,
     ) -> None:
-        """The raw payload at `place` into `pieces`, one after another; checked while it is in the
-        processor's cache. Raises CorruptBlock, as `read` does."""
+        """Read the raw payload at `place` into `pieces`, one after another.
+
+        It is checked piece by piece, while it is in the processor's cache.
+
+        Args:
+            pieces: writable memory; together as long as the payload.
+
+        Raises CorruptBlock as `read` does.
+        """
         offset, stored, raw, digest = self.table[place].item()
-        if sum(len(piece) for piece in pieces) != raw:
-            raise CorruptBlock(f"{self.where(place)}: has {raw} bytes, not what its fields need")
+        size = sum(len(piece) for piece in pieces)
+        if size != raw:
+            raise CorruptBlock(
+                f"{self.where(place)}: has {raw} bytes, not the {size} of its fields{_REMEDY}"
+            )
         if stored != raw:
             whole = pieces[0] if len(pieces) == 1 else _mine.raw.view(raw)
             self._read_packed(descriptor, place, whole)
@@ -162,9 +198,15 @@ class BlockInfo:
     def read_stored(
         self, descriptor: int | Readable, place: int, into: memoryview, *, checked: bool = True
     ) -> tuple[int, int]:
-        """What is stored at `place`, compressed or not, at the beginning of memory of the raw
-        payload's size; (bytes stored, xxh3_64 of the raw payload). What is compressed is left to
-        be checked by whoever decompresses it. Raises CorruptBlock, as `read` does."""
+        """Read the payload at `place` as it is stored, compressed or not.
+
+        A compressed payload is not checked here but by whoever decompresses it.
+
+        Args:
+            into: writable memory of the raw payload's size; the bytes are put at its beginning.
+
+        Returns (bytes stored, xxh3_64 of the raw payload). Raises CorruptBlock as `read` does.
+        """
         offset, stored, raw, digest = self.table[place].item()
         if stored == raw:
             self.read_into(descriptor, place, [into], checked=checked)
@@ -173,10 +215,13 @@ class BlockInfo:
         return stored, digest
 
     def check(self, stored: memoryview, place: int, scratch: Scratch | None = None) -> memoryview:
-        """The raw payload of what is stored at `place`: decompressed if need be, checked.
+        """Decompress the stored bytes of `place` if need be, check and return the raw payload.
 
         Args:
+            stored: the bytes that the block has there.
             scratch: memory to decompress into; without it the payload has memory of its own.
+
+        Raises CorruptBlock.
         """
         _, stored_size, raw_size, _ = self.table[place].item()
         if stored_size == raw_size:
@@ -186,7 +231,7 @@ class BlockInfo:
         return self._compare(raw, place, True)
 
     def _read_packed(self, descriptor: int | Readable, place: int, raw: memoryview) -> None:
-        """Read what is compressed at `place`, and decompress it into memory of its size."""
+        """Read the compressed payload at `place` and decompress it into `raw`, of its size."""
         offset, stored, _, _ = self.table[place].item()
         packed = _mine.packed.view(_LZ4_HEAD.size + stored)
         at = self.start + offset
@@ -206,24 +251,25 @@ class BlockInfo:
         return raw
 
     def where(self, place: int) -> str:
+        """Name a sample in messages."""
         return f"{self.path}, block {self.block}, sample {place} of it"
 
 
 def decompress_exactly(stored: memoryview, raw: memoryview) -> None:
-    """Decompress an LZ4 block into memory of its size, and no more. Raises CorruptBlock."""
+    """Decompress LZ4 data into `raw`, which it has to fill exactly. Raises CorruptBlock."""
     _decompress(_with_head(stored), raw)
 
 
 def _with_head(stored: memoryview) -> memoryview:
-    """A copy with room for a head before it, in memory of this thread."""
+    """Copy LZ4 data behind room for a head, in memory of this thread."""
     packed = _mine.packed.view(_LZ4_HEAD.size + len(stored))
     packed[_LZ4_HEAD.size :] = stored
     return packed
 
 
 def _decompress(packed: memoryview, raw: memoryview) -> None:
-    """Decompress what follows room for a head."""
-    # Loaded at first use. lz4 itself cannot decompress into memory that is there.
+    """Decompress the data that follows the room for a head."""
+    # Loaded at first use. The lz4 package cannot decompress into given memory.
     from numcodecs.lz4 import decompress
 
     _LZ4_HEAD.pack_into(packed, 0, len(raw))
@@ -234,7 +280,7 @@ def _decompress(packed: memoryview, raw: memoryview) -> None:
 
 
 def scatter(payload: Buffer, pieces: Sequence[memoryview]) -> None:
-    """Copy a payload into pieces that have its size together."""
+    """Copy a payload into pieces of memory, which are together as long."""
     view, at = memoryview(payload), 0
     for piece in pieces:
         piece[:] = view[at : at + len(piece)]
@@ -242,7 +288,7 @@ def scatter(payload: Buffer, pieces: Sequence[memoryview]) -> None:
 
 
 _CHECKED_BYTES: Final = 1 << 19
-"""Read at a time where they are checked at once: they are still in the processor's cache."""
+"""Bytes that are read at a time and then checked, while they are in the processor's cache."""
 _REMEDY: Final = " (the file is damaged: restore it, or make it again)"
 
 
@@ -254,11 +300,13 @@ def encode_block(
     schema: Schema,
     compress: bool = False,
 ) -> list[Buffer]:
-    """A block as pieces to be written one after another; payloads are not copied.
+    """Make a block, as pieces to be written one after another; payloads are not copied.
 
     Args:
+        payloads: raw bytes of the samples.
+        block: number of the block.
         fingerprint: of the data set, 32 hex digits.
-        compress: with LZ4, each sample for which that saves a sixteenth.
+        compress: compress with LZ4 each sample for which that saves a sixteenth.
 
     Raises ValueError when a payload is too large for the format.
     """
@@ -299,18 +347,18 @@ def encode_block(
 
 
 def aligned(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Bytes that payloads of these sizes take in a block, with the gaps behind them."""
+    """Round sizes of payloads up to the bytes that they take in a block."""
     return (sizes + _ALIGN - 1) // _ALIGN * _ALIGN
 
 
 def block_sizes(
     counts: npt.NDArray[np.int64], payloads: npt.NDArray[np.int64], schema: Schema
 ) -> npt.NDArray[np.int64]:
-    """Bytes of uncompressed blocks; compressed, at most that.
+    """Return the bytes of uncompressed blocks, which compression only makes smaller.
 
     Args:
-        counts: samples of each block.
-        payloads: aligned bytes of its payloads together.
+        counts: samples of each block; shape (blocks,).
+        payloads: sum of the aligned payload bytes of each block; shape (blocks,).
     """
     head = _HEADER.size + len(schema.to_json().encode())
     return head + -head % _ALIGN + _ENTRY.itemsize * counts + payloads
@@ -322,27 +370,28 @@ def read_info(
     """Read and check the header and table of the block at `start` of an open file.
 
     Args:
-        length: bytes that the block has according to an index; None: up to the file's end.
+        path: of the file, for messages.
+        length: bytes of the block according to an index; None if it reaches to the file's end.
 
-    Raises CorruptBlock when it is no block, or a damaged or truncated one.
+    Raises CorruptBlock when the bytes are not a block, or a damaged or truncated one.
     """
     where = path if start == 0 else f"{path} at {start}"
     available = file_size(descriptor) - start
     if length is None:
         length = available
     if length > available or length < _HEADER.size:
-        raise CorruptBlock(f"{where}: truncated: {available} bytes are there{_REMEDY}")
+        raise CorruptBlock(f"{where}: truncated to {available} bytes{_REMEDY}")
     header = bytearray(_HEADER.size)
     read_exactly(descriptor, memoryview(header), start, where)
     magic, version, flags, count, block, claimed, fingerprint, schema_bytes, zero, digest = (
         _HEADER.unpack(header)
     )
     if magic != MAGIC:
-        raise CorruptBlock(f"{where}: is no block of dlio{_REMEDY}")
+        raise CorruptBlock(f"{where}: not a block of dlio{_REMEDY}")
     if version != VERSION or flags or zero:
         raise CorruptBlock(
-            f"{where}: block format {version} (flags {flags}) is not known to this version of "
-            "dlio: upgrade it"
+            f"{where}: block format {version} (flags {flags}) is unknown to this version of "
+            "dlio: upgrade dlio"
         )
     rest_bytes = schema_bytes + -(_HEADER.size + schema_bytes) % _ALIGN + count * _ENTRY.itemsize
     if (
@@ -364,11 +413,14 @@ def read_info(
 
 
 def check_block(memory: memoryview, path: str, start: int, *, payloads: bool = True) -> BlockInfo:
-    """Check a whole block that lies in memory: its header, its table and every payload.
+    """Check a whole block in memory: its header, its table and every payload.
 
     Args:
-        path, start: where it comes from, for messages.
+        path: of the file it comes from, for messages.
+        start: its offset there, for messages.
         payloads: False leaves their checksums to whoever reads them later.
+
+    Raises CorruptBlock.
     """
     info = read_info(_Memory(memory), path if start == 0 else f"{path} at {start}", 0, len(memory))
     if payloads:
@@ -390,14 +442,14 @@ class _Memory:
 
 
 def file_size(file: int | Readable) -> int:
-    """Bytes of an open file."""
+    """Return the bytes of an open file."""
     return os.fstat(file).st_size if isinstance(file, int) else file.size
 
 
 def read_exactly(
-    descriptor: int | Readable, into: memoryview, offset: int, what: str | Callable[[], str]
+    descriptor: int | Readable, into: memoryview, offset: int, part: str | Callable[[], str]
 ) -> None:
-    """Fill `into` from a file. Raises CorruptBlock, naming `what`, when the file is shorter."""
+    """Fill `into` from a file. Raises CorruptBlock, naming `part`, when the file is shorter."""
     if not isinstance(descriptor, int):
         descriptor.read_into(offset, into)
         return
@@ -405,16 +457,16 @@ def read_exactly(
     while done < len(into):
         count = os.preadv(descriptor, [into[done:]], offset + done)
         if count == 0:
-            name = what if isinstance(what, str) else what()
+            name = part if isinstance(part, str) else part()
             raise CorruptBlock(f"{name}: truncated: {len(into) - done} bytes are missing{_REMEDY}")
         done += count
 
 
 def write_all(descriptor: int, pieces: Sequence[Buffer]) -> None:
-    """Write all pieces in order, however short the kernel's writes are."""
+    """Write all pieces in order; the kernel may write less than it is given."""
     left = [memoryview(piece) for piece in pieces if len(piece)]
     while left:
-        # 1,024 is the least IOV_MAX of the systems we know.
+        # No system that dlio runs on takes fewer than 1,024 pieces (IOV_MAX).
         written = os.writev(descriptor, left[:1024])
         while left and written >= len(left[0]):
             written -= len(left.pop(0))
@@ -423,7 +475,7 @@ def write_all(descriptor: int, pieces: Sequence[Buffer]) -> None:
 
 
 def _check_table(table: npt.NDArray[np.void], head: int, length: int, where: str) -> None:
-    """Every payload lies behind the table, behind its predecessor and inside the block."""
+    """Check that every payload lies after the table, after its predecessor and in the block."""
     if not len(table):
         return
     offsets = table["offset"].astype(np.int64)
@@ -440,4 +492,4 @@ def _check_table(table: npt.NDArray[np.void], head: int, length: int, where: str
         and (raw <= _LZ4_LIMIT * stored).all()
     )
     if not sound:
-        raise CorruptBlock(f"{where}: its table points outside of it{_REMEDY}")
+        raise CorruptBlock(f"{where}: its table points outside of the block{_REMEDY}")

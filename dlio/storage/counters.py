@@ -1,41 +1,47 @@
-"""Counting what was read, from where. Counts are what reports and tests stand on."""
+"""Counts of reads by their place, which reports and tests are based on."""
 
 import threading
 from dataclasses import dataclass, field
 
+__all__ = ["PLACES", "Counters"]
+
 PLACES = ("source", "peer", "ram", "disk")
+"""Places that a sample can be read from."""
 
 
 @dataclass(slots=True)
 class Counters:
-    """Payload bytes and events of one rank; add from any thread."""
+    """Payload bytes and events of one rank. Thread-safe."""
 
     bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PLACES, 0))
-    """Payload bytes by the place they were read from. `source` counts every read of it, those
-    that fill a tier included; the others count samples that were consumed from there."""
+    """Payload bytes by the place they were read from. `source` counts every read of the source,
+    those that fill a tier included; the others count samples that were consumed from there."""
     healed: int = 0
-    """Samples whose copy in a tier failed its checksum, and that were read from the source."""
+    """Samples read from the source because their copy in a tier failed its checksum."""
     late: int = 0
-    """Samples that a peer did not send within the deadline, and that were read from the source."""
+    """Samples read from the source because a peer did not send them before the deadline."""
     sent: int = 0
     """Payload bytes pushed to peers."""
     messages: int = 0
     """Messages pushed to peers."""
     decoded: int = 0
-    """Samples that were taken from a tier of decoded images."""
+    """Samples taken from a tier of decoded images."""
     decode_saved_s: float = 0.0
-    """Seconds of decoding that these did without, by what the first images took."""
+    """Seconds of decoding that these samples saved, estimated from the first images."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add_bytes(self, place: str, count: int) -> None:
+        """Add payload bytes that were read from one of PLACES."""
         with self._lock:
             self.bytes[place] += count
 
     def add(self, event: str, count: float = 1) -> None:
+        """Add to the counter named `event`."""
         with self._lock:
             setattr(self, event, getattr(self, event) + count)
 
     def snapshot(self) -> dict[str, object]:
+        """Return all counts, for a report."""
         with self._lock:
             return {
                 "bytes": dict(self.bytes),

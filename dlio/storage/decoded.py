@@ -1,15 +1,15 @@
-"""A tier of decoded images: pixels in shared memory, for what is decoded again every epoch.
+"""A tier of decoded images, in shared memory, so that they are not decoded again every epoch.
 
     /dev/shm/dlio-<uid>/<data set>.<node>.<recipe>/
         index       per sample: u64 slab, offset, bytes stored, rows << 32 | columns, label, xxh3_64
         room        u64: bytes that slabs take together
         slab.<n>    pixels, RGB, one image behind another; written by one process each
 
-The ranks and jobs of a node share it; who decodes an image first puts it there, and nothing is ever
-evicted: under an order that visits each sample once an epoch no policy keeps more. An entry of the
-index is written after its pixels, and believed only with their checksum, so nobody waits for a
-lock. Whether it pays is measured, on the first images: what an image took to be decoded, against
-what it takes to be brought back, raw or as LZ4, and how many images there is room for either way.
+The ranks and jobs of a node share it. Whoever decodes an image first puts it there, and nothing is
+ever evicted: under an order that visits each sample once per epoch, no policy gets more hits. An
+entry of the index is written after its pixels and valid only with their checksum, so no lock is
+needed. The first images are measured to decide whether and how images are kept: the time to decode
+one, the time to bring it back raw or from LZ4, and how many images fit either way.
 """
 
 import fcntl
@@ -30,20 +30,22 @@ from dlio.errors import CorruptBlock
 from dlio.storage.block import NO_ROOM, decompress_exactly, new_memory
 from dlio.util.shared import SharedFolder
 
+__all__ = ["DecodedTier"]
+
 _MOST_CHUNK: Final = 16 << 20
 _LEAST_CHUNK: Final = 1 << 20
-"""Bytes that a process takes for a slab: a sixteenth of all, within these."""
+"""Limits of a slab's bytes, which are otherwise a sixteenth of the capacity."""
 _FIELDS: Final = 6
 _TRIED: Final = 32
-"""Images that are measured before it is decided how, and whether, images are kept."""
+"""Images that are measured before it is decided whether and how images are kept."""
 _WORTH: Final = 0.8
-"""Of the time that decoding takes, what bringing an image back may take at most."""
+"""Bringing an image back may take at most this share of the time that decoding takes."""
 _Pixels = npt.NDArray[np.uint8]
 
 
 @dataclass(slots=True)
 class _Tried:
-    """What the first images cost, in seconds and bytes, together."""
+    """Costs of the first images, summed: seconds and bytes."""
 
     images: int = 0
     decode_s: float = 0.0
@@ -57,17 +59,17 @@ class DecodedTier:
     """Decoded images of a data set. Thread-safe. Owner: the mount.
 
     Args:
-        name: of the folder: the data set's, the node's, and what is done to its images.
-        samples: in the data set.
-        capacity: bytes of this node.
-        tell: is told, once, how images are kept, and why.
+        name: of the folder, made of the data set, the node and the recipe of its images.
+        samples: number of samples in the data set.
+        capacity: bytes on this node.
+        note: called once, with a sentence that says how images are kept and why.
     """
 
     def __init__(
-        self, name: str, samples: int, capacity: int, tell: Callable[[str], object]
+        self, name: str, samples: int, capacity: int, note: Callable[[str], object]
     ) -> None:
         self.capacity = capacity
-        self._tell = tell
+        self._note = note
         self._folder = SharedFolder(name)
         self._lock = threading.Lock()
         self._tried: _Tried | None = _Tried()
@@ -88,12 +90,14 @@ class DecodedTier:
 
     @property
     def saves_s(self) -> float:
-        """Seconds of decoding that an image which is here does without, by what the first took."""
+        """Seconds of decoding that one image of this tier saves, by the cost of the first ones."""
         return max(0.0, self._decode_s - self._back_s)
 
     def get(self, sample: int) -> tuple[_Pixels, int] | None:
-        """(pixels of an image, RGB, shape (rows, columns, 3), not to be written into; its label);
-        None where they are not here."""
+        """Return an image and its label, None if it is not in the tier.
+
+        The image is RGB, uint8, of shape (rows, columns, 3), and must not be written to.
+        """
         slab, offset, stored, shape, label, digest = self._index[sample].tolist()
         if not slab or self._form == "none":
             return None
@@ -115,12 +119,12 @@ class DecodedTier:
         return np.frombuffer(raw, np.uint8).reshape(rows, columns, 3), label
 
     def put(self, sample: int, pixels: _Pixels, label: int, decode_s: float) -> None:
-        """Keep an image, if there is room and it pays.
+        """Keep an image if there is room and keeping images saves time.
 
         Args:
-            pixels: RGB, shape (rows, columns, 3), contiguous.
-            label: 0 or above.
-            decode_s: seconds that it took to get them.
+            pixels: RGB, contiguous; shape (rows, columns, 3).
+            label: its class; images with negative ones are not kept.
+            decode_s: seconds that decoding it took.
         """
         if self._form == "none" or label < 0:
             return
@@ -144,7 +148,7 @@ class DecodedTier:
         entry[0] = slab
 
     def close(self) -> None:
-        """Let go. The last process to close it removes it."""
+        """Release the tier. The last process that closes it removes it."""
         with self._lock:
             self._form = "none"
             self._slabs.clear()
@@ -152,7 +156,7 @@ class DecodedTier:
         self._folder.close()
 
     def _try(self, raw: _Pixels, decode_s: float) -> None:
-        """Measure one of the first images; decide at the last of them."""
+        """Measure one of the first images; decide after the last of them."""
         packed = lz4.block.compress(raw.data, store_size=False)
         into = new_memory(len(raw))
         began = time.thread_time()
@@ -195,12 +199,12 @@ class DecodedTier:
             "raw": f"decoded images are kept raw: {took}, {back} from LZ4",
             "lz4": f"decoded images are kept as LZ4, which makes room for more: {took}, {back} "
             "from LZ4",
-            "none": f"decoded images are not kept, it does not pay: {took}, {back} from LZ4",
+            "none": f"decoded images are not kept, to save time: {took}, {back} from LZ4",
         }[self._form]
-        self._tell(note)
+        self._note(note)
 
     def _place(self, count: int) -> tuple[int, int] | None:
-        """(slab, offset) for so many bytes; None when all is taken."""
+        """Return (slab, offset) for `count` bytes, None when the capacity is used up."""
         if self._at + count > self._chunk:
             if count > self._chunk or not self._take_room():
                 return None
@@ -209,7 +213,7 @@ class DecodedTier:
         return self._mine, at
 
     def _take_room(self) -> bool:
-        """A new slab of this process's, if the node has room for one."""
+        """Make a new slab of this process; False when the node has no room for one."""
         fcntl.flock(self._room, fcntl.LOCK_EX)
         try:
             taken = int.from_bytes(os.pread(self._room, 8, 0), "little")
@@ -234,8 +238,8 @@ class DecodedTier:
         return True
 
     def _slab(self, number: int) -> mmap.mmap | None:
-        found = self._slabs.get(number)
-        if found is None:
+        slab = self._slabs.get(number)
+        if slab is None:
             try:
                 descriptor = os.open(
                     f"slab.{number}",
@@ -245,12 +249,12 @@ class DecodedTier:
             except FileNotFoundError:
                 return None
             try:
-                found = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+                slab = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
             finally:
                 os.close(descriptor)
             with self._lock:
-                found = self._slabs.setdefault(number, found)
-        return found
+                slab = self._slabs.setdefault(number, slab)
+        return slab
 
     def _open(self, name: str, size: int) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW

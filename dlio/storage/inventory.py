@@ -1,15 +1,15 @@
-"""What lies in the disk tiers of a node: data sets, who uses them, who may remove them.
+"""The data sets in a node's disk tiers, the jobs that use them, and their eviction.
 
-    <root>/dlio-<uid>/lock                          held, briefly, by whoever changes this list
-    <root>/dlio-<uid>/<data set>/about.json         where it comes from
+    <root>/dlio-<uid>/lock                          locked while this list is changed
+    <root>/dlio-<uid>/<data set>/about.json         the data set's source and format
                                  lease.<job>.<pid>  locked as long as that process lives
-                                 pinned             is not to be evicted
-                                 hits               how often samples were read from here
-                                 <node>/            its blocks, see `tier`
+                                 pinned             exists if the data set must not be evicted
+                                 hits               number of samples read from here
+                                 <node>/            blocks, see `tier`
 
-A lease is a lock, which the kernel takes away with its process: a dead job's expires by itself, and
-the file that it leaves tells which job used the data last. Eviction renames, then removes: what a
-killed one leaves is removed by the next.
+A lease is a lock, which the kernel releases with its process: the lease of a dead job expires by
+itself, and its file shows which job used the data last. Eviction renames the folder and then
+removes it; the next eviction removes the remains of one that was killed.
 """
 
 import contextlib
@@ -29,6 +29,17 @@ from dlio.util.files import take_lock
 from dlio.util.folders import open_private
 from dlio.util.shared import user_folder
 
+__all__ = [
+    "Lease",
+    "Stored",
+    "Use",
+    "evict",
+    "job_id",
+    "make_room",
+    "set_pinned",
+    "stored_data",
+]
+
 _JOB_VARIABLES: Final = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "FLUX_JOB_ID")
 _LEASE: Final = "lease."
 _EVICTED: Final = ".evicted."
@@ -38,10 +49,10 @@ _WAIT_S: Final = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """One process's use of a data set, now or, if it is dead, the last."""
+    """One process's use of a data set: a running one, or the last of a job that is over."""
 
     job: str
-    """The batch system's number for it, or `-`."""
+    """The batch system's job id, or `-`."""
     pid: int
     host: str
     alive: bool
@@ -56,13 +67,13 @@ class Stored:
     root: str
     fingerprint: str
     source: str
-    """What it was staged from; empty when that is not known."""
+    """Path that it was staged from; empty when unknown."""
     bytes: int
     blocks: int
     nodes: tuple[str, ...]
     created: float
     used: float
-    """When a process last took or gave back a lease."""
+    """Time of the last change of a lease; seconds since 1970."""
     hits: int
     """Samples that were read from here."""
     pinned: bool
@@ -70,10 +81,12 @@ class Stored:
 
     @property
     def in_use(self) -> bool:
+        """True if a live process has a lease."""
         return any(lease.alive for lease in self.leases)
 
     @property
     def path(self) -> str:
+        """The data set's folder."""
         return os.path.join(self.root, user_folder(), self.fingerprint)
 
 
@@ -90,9 +103,9 @@ class Use:
             )
             with contextlib.suppress(OSError):  # A file system without locks.
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        told = {"host": socket.gethostname(), "since": time.time()}
+        holder = {"host": socket.gethostname(), "since": time.time()}
         try:
-            os.write(self._lock, json.dumps(told).encode())
+            os.write(self._lock, json.dumps(holder).encode())
             _write_json(self._folder, "about.json", about, replace=False)
             self._forget_the_dead()
         except OSError as error:
@@ -100,14 +113,14 @@ class Use:
             raise TierError(f"{root} cannot be written: {error.strerror}") from error
 
     def add_hits(self, count: int) -> None:
-        """Add to the samples that were read from here; as far as that can be written."""
+        """Add to the count of samples read from here; without effect where it cannot be written."""
         if count and self._folder >= 0:
             with contextlib.suppress(OSError), _exclusive(self._folder, "hits") as file:
                 before = _number(os.pread(file, 64, 0))
                 os.pwrite(file, f"{before + count:<20d}\n".encode(), 0)
 
     def close(self) -> None:
-        """Give the lease back; its file stays, and tells when."""
+        """Give the lease back. Its file stays, with the time."""
         if self._folder < 0:
             return
         with contextlib.suppress(OSError):
@@ -117,12 +130,12 @@ class Use:
         self._folder = -1
 
     def _forget_the_dead(self) -> None:
-        """Keep one lease file of each job that is over, so that `evict --job` finds it."""
+        """Keep one lease file of each job that is over, for `evict --job`."""
         newest: dict[str, tuple[float, str]] = {}
         for name in os.listdir(self._folder):
             if not name.startswith(_LEASE) or _is_held(self._folder, name):
                 continue
-            with contextlib.suppress(FileNotFoundError):  # Another process is at it too.
+            with contextlib.suppress(FileNotFoundError):  # Another process removed it.
                 this = (os.stat(name, dir_fd=self._folder).st_mtime, name)
                 job = name.split(".")[1]
                 older, newest[job] = sorted([newest.get(job, (0.0, "")), this])
@@ -131,33 +144,33 @@ class Use:
 
 
 def job_id() -> str:
-    """The batch system's number for this job; `-` outside of one."""
-    found = next((os.environ[name] for name in _JOB_VARIABLES if os.environ.get(name)), "-")
-    return "".join(c if c.isalnum() or c in "_-" else "_" for c in found)[:64] or "-"
+    """Return the batch system's id of this job, `-` outside of a job."""
+    name = next((os.environ[each] for each in _JOB_VARIABLES if os.environ.get(each)), "-")
+    return "".join(c if c.isalnum() or c in "_-" else "_" for c in name)[:64] or "-"
 
 
 def stored_data(root: str) -> list[Stored]:
-    """The data sets in this user's disk tier below `root`, the least recently used first."""
+    """List the data sets in this user's disk tier below `root`, the least recently used first."""
     base = os.path.join(root, user_folder())
     try:
         names = sorted(os.listdir(base))
     except OSError:
         return []
-    found = []
+    entries = []
     for name in names:
         if not name.startswith(".") and os.path.isdir(os.path.join(base, name)):
             with contextlib.suppress(FileNotFoundError):  # Evicted meanwhile.
-                found.append(_look(root, base, name))
-    return sorted(found, key=lambda each: each.used)
+                entries.append(_look(root, base, name))
+    return sorted(entries, key=lambda each: each.used)
 
 
 def evict(root: str, fingerprint: str, *, pinned: bool = False) -> int:
-    """Remove a data set from a disk tier; returns the bytes of its blocks.
+    """Remove a data set from a disk tier and return the bytes of its blocks.
 
     Args:
-        pinned: one that is pinned too.
+        pinned: remove it even if it is pinned.
 
-    Raises TierError when it is in use, pinned, or not there.
+    Raises TierError when it is in use, pinned, or not in the tier.
     """
     with _locked(root, fcntl.LOCK_EX) as base:
         _sweep(base)
@@ -169,7 +182,7 @@ def evict(root: str, fingerprint: str, *, pinned: bool = False) -> int:
             raise TierError(f"{entry.source or fingerprint} in {root} is in use by {users}")
         if entry.pinned and not pinned:
             raise TierError(
-                f"{entry.source or fingerprint} in {root} is pinned: `dlio pin --remove` lets go"
+                f"{entry.source or fingerprint} in {root} is pinned: `dlio pin --remove` unpins it"
             )
         gone = f"{_EVICTED}{secrets.token_hex(4)}"
         os.rename(fingerprint, gone, src_dir_fd=base, dst_dir_fd=base)
@@ -178,11 +191,12 @@ def evict(root: str, fingerprint: str, *, pinned: bool = False) -> int:
 
 
 def make_room(root: str, wanted: int, capacity: int, keep: str) -> list[Stored]:
-    """Evict what is neither in use nor pinned, the least recently used first, until `wanted` bytes
-    fit below `capacity` beside what stays. Returns what was evicted.
+    """Evict data sets until `wanted` bytes fit into `capacity`, together with those that stay.
+
+    The least recently used go first; those in use or pinned stay. Returns the evicted ones.
 
     Args:
-        keep: the fingerprint of the data set that the room is for.
+        keep: fingerprint of the data set that the room is for.
     """
     evicted: list[Stored] = []
     others = [entry for entry in stored_data(root) if entry.fingerprint != keep]
@@ -191,14 +205,14 @@ def make_room(root: str, wanted: int, capacity: int, keep: str) -> list[Stored]:
         if left >= wanted:
             break
         if not entry.in_use and not entry.pinned:
-            with contextlib.suppress(TierError):  # Somebody has taken it meanwhile.
+            with contextlib.suppress(TierError):  # A job began to use it meanwhile.
                 left += evict(root, entry.fingerprint)
                 evicted.append(entry)
     return evicted
 
 
 def set_pinned(root: str, fingerprint: str, pinned: bool) -> None:
-    """Keep a data set from being evicted, or let go of it. Raises TierError if it is not there."""
+    """Protect a data set from eviction, or end that. Raises TierError if it is not in the tier."""
     with _locked(root, fcntl.LOCK_SH) as base:
         try:
             folder = os.open(fingerprint, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=base)
@@ -257,19 +271,19 @@ def _look(root: str, base: str, name: str) -> Stored:
 
 
 def _lease(descriptor: int, folder: str, name: str) -> Lease:
-    told = _read_json(os.path.join(folder, name))
+    holder = _read_json(os.path.join(folder, name))
     _, job, pid, _ = name.split(".")
     return Lease(
         job=job,
         pid=int(pid),
-        host=str(told.get("host", "")),
+        host=str(holder.get("host", "")),
         alive=_is_held(descriptor, name),
-        since=float(told.get("since", 0.0)),
+        since=float(holder.get("since", 0.0)),
     )
 
 
 def _is_held(folder: int, name: str) -> bool:
-    """Whether a live process holds the lock on a lease."""
+    """True if a live process holds the lock of a lease."""
     try:
         descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder)
     except FileNotFoundError:
@@ -287,7 +301,7 @@ def _is_held(folder: int, name: str) -> bool:
 
 @contextlib.contextmanager
 def _locked(root: str, how: int) -> Iterator[int]:
-    """A descriptor of this user's folder below `root`, with its list locked."""
+    """Open this user's folder below `root` and lock its list; yields the folder's descriptor."""
     base = open_private(root, user_folder())
     try:
         lock = os.open("lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=base)
@@ -301,8 +315,8 @@ def _locked(root: str, how: int) -> Iterator[int]:
             ours = True  # A file system without locks.
         if not ours:
             raise TierError(
-                f"{root}/{user_folder()}/lock was held for {_WAIT_S:.0f} s: another dlio is stuck "
-                "in it"
+                f"{root}/{user_folder()}/lock was locked for {_WAIT_S:.0f} s: another dlio process "
+                "hangs with it; end that process"
             )
         yield base
     finally:
@@ -321,7 +335,7 @@ def _exclusive(folder: int, name: str) -> Iterator[int]:
 
 
 def _sweep(base: int) -> None:
-    """Remove what killed evictions have left."""
+    """Remove the remains of evictions that were killed."""
     for name in os.listdir(base):
         if name.startswith(_EVICTED):
             shutil.rmtree(name, ignore_errors=True, dir_fd=base)

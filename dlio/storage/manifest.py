@@ -1,9 +1,10 @@
-"""The manifest of a staged data set: which blocks one node's tier is to hold, and their digests.
+"""The manifest of a staged data set: the blocks that one node's tier should hold.
 
-Written when staging is done, beside the blocks. With it a tier is verified without the source:
-what is missing is told from what was never there, and an old block from the right one.
+It is written next to the blocks when staging is done. With it a tier can be verified without the
+source: it lists the blocks that should exist and their digests, so that a missing block is
+distinguished from one of another node, and an outdated block from the right one.
 
-    magic `DLIOMFST`, u64 length of the JSON, JSON, u64 block numbers, u64 digests, u64 xxh3 of all
+FORMAT.md in this folder specifies the format.
 """
 
 import json
@@ -20,7 +21,10 @@ import xxhash
 
 from dlio.errors import CorruptBlock
 
+__all__ = ["NAME", "Manifest", "read_manifest", "write_manifest"]
+
 NAME: Final = "manifest"
+"""Name of the file in a node's folder."""
 _MAGIC: Final = b"DLIOMFST"
 _HEAD: Final = struct.Struct("<8sQ")
 _TAIL: Final = struct.Struct("<Q")
@@ -30,16 +34,17 @@ _MAX_JSON: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a node's folder in a tier is to hold."""
+    """The blocks that a node's folder in a tier should hold."""
 
     about: dict[str, Any]
-    """`source`, `format`, `fingerprint`."""
+    """Fields `source`, `format` and `fingerprint`, all strings."""
     blocks: npt.NDArray[np.uint64]
-    """Their numbers, rising; shape (blocks,)."""
+    """Numbers of the blocks, ascending; shape (blocks,)."""
     digests: npt.NDArray[np.uint64]
-    """Of each block's header and table."""
+    """xxh3_64 of each block's header and table; shape (blocks,)."""
 
     def encode(self) -> bytes:
+        """Return the bytes of the file."""
         text = json.dumps({**self.about, "blocks": len(self.blocks)}).encode()
         body = _HEAD.pack(_MAGIC, len(text)) + text
         body += self.blocks.astype("<u8").tobytes() + self.digests.astype("<u8").tobytes()
@@ -47,7 +52,7 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes, path: str) -> "Manifest":
-        """Raises CorruptBlock for anything that `encode` did not make."""
+        """Parse the bytes of the file at `path`. Raises CorruptBlock when they are damaged."""
         wrong = CorruptBlock(f"{path} is damaged: remove it, and stage again")
         if len(data) < _HEAD.size + _TAIL.size:
             raise wrong
@@ -70,7 +75,7 @@ class Manifest:
 
 
 def write_manifest(folder: str, manifest: Manifest) -> None:
-    """Put it in place, whole. Raises OSError."""
+    """Write the manifest of a node's folder; it appears whole or not at all. Raises OSError."""
     temporary = os.path.join(folder, f".{NAME}.{secrets.token_hex(4)}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(temporary, flags, 0o600)
@@ -90,7 +95,7 @@ def write_manifest(folder: str, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: str) -> Manifest | None:
-    """The manifest of a node's folder; None when it has none. Raises CorruptBlock, OSError."""
+    """Read the manifest of a node's folder, None if there is none. Raises CorruptBlock, OSError."""
     path = os.path.join(folder, NAME)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)

@@ -1,4 +1,4 @@
-"""What a path lies on: Lustre, BeeGFS, NFS, a local disk, memory; and what follows from it."""
+"""The file system that a path is on, and the number of requests in flight that suits it."""
 
 import os
 import re
@@ -9,7 +9,10 @@ from typing import Final
 
 from dlio.data.source import is_remote
 
+__all__ = ["NETWORK", "Place", "find_place", "parse_stripes", "scratch_places"]
+
 NETWORK: Final = ("lustre", "beegfs", "nfs", "gpfs", "cifs", "fuse", "ceph", "remote")
+"""Kinds of places that are reached over a network."""
 _KINDS: Final = (
     ("beegfs", "beegfs"),
     ("beeond", "beegfs"),
@@ -38,27 +41,28 @@ _FEW, _SOME, _MANY = 4, 32, 64
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A folder and the file system that it lies on."""
+    """A folder and the file system that it is on."""
 
     path: str
     kind: str
     """One of NETWORK, `memory`, `pmem` (mounted with dax), or `disk`."""
     filesystem: str
-    """As the kernel calls it: ext4, lustre, ..."""
+    """The kernel's name for it: ext4, lustre, ..."""
     mount: str
     stripe_count: int = 1
     stripe_bytes: int = 0
-    """Of a Lustre file or folder; 0 where that is not told."""
+    """Stripe size of a Lustre file or folder, 0 where it is unknown."""
 
     @property
     def network(self) -> bool:
+        """True if requests go over a network."""
         return self.kind in NETWORK
 
     def requests(self, objects: bool) -> int:
-        """How many requests in flight suit it.
+        """Return the number of requests in flight that suits the place.
 
         Args:
-            objects: each for a small file of its own, where latency counts and not bandwidth.
+            objects: each request is for a small file, so that latency counts and not bandwidth.
         """
         if not self.network:
             return _FEW
@@ -66,7 +70,7 @@ class Place:
 
 
 def find_place(path: str) -> Place:
-    """What `path`, or the first folder above it that is there, lies on."""
+    """Return the place of `path`, or of the first folder above it that exists."""
     if is_remote(path):
         return Place(path, "remote", path.split("://")[0], path)
     real = os.path.realpath(os.path.expanduser(path))
@@ -84,24 +88,24 @@ def find_place(path: str) -> Place:
 
 
 def scratch_places() -> dict[str, Place]:
-    """Node-local scratch that is there to be used, by what names it: a variable, or its path."""
-    found = {}
+    """Return the node-local scratch folders that exist, by the name of a variable or by path."""
+    places = {}
     for name in _CANDIDATES:
         folder = os.environ.get(name)
         if folder and os.path.isdir(folder):
-            found[f"${name}"] = find_place(folder)
+            places[f"${name}"] = find_place(folder)
     for folder in _USUAL:
         if os.path.isdir(folder):
-            found[folder] = find_place(folder)
+            places[folder] = find_place(folder)
     for mount, _, _, _ in _mounts():
         place = find_place(mount)
         if place.kind == "pmem":
-            found[mount] = place
-    return found
+            places[mount] = place
+    return places
 
 
 def _mounts() -> list[tuple[str, str, str, str]]:
-    """(mount point, file system, source, options) of each mount."""
+    """List (mount point, file system, source, options) of each mount."""
     rows = []
     try:
         with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as table:
@@ -118,7 +122,7 @@ def _mounts() -> list[tuple[str, str, str, str]]:
 
 
 def _stripes(path: str) -> tuple[int, int]:
-    """(stripe count, stripe bytes) of a Lustre path; (1, 0) where `lfs` does not tell."""
+    """Return (stripe count, stripe bytes) of a Lustre path; (1, 0) where `lfs` gives none."""
     lfs = shutil.which("lfs")
     if lfs is None:
         return 1, 0
@@ -136,7 +140,10 @@ def _stripes(path: str) -> tuple[int, int]:
 
 
 def parse_stripes(text: str) -> tuple[int, int]:
-    """Read what `lfs getstripe -c -S` prints: labelled, or bare numbers."""
+    """Parse the output of `lfs getstripe -c -S`, labelled or bare numbers.
+
+    Returns (stripe count, stripe bytes).
+    """
     count = re.search(r"stripe_count:?\s+(-?\d+)", text)
     size = re.search(r"stripe_size:?\s+(\d+)", text)
     if count is None or size is None:

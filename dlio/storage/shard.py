@@ -1,7 +1,7 @@
-"""Shards: files of blocks, back to back, with a footer that indexes them.
+"""Shards: files of blocks, one after another, with a footer that indexes them.
 
-FORMAT.md beside this file specifies the footer. It holds what a reader needs before it reads a
-block: where blocks are, each sample's size, label and name, the classes and the schema.
+FORMAT.md in this folder specifies the footer. It holds the index that a reader needs before it
+reads a block: offsets of the blocks; size, label and name of each sample; classes and schema.
 """
 
 import json
@@ -20,6 +20,8 @@ from dlio.data.schema import Buffer, Schema
 from dlio.errors import CorruptBlock
 from dlio.storage.block import Readable, file_size, read_exactly, write_all
 
+__all__ = ["SUFFIX", "TRAILER_MAGIC", "VERSION", "Footer", "ShardWriter", "read_footer"]
+
 SUFFIX: Final = ".dlio"
 TRAILER_MAGIC: Final = b"DLIOSHRD"
 VERSION: Final = 1
@@ -33,7 +35,7 @@ class Footer:
     """The index of one shard of a data set."""
 
     fingerprint: str
-    """Of the whole data set; the same in all its shards."""
+    """Fingerprint of the whole data set, the same in all its shards; 32 hex digits."""
     schema: Schema
     classes: tuple[str, ...]
     shard: int
@@ -49,14 +51,16 @@ class Footer:
     sizes: npt.NDArray[np.uint32]
     """Payload bytes of each sample; shape (samples,)."""
     labels: npt.NDArray[np.int64]
+    """Class of each sample; shape (samples,)."""
     names: Buffer
     """Sample names, UTF-8, one after another."""
     name_ends: npt.NDArray[np.uint64]
     """End of each name in `names`; shape (samples,)."""
     payload_bytes: int = 0
-    """Of all samples; told by readers, not written."""
+    """Sum of `sizes`; computed by readers, not written."""
 
     def encode(self) -> bytes:
+        """Return the bytes of the footer."""
         meta = {
             "version": VERSION,
             "fingerprint": self.fingerprint,
@@ -84,10 +88,12 @@ class Footer:
 
 
 class ShardWriter:
-    """Writes one shard file: blocks as they come, then the footer. Owner: who packs.
+    """Writes one shard file: blocks, then the footer. Works as a context manager.
 
-    The file is complete only after `finish`; until then it has no trailer, and no reader takes
-    it.
+    The file is complete only after `finish`. Until then it has no trailer, and every reader
+    rejects it.
+
+    Raises OSError, also when the file exists.
     """
 
     def __init__(self, path: str) -> None:
@@ -96,7 +102,7 @@ class ShardWriter:
             path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644
         )
         self.offsets = [0]
-        """Of the blocks so far, and of what comes next."""
+        """File offsets of the blocks so far, and of the next block or the footer."""
 
     def __enter__(self) -> Self:
         return self
@@ -105,11 +111,12 @@ class ShardWriter:
         os.close(self._descriptor)
 
     def write_block(self, pieces: Sequence[Buffer]) -> None:
+        """Append a block, as `encode_block` makes it."""
         write_all(self._descriptor, pieces)
         self.offsets.append(self.offsets[-1] + sum(len(piece) for piece in pieces))
 
     def finish(self, footer: Footer) -> None:
-        """Write footer and trailer, and wait until the disk has it all."""
+        """Write footer and trailer, and wait until everything is on the disk."""
         text = footer.encode()
         trailer = _TRAILER.pack(
             self.offsets[-1], len(text), xxhash.xxh3_64_intdigest(text), TRAILER_MAGIC
@@ -119,24 +126,34 @@ class ShardWriter:
 
 
 def read_footer(descriptor: int | Readable, path: str) -> Footer:
-    """Read and check the footer of an open shard file. Its arrays are mapped where the file is
-    local, so that one of ten million samples takes little memory. Raises CorruptBlock."""
+    """Read and check the footer of an open shard file.
+
+    The arrays of a local file are memory-mapped, so that a footer of ten million samples takes
+    little memory.
+
+    Raises CorruptBlock.
+    """
     size = file_size(descriptor)
     if size < _TRAILER.size:
-        raise CorruptBlock(f"{path}: {size} bytes are no shard: it was cut off, or is empty")
+        raise CorruptBlock(
+            f"{path}: has {size} bytes, too few for a shard: it is truncated or empty; restore "
+            "the file"
+        )
     trailer = bytearray(_TRAILER.size)
     read_exactly(descriptor, memoryview(trailer), size - _TRAILER.size, path)
     start, length, digest, magic = _TRAILER.unpack(trailer)
     if magic != TRAILER_MAGIC:
-        raise CorruptBlock(f"{path}: has no shard's end: it was cut off, or is no shard of dlio")
+        raise CorruptBlock(
+            f"{path}: does not end as a shard does: it is truncated, or not a shard of dlio"
+        )
     if length > size or start + length + _TRAILER.size != size:
-        raise CorruptBlock(f"{path}: its trailer points outside of it: restore the file")
+        raise CorruptBlock(f"{path}: its trailer points outside of the file: restore the file")
     if _digest(descriptor, path, start, length) != digest:
         raise CorruptBlock(f"{path}: its footer does not match its checksum: restore the file")
     text: Buffer
 
     def forget() -> None:
-        """Nothing is mapped: there is nothing to let go of."""
+        """Do nothing: no memory is mapped."""
 
     if isinstance(descriptor, int):
         page = start - start % mmap.PAGESIZE
@@ -154,7 +171,7 @@ def read_footer(descriptor: int | Readable, path: str) -> Footer:
     try:
         return _decode(memoryview(text), start, forget)
     except (ValueError, KeyError, TypeError, struct.error, RecursionError) as error:
-        raise CorruptBlock(f"{path}: its footer makes no sense ({error})") from error
+        raise CorruptBlock(f"{path}: its footer is invalid: {error}; restore the file") from error
 
 
 def _digest(descriptor: int | Readable, path: str, start: int, length: int) -> int:
@@ -168,14 +185,20 @@ def _digest(descriptor: int | Readable, path: str, start: int, length: int) -> i
 
 
 def _decode(text: memoryview, footer_start: int, forget: Callable[[], None]) -> Footer:
-    """The footer in `text`. What it looks through to check, it has the kernel forget again."""
+    """Parse a footer.
+
+    Args:
+        forget: drops mapped pages from memory; called after each part that was checked.
+    """
     (meta_length,) = _META_LENGTH.unpack_from(text)
     if meta_length > len(text) - _META_LENGTH.size:
-        raise ValueError("its head is longer than itself")
+        raise ValueError("its JSON is longer than the footer")
     at = _META_LENGTH.size + meta_length
     meta = json.loads(bytes(text[_META_LENGTH.size : at]))
     if meta["version"] != VERSION:
-        raise ValueError(f"format {meta['version']} is not known to this version of dlio")
+        raise ValueError(
+            f"format {meta['version']} is unknown to this version of dlio: upgrade dlio"
+        )
     blocks, samples = _count(meta["blocks"]), _count(meta["samples"])
     fixed = 8 * (blocks + 1) + 16 * samples + 4 * blocks + 4 * samples
     if at + fixed > len(text):
@@ -217,7 +240,7 @@ def _decode(text: memoryview, footer_start: int, forget: Callable[[], None]) -> 
 
 
 def _rises(ends: npt.NDArray[np.uint64], forget: Callable[[], None]) -> bool:
-    """Whether no value is below the one before; looked at a stretch at a time."""
+    """True if no value is less than the one before; checked in chunks."""
     for first in range(0, len(ends), _CHUNK):
         part = ends[first : first + _CHUNK + 1]
         if (part[1:] < part[:-1]).any():
@@ -228,7 +251,7 @@ def _rises(ends: npt.NDArray[np.uint64], forget: Callable[[], None]) -> bool:
 
 def _count(value: Any) -> int:
     if not isinstance(value, int) or not 0 <= value < 2**48:
-        raise ValueError(f"{value!r} is no count")
+        raise ValueError(f"{value!r} is not a count")
     return value
 
 

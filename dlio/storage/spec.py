@@ -1,30 +1,33 @@
-"""What the user says of tiers: `ram:2GiB,/local/scratch:20GiB`, fastest first."""
+"""Specifications of tiers, as users write them: `ram:2GiB,/local/scratch:20GiB`."""
 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from dlio.errors import UsageError
 from dlio.util.settings import settings
 from dlio.util.shared import SHARED_MEMORY
 from dlio.util.units import format_bytes, parse_bytes
 
-_LEAST = 16 << 20
-"""Bytes: a default RAM tier below this is not worth its trouble."""
+__all__ = ["TierSpec", "choose_tiers", "decoded_spec", "default_tiers", "parse_tiers"]
+
+_LEAST: Final = 16 << 20
+"""Bytes of the smallest RAM tier that is made by default."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierSpec:
-    """One tier of a node, as asked for."""
+    """One tier of a node, as specified by the user."""
 
     kind: str
-    """`ram` or `disk`; what reports count its bytes under."""
+    """`ram` or `disk`; reports count bytes by it."""
     root: str
-    """Folder that the tier's own, private folder is made in."""
+    """Folder that the tier's private folder is made in."""
     capacity: int
     """Bytes per node."""
     decoded: bool = False
-    """Whether it keeps decoded images, above the tiers of blocks."""
+    """True if it keeps decoded images, above the tiers of blocks."""
 
     def __str__(self) -> str:
         place = "ram" if self.kind == "ram" else self.root
@@ -33,11 +36,13 @@ class TierSpec:
 
 
 def parse_tiers(text: str) -> list[TierSpec]:
-    """Parse a comma-separated list of `ram:SIZE` and `FOLDER:SIZE`; `none` is no tier at all.
-    Persistent memory is a folder on its file system, with or without `pmem:` before it.
-    `ram:SIZE:decoded`, one at most, keeps decoded images.
+    """Parse a comma-separated list of tiers, fastest first.
 
-    Raises UsageError that quotes the part that cannot be understood.
+    `ram:SIZE` is shared memory, `FOLDER:SIZE` a disk, `ram:SIZE:decoded` (at most one) keeps
+    decoded images, and `none` means no tier at all. Persistent memory is a folder on its file
+    system, with or without `pmem:` before it.
+
+    Raises UsageError that quotes the part that is invalid.
     """
     if text.strip() in ("", "none"):
         return []
@@ -66,8 +71,10 @@ def parse_tiers(text: str) -> list[TierSpec]:
 
 
 def default_tiers(data_bytes: int, nodes_here: int = 1) -> list[TierSpec]:
-    """RAM for the data set, but at most a quarter of what this machine has free, and half of what
-    its shared memory has; no tier where that is next to nothing, as in a small container.
+    """Return the default: a RAM tier for the data set.
+
+    It takes at most a quarter of this machine's free memory, and half of its free shared memory.
+    There is no tier where that is too little to be of use, as in a small container.
 
     Args:
         data_bytes: the data set's payload bytes.
@@ -85,8 +92,17 @@ def default_tiers(data_bytes: int, nodes_here: int = 1) -> list[TierSpec]:
 def choose_tiers(
     tiers: str | Sequence[TierSpec] | None, data_bytes: int, nodes_here: int = 1
 ) -> list[TierSpec]:
-    """The tiers of blocks that were given, else those of DLIO_TIERS, else the default. The default
-    is taken beside a tier of decoded images alone, too: something has to hold what it was not."""
+    """Return the tiers of blocks that were given, else those of DLIO_TIERS, else the default.
+
+    A tier of decoded images alone gets the default tiers of blocks as well, for the images that it
+    has no room for.
+
+    Args:
+        data_bytes: the data set's payload bytes.
+        nodes_here: pretended nodes that share this machine.
+
+    Raises UsageError.
+    """
     if tiers is None:
         tiers = settings().tiers
     if tiers is None:
@@ -97,7 +113,7 @@ def choose_tiers(
 
 
 def decoded_spec(tiers: str | Sequence[TierSpec] | None) -> TierSpec | None:
-    """The tier of decoded images, where one is asked for."""
+    """Return the tier of decoded images, None if none is specified. Raises UsageError."""
     if tiers is None:
         tiers = settings().tiers or "none"
     specs = parse_tiers(tiers) if isinstance(tiers, str) else tiers
@@ -105,7 +121,7 @@ def decoded_spec(tiers: str | Sequence[TierSpec] | None) -> TierSpec | None:
 
 
 def _available_memory() -> int:
-    """Bytes of memory that can be used without swapping; of the machine, not of a cgroup."""
+    """Return the bytes that this machine can use without swapping; cgroups are ignored."""
     with open("/proc/meminfo", encoding="ascii") as table:
         for line in table:
             if line.startswith("MemAvailable:"):

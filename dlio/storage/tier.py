@@ -2,14 +2,14 @@
 
     <root>/dlio-<uid>/<data set>/<node>/          a disk tier; stays for the next job
     /dev/shm/dlio-<uid>/<data set>.<node>/        a RAM tier; gone with the last job that uses it
-        00000042.blk    a published block, complete by construction
+        00000042.blk    a published block, always complete
         claims          byte b is locked by the process that is filling block b
 
-A block appears under its name only when it is whole: written to a temporary name, reserved
-first (touching a full shared memory kills the process), synchronised on disk, renamed. What a
-killed process leaves is a temporary file, which the next one to open the tier removes: locks
-belong to the kernel and die with their process. Nothing read from a tier is believed without its
-checksum.
+A block appears under its name only when it is complete. It is written under a temporary name:
+space is reserved (touching full shared memory kills the process), the bytes are written and
+synchronised on disk, and the file is renamed. A killed process leaves a temporary file, which the
+next process that opens the tier removes: the locks on claims belong to the kernel and end with
+their process. Every payload that is read from a tier is compared with its checksum.
 """
 
 import errno
@@ -20,7 +20,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Self
+from typing import Final, Self
 
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, TierError, TierFull
@@ -39,18 +39,20 @@ from dlio.util.settings import settings
 from dlio.util.shared import SharedFolder, user_folder
 from dlio.util.units import format_bytes
 
-_TABLE_BYTES = 64 << 20
-"""Block tables that a tier keeps in memory, 24 bytes a sample. Files are opened for each read:
-that takes 5 µs, and a tier may have more blocks than a process may have descriptors."""
+__all__ = ["Tier", "checked_share"]
+
+_TABLE_BYTES: Final = 64 << 20
+"""Bytes of block tables that a tier keeps in memory, 24 per sample. Files, in contrast, are opened
+for each read: that takes 5 µs, and a tier may have more blocks than a process may open files."""
 
 
 class Tier:
     """One tier of a node, opened by one process. Thread-safe. Owner: the hierarchy.
 
     Args:
-        spec: where, and how many bytes.
+        spec: its folder and capacity.
         names: private folders below `dlio-<uid>` in the root, see above.
-        fingerprint: of the data set whose blocks it holds; others are refused.
+        fingerprint: of the data set whose blocks it holds; blocks of others are refused.
 
     Raises TierError when the folder cannot be used.
     """
@@ -87,16 +89,17 @@ class Tier:
         self.close()
 
     def free_bytes(self) -> int:
-        """What the file system below still has room for."""
+        """Return the bytes that are free on the tier's file system."""
         status = os.fstatvfs(self._folder)
         return status.f_bavail * status.f_frsize
 
     def blocks(self) -> set[int]:
-        """Blocks that are published now."""
+        """Return the numbers of the blocks that are published now."""
         names = os.listdir(self._folder)
         return {int(name[:-4]) for name in names if name.endswith(".blk") and name[:-4].isdigit()}
 
     def has(self, block: int) -> bool:
+        """True if a block is published."""
         try:
             os.stat(_name(block), dir_fd=self._folder, follow_symlinks=False)
         except FileNotFoundError:
@@ -104,39 +107,50 @@ class Tier:
         return True
 
     def read(self, block: int, place: int, scratch: Scratch | None = None) -> memoryview:
-        """The payload at `place` of a published block, checked.
+        """Return the payload at `place` of a published block, checked.
 
-        Raises FileNotFoundError when the block is not here, CorruptBlock when it is not what was
-        written.
+        Args:
+            place: position of the sample in the block.
+            scratch: memory to read into; without it the payload has memory of its own.
+
+        Raises FileNotFoundError when the block is not in the tier, CorruptBlock when its bytes
+        differ from those that were written.
         """
         with self._opened(block) as (descriptor, info, checked):
             return info.read(descriptor, place, scratch, checked=checked)
 
     def read_into(self, block: int, place: int, pieces: Sequence[memoryview]) -> None:
-        """The payload at `place` of a published block into `pieces`, one after another, checked.
+        """Read the payload at `place` of a published block into `pieces`, one after another.
 
-        Raises as `read` does; the pieces hold anything then.
+        It is checked. Raises as `read` does; the contents of the pieces are undefined then.
+
+        Args:
+            pieces: writable memory; together as long as the payload.
         """
         with self._opened(block) as (descriptor, info, checked):
             info.read_into(descriptor, place, pieces, checked=checked)
 
     def read_stored(self, block: int, place: int, into: memoryview) -> tuple[int, int]:
-        """What is stored at `place` of a published block, compressed or not, at the beginning of
-        `into`, which has the payload's size; (bytes stored, xxh3_64 of the payload).
+        """Read the payload at `place` of a published block as it is stored, compressed or not.
 
-        Raises as `read` does; compressed payloads are checked by whoever decompresses them.
+        Compressed payloads are checked by whoever decompresses them.
+
+        Args:
+            into: writable memory of the raw payload's size; the bytes are put at its beginning.
+
+        Returns (bytes stored, xxh3_64 of the raw payload). Raises as `read` does.
         """
         with self._opened(block) as (descriptor, info, checked):
             return info.read_stored(descriptor, place, into, checked=checked)
 
     @contextmanager
     def _opened(self, block: int) -> Iterator[tuple[int, BlockInfo, bool]]:
-        """(descriptor, tables, whether this read is to be checked)"""
+        """Yield (descriptor, header and table, True if this read is to be checked)."""
         descriptor = self._open(block)
         try:
             with self._lock:
                 self.hits += 1
-                # Evenly, and not by chance: of a half, each second one.
+                # Evenly spread, not random: with a share of a half, each second read.
                 checked = int(self.hits * self._share) != int((self.hits - 1) * self._share)
                 info = self._tables.get(block)
             if info is None:
@@ -146,7 +160,7 @@ class Tier:
             os.close(descriptor)
 
     def check(self, block: int) -> BlockInfo:
-        """Read all of a published block and check it. Raises CorruptBlock, FileNotFoundError."""
+        """Read and check all of a published block. Raises CorruptBlock, FileNotFoundError."""
         descriptor = self._open(block)
         try:
             info = self._info(block, descriptor)
@@ -158,7 +172,7 @@ class Tier:
             os.close(descriptor)
 
     def digest(self, block: int) -> int:
-        """The digest of a published block's header and table, as its header tells it."""
+        """Return the xxh3_64 of a published block's header and table, from its header."""
         with self._lock:
             info = self._tables.get(block)
         if info is None:
@@ -170,7 +184,7 @@ class Tier:
         return info.digest
 
     def read_whole(self, block: int) -> memoryview:
-        """A published block as it lies here, checked. Raises CorruptBlock, FileNotFoundError."""
+        """Return a published block, checked. Raises CorruptBlock, FileNotFoundError."""
         descriptor = self._open(block)
         try:
             memory = memoryview(bytearray(os.fstat(descriptor).st_size))
@@ -181,9 +195,13 @@ class Tier:
             os.close(descriptor)
 
     def publish(self, block: int, pieces: Sequence[Buffer]) -> None:
-        """Write a block; it appears whole or not at all.
+        """Write a block; it appears complete or not at all.
 
-        Raises TierFull, with nothing left behind, when the disk or shared memory has no room.
+        Args:
+            pieces: its bytes, one buffer after another.
+
+        Raises TierFull when the disk or shared memory has no room, TierError when it cannot be
+        written for another reason. No file is left behind then.
         """
         size = sum(len(piece) for piece in pieces)
         temporary = f"tmp.{block:08d}.{os.getpid()}.{threading.get_ident()}"
@@ -218,14 +236,14 @@ class Tier:
             raise
 
     def discard(self, block: int) -> None:
-        """Remove a block that has failed its checks, so that it can be filled again."""
+        """Remove a block, for example a damaged one, so that it can be filled again."""
         with self._lock:
             self._drop_table(block)
         with suppress(FileNotFoundError):
             os.unlink(_name(block), dir_fd=self._folder)
 
     def claim(self, block: int) -> bool:
-        """Become the one process that fills `block`. False while another one is."""
+        """Become the one process that fills `block`; False while another one is."""
         with self._lock:
             if block in self._claimed or not _lock_byte(self._claims, block):
                 return False
@@ -233,18 +251,19 @@ class Tier:
             return True
 
     def release(self, block: int) -> None:
+        """Let other processes claim `block`."""
         with self._lock:
             self._claimed.discard(block)
             _lock_byte(self._claims, block, fcntl.F_UNLCK)
 
     def close(self) -> None:
-        """Let go. The last process to close a RAM tier removes it."""
+        """Close the tier's files. The last process that closes a RAM tier removes it."""
         with self._lock:
             if self._folder < 0:
                 return
             os.close(self._claims)
             os.close(self._folder)
-            # A thread that a hung source has held up must not meet another file of these numbers.
+            # A thread that was held up by a hung source must not use another file's descriptor.
             self._claims = self._folder = -1
         if self._shared is not None:
             self._shared.close()
@@ -254,7 +273,7 @@ class Tier:
         return os.open(_name(block), flags, dir_fd=self._folder)
 
     def _info(self, block: int, descriptor: int) -> BlockInfo:
-        """A block's header and table, not kept: tables are for those that read samples."""
+        """Read a block's header and table, without keeping them as reads of samples do."""
         path = os.path.join(self.path, _name(block))
         info = read_info(descriptor, path)
         if info.block != block or self._fingerprint not in (None, info.fingerprint):
@@ -279,7 +298,7 @@ class Tier:
             self._table_bytes -= info.table.nbytes
 
     def _remove_leftovers(self) -> None:
-        """Remove temporary files whose writers are dead: those whose claim is free."""
+        """Remove the temporary files of dead writers, whose claims are free."""
         for name in os.listdir(self._folder):
             if not name.startswith("tmp."):
                 continue
@@ -311,7 +330,7 @@ def _reserve(descriptor: int, size: int) -> None:
 
 
 def _lock_byte(descriptor: int, at: int, kind: int = fcntl.F_WRLCK) -> bool:
-    """Lock or unlock one byte for this open file. False when another process holds it."""
+    """Lock or unlock one byte of an open file. False when another process holds the lock."""
     request = struct.pack("hhqqi4x", kind, os.SEEK_SET, at, 1, 0)
     try:
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, request)

@@ -1,4 +1,4 @@
-"""What became of one tensor when a network was cut smaller."""
+"""The cut of one tensor when a network loses neurons."""
 
 from dataclasses import dataclass
 
@@ -6,27 +6,29 @@ import torch
 
 from dlio.errors import DlioError
 
+__all__ = ["Cut"]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cut:
-    """What became of one tensor of the model."""
+    """The cut of one tensor of the model: its shape before, and the indices that remain."""
 
     name: str
-    """In the state dict."""
+    """Name in the model's state dict."""
     tensor: torch.Tensor
-    """The model's own, after the cut."""
+    """The model's tensor, after the cut."""
     before: tuple[int, ...]
-    """Its shape before."""
+    """Shape of the tensor before the cut."""
     kept: tuple[tuple[int, torch.Tensor], ...]
-    """(dimension, indices that stay)."""
+    """(dimension, indices that remain) of each dimension that was cut."""
 
     def of(self, other: torch.Tensor, what: str = "a tensor") -> torch.Tensor:
-        """The same cut of a tensor that lies beside: a momentum, a residual, an average.
+        """Cut a tensor that corresponds to the model's: a momentum, a residual, an average.
 
-        Dimensions of size 1 where the tensor's own is longer stay as they are: sums over a
-        dimension, as Adafactor keeps them, and 0-dimensional counts.
+        Dimensions of size 1 stay as they are where the model's tensor is longer (Adafactor's sums
+        over a dimension), and so do 0-dimensional counts.
 
-        Raises DlioError, naming `what`, for a shape that is another.
+        Raises DlioError, naming `what`, for a shape that does not correspond.
         """
         if other.ndim == 0:
             return other
@@ -36,8 +38,8 @@ class Cut:
         if not fits:
             raise DlioError(
                 f"{what} of {self.name} has shape {tuple(other.shape)}, the tensor had "
-                f"{self.before}: what cannot be cut with it cannot be pruned. Choose an optimizer "
-                "whose state has the shape of its parameters"
+                f"{self.before}: it cannot be cut with the tensor, so the tensor cannot be pruned. "
+                "Choose an optimizer whose state has the shape of its parameters"
             )
         for dim, indices in self.kept:
             if other.shape[dim] == self.before[dim]:

@@ -2,9 +2,11 @@
 
 import os
 
+__all__ = ["available_cores"]
+
 
 def available_cores() -> int:
-    """Number of cores that this process may use."""
+    """Return the number of cores that this process may use: its affinity, not the machine's."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:

@@ -1,4 +1,4 @@
-"""Pictures that commands write, where matplotlib is installed."""
+"""Plots that commands write, where matplotlib is installed."""
 
 import contextlib
 import os
@@ -7,13 +7,19 @@ from typing import Any
 
 from dlio.errors import UsageError
 
+__all__ = ["picture"]
+
 
 @contextlib.contextmanager
 def picture(path: str) -> Iterator[Any]:
-    """`with picture("a.svg") as pyplot:` and the figure drawn within is written, whole, as PNG or
-    SVG by the name's ending.
+    """Draw a figure with pyplot inside of the block, and write it when the block ends.
 
-    Raises UsageError without matplotlib.
+        with picture("a.svg") as pyplot:
+            pyplot.plot(...)
+
+    The file appears under its name when it is complete; its ending chooses PNG or SVG.
+
+    Raises UsageError when matplotlib is not installed.
     """
     try:
         import matplotlib

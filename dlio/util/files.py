@@ -1,4 +1,4 @@
-"""Files that commands write for their users: whole, or not at all; and locks on files."""
+"""Output files that appear complete or not at all, and locks on files."""
 
 import fcntl
 import json
@@ -9,22 +9,33 @@ from typing import IO, Any, Final
 
 from dlio.errors import UsageError
 
+__all__ = ["check_writable", "take_lock", "unwritable", "write_json", "write_whole"]
+
 _POLL_S: Final = 0.02
 
 
 def check_writable(option: str, path: str) -> None:
-    """Find out before the run that its result can be written. Raises UsageError."""
+    """Check before a run that its result can be written.
+
+    Args:
+        option: of the command line, named in the error.
+
+    Raises UsageError.
+    """
     folder = os.path.dirname(os.path.abspath(path))
     if os.path.isdir(path):
-        raise UsageError(f"{option} {path}: is a folder; name a file")
+        raise UsageError(f"{option} {path}: this is a folder; name a file")
     if not os.path.isdir(folder):
-        raise UsageError(f"{option} {path}: there is no folder {folder}; create it")
+        raise UsageError(f"{option} {path}: {folder} does not exist; create it")
     if not os.access(folder, os.W_OK):
         raise UsageError(f"{option} {path}: {folder} cannot be written")
 
 
 def write_whole(path: str, write: Callable[[IO[bytes]], object]) -> None:
-    """Have `write` fill a file that appears under its name when it is complete."""
+    """Have `write` fill a file, which appears under its name when it is complete.
+
+    Raises UsageError when it cannot be written.
+    """
     temporary = f"{path}.{os.getpid()}.tmp"
     try:
         with open(temporary, "wb") as file:
@@ -40,12 +51,12 @@ def write_whole(path: str, write: Callable[[IO[bytes]], object]) -> None:
 
 
 def take_lock(descriptor: int, how: int, timeout_s: float = 0.0) -> bool:
-    """Lock an open file; whether that was done before the deadline.
+    """Lock an open file; False when others held the lock until the deadline.
 
     Args:
         how: fcntl.LOCK_EX or fcntl.LOCK_SH.
 
-    Raises OSError where the file system has no locks.
+    Raises OSError where the file system does not support locks.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -59,12 +70,13 @@ def take_lock(descriptor: int, how: int, timeout_s: float = 0.0) -> bool:
 
 
 def write_json(path: str, value: Any) -> None:
-    """Write a report, whole. Raises UsageError when it cannot be written."""
+    """Write a value of JSON's types. Raises UsageError when it cannot be written."""
     text = json.dumps(value, indent=2).encode()
     write_whole(path, lambda file: file.write(text))
 
 
 def unwritable(path: str, error: OSError) -> UsageError:
+    """Return the error for a file that cannot be written."""
     return UsageError(
         f"{path} cannot be written: {error.strerror}; free some space there, or name another file"
     )

@@ -1,8 +1,8 @@
-"""Private folders on shared scratch: ours alone, or refused.
+"""Private folders on scratch space that is shared with other users.
 
-Scratch is shared with other users: `makedirs(exist_ok=True)` would accept a folder that a
-stranger has put there first. So each step below the user's own root is made with mode 0700,
-opened without following links, and checked for owner and mode on the open descriptor.
+`makedirs(exist_ok=True)` would accept a folder that somebody else has put there first. So each
+folder below the user's own root is made with mode 0700, opened without following links, and
+checked for owner and mode on the open descriptor. A folder that others own or can enter is refused.
 """
 
 import fcntl
@@ -11,18 +11,23 @@ import shutil
 import stat
 import time
 from contextlib import suppress
+from typing import Final
 
 from dlio.errors import TierError
 
-_TRIES = 10
-_RETRY_S = 0.001
+__all__ = ["hold_shared", "lock_file", "open_private", "remove_if_unheld"]
+
+_TRIES: Final = 10
+_RETRY_S: Final = 0.001
 
 
 def open_private(root: str, *names: str) -> int:
-    """Open `root`/names... as a directory descriptor, making what is missing below `root`.
+    """Open `root`/names... as a directory descriptor; missing folders below `root` are made.
 
-    `root` itself is the user's and must exist. Raises TierError when it does not, cannot be
-    written, or when a folder below it belongs to somebody else, is a link, or is open to others.
+    `root` itself is the user's and must exist.
+
+    Raises TierError when `root` does not exist or cannot be written, or when a folder below it
+    belongs to somebody else, is a link, or is accessible to others.
     """
     path = root
     try:
@@ -56,9 +61,9 @@ def open_private(root: str, *names: str) -> int:
 
 
 def _make_and_open(name: str, parent: int) -> int:
-    """Make the folder `name` unless it is there, and open it.
+    """Make the folder `name` unless it exists, and open it.
 
-    Whoever leaves a folder empty removes it, and may do so between the two calls.
+    Tries again when another process removes the folder, which it left empty, in between.
     """
     for last in (*[False] * (_TRIES - 1), True):
         with suppress(FileExistsError):
@@ -72,22 +77,26 @@ def _make_and_open(name: str, parent: int) -> int:
 
 
 def lock_file(directory: int, name: str) -> int:
-    """Lock the file `name`, alone, and return its descriptor; closing it lets go, and so does
-    dying. Raises FileNotFoundError when the directory has been removed."""
+    """Lock the file `name` exclusively and return its descriptor.
+
+    The lock ends when the descriptor is closed or the process dies.
+
+    Raises FileNotFoundError when the directory has been removed.
+    """
     descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=directory)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     return descriptor
 
 
 def hold_shared(directory: int, name: str) -> int:
-    """Take a shared lock on the file `name` and return its descriptor; closing it lets go."""
+    """Take a shared lock on the file `name` and return its descriptor, whose end releases it."""
     descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=directory)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     return descriptor
 
 
 def remove_if_unheld(directory: int, name: str, lock: str) -> bool:
-    """Remove the folder `name` unless a live process holds `name`/`lock`. True when removed."""
+    """Remove the folder `name` unless a live process locks `name`/`lock`. True when removed."""
     try:
         inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
     except (FileNotFoundError, NotADirectoryError):
@@ -97,7 +106,7 @@ def remove_if_unheld(directory: int, name: str, lock: str) -> bool:
         try:
             if not _lock_alone(held):
                 return False
-            # Under the lock: whoever else looks at this folder now sees it held.
+            # Under the lock, so that others who look at this folder now see it held.
             shutil.rmtree(name, dir_fd=directory)
             return True
         finally:
@@ -107,10 +116,10 @@ def remove_if_unheld(directory: int, name: str, lock: str) -> bool:
 
 
 def _lock_alone(descriptor: int) -> bool:
-    """Lock a file alone, unless somebody shares it.
+    """Lock a file exclusively; False when others share the lock.
 
-    A reaper that waits for the last holder may get the lock before us and lets go at once, so one
-    refusal says nothing.
+    A reaper that waits for the last holder may get the lock first and releases it at once, so a
+    single refusal proves nothing.
     """
     for _ in range(_TRIES):
         try:

@@ -1,9 +1,9 @@
-"""A process that outlives a job by a moment, to take what it left out of shared memory.
+"""The reaper: a process that removes a job's folder from shared memory when the job has died.
 
-A job that is killed cannot clean up, and shared memory is memory. So whoever makes a folder there
-starts this process. It sleeps in the kernel, waiting for the lock that every holder of the folder
-shares, gets it when the last of them has died, removes the folder, and ends. Where it is killed
-too (a batch system that kills all of a job), the next start of dlio sweeps.
+A job that is killed cannot clean up, and its files there occupy memory. So whoever makes such a
+folder starts this process. It sleeps in the kernel until it gets the lock that every holder of the
+folder shares, which is when the last holder has died; it then removes the folder and ends. Where
+the reaper is killed too (by a batch system, with all of the job), the next start of dlio does it.
 """
 
 import fcntl
@@ -12,10 +12,13 @@ import sys
 
 from dlio.util.shared import sweep_shared_memory
 
+__all__ = ["main"]
+
 
 def main(lock: str) -> None:
+    """Detach from the caller, wait for the lock, and remove the folder that it is in."""
     if os.fork():
-        return  # The one who started us goes on; we are nobody's child and nobody's zombie.
+        return  # The child is adopted by init, and never becomes a zombie of the job's.
     os.chdir("/")
     try:
         held = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

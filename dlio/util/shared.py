@@ -1,11 +1,12 @@
-"""Folders in shared memory that last as long as somebody holds them.
+"""Folders in shared memory that last as long as a process holds them.
 
-    /dev/shm/dlio-<uid>/sweep           held while folders are made or removed
-    /dev/shm/dlio-<uid>/<name>/alive    held, shared, by every process that uses the folder
+    /dev/shm/dlio-<uid>/sweep           locked while folders are made or removed
+    /dev/shm/dlio-<uid>/<name>/alive    lock shared by every process that uses the folder
 
-The locks belong to the kernel and die with their process. The last holder removes the folder; a
-reaper does it for holders that were killed, and whoever comes next for what even that left. With
-the last folder all the rest goes: an idle machine has nothing of dlio in its shared memory.
+The locks belong to the kernel and end with their process. The last holder removes the folder. A
+reaper process does so for holders that were killed, and the next start of dlio removes whatever
+is left if the reaper was killed too. With the last folder the user's folder goes as well: an idle
+machine has no file of dlio in its shared memory.
 """
 
 import os
@@ -13,27 +14,35 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Self
+from typing import Final, Self
 
 from dlio.util.folders import hold_shared, lock_file, open_private, remove_if_unheld
 from dlio.util.threads import Workers
 
-SHARED_MEMORY = "/dev/shm"  # noqa: S108 - the kernel's own; folders in it are made private
-_SWEEP = "sweep"
-_ALIVE = "alive"
-_START_TIMEOUT_S = 20.0
+__all__ = ["SHARED_MEMORY", "SharedFolder", "sweep_shared_memory", "user_folder"]
+
+SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - the kernel's own; folders in it are made private
+"""Folder that the kernel keeps in memory."""
+_SWEEP: Final = "sweep"
+_ALIVE: Final = "alive"
+_START_TIMEOUT_S: Final = 20.0
 
 
 class SharedFolder:
-    """One process's hold on a folder in shared memory; making it sweeps what the dead left.
+    """One process's hold on a folder in shared memory. Works as a context manager.
 
-    Raises TierError when the user's folder there is not theirs alone.
+    Making one removes the folders of jobs that have died.
+
+    Args:
+        name: of the folder; processes that give the same name share it.
+
+    Raises TierError when other users own or can enter this user's folder.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self.path = os.path.join(SHARED_MEMORY, user_folder(), name)
-        # The lock keeps a sweep from taking a folder that is made but not yet held.
+        # The lock keeps a sweep from removing a folder that is made but not yet held.
         with _users_folder() as user:
             _sweep(user)
             first = name not in os.listdir(user)
@@ -48,7 +57,7 @@ class SharedFolder:
         self.close()
 
     def close(self) -> None:
-        """Let go, and remove the folder if nobody else holds it."""
+        """Release the folder, and remove it if no other process holds it."""
         if self.descriptor < 0:
             return
         if self._starting is not None:
@@ -61,12 +70,15 @@ class SharedFolder:
 
 
 def user_folder() -> str:
-    """The private folder of this user below a tier's root."""
+    """Return the name of this user's private folder below a tier's root."""
     return f"dlio-{os.geteuid()}"
 
 
 def sweep_shared_memory(only: str | None = None) -> list[str]:
-    """Remove the folders of jobs that have died, or the one named. Returns their names."""
+    """Remove the folders of jobs that have died, or of these only the one named.
+
+    Returns the names of the removed folders.
+    """
     if not os.path.isdir(os.path.join(SHARED_MEMORY, user_folder())):
         return []
     with _users_folder() as user:
@@ -75,7 +87,7 @@ def sweep_shared_memory(only: str | None = None) -> list[str]:
 
 @contextmanager
 def _users_folder() -> Iterator[int]:
-    """A descriptor of this user's folder, locked; the folder goes when it is left empty."""
+    """Open and lock this user's folder; remove it at the end if it is empty."""
     user, lock = _lock()
     try:
         yield user
@@ -89,7 +101,10 @@ def _users_folder() -> Iterator[int]:
 
 
 def _lock() -> tuple[int, int]:
-    """(descriptor of the folder, of the lock in it). Tries again when the folder goes meanwhile."""
+    """Return descriptors of the user's folder and of the lock in it.
+
+    Tries again when the folder is removed in between.
+    """
     while True:
         user = open_private(SHARED_MEMORY, user_folder())
         try:
@@ -104,9 +119,14 @@ def _lock() -> tuple[int, int]:
 
 
 def _start_reaper(lock: str) -> Workers | None:
-    """Watch, from a process of its own session that holds nothing of this one's open, the lock
-    that the holders of a folder share; sweep when they are gone. Returns the thread that waits
-    until it is on its own."""
+    """Start the process that removes a folder when all its holders have died.
+
+    The process has a session of its own and inherits no open file. Returns the thread that waits
+    until it has detached itself.
+
+    Args:
+        lock: path of the file whose lock the holders share.
+    """
     package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     try:
         starting = subprocess.Popen(

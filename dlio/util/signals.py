@@ -2,9 +2,11 @@
 
 import signal
 
+__all__ = ["terminate_as_interrupt"]
+
 
 def terminate_as_interrupt() -> None:
-    """Let SIGTERM end this process as Ctrl-C does: with what it holds given back."""
+    """Let SIGTERM end this process as Ctrl-C does, so that its resources are released."""
     signal.signal(signal.SIGTERM, _raise_interrupt)
 
 

@@ -4,6 +4,8 @@ import re
 
 from dlio.errors import UsageError
 
+__all__ = ["format_bytes", "format_seconds", "parse_bytes", "parse_seconds"]
+
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -15,7 +17,7 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(B|[KMGT]iB)\s*", text)
     if match is None:
         raise UsageError(
-            f"{text!r} is no size: write a number and one of {', '.join(_UNITS)}, such as 20GiB"
+            f"{text!r} is not a size: write a number and one of {', '.join(_UNITS)}, such as 20GiB"
         )
     return int(float(match[1]) * _UNITS[match[2]])
 
@@ -24,12 +26,12 @@ def parse_seconds(text: str) -> float:
     """Parse a time such as `200ms`, `0.2s` or `20us` into seconds. Raises UsageError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|ms|us)\s*", text)
     if match is None:
-        raise UsageError(f"{text!r} is no time: write a number and s, ms or us, such as 200ms")
+        raise UsageError(f"{text!r} is not a time: write a number and s, ms or us, such as 200ms")
     return float(match[1]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[match[2]]
 
 
 def format_seconds(seconds: float) -> str:
-    """Three digits and a unit, as in `1.25 s` and `20 us`."""
+    """Write a time with three digits and a unit, as in `1.25 s` and `20 us`."""
     if seconds >= 1000:
         return f"{seconds:,.0f} s"
     for unit, size in (("s", 1.0), ("ms", 1e-3)):

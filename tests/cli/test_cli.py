@@ -56,6 +56,7 @@ def test_help_lists_all_commands(dlio: Dlio) -> None:
     assert dlio("--version").stdout.startswith("dlio 0.")
 
 
+@pytest.mark.cold
 def test_help_loads_neither_torch_nor_mpi() -> None:
     text = (
         "import sys\nfrom dlio.cli.app import make_app\nmake_app([])\n"
@@ -67,6 +68,7 @@ def test_help_loads_neither_torch_nor_mpi() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.cold
 def test_importing_dlio_starts_nothing() -> None:
     text = (
         "import sys, threading, dlio\n"
@@ -124,6 +126,7 @@ def test_tiers_that_cannot_be_used_are_named(
     assert _is_one_clear_line(dlio("train", str(pictures), DLIO_TIERS=tiers), *words)
 
 
+@pytest.mark.cold
 def test_ranks_without_an_mpirun_are_said_to_need_one(
     dlio: Dlio, pictures: Path, tmp_path: Path
 ) -> None:

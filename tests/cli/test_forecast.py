@@ -81,7 +81,7 @@ def test_a_simulation_tells_each_epoch(capsys: pytest.CaptureFixture[str]) -> No
         (["plan", "--samples", "5", "--sweep", "ranks=1..4"], "nodes=1..1024"),
         (["plan", "--samples", "5", "--sweep", "nodes=4..1"], "nodes=1..1024"),
         (["plan", "--samples", "5", "--plot", "a.png"], "give --sweep too"),
-        (["plan", "--samples", "5", "--model-time", "soon"], "is no time"),
+        (["plan", "--samples", "5", "--model-time", "soon"], "is not a time"),
         (["plan", "--samples", "5", "--mode", "chaos"], "choose batch, global"),
         (["plan", "--samples", "5", "--tier-bandwidth", "1GiB,2GiB"], "as many as --tiers"),
         (["plan", "--samples", "5", "--link-bandwidth", "0B"], "must be above 0"),

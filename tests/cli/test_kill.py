@@ -5,13 +5,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from dlio.util.shared import SHARED_MEMORY, sweep_shared_memory, user_folder
 
-pytestmark = pytest.mark.mpi
+# cold: processes are recognised by their command line, which a fork does not change.
+pytestmark = [pytest.mark.mpi, pytest.mark.cold]
 ROOT = Path(__file__).resolve().parents[2]
 Soon = Callable[[Callable[[], bool]], bool]
 OURS = Path(SHARED_MEMORY, user_folder())
@@ -21,9 +23,6 @@ OURS = Path(SHARED_MEMORY, user_folder())
 def job(pictures: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A training job on 2 ranks, in the middle of its work."""
     sweep_shared_memory()
-    if OURS.is_dir():
-        pytest.skip("another job of dlio's runs on this machine")
-    (tmp_path / "before").write_text("\n".join(_segments()), encoding="utf-8")
     paths = [str(ROOT), *(str(ROOT / room) for room in ("readers", "staging", "bench"))]
     options = ["-n", "2", "--pretend-nodes", "2", "--epochs", "5000", "--batch-size", "2"]
     scratch = tmp_path / "scratch"
@@ -43,6 +42,9 @@ def job(pictures: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
             assert list(OURS.glob("*/*.blk"))
             assert list(scratch.rglob("*.blk"))
             assert len(_processes(tmp_path)) >= 4
+            holdings = _shared_memory(_processes(tmp_path))
+            assert any(path.startswith(f"{OURS}/") for path in holdings)
+            (tmp_path / "holdings").write_text("\n".join(holdings), encoding="utf-8")
             yield run
         finally:
             for process in _processes(tmp_path):
@@ -65,16 +67,31 @@ def _processes(tmp_path: Path) -> list[int]:
     return processes
 
 
-def _segments() -> set[str]:
-    """Open MPI's, in shared memory."""
-    return {name for name in os.listdir(SHARED_MEMORY) if name.startswith("sm_segment")}
+def _shared_memory(processes: list[int]) -> set[str]:
+    """Files and folders in shared memory that processes have open or mapped."""
+    paths: list[str] = []
+    for process in processes:
+        for descriptor in os.listdir(f"/proc/{process}/fd"):
+            with suppress(FileNotFoundError):
+                paths.append(os.readlink(f"/proc/{process}/fd/{descriptor}"))
+        maps = Path(f"/proc/{process}/maps").read_text(encoding="utf-8").splitlines()
+        paths += ["/" + line.partition("/")[2] for line in maps]
+    # The lock of the user's folder is shared with other jobs.
+    return {
+        path
+        for path in paths
+        if path.startswith(f"{SHARED_MEMORY}/") and path not in (str(OURS), f"{OURS}/sweep")
+    }
 
 
 def _nothing_is_left(tmp_path: Path) -> bool:
+    """True if the job's processes, half-written files and shared memory are gone."""
     halves = [*tmp_path.rglob("*.tmp"), *tmp_path.rglob("tmp.*")]
-    before = (tmp_path / "before").read_text(encoding="utf-8").split()
-    segments = _segments().difference(before)
-    return not (_processes(tmp_path) or OURS.is_dir() or segments or halves)
+    holdings = (tmp_path / "holdings").read_text(encoding="utf-8").splitlines()
+    shared = any(os.path.lexists(path) for path in holdings)
+    # The user's folder goes with the last job's: other jobs may have theirs in it.
+    jobs = [name for name in os.listdir(OURS) if name != "sweep"] if OURS.is_dir() else None
+    return not (_processes(tmp_path) or halves or shared or jobs == [])
 
 
 def test_ctrl_c_ends_all_ranks_at_once(

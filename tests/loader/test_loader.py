@@ -341,7 +341,7 @@ def test_options_that_make_no_sense_are_refused(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"tiers": "ram:much"}, "is no size"),
+        ({"tiers": "ram:much"}, "is not a size"),
         ({"tiers": "ram:10B"}, "too small for a single block"),
         ({"tiers": "/nowhere:1GiB"}, "/nowhere cannot be opened"),
         ({"tiers": "ram:4000TiB", "size": True}, None),

@@ -311,7 +311,7 @@ def test_wrong_use_is_told_in_one_line(pictures: Path, scratch: Path, tmp_path: 
         (["stage", pictures, "--tiers", "ram:1GiB"], "nothing to stage into"),
         (["stage", tmp_path / "none", "--tiers", f"{scratch}:1GiB"], "no such file"),
         (["stage", pictures, "--tiers", f"{tmp_path}/none:1GiB"], "cannot be opened"),
-        (["stage", pictures, "--tiers", f"{scratch}:1GiB", "--bwlimit", "fast"], "is no size"),
+        (["stage", pictures, "--tiers", f"{scratch}:1GiB", "--bwlimit", "fast"], "is not a size"),
         (["stage", pictures, "--tiers", f"{scratch}:100B"], "too small"),
         (["evict", "nothing", "--tiers", scratch], "not staged here"),
         (["pin", "nothing", "--tiers", scratch], "not staged here"),

@@ -126,7 +126,7 @@ def test_a_picture_that_is_cut_off_stops_or_is_skipped(
     [
         (["--val", "nowhere"], "nowhere"),
         (["--pretend-nodes", "3"], "--pretend-nodes 3"),
-        (["--report", "nowhere/r.json"], "there is no folder"),
+        (["--report", "nowhere/r.json"], "does not exist"),
         (["--tiers", "ram"], "ram"),
         (["--model", "vgg"], "resnet"),
         (["--image-size", "8"], "at least 32"),

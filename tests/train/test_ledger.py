@@ -83,7 +83,7 @@ def test_a_run_that_ends_early_leaves_no_trace(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "match"), [("", "is a folder"), ("missing/report.json", "there is no folder")]
+    ("name", "match"), [("", "is a folder"), ("missing/report.json", "does not exist")]
 )
 def test_a_place_that_cannot_be_written_is_found_before_the_run(
     tmp_path: Path, name: str, match: str

@@ -17,7 +17,7 @@ def test_sizes_with_binary_units_are_read(text: str, count: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "2", "2GB", "-1GiB", "GiB", "1e3MiB", "2 gib"])
 def test_anything_else_is_refused_with_the_text_quoted(text: str) -> None:
-    with pytest.raises(UsageError, match="is no size"):
+    with pytest.raises(UsageError, match="is not a size"):
         parse_bytes(text)
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from dlio.comm import Communicator, world
-from dlio.train.exchange import make_exchange
 from dlio.train.exchange.buckets import in_buckets, trainable
 from dlio.train.exchange_spec import parse_exchange
 from dlio_bench.exchange.monitor import Monitor
@@ -52,7 +51,7 @@ def _sent(
     monitor: Monitor | None,
 ) -> dict[str, list[float]]:
     """Messages and bytes a step of this rank's: `told` by the exchange, `counted` by MPI."""
-    exchange = make_exchange(name, training.model, comm, 0, nodes_for(name, nodes, comm.size))
+    exchange = training.distribute(name, nodes_for(name, nodes, comm.size))
     comm.barrier()
     before = (0, 0) if monitor is None else monitor.read()
     for _ in range(steps):

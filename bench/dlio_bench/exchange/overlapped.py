@@ -13,7 +13,6 @@ import torch
 
 import dlio
 from dlio.comm import Communicator, world
-from dlio.train.exchange import make_exchange
 from dlio_bench.exchange.variants import Training, timed
 
 
@@ -40,7 +39,7 @@ def _once(
 ) -> dict[str, float]:
     """Seconds of a step without the exchange, before and after; with it; and of it alone."""
     before = timed(lambda: training.step(None), steps, comm)
-    exchange = make_exchange(name, training.model, comm, 0, nodes)
+    exchange = training.distribute(name, nodes)
 
     # Its memory is touched for the first time. What goes on behind a later step is under way when
     # the time begins, and when it ends.

@@ -19,7 +19,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from dlio.comm import Communicator, world
-from dlio.train.exchange import make_exchange
 from dlio_bench.exchange.variants import Training, timed
 
 _WARM: Final = 3
@@ -59,7 +58,7 @@ def _start_gloo(comm: Communicator) -> None:
     if comm.rank == 0:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-    port = comm.allgather(port)[0]
+    port = comm.tell(port)
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=comm.rank, world_size=comm.size
     )
@@ -76,11 +75,10 @@ def _variant(
         with _ddp(name.removeprefix("ddp "), training, comm) as variant:
             yield variant
     else:
-        exchange = make_exchange(name, training.model, comm, 0)
+        exchange = training.distribute(name)
         try:
             yield lambda: training.step(exchange), lambda: exchange.statistics()["bytes"]
         finally:
-            exchange.finish()
             exchange.close()
 
 

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from dlio.comm import Communicator, world
-from dlio.train.exchange import make_exchange
 from dlio.train.exchange.buckets import in_buckets, trainable
 from dlio_bench.exchange.variants import Training, nodes_for, timed
 
@@ -75,9 +74,7 @@ def _exchanges(task: dict[str, Any], comm: Communicator) -> dict[str, Any]:
     for _ in range(task["repeats"]):
         for name in task["exchanges"]:
             bare = timed(lambda: training.alone(None), 4, comm)
-            exchange = make_exchange(
-                name, training.model, comm, 0, nodes_for(name, task["nodes"], comm.size)
-            )
+            exchange = training.distribute(name, nodes_for(name, task["nodes"], comm.size))
             alone = partial(training.alone, exchange)
             timed(alone, 2, comm)
             whole = timed(alone, 4, comm)

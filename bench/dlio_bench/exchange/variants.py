@@ -10,8 +10,8 @@ from torch.nn.functional import cross_entropy
 
 from dlio.comm import Communicator, Request, world
 from dlio.errors import UsageError
-from dlio.train.exchange import Exchange
 from dlio.train.exchange.asgd import Asgd
+from dlio.train.exchange.distribute import Distributed, distribute
 from dlio_bench.exchange.networks import batch, make
 
 _TIMEOUT_S: Final = 60.0
@@ -34,9 +34,15 @@ class Training:
         """Of all gradients as float32."""
         return 4 * sum(parameter.numel() for parameter in self._parameters)
 
+    def distribute(self, exchange: str, nodes: int | None = None) -> Distributed:
+        """Start an exchange, to be passed to `step` and `alone`. Collective."""
+        return distribute(
+            self.model, self._optimizer, exchange, pretend_nodes=nodes, follow_steps=False
+        )
+
     def step(
         self,
-        exchange: Exchange | None,
+        exchange: Distributed | None,
         model: torch.nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
@@ -56,7 +62,7 @@ class Training:
         if exchange is not None:
             exchange.after_step()
 
-    def alone(self, exchange: Exchange | None) -> None:
+    def alone(self, exchange: Distributed | None) -> None:
         """What `step` does between ranks, with gradients that are there already; whatever of it
         goes on behind a later step is waited for."""
         self._optimizer.zero_grad(set_to_none=True)
@@ -65,8 +71,9 @@ class Training:
             exchange.before_step()
             exchange.after_step()
             exchange.finish()
-            if isinstance(exchange, Asgd):
-                _have_left(exchange, world())
+            for each in exchange.exchanges:
+                if isinstance(each.exchange, Asgd):
+                    _have_left(each.exchange, world())
 
 
 def timed(work: Callable[[], None], times: int, comm: Communicator) -> float:

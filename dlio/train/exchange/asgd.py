@@ -1,20 +1,22 @@
-"""ASGD (Keuper and Pfreundt, 2015): ranks step on their own and send their weights, unasked and
-unacknowledged, to random others, which take what helps them.
+"""ASGD (Keuper and Pfreundt, arXiv 1505.04956): asynchronous weights to random ranks.
 
-What arrives is judged by the rank's own way: weights w_n count if they lie ahead, where the way
-from w leads: (w' - w) . (w_n - w) > 0. Those that count, and w' itself, are averaged. As published
-they count if a step brings w nearer to them than it was, which is to ask for |w' - w|^2 / 2 in the
-place of 0. Of millions of weights a step is mostly the noise of its batch: it adds to that length,
-leads away from everybody, and next to nothing would count, while it hardly touches the product.
-Likewise the way is not the last step, but all since the last merge.
+Each rank steps on its own and sends its weights to random ranks without waiting; the receiver
+merges only weights that its Parzen filter accepts.
 
-A rank sends as often as its queue allows ("communication load balancing"): each message that finds
-the queue below its set point makes the interval shorter, each that finds it above longer.
+The filter: let w be a rank's weights after its last merge and w' its weights now. Received weights
+w_n are accepted if they lie ahead in the direction of w' - w, that is if (w' - w) . (w_n - w) > 0.
+The accepted ones and w' are averaged. The paper accepts w_n if a step brings w nearer to it, which
+asks the product to exceed |w' - w|^2 / 2 in place of 0, and takes w before the last step only. With
+millions of weights a step is mostly noise of its batch: the noise increases that length but hardly
+changes the product, and almost nothing would be accepted.
 
-A message is a notice of 24 bytes (its number, the layout's version, the bytes that follow), then
-the weights; a receiver has a receive posted for each rank's notice, and takes the weights of a few
-at a time. Two-sided, so a rank that dies takes nobody along. Where neurons have been cut from the
-network meanwhile, the version is another one, and the message is dropped.
+A rank adapts how often it sends ("communication load balancing"): its interval shrinks when its
+queue is below a set point and doubles when it is not.
+
+A message is a notice of 24 bytes (number, version of the parameters' shapes, bytes that follow),
+then the weights. A receiver keeps a receive posted for each rank's notice, and receives a few
+messages' weights at a time. Messages are two-sided, so that a dead rank blocks no other. After
+neurons were cut, messages of an older version are dropped.
 """
 
 import random
@@ -26,34 +28,35 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
 
-from dlio.comm import Communicator, Request
+from dlio.comm import Request
 from dlio.comm.progress import Progress
 from dlio.comm.waiting import leave
 from dlio.train.cut import Cut
 from dlio.train.exchange.buckets import Bucket, Named
 from dlio.train.exchange.compress import make_compressor
-from dlio.train.exchange.compress.layout import Scratch, pieces_of
-from dlio.train.exchange.reshape_state import recut
-from dlio.train.exchange_spec import ExchangeSpec
+from dlio.train.exchange.compress.layout import pieces_of
+from dlio.train.exchange.reshape_state import reshape_flats
+from dlio.train.exchange.setting import Setting
+
+__all__ = ["Asgd"]
 
 _NOTICE: Final = 1
 _WEIGHTS: Final = 2
 _QUEUE: Final = 2
-"""Set point: messages of this rank that have not left."""
+"""Set point of the queue: messages of this rank that have not left."""
 _MAILBOX: Final = 2
-"""Messages that are taken at a time."""
+"""Messages received at a time."""
 _LONGEST: Final = 64
-"""Steps between two messages, at most."""
+"""Maximum interval in steps between two messages."""
 _PART: Final = 1 << 15
-"""Weights that are merged at a time."""
+"""Weights merged at a time."""
 _CLOSE_TIMEOUT_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Sent:
-    """A message under way, and the memory that it is read from."""
+    """An outgoing message and its memory."""
 
     requests: list[Request]
     memory: npt.NDArray[np.uint8]
@@ -62,31 +65,32 @@ class _Sent:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Arriving:
-    """A message that is coming, and where it is written."""
+    """An incoming message and its memory."""
 
     request: Request
     version: int
-    """Of the layout that it has the shapes of."""
+    """Version of the parameters' shapes."""
     memory: npt.NDArray[np.uint8]
     count: int
-    """Bytes."""
+    """Length in bytes."""
 
 
 class Asgd:
-    """Asynchronous weights to random ranks."""
+    """Sends weights to random ranks without waiting, and merges accepted ones."""
 
     alike = False
 
-    def __init__(self, named: Named, comm: Communicator, spec: ExchangeSpec, seed: int) -> None:
-        self._comm = comm
+    def __init__(self, named: Named, setting: Setting) -> None:
+        self._comm = comm = setting.comm
         self._progress = Progress(comm)
-        self._random = random.Random(f"{seed}.{comm.rank}")  # noqa: S311 - whom to tell is no secret
-        self._spec, self._named = spec, named if comm.size > 1 else []
+        seed = f"{setting.seed}.{comm.rank}"
+        self._random = random.Random(seed)  # noqa: S311 - the choice of partners needs no secrecy
+        self._setting, self._named = setting, named if comm.size > 1 else []
         self._version = 0
-        """Of the layout: how often parameters have been cut."""
+        """Number of times that parameters have been cut."""
         self._make_bucket()
         self._before = torch.empty_like(self._now.flat)
-        """Weights of the last merge."""
+        """Weights after the last merge."""
         self._started = False
         peers = [rank for rank in range(comm.size) if rank != comm.rank]
         self._peers = peers
@@ -94,8 +98,7 @@ class Asgd:
         self._expected = {peer: self._listen(peer) for peer in peers}
         self._arriving: list[_Arriving] = []
         self._waiting: list[tuple[int, int, int]] = []
-        """(rank, version, bytes) of notices that have come, whose weights have not been asked
-        for."""
+        """(rank, version, bytes) of notices whose weights have no receive posted yet."""
         self._spare = [np.empty(self._longest, np.uint8) for _ in range(_MAILBOX)]
         self._sends: list[_Sent] = []
         self._out: list[npt.NDArray[np.uint8]] = []
@@ -106,23 +109,15 @@ class Asgd:
         self._accepted = self._refused = self._dropped = 0
 
     def _make_bucket(self) -> None:
-        """Of the parameters as they are."""
+        """Create a bucket of the parameters in their current shapes."""
         self._now = Bucket(self._named)
         self._codec = None
         self._longest = 4 * self._now.flat.numel()
-        if self._spec.compressor is not None and self._named:
+        compressor = self._setting.spec.compressor
+        if compressor is not None and self._named:
             pieces = pieces_of(self._now.tensors)
-            self._codec = make_compressor(self._spec.compressor, pieces, Scratch())
+            self._codec = make_compressor(compressor, pieces, self._setting.scratch)
             self._longest = self._codec.max_bytes
-
-    def before_backward(self, samples: int, planned: int) -> None:
-        pass
-
-    def weigh(self, samples: float) -> None:
-        pass
-
-    def hold(self, held: bool) -> None:
-        pass
 
     @torch.no_grad()
     def before_step(self) -> None:
@@ -145,31 +140,27 @@ class Asgd:
         else:
             self._progress.rest()
 
-    def watch(self, module: nn.Module) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
     @torch.no_grad()
     def all_left(self) -> bool:
-        """Whether none of this rank's messages is under way. Takes what others have sent, as a
-        step does, so that theirs can leave."""
+        """True if all of this rank's messages have left.
+
+        Receives other ranks' messages, as a step does, so that theirs can leave.
+        """
         self._take()
         self._clear_sent()
         return not self._sends
 
     def reshape(self, cuts: Sequence[Cut]) -> None:
-        """Waits for nobody: messages that are under way are told by their version."""
+        """Adapt without waiting: messages under way carry the version of their shapes."""
         before = self._now
         self._version += 1
         self._make_bucket()
         if self._peers:
-            (self._before,) = recut([self._before], [before], [self._now], cuts)
+            (self._before,) = reshape_flats([self._before], [before], [self._now], cuts)
         self._out = []
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Without messages that are under way, which nobody counts on."""
+        """Messages under way are not part of the state: they may be lost."""
         if not self._started:
             return {}
         return {
@@ -197,7 +188,7 @@ class Asgd:
         }
 
     def close(self) -> None:
-        """Take what others have sent, so that nothing is left under way. Collective."""
+        """Receive all remaining messages, so that none is left under way. Collective."""
         self._progress.close()
         if not self._peers:
             return
@@ -228,7 +219,7 @@ class Asgd:
             view.copy_(parameter)
 
     def _take(self) -> bool:
-        """Merge what has come; whether there was anything, and so the weights have been read."""
+        """Merge arrived messages; True if there were any, and weights are in the bucket."""
         messages = self._collect()
         if messages:
             self._read()
@@ -236,7 +227,7 @@ class Asgd:
         return bool(messages)
 
     def _collect(self) -> list[npt.NDArray[np.uint8]]:
-        """Messages that have come; asks for those that have been announced."""
+        """Return arrived messages; post receives for announced ones."""
         for peer, request in list(self._expected.items()):
             if request.done():
                 self._heard[peer] += 1
@@ -251,15 +242,14 @@ class Asgd:
                 memory = np.empty(count, np.uint8)
             request = self._comm.irecv(memory[:count], peer, _WEIGHTS)
             self._arriving.append(_Arriving(request, version, memory, count))
-        # Not to be written again before they have been read: by the next call.
+        # The caller reads them before its next call, which may reuse their memory.
         self._spare += [each.memory for each in arrived]
         ours = [each for each in arrived if each.version == self._version]
         self._dropped += len(arrived) - len(ours)
         return [each.memory[: each.count] for each in ours]
 
     def _merge(self, messages: list[npt.NDArray[np.uint8]]) -> None:
-        """The mean of the weights, as they have been read, and of those received that lie ahead of
-        this rank."""
+        """Average the bucket's weights with those received ones that lie ahead."""
         taken = []
         for message in messages:
             if self._codec is None:
@@ -288,20 +278,22 @@ class Asgd:
         return product > 0
 
     def _parts(self, *others: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-        """Parts of the weights, and of others along them, that a core's cache holds: a whole
-        network's differences are as dear to allocate as to compute."""
+        """Yield the weights and the others in parts that fit a core's cache.
+
+        Allocating the differences of a whole network costs as much as computing them.
+        """
         whole = [self._now.flat, *others]
         for start in range(0, self._now.flat.numel(), _PART):
             yield [each[start : start + _PART] for each in whole]
 
     def _clear_sent(self) -> None:
         gone = [sent for sent in self._sends if all(each.done() for each in sent.requests)]
-        # Of another layout's messages the memory is of another length.
+        # Messages of an older version have memory of another length.
         self._out += [sent.memory for sent in gone if len(sent.memory) == self._longest]
         self._sends = [sent for sent in self._sends if sent not in gone]
 
     def _time_to_send(self) -> bool:
-        """Once an interval, and while the queue is short."""
+        """True once per interval, if the queue is short; adapts the interval."""
         self._clear_sent()
         self._steps += 1
         if self._steps < self._interval:
@@ -314,7 +306,7 @@ class Asgd:
         return True
 
     def _send(self) -> None:
-        """Tell a random rank."""
+        """Send the weights to a random rank."""
         peer = self._random.choice(self._peers)
         memory = self._out.pop() if self._out else np.empty(self._longest, np.uint8)
         used = self._longest

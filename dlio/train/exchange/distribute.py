@@ -1,7 +1,10 @@
-"""`dlio.distribute`: a hand-written training loop on many ranks, by one line."""
+"""`dlio.distribute`: a hand-written training loop on many ranks, by one line.
+
+The trainer, `dlio run`, the Lightning strategy and the benchmarks start their exchanges here, too.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import Protocol, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -9,20 +12,45 @@ from torch import nn
 
 from dlio.comm import Communicator, world
 from dlio.train.cut import Cut
-from dlio.train.exchange import Exchange, ExchangeSpec, exchange_of, parse_exchange
-from dlio.train.exchange.buckets import broadcast_state
+from dlio.train.exchange.buckets import Named, broadcast_state
+from dlio.train.exchange.running import RunningExchange, start_exchange
+from dlio.train.exchange_spec import ExchangeSpec, parse_exchange
 
-_followed: "WeakKeyDictionary[torch.optim.Optimizer, Exchange]" = WeakKeyDictionary()
+__all__ = ["Distributed", "distribute", "exchange_around", "parameters_of"]
+
+_around: "WeakKeyDictionary[torch.optim.Optimizer, RunningExchange]" = WeakKeyDictionary()
 """Exchanges that are called around an optimizer's steps."""
 
 
-class Distributed:
-    """What `distribute` has set up. `close` takes it away, on all ranks; as does `with`."""
+class _Hook(Protocol):
+    def remove(self) -> None: ...
 
-    def __init__(self, exchanges: Sequence[Exchange], hooks: Sequence[Any]) -> None:
-        self.exchanges = list(exchanges)
-        """One for each optimizer."""
-        self._hooks = list(hooks)
+
+class Distributed:
+    """The exchanges of some optimizers, one each. `close`, or leaving `with`, ends them on all
+    ranks.
+
+    Args:
+        spec: the exchange of each optimizer.
+        comm: all ranks.
+        seed: seeds the choice of partners.
+        pretend_nodes: behave as if the ranks were on that many nodes.
+        follow_steps: have the optimizers call `before_step` and `after_step`.
+    """
+
+    def __init__(
+        self,
+        spec: ExchangeSpec,
+        comm: Communicator,
+        seed: int = 0,
+        pretend_nodes: int | None = None,
+        follow_steps: bool = True,
+    ) -> None:
+        self._spec, self._comm = spec, comm
+        self._seed, self._pretend_nodes = seed, pretend_nodes
+        self._follow_steps = follow_steps
+        self._of_optimizer: dict[torch.optim.Optimizer, RunningExchange] = {}
+        self._hooks: list[_Hook] = []
 
     def __enter__(self) -> Self:
         return self
@@ -30,52 +58,90 @@ class Distributed:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def add(
+        self, optimizer: torch.optim.Optimizer, named: Named, modules: Iterable[nn.Module] = ()
+    ) -> RunningExchange:
+        """Start the exchange of an optimizer. Collective.
+
+        Args:
+            named: the optimizer's parameters, except those of another exchange; in the same order
+                on all ranks.
+            modules: modules whose forward passes use the parameters.
+        """
+        exchange = start_exchange(
+            self._spec, named, modules, self._comm, self._seed, self._pretend_nodes
+        )
+        self._of_optimizer[optimizer] = exchange
+        if self._follow_steps:
+            _around[optimizer] = exchange
+            self._hooks += [
+                optimizer.register_step_pre_hook(lambda *_: exchange.before_step()),
+                optimizer.register_step_post_hook(lambda *_: exchange.after_step()),
+            ]
+        return exchange
+
+    @property
+    def exchanges(self) -> list[RunningExchange]:
+        """One exchange per optimizer."""
+        return list(self._of_optimizer.values())
+
+    def exchange_of(self, optimizer: torch.optim.Optimizer) -> RunningExchange | None:
+        """Return an optimizer's exchange, None if it has none."""
+        return self._of_optimizer.get(optimizer)
+
     def weigh(self, samples: float) -> None:
-        """The next losses of this rank are means over so many samples: ranks then count by their
-        samples. Without it all count alike."""
+        """Announce that the next losses of this rank are means over `samples` samples.
+
+        Ranks then count in proportion to their samples; without a call all ranks count alike.
+        """
         for exchange in self.exchanges:
             exchange.weigh(samples)
 
     def before_backward(self, samples: int, planned: int) -> None:
-        """In place of `weigh`: the next loss is this rank's sum over `samples`, divided by
-        `planned / ranks`, where all ranks together were to have `planned`."""
+        """Announce, in place of `weigh`, that the next loss is a sum divided by `planned / ranks`.
+
+        Args:
+            samples: samples on this rank.
+            planned: samples on all ranks.
+        """
         for exchange in self.exchanges:
             exchange.before_backward(samples, planned)
 
     def hold(self, held: bool) -> None:
-        """While held, backward leaves gradients to this rank: held for all but the last of the
-        batches that a step accumulates, they are sent once."""
+        """While held, backward leaves gradients local.
+
+        Hold all but the last of the batches that a step accumulates, to send gradients once.
+        """
         for exchange in self.exchanges:
             exchange.hold(held)
 
     def before_step(self) -> None:
-        """Gradients are final when this returns. Called by the optimizers, where they are
-        followed."""
+        """Return once gradients are final. Optimizers call it if their steps are followed."""
         for exchange in self.exchanges:
             exchange.before_step()
 
     def after_step(self) -> None:
-        """The optimizers have changed the weights, or left a step out."""
+        """Exchange weights after the optimizers have changed them, or skipped a step."""
         for exchange in self.exchanges:
             exchange.after_step()
 
     def finish(self) -> None:
-        """Join what is under way: before weights are looked at, of an exchange that sends them."""
+        """Complete messages under way, before weights are inspected."""
         for exchange in self.exchanges:
             exchange.finish()
 
     def reshape(self, cuts: Sequence[Cut]) -> None:
-        """Parameters have been cut, on all ranks alike; see `Exchange.reshape`. Collective."""
+        """Adapt to parameters that have been cut in the same way on all ranks. Collective."""
         for exchange in self.exchanges:
             exchange.reshape(cuts)
 
     @property
     def alike(self) -> bool:
-        """Whether all ranks have the same weights after every step, byte by byte."""
+        """True if all ranks have bit-identical weights after every step."""
         return all(exchange.alike for exchange in self.exchanges)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What the next steps depend on besides weights; see `Exchange.state`."""
+        """Return all that later steps depend on besides weights; see `Exchange.state`."""
         return {
             f"{number}/{name}": tensor
             for number, exchange in enumerate(self.exchanges)
@@ -83,7 +149,7 @@ class Distributed:
         }
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on from `state`, after weights have been loaded; without one, afresh."""
+        """Restore `state` after weights were loaded; an empty one starts afresh."""
         for number, exchange in enumerate(self.exchanges):
             exchange.load_state(
                 {
@@ -94,25 +160,24 @@ class Distributed:
             )
 
     def statistics(self) -> dict[str, float]:
-        """This rank's sums since the beginning: `wait_s`, `messages` and `bytes` sent, and more of
+        """Totals of this rank since the start: `wait_s`, `messages` and `bytes` sent, and more of
         some exchanges."""
-        told: dict[str, float] = {}
+        totals: dict[str, float] = {}
         for exchange in self.exchanges:
             for key, value in exchange.statistics().items():
-                told[key] = told.get(key, 0.0) + value
-        return told
+                totals[key] = totals.get(key, 0.0) + value
+        return totals
 
     def close(self) -> None:
         """Finish, and remove all hooks. Collective."""
         self.finish()
         for hook in self._hooks:
             hook.remove()
-        for optimizer, exchange in list(_followed.items()):
-            if any(exchange is ours for ours in self.exchanges):
-                del _followed[optimizer]
-        for exchange in self.exchanges:
+        for optimizer, exchange in self._of_optimizer.items():
+            if _around.get(optimizer) is exchange:
+                del _around[optimizer]
             exchange.close()
-        self._hooks, self.exchanges = [], []
+        self._hooks, self._of_optimizer = [], {}
 
 
 def distribute(
@@ -124,73 +189,48 @@ def distribute(
     pretend_nodes: int | None = None,
     follow_steps: bool = True,
 ) -> Distributed:
-    """Train on all ranks (of mpirun, srun or torchrun) what each of them trains: exported as
-    `dlio.distribute`. Collective.
+    """Train one model together on all ranks (of mpirun, srun or torchrun). Collective.
 
     Parameters and buffers become rank 0's. From then on `backward` leaves the mean of all ranks'
-    gradients in `.grad`, so clipping, accumulation, schedulers and scalers go on as before; or, of
-    an exchange that sends weights, `step` is followed by it. Ranks are to call `backward` and
-    `step` alike, each on its own share of the data, with losses that are means.
+    gradients in `.grad`, so that clipping, accumulation, schedulers and scalers work as before. An
+    exchange of weights runs after each `step` instead. All ranks must call `backward` and `step`
+    alike, each on its own share of the data, with losses that are means. Exported as
+    `dlio.distribute`.
 
     Args:
-        optimizer: one or several, over parameters of `model`.
-        exchange: as `dlio train --exchange` has it, see `dlio.train.exchange_spec`.
-        seed: of whom gossip and asgd talk to.
+        optimizer: one or several optimizers of the model's parameters.
+        exchange: as in `dlio train --exchange`; see `dlio.train.exchange_spec`.
+        seed: seeds the choice of partners (gossip, asgd).
         pretend_nodes: behave as if the ranks were on that many nodes.
-        follow_steps: have `before_step` and `after_step` called by the optimizers. Without, the
-            caller does, at every step, also at those that a scaler leaves out.
+        follow_steps: have the optimizers call `before_step` and `after_step`. Otherwise the caller
+            calls them at every step, including those that a scaler skips.
 
-    Raises UsageError for an exchange that is none.
+    Raises UsageError for an unknown exchange.
     """
     spec = parse_exchange(exchange)
     comm = world()
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     broadcast_state(model, comm)
-    exchanges = exchanges_of(spec, model, optimizers, comm, seed, pretend_nodes)
-    hooks: list[Any] = []
-    if follow_steps:
-        for each, made in zip(optimizers, exchanges, strict=True):
-            hooks += follow(each, made)
-    return Distributed(exchanges, hooks)
-
-
-def exchanges_of(
-    spec: ExchangeSpec,
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    comm: Communicator,
-    seed: int,
-    pretend_nodes: int | None,
-) -> list[Exchange]:
-    """One for each optimizer; of a parameter that several have, the first one's. Collective."""
+    ranks = Distributed(spec, comm, seed, pretend_nodes, follow_steps)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    # As backward will come to them, whatever groups an optimizer has.
+    # In the model's order, which is about backward's reversed, however an optimizer groups them.
     places = {parameter: place for place, parameter in enumerate(names)}
     taken: set[nn.Parameter] = set()
-    made: list[Exchange] = []
     for each in optimizers:
         of_each = sorted(parameters_of(each), key=lambda p: places.get(p, -1))
         named = [(names.get(p, f"parameter {k}"), p) for k, p in enumerate(of_each)]
         named = [(name, p) for name, p in named if p not in taken and p.requires_grad]
         taken |= {parameter for _, parameter in named}
-        made.append(exchange_of(spec, named, model.modules(), comm, seed, pretend_nodes))
-    return made
+        ranks.add(each, named, model.modules())
+    return ranks
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """In the order of its groups."""
+    """Parameters in the order of the optimizer's groups."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def follow(optimizer: torch.optim.Optimizer, exchange: Exchange) -> Iterable[Any]:
-    """Have an exchange called around an optimizer's steps; the hooks."""
-    _followed[optimizer] = exchange
-    return (
-        optimizer.register_step_pre_hook(lambda *_: exchange.before_step()),
-        optimizer.register_step_post_hook(lambda *_: exchange.after_step()),
-    )
-
-
-def exchange_around(optimizer: torch.optim.Optimizer) -> Exchange | None:
-    """The exchange that `distribute` or `dlio run` has called around an optimizer's steps."""
-    return _followed.get(optimizer)
+def exchange_around(optimizer: torch.optim.Optimizer) -> RunningExchange | None:
+    """Return the exchange that `dlio.distribute` or `dlio run` calls around an optimizer's steps,
+    None if there is none."""
+    return _around.get(optimizer)

@@ -1,14 +1,14 @@
-"""GossipGraD: each step a rank averages with one other (Daily et al., 2018).
+"""GossipGraD (arXiv 1803.05880): at each step a rank averages with one other.
 
-Messages a step are constant, where an allreduce needs a logarithm of the ranks. Partners follow
-a dissemination pattern: after ceil(log2 p) steps everyone's update has reached everyone, and with
-p a power of two the weights are the exact mean. Then the ranks are permuted ("rotation"), so that
-a rank is not always behind the same neighbour.
+The number of messages per step is constant, while an allreduce needs O(log p). Partners follow a
+dissemination pattern: after ceil(log2 p) steps every rank's update has reached all others, and if p
+is a power of two the weights are the exact mean. Then the ranks are permuted ("rotation"), so that
+a rank does not always have the same neighbours.
 
-Weights, not gradients: averaging gradients with one partner lets ranks drift apart without bound.
-`gossip(gradient)` is that variant. With a sparse compressor what travels is what a rank's weights
-have changed by since the last step, less what is left out; and every REFRESH steps whole weights
-as bfloat16, since changes alone let ranks drift apart, too.
+Weights are averaged, not gradients: averaging gradients with one partner lets ranks drift apart
+without bound. `gossip(gradient)` is that variant. With a sparse compressor a message holds the
+change of a rank's weights since the last step, minus the residual. Changes alone let ranks drift
+apart, too, so every REFRESH steps whole weights travel as bfloat16.
 """
 
 import math
@@ -21,20 +21,22 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from dlio.comm import Communicator, Request
+from dlio.comm import Request
 from dlio.comm.progress import Progress
 from dlio.comm.waiting import leave
 from dlio.plan.order import Order
 from dlio.train.cut import Cut
 from dlio.train.exchange.buckets import Bucket, Named, in_buckets
 from dlio.train.exchange.compress import Compressor, make_compressor
-from dlio.train.exchange.compress.layout import Scratch, pieces_of
+from dlio.train.exchange.compress.layout import pieces_of
 from dlio.train.exchange.joining import join_before_use
-from dlio.train.exchange.reshape_state import recut_state
-from dlio.train.exchange_spec import ExchangeSpec
+from dlio.train.exchange.reshape_state import reshape_state
+from dlio.train.exchange.setting import Setting
+
+__all__ = ["REFRESH", "Gossip", "partners"]
 
 REFRESH: Final = 64
-"""Steps from one exchange of whole weights to the next, where only changes travel in between."""
+"""Steps between two exchanges of whole weights, if only changes travel in between."""
 _ROTATIONS: Final = 64
 """Length of the cycle of permutations."""
 _FIRST_TAG: Final = 1
@@ -43,10 +45,10 @@ _FIRST_TAG: Final = 1
 def partners(
     step: int, rank: int, ranks: int, seed: int, topology: str = "dissemination"
 ) -> tuple[int, int]:
-    """(rank to send to, rank to receive from) at a step; both `rank` itself when it is alone.
+    """Return (rank to send to, rank to receive from) at a step; both `rank` if it has no partner.
 
-    Source: dissemination with rotation, arXiv 1803.05880. In `hypercube` both are one rank; where
-    the number of ranks is no power of two some are alone at some steps.
+    Dissemination with rotation, arXiv 1803.05880. In a `hypercube` both are the same rank; unless
+    the number of ranks is a power of two, some ranks have no partner at some steps.
     """
     if ranks == 1:
         return rank, rank
@@ -66,39 +68,43 @@ def partners(
 
 
 class _Lane:
-    """One bucket's messages."""
+    """The messages of one bucket."""
 
-    def __init__(self, group: Named, spec: ExchangeSpec, scratch: Scratch) -> None:
+    def __init__(self, group: Named, setting: Setting) -> None:
+        spec, scratch = setting.spec, setting.scratch
         self.outgoing, self.incoming = Bucket(group), Bucket(group)
         self.requests: list[Request] = []
-        self.under_way = self.merged = False
-        """Whether messages are awaited; whether `incoming` holds what is to be taken over."""
+        self.under_way = False
+        """True while messages are awaited."""
+        self.merged = False
+        """True if `incoming` holds values that parameters do not have yet."""
         pieces = pieces_of(self.outgoing.tensors)
         self.codec: Compressor | None = None
         if spec.compressor is not None:
             self.codec = make_compressor(spec.compressor, pieces, scratch)
         self.whole = make_compressor("bf16", pieces, scratch) if spec.payload == "delta" else None
-        """What weights are sent with now and then, where usually their changes are."""
+        """Compressor of the occasional whole weights, if changes travel otherwise."""
         codecs = [codec for codec in (self.codec, self.whole) if codec is not None]
         longest = max([codec.max_bytes for codec in codecs], default=0)
         self.message, self.arrived = np.empty(longest, np.uint8), np.empty(longest, np.uint8)
         self.residual = np.zeros(self.outgoing.flat.numel() if codecs else 0, np.float32)
         self.before = np.empty(0, np.float32)
-        """Weights of the last step, of which changes are told."""
+        """Weights of the last step, relative to which changes are computed."""
         self.own = np.empty(0, np.float32)
-        """What this rank's message stands for, where its partner adds half of the difference."""
+        """Decoded values of this rank's own message; the merge moves weights by half of the
+        difference between it and the partner's."""
 
 
 class Gossip:
-    """Sends after each step; joins and merges bucket by bucket, before the next use.
+    """Sends after each step; waits for and merges each bucket before its next use.
 
-    A bucket's message travels while the next batch is awaited and while the layers before it
-    compute: a module that owns parameters joins their bucket in its forward pre-hook.
+    A bucket's message travels while the rank waits for its next batch and while the layers before
+    it compute: a module that owns parameters joins their bucket in its forward pre-hook.
 
     Args:
-        modules: whose forward passes use the parameters.
-        onward: told of each bucket's number and merged values, once a step and as early as they are
-            there; parameters have them later, before their next use.
+        modules: modules whose forward passes use the parameters.
+        onward: called with each bucket's number and merged values once per step, as soon as they
+            are known; parameters take them later, before their next use.
     """
 
     alike = False
@@ -107,14 +113,12 @@ class Gossip:
         self,
         named: Named,
         modules: Iterable[nn.Module],
-        comm: Communicator,
-        spec: ExchangeSpec,
-        seed: int,
+        setting: Setting,
         onward: Callable[[int, Bucket], None] | None = None,
     ) -> None:
-        self._comm, self._spec, self._seed = comm, spec, seed
+        self._setting, self._comm, self._spec = setting, setting.comm, setting.spec
         self._named, self._modules = named, list(modules)
-        self._progress = Progress(comm)
+        self._progress = Progress(setting.comm)
         self._make_lanes()
         self._onward = onward
         self._step = 0
@@ -122,24 +126,14 @@ class Gossip:
         self._messages = self._bytes = 0
 
     def _make_lanes(self) -> None:
-        """Lanes of the parameters as they are, and the hooks that join them."""
+        """Create lanes of the parameters in their current shapes, and the hooks that join them."""
         self._groups = in_buckets(self._named) if self._comm.size > 1 else []
-        scratch = Scratch()
-        self._lanes = [_Lane(group, self._spec, scratch) for group in self._groups]
+        self._lanes = [_Lane(group, self._setting) for group in self._groups]
         users = self._modules if self._spec.payload != "gradient" else ()
         self._hooks = join_before_use(users, self._groups, self._join)
 
-    def before_backward(self, samples: int, planned: int) -> None:
-        pass
-
-    def weigh(self, samples: float) -> None:
-        pass
-
-    def hold(self, held: bool) -> None:
-        pass
-
     def before_step(self) -> None:
-        # A parameter that this step did not use has not been joined yet.
+        # Parameters that no forward pass of this step used have not been joined yet.
         self.finish()
         if self._spec.payload == "gradient":
             self._send(tuple(range(len(self._lanes))), whole=False)
@@ -147,7 +141,7 @@ class Gossip:
 
     def after_step(self) -> None:
         if self._lanes and self._spec.payload != "gradient":
-            # The first layers are used first and are in the last bucket: it leaves first.
+            # The first layers are used first, and the last bucket holds them: send it first.
             whole = self._spec.payload == "weight" or self._step % REFRESH == REFRESH - 1
             self._send(tuple(reversed(range(len(self._lanes)))), whole)
 
@@ -165,7 +159,7 @@ class Gossip:
             hook.remove()
         self._make_lanes()
         after = [lane.outgoing for lane in self._lanes]
-        self.load_state(recut_state(state, before, after, cuts, ("owed", "before")))
+        self.load_state(reshape_state(state, before, after, cuts, ("owed", "before")))
 
     def state(self) -> dict[str, torch.Tensor]:
         self.finish()
@@ -211,10 +205,10 @@ class Gossip:
         """Post this step's messages.
 
         Args:
-            whole: weights; otherwise gradients, or changes.
+            whole: send weights; otherwise gradients or changes.
         """
-        comm = self._comm
-        to, source = partners(self._step, comm.rank, comm.size, self._seed, self._spec.topology)
+        comm, seed = self._comm, self._setting.seed
+        to, source = partners(self._step, comm.rank, comm.size, seed, self._spec.topology)
         self._step += 1
         self._whole = whole
         for number in numbers:
@@ -230,7 +224,7 @@ class Gossip:
             into, message = lane.incoming.bytes, lane.outgoing.bytes
             if codec is not None:
                 values = self._values(lane, whole)
-                # Of weights nothing is left for later: they are whole again next time.
+                # Weights leave no residual: the next message holds whole weights again.
                 residual = np.zeros_like(values) if whole else lane.residual
                 used = codec.encode(values, residual, lane.message)
                 into, message = lane.arrived, lane.message[:used]
@@ -244,7 +238,7 @@ class Gossip:
             self._progress.go()
 
     def _fill(self, lane: _Lane) -> None:
-        """What is to be told, into the bucket: weights, or gradients."""
+        """Copy weights or gradients into the outgoing bucket."""
         out = lane.outgoing
         for parameter, view in zip(out.parameters, out.views, strict=True):
             if self._spec.payload != "gradient":
@@ -262,12 +256,12 @@ class Gossip:
         return lane.outgoing.array - lane.before
 
     def merge_all(self) -> None:
-        """Wait for all buckets, and have `onward` told; parameters are left as they are."""
+        """Wait for all buckets and pass them to `onward`; parameters stay as they are."""
         for number in reversed(range(len(self._lanes))):
             self._await(number)
 
     def _join(self, numbers: Sequence[int]) -> None:
-        """Have these buckets' messages, if any are under way, in the parameters."""
+        """Wait for these buckets' messages, and merge them into the parameters."""
         for number in numbers:
             self._await(number)
             lane = self._lanes[number]
@@ -297,7 +291,7 @@ class Gossip:
 
     @torch.no_grad()
     def _take(self, lane: _Lane) -> None:
-        """Merged values into the parameters, or their gradients."""
+        """Write merged values into the parameters or their gradients."""
         if self._onward is None:
             self._merge(lane, into_parameters=True)
         else:
@@ -309,11 +303,11 @@ class Gossip:
 
     @torch.no_grad()
     def _merge(self, lane: _Lane, into_parameters: bool) -> None:
-        """The mean of what is here and what has come, into the parameters or the buffer."""
+        """Average local and received values, into the parameters or the incoming bucket."""
         codec = lane.whole if self._whole and lane.whole is not None else lane.codec
         bucket = lane.incoming
         if codec is not None:
-            # Both ranks move by half of the difference of what was told.
+            # Both ranks move by half of the difference of their decoded messages.
             theirs = bucket.array
             theirs[:] = 0
             codec.add(lane.arrived, theirs)
@@ -333,10 +327,12 @@ class Gossip:
                 target.add_(there, alpha=0.5)
 
     def _targets(self, lane: _Lane) -> list[torch.Tensor]:
-        """What is merged: parameters, or their gradients."""
+        """The tensors that are averaged: parameters or their gradients."""
         if self._spec.payload != "gradient":
             return list(lane.incoming.parameters)
+        gradients: list[torch.Tensor] = []
         for parameter in lane.incoming.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        return [parameter.grad for parameter in lane.incoming.parameters]  # type: ignore[misc]
+            gradients.append(parameter.grad)
+        return gradients

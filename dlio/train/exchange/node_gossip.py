@@ -1,10 +1,10 @@
-"""Gossip of nodes: the mean within each node, gossip between nodes (Daily et al., 2018).
+"""Gossip between nodes, with the mean within each node (GossipGraD, arXiv 1803.05880).
 
-The links between nodes are what gossip spares. Within a node ranks average their gradients while
-backward makes them, as `allreduce` does; the first rank of each node gossips with those of other
-nodes; and tells its node what has become of the weights, of whole float32, whatever travels between
-nodes. So the ranks of a node hold the same weights, to the last bit, and nodes are what gossip
-takes for ranks.
+Gossip saves traffic on the links between nodes. Within a node, ranks average their gradients during
+backward, as `allreduce` does. The first rank of each node, its leader, gossips with the leaders of
+other nodes and forwards the merged weights to its node as whole float32, whatever compressor is
+used between nodes. So the ranks of a node hold bit-identical weights, and gossip sees nodes in
+place of ranks.
 """
 
 import time
@@ -19,60 +19,55 @@ from dlio.comm.waiting import leave
 from dlio.train.cut import Cut
 from dlio.train.exchange.buckets import Bucket, Named, in_buckets
 from dlio.train.exchange.gossip import Gossip
-from dlio.train.exchange.gradients import GradientExchange
+from dlio.train.exchange.gradients import Synchronous
 from dlio.train.exchange.joining import join_before_use
-from dlio.train.exchange_spec import ExchangeSpec, parse_exchange
+from dlio.train.exchange.setting import Setting
+from dlio.train.exchange_spec import parse_exchange
+
+__all__ = ["NodeGossip"]
 
 _FIRST_TAG: Final = 1
 
 
 class NodeGossip:
-    """Of more than one node, of which one has more than one rank at least.
+    """Gossip of several nodes, at least one of which has several ranks.
 
     A step's gradient is the mean of the node's ranks, weighted by their samples; between nodes each
-    counts as one, however many ranks it has.
+    node counts as one, however many ranks it has.
 
-    What comes from another node is merged by the node's first rank and handed on bucket by bucket,
-    as it arrives; other ranks join a bucket where the first one does, before its next use. So
-    `finish` is called by all ranks of a node.
+    The leader merges messages from other nodes and forwards them bucket by bucket as they arrive;
+    the other ranks join a bucket where the leader does, before its next use. All ranks of a node
+    must therefore call `finish`.
 
     Args:
-        comm: of all ranks; split, not kept.
-        modules: whose forward passes use the parameters.
-        node_of: node number of each rank, by first appearance.
+        modules: modules whose forward passes use the parameters.
+        setting: its communicator, of all ranks, is split and not kept.
     """
 
     alike = False
 
-    def __init__(
-        self,
-        named: Named,
-        modules: Iterable[nn.Module],
-        comm: Communicator,
-        spec: ExchangeSpec,
-        seed: int,
-        node_of: Sequence[int],
-    ) -> None:
-        self._node = node = comm.split(node_of[comm.rank])
-        first_ranks = comm.split(0 if node.rank == 0 else 1)
+    def __init__(self, named: Named, modules: Iterable[nn.Module], setting: Setting) -> None:
+        comm, spec = setting.comm, setting.spec
+        self._node = node = comm.split(int(setting.node_of[comm.rank]))
+        leaders = comm.split(0 if node.rank == 0 else 1)
         self._gradients = spec.payload == "gradient"
-        self._hand_on: _HandOn | None = None
+        self._forwarder: _Forwarder | None = None
         self._between: Gossip | None = None
-        self._told: _Told | None = None
+        self._follower: _Follower | None = None
         if node.rank == 0:
-            self._hand_on = _HandOn(node)
-            self._between = Gossip(named, modules, first_ranks, spec, seed, self._hand_on)
+            self._forwarder = _Forwarder(node)
+            between = setting.over(spec, leaders)
+            self._between = Gossip(named, modules, between, self._forwarder)
         else:
-            first_ranks.close()  # Of the others, who have nothing to say.
-            self._told = _Told(named, modules, node, self._gradients)
-        # Others may wait in their forward pass for what this rank is to hand on.
+            leaders.close()  # The split of all other ranks, which exchange nothing between nodes.
+            self._follower = _Follower(named, modules, node, self._gradients)
+        # Others may wait in their forward pass for buckets that this rank is to forward.
         before_wait = None if self._between is None else self._between.merge_all
-        self._within = GradientExchange(
-            named, node, parse_exchange("allreduce"), [0] * node.size, before_wait
-        )
+        within = setting.over(parse_exchange("allreduce"), node)
+        self._within = Synchronous(named, within, before_wait)
 
     def before_backward(self, samples: int, planned: int) -> None:
-        # Each rank's sum is divided by the same number: their mean counts samples alike.
+        # All ranks divide their sums by the same number, so the node's mean weighs samples alike.
         self._within.before_backward(1, self._node.size)
 
     def weigh(self, samples: float) -> None:
@@ -82,43 +77,42 @@ class NodeGossip:
         self._within.hold(held)
 
     def before_step(self) -> None:
-        # First what others may be waiting for: a rank without samples has joined nothing yet.
+        # First complete buckets that others may wait for: a rank without samples joined none.
         self.finish()
         self._within.before_step()
         if not self._gradients:
             return
-        if self._told is not None:
-            self._told.expect()
-        if self._between is not None and self._hand_on is not None:
-            self._hand_on.wait()
+        if self._follower is not None:
+            self._follower.expect()
+        if self._between is not None and self._forwarder is not None:
+            self._forwarder.wait()
             self._between.before_step()
         self.finish()
 
     def after_step(self) -> None:
-        self._within.after_step()
         if self._gradients:
             return
-        if self._told is not None:
-            self._told.expect()
-        if self._between is not None and self._hand_on is not None:
-            self._hand_on.wait()
+        if self._follower is not None:
+            self._follower.expect()
+        if self._between is not None and self._forwarder is not None:
+            self._forwarder.wait()
             self._between.after_step()
 
     def watch(self, module: nn.Module) -> None:
-        for each in (self._between, self._told):
+        for each in (self._between, self._follower):
             if each is not None:
                 each.watch(module)
 
     def finish(self) -> None:
         if self._between is not None:
             self._between.finish()
-        if self._told is not None:
-            self._told.join_all()
+        if self._follower is not None:
+            self._follower.join_all()
 
     def reshape(self, cuts: Sequence[Cut]) -> None:
-        if self._hand_on is not None:
-            self._hand_on.wait()
-        for each in (self._between, self._told, self._within):
+        if self._forwarder is not None:
+            self._forwarder.wait()
+        for each in (self._between, self._follower, self._within):
             if each is not None:
                 each.reshape(cuts)
 
@@ -131,27 +125,28 @@ class NodeGossip:
             self._between.load_state(state)
 
     def statistics(self) -> dict[str, float]:
-        """Also `between_messages` and `between_bytes`, of `messages` and `bytes` those that this
+        """Totals as of any exchange; `between_messages` and `between_bytes` are the part that this
         rank sent to other nodes."""
         within = self._within.statistics()
-        others = [each.statistics() for each in (self._hand_on, self._told) if each is not None]
+        parts = [each for each in (self._forwarder, self._follower) if each is not None]
+        others = [each.statistics() for each in parts]
         between = {} if self._between is None else self._between.statistics()
-        told = {
+        totals = {
             key: sum(each.get(key, 0.0) for each in (within, between, *others))
             for key in ("wait_s", "messages", "bytes")
         }
-        told["between_messages"] = between.get("messages", 0.0)
-        told["between_bytes"] = between.get("bytes", 0.0)
-        return told
+        totals["between_messages"] = between.get("messages", 0.0)
+        totals["between_bytes"] = between.get("bytes", 0.0)
+        return totals
 
     def close(self) -> None:
-        for each in (self._hand_on, self._told, self._between, self._within):
+        for each in (self._forwarder, self._follower, self._between, self._within):
             if each is not None:
                 each.close()
 
 
-class _HandOn:
-    """A node's first rank tells the others what a bucket has become."""
+class _Forwarder:
+    """The leader's messages to its node: merged buckets."""
 
     def __init__(self, node: Communicator) -> None:
         self._node = node
@@ -167,7 +162,7 @@ class _HandOn:
             self._bytes += bucket.bytes.nbytes
 
     def wait(self) -> None:
-        """Until the buckets may be written again."""
+        """Return once the buckets may be overwritten."""
         started = time.perf_counter()
         self._node.wait([send for send, _ in self._sends], "this node's ranks to take weights")
         self._wait_s += time.perf_counter() - started
@@ -187,11 +182,11 @@ class _HandOn:
         self._sends = []
 
 
-class _Told:
-    """A rank that takes over what its node's first rank has merged.
+class _Follower:
+    """A rank that takes over the values that its node's leader has merged.
 
     Args:
-        gradients: whether that is gradients, not weights.
+        gradients: the values are gradients, not weights.
     """
 
     def __init__(
@@ -225,6 +220,7 @@ class _Told:
             self._receives[number] = self._node.irecv(bucket.bytes, 0, _FIRST_TAG + number)
 
     def join_all(self) -> None:
+        """Wait for all buckets and take them over."""
         self._join(tuple(self._receives))
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What an exchange keeps beside parameters, when these have been cut."""
+"""Reshape an exchange's state after parameters have been cut."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,18 +8,23 @@ import torch
 from dlio.train.cut import Cut
 from dlio.train.exchange.buckets import Bucket
 
+__all__ = ["RunningTotals", "reshape_flats", "reshape_state"]
 
-def recut(
+
+def reshape_flats(
     flats: Sequence[torch.Tensor],
     before: Sequence[Bucket],
     after: Sequence[Bucket],
     cuts: Sequence[Cut],
 ) -> list[torch.Tensor]:
-    """Flat values of the buckets that there were, as those that there are now have them.
+    """Cut flat values of the old buckets and regroup them into the new ones.
 
     Args:
-        flats: one per bucket before; what lies beyond its parameters is left out.
-        after: of the same parameters in the same order, however they are grouped.
+        flats: one tensor per old bucket, at least as long as its parameters; the rest is dropped.
+        after: buckets of the same parameters in the same order, grouped in any way.
+
+    Returns:
+        One tensor per new bucket, shape (its parameters' elements,).
     """
     cut_of = {id(cut.tensor): cut for cut in cuts}
     pieces: list[torch.Tensor] = []
@@ -36,40 +41,41 @@ def recut(
     return [part.clone() for part in torch.split(whole, counts)] if counts else []
 
 
-def recut_state(
+def reshape_state(
     state: Mapping[str, torch.Tensor],
     before: Sequence[Bucket],
     after: Sequence[Bucket],
     cuts: Sequence[Cut],
     flat: Sequence[str],
 ) -> dict[str, torch.Tensor]:
-    """An exchange's state after a cut.
+    """Return an exchange's state after a cut.
 
-    What compressors remember of a tensor (adapted thresholds, whose turn it is) begins anew: it is
-    kept by places that there are no longer.
+    Compressors forget their memory of a tensor (adapted thresholds, positions), because it refers
+    to entries that no longer exist.
 
     Args:
-        flat: names of what there is one of per bucket, `<name>/<number>`, cut like parameters.
+        flat: names of the entries `<name>/<number>`, one per bucket, that are cut like parameters.
     """
-    found = {name: value for name, value in state.items() if "/" not in name}
+    reshaped = {name: value for name, value in state.items() if "/" not in name}
     for name in flat:
         values = [state.get(f"{name}/{number}") for number in range(len(before))]
-        there = [value for value in values if value is not None]
-        if there and len(there) == len(before):
-            for number, value in enumerate(recut(there, before, after, cuts)):
-                found[f"{name}/{number}"] = value
-    return found
+        present = [value for value in values if value is not None]
+        if present and len(present) == len(before):
+            for number, value in enumerate(reshape_flats(present, before, after, cuts)):
+                reshaped[f"{name}/{number}"] = value
+    return reshaped
 
 
-class Told:
-    """Statistics that go on when what counts them is made anew."""
+class RunningTotals:
+    """Statistics that continue when the objects that count them are recreated."""
 
     def __init__(self) -> None:
         self._before: dict[str, float] = {}
 
-    def keep(self, told: Mapping[str, float]) -> None:
-        """Of parts that are about to go."""
-        self._before = self.plus(told)
+    def keep(self, counts: Mapping[str, float]) -> None:
+        """Add the counts of objects that are about to be discarded."""
+        self._before = self.plus(counts)
 
-    def plus(self, told: Mapping[str, float]) -> dict[str, float]:
-        return {key: value + self._before.get(key, 0.0) for key, value in told.items()}
+    def plus(self, counts: Mapping[str, float]) -> dict[str, float]:
+        """Return the counts so far plus those of the current objects."""
+        return {key: value + self._before.get(key, 0.0) for key, value in counts.items()}

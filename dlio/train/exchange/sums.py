@@ -1,4 +1,4 @@
-"""Sums of one flat float32 region over all ranks, begun again and again, without blocking."""
+"""Repeated non-blocking sums of one flat float32 region over all ranks."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -14,44 +14,57 @@ from dlio.train.exchange.compress import make_compressor
 from dlio.train.exchange.compress.layout import Scratch, pieces_of
 from dlio.train.exchange.compress.reduce import QuantisedAllreduce
 from dlio.train.exchange.routes import Op, route
-from dlio.train.exchange_spec import ExchangeSpec
+from dlio.train.exchange.setting import Setting
+
+__all__ = [
+    "AllreduceSum",
+    "RoutedSum",
+    "Sum",
+    "Tensors",
+    "load_states",
+    "make_sum",
+    "states_of",
+]
 
 _F32 = npt.NDArray[np.float32]
 _HEAD: Final = 8
-"""Bytes before a compressed message: how many it has, for those who hand it on."""
+"""Bytes before a compressed message: its length, for ranks that forward it."""
 Tensors = Sequence[tuple[str, Sequence[int]]]
+"""(name, shape) of the tensors in a region, in the order of their elements."""
 
 
 class Sum(Protocol):
-    """One region's sum. Ranks start and wait for the same regions in the same order."""
+    """The sum of one region. All ranks start and wait for regions in the same order."""
 
     def start(self, region: _F32) -> None:
-        """Begin; `region` holds the sum when it is done, and must not be touched before."""
+        """Start summing `region` in place. Do not touch it before the sum is complete."""
 
     def advance(self) -> bool:
-        """Do what can be done without waiting; whether the sum is there."""
+        """Drive the sum forward without waiting; True if it is complete."""
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return when the sum is there. Raises CommTimeout."""
+        """Return once the sum is complete. Raises CommTimeout after the deadline."""
 
     def flush(self, region: _F32) -> None:
-        """Overwrite `region` with what all ranks have left out, and forget it. Collective."""
+        """Overwrite `region` with the sum of all ranks' residuals, and clear them. Collective."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """For a checkpoint, between two sums: `owed`, what this rank has not given to others, and
-        more, which is good for the same number of ranks only."""
+        """Return the state for a checkpoint, between two sums.
+
+        `owed` is this rank's residual; all else is valid only for the same number of ranks.
+        """
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on from `state`, or from what there is of it."""
+        """Restore `state`, or the entries of it that are present."""
 
     def statistics(self) -> dict[str, float]:
-        """Since the beginning: `wait_s`, `messages` and `bytes` sent by this rank."""
+        """Totals since the start: `wait_s`, and `messages` and `bytes` that this rank sent."""
 
     def close(self) -> None: ...
 
 
-def state_of(sums: Sequence[Sum]) -> dict[str, torch.Tensor]:
-    """Of several sums, for a checkpoint; `owed/<number>` and the like."""
+def states_of(sums: Sequence[Sum]) -> dict[str, torch.Tensor]:
+    """Merge the states of several sums, as `owed/<number>` etc."""
     return {
         f"{name}/{number}": value
         for number, each in enumerate(sums)
@@ -59,27 +72,23 @@ def state_of(sums: Sequence[Sum]) -> dict[str, torch.Tensor]:
     }
 
 
-def load_state(sums: Sequence[Sum], state: Mapping[str, torch.Tensor]) -> None:
+def load_states(sums: Sequence[Sum], state: Mapping[str, torch.Tensor]) -> None:
+    """Restore the result of `states_of`."""
     for number, each in enumerate(sums):
         ours = [name for name in state if name.endswith(f"/{number}")]
         each.load_state({name.rpartition("/")[0]: state[name] for name in ours})
 
 
-def make_sum(
-    spec: ExchangeSpec,
-    comm: Communicator,
-    tensors: Tensors,
-    tag: int,
-    node_of: npt.NDArray[np.int32],
-    scratch: Scratch,
-) -> Sum:
-    """What suits the exchange; of `TAGS` tags from `tag` on.
+def make_sum(setting: Setting, tensors: Tensors, tag: int) -> Sum:
+    """Create the sum that an exchange's topology and compressor need.
 
     Args:
-        tensors: (name, shape) of what lies in the region, one after the other.
+        tensors: (name, shape) of the tensors in the region.
+        tag: the first of `TAGS` tags that nothing else on the communicator uses.
     """
+    spec, comm, scratch = setting.spec, setting.comm, setting.scratch
     if spec.topology in ("hierarchical", "tree", "star"):
-        ops = route(spec.topology, comm.rank, node_of, spec.compressor is not None)
+        ops = route(spec.topology, comm.rank, setting.node_of, spec.compressor is not None)
         return RoutedSum(comm, tensors, ops, spec.compressor, tag, scratch)
     if spec.compressor is not None:
         return QuantisedAllreduce(comm, tensors, spec.compressor, tag, scratch)
@@ -123,7 +132,7 @@ class AllreduceSum:
         pass
 
     def statistics(self) -> dict[str, float]:
-        """As a ring has them: each rank sends 2 (p - 1) messages of a p-th of the bytes."""
+        """Totals of a ring: each rank sends 2 (p - 1) messages of a p-th of the bytes."""
         hops = 2 * (self._comm.size - 1)
         sent = hops * self._bytes / self._comm.size
         return {"wait_s": self._wait_s, "messages": float(hops * self._starts), "bytes": sent}
@@ -133,8 +142,11 @@ class AllreduceSum:
 
 
 class RoutedSum:
-    """A sum over messages of our own, along a route; compressed, each hop with what it leaves out
-    kept for the next sum, and what comes down a message that its root makes once."""
+    """A sum over point-to-point messages along a route.
+
+    With a compressor, each hop up keeps its residual for the next sum, and all ranks receive the
+    one message that the root encodes.
+    """
 
     def __init__(
         self,
@@ -158,7 +170,7 @@ class RoutedSum:
         self._incoming = np.empty(longest, np.uint8)
         self._outgoing = np.empty(longest if self._codec else 0, np.uint8)
         self._down = False
-        """Whether `_outgoing` holds the sum as all ranks get it."""
+        """True if `_outgoing` holds the sum that all ranks receive."""
         self._at = len(self._ops)
         self._receive: Request | None = None
         self._sends: list[Request] = []
@@ -200,7 +212,7 @@ class RoutedSum:
             region[:] = 0
             return
         region[:] = self.residual
-        self._comm.wait([self._comm.iallreduce(region)], "what other ranks have left out")
+        self._comm.wait([self._comm.iallreduce(region)], "residuals of the other ranks")
         self.residual[:] = 0
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -231,7 +243,7 @@ class RoutedSum:
         self._receive, self._sends = None, []
 
     def _begin(self) -> None:
-        """Post what the operation that is next wants."""
+        """Post the messages of the next operation."""
         kind, peer = self._ops[self._at]
         if kind != "send":
             self._receive = self._comm.irecv(self._incoming, peer, self._tag)
@@ -239,14 +251,14 @@ class RoutedSum:
             self._send(peer)
 
     def _end(self) -> bool:
-        """Whether the operation that is next is over; ends it."""
+        """End the next operation if its message has arrived; True if so."""
         if self._receive is None:
             return True
         if not self._receive.done():
             return False
         kind, _ = self._ops[self._at]
         if kind != "add" and not all(send.done() for send in self._sends):
-            return False  # What is being sent is about to change.
+            return False  # Adding would change a region that is being sent.
         self._receive = None
         if self._codec is None:
             arrived = self._incoming.view(np.float32)
@@ -255,7 +267,7 @@ class RoutedSum:
             else:
                 self._region += arrived
         elif kind == "take":
-            # To be handed on as it is.
+            # Forwarded unchanged.
             self._incoming, self._outgoing = self._outgoing, self._incoming
             self._give()
         else:
@@ -269,7 +281,7 @@ class RoutedSum:
                 used = self._codec.encode(self._region, self.residual, self._outgoing[_HEAD:])
                 self._outgoing[:_HEAD].view(np.uint64)[0] = used
                 if not any(op.kind == "take" for op in self._ops[self._at :]):
-                    self._give()  # The root has what it tells.
+                    self._give()  # The root takes the decoded sum, too.
             used = int(self._outgoing[:_HEAD].view(np.uint64)[0])
             message = self._outgoing[: _HEAD + used]
         self._sends.append(self._comm.isend(message, peer, self._tag))
@@ -277,7 +289,7 @@ class RoutedSum:
         self._bytes += len(message)
 
     def _give(self) -> None:
-        """The region is what the message that goes down stands for."""
+        """Overwrite the region with the decoded message that goes down."""
         assert self._codec is not None
         self._down = True
         self._region[:] = 0

@@ -11,7 +11,6 @@ from torch import nn
 
 import dlio
 from dlio.comm import Communicator, world
-from dlio.train.exchange import make_exchange
 from dlio.train.pruning import (
     Collector,
     PrunedLayout,
@@ -24,6 +23,7 @@ from dlio.train.pruning import (
 from dlio.train.pruning.agreement import reduced
 from dlio.train.pruning.groups import Indices
 from dlio.train.pruning.removal import RemovalPlan
+from tests.train.exchange.training import started
 
 STEPS: Final = 60
 SCHEDULE: Final = Schedule(
@@ -137,7 +137,7 @@ def check_residuals(comm: Communicator) -> None:
     for name in ("allreduce+adaptive", "tree+onebit", "allreduce+int8", "gossip+adaptive"):
         net = make_net()
         groups = find_groups(net, samples(0, 2)[0]).groups
-        exchange = make_exchange(name, net, comm, seed=0)
+        exchange = started(name, net, comm, seed=0)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
         for step in range(5):
             inputs, labels = samples(1000 * comm.rank + step)

@@ -15,7 +15,7 @@ import dlio
 from dlio.comm import Request
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import DlioError, SourceError, UsageError
-from dlio.train.exchange import parse_exchange
+from dlio.train.exchange import Setting, parse_exchange
 from dlio.train.exchange.asgd import Asgd
 from dlio.train.exchange.buckets import trainable
 from dlio.train.pruning import Limits, RemovalPlan, Schedule, apply, find_groups, shrink_to
@@ -408,7 +408,7 @@ def test_asgd_drops_messages_of_another_layout() -> None:
     whole = sum(p.numel() for p in net.parameters())
     for _ in range(2):
         comm.deliver(0, torch.zeros(whole))
-    exchange = Asgd(trainable(net), comm, parse_exchange("asgd"), seed=0)
+    exchange = Asgd(trainable(net), Setting(parse_exchange("asgd"), comm, np.zeros(2, np.int32)))
     groups = find_groups(net, EXAMPLE).groups
     keep = {group.name: np.arange(8, dtype=np.int64) for group in groups}
     exchange.before_step()

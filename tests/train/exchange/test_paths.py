@@ -12,10 +12,11 @@ from torch import nn
 from dlio.comm import Op, Request
 from dlio.comm.devices import supports_device_buffers
 from dlio.comm.single import SingleCommunicator
-from dlio.train.exchange import backward, gradients, make_exchange, parse_exchange
+from dlio.train.exchange import backward, gradients, parse_exchange
 from dlio.train.exchange.backward import after_backward
 from dlio.train.exchange.buckets import Bucket
 from dlio.train.exchange.paths import PinnedPath, agreed, choose, find_path
+from tests.train.exchange.training import started
 
 _T = TypeVar("_T")
 CPU, GPU, OTHER = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")
@@ -185,7 +186,7 @@ def test_a_thread_that_may_not_send_leaves_it_to_the_one_that_waits_for_backward
     monkeypatch.setattr(gradients, "elsewhere", lambda: in_autograd)
     model = nn.Linear(2, 1)
     before = torch.autograd.backward
-    exchange = make_exchange("allreduce", model, _Twin(log), seed=0)
+    exchange = started("allreduce", model, _Twin(log), seed=0)
 
     def returned() -> None:
         nonlocal in_autograd

@@ -15,10 +15,11 @@ from torch import nn
 from dlio.comm import Op, Request
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
-from dlio.train.exchange import NAMES, make_exchange, parse_exchange
+from dlio.train.exchange import NAMES, Setting, parse_exchange
 from dlio.train.exchange.asgd import Asgd
 from dlio.train.exchange.buckets import BUCKET_BYTES, trainable
 from tests.conftest import TorchRun
+from tests.train.exchange.training import started
 
 MpiRun = Callable[..., subprocess.CompletedProcess[str]]
 _T = TypeVar("_T")
@@ -58,7 +59,7 @@ def test_one_process_keeps_the_promises(check: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_one_process_neither_copies_nor_communicates(name: str) -> None:
     model = nn.Linear(3, 2)
-    exchange = make_exchange(name, model, SingleCommunicator(), seed=0)
+    exchange = started(name, model, SingleCommunicator(), seed=0)
     exchange.before_backward(1, 1)
     model(torch.ones(1, 3)).sum().backward()
     gradient = model.weight.grad
@@ -77,7 +78,7 @@ def test_one_process_neither_copies_nor_communicates(name: str) -> None:
 
 def test_an_unknown_exchange_names_the_known_ones() -> None:
     with pytest.raises(UsageError, match="allreduce, hierarchical"):
-        make_exchange("telepathy", nn.Linear(1, 1), SingleCommunicator(), seed=0)
+        started("telepathy", nn.Linear(1, 1), SingleCommunicator(), seed=0)
 
 
 class _Counting(SingleCommunicator):
@@ -106,7 +107,7 @@ def _two_buckets() -> nn.Sequential:
 
 def test_reductions_start_while_backward_goes_on() -> None:
     model, comm = _two_buckets(), _Counting()
-    exchange = make_exchange("allreduce", model, comm, 0)
+    exchange = started("allreduce", model, comm, 0)
     started_at_first_layer: list[int] = []
     next(model.parameters()).register_hook(  # type: ignore[no-untyped-call]
         lambda _: started_at_first_layer.append(len(comm.started))
@@ -124,7 +125,7 @@ def test_reductions_start_in_the_same_order_with_and_without_samples() -> None:
     orders = []
     for samples in (0, 1):
         model, comm = _two_buckets(), _Counting()
-        exchange = make_exchange("allreduce", model, comm, 0)
+        exchange = started("allreduce", model, comm, 0)
         exchange.before_backward(samples, 1)
         if samples:
             model(torch.ones(1, 4)).sum().backward()
@@ -137,7 +138,7 @@ def test_reductions_start_in_the_same_order_with_and_without_samples() -> None:
 
 def test_closing_removes_the_hooks() -> None:
     model, comm = _two_buckets(), _Counting()
-    make_exchange("allreduce", model, comm, 0).close()
+    started("allreduce", model, comm, 0).close()
     model(torch.ones(1, 4)).sum().backward()
     assert comm.started == []
 
@@ -162,9 +163,13 @@ class _Never:
         return True
 
 
+def _setting() -> Setting:
+    return Setting(parse_exchange("asgd"), _Alone(), np.zeros(2, np.int32))
+
+
 def test_asgd_averages_with_what_lies_ahead() -> None:
     model = nn.Linear(2, 1, bias=False)
-    exchange = Asgd(trainable(model), _Alone(), parse_exchange("asgd"), seed=0)
+    exchange = Asgd(trainable(model), _setting())
     ahead, behind = (np.array(each, np.float32) for each in ([3.0, 0.1], [-3.0, 0.0]))
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[0.0, 0.0]]))
@@ -190,7 +195,7 @@ def test_asgd_averages_with_what_lies_ahead() -> None:
 
 def test_asgd_sends_less_often_when_its_queue_is_full() -> None:
     model = nn.Linear(2, 1)
-    exchange = Asgd(trainable(model), _Alone(), parse_exchange("asgd"), seed=0)
+    exchange = Asgd(trainable(model), _setting())
     for _ in range(300):
         exchange.before_step()
         exchange.after_step()

@@ -24,7 +24,15 @@ from dlio.train.exchange.compress.layout import (
     split,
 )
 from dlio.train.exchange.compress.threshold import Threshold
-from tests.train.compressing import HALF_MAX, KINDS, Floats, Layout, drawn, encoded, make
+from tests.train.exchange.compress.compressing import (
+    HALF_MAX,
+    KINDS,
+    Floats,
+    Layout,
+    drawn,
+    encoded,
+    make,
+)
 
 RESNET: Layout = [
     (f"layer{stage}.{block}.{name}", shape)

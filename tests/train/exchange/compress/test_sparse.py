@@ -22,7 +22,7 @@ from dlio.train.exchange.compress.sparse import (
     plan,
 )
 from dlio.train.exchange.compress.threshold import Threshold
-from tests.train.compressing import KINDS, Layout, drawn, encoded, make
+from tests.train.exchange.compress.compressing import KINDS, Layout, drawn, encoded, make
 
 
 @pytest.mark.parametrize("name", ["threshold", "adaptive"])

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from dlio.comm import Buffer, Communicator, Request, world
-from dlio.train.exchange import make_exchange
 from dlio.train.exchange.buckets import in_buckets, trainable
 from dlio.train.exchange.gossip import Gossip, partners
 from dlio.train.exchange.node_gossip import NodeGossip
+from tests.train.exchange.training import started
 
 _FEATURES: Final = 6
 _RATE: Final = 0.1
@@ -68,8 +68,8 @@ def check_oracle(comm: Communicator, nodes: int) -> None:
     for means in (False, True):
         torch.manual_seed(5)
         net = Line()
-        exchange = make_exchange("gossip", net, comm, seed=3, pretend_nodes=nodes)
-        assert isinstance(exchange, NodeGossip)
+        exchange = started("gossip", net, comm, seed=3, pretend_nodes=nodes)
+        assert isinstance(exchange.exchange, NodeGossip)
         optimizer = torch.optim.SGD(net.parameters(), lr=_RATE)
         start = net.plane.weight.detach().numpy()[0].astype(np.float64)
         weights = np.repeat(start[None], nodes, axis=0)
@@ -140,7 +140,7 @@ def check_nodes(comm: Communicator, nodes: int) -> None:
                 if name not in ("gossip", "gossip+adaptive"):
                     continue
                 net = net.to(torch.bfloat16)
-            exchange = make_exchange(name, net, comm, seed=0, pretend_nodes=nodes)
+            exchange = started(name, net, comm, seed=0, pretend_nodes=nodes)
             optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
             told = []
             for step in range(6):
@@ -186,8 +186,8 @@ def check_flat(comm: Communicator, nodes: int) -> None:
         net = Line()
         with torch.no_grad():
             net.plane.weight.fill_(comm.rank)
-        exchange = make_exchange(name, net, comm, seed=0, pretend_nodes=pretend)
-        assert isinstance(exchange, Gossip)
+        exchange = started(name, net, comm, seed=0, pretend_nodes=pretend)
+        assert isinstance(exchange.exchange, Gossip)
         rounds = math.ceil(math.log2(comm.size))
         for _ in range(rounds):
             exchange.before_step()
@@ -203,12 +203,12 @@ def check_late(comm: Communicator, nodes: int) -> None:
     """A node's first rank hands on what comes when it has no use for it itself, and is about to
     wait for those that have."""
     net = Deep()
-    exchange = make_exchange("gossip", net, comm, seed=0, pretend_nodes=nodes)
-    assert isinstance(exchange, NodeGossip)
+    exchange = started("gossip", net, comm, seed=0, pretend_nodes=nodes)
+    assert isinstance(exchange.exchange, NodeGossip)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     if comm.rank == comm.size // 2:
-        assert exchange._between is not None
-        between = exchange._between._comm
+        assert exchange.exchange._between is not None
+        between = exchange.exchange._between._comm
         send = between.isend
 
         def late(data: Buffer, dest: int, tag: int) -> Request:
@@ -221,7 +221,7 @@ def check_late(comm: Communicator, nodes: int) -> None:
         inputs, labels = _samples(step, comm.rank, 2)
         exchange.before_backward(2, 2 * comm.size)
         optimizer.zero_grad(set_to_none=True)
-        loss = (net(inputs, detour=exchange._between is None) - labels).square().mean()
+        loss = (net(inputs, detour=exchange.exchange._between is None) - labels).square().mean()
         loss.backward()
         exchange.before_step()
         optimizer.step()
@@ -233,7 +233,7 @@ def check_late(comm: Communicator, nodes: int) -> None:
 def check_unfinished(comm: Communicator, nodes: int) -> None:
     """Closed in the middle of a step, nothing is left that a wait would hang on."""
     net = Deep()
-    exchange = make_exchange("gossip", net, comm, seed=0, pretend_nodes=nodes)
+    exchange = started("gossip", net, comm, seed=0, pretend_nodes=nodes)
     exchange.before_step()
     exchange.after_step()
     exchange.close()

@@ -1,0 +1,210 @@
+"""The buckets of an exchange of gradients, and the sum of each over all ranks."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dlio.comm.progress import Progress
+from dlio.train.exchange.buckets import Bucket, Named, in_buckets
+from dlio.train.exchange.compress.reduce import TAGS
+from dlio.train.exchange.paths import (
+    CudaCopies,
+    DeviceMpiPath,
+    HostPath,
+    NcclPath,
+    Path,
+    PinnedPath,
+)
+from dlio.train.exchange.setting import Setting
+from dlio.train.exchange.sums import Sum, load_states, make_sum, states_of
+
+__all__ = ["BucketSums"]
+
+_FIRST_TAG: Final = 1
+
+
+class BucketSums:
+    """Buckets of parameters, each summed over all ranks once per backward.
+
+    Sums start in the order of buckets on all ranks, whatever order gradients arrive in. Without a
+    compressor a bucket's last element is the rank's weight, summed with the gradients; it must be
+    exact, so with a compressor it travels alone.
+
+    Args:
+        named: parameters; one rank has no buckets.
+        path: how a bucket is summed, see `dlio.train.exchange.paths`.
+        device: device of the buckets; the host for None.
+        group: process group for NCCL.
+        progress: told when messages are under way.
+    """
+
+    def __init__(
+        self,
+        named: Named,
+        setting: Setting,
+        path: str,
+        device: torch.device | None,
+        group: dist.ProcessGroup | None,
+        progress: Progress,
+    ) -> None:
+        groups = in_buckets(named) if setting.comm.size > 1 else []
+        self.carries_weight = setting.spec.compressor is None
+        self._progress = progress
+        self.buckets = [Bucket(each, int(self.carries_weight), device) for each in groups]
+        self._paths: list[Path] = []
+        self._sums: list[Sum] = []
+        cuda: Any = torch.cuda
+        stream: Any = cuda.Stream(device) if path == "pinned" else None
+        for number, bucket in enumerate(self.buckets):
+            if path == "nccl":
+                self._paths.append(NcclPath(bucket, setting.comm.size, group))
+            elif path == "mpi":
+                self._paths.append(DeviceMpiPath(bucket, setting.comm, cuda.Event()))
+            else:
+                weight = [("", (1,))] if self.carries_weight else []
+                tag = _FIRST_TAG + number * TAGS
+                total = make_sum(setting, [*bucket.tensors, *weight], tag)
+                self._sums.append(total)
+                host = HostPath(bucket, total) if path == "host" else None
+                self._paths.append(host or PinnedPath(bucket, total, CudaCopies(stream)))
+        self._place = {
+            parameter: (number, view)
+            for number, bucket in enumerate(self.buckets)
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True)
+        }
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._missing = [set(bucket.parameters) for bucket in self.buckets]
+        """By bucket, parameters whose gradient has not been copied into it."""
+        self._started = 0
+        """Buckets started so far: those before this number."""
+        self._held: set[int] = set()
+        """Buckets with gradients that other ranks have not received."""
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All parameters, in the order of buckets."""
+        return list(self._place)
+
+    def hold(self, parameter: nn.Parameter) -> None:
+        """Note a gradient that is accumulated and not sent yet."""
+        self._held.add(self._place[parameter][0])
+
+    def add(self, parameter: nn.Parameter, factor: float) -> bool:
+        """Copy a gradient into its bucket, times `factor`.
+
+        Returns False if its bucket has been started: the gradient is then the second one of this
+        backward, and the sum of both is taken at the end.
+        """
+        number = self._place[parameter][0]
+        if number < self._started:
+            return False
+        self._copy(parameter, factor)
+        self._missing[number].discard(parameter)
+        return True
+
+    def start_complete(self, weight: float) -> None:
+        """Start the next buckets that are complete, and drive those under way."""
+        while self._started < len(self.buckets) and not self._missing[self._started]:
+            self._start(self._started, weight, factor=1.0)
+            self._started += 1
+        for path in self._paths[: self._started]:
+            if not path.advance():
+                break
+
+    def start_rest(self, weight: float, factor: float, everything: bool) -> list[int]:
+        """Start the remaining buckets; return the numbers of all started ones.
+
+        Args:
+            everything: start buckets without any gradient, too: other ranks may have some.
+        """
+        reached = [
+            number
+            for number, bucket in enumerate(self.buckets)
+            if everything
+            or len(self._missing[number]) < len(bucket.parameters)
+            or number in self._held
+        ]
+        for number in reached:
+            if number >= self._started:
+                self._start(number, weight, factor)
+        for number in reached:
+            self._paths[number].begin()
+        return reached
+
+    def wait(self, numbers: list[int]) -> None:
+        """Return once these buckets hold their sums."""
+        for number in numbers:
+            self._paths[number].wait()
+
+    @torch.no_grad()
+    def take(
+        self, numbers: list[int], weight: float | None, scale: float, everything: bool
+    ) -> None:
+        """Write the means of these buckets into `.grad`, and begin the next step.
+
+        Args:
+            weight: sum of the ranks' weights; None if it is each bucket's last element.
+            scale: factor of the means.
+            everything: parameters without a gradient on this rank have one on another.
+        """
+        for number in numbers:
+            self._take(number, weight, scale, everything)
+        self._begin_step()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return the residuals and the compressors' memories."""
+        return states_of(self._sums)
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        load_states(self._sums, state)
+
+    def statistics(self) -> dict[str, float]:
+        """Totals of `messages` and `bytes` sent."""
+        each = [path.statistics() for path in self._paths]
+        return {key: sum(counts[key] for counts in each) for key in ("messages", "bytes")}
+
+    def close(self) -> None:
+        for path in self._paths:
+            path.close()
+
+    def _start(self, number: int, weight: float, factor: float) -> None:
+        bucket = self.buckets[number]
+        for parameter in self._missing[number]:
+            self._copy(parameter, factor)
+        if self.carries_weight:
+            with torch.no_grad():
+                bucket.flat[-1] = weight
+        self._paths[number].start()
+        self._progress.go()
+
+    @torch.no_grad()
+    def _copy(self, parameter: nn.Parameter, factor: float) -> None:
+        view = self._place[parameter][1]
+        if parameter.grad is None:
+            view.zero_()
+            return
+        view.copy_(parameter.grad)
+        if factor != 1.0:
+            view.mul_(factor)
+
+    def _take(self, number: int, weight: float | None, scale: float, everything: bool) -> None:
+        bucket = self.buckets[number]
+        factor: float | torch.Tensor
+        if weight is None and bucket.flat.device.type != "cpu":
+            factor = scale / bucket.flat[-1].clamp(min=1e-12)  # Without waiting for the device.
+        else:
+            factor = scale / max(float(bucket.flat[-1]) if weight is None else weight, 1e-12)
+        for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+            if parameter.grad is None:
+                if parameter in self._missing[number] and not everything:
+                    continue  # No rank's backward reached it.
+                parameter.grad = torch.empty_like(parameter)
+            if (parameter.grad.dtype, parameter.grad.device) == (view.dtype, view.device):
+                torch.mul(view, factor, out=parameter.grad)
+            else:
+                parameter.grad.copy_(view * factor)

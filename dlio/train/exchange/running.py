@@ -1,0 +1,149 @@
+"""A running exchange, as training loops see it, and the one way to start it."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from dlio.comm import Communicator
+from dlio.comm.nodes import find_nodes
+from dlio.train.cut import Cut
+from dlio.train.exchange.buckets import Named
+from dlio.train.exchange.protocol import (
+    AfterStep,
+    BeforeStep,
+    DeferredExchange,
+    Exchange,
+    GradientExchange,
+    JoinsBeforeUse,
+)
+from dlio.train.exchange.setting import Setting
+from dlio.train.exchange_spec import ExchangeSpec
+
+__all__ = ["RunningExchange", "make_exchange", "start_exchange"]
+
+
+class RunningExchange:
+    """One exchange with the calls of all places in a step.
+
+    Calls that the exchange does not implement do nothing; see `dlio.train.exchange.protocol` for
+    their meaning.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self._gradients = exchange if isinstance(exchange, GradientExchange) else None
+        self._before = exchange if isinstance(exchange, BeforeStep) else None
+        self._after = exchange if isinstance(exchange, AfterStep) else None
+        self._deferred = exchange if isinstance(exchange, DeferredExchange) else None
+        self._joins = exchange if isinstance(exchange, JoinsBeforeUse) else None
+
+    @property
+    def alike(self) -> bool:
+        """True if all ranks have bit-identical weights after every step."""
+        return self.exchange.alike
+
+    def before_backward(self, samples: int, planned: int) -> None:
+        """Announce a backward whose loss is a sum, divided by `planned / ranks`."""
+        if self._gradients is not None:
+            self._gradients.before_backward(samples, planned)
+
+    def weigh(self, samples: float) -> None:
+        """Announce a backward whose loss is the mean over `samples` samples of this rank."""
+        if self._gradients is not None:
+            self._gradients.weigh(samples)
+
+    def hold(self, held: bool) -> None:
+        """While held, leave gradients local, to accumulate several backwards."""
+        if self._gradients is not None:
+            self._gradients.hold(held)
+
+    def before_step(self) -> None:
+        """Return once gradients are final on all ranks, and weights may change."""
+        if self._before is not None:
+            self._before.before_step()
+
+    def after_step(self) -> None:
+        """Exchange weights, or start to, after the optimizer has changed them."""
+        if self._after is not None:
+            self._after.after_step()
+
+    def finish(self) -> None:
+        """Complete all messages under way: weights are then as the next step uses them."""
+        if self._deferred is not None:
+            self._deferred.finish()
+
+    def watch(self, module: nn.Module) -> None:
+        """Add a module that was created after the exchange and uses its parameters."""
+        if self._joins is not None:
+            self._joins.watch(module)
+
+    def reshape(self, cuts: Sequence[Cut]) -> None:
+        """Adapt to parameters that have been cut in the same way on all ranks. Collective."""
+        self.exchange.reshape(cuts)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return all that later steps depend on besides weights."""
+        return self.exchange.state()
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Restore `state`, after weights were loaded."""
+        self.exchange.load_state(state)
+
+    def statistics(self) -> dict[str, float]:
+        """Totals since the start: `wait_s`, `messages`, `bytes` and more of some exchanges."""
+        return self.exchange.statistics()
+
+    def close(self) -> None:
+        """Remove all hooks and close the communicator. Collective."""
+        self.exchange.close()
+
+
+def start_exchange(
+    spec: ExchangeSpec,
+    named: Named,
+    modules: Iterable[nn.Module],
+    comm: Communicator,
+    seed: int = 0,
+    pretend_nodes: int | None = None,
+) -> RunningExchange:
+    """Start the exchange of some parameters. Collective.
+
+    Args:
+        named: parameters with their names, in the same order on all ranks.
+        modules: modules whose forward passes use the parameters.
+        comm: all ranks; duplicated or split.
+        seed: seeds the choice of partners.
+        pretend_nodes: behave as if the ranks were on that many nodes.
+    """
+    node_of = find_nodes(comm, pretend_nodes).node_of
+    return RunningExchange(make_exchange(Setting(spec, comm, node_of, seed), named, modules))
+
+
+def make_exchange(setting: Setting, named: Named, modules: Iterable[nn.Module]) -> Exchange:
+    """Create the exchange that a spec describes. Collective.
+
+    Args:
+        setting: its communicator is duplicated or split, not kept.
+        named: parameters with their names, in the same order on all ranks.
+        modules: modules whose forward passes use the parameters.
+    """
+    from dlio.train.exchange.asgd import Asgd
+    from dlio.train.exchange.gossip import Gossip
+    from dlio.train.exchange.gradients import Synchronous
+    from dlio.train.exchange.node_gossip import NodeGossip
+    from dlio.train.exchange.periodic import Periodic
+
+    spec = setting.spec
+    nodes = len(set(setting.node_of.tolist()))
+    if spec.merge == "half" and not spec.flat and 1 < nodes < setting.comm.size:
+        return NodeGossip(named, modules, setting)
+    own = Setting(spec, setting.comm.dup(), setting.node_of, setting.seed, setting.scratch)
+    if spec.merge == "half":
+        # With one node, or one rank per node, gossip is between ranks.
+        return Gossip(named, modules, own)
+    if spec.merge == "parzen":
+        return Asgd(named, own)
+    if spec.payload == "delta":
+        return Periodic(named, own)
+    return Synchronous(named, own)

@@ -1,0 +1,31 @@
+"""The setting that an exchange is created for."""
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.comm import Communicator
+from dlio.train.exchange.compress.layout import Scratch
+from dlio.train.exchange_spec import ExchangeSpec
+
+__all__ = ["Setting"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Setting:
+    """The circumstances of one exchange."""
+
+    spec: ExchangeSpec
+    comm: Communicator
+    """Ranks that exchange; the exchange uses it alone and closes it."""
+    node_of: npt.NDArray[np.int32]
+    """Node number of each rank; shape (ranks,)."""
+    seed: int = 0
+    """Seeds the choice of partners."""
+    scratch: Scratch = field(default_factory=Scratch)
+    """Working memory that all buckets of the exchange share."""
+
+    def over(self, spec: ExchangeSpec, comm: Communicator) -> "Setting":
+        """The setting of a part of this exchange, whose ranks are all on one node."""
+        return replace(self, spec=spec, comm=comm, node_of=np.zeros(comm.size, np.int32))

@@ -1,0 +1,163 @@
+"""Checks of exchanges of weights, on any number of ranks: see `exchange_checks`."""
+
+import math
+import time
+from collections.abc import Callable
+from typing import Final
+
+import torch
+from torch import nn
+
+from dlio.comm import Communicator
+from dlio.plan.order import share
+from dlio.train.exchange import RunningExchange
+from dlio.train.exchange.buckets import averaged_state, consensus_distance
+from tests.train.exchange.training import (
+    BATCH,
+    FEATURES,
+    Net,
+    make_net,
+    make_optimizer,
+    parameters_of,
+    samples,
+    started,
+    train_step,
+)
+
+
+def check_gossip(comm: Communicator) -> None:
+    """Without gradients, one round of gossip brings the weights to their mean."""
+    net = make_net(comm.rank)
+    exchange = started("gossip", net, comm, seed=3)
+    mean = averaged_state(net, comm)
+    before = consensus_distance(net, mean, comm)
+    assert before > 0.01
+    total = {name: float(tensor.double().sum()) for name, tensor in mean.items()}
+    period = math.ceil(math.log2(comm.size))
+    for _ in range(period):
+        # As on a rank without samples: no forward pass joins what is under way.
+        exchange.before_backward(0, comm.size)
+        exchange.before_step()
+        exchange.after_step()
+    exchange.finish()
+    trained = [(name, p.detach()) for name, p in net.named_parameters() if p.requires_grad]
+    after = max(float((parameter - mean[name]).abs().max()) for name, parameter in trained)
+    if comm.size & (comm.size - 1) == 0:
+        assert after < 1e-6
+    else:
+        assert consensus_distance(net, mean, comm) < before
+    for name, tensor in averaged_state(net, comm).items():
+        assert abs(float(tensor.double().sum()) - total[name]) < 1e-3 * (1 + abs(total[name]))
+    assert exchange.statistics()["messages"] == period * 3
+    exchange.close()
+
+
+def check_gossip_trains(comm: Communicator) -> None:
+    """Ranks that train on different samples stay together, idle ranks included."""
+    net, alone = make_net(1), make_net(1)
+    exchange = started("gossip", net, comm, seed=0)
+    optimizer, optimizer_alone = make_optimizer(net), make_optimizer(alone)
+    for step in range(12):
+        planned = comm.size * BATCH if step != 6 else 1
+        inputs, labels = samples(step, planned)
+        mine = share(planned, comm.size, comm.rank)
+        train_step(net, exchange, optimizer, inputs[mine], labels[mine], planned, comm.size)
+        if len(mine):
+            optimizer_alone.zero_grad(set_to_none=True)
+            loss = nn.functional.cross_entropy(alone(inputs[mine]), labels[mine])
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer_alone.step()
+    exchange.finish()
+    together, apart = (
+        consensus_distance(each, averaged_state(each, comm), comm) for each in (net, alone)
+    )
+    assert together < 0.5 * apart, f"distance {together} with gossip, {apart} without"
+    exchange.close()
+
+
+def check_gossips(comm: Communicator) -> None:
+    """Variants of gossip keep ranks together that train on different samples."""
+    apart = None
+    for name in (
+        "gossip",
+        "gossip(hypercube)",
+        "gossip(gradient)",
+        "gossip+int8",
+        "gossip+bf16",
+        "gossip+adaptive",
+        "gossip+onebit",
+        "gossip(gradient)+int8",
+    ):
+        if apart is None:
+            alone = make_net(1)
+            _train_apart(alone, None, comm)
+            apart = consensus_distance(alone, averaged_state(alone, comm), comm)
+        net = make_net(1)
+        exchange = started(name, net, comm, seed=0)
+        _train_apart(net, exchange, comm)
+        exchange.finish()
+        together = consensus_distance(net, averaged_state(net, comm), comm)
+        nearer = 1.0 if name in _DRIFT else 0.5
+        assert together < nearer * apart, f"{name}: distance {together}, {apart} without"
+        told = exchange.statistics()
+        assert told["messages"] <= 70 * 3
+        exchange.close()
+
+
+_DRIFT: Final = ("gossip(gradient)", "gossip(gradient)+int8", "gossip+adaptive", "gossip+onebit")
+"""Where ranks are nearer than alone, not more."""
+
+
+def _train_apart(net: Net, exchange: RunningExchange | None, comm: Communicator) -> None:
+    optimizer = torch.optim.SGD(parameters_of(net), lr=0.02)
+    for step in range(70):
+        inputs, labels = samples(1000 * comm.rank + step, BATCH)
+        if exchange is not None:
+            train_step(net, exchange, optimizer, inputs, labels, comm.size * BATCH, comm.size)
+            continue
+        optimizer.zero_grad(set_to_none=True)
+        nn.functional.cross_entropy(net(inputs), labels).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
+def check_asgd(comm: Communicator) -> None:
+    """Ranks wait for nobody, one of them slow; nothing is left under way."""
+    alone = make_net(1)
+    optimizer = torch.optim.SGD(parameters_of(alone), lr=0.05)
+    for step in range(70):
+        inputs, labels = _taught(1000 * comm.rank + step)
+        optimizer.zero_grad(set_to_none=True)
+        nn.functional.cross_entropy(alone(inputs), labels).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    apart = consensus_distance(alone, averaged_state(alone, comm), comm)
+    for name in ("asgd", "asgd+bf16"):
+        net = make_net(1)
+        exchange = started(name, net, comm, seed=0)
+        optimizer = torch.optim.SGD(parameters_of(net), lr=0.05)
+        for step in range(70):
+            if comm.rank == 0:
+                time.sleep(0.01)
+            inputs, labels = _taught(1000 * comm.rank + step)
+            train_step(net, exchange, optimizer, inputs, labels, comm.size * len(inputs), comm.size)
+        told = exchange.statistics()
+        exchange.close()
+        together = consensus_distance(net, averaged_state(net, comm), comm)
+        assert together < 1.5 * apart, f"{name}: distance {together}, {apart} without"
+        assert told["wait_s"] == 0
+        assert sum(comm.allgather(told["accepted"] + told["refused"])) > 0
+        assert 0 < told["messages"] <= 2 * 70
+
+
+def _taught(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Samples whose labels a linear teacher gives, so that ranks' steps have a common direction."""
+    inputs, _ = samples(seed, 64)
+    teacher = torch.randn(FEATURES, 5, generator=torch.Generator().manual_seed(7))
+    return inputs, (inputs @ teacher).argmax(1)
+
+
+CHECKS: Final[dict[str, Callable[[Communicator], None]]] = {
+    "gossip": check_gossip,
+    "gossip_trains": check_gossip_trains,
+    "gossips": check_gossips,
+    "asgd": check_asgd,
+}

@@ -1,0 +1,309 @@
+"""A process that has imported torch, and forks a child for each command that `client.py` sends.
+
+`python server.py SOCKET` answers at a Unix socket until its standard input ends, then kills the
+programs that still run. Each connection is one command. The child takes over arguments,
+environment, folder, limits, signals and standard streams of the client, and runs the program to
+its end as a fresh interpreter does: module-level code, exit handlers, threads joined, exit code.
+MPI is loaded and started by the program, never here.
+
+One thread, because a child of a process with threads may inherit a lock that nobody releases.
+"""
+
+import gc
+import io
+import marshal
+import os
+import resource
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import types
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal
+
+_PRELOADED = (
+    "numpy",
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.filesystem",
+    "mpi4py",
+    "fsspec",
+    "typer",
+    "rich.progress",
+    "cv2",
+    "lz4.frame",
+    "xxhash",
+    "simplejpeg",
+)
+_SELF_FORKED = ("net", "mnt", "pid", "user", "ipc")
+_LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
+_REQUEST_TIMEOUT_S = 10
+
+
+@dataclass(frozen=True)
+class _Command:
+    """A request of a client."""
+
+    client: int
+    """Process id of the client."""
+    arguments: list[str]
+    """As in `sys.argv` of the client: the executable first."""
+    environment: dict[bytes, bytes]
+    folder: bytes
+    umask: int
+    streams: dict[int, int]
+    """Descriptor to have in the program: descriptor in this process."""
+
+
+def main(path: str) -> None:
+    """Answer at `path` until standard input ends. Returns in children, after their program."""
+    for module in _PRELOADED:
+        __import__(module)
+    if len(os.listdir("/proc/self/task")) > 1:
+        sys.exit("a module that the tests' warm interpreter imports starts threads")
+    gc.collect()
+    gc.freeze()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        # Clients look for sockets that end in this: it gets its name when it answers.
+        listener.bind(f"{path}.new")
+        listener.listen(64)
+        os.rename(f"{path}.new", path)
+        command = _serve(listener)
+    if command is not None:
+        _become(command)
+        _run(command.arguments[1:])
+
+
+def _serve(listener: socket.socket) -> _Command | None:
+    """Fork for each command: returns it in the child, and None in the server at its end."""
+    children: dict[socket.socket, tuple[int, int]] = {}
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                source = key.fileobj
+                if source is listener:
+                    connection, _ = listener.accept()
+                    command = _receive(connection)
+                    if command is None:
+                        connection.close()
+                        continue
+                    child = os.fork()
+                    if child == 0:
+                        _leave(selector, children, connection)
+                        return command
+                    _close(command.streams)
+                    connection.sendall(b"A")
+                    watch = os.pidfd_open(child)
+                    children[connection] = (child, watch)
+                    selector.register(connection, selectors.EVENT_READ)
+                    selector.register(watch, selectors.EVENT_READ, connection)
+                elif isinstance(source, socket.socket):
+                    if source in children:
+                        _signal(selector, children[source][0], source)
+                elif source == sys.stdin.fileno():
+                    for child, _ in children.values():
+                        os.kill(child, signal.SIGKILL)
+                    return None
+                else:
+                    _report(selector, children, key.data)
+
+
+def _receive(connection: socket.socket) -> _Command | None:
+    """The command of a new client; None where a child of this process cannot imitate it."""
+    connection.settimeout(_REQUEST_TIMEOUT_S)
+    streams: list[int] = []
+    try:
+        header, streams, _, _ = socket.recv_fds(connection, 64, 3, socket.MSG_WAITALL)
+        length, numbers = marshal.loads(header)
+        request = bytearray()
+        while len(request) < length:
+            piece = connection.recv(length - len(request))
+            if not piece:
+                raise EOFError("the client is gone")
+            request += piece
+        client, arguments, environment, folder, umask = marshal.loads(request)
+        if not _is_alike(client, environment):
+            raise ValueError("needs an interpreter of its own")
+    except (OSError, EOFError, ValueError, TypeError):
+        for descriptor in streams:
+            os.close(descriptor)
+        return None
+    connection.settimeout(None)
+    files = dict(zip(numbers, streams, strict=True))
+    return _Command(client, arguments, environment, folder, umask, files)
+
+
+def _is_alike(client: int, environment: dict[bytes, bytes]) -> bool:
+    """True if a child of this process can stand in for the client."""
+    for kind in _SELF_FORKED:
+        if os.readlink(f"/proc/{client}/ns/{kind}") != os.readlink(f"/proc/self/ns/{kind}"):
+            return False
+    if os.stat(f"/proc/{client}").st_uid != os.geteuid():
+        return False
+    known = (b"PYTHONPATH", b"PYTHONUNBUFFERED", b"PYTHONHASHSEED")
+    return all(
+        os.environb.get(name) == value or name in known
+        for name, value in environment.items()
+        if name.startswith(b"PYTHON")
+    )
+
+
+def _close(streams: dict[int, int]) -> None:
+    for descriptor in streams.values():
+        os.close(descriptor)
+
+
+def _signal(selector: selectors.BaseSelector, child: int, connection: socket.socket) -> None:
+    """Pass on the signals that a client sends; kill its program when it is gone."""
+    try:
+        numbers = connection.recv(64)
+    except OSError:
+        numbers = b""
+    if not numbers:
+        selector.unregister(connection)
+        numbers = bytes([signal.SIGKILL])
+    for number in numbers:
+        # The child is not reaped before its client is told: the number is still its own.
+        os.kill(child, number)
+
+
+def _report(
+    selector: selectors.BaseSelector,
+    children: dict[socket.socket, tuple[int, int]],
+    connection: socket.socket,
+) -> None:
+    """Tell a client how its program ended."""
+    child, watch = children.pop(connection)
+    selector.unregister(watch)
+    os.close(watch)
+    _, status = os.waitpid(child, 0)
+    with suppress(KeyError):
+        selector.unregister(connection)
+    with suppress(OSError):
+        connection.sendall(os.waitstatus_to_exitcode(status).to_bytes(4, "little", signed=True))
+    connection.close()
+
+
+def _leave(
+    selector: selectors.BaseSelector,
+    children: dict[socket.socket, tuple[int, int]],
+    connection: socket.socket,
+) -> None:
+    """In a child: close everything that belongs to the server."""
+    selector.close()
+    connection.close()
+    for other, (_, watch) in children.items():
+        other.close()
+        os.close(watch)
+
+
+def _become(command: _Command) -> None:
+    """Take over everything that a program inherits from the process that starts it."""
+    os.setsid()
+    client = command.client
+    for descriptor in (0, 1, 2):
+        if descriptor in command.streams:
+            os.dup2(command.streams[descriptor], descriptor)
+        else:
+            os.close(descriptor)
+    _close(command.streams)
+    before = os.environ.get("PYTHONPATH", "")
+    os.environb.clear()
+    os.environb.update(command.environment)
+    os.umask(command.umask)
+    os.chdir(command.folder)
+    _take_limits_and_signals(client)
+    sys.executable = command.arguments[0]
+    _make_streams()
+    _make_path(before, os.environ.get("PYTHONPATH", ""))
+    if "OMP_NUM_THREADS" in os.environ:
+        # Read from the environment when the library was loaded.
+        import torch
+
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if "COVERAGE_PROCESS_CONFIG" in os.environ or "COVERAGE_PROCESS_START" in os.environ:
+        import coverage
+
+        coverage.process_startup(force=True)
+
+
+def _take_limits_and_signals(client: int) -> None:
+    with suppress(ProcessLookupError, FileNotFoundError):
+        for limit in _LIMITS:
+            with suppress(ValueError, OSError):
+                resource.setrlimit(limit, resource.prlimit(client, limit))
+        os.sched_setaffinity(0, os.sched_getaffinity(client))
+        os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, client))
+        with open(f"/proc/{client}/status", encoding="ascii", errors="replace") as lines:
+            status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+        blocked, ignored = int(status["SigBlk"], 16), int(status["SigIgn"], 16)
+        signal.pthread_sigmask(
+            signal.SIG_SETMASK, {n for n in range(1, 65) if blocked >> (n - 1) & 1}
+        )
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            if ignored >> (number - 1) & 1:
+                signal.signal(number, signal.SIG_IGN)
+
+
+def _make_streams() -> None:
+    """Open standard streams as an interpreter does at its start; None for those that are closed."""
+    unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    sys.stdin = sys.__stdin__ = _open(0, "r")  # type: ignore[misc]
+    sys.stdout = sys.__stdout__ = _open(1, "w")  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = _open(2, "w")  # type: ignore[misc]
+    if sys.stdout is not None:
+        terminal = sys.stdout.isatty()
+        sys.stdout.reconfigure(line_buffering=terminal, write_through=unbuffered)
+    if sys.stderr is not None:
+        sys.stderr.reconfigure(
+            errors="backslashreplace", line_buffering=True, write_through=unbuffered
+        )
+
+
+def _open(descriptor: int, mode: Literal["r", "w"]) -> io.TextIOWrapper | None:
+    with suppress(OSError):
+        return open(descriptor, mode, encoding="utf-8", closefd=False)
+    return None
+
+
+def _make_path(before: str, now: str) -> None:
+    """Replace the folders of one PYTHONPATH by those of another."""
+    inherited = [folder for folder in before.split(os.pathsep) if folder]
+    # First comes the folder of this script, for which _run puts the program's.
+    rest = [folder for folder in sys.path[1:] if folder not in inherited]
+    added = [folder for folder in now.split(os.pathsep) if folder]
+    sys.path[:] = [*added, *(folder for folder in rest if folder not in added)]
+    sys.path_importer_cache.clear()
+
+
+def _run(arguments: list[str]) -> None:
+    """Run `script.py ...`, `-m module ...` or `-c text ...` as the main program."""
+    program = types.ModuleType("__main__")
+    vars(program)["__builtins__"] = __builtins__
+    sys.modules["__main__"] = program
+    first = arguments[0]
+    if first == "-m":
+        sys.argv = arguments[1:]
+        sys.path.insert(0, os.getcwd())
+        vars(runpy)["_run_module_as_main"](arguments[1])
+        return
+    if first == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        sys.path.insert(0, "")
+        code = compile(arguments[1], "<string>", "exec")
+    else:
+        sys.argv = arguments
+        sys.path.insert(0, os.path.dirname(os.path.realpath(first)))
+        program.__file__ = first
+        with io.open_code(os.path.abspath(first)) as source:
+            code = compile(source.read(), first, "exec")
+    exec(code, vars(program))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
