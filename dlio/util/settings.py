@@ -209,8 +209,12 @@ def _parsed(texts: tuple[str | None, ...]) -> Settings:
 
 
 def unknown_variables(names: Iterable[str]) -> list[tuple[str, str | None]]:
-    """Return the `DLIO_*` names that are not settings, each with the nearest one that is."""
+    """Return the `DLIO_*` names that are not settings, each with the nearest one that is.
+
+    Those that begin with DLIO_TEST_ are for dlio's own tests.
+    """
     known = {*_NAMES, *INTERNAL}
-    wrong = sorted(name for name in names if name.startswith("DLIO_") and name not in known)
+    ours = [name for name in names if name.startswith("DLIO_") and name not in known]
+    wrong = sorted(name for name in ours if not name.startswith("DLIO_TEST_"))
     nearest = [difflib.get_close_matches(name, _NAMES, 1) for name in wrong]
     return [(name, next(iter(near), None)) for name, near in zip(wrong, nearest, strict=True)]
