@@ -11,6 +11,7 @@ help:
 	@echo "make test                run the tests"
 	@echo "make check               all that CI does: tests, lint, format, types"
 	@echo "make bench               loading speed beside torch's DataLoader, on the demo's pictures"
+	@echo "make docs                the documentation as a site, in .cache/site"
 	@echo "make clean               remove the environment and what demo and tests left"
 
 setup: $(VENV)/ready
@@ -50,6 +51,11 @@ check:
 bench: setup
 	$(BIN)/dlio demo --draw-only
 	$(BIN)/dlio bench loader .cache/dlio-demo/pictures/train
+
+.PHONY: docs
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open .cache/site/index.html"
 
 clean:
 	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,8 +1,10 @@
-"""The wheel, installed by itself, finds its readers and commands."""
+"""The sdist is complete; the wheel made of it, installed by itself, finds readers and commands."""
 
+import json
 import os
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -14,16 +16,22 @@ COMMANDS = ("pack", "stage", "ls", "verify", "train", "demo", "bench")
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("wheel")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an sdist, and with the wheel that is built from that sdist."""
+    out = tmp_path_factory.mktemp("built")
     subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out)],
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out)],
         cwd=ROOT,
         check=True,
         capture_output=True,
     )
-    (built,) = out.glob("*.whl")
-    return built
+    return out
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    (path,) = built.glob("*.whl")
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +80,33 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
     assert {"dlio/storage/FORMAT.md", "dlio/py.typed"} <= set(names)
 
 
+def test_the_sdist_holds_sources_tests_and_documentation(built: Path) -> None:
+    (path,) = built.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {
+        "LICENSE",
+        "CITATION.cff",
+        "README.md",
+        "constraints.txt",
+        "dlio/__init__.py",
+        "readers/dlio_readers/folder.py",
+        "docs/assets/tiers.svg",
+        "examples/drop_in.py",
+        "tests/conftest.py",
+    } <= names
+    assert not any(name.startswith((".venv", ".cache", ".git/")) for name in names)
+
+
+def test_the_wheel_names_its_licence(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (place,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+        metadata = archive.read(place).decode()
+    assert "License-Expression: Apache-2.0" in metadata
+    assert any(name.endswith("/licenses/LICENSE") for name in names)
+
+
 def test_it_lists_all_commands_and_loads_its_readers(installed: Path, tmp_path: Path) -> None:
     said = _run(installed, "dlio", "--help", cwd=tmp_path).stdout
     assert all(f"\n  {command} " in said for command in COMMANDS)
@@ -86,7 +121,7 @@ def test_it_lists_all_commands_and_loads_its_readers(installed: Path, tmp_path: 
     assert readers == str(sorted(READERS))
 
 
-def test_a_users_own_folders_beside_the_script_break_nothing(
+def test_a_users_own_folders_next_to_the_script_break_nothing(
     installed: Path, tmp_path: Path, pictures: Path
 ) -> None:
     for name in ("readers", "staging", "bench", "tests"):
@@ -99,3 +134,19 @@ def test_a_users_own_folders_beside_the_script_break_nothing(
     )
     assert _run(installed, "python", "script.py", cwd=tmp_path).stdout.strip() == "12"
     assert "12 samples" in _run(installed, "dlio", "ls", str(pictures), cwd=tmp_path).stdout
+
+
+def test_the_installed_command_packs_stages_and_trains(
+    installed: Path, tmp_path: Path, pictures: Path
+) -> None:
+    (tmp_path / "disk").mkdir()
+    tiers = f"{tmp_path}/disk:64MiB"
+    _run(installed, "dlio", "pack", str(pictures), "packed", "--workers", "1", cwd=tmp_path)
+    _run(installed, "dlio", "stage", "packed", "--tiers", tiers, cwd=tmp_path)
+    assert "12 samples" in _run(installed, "dlio", "ls", "packed", cwd=tmp_path).stdout
+    small = ("--image-size", "32", "--batch-size", "4", "--epochs", "1", "--tiers", tiers)
+    _run(installed, "dlio", "train", "packed", *small, "--report", "run.json", cwd=tmp_path)
+    (epoch,) = json.loads((tmp_path / "run.json").read_text(encoding="utf-8"))["epochs"]
+    assert epoch["samples"] == 12
+    assert epoch["bytes"]["source"] == 0
+    assert _run(installed, "dlio", "--version", cwd=tmp_path).stdout.startswith("dlio 0.")

@@ -1,0 +1,1 @@
+"""Tools of the documentation: generated pages, code blocks and committed benchmark reports."""

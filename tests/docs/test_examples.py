@@ -1,0 +1,99 @@
+"""The examples run on drawn pictures, and print the expected results."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+PROGRAMS = {
+    "draw_pictures.py",
+    "drop_in.py",
+    "distributed.py",
+    "single_process.py",
+    "custom_transform.py",
+    "stage.sh",
+}
+NEED_A_CLUSTER = {"imagenet.slurm"}
+
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Run a command in an empty folder and return its standard output."""
+    paths = [str(ROOT), *(str(ROOT / room) for room in ("readers", "staging", "bench"))]
+    environment = {
+        **os.environ,
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1",
+        "DLIO_CACHE": str(tmp_path / "cache"),
+    }
+
+    def run(*command: str) -> str:
+        done = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=environment,
+            timeout=120,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run
+
+
+def test_every_example_has_a_test_or_needs_a_cluster() -> None:
+    names = {path.name for path in EXAMPLES.iterdir() if path.name != "README.md"}
+    assert names == PROGRAMS | NEED_A_CLUSTER
+    slurm = (EXAMPLES / "imagenet.slurm").read_text(encoding="utf-8")
+    assert "Needs a cluster" in slurm.splitlines()[1]
+    subprocess.run(["bash", "-n", str(EXAMPLES / "imagenet.slurm")], check=True)
+
+
+def test_pictures_are_drawn(run: Run, tmp_path: Path) -> None:
+    run(sys.executable, str(EXAMPLES / "draw_pictures.py"), "pictures")
+    assert len(list((tmp_path / "pictures" / "train").rglob("*.jpg"))) == 120
+
+
+def test_the_drop_in_loader_trains(run: Run, pictures: Path) -> None:
+    said = run(sys.executable, str(EXAMPLES / "drop_in.py"), str(pictures.parent))
+    assert "epoch 1: loss" in said
+
+
+@pytest.mark.mpi
+def test_ranks_of_the_distributed_loop_share_the_samples(run: Run, pictures: Path) -> None:
+    launcher = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "2"]
+    script = str(EXAMPLES / "distributed.py")
+    said = run(*launcher, sys.executable, script, str(pictures.parent))
+    shares = [int(line.split()[6]) for line in said.splitlines() if line.startswith("epoch 1")]
+    assert len(shares) == 2
+    assert sum(shares) == 12
+
+
+@pytest.mark.mpi
+def test_the_unmodified_script_ends_with_the_same_weights(run: Run) -> None:
+    script = str(EXAMPLES / "single_process.py")
+    alone = run(sys.executable, script).split("weights:")[1]
+    ranks = run("dlio", "run", "-n", "2", script).split("weights:")[1]
+    expected = [float(each) for each in alone.strip(" []\n").split(",")]
+    weights = [float(each) for each in ranks.strip().splitlines()[0].strip(" []").split(",")]
+    assert weights == pytest.approx(expected, abs=0.002)
+
+
+def test_a_custom_transform_is_applied(run: Run, pictures: Path) -> None:
+    said = run(sys.executable, str(EXAMPLES / "custom_transform.py"), str(pictures.parent))
+    assert "torch.uint8 (12, 3, 32, 32)" in said
+
+
+def test_the_staging_script_runs(run: Run, pictures: Path, tmp_path: Path) -> None:
+    run("sh", str(EXAMPLES / "stage.sh"), str(pictures), "scratch")
+    assert not list((tmp_path / "scratch" / "tier").rglob("*.blk"))
