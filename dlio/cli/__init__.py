@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from dlio.errors import DlioError, UsageError
-from dlio.util.settings import settings, unknown_variables
+from dlio.util.settings import LAUNCHER, settings, unknown_variables
 
 __all__ = ["guarded", "main"]
 
@@ -36,12 +36,13 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 def guarded(run: Callable[[], object]) -> NoReturn:
     """Run a command and exit with its code; errors are printed, and end the other ranks too."""
-    from dlio.comm.environment import under_mpi, watch_launcher
-    from dlio.comm.world import abort
     from dlio.util.signals import terminate_as_interrupt
 
     terminate_as_interrupt()
-    watch_launcher()
+    if LAUNCHER in os.environ:
+        from dlio.comm.environment import watch_launcher
+
+        watch_launcher()
     code: object = 0
     try:
         run()
@@ -65,10 +66,14 @@ def guarded(run: Callable[[], object]) -> NoReturn:
         traceback.print_exc()
         code = 1
     if code == _INTERRUPTED:
+        from dlio.comm.environment import under_mpi
+
         if under_mpi():
             os._exit(_INTERRUPTED)  # MPI would wait for the other ranks, which end as well.
         print("dlio: interrupted", file=sys.stderr, flush=True)
-    if code:
+    if code and "mpi4py" in sys.modules:
+        from dlio.comm.world import abort
+
         abort(code if isinstance(code, int) else 1)
     sys.exit(code if isinstance(code, int | str) else 0)
 
@@ -108,11 +113,13 @@ def _run(tokens: list[str]) -> None:
 
 
 def _warn_of_unknown_variables() -> None:
-    from dlio.comm.environment import under_mpi
+    unknown = unknown_variables(os.environ)
+    if unknown:
+        from dlio.comm.environment import under_mpi
 
-    if under_mpi():
-        return  # The launcher has said so.
-    for name, near in unknown_variables(os.environ):
+        if under_mpi():
+            return  # The launcher has said so.
+    for name, near in unknown:
         hint = f"; the nearest is {near}" if near else ""
         print(f"dlio: warning: {name}: no such variable{hint}", file=sys.stderr, flush=True)
 

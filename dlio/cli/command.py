@@ -18,11 +18,21 @@ from dlio.cli.records import ConfigFile
 from dlio.errors import UsageError
 from dlio.util.options import Field, Value, nearest, options_of
 
-__all__ = ["Command", "CommandFunction", "is_command"]
+__all__ = [
+    "METAVARS",
+    "Command",
+    "CommandFunction",
+    "default_of",
+    "describe",
+    "help_of",
+    "is_command",
+    "parameter_of",
+]
 
 CommandFunction = Callable[..., object]
 """A function whose parameters are records of options."""
-_METAVARS: Final[dict[type, str]] = {int: "INT", float: "FLOAT", str: "TEXT"}
+METAVARS: Final[dict[type, str]] = {int: "INT", float: "FLOAT", str: "TEXT"}
+"""Placeholders of values whose options name none."""
 
 
 def is_command(function: CommandFunction) -> bool:
@@ -156,7 +166,7 @@ def parameter_of(field: Field, required: bool) -> inspect.Parameter:
     elif field.many:
         hint = tuple[str, ...]
     names = [field.flag, *([option.short] if option.short else [])]
-    metavar = option.metavar or _METAVARS.get(field.type)
+    metavar = option.metavar or METAVARS.get(field.type)
     parameter = Parameter(
         name=names[0] if option.positional else names,
         help=help_of(field),

@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import IO
 
-from dlio.comm.environment import LAUNCHER, TERMINAL
 from dlio.errors import UsageError
 from dlio.util.cores import available_cores
+from dlio.util.settings import LAUNCHER, TERMINAL
 from dlio.util.shared import SharedFolder
 from dlio.util.threads import Workers
 

@@ -13,10 +13,10 @@ from typing import Final
 
 from dlio.errors import UsageError
 from dlio.util.options import as_mapping, from_mapping
+from dlio.util.settings import RECORD
 
 __all__ = ["on_ranks", "run_as_rank"]
 
-_RECORD: Final = "DLIO_RECORD"
 _LARGEST: Final = 96 << 10
 """Bytes of the records: Linux takes at most 128 KiB for one variable."""
 
@@ -59,7 +59,7 @@ def on_ranks(
                 "paths or fewer repeated options"
             )
         name = function.__module__.rpartition(".")[2]
-        code = launch.run_module("dlio.cli.rank", [name], ranks, {_RECORD: text})
+        code = launch.run_module("dlio.cli.rank", [name], ranks, {RECORD: text})
         if code:
             raise SystemExit(code)
         return True
@@ -76,7 +76,7 @@ def on_ranks(
 
 def run_as_rank() -> None:
     """Call the function that `on_ranks` was asked for, in a rank that it started."""
-    text = os.environ.pop(_RECORD, None)
+    text = os.environ.pop(RECORD, None)
     if text is None:
         raise UsageError(f"{sys.argv[0]} is started by dlio itself: use `dlio train -n 4`")
     task = json.loads(text)

@@ -6,11 +6,10 @@ import signal
 import sys
 from functools import partial
 
+from dlio.util.settings import LAUNCHER, TERMINAL
 from dlio.util.threads import Workers
 
 __all__ = [
-    "LAUNCHER",
-    "TERMINAL",
     "launched",
     "shows_terminal",
     "under_mpi",
@@ -19,10 +18,6 @@ __all__ = [
 
 _END_TIMEOUT_S = 10.0
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALNRANKS")
-LAUNCHER = "DLIO_LAUNCHER_PID"
-"""Variable: process id of the launcher, for ranks that `dlio.cli.launch` started."""
-TERMINAL = "DLIO_TERMINAL"
-"""Variable: set for ranks when the launcher's standard output is a terminal."""
 _POLL_S = 0.5
 
 
@@ -35,7 +30,7 @@ def shows_terminal() -> bool:
     """True if standard output ends on a terminal.
 
     mpirun gives ranks a pseudo-terminal even if their output ends in a file; `run_ranks` knows
-    better and sets DLIOTERMINAL.
+    better and sets DLIO_TERMINAL.
     """
     return bool(os.environ.get(TERMINAL)) if under_mpi() else sys.stdout.isatty()
 

@@ -192,7 +192,7 @@ class TrainConfig:
     workers: Annotated[int, Option("Decode threads of each rank.", unit="threads", least=1)] = 2
     on_error: Annotated[
         Literal["stop", "skip"],
-        Option("What to do when a sample cannot be decoded."),
+        Option("Action when a sample cannot be decoded: stop the run, or skip the sample."),
     ] = "stop"
     device: Annotated[
         str,
@@ -241,8 +241,8 @@ class TrainConfig:
     nan: Annotated[
         str,
         Option(
-            "What to do when the loss is NaN or infinite: stop the run, skip the step, or off to "
-            "continue.",
+            "Action when the loss is NaN or infinite: stop the run, skip the step, or continue "
+            "(off).",
             choices=("stop", "skip", "off"),
         ),
     ] = "stop"

@@ -143,6 +143,8 @@ class Field:
         Raises UsageError when the value is not one of this field's type.
         """
         if value is None:
+            if isinstance(self.default, tuple):
+                return self.default  # A list with nothing in it.
             if not self.optional:
                 raise UsageError(f"{where}: {self.remedy}")
             return None

@@ -14,7 +14,17 @@ from typing import Any, Final
 
 from dlio.errors import UsageError
 
-__all__ = ["INTERNAL", "SETTINGS", "Setting", "Settings", "settings", "unknown_variables"]
+__all__ = [
+    "INTERNAL",
+    "LAUNCHER",
+    "RECORD",
+    "SETTINGS",
+    "TERMINAL",
+    "Setting",
+    "Settings",
+    "settings",
+    "unknown_variables",
+]
 
 Value = float | int | bool | str | None
 """Types that a setting may have."""
@@ -179,10 +189,13 @@ class Settings:
 
 SETTINGS: Final[tuple[Setting, ...]] = tuple(each.metadata["setting"] for each in fields(Settings))
 """All variables, in the order of `Settings`."""
+LAUNCHER: Final = "DLIO_LAUNCHER_PID"
+TERMINAL: Final = "DLIO_TERMINAL"
+RECORD: Final = "DLIO_RECORD"
 INTERNAL: Final[dict[str, str]] = {
-    "DLIO_LAUNCHER_PID": "Process id of the launcher, set for the ranks that it starts.",
-    "DLIO_TERMINAL": "Set for ranks when the launcher's standard output is a terminal.",
-    "DLIO_RECORD": "Private file with the options of the command, set for ranks.",
+    LAUNCHER: "Process id of the launcher, set for the ranks that it starts.",
+    TERMINAL: "Set for ranks when the launcher's standard output is a terminal.",
+    RECORD: "Options of the command as JSON, set for the ranks that it starts.",
     "DLIO_TEST_DATA": "Folder with real images for dlio's own tests.",
 }
 """Variables that dlio's processes set for each other, or that only its tests read."""

@@ -1,0 +1,247 @@
+"""Options: each is stated once, in a record, and means the same in every place it comes from."""
+
+import ast
+import dataclasses
+import inspect
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dlio.cli import launch, main
+from dlio.cli.app import all_commands, places
+from dlio.cli.command import Command
+from dlio.cli.reference import SETTINGS, commands
+from dlio.errors import UsageError
+from dlio.train.config import TrainConfig
+from dlio.util.options import Field, as_mapping, from_mapping, options_of
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = {command.name: command for command in all_commands()}
+FIELDS = {(each.record, each.name): each for c in COMMANDS.values() for each in c.fields}
+
+
+def test_all_commands_take_records_of_options() -> None:
+    inner = {name for name in COMMANDS if " " in name}
+    assert {name.split()[0] for name in COMMANDS} == set(places())
+    assert len(inner) == 7
+    assert {reference.name for reference in commands()} == set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=lambda command: command.name)
+def test_every_option_has_a_help_that_is_a_sentence(command: Command) -> None:
+    assert command.help.split("\n")[0].endswith(".")
+    for field in command.fields:
+        text = field.option.help
+        assert text.endswith((".", ")")), field.flag
+        assert text.split()[0] not in ("Of", "What", "That", "Whether", "Who"), field.flag
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=lambda command: command.name)
+def test_names_of_a_command_are_distinct(command: Command) -> None:
+    flags = [field.flag for field in command.fields]
+    names = [field.name for field in command.fields]
+    shorts = [field.option.short for field in command.fields if field.option.short]
+    assert len(set(flags)) == len(flags)
+    assert len(set(names)) == len(names)
+    assert len(set(shorts)) == len(shorts)
+
+
+def test_no_default_is_stated_in_two_places() -> None:
+    """Neither the function of a command nor its help states a default: the record does."""
+    for command in COMMANDS.values():
+        for parameter in inspect.signature(command.function).parameters.values():
+            assert parameter.default is parameter.empty, command.name
+        for field in command.fields:
+            assert "efault" not in field.option.help, field.flag
+    for name, (module, tree) in _modules().items():
+        for record, name_, stated in _stated(tree, module):
+            option = FIELDS.get((record, name_))
+            assert option is None or stated == 1, (name, name_)
+
+
+def _modules() -> dict[str, tuple[Any, ast.Module]]:
+    """Modules that state options, and their syntax trees."""
+    modules = {record.__module__ for record, _ in FIELDS}
+    return {
+        name: (sys.modules[name], ast.parse(inspect.getsource(sys.modules[name])))
+        for name in modules
+    }
+
+
+def _stated(tree: ast.Module, module: Any) -> list[tuple[type, str, int]]:
+    """Return (record, field, places with a default) of a module: annotated fields, and parameters
+    of functions with the same name. Where a default is None or False, the option is absent."""
+    parameters: dict[str, int] = defaultdict(int)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            last = node.args.args[len(node.args.args) - len(node.args.defaults) :]
+            pairs = [*zip(last, node.args.defaults, strict=True)]
+            pairs += [
+                (argument, default)
+                for argument, default in zip(
+                    node.args.kwonlyargs, node.args.kw_defaults, strict=True
+                )
+                if default is not None
+            ]
+            for argument, default in pairs:
+                if not isinstance(default, ast.Constant) or default.value not in (None, False):
+                    parameters[argument.arg] += 1
+    stated = []
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            record = getattr(module, node.name)
+            for line in node.body:
+                if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+                    name = line.target.id
+                    stated.append((record, name, 1 + parameters[name]))
+    return stated
+
+
+@pytest.mark.parametrize("field", FIELDS.values(), ids=lambda f: f"{f.record.__name__}.{f.name}")
+def test_a_default_is_a_value_that_the_option_takes(field: Field) -> None:
+    if field.required or field.option.rest:
+        return
+    field.check(field.default)
+    assert field.convert(field.show(field.default), field.flag) == field.default
+
+
+def test_records_survive_json() -> None:
+    for record in {record for record, _ in FIELDS}:
+        required = {each.name: "x" for each in options_of(record) if each.required}
+        try:
+            made = record(**required)
+        except UsageError:
+            continue  # It needs more than its required options.
+        assert from_mapping(record, json.loads(json.dumps(as_mapping(made)))) == made
+
+
+def test_every_variable_is_in_the_reference() -> None:
+    assert all(setting.name.startswith("DLIO_") and setting.help for setting in SETTINGS)
+
+
+def _ended(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[object, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    return ended.value.code or 0, *capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["train", "pictures", "--epochs", "5", "--lr", "1e-3", "--replica", "a", "--replica", "b"],
+        ["train", "pictures", "-n", "2", "--nan", "off", "--prune", "off", f"--seed={2**64 - 1}"],
+        ["stage", "data", "--tiers", "/scratch:20GiB", "--bwlimit", "1500MiB/s", "--no-resume"],
+        ["stage", "data", "--include", "n01*/*", "--deadline", "60", "--verify", "none", "--pin"],
+        ["pack", "data", "packed", "--split", "train=0.9,val=0.1", "--shard-size", "100MiB"],
+        ["pack", "data", "packed", "--no-restart-rows", "--format", "tar", "--workers", "3"],
+    ],
+)
+def test_a_configuration_that_is_printed_is_read_back(
+    argv: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, printed, _ = _ended(capsys, *argv, "--print-config")
+    assert code == 0
+    assert set(yaml.safe_load(printed)) == {f.key for f in COMMANDS[argv[0]].config_fields}
+    file = tmp_path / "run.yaml"
+    file.write_text(printed)
+    assert _ended(capsys, argv[0], "--config", str(file), "--print-config")[1] == printed
+
+
+def test_the_command_line_overrides_the_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("source: a\nepochs: 7\nbalance: true\nprune: off\nlr: 1e-3\nbatch-size: 8\n")
+    options = ["--config", str(file), "--epochs", "9", "--no-balance", "--print-config"]
+    code, printed, _ = _ended(capsys, "train", *options)
+    assert code == 0
+    stated = yaml.safe_load(printed)
+    assert (stated["source"], stated["epochs"], stated["balance"]) == ("a", 9, False)
+    assert (stated["prune"], stated["lr"], stated["batch_size"]) == ("off", 0.001, 8)
+    assert yaml.safe_load(_ended(capsys, "train", "b", *options)[1])["source"] == "b"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("epoch: 3", ("run.yaml: epoch:", "no such option", "the nearest is epochs")),
+        ("epochs: three", ("run.yaml: epochs: three: give an integer",)),
+        ("epochs: 2.5", ("run.yaml: epochs: 2.5: give an integer",)),
+        ("epochs: 0", ("run.yaml:", "--epochs 0: give at least 1")),
+        ("balance: 1", ("run.yaml: balance: 1: give true or false",)),
+        ("optimizer: adma", ("run.yaml:", "--optimizer adma", "adamw")),
+        ("epochs:", ("run.yaml: epochs:", "give an integer")),
+        ("- epochs", ("run.yaml", "name: value")),
+        ("epochs: [", ("run.yaml", "YAML")),
+        ("!!python/object/apply:os.getcwd []", ("run.yaml", "YAML")),
+    ],
+)
+def test_a_wrong_file_is_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, words: tuple[str, ...]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    code, _, errors = _ended(capsys, "train", "x", "--config", str(file), "--print-config")
+    assert code == 2
+    assert len(errors.splitlines()) == 1
+    assert all(word in errors for word in words), errors
+
+
+def test_a_missing_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, errors = _ended(capsys, "train", "x", "--config", "no/such.yaml")
+    assert code == 2
+    assert "no/such.yaml" in errors
+
+
+def test_the_arguments_of_a_script_stay_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dlio.cli import run
+
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        run, "on_ranks", lambda *given, **_: seen.append({"ranks": given[0], "script": given[2]})
+    )
+    argv = ["run", "-n", "3", "--exchange=gossip", "--balance", "--seed", "4", "train.py"]
+    for more in (["--epochs", "3", "-n", "7", "--help"], ["--", "-x"], []):
+        with pytest.raises(SystemExit) as ended:
+            main([*argv, *more])
+        assert not ended.value.code
+        assert seen[-1]["ranks"] == 3
+        assert dataclasses.astuple(seen[-1]["script"]) == ("train.py", tuple(more))
+
+
+def test_the_launcher_of_ranks_does_not_import_torch(pictures: Path, tmp_path: Path) -> None:
+    """It checks options, model, data and tiers, and hands the record to a stub."""
+    text = (
+        "import json, os, sys\n"
+        "from dlio.cli import launch, main\n"
+        "def start(module, argv, ranks, environment):\n"
+        "    task = json.loads(environment['DLIO_RECORD'])\n"
+        "    loaded = [m for m in ('torch', 'mpi4py') if m in sys.modules]\n"
+        "    print(json.dumps([ranks, task['records'][0][1]['epochs'], loaded]))\n"
+        "    return 0\n"
+        "launch.run_module = start\n"
+        f"main(['train', {str(pictures)!r}, '-n', '4', '--epochs', '9', '--skip-samples',"
+        " '--exchange', 'gossip+int8', '--model', 'resnet(width=8)'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert json.loads(done.stdout) == [4, 9, []]
+
+
+def test_a_record_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dlio.cli.ranks import on_ranks
+    from dlio.cli.train import train_rank
+
+    monkeypatch.setattr(launch, "run_module", lambda *_: 0)
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALNRANKS"):
+        monkeypatch.delenv(name, raising=False)
+    config = TrainConfig("x", replica=tuple(f"/replica/{number:05d}" for number in range(9000)))
+    with pytest.raises(UsageError, match="characters long"):
+        on_ranks(2, train_rank, config)
