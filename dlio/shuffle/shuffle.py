@@ -1,13 +1,13 @@
-"""The shuffle: plans windows of steps ahead and moves payloads between nodes, unasked.
+"""The shuffle: plans windows of steps ahead and pushes payloads between nodes.
 
-One thread per rank and epoch. For each window it plans what this rank consumes and sends, posts
-the receives, packs and pushes the messages, one per pair of ranks, and hands each step's samples
-on. Both sides compute the same plan, so nothing is requested, and nothing collective happens
-between the first window and the last.
+One thread per rank and epoch. For each window it plans the samples that this rank consumes and
+sends, posts the receives, packs and pushes the messages, one per pair of ranks, and hands on each
+step's samples. Both sides compute the same plan, so nothing is requested, and there is no
+collective operation between the first window and the last.
 
-Two windows are under way at most: the one that is being consumed and the next. No rank waits
-for another to make room: a rank that has planned window w needs others to have planned w, which
-they do before they consume w - 1.
+At most two windows are under way: the one that is being consumed and the next. No rank waits for
+another to make room: a rank that has planned window w needs others to have planned w, which they
+do before they consume w - 1.
 """
 
 import threading
@@ -37,19 +37,21 @@ from dlio.shuffle.wire import (
 from dlio.storage.hierarchy import Hierarchy
 from dlio.util.threads import Workers
 
+__all__ = ["Shuffle", "Step", "windows_of"]
+
 _FIRST_WINDOW_STEPS = 2
 """Short, so that the first batch does not wait for a long window's messages."""
 _MOST_WINDOW_STEPS = 32
 _WINDOW_TAGS = 2047
 _GENERATIONS = 16
-"""Tags stay below the 32,767 that MPI grants."""
+"""Passes with tags of their own; tags stay below 32,767, which every MPI provides."""
 _IDLE_S = 0.001
 _CLOSE_TIMEOUT_S = 5.0
 
 
 @dataclass(slots=True)
 class Step:
-    """One rank's samples of one step, and what has come of them."""
+    """One rank's samples of one step, and the payloads that have arrived for them."""
 
     number: int
     samples: npt.NDArray[np.int64]
@@ -58,9 +60,9 @@ class Step:
     senders: npt.NDArray[np.int32]
     """Rank that pushes each sample, -1 where this rank reads it itself."""
     payloads: list[Sealed | None]
-    """What has arrived from peers, by slot; checked by whoever uses it."""
+    """Payloads that have arrived from peers, by slot; checked by whoever uses them."""
     ready: list[int] = field(default_factory=list)
-    """Slots that can be decoded, as long as nobody listens."""
+    """Slots that can be decoded, while there is no listener."""
     listener: Callable[[list[int]], None] | None = None
 
 
@@ -80,8 +82,8 @@ class Shuffle:
         comm: for this shuffle's messages alone, used only by its thread.
         hierarchy: of this rank's node.
         generation: number of this pass over the loader, the same on all ranks.
-        memory: of messages, which passes share; its own for None.
-        planner: of `plan`, where there is one already; otherwise made by the shuffle's thread.
+        memory: memory for messages, shared by passes; None for memory of its own.
+        planner: planner of `plan` if there is one; otherwise the shuffle's thread makes it.
     """
 
     def __init__(
@@ -109,7 +111,7 @@ class Shuffle:
         self._memory = memory if memory is not None else MessageMemory()
         self._give_up = -1
         self._late: set[int] = set()
-        """Ranks that a message was given up from, until one comes: nobody waits for them."""
+        """Ranks whose message was given up; nobody waits for them until one of theirs arrives."""
         self._error: BaseException | None = None
         self._worker = Workers(
             "dlio-shuffle", self._run, wake=self._wake, stop_timeout_s=2 * _CLOSE_TIMEOUT_S
@@ -124,19 +126,21 @@ class Shuffle:
         self.close()
 
     def planned(self, number: int) -> bool:
-        """Whether `attach` would not have to wait for step `number`."""
+        """True if step `number` is planned, so that `attach` does not wait."""
         with self._condition:
             return number in self._steps
 
     def attach(
         self, number: int, listen: Callable[[Step], Callable[[list[int]], None]], timeout_s: float
     ) -> None:
-        """Take step `number`, once it is planned.
+        """Take step `number` once it is planned.
 
-        `listen` gets the step and returns what is to be told, now and later, from this thread
-        and from the shuffle's, which slots can be decoded.
+        Args:
+            listen: gets the step and returns a listener. The listener is called with lists of
+                slots that can be decoded, by this thread now and by the shuffle's thread later.
+            timeout_s: seconds until the step has to be planned.
 
-        Raises what ended the shuffle's thread, if something did.
+        Raises the error that ended the shuffle's thread, if any; DlioError after `timeout_s`.
         """
         with self._condition:
             planned = waiting(
@@ -148,7 +152,10 @@ class Shuffle:
             if self._error is not None:
                 raise self._error
             if not planned:
-                raise DlioError(f"step {number} was not planned within {timeout_s:.0f} s")
+                raise DlioError(
+                    f"step {number} was not planned within {timeout_s:.0f} s: the source or a "
+                    "peer may hang (DLIO_TIMEOUT sets the deadline)"
+                )
             step = self._steps.pop(number)
             listener = step.listener = listen(step)
             ready, step.ready = step.ready, []
@@ -156,29 +163,29 @@ class Shuffle:
             listener(ready)
 
     def check(self) -> None:
-        """Raise what ended the shuffle's thread, if something did."""
+        """Raise the error that ended the shuffle's thread, if any."""
         if self._error is not None:
             raise self._error
 
     def consumed(self, number: int) -> None:
-        """Step `number` has been handed to the user: another window may be planned."""
+        """Say that step `number` was handed to the user, so that another window may be planned."""
         with self._condition:
             self._consumed_step = number + 1
             self._condition.notify_all()
 
     @property
     def sent(self) -> int:
-        """Steps whose samples have been read for those that this rank sends them to."""
+        """Number of steps whose samples have been read for the ranks that need them."""
         return self._windows[self._planned - 1].stop if self._planned else 0
 
     def give_up(self, number: int) -> None:
-        """Stop waiting for what peers owe up to step `number`; it is read from the source."""
+        """Stop waiting for peers' samples up to step `number`; these are read from the source."""
         with self._condition:
             self._give_up = max(self._give_up, number)
             self._condition.notify_all()
 
     def close(self) -> None:
-        """End the thread; messages under way are finished first, within a deadline."""
+        """End the thread, after the messages under way, within a deadline."""
         self._worker.close()
 
     def _wake(self) -> None:
@@ -201,13 +208,13 @@ class Shuffle:
             self._abandon()
 
     def _failed(self, error: BaseException) -> None:
-        """Have whoever waits for steps meet the first error."""
+        """Raise the first error in whoever waits for steps."""
         with self._condition:
             self._error = self._error or error
             self._condition.notify_all()
 
     def _wait_for_turn(self) -> bool:
-        """Until the next window may be planned. False when the shuffle is being closed."""
+        """Wait until the next window may be planned. False when the shuffle is being closed."""
         while True:
             with self._condition:
                 if self._closing.is_set():
@@ -287,9 +294,9 @@ class Shuffle:
             try:
                 return hierarchy.read_stored(*where[k], into)
             except DlioError:
-                return None  # The receiver will meet the error, and name the sample.
+                return None  # The receiver gets the same error, and names the sample.
             except Exception as error:
-                # Peers expect the message all the same; this rank's user meets the error.
+                # Peers still expect the message; the error is raised in this rank.
                 self._failed(error)
                 return None
 
@@ -308,7 +315,7 @@ class Shuffle:
             elif receive.steps and receive.steps[0].number <= self._give_up:
                 self._late.add(receive.sender)
                 self._deliver(receive, None)
-                # If it does come, it is taken off the peer's hands, and not for a later one.
+                # If it does arrive, it is received and dropped, and not mistaken for a later one.
                 receive.steps = []
                 waiting.append(receive)
             else:
@@ -316,9 +323,9 @@ class Shuffle:
         self._receives = waiting
 
     def _deliver(self, receive: _Receive, message: npt.NDArray[np.uint8] | None) -> None:
-        """Hand a message's samples on; without one, as samples to be read from the source."""
+        """Hand on a message's samples; without a message they are read from the source."""
         if not receive.steps:
-            return  # Taken off the peer's hands after an early end; nobody wants it.
+            return  # Received only so that the peer's send ends; nobody needs it.
         slots = [np.flatnonzero(step.senders == receive.sender) for step in receive.steps]
         samples = [step.samples[here] for step, here in zip(receive.steps, slots, strict=True)]
         count = sum(len(here) for here in slots)
@@ -341,12 +348,12 @@ class Shuffle:
                 listener(here.tolist())
 
     def _finish(self) -> None:
-        """Leave no message under way behind.
+        """Complete or cancel all messages under way.
 
-        After a whole epoch every message has been planned by both sides. After an early end,
-        which all ranks come to alike, they may have planned differently far: they tell each other
-        how far, even if everything, receive what the others have sent beyond, and cancel what the
-        others never will.
+        After a whole epoch every message has been planned by both sides. After an early end, which
+        all ranks reach alike, some may have planned more windows than others. Each rank sends the
+        number to its peers, receives the messages of windows that only a peer has planned, and
+        cancels those that a peer will never send.
         """
         if not self._moves:
             return
@@ -365,7 +372,7 @@ class Shuffle:
             leave(*send)
 
     def _abandon(self) -> None:
-        """Keep the memory that MPI may still read and write."""
+        """Keep alive the memory that MPI may still read and write."""
         for receive in self._receives:
             leave(receive.request, receive.buffer)
         for send in self._sends:
@@ -395,7 +402,11 @@ class Shuffle:
                 leave(request, answers[peer])
 
     def _settle(self, peer: int, planned: int) -> None:
-        """Meet a peer that planned `planned` windows where this rank planned fewer or more."""
+        """Settle the messages of windows that only this rank or only `peer` has planned.
+
+        Args:
+            planned: number of windows that the peer has planned.
+        """
         for receive in [r for r in self._receives if r.sender == peer and r.window >= planned]:
             self._cancel(receive)
             self._receives.remove(receive)
@@ -409,8 +420,13 @@ class Shuffle:
 
 
 def windows_of(plan: EpochPlan, mean_bytes: float) -> list[range]:
-    """The steps of each window; the same on all ranks. On one node nothing is kept for them but
-    the plan: then they are as long as windows get."""
+    """Return the steps of each window, the same on all ranks.
+
+    On one node a window needs no memory but its plan, so windows are as long as possible there.
+
+    Args:
+        mean_bytes: mean payload bytes of a sample.
+    """
     length = _MOST_WINDOW_STEPS
     if plan.ranks.nodes > 1:
         length = min(length, window_steps(mean_bytes, plan.largest_batch, plan.window_bytes))

@@ -3,11 +3,11 @@
     table     per sample: u64 bytes in this message, u64 xxh3_64 of the payload   (little-endian)
     payloads  one after another, in the order that both sides planned
 
-A payload travels as it is stored: LZ4 where a tier holds it compressed, which is told by its being
-shorter than the data set's index says; so nothing is compressed that was not found to be worth it.
-A sample that the sender could not read has 2^64 - 1 for its bytes, and none in the message: the
-receiver then reads it from the source itself. Payloads are read into the message and used out of
-it, and checked by whoever uses them: nothing is copied in between, nothing hashed twice.
+A payload travels as it is stored: as LZ4 where a tier holds it compressed. The receiver recognises
+that by its size, which is less than the data set's index says. A sample that the sender could not
+read has 2^64 - 1 as its size and no payload; the receiver reads it from the source itself. Payloads
+are read into the message's memory, used there, and checked by whoever uses them: nothing is copied
+in between and nothing is hashed twice.
 """
 
 import sys
@@ -24,7 +24,17 @@ from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock
 from dlio.storage.block import decompress_exactly, new_memory
 
+__all__ = [
+    "ENTRY_BYTES",
+    "MessageMemory",
+    "Sealed",
+    "message_bytes",
+    "pack_message",
+    "unpack_message",
+]
+
 ENTRY_BYTES: Final = 16
+"""Bytes of a sample's entry in the table."""
 _ABSENT: Final = 2**64 - 1
 _MOST_SPARE: Final = 64
 _SLACK: Final = 4
@@ -32,7 +42,7 @@ _SLACK: Final = 4
 
 
 def message_bytes(sizes: npt.NDArray[np.int64]) -> int:
-    """Most bytes of a message that carries payloads of these sizes."""
+    """Return the most bytes that a message with payloads of these sizes can have."""
     return int(sizes.sum()) + ENTRY_BYTES * len(sizes)
 
 
@@ -41,32 +51,37 @@ def pack_message(
     sizes: npt.NDArray[np.int64],
     read: Callable[[int, memoryview], tuple[int, int] | None],
 ) -> npt.NDArray[np.uint8]:
-    """Fill a message of `message_bytes`; the part of it that is to be sent.
+    """Fill a message and return the part of it that is to be sent.
 
     Args:
-        read: puts payload k, as it is stored, at the beginning of the memory it is given, which has
-            its size; (bytes put there, xxh3_64 of the payload), or None where it cannot be read.
+        message: memory of `message_bytes(sizes)`.
+        sizes: payload bytes; shape (samples,).
+        read: puts payload k, as it is stored, at the beginning of the memory it is given, which
+            has the payload's size. Returns (bytes put there, xxh3_64 of the payload), None where
+            it cannot be read.
     """
     table = message[: ENTRY_BYTES * len(sizes)].view("<u8").reshape(-1, 2)
     view, at = message.data, ENTRY_BYTES * len(sizes)
     for k, size in enumerate(sizes.tolist()):
-        found = read(k, view[at : at + size])
-        table[k] = (_ABSENT, 0) if found is None else found
-        at += 0 if found is None else found[0]
+        entry = read(k, view[at : at + size])
+        table[k] = (_ABSENT, 0) if entry is None else entry
+        at += 0 if entry is None else entry[0]
     return message[:at]
 
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """A payload as it arrived, which nobody has looked at."""
+    """A payload as it arrived, not checked yet."""
 
     stored: memoryview
+    """Its bytes in the message, compressed if fewer than `size`."""
     size: int
     """Bytes of the payload."""
     digest: int
+    """xxh3_64 of the payload."""
 
     def open(self) -> Buffer | None:
-        """The payload; None where it is not what was sent."""
+        """Return the payload, None if it differs from the one that was sent."""
         payload = self.stored
         if len(payload) != self.size:
             payload = new_memory(self.size)
@@ -78,25 +93,26 @@ class Sealed:
 
 
 def unpack_message(message: Buffer, sizes: npt.NDArray[np.int64]) -> list[Sealed | None]:
-    """The payloads in a message, in its memory; None where one is absent, and from where the table
-    and the index do not agree.
+    """Return the payloads in a message, as views of its memory.
+
+    A payload that is absent is None, and so are all from the first on that contradicts `sizes`.
 
     Args:
-        sizes: what the receiver expects, from the reader's index; shape (samples,).
+        sizes: payload bytes by the reader's index; shape (samples,).
     """
     whole = np.frombuffer(message, np.uint8)
     table = whole[: ENTRY_BYTES * len(sizes)].view("<u8").reshape(-1, 2)
     view, at = whole.data, ENTRY_BYTES * len(sizes)
-    found: list[Sealed | None] = []
+    payloads: list[Sealed | None] = []
     for (stored, digest), size in zip(table.tolist(), sizes.tolist(), strict=True):
         if stored == _ABSENT:
-            found.append(None)
+            payloads.append(None)
             continue
         if stored > size or at + stored > len(view):
             break
-        found.append(Sealed(view[at : at + stored], size, digest))
+        payloads.append(Sealed(view[at : at + stored], size, digest))
         at += stored
-    return found + [None] * (len(sizes) - len(found))
+    return payloads + [None] * (len(sizes) - len(payloads))
 
 
 class MessageMemory:

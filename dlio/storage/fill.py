@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import Self
+from typing import Final, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -12,19 +12,22 @@ from dlio.plan.order import Order
 from dlio.storage.hierarchy import Hierarchy
 from dlio.util.threads import Workers
 
-IN_FLIGHT_BYTES = 64 << 20
-"""Of blocks that are on their way at a time, about."""
-_CHUNK = 1 << 14
-_WAIT_S = 0.05
-_CLOSE_TIMEOUT_S = 10.0
+__all__ = ["IN_FLIGHT_BYTES", "Filler", "blocks_in_order", "filler_threads"]
+
+IN_FLIGHT_BYTES: Final = 64 << 20
+"""Approximate bytes of the blocks that are read at a time."""
+_CHUNK: Final = 1 << 14
+_WAIT_S: Final = 0.05
+_CLOSE_TIMEOUT_S: Final = 10.0
 
 
 def blocks_in_order(layout: Layout, order: Order, wanted: npt.NDArray[np.bool_]) -> Iterator[int]:
-    """The wanted blocks, by their first use in an epoch, then those that it does not use; evaluated
-    as far as it is consumed.
+    """Yield the wanted blocks in the order of their first use in an epoch, then the unused ones.
+
+    The order is evaluated only as far as blocks are consumed.
 
     Args:
-        wanted: shape (blocks,).
+        wanted: mask; shape (blocks,).
     """
     left = wanted.copy()
     for start in range(0, len(order), _CHUNK):
@@ -32,8 +35,8 @@ def blocks_in_order(layout: Layout, order: Order, wanted: npt.NDArray[np.bool_])
             return
         positions = np.arange(start, min(start + _CHUNK, len(order)), dtype=np.int64)
         blocks = layout.block_of(order.samples(positions))
-        found, first = np.unique(blocks, return_index=True)
-        for block in found[np.argsort(first)]:
+        different, first = np.unique(blocks, return_index=True)
+        for block in different[np.argsort(first)]:
             if left[block]:
                 left[block] = False
                 yield int(block)
@@ -41,11 +44,13 @@ def blocks_in_order(layout: Layout, order: Order, wanted: npt.NDArray[np.bool_])
 
 
 def filler_threads(block_bytes: npt.NDArray[np.int64], requests: int) -> int:
-    """How many blocks to bring at a time: as many as there may be requests, within the bytes that
-    may be in flight.
+    """Return the number of blocks to bring at a time.
+
+    There are as many as requests, unless their bytes exceed those that may be in flight; 2 at
+    least.
 
     Args:
-        block_bytes: shape (blocks,).
+        block_bytes: file bytes of each block; shape (blocks,).
     """
     largest = int(block_bytes.max(initial=1))
     return max(2, min(requests, IN_FLIGHT_BYTES // largest))
@@ -54,8 +59,12 @@ def filler_threads(block_bytes: npt.NDArray[np.int64], requests: int) -> int:
 class Filler:
     """Threads that bring blocks into a hierarchy until all are there, or it is closed.
 
-    Ranks of a node each have one and walk the same list; a block that another rank is filling
-    is passed over and looked at again at the end, so that nobody waits while there is work.
+    Each rank of a node has one, and all go through the same list. A block that another rank is
+    filling is skipped and looked at again at the end, so that nobody waits while there is work.
+
+    Args:
+        blocks: makes the iterator of blocks to bring; called by the first thread.
+        threads: number of blocks that are brought at a time.
     """
 
     def __init__(
@@ -76,11 +85,11 @@ class Filler:
         self.close()
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Wait until all that can be brought is there. False when the time was too short."""
+        """Wait until all blocks that can be brought are there; False after `timeout_s`."""
         return self._workers.wait(timeout_s)
 
     def close(self) -> None:
-        """Stop after the blocks that are being filled; a source that hangs is not waited for."""
+        """Stop after the blocks that are being filled. A source that hangs is not waited for."""
         self._workers.close()
 
     def _next(self) -> int | None:
@@ -93,7 +102,7 @@ class Filler:
         try:
             self._fill()
         except Exception:
-            # What a source that hung gives at last finds its tier closed.
+            # A source that hung and answers at last finds its tier closed.
             if not self._closing.is_set():
                 raise
 

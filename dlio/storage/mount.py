@@ -1,4 +1,4 @@
-"""Mounting: a data set's blocks get homes on the job's nodes, and tiers to be pinned in."""
+"""Mounting a data set: its blocks get homes on the job's nodes, and tiers that keep them."""
 
 import os
 import secrets
@@ -32,23 +32,25 @@ from dlio.storage.tier import Tier
 from dlio.util.shared import SHARED_MEMORY
 from dlio.util.units import format_bytes
 
+__all__ = ["Layout", "Mount", "MountOptions", "block_bytes_of", "mount"]
+
 Layout = Literal["partition", "replicate", "auto"]
-"""Each block on one node; all on each; or on each where every node has room for all."""
+"""Each block on one node; every block on each node; or the latter if each node has room for all."""
 
 
 @dataclass(frozen=True, slots=True)
 class MountOptions:
-    """How a data set is brought into its tiers."""
+    """Options for bringing a data set into its tiers."""
 
     layout: Layout = "partition"
     requests: int | None = None
-    """In flight to the source, of one rank; None for what suits where it lies."""
+    """Requests in flight from one rank to the source; None for a number that suits its place."""
     rate: float | None = None
-    """Bytes a second that the job reads from the source at most."""
+    """Bytes per second that the whole job may read from the source; None for no limit."""
     timeout_s: float | None = None
-    """For one block, before the source is taken to hang."""
+    """Seconds for one block until the source is taken to hang; None for no limit."""
     check: bool = False
-    """Read blocks back from the tier after they are written."""
+    """Read blocks back from the tier after they are written, and compare."""
 
 
 @dataclass(slots=True)
@@ -64,13 +66,13 @@ class Mount:
     """File bytes of each block in a tier; shape (blocks,)."""
     hierarchy: Hierarchy
     requests: int = 1
-    """Requests to the source that may be in flight."""
+    """Requests that this rank may have in flight to the source."""
     uses: list[Use] = field(default_factory=list)
     """This process's leases on its disk tiers."""
     notes: list[str] = field(default_factory=list)
     _filler: Filler | None = None
     decoded_spec: TierSpec | None = None
-    """The tier of decoded images, where one is asked for."""
+    """The tier of decoded images, None if none is specified."""
     _progress: Progress | None = None
     _decoded: DecodedTier | None = None
 
@@ -81,8 +83,10 @@ class Mount:
         self.close()
 
     def fill(self, order: Order) -> Filler | None:
-        """Start bringing this node's blocks in the background, those first that `order` needs
-        first; None when all are there. Further calls return the same filler."""
+        """Start to bring this node's blocks in the background, in the order of their first use.
+
+        Returns None when all are there; further calls return the same filler.
+        """
         if self._filler is None and self.hierarchy.missing():
             reader = self.hierarchy.reader
             wanted = self.hierarchy.pins.tier >= 0
@@ -94,8 +98,10 @@ class Mount:
         return self._filler
 
     def let_pass(self) -> None:
-        """Make the folder that blocks pinned nowhere pass through, in this node's memory, where
-        there is none yet; of this job alone. Collective."""
+        """Make the tier for streamed blocks in this node's memory, unless there is one.
+
+        It belongs to this job alone. Collective.
+        """
         if self.hierarchy.passes:
             return
         (token, *_) = self.comm.allgather(secrets.token_hex(4))
@@ -109,23 +115,25 @@ class Mount:
 
     @property
     def progress(self) -> Progress:
-        """Of this node's ranks with what passes through; after `let_pass`."""
+        """Positions of this node's ranks in streamed blocks; available after `let_pass`."""
         assert self._progress is not None
         return self._progress
 
     def passing_home(self, order: BlockOrder) -> npt.NDArray[np.int32]:
-        """Home node of each block for an epoch: those that are pinned nowhere go to the nodes in
-        turn, a rank's part to each of its ranks; shape (blocks,)."""
+        """Return the home node of each block for an epoch; shape (blocks,).
+
+        Blocks that are pinned nowhere are dealt to the ranks in turn, and so to their nodes.
+        """
         home = self.placement.home.copy()
         blocks = order.blocks[home[order.blocks] < 0]
         home[blocks] = self.ranks.node_of[np.arange(len(blocks)) % self.ranks.size]
         return home
 
     def decoded(self, recipe: str) -> DecodedTier | None:
-        """The node's tier of decoded images, opened once; None where none is asked for.
+        """Return the node's tier of decoded images, opened once; None if none is specified.
 
         Args:
-            recipe: names what is done to them; one a mount.
+            recipe: name of the transformation that its images have undergone; one per mount.
         """
         if self._decoded is None and self.decoded_spec is not None:
             reader, node = self.hierarchy.reader, self.nodes.names[self.nodes.here]
@@ -135,7 +143,7 @@ class Mount:
         return self._decoded
 
     def spare_tiers(self) -> list[TierSpec]:
-        """The tiers with the capacity that this data set leaves on every node: for another one."""
+        """Return the tiers with the capacity that this data set leaves on every node."""
         spare = []
         for number, spec in enumerate(self.tiers):
             used = [
@@ -146,7 +154,7 @@ class Mount:
         return spare
 
     def close(self) -> None:
-        """Stop filling, close the tiers; what was in shared memory is gone."""
+        """Stop filling and close the tiers; those in shared memory are removed."""
         self.hierarchy.settle()
         if self._filler is not None:
             self._filler.close()
@@ -177,10 +185,11 @@ def mount(
     """Open this node's tiers and agree with all ranks on every block's home. Collective.
 
     Args:
-        tiers: as on the command line; None takes DLIO_TIERS, or the default. Specifications,
-            as `spare_tiers` gives them, may be of tiers too small for a block: they stay empty.
+        tiers: as on the command line; None takes DLIO_TIERS, or the default. Given as
+            specifications (see `spare_tiers`), tiers may be too small for a block: they stay empty.
+        pretend_nodes: number of nodes to pretend on this machine, for tests.
 
-    Raises UsageError, TierError or TierFull when a tier cannot be what it is asked to be.
+    Raises UsageError, TierError or TierFull when a tier cannot be made as specified.
     """
     options = options or MountOptions()
     nodes = find_nodes(comm, pretend_nodes)
@@ -250,7 +259,10 @@ def _pins(
     here: int,
     layout: Layout,
 ) -> Pins:
-    """Which tier of this node holds each block. Raises UsageError when a copy has no room."""
+    """Return the tier of this node that keeps each block.
+
+    Raises UsageError when a replica has no room.
+    """
     room = min(sum(node.capacities) for node in nodes) >= int(block_bytes.sum())
     if layout == "partition" or (layout == "auto" and not room):
         return Pins(np.where(placement.home == here, placement.tier, -1).astype(np.int8))
@@ -265,7 +277,7 @@ def _pins(
 
 
 def block_bytes_of(reader: Reader) -> npt.NDArray[np.int64]:
-    """File bytes of each block; shape (blocks,)."""
+    """Return the file bytes of each block in a tier; shape (blocks,)."""
     if isinstance(reader, StoredBlocks):
         return np.asarray(reader.block_bytes, np.int64)
     layout = reader.layout
@@ -274,7 +286,7 @@ def block_bytes_of(reader: Reader) -> npt.NDArray[np.int64]:
 
 
 def _make_room(specs: Sequence[TierSpec], wanted: int, fingerprint: str) -> list[str]:
-    """Evict what nobody uses where the data set would not fit beside it; says what."""
+    """Evict unused data sets where this one would not fit otherwise; say which in sentences."""
     notes = []
     for spec in specs:
         if spec.kind != "disk":
@@ -290,7 +302,7 @@ def _make_room(specs: Sequence[TierSpec], wanted: int, fingerprint: str) -> list
 
 
 def _capacity(spec: TierSpec, fingerprint: str) -> int:
-    """What other data sets in the same disk tier leave of its capacity."""
+    """Return the capacity that other data sets in the same disk tier leave."""
     if spec.kind == "ram":
         return spec.capacity
     others = sum(
@@ -305,7 +317,7 @@ def _capacity(spec: TierSpec, fingerprint: str) -> int:
 
 
 def _absolute(path: str) -> str:
-    """What a later `dlio verify --heal` can open from any folder."""
+    """Return a path that a later `dlio verify --heal` can open from any folder."""
     return path if is_remote(path) or not os.path.exists(path) else os.path.abspath(path)
 
 
@@ -320,15 +332,15 @@ def _check_size(specs: Sequence[TierSpec], block_bytes: npt.NDArray[np.int64]) -
 
 
 def _check_room(tiers: Sequence[Tier], pins: Pins, block_bytes: npt.NDArray[np.int64]) -> None:
-    """Find out now, not after an hour, that a tier cannot hold what it is to hold."""
+    """Raise TierFull now, not after an hour of filling, if a tier has too little room."""
     for number, tier in enumerate(tiers):
         pinned = np.flatnonzero(pins.tier == number)
         here = np.fromiter(tier.blocks(), np.int64)
         wanted = int(block_bytes[np.setdiff1d(pinned, here)].sum())
         if wanted > tier.free_bytes():
-            what = "shared memory" if tier.kind == "ram" else tier.spec.root
+            place = "shared memory" if tier.kind == "ram" else tier.spec.root
             raise TierFull(
-                f"tier {tier.spec} needs {format_bytes(wanted)} more, but {what} has only "
+                f"tier {tier.spec} needs {format_bytes(wanted)} more, but {place} has only "
                 f"{format_bytes(tier.free_bytes())} free: lower its capacity in --tiers, or "
                 "free space"
             )

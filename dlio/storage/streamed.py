@@ -1,9 +1,9 @@
-"""Blocks that pass through: of a source whose order is block by block, in shared memory for as long
-as their samples are used.
+"""Streamed blocks: in shared memory only for as long as their samples are used.
 
-Each node has a folder of its own for them, which its ranks share: a block is read once, whole, by
-whichever rank comes first, a little ahead of its use; and is removed when all ranks of the node
-are done with it, which they tell each other in a file beside the blocks.
+They serve orders that go through the source block by block. Each node has a folder for them that
+its ranks share. A block is read once, whole, by whichever rank needs it first, a little ahead of
+its use. It is removed when all ranks of the node are done with it; each rank writes its position
+to a file next to the blocks.
 """
 
 import os
@@ -17,17 +17,19 @@ from dlio.plan.block_order import BlockOrder
 from dlio.storage.hierarchy import Hierarchy
 from dlio.util.threads import Workers
 
+__all__ = ["Passing", "Progress"]
+
 _WAIT_S: Final = 0.5
 _CLOSE_TIMEOUT_S: Final = 10.0
 
 
 class Progress:
-    """How far each rank of a node is, in memory that they share.
+    """The position of each rank of a node in its pass, in memory that they share.
 
     Args:
-        folder: of the blocks that pass through.
-        ranks: of this node.
-        rank: this one's number among them.
+        folder: of the streamed blocks.
+        ranks: number of ranks on this node.
+        rank: number of this rank among them.
     """
 
     def __init__(self, folder: str, ranks: int, rank: int) -> None:
@@ -39,11 +41,15 @@ class Progress:
         self._mine = self._all[rank]
 
     def tell(self, generation: int, position: int) -> None:
-        """Done with what is below `position` of pass number `generation`, from 1."""
+        """Say that this rank is done with the positions below `position`.
+
+        Args:
+            generation: number of the pass, from 1.
+        """
         self._mine[:] = generation, position
 
     def span(self, generation: int) -> tuple[int, int] | None:
-        """(least, greatest) position of all ranks; None where they are not in one pass."""
+        """Return (least, greatest) position of all ranks, None if they are in different passes."""
         everyone = self._all.copy()
         if (everyone[:, 0] != generation).any():
             return None
@@ -51,16 +57,16 @@ class Progress:
 
 
 class Passing:
-    """Brings a pass's blocks and takes them away. Owner: the pass, which closes it.
+    """Brings the streamed blocks of a pass and removes them. Owner: the pass, which closes it.
 
     Args:
-        hierarchy: one that blocks may pass through.
-        here: those whose home this node is for this pass; shape (blocks,).
-        position: where the pass begins.
-        ahead: positions beyond those that are done with whose blocks are brought.
-        progress: of this node's ranks.
+        hierarchy: one with a tier for streamed blocks.
+        here: mask of the blocks whose home is this node in this pass; shape (blocks,).
+        position: first position of the pass.
+        ahead: number of positions, after those that are done, whose blocks are brought.
+        progress: positions of this node's ranks.
         generation: number of the pass.
-        threads: that bring them.
+        threads: number of blocks that are brought at a time.
     """
 
     def __init__(
@@ -97,7 +103,7 @@ class Passing:
         self._workers.start()
 
     def done(self, position: int) -> None:
-        """This rank has used, and sent, what is below `position`."""
+        """Say that this rank has used and sent the samples below `position`."""
         self._progress.tell(self._generation, position)
         with self._condition:
             self._position = position
@@ -117,15 +123,15 @@ class Passing:
                 self._sweep()
                 block = self._turn()
                 if block is not None:
-                    # Another rank may be at it: then it need not be waited for.
+                    # If another rank is filling it, nobody needs to wait here.
                     self._hierarchy.fill(block, timeout_s=0)
         except Exception:
-            # What a source that hung gives at last finds the folder closed.
+            # A source that hung and answers at last finds the folder closed.
             if not self._closing.is_set():
                 raise
 
     def _turn(self) -> int | None:
-        """The next block to bring; None after a while without one, and at the end."""
+        """Return the next block to bring, None after a while without one and at the end."""
         with self._condition:
             while self._next < len(self._blocks):
                 block = int(self._blocks[self._next])
@@ -145,7 +151,7 @@ class Passing:
         return span is not None and bool(self._last[block] <= span[0])
 
     def _sweep(self) -> None:
-        """Take away what no rank of the node is to use soon; of an earlier pass, too."""
+        """Remove the blocks that no rank of the node uses soon, also those of earlier passes."""
         span = self._progress.span(self._generation)
         with self._condition:
             if span is None or span == self._swept:
