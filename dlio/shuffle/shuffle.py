@@ -62,7 +62,7 @@ class Step:
     payloads: list[Sealed | None]
     """Payloads that have arrived from peers, by slot; checked by whoever uses them."""
     ready: list[int] = field(default_factory=list)
-    """Slots that can be decoded, while there is no listener."""
+    """Slots that can be decoded, until the step has a listener."""
     listener: Callable[[list[int]], None] | None = None
 
 

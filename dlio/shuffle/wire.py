@@ -10,8 +10,6 @@ are read into the message's memory, used there, and checked by whoever uses them
 in between and nothing is hashed twice.
 """
 
-import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -23,6 +21,7 @@ import xxhash
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock
 from dlio.storage.block import decompress_exactly, new_memory
+from dlio.util.pool import Pool, PoolStatistics
 
 __all__ = [
     "ENTRY_BYTES",
@@ -37,8 +36,10 @@ ENTRY_BYTES: Final = 16
 """Bytes of a sample's entry in the table."""
 _ABSENT: Final = 2**64 - 1
 _MOST_SPARE: Final = 64
-_SLACK: Final = 4
-"""Times as large as is asked for that memory may be, to be used again."""
+_SLACK: Final = 4.0
+"""Memory is used again for messages of at least 1/_SLACK of its size."""
+_HEADROOM: Final = 0.25
+"""Messages of one size vary by about this share."""
 
 
 def message_bytes(sizes: npt.NDArray[np.int64]) -> int:
@@ -116,23 +117,19 @@ def unpack_message(message: Buffer, sizes: npt.NDArray[np.int64]) -> list[Sealed
 
 
 class MessageMemory:
-    """Memory of messages, used again as soon as nobody refers to it: fresh memory costs as much
-    as what is read into it. Thread-safe."""
+    """Memory of messages, used again once nobody refers to a message or a part of it. Thread-safe.
+
+    The payloads of a message are used in its memory, each by another decode thread, so it has as
+    many holders as samples.
+    """
 
     def __init__(self) -> None:
-        self._arrays: list[npt.NDArray[np.uint8]] = []
-        self._lock = threading.Lock()
+        self._pool = Pool(_MOST_SPARE, slack=_SLACK, headroom=_HEADROOM)
 
     def take(self, count: int) -> npt.NDArray[np.uint8]:
-        """`count` bytes, at a multiple of eight."""
-        with self._lock:
-            for k in range(len(self._arrays)):
-                # Two references: the list's and the call's. A view of it holds another.
-                free = sys.getrefcount(self._arrays[k]) == 2
-                if free and count <= len(self._arrays[k]) <= _SLACK * count:
-                    return self._arrays[k][:count]
-            fresh = np.empty(count + count // 4, np.uint8)
-            self._arrays.append(fresh)
-            if len(self._arrays) > _MOST_SPARE:
-                self._arrays = [a for a in self._arrays if sys.getrefcount(a) > 3][-_MOST_SPARE:]
-            return fresh[:count]
+        """Return `count` uninitialised bytes, aligned to eight; shape (count,)."""
+        return self._pool.lend(count)
+
+    def statistics(self) -> PoolStatistics:
+        """Count the memory that is in use and that is spare."""
+        return self._pool.statistics()

@@ -116,5 +116,5 @@ class Filler:
             busy = [
                 block
                 for block in busy
-                if not fill(block, timeout_s=0) and self._hierarchy.fillable(block)
+                if not fill(block, timeout_s=0) and self._hierarchy.can_fill(block)
             ]

@@ -102,14 +102,14 @@ class Mount:
 
         It belongs to this job alone. Collective.
         """
-        if self.hierarchy.passes:
+        if self.hierarchy.targets.can_stream:
             return
         (token, *_) = self.comm.allgather(secrets.token_hex(4))
         reader, node = self.hierarchy.reader, self.nodes.names[self.nodes.here]
         spec = TierSpec("ram", SHARED_MEMORY, int(self.block_bytes.sum()))
         name = f"{reader.fingerprint}.{node}.{token}"
         tier = Tier(spec, name, fingerprint=reader.fingerprint)
-        self.hierarchy.pass_through(tier)
+        self.hierarchy.targets.add_stream_tier(tier)
         local = self.ranks.local(self.nodes.here).tolist()
         self._progress = Progress(tier.path, len(local), local.index(self.comm.rank))
 

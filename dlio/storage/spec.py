@@ -39,7 +39,7 @@ def parse_tiers(text: str) -> list[TierSpec]:
     """Parse a comma-separated list of tiers, fastest first.
 
     `ram:SIZE` is shared memory, `FOLDER:SIZE` a disk, `ram:SIZE:decoded` (at most one) keeps
-    decoded images, and `none` means no tier at all. Persistent memory is a folder on its file
+    decoded images, and `none` means that there are none. Persistent memory is a folder on its file
     system, with or without `pmem:` before it.
 
     Raises UsageError that quotes the part that is invalid.
@@ -74,7 +74,7 @@ def default_tiers(data_bytes: int, nodes_here: int = 1) -> list[TierSpec]:
     """Return the default: a RAM tier for the data set.
 
     It takes at most a quarter of this machine's free memory, and half of its free shared memory.
-    There is no tier where that is too little to be of use, as in a small container.
+    No tier is made where that is too little to be of use, as in a small container.
 
     Args:
         data_bytes: the data set's payload bytes.

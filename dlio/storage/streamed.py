@@ -91,7 +91,7 @@ class Passing:
         self._next = 0
         self._swept: tuple[int, int] | None = None
         self._condition = threading.Condition()
-        hierarchy.let_pass(here, self._is_over)
+        hierarchy.targets.stream(here, self._is_over)
         self._workers = Workers(
             "dlio-stream",
             self._bring,
@@ -158,6 +158,6 @@ class Passing:
                 return
             self._swept = span
         least, greatest = span
-        for block in self._hierarchy.passing_blocks():
+        for block in self._hierarchy.targets.streamed_blocks():
             if self._last[block] <= least or self._first[block] > greatest + self._ahead:
-                self._hierarchy.let_go(block)
+                self._hierarchy.drop_streamed(block)

@@ -13,15 +13,12 @@ import threading
 import weakref
 from collections import deque
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
 __all__ = ["Lease", "Pool", "PoolStatistics"]
-
-_LEAST_WASTE: Final = 1 << 20
-"""Bytes that a buffer may always be larger than asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +71,17 @@ class Pool:
 
     Args:
         most_spare: buffers that are kept for the next user; the oldest goes first.
-        slack: a spare buffer serves a request of at least 1/slack of its size, or of at most
-            1 MiB less than its size.
+        slack: a spare buffer serves a request of at least 1/slack of its size,
+        waste: or of at most so many bytes less than its size.
         headroom: share by which a fresh buffer is larger than asked for, so that it serves
             requests that differ a little in size.
     """
 
-    def __init__(self, most_spare: int, *, slack: float = 2.0, headroom: float = 0.0) -> None:
+    def __init__(
+        self, most_spare: int, *, slack: float = 2.0, waste: int = 0, headroom: float = 0.0
+    ) -> None:
         self._most_spare = most_spare
-        self._slack = slack
+        self._slack, self._waste = slack, waste
         self._headroom = headroom
         self._lock = threading.Lock()
         self._spare: list[npt.NDArray[np.uint8]] = []
@@ -125,7 +124,7 @@ class Pool:
     def _buffer(self, size: int) -> npt.NDArray[np.uint8]:
         self._collect()
         for k in reversed(range(len(self._spare))):  # The last one may still lie in the cache.
-            if size <= len(self._spare[k]) <= max(self._slack * size, size + _LEAST_WASTE):
+            if size <= len(self._spare[k]) <= max(self._slack * size, size + self._waste):
                 buffer = self._spare.pop(k)
                 break
         else:

@@ -121,9 +121,9 @@ def _heal(folder: str, broken: list[int], manifest: Manifest | None, source: str
             if block >= reader.layout.blocks:
                 tier.discard(block)
                 continue
-            pieces, _ = intake.block(block)
-            tier.discard(block)
-            tier.publish(block, pieces)
+            with intake.block(block) as fresh:
+                tier.discard(block)
+                tier.publish(block, fresh.pieces)
             tier.check(block)
             healed += 1
     reader.close()

@@ -44,7 +44,7 @@ def test_each_block_is_read_once_and_does_not_stay(packed: Path) -> None:
                 (values,) = batch.values()
                 seen += (values[:, 0] // 250).tolist()
                 assert data.mounted is not None
-                most = max(most, len(data.mounted.hierarchy.passing_blocks()))
+                most = max(most, len(data.mounted.hierarchy.targets.streamed_blocks()))
             assert sorted(seen) == list(range(N))
             assert seen != sorted(seen)
             # What the last steps of a pass left may serve the next one.

@@ -16,6 +16,7 @@ from dlio.data.schema import IMAGE_LABEL
 from dlio.errors import SourceError
 from dlio.plan.layout import Layout, cut_blocks
 from dlio.plan.order import Order
+from dlio.storage.arrivals import Arrivals
 from dlio.storage.fill import Filler, blocks_in_order
 from dlio.storage.hierarchy import Hierarchy, Pins
 from dlio.storage.intake import Intake
@@ -208,10 +209,10 @@ def test_a_tier_that_fills_up_degrades_to_the_source(
 def test_one_who_fills_too_long_is_not_waited_for(make: Make) -> None:
     reader = MemoryReader()
     with make(reader) as one, make(reader) as two:
-        two._fill_timeout_s = 0.1
+        two._arrivals.fill_timeout_s = 0.1
         block = int(np.flatnonzero(one.pins.tier == 0)[0])
         assert one.tiers[0].claim(block)  # And then hangs.
-        two._impatience = 0
+        two._reads.budget_bytes = 0
         samples = reader.layout.samples_of(block)
         payload, where = two.read(int(samples[0]), block, 0)
         assert where == "source"
@@ -313,17 +314,17 @@ def test_a_patient_reader_does_not_give_up_with_an_impatient_one(
     mine, others = _two_jobs(reader, tmp_path)
     tier = others.tiers[others.pins.tier[0]]
     assert tier.claim(0)
-    fill_or_wait = Hierarchy._fill_or_wait
+    fill_or_wait = Arrivals._fill_or_wait
     trying, released = threading.Event(), threading.Event()
 
-    def slowly(hierarchy: Hierarchy, block: int, there: Tier, timeout_s: float | None) -> bool:
-        found = fill_or_wait(hierarchy, block, there, timeout_s)
+    def slowly(arrivals: Arrivals, block: int, there: Tier, timeout_s: float | None) -> bool:
+        filled = fill_or_wait(arrivals, block, there, timeout_s)
         if timeout_s == 0:
             trying.set()
             released.wait(10)
-        return found
+        return filled
 
-    monkeypatch.setattr(Hierarchy, "_fill_or_wait", slowly)
+    monkeypatch.setattr(Arrivals, "_fill_or_wait", slowly)
     impatient = threading.Thread(target=lambda: mine.fill(0, timeout_s=0))
     impatient.start()
     assert trying.wait(10)

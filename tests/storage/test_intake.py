@@ -39,9 +39,9 @@ def test_on_lustre_no_request_touches_two_stripes(
     monkeypatch.setattr("dlio.storage.intake.find_place", lambda _: place)
     with Intake(reader, 4) as intake:
         for block in range(len(reader.block_bytes)):
-            pieces, size = intake.block(block)
-            assert sum(len(memoryview(piece)) for piece in pieces) == size
-            reader.check_stored(block, memoryview(pieces[0]))
+            with intake.block(block) as read:
+                assert sum(len(memoryview(piece)) for piece in read.pieces) == read.source_bytes
+                reader.check_stored(block, memoryview(read.pieces[0]))
     # A stripe is whole, or several small ones are.
     unit = stripe if stripe > 1 << 20 else piece_bytes(stripe)
     assert len(reader.asked) > len(reader.block_bytes)

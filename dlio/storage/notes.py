@@ -1,0 +1,28 @@
+"""Things that went wrong and were handled, in words, for the report of a run."""
+
+import threading
+from typing import Final
+
+__all__ = ["Notes"]
+
+_MOST: Final = 1000
+"""Notes that are kept; a failing disk would otherwise fill the memory with them."""
+
+
+class Notes:
+    """Sentences that users should read once. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._events: list[str] = []
+
+    def add(self, event: str) -> None:
+        """Remember a sentence."""
+        with self._lock:
+            if len(self._events) < _MOST:
+                self._events.append(event)
+
+    def all(self) -> list[str]:
+        """Return the sentences in their order, each once."""
+        with self._lock:
+            return list(dict.fromkeys(self._events))
