@@ -41,6 +41,7 @@ except ImportError as error:
 if TYPE_CHECKING:
     from dlio.testing.communicator import CommunicatorTests
     from dlio.testing.compressor import CompressorTests
+    from dlio.testing.exchange import ExchangeTests
     from dlio.testing.loader_state import LoaderStateTests
     from dlio.testing.memory import MemoryReader
     from dlio.testing.promises import promises_of
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CommunicatorTests",
     "CompressorTests",
+    "ExchangeTests",
     "FailingReader",
     "FailingTier",
     "LoaderStateTests",
@@ -68,6 +70,7 @@ __all__ = [
 _WHERE = {
     "CommunicatorTests": "communicator",
     "CompressorTests": "compressor",
+    "ExchangeTests": "exchange",
     "FailingReader": "wrappers",
     "FailingTier": "wrappers",
     "LoaderStateTests": "loader_state",
