@@ -38,7 +38,9 @@ class Communicator(Protocol):
 
     Thread-safe if each thread uses its own communicator (`dup`). All ranks must call the
     collectives (`allgather`, `tell`, `barrier`, `bcast`, `iallreduce`, `dup`, `split`) in the same
-    order. Collectives serve set-up and gradients; samples travel by `isend` and `irecv`.
+    order. Collectives serve set-up and gradients; samples travel by `isend` and `irecv`. The
+    caller that creates a duplicate or a part closes it. `dlio.testing.CommunicatorTests` checks
+    these promises.
     """
 
     rank: int

@@ -49,6 +49,8 @@ for each read: that takes 5 µs, and a tier may have more blocks than a process 
 class Tier:
     """One tier of a node, opened by one process. Thread-safe. Owner: the hierarchy.
 
+    `dlio.testing.TierTests` checks the promises of its methods.
+
     Args:
         spec: its folder and capacity.
         names: private folders below `dlio-<uid>` in the root, see above.

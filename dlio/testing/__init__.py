@@ -15,7 +15,7 @@
 | `ReaderTests`        | `dlio.data.reader.Reader`                 | `reader`       |
 | `TierTests`          | `dlio.storage.tier.Tier`                  | `tier`         |
 | `CommunicatorTests`  | `dlio.comm.Communicator`                  | `communicator` |
-| `ExchangeTests`      | `dlio.train.exchange.Exchange`            | `exchange`     |
+| `ExchangeTests`      | `dlio.train.exchange.RunningExchange`     | `exchange`     |
 | `CompressorTests`    | `dlio.train.exchange.compress.Compressor` | `compressor`   |
 | `LoaderStateTests`   | `state_dict` of a loader                  | `loader_state` |
 

@@ -22,8 +22,8 @@ from dlio.plan.order import share
 from dlio.testing.communicator import start_torch, stop_torch
 from dlio.testing.promises import run_promises
 from dlio.train.cut import Cut
-from dlio.train.exchange import NAMES, Exchange, make_exchange, parse_exchange
-from dlio.train.exchange.buckets import averaged_state, consensus_distance
+from dlio.train.exchange import NAMES, RunningExchange, parse_exchange, start_exchange
+from dlio.train.exchange.buckets import averaged_state, consensus_distance, trainable
 
 __all__ = ["ExchangeTests", "main", "named"]
 
@@ -37,7 +37,7 @@ class ExchangeTests:
     """Tests that an exchange keeps its contract; all ranks run them in the same order."""
 
     name = "allreduce"
-    """Exchange that `make` starts, as users write it."""
+    """The exchange that `make` starts, as users write it."""
     averages_gradients = True
     """True if training on shares equals training on the whole batch."""
     reproducible = True
@@ -45,9 +45,9 @@ class ExchangeTests:
     approaches = 1.0
     """Distance between ranks, at most, after steps on different samples; without exchange: 1."""
 
-    def make(self, model: nn.Module, comm: Communicator) -> Exchange:
-        """Start the exchange of a model. Collective."""
-        return make_exchange(self.name, model, comm, 0)
+    def make(self, model: nn.Module, comm: Communicator) -> RunningExchange:
+        """Start the exchange of a model; of one of your own, `RunningExchange(...)`. Collective."""
+        return start_exchange(parse_exchange(self.name), trainable(model), model.modules(), comm)
 
     @pytest.fixture
     def comm(self) -> Communicator:
@@ -311,7 +311,7 @@ def _loss(net: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> torch.T
 
 def _step(
     net: nn.Module,
-    exchange: Exchange,
+    exchange: RunningExchange,
     optimizer: torch.optim.Optimizer,
     inputs: torch.Tensor,
     labels: torch.Tensor,
@@ -329,7 +329,7 @@ def _step(
 
 
 def _train_apart(
-    net: nn.Module, exchange: Exchange | None, comm: Communicator, steps: int, first: int = 0
+    net: nn.Module, exchange: RunningExchange | None, comm: Communicator, steps: int, first: int = 0
 ) -> None:
     """Train on samples of this rank's own."""
     optimizer = _sgd(net)

@@ -12,7 +12,7 @@ from dlio.comm.single import SingleCommunicator
 from dlio.testing import ExchangeTests, promises_of, run_ranks
 from dlio.testing.exchange import named
 from dlio.train.cut import Cut
-from dlio.train.exchange import NAMES, Exchange, make_exchange
+from dlio.train.exchange import NAMES, RunningExchange
 from tests.testing.faults import Fault, assert_caught, assert_complete
 
 RANKS = 3
@@ -46,7 +46,7 @@ class Broken:
 
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
         self.model, self.comm = model, comm
-        self.inner = make_exchange(self.name, model, comm, 0)
+        self.inner = named(self.name).make(model, comm)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.inner, name)
@@ -81,7 +81,7 @@ class _DoesNothing(Broken):
 
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
         self.model, self.comm = model, comm
-        self.inner = make_exchange(self.name, model, SingleCommunicator(), 0)
+        self.inner = named(self.name).make(model, SingleCommunicator())
 
 
 class _LosesTheLastStep(Broken):
@@ -151,8 +151,8 @@ def _on_ranks(kind: type[Broken], ranks: int = RANKS) -> Callable[[], object]:
     class Tests(ExchangeTests):
         averages_gradients = kind.name == "allreduce"
 
-        def make(self, model: nn.Module, comm: Communicator) -> Exchange:
-            return cast(Exchange, kind(model, comm))
+        def make(self, model: nn.Module, comm: Communicator) -> RunningExchange:
+            return cast(RunningExchange, kind(model, comm))
 
         def __getattribute__(self, name: str) -> object:
             test = super().__getattribute__(name)

@@ -45,7 +45,8 @@ __all__ = [
 class Exchange(Protocol):
     """Keeps the ranks' models together. The caller that creates it closes it.
 
-    It owns its communicator and the hooks that it registers.
+    It owns its communicator and the hooks that it registers; one thread uses it.
+    `dlio.testing.ExchangeTests` checks these promises.
     """
 
     alike: bool

@@ -46,7 +46,8 @@ class Compressor(Protocol):
     """Turns a region of float32 gradients into short messages, and messages into numbers.
 
     It may keep state that decides what is sent, but never what a message stands for: any
-    compressor made with the same name and pieces reads it. For one thread at a time.
+    compressor made with the same name and pieces reads it. For one thread at a time; the caller
+    owns all arrays. `dlio.testing.CompressorTests` checks these promises.
     """
 
     entries: int
