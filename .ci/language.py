@@ -95,7 +95,8 @@ def main(arguments: list[str]) -> int:
     prose = Prose()
     for place in places:
         for path in [place] if place.is_file() else sorted(place.rglob("*.py")):
-            prose.read(path)
+            if path.resolve() != Path(__file__).resolve():
+                prose.read(path)
     rate = 1000 * prose.whats / max(1, prose.words)
     if rate > _MOST_WHATS_PER_1000:
         prose.complaints.append(

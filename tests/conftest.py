@@ -1,5 +1,6 @@
 """Fixtures that several rooms' tests share."""
 
+import fcntl
 import os
 import resource
 import shutil
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -32,7 +33,7 @@ _WARM = pytest.StashKey[WarmPython]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", help="also run tests that take minutes")
+    parser.addoption("--nightly", action="store_true", help="also run tests that take minutes")
     parser.addoption(
         "--cold", action="store_true", help="start each process as a new interpreter (slow)"
     )
@@ -75,6 +76,25 @@ def _starts_processes(item: pytest.Item) -> bool:
     return "subprocess" in vars(module) or not {"dlio", "mpirun", "torchrun"}.isdisjoint(fixtures)
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Let a test that is marked `alone` run while none of the other workers of xdist does."""
+    if "PYTEST_XDIST_WORKER" not in os.environ or _STAND_IN not in os.environ:
+        return (yield)
+    alone = item.get_closest_marker("alone") is not None
+    folder = os.path.dirname(os.environ[_STAND_IN])
+    # Whoever waits to run alone holds the turn, so that no other test begins meanwhile.
+    with open(f"{folder}/running", "w") as running:
+        with open(f"{folder}/turn", "w") as turn:
+            fcntl.flock(turn, fcntl.LOCK_EX)
+            fcntl.flock(running, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        try:
+            return (yield)
+        finally:
+            # Not left to closing: a process that the test forked may hold the file open.
+            fcntl.flock(running, fcntl.LOCK_UN)
+
+
 @pytest.fixture(autouse=True)
 def _cold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Give tests that are marked `cold` the real interpreter."""
@@ -83,11 +103,11 @@ def _cold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--slow"):
+    if config.getoption("--nightly"):
         return
     for item in items:
-        if item.get_closest_marker("slow"):
-            item.add_marker(pytest.mark.skip(reason="takes minutes: pytest --slow runs it"))
+        if item.get_closest_marker("nightly"):
+            item.add_marker(pytest.mark.skip(reason="takes minutes: pytest --nightly runs it"))
 
 
 def in_time(condition: Callable[[], bool], seconds: float = 20) -> bool:
@@ -232,7 +252,7 @@ class MpiRun(Protocol):
     """Run a Python program on several ranks; raises when it outlasts its deadline."""
 
     def __call__(
-        self, ranks: int, *args: str, env: dict[str, str] | None = None, timeout_s: float = 120
+        self, ranks: int, *args: str, env: dict[str, str] | None = None, timeout_s: float = 240
     ) -> subprocess.CompletedProcess[str]: ...
 
 
@@ -245,7 +265,7 @@ def mpirun() -> MpiRun:
         pytest.skip("no mpirun: pip install 'dlio[mpi]'")
 
     def run(
-        ranks: int, *args: str, env: dict[str, str] | None = None, timeout_s: float = 120
+        ranks: int, *args: str, env: dict[str, str] | None = None, timeout_s: float = 240
     ) -> subprocess.CompletedProcess[str]:
         paths = [str(ROOT), *(str(ROOT / room) for room in ("readers", "staging", "bench"))]
         full = {

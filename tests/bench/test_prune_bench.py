@@ -92,7 +92,7 @@ def test_sooner_is_against_the_end_of_the_same_seed() -> None:
     assert sooner([(late, whole)], 0.01).startswith("2.00")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.mpi
 def test_variants_of_a_network_for_images(pictures: Path, tmp_path: Path) -> None:
     options = Options(

@@ -63,6 +63,7 @@ def test_errors_are_drawn_from_the_seed(source: Path) -> None:
 
 
 @needs_fuse
+@pytest.mark.cold
 def test_it_goes_with_an_owner_that_is_killed(source: Path) -> None:
     body = (
         "import sys, time\n"

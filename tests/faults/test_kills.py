@@ -36,7 +36,9 @@ CALLS = (
     "mkdirat",
     "unlinkat",
 )
-ENV = {**os.environ, "DLIO_NO_FORK": "1", "OMP_NUM_THREADS": "1"}
+# strace and kills must reach the program itself.
+pytestmark = pytest.mark.cold
+ENV = {"DLIO_TEST_COLD": "1", **os.environ, "DLIO_NO_FORK": "1", "OMP_NUM_THREADS": "1"}
 
 
 def _points(count: int, seed: int, argv: list[str], tmp_path: Path) -> list[tuple[str, int]]:
@@ -168,12 +170,12 @@ def test_packing_that_is_killed_at_a_system_call_is_whole_or_absent(
     assert _check_pack_kills(pictures, tmp_path, 8, 1) == 8
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_hundred_kills_of_staging(pictures: Path, tmp_path: Path) -> None:
     assert _check_stage_kills(pictures, tmp_path, 100, 2) == 100
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_hundred_kills_of_packing(pictures: Path, tmp_path: Path) -> None:
     assert _check_pack_kills(pictures, tmp_path, 100, 3) == 100
 

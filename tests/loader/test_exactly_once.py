@@ -66,7 +66,7 @@ def test_a_thousand_cases(at: list[int]) -> None:
         _case(at, generator)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ten_thousand_cases(at: list[int]) -> None:
     generator = random.Random(8)
     for _ in range(10_000):

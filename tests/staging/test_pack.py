@@ -207,6 +207,7 @@ def test_places_that_cannot_be_are_refused(pictures: Path, tmp_path: Path) -> No
         pack(made, str(tmp_path / "out"), resize=5)
 
 
+@pytest.mark.cold
 def test_a_killed_packing_is_gone_on_with(pictures: Path, tmp_path: Path) -> None:
     body = (
         "import os, sys, time\n"

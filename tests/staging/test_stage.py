@@ -149,7 +149,8 @@ def test_the_manifest_tells_what_is_missing_and_what_is_old(pictures: Path, scra
     old = Manifest(manifest.about, manifest.blocks, manifest.digests ^ np.uint64(1))
     (Path(folder) / NAME).write_bytes(old.encode())
     assert len(verify(str(scratch)).damaged) == len(blocks)
-    (Path(folder) / NAME).write_bytes(old.encode()[:-1] + b"x")
+    encoded = old.encode()
+    (Path(folder) / NAME).write_bytes(encoded[:-1] + bytes([encoded[-1] ^ 1]))
     assert "is damaged: remove it" in verify(str(scratch)).damaged[0]
 
 
@@ -183,6 +184,7 @@ def test_a_data_set_in_use_or_pinned_is_not_evicted(pictures: Path, scratch: Pat
     assert stored_data(root) == []
 
 
+@pytest.mark.cold
 def test_a_dead_jobs_lease_expires_and_its_data_is_evicted_by_its_number(
     pictures: Path, scratch: Path
 ) -> None:
@@ -249,6 +251,7 @@ def test_status_shows_who_uses_what(pictures: Path, scratch: Path) -> None:
     assert _dlio("evict").returncode == 2
 
 
+@pytest.mark.cold
 def test_a_reader_that_hangs_is_left_behind(pictures: Path, scratch: Path, tmp_path: Path) -> None:
     """The source is a pipe that nobody writes to: opening it blocks for ever."""
     folder = tmp_path / "hanging"
@@ -271,6 +274,7 @@ def test_a_reader_that_hangs_is_left_behind(pictures: Path, scratch: Path, tmp_p
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.cold
 def test_interrupted_it_ends_leaves_whole_blocks_and_no_process(
     imagenet: Path, scratch: Path, number: signal.Signals
 ) -> None:

@@ -218,11 +218,13 @@ def _killed_job(job: str, orphan: bool) -> str:
     return path
 
 
+@pytest.mark.cold
 def test_a_killed_jobs_shared_memory_is_freed_by_its_reaper(job: str, soon: Soon) -> None:
     path = _killed_job(job, orphan=False)
     assert soon(lambda: not os.path.exists(path))
 
 
+@pytest.mark.cold
 def test_and_without_one_by_the_next_start(job: str) -> None:
     path = _killed_job(job, orphan=True)
     assert os.path.isdir(path)
@@ -230,6 +232,7 @@ def test_and_without_one_by_the_next_start(job: str) -> None:
     assert not os.path.exists(path)
 
 
+@pytest.mark.alone
 def test_an_idle_machine_has_nothing_of_us_in_shared_memory(job: str, soon: Soon) -> None:
     sweep_shared_memory()
     ours = os.path.join(SHARED_MEMORY, user_folder())

@@ -233,14 +233,16 @@ def _check_killed_run(dlio: Dlio, pictures: Path, here: Path, ranks: int, kills:
     return hits
 
 
+@pytest.mark.cold
 def test_a_run_that_is_killed_goes_on_from_a_whole_checkpoint_and_ends_the_same(
     dlio: Dlio, pictures: Path, here: Path
 ) -> None:
     assert _check_killed_run(dlio, pictures, here, ranks=1, kills=3) >= 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.mpi
+@pytest.mark.cold
 def test_twenty_kills_of_two_ranks(dlio: Dlio, pictures: Path, here: Path) -> None:
     assert _check_killed_run(dlio, pictures, here, ranks=2, kills=20) >= 15
 

@@ -38,7 +38,9 @@ def main() -> None:
 
 
 def _can_be_served(arguments: list[str]) -> bool:
-    """True for `script.py`, `-m` and `-c` with no extra descriptors to inherit."""
+    """True for `script.py`, `-m` and `-c`, after `-W` too, with no extra descriptors to inherit."""
+    while arguments[:1] == ["-W"]:
+        arguments = arguments[2:]
     if not arguments or arguments in (["-"], ["-m"], ["-c"]):
         return False
     if arguments[0].startswith("-") and arguments[0] not in ("-m", "-c"):

@@ -20,6 +20,7 @@ import signal
 import socket
 import sys
 import types
+import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -60,6 +61,7 @@ class _Command:
 
 def main(path: str) -> None:
     """Answer at `path` until standard input ends. Returns in children, after their program."""
+    filters = len(warnings.filters)
     for module in _PRELOADED:
         __import__(module)
     if len(os.listdir("/proc/self/task")) > 1:
@@ -74,7 +76,7 @@ def main(path: str) -> None:
         command = _serve(listener)
     if command is not None:
         _become(command)
-        _run(command.arguments[1:])
+        _run(_take_warning_options(command.arguments[1:], filters))
 
 
 def _serve(listener: socket.socket) -> _Command | None:
@@ -227,9 +229,9 @@ def _become(command: _Command) -> None:
 
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if "COVERAGE_PROCESS_CONFIG" in os.environ or "COVERAGE_PROCESS_START" in os.environ:
-        import coverage
+        from coverage.control import process_startup
 
-        coverage.process_startup(force=True)
+        process_startup(force=True)
 
 
 def _take_limits_and_signals(client: int) -> None:
@@ -279,6 +281,26 @@ def _make_path(before: str, now: str) -> None:
     added = [folder for folder in now.split(os.pathsep) if folder]
     sys.path[:] = [*added, *(folder for folder in rest if folder not in added)]
     sys.path_importer_cache.clear()
+
+
+def _take_warning_options(arguments: list[str], initial: int) -> list[str]:
+    """Put each `-W` where an interpreter has it: in front of its own `initial` filters.
+
+    The filters in front of those were added by modules. Returns the other arguments.
+    """
+    options: list[str] = []
+    while arguments[0] == "-W":
+        options.append(arguments[1])
+        arguments = arguments[2:]
+    if options:
+        sys.warnoptions[:] = options
+        filters = vars(warnings)["filters"]
+        added = filters[:-initial]
+        del filters[:-initial]
+        vars(warnings)["_processoptions"](options)
+        filters[:0] = added
+        vars(warnings)["_filters_mutated"]()
+    return arguments
 
 
 def _run(arguments: list[str]) -> None:
