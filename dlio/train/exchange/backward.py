@@ -1,8 +1,8 @@
-"""The end of a backward pass, in the thread that asked for it.
+"""The end of a backward pass, in the thread that called it.
 
-Autograd runs a GPU's part of a backward, its hooks and its callbacks, in a thread of the device,
-while the thread that called `backward` waits without looking up. Where that thread alone may call
-MPI (MPI_THREAD_FUNNELED), nothing can be sent before it is back.
+Autograd runs a GPU's part of a backward, with its hooks and callbacks, in a thread of the device,
+while the thread that called `backward` blocks. If only that thread may call MPI
+(MPI_THREAD_FUNNELED), nothing can be sent before `backward` returns.
 """
 
 import threading
@@ -13,9 +13,11 @@ import torch
 
 from dlio.comm.funnel import funnel_in_use
 
+__all__ = ["after_backward", "sends_after_backward"]
+
 
 def sends_after_backward(devices: Iterable[torch.device]) -> bool:
-    """Whether gradients on these devices are made where they cannot be sent from."""
+    """True if gradients on these devices are computed in a thread that may not send them."""
     return funnel_in_use() and any(device.type == "cuda" for device in devices)
 
 
@@ -25,9 +27,9 @@ _original: Any = None
 
 
 def after_backward(function: Callable[[], None]) -> Callable[[], None]:
-    """Have `function` called when a `backward` returns, in the thread that asked for it.
+    """Call `function` whenever a `backward` returns, in the thread that called it.
 
-    Returns what ends that.
+    Returns a function that ends this.
     """
     global _original
     with _lock:

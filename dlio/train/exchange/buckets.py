@@ -1,4 +1,4 @@
-"""Parameters grouped into buckets, each with one flat buffer that messages are made of."""
+"""Parameters grouped into buckets, each with one flat buffer for messages."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,27 +10,39 @@ from torch import nn
 
 from dlio.comm import Communicator
 
+__all__ = [
+    "BUCKET_BYTES",
+    "Bucket",
+    "Named",
+    "averaged_state",
+    "broadcast_state",
+    "broadcast_tensors",
+    "consensus_distance",
+    "in_buckets",
+    "trainable",
+]
+
 BUCKET_BYTES = 1 << 20
 Named = Sequence[tuple[str, nn.Parameter]]
 """Parameters with their names, in the model's order."""
 
 
 class Bucket:
-    """Some parameters and one flat float32 buffer, with a view for each.
+    """Some parameters and one flat float32 buffer with a view of each parameter's shape.
 
-    float32 whatever the parameters are: MPI libraries sum bfloat16 into garbage.
+    The buffer is float32 for any parameters: MPI libraries return garbage for sums of bfloat16.
 
     Args:
         named: parameters with their names.
-        extra: elements beyond the parameters', at the buffer's end.
-        device: where the buffer is; `array` and `bytes` are of one on the host.
+        extra: number of additional elements at the buffer's end.
+        device: the buffer's device; `array` and `bytes` require the host.
     """
 
     def __init__(
         self, named: Named, extra: int = 0, device: torch.device | str | None = None
     ) -> None:
         self.tensors = [(name, tuple(parameter.shape)) for name, parameter in named]
-        """(name, shape) of what lies in the buffer, one after the other."""
+        """(name, shape) of the parameters in the order of the buffer."""
         self.parameters = parameters = [parameter for _, parameter in named]
         count = sum(parameter.numel() for parameter in parameters)
         self.flat = torch.zeros(count + extra, device=device)
@@ -42,23 +54,23 @@ class Bucket:
 
     @property
     def array(self) -> npt.NDArray[np.float32]:
-        """The buffer as numpy has it; the same memory."""
+        """The buffer as a numpy array; shared memory."""
         array: npt.NDArray[np.float32] = self.flat.numpy()
         return array
 
     @property
     def bytes(self) -> npt.NDArray[np.uint8]:
-        """The buffer as bytes; the same memory."""
+        """The buffer as bytes; shared memory."""
         return self.array.view(np.uint8)
 
 
 def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Named parameters that get gradients."""
+    """Named parameters that require gradients."""
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
 def in_buckets(named: Named) -> list[list[tuple[str, nn.Parameter]]]:
-    """Parameters, last first as backward makes their gradients, about a MiB together."""
+    """Group parameters into buckets of about 1 MiB, in backward's order: the last one first."""
     buckets: list[list[tuple[str, nn.Parameter]]] = []
     size = BUCKET_BYTES
     for name, parameter in reversed(named):
@@ -87,7 +99,8 @@ def broadcast_tensors(tensors: Sequence[torch.Tensor], comm: Communicator) -> No
 
 @torch.no_grad()
 def averaged_state(model: nn.Module, comm: Communicator) -> dict[str, torch.Tensor]:
-    """The state dict's mean over ranks, on the host; whole numbers are this rank's. Collective."""
+    """Return the mean of the ranks' state dicts, on the host; integers are this rank's.
+    Collective."""
     state: dict[str, Any] = {
         name: tensor.detach().to("cpu", copy=True).contiguous()
         for name, tensor in model.state_dict().items()
@@ -110,7 +123,7 @@ def averaged_state(model: nn.Module, comm: Communicator) -> dict[str, torch.Tens
 def consensus_distance(
     model: nn.Module, mean: dict[str, torch.Tensor], comm: Communicator
 ) -> float:
-    """Root mean square, over ranks and weights, of the distance to the mean. Collective."""
+    """Return the root mean square over ranks and weights of the distance to `mean`. Collective."""
     sums = np.zeros(2)
     for name, parameter in model.named_parameters():
         sums[0] += float((parameter.detach().cpu().float() - mean[name].float()).square().sum())

@@ -1,21 +1,24 @@
-"""Joining what is under way before it is used: by module, in the order of a forward pass."""
+"""Wait for parameters under way just before a module's forward pass uses them."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from dlio.train.exchange.buckets import Named
+
+__all__ = ["join_before_use"]
 
 
 def join_before_use(
     modules: Iterable[nn.Module], groups: Sequence[Named], join: Callable[[Sequence[int]], None]
-) -> list[Any]:
-    """Have `join` called, before a module's forward pass, with the numbers of the groups that its
-    own parameters are in; the hooks.
+) -> list[RemovableHandle]:
+    """Call `join` before a module's forward pass with the numbers of its parameters' groups.
 
-    A module is taken to use its own parameters, and its children to be called for theirs. Attention
-    is the exception in torch: it reads its output layer's without calling it.
+    A module is assumed to use its own parameters, and to call its children for theirs. torch's
+    attention is the exception: it reads its output layer's parameters without calling the layer.
+
+    Returns the registered hooks.
     """
     number_of = {p: number for number, group in enumerate(groups) for _, p in group}
     hooks = []

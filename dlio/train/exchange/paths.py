@@ -1,19 +1,19 @@
-"""Where a bucket's gradients lie, and how they are summed from there.
+"""The path of a bucket from its device to its sum.
 
 | path | the bucket | the sum |
 |---|---|---|
 | `host` | on the host | a `Sum` of host memory |
-| `nccl` | on the GPU | torch.distributed's, on a stream of its own |
-| `mpi` | on the GPU | MPI's, where it takes GPU memory without blocking |
-| `pinned` | on the GPU | a `Sum` of pinned memory, copied there and back on a stream beside |
+| `nccl` | on the GPU | by torch.distributed, on a stream of its own |
+| `mpi` | on the GPU | by MPI, if it sums GPU memory without blocking |
+| `pinned` | on the GPU | a `Sum` of pinned memory, copied there and back on a separate stream |
 
-A compressor and a route work on the host, so they go with `host` and `pinned`. Ranks with and
-without a GPU meet in host memory. The three paths over a GPU are tested on stand-ins for its
-streams; they have not run on a GPU.
+Compressors and routes work on the host, so they use `host` or `pinned`. Ranks with and without a
+GPU exchange host memory. The three paths of a GPU are tested with stand-ins for its streams; they
+have not run on a GPU.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -24,25 +24,48 @@ from dlio.train.exchange.buckets import Bucket
 from dlio.train.exchange.sums import Sum
 from dlio.train.exchange_spec import ExchangeSpec
 
+__all__ = [
+    "Copies",
+    "CudaCopies",
+    "DeviceMpiPath",
+    "HostPath",
+    "NcclPath",
+    "Path",
+    "PinnedPath",
+    "SumsDeviceMemory",
+    "agreed",
+    "choose",
+    "find_path",
+]
+
+_cuda: Final[Any] = torch.cuda  # torch does not annotate its streams and events.
+
+
+@runtime_checkable
+class SumsDeviceMemory(Protocol):
+    """A communicator that can sum GPU memory."""
+
+    def iallreduce_device(self, tensor: torch.Tensor) -> Request:
+        """Start summing a float32 tensor in GPU memory over all ranks, in place."""
+
 
 class Path(Protocol):
-    """One bucket's way to its sum. Its messages begin in one order on all ranks, which is the
-    caller's to keep."""
+    """One bucket's path to its sum. Callers begin messages in the same order on all ranks."""
 
     def start(self) -> None:
-        """The bucket is written, or will be when the current stream comes there."""
+        """Start the sum of a bucket that the current stream has written, or is about to."""
 
     def advance(self) -> bool:
-        """Do what can be done without waiting; whether messages have begun."""
+        """Drive the sum forward without waiting; True once its messages have begun."""
 
     def begin(self) -> None:
-        """Have messages begun, if they have not; waits for the copy that they are made from."""
+        """Begin messages if they have not begun; waits for the copy that they are read from."""
 
     def wait(self) -> None:
-        """The bucket holds the sum, for whatever the current stream does next."""
+        """Return once the bucket holds the sum for later work of the current stream."""
 
     def statistics(self) -> dict[str, float]:
-        """As a `Sum`'s."""
+        """Totals, as of a `Sum`."""
 
     def close(self) -> None: ...
 
@@ -50,11 +73,11 @@ class Path(Protocol):
 def choose(
     devices: Sequence[torch.device], on_host: bool, nccl: bool, mpi_sums_devices: bool
 ) -> str:
-    """The path for parameters on these devices. Pure.
+    """Choose the path for parameters on these devices. Pure.
 
     Args:
-        on_host: whether the exchange computes with what it sends.
-        nccl: whether torch.distributed sums among just these ranks on their GPUs.
+        on_host: the exchange computes on its messages (compressor or route).
+        nccl: torch.distributed has exactly these ranks and sums on their GPUs.
     """
     kinds = {device.type for device in devices}
     if kinds != {"cuda"} or len(set(devices)) > 1:
@@ -67,14 +90,14 @@ def choose(
 
 
 def agreed(paths: Sequence[str]) -> str | None:
-    """What ranks that choose differently do instead: GPUs by way of the host. Pure."""
+    """The path of GPUs if ranks chose different ones: through the host. None if all agree. Pure."""
     return None if len(set(paths)) == 1 else "pinned"
 
 
 def find_path(devices: Sequence[torch.device], spec: ExchangeSpec, comm: Communicator) -> str:
-    """This rank's path. Collective."""
+    """Choose this rank's path. Collective."""
     on_host = spec.compressor is not None or spec.topology != "all"
-    over_mpi = hasattr(comm, "iallreduce_device") and sums_device_memory()
+    over_mpi = isinstance(comm, SumsDeviceMemory) and sums_device_memory()
     mine = choose(devices, on_host, _has_nccl(comm), over_mpi)
     instead = agreed(comm.allgather(mine))
     return mine if mine == "host" or instead is None else instead
@@ -94,7 +117,7 @@ def _has_nccl(comm: Communicator) -> bool:
 
 
 class HostPath:
-    """Memory of the host, summed where it is."""
+    """Host memory, summed in place."""
 
     def __init__(self, bucket: Bucket, total: Sum) -> None:
         self._bucket, self._total = bucket, total
@@ -120,30 +143,31 @@ class HostPath:
 
 
 class Copies(Protocol):
-    """Copies between a device and pinned memory, beside what the device computes."""
+    """Copies between a device and pinned memory, concurrent with the device's computation."""
 
     def to_host(self, host: torch.Tensor, device: torch.Tensor) -> None:
-        """Begin, once the current stream has come here."""
+        """Start a copy to the host, after the current work of the current stream."""
 
     def arrived(self) -> bool:
-        """Whether the last `to_host` has."""
+        """True if the last `to_host` is complete."""
 
-    def await_host(self) -> None: ...
+    def await_host(self) -> None:
+        """Wait for the last `to_host`."""
 
     def to_device(self, device: torch.Tensor, host: torch.Tensor) -> None:
-        """Begin; what the current stream does from here on waits for it."""
+        """Start a copy to the device; later work of the current stream waits for it."""
 
 
 class CudaCopies:
-    """On one stream, which the buckets of an exchange may share.
+    """Copies on one stream, which the buckets of an exchange may share.
 
     Args:
-        stream: of the device.
+        stream: a stream of the device.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event = _cuda.Event()
 
     def to_host(self, host: torch.Tensor, device: torch.Tensor) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(device.device))
@@ -152,7 +176,7 @@ class CudaCopies:
             self._event.record(self._stream)
 
     def arrived(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
+        return bool(self._event.query())
 
     def await_host(self) -> None:
         self._event.synchronize()
@@ -164,7 +188,7 @@ class CudaCopies:
 
 
 class PinnedPath:
-    """By way of pinned memory: a bucket is sent when its copy has arrived there."""
+    """A path through pinned memory: a bucket is sent once its copy has arrived there."""
 
     def __init__(
         self, bucket: Bucket, total: Sum, copies: Copies, host: torch.Tensor | None = None
@@ -208,7 +232,7 @@ class PinnedPath:
 
 
 class _Ring:
-    """Counts as `AllreduceSum` does."""
+    """Totals of a ring, as `AllreduceSum` has them."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
@@ -221,16 +245,16 @@ class _Ring:
 
 
 class NcclPath:
-    """torch.distributed sums the bucket where it is.
+    """A bucket in GPU memory, summed in place by torch.distributed.
 
     Args:
-        group: of the exchange's own, so that the user's operations never come in between.
+        group: the exchange's own group, kept apart from the user's operations.
     """
 
-    def __init__(self, bucket: Bucket, ranks: int, group: Any) -> None:
+    def __init__(self, bucket: Bucket, ranks: int, group: dist.ProcessGroup | None) -> None:
         self._bucket, self._group = bucket, group
         self._counts = _Ring(ranks)
-        self._work: Any = None
+        self._work: dist.Work | None = None
 
     def start(self) -> None:
         self._counts.starts += 1
@@ -256,14 +280,17 @@ class NcclPath:
 
 
 class DeviceMpiPath:
-    """MPI sums the bucket where it is, once the stream that writes it has come there.
+    """A bucket in GPU memory, summed in place by MPI once the stream has written it.
 
     Args:
-        written: an event of the device.
+        comm: a communicator that is `SumsDeviceMemory`.
     """
 
-    def __init__(self, bucket: Bucket, comm: Any, written: torch.cuda.Event) -> None:
-        self._bucket, self._comm, self._written = bucket, comm, written
+    def __init__(self, bucket: Bucket, comm: Communicator) -> None:
+        assert isinstance(comm, SumsDeviceMemory)
+        self._bucket, self._comm = bucket, comm
+        self._device_sums: SumsDeviceMemory = comm
+        self._written = _cuda.Event()
         self._counts = _Ring(comm.size)
         self._request: Request | None = None
         self._begun = True
@@ -275,7 +302,7 @@ class DeviceMpiPath:
         self._written.record(torch.cuda.current_stream(self._bucket.flat.device))
 
     def advance(self) -> bool:
-        if not self._begun and self._written.query():  # type: ignore[no-untyped-call]
+        if not self._begun and self._written.query():
             self.begin()
         elif self._request is not None:
             self._request.done()
@@ -285,7 +312,7 @@ class DeviceMpiPath:
         if not self._begun:
             self._written.synchronize()
             self._begun = True
-            self._request = self._comm.iallreduce_device(self._bucket.flat)
+            self._request = self._device_sums.iallreduce_device(self._bucket.flat)
 
     def wait(self) -> None:
         self.begin()

@@ -1,8 +1,8 @@
-"""Routes: in which order a rank adds, sends and takes, until a sum is on all ranks. Pure.
+"""Routes: the order in which each rank sends, receives and adds until all have the sum. Pure.
 
-Every rank follows its own list. `add` receives from a peer and adds, `swap` sends to a peer and
-adds what it sends, `send` sends what is there, `take` receives from a peer in the place of what is
-there. Partners of a `swap` hold bit-identical sums afterwards, since float addition commutes.
+Each rank follows its own list of operations. `add` receives from a peer and adds; `swap` sends to a
+peer, receives from it and adds; `send` sends the local values; `take` replaces them by received
+ones. The partners of a `swap` end with bit-identical sums, because float addition commutes.
 """
 
 from typing import NamedTuple
@@ -10,9 +10,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+__all__ = ["Op", "doubling", "hierarchical", "route", "star", "tree"]
+
 
 class Op(NamedTuple):
-    """One move of a rank."""
+    """One operation of a rank."""
 
     kind: str
     """`add`, `swap`, `send` or `take`."""
@@ -20,7 +22,7 @@ class Op(NamedTuple):
 
 
 def star(rank: int, members: list[int]) -> list[Op]:
-    """All send to the first of `members`, which sends the sum to all: a parameter server."""
+    """A parameter server: all send to the first of `members`, which sends the sum to all."""
     root, others = members[0], members[1:]
     if rank == root:
         return [*(Op("add", peer) for peer in others), *(Op("send", peer) for peer in others)]
@@ -45,8 +47,11 @@ def tree(rank: int, members: list[int]) -> list[Op]:
 
 
 def doubling(rank: int, members: list[int]) -> list[Op]:
-    """Recursive doubling: log2 p swaps. Where p is no power of two, those beyond the largest hand
-    theirs to a member within, and get the sum from it."""
+    """Recursive doubling: log2 p swaps.
+
+    Unless p is a power of two, each surplus rank first sends its values to another rank, and
+    finally receives the sum from it.
+    """
     place, count = members.index(rank), len(members)
     whole = 1 << (count.bit_length() - 1)
     if place >= whole:
@@ -64,11 +69,11 @@ def doubling(rank: int, members: list[int]) -> list[Op]:
 def hierarchical(
     rank: int, node_of: npt.NDArray[np.int32], across_as_tree: bool = False
 ) -> list[Op]:
-    """Within each node to its first rank, among these by doubling, and back.
+    """Reduce to each node's first rank, by doubling among these, and back.
 
     Args:
         node_of: node number of each rank; shape (ranks,).
-        across_as_tree: a tree among the nodes, for messages that must not be made anew at each hop.
+        across_as_tree: use a tree between nodes, for messages that are encoded only once.
     """
     local = np.flatnonzero(node_of == node_of[rank]).tolist()
     leaders = sorted(np.flatnonzero(node_of == node)[0].item() for node in np.unique(node_of))
@@ -82,10 +87,10 @@ def hierarchical(
 def route(
     topology: str, rank: int, node_of: npt.NDArray[np.int32], compressed: bool = False
 ) -> list[Op]:
-    """This rank's list for `hierarchical`, `tree` or `star`.
+    """Return this rank's operations for `hierarchical`, `tree` or `star`.
 
     Args:
-        compressed: whether what travels down is a message made once, that all ranks read.
+        compressed: the message that travels down is encoded once, and all ranks decode it.
     """
     everybody = list(range(len(node_of)))
     if topology == "hierarchical":
