@@ -1,12 +1,19 @@
-"""What users write of an exchange: `gossip`, `hierarchical+bf16`, `local-sgd(8)+adaptive`.
+"""Names of exchanges: `gossip`, `hierarchical+bf16`, `local-sgd(8)+adaptive`.
 
-An exchange is a payload (gradients, weights, or what weights have changed by), a topology that it
-travels over, a compressor, a period in steps, and how what arrives is merged. The presets name the
-combinations that were published; a compressor goes with those that can bear it.
+An exchange combines a payload (gradients, weights or changes of weights), a topology, a compressor,
+a period in steps and a rule for merging received values. The presets name published combinations:
 
-`gossip` is between nodes, with the mean within each, where there are several nodes and several
-ranks on one of them. Otherwise it is between ranks: those of one machine, too, for who asks for
-gossip there wants it. `gossip(flat)` is between ranks wherever they are.
+| preset | algorithm |
+|---|---|
+| `allreduce`, `hierarchical`, `tree`, `parameter-server` | synchronous averages of gradients |
+| `gossip` | GossipGraD (arXiv 1803.05880): averages weights with one rank per step |
+| `asgd` | ASGD (arXiv 1505.04956): sends weights to random ranks without waiting |
+| `local-sgd(STEPS)` | local SGD (arXiv 1805.09767): averages changes of weights periodically |
+| `diloco(STEPS)` | DiLoCo (arXiv 2311.08105): local SGD with an outer optimizer |
+
+With several nodes, at least one of them with several ranks, `gossip` is between nodes, with the
+mean within each. Otherwise it is between ranks, even on one machine. `gossip(flat)` is always
+between ranks.
 """
 
 import re
@@ -21,7 +28,7 @@ COMPRESSORS: Final = ("onebit", "threshold", "adaptive", "int8", "bf16", "fp16")
 """Names of compressors; see `dlio.train.exchange.compress`."""
 _PATTERN: Final = re.compile(r"([a-z-]+)(?:\(([^)]*)\))?(?:\+([a-z0-9]+))?")
 _SPARSE: Final = ("onebit", "threshold", "adaptive")
-"""Compressors that leave most of it for later: of what adds up, not of weights."""
+"""Compressors that defer most of a message to the residual: for sums, not for weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,22 +41,22 @@ class ExchangeSpec:
     topology: str
     """`all`, `hierarchical`, `tree`, `star`, `dissemination`, `hypercube` or `random`."""
     merge: str
-    """`sum` of all, `half` of two, `parzen` of those that help, `outer` for an outer optimizer."""
+    """`sum` over all ranks, `half` of two ranks, `parzen` of accepted ones, `outer` optimizer."""
     period: int = 1
-    """Steps between two exchanges, at least."""
+    """Minimum number of steps between two exchanges."""
     compressor: str | None = None
     flat: bool = False
-    """Of gossip: between all ranks, whichever nodes they are on."""
+    """Gossip between all ranks, regardless of nodes."""
 
     def __str__(self) -> str:
         text = self.preset
         if self.preset in _PERIODS:
             text += f"({self.period})"
         elif self.preset == "gossip":
-            said = [self.topology] if self.topology != _PRESETS["gossip"][1] else []
-            said += ["gradient"] if self.payload == "gradient" else []
-            said += ["flat"] if self.flat else []
-            text += f"({','.join(said)})" if said else ""
+            arguments = [self.topology] if self.topology != _PRESETS["gossip"][1] else []
+            arguments += ["gradient"] if self.payload == "gradient" else []
+            arguments += ["flat"] if self.flat else []
+            text += f"({','.join(arguments)})" if arguments else ""
         return text if self.compressor is None else f"{text}+{self.compressor}"
 
 
@@ -64,9 +71,9 @@ _PRESETS: Final = {
     "diloco": ("delta", "all", "outer"),
 }
 _PERIODS: Final = {"local-sgd": 8, "diloco": 32}
-"""Presets whose argument is a period, and what it is by default."""
+"""Default periods of the presets that take one."""
 _GOSSIP: Final = ("dissemination", "hypercube", "gradient", "flat")
-"""What gossip takes as arguments, with commas between."""
+"""Arguments of gossip, separated by commas."""
 NAMES: Final = tuple(_PRESETS)
 USAGE: Final = (
     f"choose one of {', '.join(NAMES)}; gossip(hypercube), gossip(gradient), gossip(flat), "
@@ -75,7 +82,10 @@ USAGE: Final = (
 
 
 def parse_exchange(text: str) -> ExchangeSpec:
-    """Raises UsageError, saying what there is, for anything else."""
+    """Parse the name of an exchange.
+
+    Raises UsageError, listing the valid names, for any other text.
+    """
     match = _PATTERN.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None or match[1] not in _PRESETS:
         raise UsageError(f"exchange {text!r}: {USAGE}")
@@ -97,13 +107,13 @@ def parse_exchange(text: str) -> ExchangeSpec:
         topology = "hypercube" if "hypercube" in kinds else topology
     if compressor is not None:
         if compressor not in COMPRESSORS:
-            raise UsageError(f"exchange {text!r}: compressor {compressor!r} is none; {USAGE}")
+            raise UsageError(f"exchange {text!r}: unknown compressor {compressor!r}; {USAGE}")
         if payload == "weight" and compressor in _SPARSE:
             if name == "gossip":
-                payload = "delta"  # Of weights most is never nearly zero; of their changes it is.
+                payload = "delta"  # Most changes are nearly zero; most weights never are.
             else:
                 raise UsageError(
-                    f"exchange {text!r}: {name} sends whole weights, of which {compressor} leaves "
-                    "most for later: choose bf16, fp16 or int8"
+                    f"exchange {text!r}: {name} sends whole weights, of which {compressor} would "
+                    "send only a small part: choose bf16, fp16 or int8"
                 )
     return ExchangeSpec(name, payload, topology, merge, period, compressor, flat)

@@ -3,7 +3,7 @@
 | module | contents |
 |---|---|
 | `protocol` | the contract, by the places in a training step where an exchange acts |
-| `..exchange_spec` | the words of users: `gossip`, `hierarchical+bf16`, `local-sgd(8)+adaptive` |
+| `..exchange_spec` | the names that users write: `gossip`, `local-sgd(8)+adaptive` |
 | `setting`, `running` | the setting of an exchange; how it is started and called |
 | `distribute` | `dlio.distribute`, on which the trainer, `dlio run` and Lightning are based |
 | `gradients`, `phases`, `buckets`, `paths`, `sums`, `routes` | averages of gradients |

@@ -62,7 +62,7 @@ class BucketSums:
             if path == "nccl":
                 self._paths.append(NcclPath(bucket, setting.comm.size, group))
             elif path == "mpi":
-                self._paths.append(DeviceMpiPath(bucket, setting.comm, cuda.Event()))
+                self._paths.append(DeviceMpiPath(bucket, setting.comm))
             else:
                 weight = [("", (1,))] if self.carries_weight else []
                 tag = _FIRST_TAG + number * TAGS
