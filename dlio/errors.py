@@ -13,6 +13,18 @@
 Each message says what, where (path, block, sample, rank) and what to do.
 """
 
+__all__ = [
+    "CommError",
+    "CommTimeout",
+    "CorruptBlock",
+    "DecodeError",
+    "DlioError",
+    "SourceError",
+    "TierError",
+    "TierFull",
+    "UsageError",
+]
+
 
 class DlioError(Exception):
     """Base of all errors that a user can act on."""

@@ -12,6 +12,8 @@ from typing import Any, Final
 
 import numpy as np
 
+__all__ = ["SHARES", "capacity"]
+
 SHARES: Final = (0.1, 0.25, 0.5, 0.75, 0.9)
 _CGROUP: Final = "/sys/fs/cgroup/memory"
 _SLACK: Final = 1 << 20

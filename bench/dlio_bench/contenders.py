@@ -23,6 +23,17 @@ from dlio.errors import UsageError
 from dlio.util.threads import Workers
 from dlio_bench.task import Pass, Task
 
+__all__ = [
+    "CONTENDERS",
+    "Contender",
+    "decode",
+    "dlio_256",
+    "dlio_folder",
+    "dlio_rows",
+    "full_decode",
+    "missing",
+]
+
 _START_TIMEOUT_S: Final = 900.0
 
 

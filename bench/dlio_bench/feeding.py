@@ -10,6 +10,8 @@ from typing import Any, Final
 
 from dlio.util.threads import Workers
 
+__all__ = ["arrays", "decoded", "slow"]
+
 _VOLUME: Final = (128, 64, 64)
 """float32: 2 MiB."""
 _LATENCY_S: Final = 0.005

@@ -16,6 +16,8 @@ import torch.distributed as dist
 import dlio
 from dlio.comm import Communicator, world
 
+__all__ = ["main"]
+
 
 def main(text: str) -> None:
     task: dict[str, Any] = json.loads(text)

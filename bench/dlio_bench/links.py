@@ -14,6 +14,8 @@ from typing import Any, Final
 
 from dlio.errors import UsageError
 
+__all__ = ["NoNamespaces", "link", "shaped"]
+
 _SAMPLE_BYTES: Final = 100_000
 _TIMEOUT_S: Final = 600.0
 _GBIT: Final = 1e9 / 8

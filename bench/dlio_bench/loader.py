@@ -15,6 +15,8 @@ from dlio_bench.contenders import CONTENDERS, Contender, missing
 from dlio_bench.feeding import arrays, decoded, slow
 from dlio_bench.task import Task
 
+__all__ = ["Case", "Choice", "command", "measure"]
+
 _RATIOS = {
     "dlio_over_torch": ("dlio", "torch"),
     "dlio_over_torch_floats": ("dlio", "torch_floats"),

@@ -10,6 +10,8 @@ from typing import Any
 
 from dlio.util.cores import available_cores
 
+__all__ = ["describe_machine", "deviation", "ratio", "spread"]
+
 
 def describe_machine(packages: Sequence[str]) -> dict[str, Any]:
     """Processor, memory, versions and, in a checkout, the commit."""

@@ -27,6 +27,19 @@ import torch
 from dlio_bench.pillow import PillowImages, cropped
 from dlio_bench.task import Pass, Task
 
+__all__ = [
+    "ffcv",
+    "ffcv_256",
+    "grain",
+    "litdata",
+    "mosaic",
+    "spdl",
+    "torch_dlio_data",
+    "torch_floats",
+    "torch_pillow",
+    "webdataset",
+]
+
 _OPERATORS: Final = 60
 """Of torchvision's, at most."""
 

@@ -8,6 +8,8 @@ import torch
 
 from dlio.errors import UsageError
 
+__all__ = ["PillowImages", "cropped"]
+
 
 class PillowImages(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
     """Opens a file, decodes, RandomResizedCrop, flip: torchvision's steps on PIL.

@@ -11,6 +11,8 @@ from typing import Any, Final
 
 from dlio.errors import UsageError
 
+__all__ = ["FABRICS", "LINK", "LINK_RATE", "TIMEOUT_S", "run", "why_no_link"]
+
 FABRICS: Final[dict[str, dict[str, str]]] = {
     "memory": {},
     "tcp": {

@@ -17,6 +17,8 @@ from dlio.cli.records import Output
 from dlio.util.files import write_json
 from dlio.util.options import Option, check
 
+__all__ = ["FORMATS", "Case", "Formats", "command", "measure"]
+
 FORMATS = ("folder", "shard", "tar", "hdf5", "hdf5-gzip", "zarr", "parquet", "npy", "mds")
 _BLOCK = 64
 

@@ -16,6 +16,8 @@ from dlio.util.files import write_json
 from dlio.util.options import Option, check
 from dlio_bench.ranks import FABRICS, run
 
+__all__ = ["Shuffling", "command", "decode", "exchange", "plan"]
+
 _CASES: Final = (
     "plan",
     "mixing",

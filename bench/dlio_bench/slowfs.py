@@ -35,6 +35,8 @@ from dlio.util.options import Option, check
 from dlio.util.threads import Workers
 from dlio.util.units import parse_bytes
 
+__all__ = ["STATS", "Pace", "SlowFolder", "SlowMount", "main", "slow_mount", "stats", "why_not"]
+
 STATS: Final = ".slowfs-stats"
 _START_TIMEOUT_S: Final = 20.0
 _END_TIMEOUT_S: Final = 10.0

@@ -10,6 +10,8 @@ from typing import Any, Final
 
 import numpy as np
 
+__all__ = ["source_order"]
+
 _SAMPLE_BYTES: Final = 4096
 _BATCH: Final = 64
 _GLOBAL_BATCH: Final = 1024

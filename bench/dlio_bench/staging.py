@@ -21,6 +21,8 @@ from dlio.util.options import Option, check
 from dlio.util.shared import SHARED_MEMORY
 from dlio.util.units import format_bytes
 
+__all__ = ["CASES", "Choice", "Sizes", "command", "measure"]
+
 CASES = ("slow-50", "slow-200", "local", "small-files", "two-jobs", "memory")
 _MIB = 1 << 20
 _TIMEOUT_S = 3600.0

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+__all__ = ["Pass", "Task"]
+
 Pass = Callable[[], Iterator[int]]
 """One pass; gives the samples of each batch."""
 

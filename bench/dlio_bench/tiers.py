@@ -19,6 +19,8 @@ from dlio.util.files import write_json
 from dlio.util.options import Option, check
 from dlio.util.units import format_bytes, format_seconds
 
+__all__ = ["Measured", "command", "measure", "measure_source", "measure_tier"]
+
 _SAMPLE: Final = 100_000
 _SMALL: Final = 4096
 _PAGE: Final = 4096

@@ -10,6 +10,8 @@ from typing import Any, Final
 
 from dlio.errors import UsageError
 
+__all__ = ["first_at", "trained"]
+
 _TIMEOUT_S: Final = 7200.0
 
 

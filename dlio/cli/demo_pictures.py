@@ -18,6 +18,8 @@ import numpy.typing as npt
 from dlio.errors import UsageError
 from dlio.image.decode import opencv
 
+__all__ = ["PAINTERS", "Colour", "Image", "draw", "draw_dataset", "is_complete"]
+
 _MARK = "drawn.json"
 _VERSION = 1
 _QUALITY = 88

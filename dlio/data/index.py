@@ -22,6 +22,17 @@ import xxhash
 from dlio.util.files import take_lock
 from dlio.util.settings import settings
 
+__all__ = [
+    "Arrays",
+    "Names",
+    "Stamped",
+    "cache_folder",
+    "cached_index",
+    "fingerprint_of",
+    "forget_index",
+    "kept_index",
+]
+
 Arrays = dict[str, npt.NDArray[Any]]
 _CHECKED_BYTES = 32 << 20
 """Larger arrays are not read through, only to check them."""

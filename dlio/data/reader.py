@@ -17,6 +17,8 @@ from dlio.data.source import Source, expand, listed_once, redact, split_fields
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import Layout
 
+__all__ = ["Reader", "ReaderType", "StoredBlocks", "data_bytes", "open_reader"]
+
 
 @runtime_checkable
 class Reader(Protocol):

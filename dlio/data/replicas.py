@@ -13,6 +13,8 @@ from dlio.data.reader import Reader, StoredBlocks
 from dlio.data.speeds import Speed, measured
 from dlio.errors import CorruptBlock, SourceError, UsageError
 
+__all__ = ["Replicated", "ReplicatedBlocks", "replicated"]
+
 T = TypeVar("T")
 _REST_S: Final = 30.0
 """For which a copy that failed is asked last."""

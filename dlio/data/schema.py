@@ -20,6 +20,25 @@ import numpy.typing as npt
 
 from dlio.errors import CorruptBlock
 
+__all__ = [
+    "DTYPES",
+    "ENCODED",
+    "IMAGES",
+    "IMAGE_LABEL",
+    "LABEL",
+    "MAX_DIMENSIONS",
+    "MAX_FIELDS",
+    "MAX_PAYLOAD",
+    "TEXTS",
+    "Buffer",
+    "Kind",
+    "Schema",
+    "Value",
+    "array_kind",
+    "leaves",
+    "parse_kind",
+]
+
 ENCODED: Final = ("jpeg", "png", "webp", "image", "bytes", "text", "json")
 """Kinds of any length that are kept as they came; `image` is any image file."""
 IMAGES: Final = ("jpeg", "png", "webp", "image")

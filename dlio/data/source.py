@@ -17,6 +17,20 @@ from typing import Any, BinaryIO, Final
 
 from dlio.errors import SourceError, UsageError
 
+__all__ = [
+    "Entry",
+    "File",
+    "Source",
+    "expand",
+    "failed",
+    "files_below",
+    "is_remote",
+    "listed_once",
+    "own_name",
+    "redact",
+    "split_fields",
+]
+
 _MAX_FILES: Final = 1_000_000
 _CHAINING: Final = re.compile(
     r"(zip|tar|libarchive|simplecache|filecache|blockcache|dir|cached)://"

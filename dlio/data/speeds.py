@@ -15,6 +15,8 @@ from typing import Any, Final
 from dlio.data.index import cache_folder
 from dlio.util.files import write_json
 
+__all__ = ["Observation", "Speed", "measured", "remember"]
+
 _FILE: Final = "bandwidths.json"
 _LATENCY_S: Final = 1e-3
 _RATE: Final = 1e9

@@ -9,6 +9,8 @@ from dlio.forecast.traffic import Job, Traffic, traffic
 from dlio.plan.placement import Node
 from dlio.util.units import format_bytes
 
+__all__ = ["Forecast", "forecast", "remedies", "resized"]
+
 _NEGLIGIBLE: Final = 0.02
 """Share of an epoch that may be stalled without a word."""
 

@@ -17,6 +17,8 @@ from dlio.forecast.exchange import Link
 from dlio.forecast.traffic import Job, Messages, messages_of
 from dlio.plan.schedule import Assignment
 
+__all__ = ["Machine", "Timeline", "run"]
+
 _F64 = npt.NDArray[np.float64]
 _DETECTED_S: Final = 1.0
 """From a rank's death until the others go on."""

@@ -20,6 +20,8 @@ from dlio.shuffle.wire import ENTRY_BYTES
 from dlio.storage.block import aligned, block_sizes
 from dlio.storage.mount import block_bytes_of
 
+__all__ = ["SOURCE", "Job", "Messages", "Traffic", "job_of", "job_over", "messages_of", "traffic"]
+
 _I64 = npt.NDArray[np.int64]
 SOURCE: Final = -1
 

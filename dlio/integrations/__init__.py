@@ -10,6 +10,8 @@ from typing import Any
 
 from dlio.loader.dataloader import DataLoader
 
+__all__ = ["TrainerMixin"]
+
 
 class TrainerMixin:
     """Feeds Hugging Face's Trainer from dlio.

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from dlio.comm import mpi_ranks, world
 from dlio.comm.environment import under_mpi
 
+__all__ = ["Launched", "launched"]
+
 
 @dataclass(frozen=True, slots=True)
 class Launched:

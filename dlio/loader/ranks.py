@@ -7,6 +7,8 @@ from dlio.comm import Communicator, world
 from dlio.comm.environment import under_mpi
 from dlio.errors import UsageError
 
+__all__ = ["communicator", "group_of", "place"]
+
 _DATA_DIMENSIONS = ("dp", "data", "data_parallel", "batch", "replica", "dp_replicate", "dp_shard")
 
 

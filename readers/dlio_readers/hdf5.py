@@ -33,6 +33,8 @@ from dlio_readers.columns import (
     told_schema,
 )
 
+__all__ = ["Hdf5Reader"]
+
 _SUFFIXES: Final = (".h5", ".hdf5", ".hdf", ".he5")
 _MAGIC: Final = b"\x89HDF\r\n\x1a\n"
 _MAX_SETS: Final = 1 << 12

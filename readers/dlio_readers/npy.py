@@ -12,6 +12,8 @@ import numpy.typing as npt
 from dlio.data.schema import DTYPES, MAX_DIMENSIONS
 from dlio.errors import CorruptBlock
 
+__all__ = ["NpyHead", "read_npy_head"]
+
 _MAGIC: Final = b"\x93NUMPY"
 _MAX_HEAD: Final = 1 << 16
 

@@ -25,6 +25,8 @@ from dlio.storage.block import (
 )
 from dlio.storage.shard import SUFFIX, Footer, read_footer
 
+__all__ = ["ShardReader"]
+
 _OPENED_AT_A_TIME = 16
 _KEPT_TABLES = 1024
 """Block tables kept in memory, about 24 bytes a sample each."""

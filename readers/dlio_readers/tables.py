@@ -18,6 +18,8 @@ from dlio.storage.block import new_memory
 from dlio_readers.columns import Column, ColumnReader, PlainColumn, Select, choose, slab
 from dlio_readers.npy import NpyHead, read_npy_head
 
+__all__ = ["TablesReader"]
+
 _TEXTS: Final = (".csv", ".tsv")
 _SUFFIXES: Final = (".npy", ".npz", *_TEXTS)
 _HEAD_BYTES: Final = 1 << 12

@@ -23,6 +23,8 @@ from dlio_readers.columns import (
     told_schema,
 )
 
+__all__ = ["ZarrReader"]
+
 _MARKS: Final = ("zarr.json", ".zgroup", ".zarray", ".zmetadata")
 
 

@@ -17,6 +17,8 @@ from typing import Final
 from dlio.comm.environment import under_mpi
 from dlio.util.settings import settings
 
+__all__ = ["abandonable"]
+
 _PR_SET_PDEATHSIG: Final = 1
 _PATIENCE_S: Final = 5.0
 _POLL_S: Final = 0.02

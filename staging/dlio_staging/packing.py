@@ -35,6 +35,8 @@ from dlio.util.units import format_bytes
 from dlio_staging.packplan import VERSION, PackOptions, Plan
 from dlio_staging.writers import WRITERS, Shard, file_name
 
+__all__ = ["Packed", "Progress", "describe", "pack", "packed_path", "tell"]
+
 _TEMPORARY: Final = ".tmp-"
 
 Progress = Callable[[int, int], None]

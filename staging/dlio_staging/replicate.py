@@ -15,6 +15,8 @@ from dlio.storage.block import check_block
 from dlio.storage.mount import Mount
 from dlio.storage.tier import Tier
 
+__all__ = ["replicate"]
+
 _AT_A_TIME = 4
 """Blocks on their way between a pair of nodes."""
 _TAG = 3

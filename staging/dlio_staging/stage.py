@@ -19,6 +19,8 @@ from dlio.util.options import Option, check
 from dlio.util.settings import settings
 from dlio.util.units import exact_bytes, format_bytes, parse_bytes
 
+__all__ = ["STOPPED", "Plan", "StageOptions", "Staged", "Staging", "Verify", "command", "stage"]
+
 Verify = Literal["none", "new", "all"]
 STOPPED = 3
 """Exit code when the deadline came first."""

@@ -8,6 +8,8 @@ from typing import Final
 from dlio.errors import CorruptBlock, DlioError, SourceError
 from dlio.storage.manifest import NAME, Manifest, read_manifest
 
+__all__ = ["Verified", "find_folders", "verify_folder"]
+
 _BLOCK: Final = re.compile(r"(\d{8,20})\.blk")
 
 

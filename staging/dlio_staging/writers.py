@@ -20,6 +20,19 @@ from dlio.errors import UsageError
 from dlio.storage.block import encode_block
 from dlio.storage.shard import SUFFIX, Footer, ShardWriter
 
+__all__ = [
+    "CHUNK_BYTES",
+    "WRITERS",
+    "ColumnsWriter",
+    "Hdf5Writer",
+    "NativeWriter",
+    "Shard",
+    "TarWriter",
+    "Writer",
+    "ZarrWriter",
+    "file_name",
+]
+
 CHUNK_BYTES: Final = 1 << 20
 _ZARR_CHUNK_BYTES: Final = 256 << 10
 _ENDS, _SHAPE, _TOLD = "__ends", "__shape", "dlio_schema"

@@ -11,6 +11,8 @@ from dlio.util.files import check_writable, write_json
 from dlio.util.options import Option, check
 from dlio_bench.exchange.options import Options
 
+__all__ = ["CASES", "Cases", "command", "show"]
+
 CASES: Final[dict[str, str]] = {
     "messages": "dlio_bench.exchange.messages:measure",
     "overlap": "dlio_bench.exchange.overlap:measure",

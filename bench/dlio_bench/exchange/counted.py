@@ -16,6 +16,8 @@ from dlio.train.exchange_spec import parse_exchange
 from dlio_bench.exchange.monitor import Monitor
 from dlio_bench.exchange.variants import Training, nodes_for
 
+__all__ = ["main"]
+
 
 def main(text: str) -> None:
     task: dict[str, Any] = json.loads(text)

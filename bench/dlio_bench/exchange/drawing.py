@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from dlio.util.figures import picture
 
+__all__ = ["draw"]
+
 
 def draw(
     seconds: Mapping[str, Sequence[float]], ranks: Sequence[int], title: str, path: str

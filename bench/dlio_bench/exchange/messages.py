@@ -12,6 +12,8 @@ from dlio_bench.exchange.options import Options
 from dlio_bench.exchange.overlap import fabrics_of
 from dlio_bench.ranks import LINK, run
 
+__all__ = ["measure", "nodes_of"]
+
 _SIZES: Final = tuple(1 << power for power in range(10, 26))
 """1 KiB to 32 MiB."""
 _STEPS: Final = 8

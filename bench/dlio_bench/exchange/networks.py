@@ -8,6 +8,8 @@ from torch import nn
 from dlio.errors import UsageError
 from dlio.train.model import SmallResNet
 
+__all__ = ["CLASSES", "IMAGE_SIZE", "Bottleneck", "batch", "make", "perceptron", "resnet50"]
+
 CLASSES: Final = 40
 IMAGE_SIZE: Final = 64
 

@@ -9,6 +9,8 @@ from dlio.train.exchange_spec import parse_exchange
 from dlio.util.options import Option, check
 from dlio_bench.ranks import FABRICS, LINK
 
+__all__ = ["Options"]
+
 
 @dataclass(frozen=True, slots=True)
 class Options:

@@ -9,6 +9,8 @@ from typing import Any, Final
 from dlio_bench.exchange.options import Options
 from dlio_bench.ranks import FABRICS, LINK, TIMEOUT_S, run, why_no_link
 
+__all__ = ["fabrics_of", "measure"]
+
 _EXCHANGES: Final = (
     "allreduce",
     "hierarchical",

@@ -15,6 +15,8 @@ import dlio
 from dlio.comm import Communicator, world
 from dlio_bench.exchange.variants import Training, timed
 
+__all__ = ["main"]
+
 
 def main(text: str) -> None:
     task: dict[str, Any] = json.loads(text)

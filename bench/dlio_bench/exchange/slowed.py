@@ -17,6 +17,8 @@ import dlio
 from dlio.comm import Communicator, world
 from dlio.train.exchange_spec import parse_exchange
 
+__all__ = ["Sleeping", "main"]
+
 _FEATURES: Final = 64
 _BATCH: Final = 8
 

@@ -7,6 +7,8 @@ from dlio_bench.exchange.options import Options
 from dlio_bench.exchange.overlap import fabrics_of
 from dlio_bench.ranks import LINK, TIMEOUT_S, run
 
+__all__ = ["measure"]
+
 _EXCHANGES: Final = (
     "allreduce",
     "allreduce+bf16",

@@ -18,6 +18,8 @@ from dlio.comm import Communicator, world
 from dlio.train.exchange.buckets import in_buckets, trainable
 from dlio_bench.exchange.variants import Training, nodes_for, timed
 
+__all__ = ["main"]
+
 
 def main(text: str) -> None:
     task: dict[str, Any] = json.loads(text)

@@ -12,6 +12,8 @@ from dlio_bench.exchange.options import Options
 from dlio_bench.machine import deviation
 from dlio_bench.trainings import first_at, trained
 
+__all__ = ["final_accuracy", "measure", "seconds_to"]
+
 _COMPRESSED: Final = (
     "allreduce+onebit",
     "allreduce+threshold",

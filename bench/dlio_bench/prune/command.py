@@ -14,6 +14,8 @@ from dlio_bench.prune.curves import Curve
 from dlio_bench.prune.drawing import draw
 from dlio_bench.prune.options import Options
 
+__all__ = ["CASES", "Cases", "command"]
+
 CASES: Final[dict[str, str]] = {
     "images": "dlio_bench.prune.images:measure",
     "tabular": "dlio_bench.prune.tabular:measure",

@@ -8,6 +8,8 @@ from typing import Any
 from dlio_bench.machine import deviation
 from dlio_bench.trainings import first_at
 
+__all__ = ["Curve", "sooner", "summary"]
+
 _YARDSTICK = "unpruned"
 
 

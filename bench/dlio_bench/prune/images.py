@@ -19,6 +19,8 @@ from dlio_bench.prune.curves import Curve, summary
 from dlio_bench.prune.options import Options
 from dlio_bench.trainings import trained
 
+__all__ = ["curve_of", "measure", "measure_samples", "widths_of"]
+
 _WIDTH: Final = 64
 _EPOCHS: Final = 5
 _SHRUNK_EPOCHS: Final = 7

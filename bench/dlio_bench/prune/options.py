@@ -6,6 +6,8 @@ from typing import Annotated
 from dlio.errors import UsageError
 from dlio.util.options import Option, check
 
+__all__ = ["Options"]
+
 
 @dataclass(frozen=True, slots=True)
 class Options:

@@ -16,6 +16,21 @@ from dlio_bench.prune import removal
 from dlio_bench.prune.curves import Curve, summary
 from dlio_bench.prune.options import Options
 
+__all__ = [
+    "BATCH",
+    "Feed",
+    "Shuffled",
+    "Task",
+    "accuracy",
+    "by_seed",
+    "hidden_widths",
+    "make_task",
+    "measure",
+    "perceptron",
+    "pruned_by",
+    "train",
+]
+
 _FEATURES: Final = 64
 _CLASSES: Final = 10
 _TEACHER: Final = 24

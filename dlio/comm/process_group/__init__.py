@@ -29,6 +29,8 @@ from dlio.comm.waiting import default_timeout_s
 from dlio.comm.world import world
 from dlio.errors import CommError, CommTimeout, UsageError
 
+__all__ = ["check_threads", "init_process_group"]
+
 _CONNECT_TIMEOUT_S: Final = 5.0
 _LEAST_TAG_UB: Final = 32767
 """What every MPI library takes as a tag."""

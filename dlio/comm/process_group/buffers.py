@@ -16,6 +16,8 @@ from mpi4py import MPI
 
 from dlio.errors import UsageError
 
+__all__ = ["MpiBuffer", "Scratch", "Staging", "offsets", "size_of", "split", "typed", "whole"]
+
 _MOST_COUNT: Final = 2**31 - 1
 """What MPI counts with an int."""
 _WORD: Final = 8

@@ -14,6 +14,8 @@ from dlio.comm.process_group.reductions import Reduction
 from dlio.comm.process_group.work import MpiWork, Step
 from dlio.errors import CommError, UsageError
 
+__all__ = ["MpiProcessGroup"]
+
 _SMALL_BYTES: Final = 1 << 15
 """Up to here, a reduction that MPI cannot compute is sent as float32 in one step: what counts is
 the number of messages, and exchanging pieces takes one to every rank."""

@@ -25,6 +25,8 @@ from dlio.comm.process_group.progress import Progress, in_callback
 from dlio.comm.process_group.work import JointWork, Lane, Members, MpiWork, Step
 from dlio.errors import CommError, UsageError
 
+__all__ = ["BACKEND", "CHECKED_STEPS", "STEPS", "MpiGroup", "Start", "Tensors", "devices"]
+
 BACKEND: Final = "dlio-mpi"
 STEPS: Final = 2
 """Communicators that an operation takes."""

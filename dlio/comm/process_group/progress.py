@@ -22,6 +22,8 @@ from dlio.comm.waiting import LONGEST_SLEEP_S, SHORTEST_SLEEP_S
 from dlio.errors import CommError
 from dlio.util.threads import Workers
 
+__all__ = ["Progress", "in_callback"]
+
 _LINGER_S: Final = 1.0
 """How long the thread stays when there is nothing to move."""
 _here = threading.local()

@@ -29,6 +29,21 @@ from dlio.errors import UsageError
 from dlio.plan.order import keyed_uniforms
 from dlio.plan.sample_mask import STRETCH, SampleMask
 
+__all__ = [
+    "CERTAIN",
+    "EASY",
+    "SHARE",
+    "UNKNOWN",
+    "Codes",
+    "SkipRule",
+    "Table",
+    "chance_of",
+    "chances",
+    "encoded",
+    "kept_of",
+    "remembered",
+]
+
 Codes = npt.NDArray[np.uint8]
 Table = npt.NDArray[np.int64]
 _I64 = npt.NDArray[np.int64]

@@ -39,6 +39,8 @@ from dlio.errors import UsageError
 from dlio.train.exchange.compress.layout import Piece, Scratch
 from dlio.train.exchange_spec import COMPRESSORS
 
+__all__ = ["NAMES", "Compressor", "make_compressor"]
+
 NAMES: Final = COMPRESSORS
 
 

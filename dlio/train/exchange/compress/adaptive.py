@@ -6,6 +6,8 @@ import numpy.typing as npt
 
 from dlio.train.exchange.compress.sparse import mean_beyond, order_statistic
 
+__all__ = ["Adaptive"]
+
 
 class Adaptive:
     """The level is an order statistic of a sample of a tensor's entries, another one each step."""

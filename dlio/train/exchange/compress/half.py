@@ -20,6 +20,8 @@ from dlio.train.exchange.compress.layout import (
     refuse_not_finite,
 )
 
+__all__ = ["Bfloat16", "Float16"]
+
 _CHUNK: Final = 1 << 15
 """The most that torch does in the calling thread."""
 _MOST_BFLOAT16: Final = float(torch.finfo(torch.bfloat16).max)

@@ -23,6 +23,8 @@ from dlio.train.exchange.compress.layout import (
     refuse_not_finite,
 )
 
+__all__ = ["Int8", "SmallTensors"]
+
 _BLOCK: Final = 256
 _MOST: Final = 127
 _LOWEST: Final = 7

@@ -10,6 +10,19 @@ import numpy.typing as npt
 
 from dlio.errors import DlioError
 
+__all__ = [
+    "CHUNK",
+    "Memoryless",
+    "Piece",
+    "Scratch",
+    "all_finite",
+    "chunks",
+    "is_small",
+    "pieces_of",
+    "refuse_not_finite",
+    "split",
+]
+
 CHUNK: Final = 1 << 16
 """Entries that are worked on at a time: with its scratch memory a chunk stays in a core's cache.
 

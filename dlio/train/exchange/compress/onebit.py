@@ -37,6 +37,8 @@ from dlio.train.exchange.compress.layout import (
     refuse_not_finite,
 )
 
+__all__ = ["OneBit"]
+
 _F32 = npt.NDArray[np.float32]
 _U8 = npt.NDArray[np.uint8]
 _BLOCK: Final = 1 << 10

@@ -35,6 +35,8 @@ from dlio.errors import UsageError
 from dlio.train.exchange.compress import make_compressor
 from dlio.train.exchange.compress.layout import Piece, Scratch, pieces_of, split
 
+__all__ = ["TAGS", "QuantisedAllreduce"]
+
 TAGS = 2
 """Of a QuantisedAllreduce: its first tag, and the one after it."""
 

@@ -39,6 +39,18 @@ from dlio.train.exchange.compress.layout import (
     refuse_not_finite,
 )
 
+__all__ = [
+    "ROOM",
+    "SHARE",
+    "WHOLE_RATIO",
+    "Rule",
+    "Sparse",
+    "mean_beyond",
+    "order_statistic",
+    "plan",
+    "ratios_of",
+]
+
 ROOM: Final = 27
 """Entries of a region for each byte that is sent of them, at least."""
 SHARE: Final = 32

@@ -14,6 +14,8 @@ import numpy.typing as npt
 from dlio.errors import UsageError
 from dlio.train.exchange.compress.sparse import order_statistic
 
+__all__ = ["Threshold"]
+
 _SENT: Final = 1.25
 """What entries are sent as, in thresholds."""
 _REACH: Final = 2.0**17

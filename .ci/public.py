@@ -1,0 +1,148 @@
+"""Check that public modules say what is public: `__all__`, docstrings, signatures without `Any`.
+
+    python .ci/public.py            # print complaints
+    python .ci/public.py --write    # add `__all__` where it is missing
+
+A module is public unless a part of its path begins with an underscore. Its `__all__` holds every
+function and class that it defines, but for those whose names begin with an underscore.
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOMS = ("dlio", "readers/dlio_readers", "staging/dlio_staging", "bench/dlio_bench")
+ANY_ALLOWED = {
+    "dlio/loader": "torch's DataLoader: its arguments, samples, batches and states",
+    "dlio/testing/loader_state.py": "torch's stateful loaders: states and batches",
+    "dlio/integrations": "Lightning's and torch's hooks, which are typed so",
+    "dlio/train/skipping": "a user's loss function and samples, as torch has them",
+}
+"""Files or folders whose public signatures may have `Any`, with the reason."""
+_ASSIGNED = re.compile(r"[A-Za-z]\w*$")
+
+
+def public_files() -> Iterator[Path]:
+    """Files of public modules."""
+    for room in ROOMS:
+        for path in sorted(Path(room).rglob("*.py")):
+            parts = [part for part in path.with_suffix("").parts if part != "__init__"]
+            if not any(part.startswith("_") for part in parts):
+                yield path
+
+
+def declared(tree: ast.Module) -> list[str] | None:
+    """The names in `__all__`; None where there is none."""
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and any(each.name == "__all__" for each in node.names):
+            return []
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+            if isinstance(target, ast.Name) and target.id == "__all__":
+                return [ast.literal_eval(each) for each in getattr(node.value, "elts", [])]
+    return None
+
+
+def defined(tree: ast.Module) -> list[str]:
+    """Public functions, classes, constants and aliases that a module defines."""
+    names = []
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.append(node.name)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.append(node.target.id)
+        elif isinstance(node, ast.Assign) and not _is_type_variable(node.value):
+            names += [each.id for each in node.targets if isinstance(each, ast.Name)]
+    return list(dict.fromkeys(name for name in names if _ASSIGNED.match(name)))
+
+
+def complaints(path: Path) -> Iterator[str]:
+    """Complaints about one module."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    names = declared(tree)
+    if names is None:
+        yield f"{path}: has no __all__"
+        return
+    bound = {*defined(tree), *_imported(tree)}
+    lazy = "__getattr__" in {getattr(node, "name", "") for node in tree.body}
+    for name in names:
+        if name not in bound and not lazy:
+            yield f"{path}: __all__ has {name!r}, which is not there"
+    for node in tree.body:
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        if node.name.startswith("_"):
+            continue
+        if node.name not in names:
+            yield f"{path}:{node.lineno}: {node.name} is public, but not in __all__"
+        if ast.get_docstring(node) is None:
+            yield f"{path}:{node.lineno}: {node.name} has no docstring"
+        if not any(str(path).startswith(place) for place in ANY_ALLOWED):
+            yield from _any_in(path, node)
+
+
+def _any_in(path: Path, node: ast.AST) -> Iterator[str]:
+    functions = node.body if isinstance(node, ast.ClassDef) else [node]
+    for function in functions:
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if function.name.startswith("_") and function.name != "__init__":
+            continue
+        arguments = function.args
+        hints = [each.annotation for each in arguments.posonlyargs + arguments.args]
+        hints += [each.annotation for each in arguments.kwonlyargs]
+        hints += [each.annotation for each in (arguments.vararg, arguments.kwarg) if each]
+        for hint in (*hints, function.returns):
+            if hint is not None and re.search(r"\bAny\b", ast.unparse(hint)):
+                yield f"{path}:{function.lineno}: {function.name} has {ast.unparse(hint)}"
+
+
+def _imported(tree: ast.Module) -> set[str]:
+    return {
+        (each.asname or each.name).split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for each in node.names
+    }
+
+
+def _is_type_variable(value: ast.expr) -> bool:
+    return isinstance(value, ast.Call) and "TypeVar" in ast.unparse(value.func)
+
+
+def write(path: Path) -> bool:
+    """Add `__all__` behind the imports of a module that has none. True if the file has changed."""
+    text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    names = defined(tree)
+    if declared(tree) is not None or (not names and not tree.body[1:]):
+        return False
+    end = 0
+    for node in tree.body:
+        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if not isinstance(node, ast.Import | ast.ImportFrom) and not (docstring and not end):
+            break
+        end = node.end_lineno or 0
+    lines = text.splitlines(keepends=True)
+    listed = ", ".join(f'"{name}"' for name in sorted(names))
+    block = f"\n__all__ = [{listed}]\n" if names else "\n__all__: list[str] = []\n"
+    path.write_text("".join([*lines[:end], block, *lines[end:]]), encoding="utf-8")
+    return True
+
+
+def main(arguments: list[str]) -> int:
+    """Print complaints and return 1 if there are any; or add `__all__` where it is missing."""
+    if "--write" in arguments:
+        places = [Path(each) for each in arguments if each != "--write"]
+        wanted = set(places) or set(public_files())
+        print("\n".join(str(path) for path in public_files() if path in wanted and write(path)))
+        return 0
+    wrong = [each for path in public_files() for each in complaints(path)]
+    print("\n".join(wrong) or "public modules say what is public")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
