@@ -1,47 +1,53 @@
-"""What is cut out of an image, by torchvision's rules, from random numbers that are given. Pure."""
+"""The part of an image that a crop takes, by torchvision's rules. Pure."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+__all__ = ["DRAWS", "Box", "Crop"]
+
 _TRIES: Final = 10
 _TOP, _LEFT, _FLIP, _UPEND = (2 * _TRIES + k for k in range(4))
 DRAWS: Final = 2 * _TRIES + 4
-"""Random numbers a sample: (area, ratio) a try, then row, column, flip, upending."""
+"""Random numbers per sample: (area, ratio) for each try, then row, column, flip, upend."""
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A part of an image, in its pixels."""
+    """A part of an image, in pixels, and how it is mirrored."""
 
     top: int
     left: int
     height: int
     width: int
     flip: bool
+    """True to exchange left and right."""
     upend: bool = False
+    """True to exchange top and bottom."""
 
 
 @dataclass(frozen=True, slots=True)
 class Crop:
-    """What is cut out of an image, and the size it gets.
+    """A rule for the part of an image that is cut out, and the size that it is resized to.
 
-    In training torchvision's RandomResizedCrop, with the image flipped with probability `flip`
-    and upended with probability `upend`; otherwise Resize(resize) and CenterCrop.
+    In training this is torchvision's RandomResizedCrop, flipped with probability `flip` and
+    upended with probability `upend`; otherwise it is Resize(resize) and CenterCrop.
     """
 
     size: int
-    """Height of the result."""
+    """Height of the result, in pixels."""
     train: bool
     scale: tuple[float, float] = (0.08, 1.0)
+    """Least and largest share of the image's area."""
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    """Least and largest width divided by height."""
     flip: float = 0.5
     upend: float = 0.0
     resize: int | None = None
-    """Short side before the middle is cut out; 8/7 of the size by default: 256 for 224."""
+    """Short side before the middle is cut out, in pixels; by default 8/7 of `size`."""
     across: int | None = None
-    """Width of the result; as its height by default."""
+    """Width of the result, in pixels; its height by default."""
 
     @property
     def width(self) -> int:
@@ -49,11 +55,11 @@ class Crop:
 
     @property
     def draws(self) -> int:
-        """Random numbers that `box` takes."""
+        """Number of random numbers that `box` takes."""
         return DRAWS if self.train else 0
 
     def box(self, height: int, width: int, uniforms: Sequence[float]) -> Box:
-        """The part of an image of this size that is cut out.
+        """Return the part that is cut out of an image of this size, in pixels.
 
         Args:
             uniforms: `draws` numbers in [0, 1).
@@ -72,7 +78,7 @@ class Crop:
                 top = int(uniforms[_TOP] * (height - h + 1))
                 left = int(uniforms[_LEFT] * (width - w + 1))
                 return Box(top, left, h, w, flip, upend)
-        # No try fitted a very long image: its middle, as near to the ratios as it gets.
+        # No try fitted a very long image: take its middle, with the nearest allowed ratio.
         if width / height < self.ratio[0]:
             h, w = min(height, round(width / self.ratio[0])), width
         elif width / height > self.ratio[1]:
@@ -83,7 +89,7 @@ class Crop:
 
     def _middle(self, height: int, width: int) -> Box:
         short = min(height, width)
-        # What the result covers of the image, before it is resized.
+        # Pixels of the image for one pixel of the result.
         scale = short * 7 / (8 * min(self.size, self.width))
         if self.resize is not None:
             scale = short / self.resize

@@ -1,4 +1,4 @@
-"""From an image file's bytes to pixels in the batch's own memory.
+"""Decoding image files into crops, in the batch's own memory.
 
 JPEGs go through libjpeg-turbo (simplejpeg), everything else through OpenCV. The crop is drawn
 before decoding, from random numbers that belong to the sample (seed, epoch, sample), so a run
@@ -33,14 +33,16 @@ from dlio.image.jpeg import cut, interval_starts, parse_frame, touched
 from dlio.plan.order import keyed_uniforms
 from dlio.util.settings import settings
 
+__all__ = ["MAX_PIXELS", "Decoder", "decode_whole", "opencv"]
+
 MAX_PIXELS: Final = settings().max_pixels
-"""Of one image: half a gigabyte of RGB. Pillow warns of a decompression bomb beyond half of it."""
+"""Most pixels of an image: half a gigabyte of RGB, and twice the size of which Pillow warns."""
 
 _TIFF_WIDTH, _TIFF_HEIGHT = 256, 257
 _FACTORS = (8, 4, 2)
 """Fractions at which libjpeg-turbo has fast inverse transforms; the others are slower than 1/1."""
 _SKIPPED = "extraneous bytes before marker 0xd9"
-"""What libjpeg says of the rows below a lowered height. Of a whole image it means damage."""
+"""libjpeg's warning about rows below a lowered height. In a whole image it means damage."""
 
 
 class Decoder:
@@ -48,9 +50,9 @@ class Decoder:
 
     Args:
         seed: of the crops.
-        kept: with `prepare` between an image and its crops, the results of which a tier keeps.
-            Crops of training are then cut out of the image at a smaller size, whether it comes
-            from the tier or not.
+        kept: decode in two steps, `prepare` and `finish`, so that a tier can keep the result of
+            the first. Training crops are then cut out of a smaller version of the image, whether
+            or not it comes from the tier.
     """
 
     def __init__(self, crop: Crop, seed: int, kept: bool = False) -> None:
@@ -61,16 +63,16 @@ class Decoder:
 
     @property
     def recipe(self) -> str:
-        """Names what `prepare` makes of an image."""
+        """Name of the result of `prepare`, for the folder of a tier."""
         if self.crop.train:
             return f"short{self._short}"
         return f"middle{self.crop.size}x{self.crop.width}r{self.crop.resize or 0}"
 
     def prepare(self, image: Buffer, name: str) -> npt.NDArray[np.uint8]:
-        """What is the same of an image in every epoch, RGB, shape (rows, columns, 3): in training
-        all of it, its short side 8/7 of the crop's where it is longer; otherwise the crop.
+        """Decode as far as the result is the same in every epoch: RGB, shape (rows, columns, 3).
 
-        Raises as `decode` does.
+        In training this is the whole image, shrunk to a short side of 8/7 of the crop's if it is
+        larger; otherwise it is the crop. Raises as `decode` does.
         """
         if not self.crop.train:
             out = np.empty((self.crop.size, self.crop.width, 3), np.uint8)
@@ -92,16 +94,19 @@ class Decoder:
         return small
 
     def finish(
-        self, pixels: npt.NDArray[np.uint8], uniforms: npt.NDArray[np.float64], out: Any
+        self,
+        pixels: npt.NDArray[np.uint8],
+        uniforms: npt.NDArray[np.float64],
+        out: npt.NDArray[np.uint8],
     ) -> None:
-        """The crop of what `prepare` gave; arguments as for `decode`."""
+        """Cut the crop out of the result of `prepare`; arguments as for `decode`."""
         if not self.crop.train:
             out[:] = pixels
             return
         _resize(pixels, self.box(pixels.shape[0], pixels.shape[1], uniforms.tolist()), out)
 
     def draw(self, epoch: int, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """The random numbers of samples' crops, for `decode`; shape (n, numbers a sample)."""
+        """Return the random numbers of samples' crops; shape (n, numbers per sample)."""
         if not self.crop.draws:
             return np.zeros((len(samples), 0))
         return keyed_uniforms(self.seed, epoch, samples, self.crop.draws)
@@ -117,11 +122,11 @@ class Decoder:
 
         Args:
             image: the file's bytes.
-            name: what to call it in errors.
+            name: of the image, for errors.
             uniforms: its row of `draw`.
             out: RGB, shape (height, width, 3) of the crop, contiguous.
 
-        Raises DecodeError when it is no image, a damaged or truncated one, or too large.
+        Raises DecodeError when the file is not an image, or is damaged, truncated or too large.
         """
         if self.kept:
             self.finish(self.prepare(image, name), uniforms, out)
@@ -146,7 +151,7 @@ class Decoder:
         _resize(pixels, box, out)
 
     def box(self, height: int, width: int, uniforms: Sequence[float]) -> Box:
-        """The part of an image of this size that is cut out; pure."""
+        """Return the part that is cut out of an image of this size; pure."""
         return self.crop.box(height, width, uniforms)
 
     def _factor(self, box: Box) -> int:
@@ -157,7 +162,7 @@ class Decoder:
 
 
 def decode_whole(image: Buffer, name: str) -> npt.NDArray[np.uint8]:
-    """All of an image, RGB, shape (height, width, 3). Raises DecodeError."""
+    """Decode a whole image: RGB, shape (height, width, 3). Raises DecodeError."""
     size = _jpeg_size(image, name)
     if size is not None:
         return _decode_jpeg(image, name, size, Box(0, 0, *size, flip=False), 1)[0].copy()
@@ -165,7 +170,7 @@ def decode_whole(image: Buffer, name: str) -> npt.NDArray[np.uint8]:
 
 
 def _resize(pixels: npt.NDArray[np.uint8], box: Box, out: npt.NDArray[np.uint8]) -> None:
-    """The box of an image into `out`, of another size; turned as the box says."""
+    """Resize the box of an image into `out`, and mirror it if the box says so."""
     cv2 = opencv()
     part = pixels[box.top : box.top + box.height, box.left : box.left + box.width]
     height, width = out.shape[:2]
@@ -181,7 +186,7 @@ def _resize(pixels: npt.NDArray[np.uint8], box: Box, out: npt.NDArray[np.uint8])
 
 
 def _scaled(box: Box, factor: int, shape: tuple[int, ...]) -> Box:
-    """The box in an image that was decoded at 1/factor, as near as whole pixels are."""
+    """The box in an image that was decoded at 1/factor, to the nearest pixel."""
     top, left = round(box.top / factor), round(box.left / factor)
     return Box(
         top,
@@ -194,8 +199,10 @@ def _scaled(box: Box, factor: int, shape: tuple[int, ...]) -> Box:
 
 
 def _jpeg_size(image: Buffer, name: str) -> tuple[int, int] | None:
-    """(height, width) of a JPEG that simplejpeg decodes, None for everything else. Both have been
-    found, in the header, to be within the limit; raises DecodeError otherwise."""
+    """(height, width) of a JPEG that simplejpeg decodes; None for everything else.
+
+    Raises DecodeError when the header declares more pixels than the limit.
+    """
     if bytes(image[:2]) == b"\xff\xd8":
         try:
             height, width, colours, _ = _simplejpeg().decode_jpeg_header(image)
@@ -210,8 +217,9 @@ def _jpeg_size(image: Buffer, name: str) -> tuple[int, int] | None:
 
 
 def _declared_size(image: Buffer, name: str) -> tuple[int, int] | None:
-    """(height, width) that a file other than a JPEG declares; None where that cannot grow far
-    beyond the file: WebP ends at 16,383 pixels a side, PPM is not compressed."""
+    """(height, width) in the header of a file other than a JPEG; None for formats whose pixels
+    cannot be many more than their bytes: WebP has at most 16,383 pixels a side, PPM is not
+    compressed."""
     head = bytes(image[:32])
     if head[:8] == b"\x89PNG\r\n\x1a\n" and len(head) >= 24:
         width, height = struct.unpack(">II", head[16:24])
@@ -227,7 +235,7 @@ def _declared_size(image: Buffer, name: str) -> tuple[int, int] | None:
     is_webp = head[:4] == b"RIFF" and head[8:12] == b"WEBP"
     if is_webp or (head[:1] == b"P" and head[1:2] in b"123456"):
         return None
-    raise _damaged(name, "it is no image that dlio knows" if len(image) else "it is empty")
+    raise _damaged(name, "it is not an image that dlio knows" if len(image) else "it is empty")
 
 
 def _tiff_size(image: Buffer) -> tuple[int, int]:
@@ -237,15 +245,15 @@ def _tiff_size(image: Buffer) -> tuple[int, int]:
     (at,) = struct.unpack_from(order + ("Q" if big else "I"), image, 8 if big else 4)
     (entries,) = struct.unpack_from(order + ("Q" if big else "H"), image, min(at, len(image)))
     first, entry = (at + 8, 20) if big else (at + 2, 12)
-    found: dict[int, int] = {}
+    sides: dict[int, int] = {}
     for k in range(min(entries, (len(image) - first) // entry)):
         tag, kind = struct.unpack_from(order + "HH", image, first + k * entry)
         if tag in (_TIFF_WIDTH, _TIFF_HEIGHT):
             value = first + k * entry + (12 if big else 8)
             # Kind 3 is 16 bits wide; 16, in the large form alone, 64; otherwise 32.
             letter = {3: "H", 16: "Q"}.get(kind, "I")
-            (found[tag],) = struct.unpack_from(order + letter, image, value)
-    return found[_TIFF_HEIGHT], found[_TIFF_WIDTH]
+            (sides[tag],) = struct.unpack_from(order + letter, image, value)
+    return sides[_TIFF_HEIGHT], sides[_TIFF_WIDTH]
 
 
 def _check_size(height: int, width: int, name: str) -> None:
@@ -259,8 +267,11 @@ _threads = threading.local()
 def _decode_jpeg(
     image: Buffer, name: str, size: tuple[int, int], box: Box, factor: int
 ) -> tuple[npt.NDArray[np.uint8], int, int]:
-    """(pixels at 1/factor, rows and columns of the image left out above and before them): with
-    the box, or some more; in memory of this thread that its next decode overwrites."""
+    """Decode the box, and possibly more around it.
+
+    Returns: (pixels at 1/factor, rows of the image left out above, columns left out on the left).
+    The pixels lie in memory of this thread, which its next decode overwrites.
+    """
     small = _smaller(image, size, box)
     height, width = small.height, small.width
     if factor > 1 and (small.top % factor or small.left % factor):
@@ -275,7 +286,7 @@ def _decode_jpeg(
     try:
         _simplejpeg().decode_jpeg(small.image, "RGB", buffer=memory, **options)
     except ValueError as error:
-        # Any warning of libjpeg's, which tells only its first: that one must not hide another.
+        # libjpeg reports its first warning alone: the expected one must not hide another.
         if not small.lowered or not str(error).endswith(_SKIPPED):
             raise _damaged(name, str(error)) from error
     shape = (-(-height // factor), -(-width // factor), 3)
@@ -283,22 +294,25 @@ def _decode_jpeg(
 
 
 class _Small(NamedTuple):
-    """A JPEG that has what is needed of another."""
+    """A JPEG with the needed part of another one."""
 
     image: Buffer
     height: int
     width: int
     top: int = 0
-    """Rows of pixels that are left out above."""
+    """Rows of pixels left out above."""
     left: int = 0
+    """Columns of pixels left out on the left."""
     lowered: bool = False
-    """Whether it goes on below its height."""
+    """True if its data go on below its declared height."""
 
 
 def _smaller(image: Buffer, size: tuple[int, int], box: Box) -> _Small:
-    """Of a JPEG whose rows are restart intervals, those that are needed are cut out; of another
-    baseline JPEG, the header of a copy says that it ends below them. The image as it is where that
-    saves nothing, and where what is skipped could not be told from damage.
+    """A smaller JPEG to decode in place of `image`, with all pixels of the box.
+
+    If rows are restart intervals, the needed ones are cut out. Of another baseline JPEG a copy
+    gets a header that ends the image below the box. The image itself is returned if nothing is
+    saved, or if skipped data could not be distinguished from damage.
     """
     frame = parse_frame(image)
     if frame is None:
@@ -324,7 +338,7 @@ def _smaller(image: Buffer, size: tuple[int, int], box: Box) -> _Small:
 
 
 def _copy_memory(count: int) -> memoryview:
-    """Memory of this thread, for the copy of an image that is decoded in its place."""
+    """Memory of this thread for a copy that is decoded in place of an image."""
     memory: memoryview | None = getattr(_threads, "copy", None)
     if memory is None or len(memory) < count:
         memory = _threads.copy = np.empty(count + count // 4, np.uint8).data
@@ -332,8 +346,8 @@ def _copy_memory(count: int) -> memoryview:
 
 
 def _decode_other(image: Buffer, name: str) -> npt.NDArray[np.uint8]:
-    """PNG, WebP, TIFF, BMP, PPM, and JPEGs in CMYK. EXIF rotation is ignored, as torchvision's
-    loader does."""
+    """Decode PNG, WebP, TIFF, BMP, PPM and JPEGs in CMYK. EXIF rotation is ignored, as by
+    torchvision's loader."""
     cv2 = opencv()
     flags = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
     try:
@@ -357,12 +371,12 @@ _cv2: ModuleType | None = None
 _jpeg: ModuleType | None = None
 
 
-def opencv() -> Any:
-    """OpenCV, loaded at first use, without threads of its own."""
+def opencv() -> ModuleType:
+    """Return OpenCV, loaded at first use, without threads of its own."""
     global _cv2
     if _cv2 is None:
         os.environ.setdefault("OPENCV_IO_MAX_IMAGE_PIXELS", str(MAX_PIXELS))
-        # It tells damage on standard error, beside the exception or None that we look at.
+        # It would also print damage to standard error.
         os.environ.setdefault("OPENCV_LOG_LEVEL", "SILENT")
         import cv2
 
@@ -371,7 +385,7 @@ def opencv() -> Any:
     return _cv2
 
 
-def _simplejpeg() -> Any:
+def _simplejpeg() -> ModuleType:
     global _jpeg
     if _jpeg is None:
         import simplejpeg

@@ -1,4 +1,4 @@
-"""From pixels to JPEGs whose rows are restart intervals, see `jpeg`."""
+"""Encoding pixels as JPEGs whose rows are restart intervals, see `jpeg`."""
 
 from typing import Any
 
@@ -8,9 +8,11 @@ import numpy.typing as npt
 from dlio.image.decode import opencv
 from dlio.image.jpeg import good_interval, with_kept_starts
 
+__all__ = ["encode_with_restarts", "resized"]
+
 
 def encode_with_restarts(pixels: npt.NDArray[np.uint8], quality: int) -> bytes:
-    """A JPEG, 4:2:0, whose rows are restart intervals, and that says where they begin.
+    """Return a 4:2:0 JPEG whose rows are restart intervals, with a segment of their offsets.
 
     Args:
         pixels: RGB, shape (height, width, 3).
@@ -29,7 +31,7 @@ def encode_with_restarts(pixels: npt.NDArray[np.uint8], quality: int) -> bytes:
 
 
 def resized(pixels: npt.NDArray[np.uint8], short_side: int) -> npt.NDArray[np.uint8]:
-    """The image with its short side of that many pixels; never larger than it was."""
+    """Return an image shrunk to a short side in pixels; images are never enlarged."""
     cv2: Any = opencv()
     height, width = pixels.shape[:2]
     scale = short_side / min(height, width)

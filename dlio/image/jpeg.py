@@ -1,15 +1,15 @@
-"""JPEGs with restart markers, one or several to a row of blocks, of which parts can be cut.
+"""JPEGs with restart markers, out of which parts can be cut without decoding.
 
-Huffman coding forces a decoder through everything before the pixels that it is to give. A restart
-marker sets it afresh: where each row of blocks is a whole number of restart intervals, header and
-the intervals that a crop touches, with height and width changed and the markers numbered anew, are
-a small JPEG that any decoder reads, to the same pixels. Baseline JPEGs with one scan only.
+Huffman coding forces a decoder through all data before the pixels that it needs. A restart marker
+resets the decoder. If each row of blocks (MCUs) is a whole number of restart intervals, a small
+JPEG can be made of the header and of the intervals that a crop touches, with height and width
+changed and the markers renumbered modulo 8. Any decoder reads it to the same pixels. This works for
+baseline JPEGs with one scan.
 
-Where the intervals begin is kept in the file itself, in a segment that decoders skip, so that it
-stays beside the sample in every container: marker APP9, its length (2 bytes, big-endian),
-`dlio-rows`, the bytes of a number (2 or 4), and each interval's length with its marker,
-little-endian, as the last segment before the scan. It is believed only where the markers are found
-in their places.
+The offsets of the intervals are stored in the file itself, in a segment that decoders skip, so that
+they stay with the sample in every container. It is the last segment before the scan: marker APP9,
+its length (2 bytes, big-endian), `dlio-rows`, the bytes of a number (2 or 4), and each interval's
+length including its marker, little-endian. It is used only if the markers are at these offsets.
 """
 
 import shutil
@@ -23,6 +23,18 @@ import numpy.typing as npt
 
 from dlio.data.schema import Buffer
 
+__all__ = [
+    "Frame",
+    "Part",
+    "cut",
+    "good_interval",
+    "interval_starts",
+    "parse_frame",
+    "touched",
+    "with_kept_starts",
+    "with_restarts",
+]
+
 _TOOL: Final = "jpegtran"
 _TOOL_TIMEOUT_S: Final = 60.0
 _END: Final = b"\xff\xd9"
@@ -30,22 +42,22 @@ _APP9: Final = 0xE9
 _MAX_SEGMENT: Final = 0xFFFF
 _BEFORE: Final = np.array([2, 1])
 _MARKS: Final = np.full((_MAX_SEGMENT, 2), 0xFF, np.uint8)
-"""Of one restart interval after the other."""
+"""The restart marker behind each interval, in order."""
 _MARKS[:, 1] = 0xD0 + (np.arange(_MAX_SEGMENT) & 7)
 _NAME: Final = b"dlio-rows"
 _MOST_INTERVALS_A_ROW: Final = 8
 _NARROWEST: Final = 64
-"""Pixels across a restart interval. Each costs some five bytes."""
+"""Least width of a restart interval, in pixels. Each interval costs about five bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What the header of a baseline JPEG with one scan says."""
+    """The header of a baseline JPEG with one scan. Offsets are in bytes from the file's start."""
 
     height: int
     width: int
     height_at: int
-    """Of the height's two bytes."""
+    """Offset of the height's two bytes."""
     block_height: int
     """Rows of pixels in a row of blocks (MCUs)."""
     block_width: int
@@ -54,9 +66,9 @@ class Frame:
     """Blocks between restart markers; 0 without."""
     scan_header_at: int
     scan_at: int
-    """Where the coded rows begin."""
+    """Offset of the coded rows."""
     starts_at: int = 0
-    """Of the segment that tells where intervals begin, which ends at `scan_header_at`; or 0."""
+    """Offset of the segment with the intervals' offsets, which ends at `scan_header_at`; or 0."""
 
     @property
     def rows(self) -> int:
@@ -64,13 +76,13 @@ class Frame:
 
     @property
     def intervals_a_row(self) -> int:
-        """Restart intervals in a row of blocks; 0 where rows do not begin with one."""
+        """Restart intervals in a row of blocks; 0 if rows do not begin with one."""
         interval = self.restart_interval
         return 0 if not interval or self.blocks_a_row % interval else self.blocks_a_row // interval
 
     @property
     def interval_width(self) -> int:
-        """Pixels across a restart interval."""
+        """Width of a restart interval, in pixels."""
         return self.restart_interval * self.block_width
 
 
@@ -85,7 +97,7 @@ class Part:
 
 
 def parse_frame(image: Buffer) -> Frame | None:
-    """Read a JPEG's header; None for what is no baseline JPEG with a single scan."""
+    """Read a JPEG's header; None for everything but a baseline JPEG with a single scan."""
     view = memoryview(image)
     at, frame, interval, starts_at = 2, 0, 0, 0
     if bytes(view[:2]) != b"\xff\xd8":
@@ -136,16 +148,16 @@ def _frame(
 
 
 def good_interval(width: int, block_width: int) -> int:
-    """Blocks to a restart interval of an image of this width that is going to be cropped."""
+    """Choose the blocks per restart interval for an image of this width that will be cropped."""
     blocks = -(-width // block_width)
     most = max(1, min(_MOST_INTERVALS_A_ROW, width // _NARROWEST))
     return blocks // max(k for k in range(1, most + 1) if blocks % k == 0)
 
 
 def interval_starts(image: Buffer, frame: Frame) -> npt.NDArray[np.int64] | None:
-    """Where each restart interval begins, and where the last one ends; shape (intervals + 1,).
+    """Return the offset of each restart interval, then the last one's end; (intervals + 1,).
 
-    None when rows of blocks do not begin with one, or the markers are not as many.
+    None if rows of blocks do not begin with an interval, or if markers are missing.
     """
     count = frame.rows * frame.intervals_a_row
     if not count:
@@ -167,7 +179,7 @@ def interval_starts(image: Buffer, frame: Frame) -> npt.NDArray[np.int64] | None
 
 
 def _kept_starts(image: Buffer, frame: Frame, count: int) -> npt.NDArray[np.int64] | None:
-    """What the segment says; None where it is not true of this image."""
+    """The offsets in the segment; None if the markers are elsewhere in this image."""
     data = np.frombuffer(image, np.uint8)
     at = frame.starts_at + 4 + len(_NAME)
     width = int(data[at])
@@ -187,8 +199,8 @@ def _kept_starts(image: Buffer, frame: Frame, count: int) -> npt.NDArray[np.int6
 
 
 def with_kept_starts(image: Buffer) -> bytes:
-    """A JPEG whose rows begin with restart intervals, with the segment that tells where these
-    begin; any other image as it is."""
+    """Return a JPEG with the segment of its intervals' offsets added; any other image, or a JPEG
+    whose rows do not begin with restart intervals, is returned unchanged."""
     frame = parse_frame(image)
     starts = interval_starts(image, frame) if frame is not None else None
     if frame is None or starts is None:
@@ -211,7 +223,7 @@ def with_kept_starts(image: Buffer) -> bytes:
 
 
 def touched(frame: Frame, top: int, bottom: int, left: int, right: int) -> Part:
-    """The intervals in which pixels of these rows and columns lie."""
+    """Return the intervals that contain pixels of these rows and columns."""
     high, wide = frame.block_height, frame.interval_width
     return Part(top // high, -(-bottom // high), left // wide, -(-right // wide))
 
@@ -223,26 +235,27 @@ def cut(
     part: Part,
     into: Callable[[int], memoryview] | None = None,
 ) -> tuple[bytearray | memoryview, int, int]:
-    """A JPEG of some intervals of one whose rows begin with one: (it, its height, its width).
+    """Make a JPEG of some restart intervals of another: (the JPEG, its height, its width).
 
-    Its pixels are those of the whole image, where upsampling does not look across blocks
-    (libjpeg-turbo's fast upsampling).
+    Its pixels equal those of the whole image if upsampling does not cross blocks (libjpeg-turbo's
+    fast upsampling).
 
     Args:
-        into: gives memory of a size for it; fresh memory otherwise.
+        starts: result of `interval_starts`.
+        into: returns memory of a size in bytes for the JPEG; fresh memory otherwise.
     """
     view = memoryview(image)
     height = min(part.bottom * frame.block_height, frame.height) - part.top * frame.block_height
     width = min(part.right * frame.interval_width, frame.width) - part.left * frame.interval_width
     across = frame.intervals_a_row
-    # The restart intervals' ends, by row and column; a row's bytes are one stretch.
+    # Ends of the restart intervals, by row and column; the bytes of a row are contiguous.
     ends = starts[1:].reshape(-1, across)[part.top : part.bottom, part.left : part.right]
     begins = starts[part.top * across + part.left : part.bottom * across : across]
     head = frame.starts_at or frame.scan_header_at
     body = head + frame.scan_at - frame.scan_header_at
     shift = (ends[:, -1] - begins).cumsum()
     size = body + int(shift[-1])
-    shift += body - ends[:, -1]  # From where a row's bytes are to where they go.
+    shift += body - ends[:, -1]  # Distance that a row's bytes are moved.
     made = (into or bytearray)(size)
     made[:head] = view[:head]
     made[head:body] = view[frame.scan_header_at : frame.scan_at]
@@ -262,9 +275,9 @@ def cut(
 
 
 def with_restarts(image: Buffer) -> bytes | None:
-    """The same pixels as a JPEG whose rows are restart intervals, and that says where they begin.
+    """Return the same pixels as a JPEG whose rows are restart intervals, with their offsets.
 
-    None where that cannot be done: without `jpegtran`, or for other JPEGs than baseline ones.
+    None if that cannot be done: without `jpegtran`, or for JPEGs that are not baseline.
     """
     frame = parse_frame(image)
     if frame is None:

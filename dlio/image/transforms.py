@@ -6,14 +6,14 @@
         T.RandomResizedCrop(224), T.RandomHorizontalFlip(), T.Normalize(mean, std)])
     data = dlio.open("/data/imagenet/train", transform=transform)
 
-The crop is known before a picture is decoded: only its rows are, straight into the batch, and from
-random numbers that belong to the sample, so that any number of ranks and workers gives the same
-pixels. What follows it (`Normalize`) is done to the whole batch, where it is: uint8 until then, on
-the device when the loader is given one.
+The crop is drawn before an image is decoded. Only its rows are decoded, straight into the batch,
+and its random numbers belong to the sample, so that any number of ranks and workers gives the same
+pixels. The steps behind it (`Normalize`) transform the whole batch at once. The batch is uint8
+until then, and already on the device if the loader has one.
 
-Each can also be called with a picture, a uint8 or float tensor of shape (..., 3, height, width) or
-one of Pillow's, and then draws from torch's random numbers as torchvision does. Source of the
-distributions: torchvision.transforms.
+Each transform can also be called with an image: a uint8 or float tensor of shape (..., 3, height,
+width), or an image of Pillow. It then draws from torch's random numbers, as torchvision does.
+Source of the distributions: torchvision.transforms.
 """
 
 import math
@@ -39,14 +39,19 @@ __all__ = [
 ]
 
 _TRIES: Final = 10
+Picture = Any
+"""A uint8 or float tensor of shape (..., 3, height, width), or an image of Pillow, which is not
+imported here."""
+Transform = Callable[[Any], Any]
+"""A function of a picture, or of whatever the transform before it returns."""
 
 
 class RandomResizedCrop:
-    """A part of random area and aspect ratio, resized.
+    """Cut out a part of random area and aspect ratio, and resize it.
 
     Args:
-        size: of the result, or (height, width).
-        scale: least and largest share of the picture's area.
+        size: side of the result in pixels, or (height, width).
+        scale: least and largest share of the image's area.
         ratio: least and largest aspect ratio.
     """
 
@@ -61,9 +66,9 @@ class RandomResizedCrop:
 
     @staticmethod
     def get_params(
-        img: Any, scale: Sequence[float], ratio: Sequence[float]
+        img: Picture, scale: Sequence[float], ratio: Sequence[float]
     ) -> tuple[int, int, int, int]:
-        """(top, left, height, width) of a part of a picture."""
+        """Draw (top, left, height, width) of a part of an image, in pixels."""
         height, width = _shape(img)
         area = height * width
         log_low, log_high = math.log(ratio[0]), math.log(ratio[1])
@@ -76,10 +81,10 @@ class RandomResizedCrop:
                 left = int(torch.randint(0, width - w + 1, (1,)).item())
                 return top, left, h, w
         crop = Crop(1, True, _pair(scale), _pair(ratio))
-        box = crop.box(height, width, [2.0] * crop.draws)  # No try fits: its middle.
+        box = crop.box(height, width, [2.0] * crop.draws)  # No try fits: take its middle.
         return box.top, box.left, box.height, box.width
 
-    def __call__(self, img: Any) -> Any:
+    def __call__(self, img: Picture) -> Picture:
         top, left, height, width = self.get_params(img, self.scale, self.ratio)
         return _resized(img, self.size, (top, left, height, width))
 
@@ -88,13 +93,13 @@ class RandomResizedCrop:
 
 
 class Resize:
-    """Resized; a single number is the short side's."""
+    """Resize to (height, width) in pixels; a single number is the length of the short side."""
 
     def __init__(self, size: int | Sequence[int]) -> None:
         self.size = size if isinstance(size, int) else _size(size)
         _size(size)
 
-    def __call__(self, img: Any) -> Any:
+    def __call__(self, img: Picture) -> Picture:
         height, width = _shape(img)
         if not isinstance(self.size, int):
             return _resized(img, self.size, (0, 0, height, width))
@@ -107,12 +112,12 @@ class Resize:
 
 
 class CenterCrop:
-    """The middle. Raises UsageError for a picture that is smaller."""
+    """Cut out the middle. Raises UsageError for a smaller image."""
 
     def __init__(self, size: int | Sequence[int]) -> None:
         self.size = _size(size)
 
-    def __call__(self, img: Any) -> Any:
+    def __call__(self, img: Picture) -> Picture:
         height, width = _shape(img)
         if height < self.size[0] or width < self.size[1]:
             raise UsageError(f"CenterCrop({self.size}) of {height} x {width} pixels: resize first")
@@ -130,7 +135,7 @@ class _Flip:
             raise UsageError(f"{type(self).__name__}(p={p}): a probability is from 0 to 1")
         self.p = p
 
-    def _turned(self, img: Any, axis: int) -> Any:
+    def _turned(self, img: Picture, axis: int) -> Picture:
         if torch.rand(1).item() >= self.p:
             return img
         if isinstance(img, torch.Tensor):
@@ -142,21 +147,21 @@ class _Flip:
 
 
 class RandomHorizontalFlip(_Flip):
-    """Left and right change sides with probability `p`."""
+    """Exchange left and right with probability `p`."""
 
-    def __call__(self, img: Any) -> Any:
+    def __call__(self, img: Picture) -> Picture:
         return self._turned(img, -1)
 
 
 class RandomVerticalFlip(_Flip):
-    """Top and bottom change sides with probability `p`."""
+    """Exchange top and bottom with probability `p`."""
 
-    def __call__(self, img: Any) -> Any:
+    def __call__(self, img: Picture) -> Picture:
         return self._turned(img, -2)
 
 
 class Normalize:
-    """(pixel / 255 - mean) / std, for one picture or a batch, wherever it lies.
+    """Compute (pixel / 255 - mean) / std for an image or a batch, on the device where it is.
 
     Args:
         mean, std: of each channel, for pixels from 0 to 1.
@@ -170,12 +175,16 @@ class Normalize:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         if len(mean) != len(std) or not all(std):
-            raise UsageError(f"Normalize(mean={mean}, std={std}): a number each, none of them 0")
+            raise UsageError(
+                f"Normalize(mean={mean}, std={std}): give a number per channel, std without 0"
+            )
         self.mean, self.std, self.dtype = list(mean), list(std), dtype
 
     def __call__(self, img: torch.Tensor) -> torch.Tensor:
-        """Of a uint8 tensor of shape (..., channels, height, width); a float one is taken to be
-        from 0 to 1 already, as torchvision's Normalize takes it."""
+        """Normalize a tensor of shape (..., channels, height, width).
+
+        uint8 pixels are 0 to 255; float pixels are 0 to 1, as for torchvision's Normalize.
+        """
         top = 255.0 if img.dtype == torch.uint8 else 1.0
         mean = torch.tensor(self.mean, dtype=self.dtype, device=img.device).view(-1, 1, 1) * top
         std = torch.tensor(self.std, dtype=self.dtype, device=img.device).view(-1, 1, 1) * top
@@ -186,7 +195,7 @@ class Normalize:
 
 
 class ToFloat:
-    """Pixels from 0 to 1, as torchvision's ToTensor and ToDtype(scale=True) have them."""
+    """Scale pixels to 0 to 1, like torchvision's ToTensor and ToDtype(scale=True)."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.dtype = dtype
@@ -199,12 +208,12 @@ class ToFloat:
 
 
 class Compose:
-    """One after the other."""
+    """Apply transforms one after the other."""
 
-    def __init__(self, transforms: Sequence[Callable[[Any], Any]]) -> None:
+    def __init__(self, transforms: Sequence[Transform]) -> None:
         self.transforms = list(transforms)
 
-    def __call__(self, img: Any) -> Any:
+    def __call__(self, img: Picture) -> Picture:
         for transform in self.transforms:
             img = transform(img)
         return img
@@ -216,10 +225,13 @@ class Compose:
 _BATCHWISE: Final = (Normalize, ToFloat)
 
 
-def fused(transform: Any) -> tuple[Crop | None, Any, Any]:
-    """(the crop that it begins with, what is left to do a sample, what to do to a batch).
+def fused(
+    transform: Transform | None,
+) -> tuple[Crop | None, Transform | None, Transform | None]:
+    """Split a transform into (crop, rest for each sample, rest for a whole batch).
 
-    A transform that is none of ours is left to be done a sample, as it is.
+    The crop is the one that the transform begins with, which the decoder does; None if it begins
+    with anything else. A transform of another library is returned as the rest for each sample.
     """
     steps: list[Any] = list(transform.transforms) if type(transform) is Compose else [transform]
     crop: Crop | None = None
@@ -245,7 +257,7 @@ def fused(transform: Any) -> tuple[Crop | None, Any, Any]:
     return crop, Compose(steps) if steps else None, None
 
 
-def _resized(img: Any, size: tuple[int, int], box: tuple[int, int, int, int]) -> Any:
+def _resized(img: Picture, size: tuple[int, int], box: tuple[int, int, int, int]) -> Picture:
     top, left, height, width = box
     if not isinstance(img, torch.Tensor):
         from PIL import Image
@@ -270,13 +282,13 @@ def _resized(img: Any, size: tuple[int, int], box: tuple[int, int, int, int]) ->
     return made if img.ndim == 4 else made[0]
 
 
-def _cut(img: Any, top: int, left: int, height: int, width: int) -> Any:
+def _cut(img: Picture, top: int, left: int, height: int, width: int) -> Picture:
     if isinstance(img, torch.Tensor):
         return img[..., top : top + height, left : left + width]
     return img.crop((left, top, left + width, top + height))
 
 
-def _shape(img: Any) -> tuple[int, int]:
+def _shape(img: Picture) -> tuple[int, int]:
     if isinstance(img, torch.Tensor):
         return int(img.shape[-2]), int(img.shape[-1])
     return int(img.height), int(img.width)

@@ -361,7 +361,7 @@ def _leave_loaders_of_ours(trainer: Any) -> None:
         return
 
     def requires(loader: Any) -> bool:
-        ours = isinstance(loader, DataLoader) and not loader._users_sampler
+        ours = isinstance(loader, DataLoader) and not loader.follows_sampler
         # Predictions are put in order by a sampler that Lightning knows.
         return not (ours and not trainer.predicting) and bool(asked(loader))
 

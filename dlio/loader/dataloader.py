@@ -1,125 +1,149 @@
 """The loader: torch's DataLoader, fed from the hierarchy, shared among the ranks of a job."""
 
-import logging
-import os
+import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, Self
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from multiprocessing.context import BaseContext
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import IterableDataset, Sampler
 
+from dlio.comm.data_ranks import place
 from dlio.errors import UsageError
-from dlio.loader.dataset import Dataset, open_dataset
-from dlio.loader.engines import Engines
-from dlio.loader.feed import Fed, LoaderIterator
+from dlio.loader.contract import (
+    BatchData,
+    CollateFn,
+    IndexBatches,
+    Indices,
+    Sample,
+    ScalarWriter,
+    State,
+    UserDataset,
+)
+from dlio.loader.dataset import Dataset
+from dlio.loader.device import device_feed, target_device, transformed_feed
+from dlio.loader.empty import EmptyAware
+from dlio.loader.feed import Begun, Fed, LoaderIterator, Stats
 from dlio.loader.foreign import accelerate
-from dlio.loader.foreign.adapt import adapted
-from dlio.loader.passes import BatchesPass, Pass, PlannedPass, SamplerPass, check_state
-from dlio.loader.ranks import place
-from dlio.loader.stats import Stats, diagnose
+from dlio.loader.foreign.adapt import read_by_dlio
+from dlio.loader.options import SAME_NAMES, LoaderOptions, OnError, Tiers, WorkerKind
+from dlio.loader.passes import (
+    FormulaOrder,
+    Pass,
+    Place,
+    PlannedPass,
+    SamplerOrder,
+    check_state,
+)
+from dlio.loader.planned.engine import PlannedEngine, decode_threads
+from dlio.loader.processes import TorchEngine, torch_feed
+from dlio.loader.stats import PassStats, diagnose, report
+from dlio.loader.threads import ThreadEngine
 from dlio.loader.trace import Spans, path_of
-from dlio.plan.block_order import window_of
-from dlio.plan.epoch import check_mode, check_shares, is_exact
-from dlio.plan.order import Cursor
 from dlio.plan.sample_mask import SampleMask
 from dlio.plan.schedule import steps_in_epoch
 from dlio.plan.shares import checked_shares
 from dlio.util.cores import available_cores
 
-_log = logging.getLogger("dlio")
-Workers = Literal["thread", "process"]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from dlio.comm.data_ranks import Group
+
+__all__ = ["DataLoader"]
+
+_AHEAD_BATCHES = 3
+"""Batches before the end of a pass at which persistent workers begin the next pass."""
 
 
-class DataLoader(torch.utils.data.DataLoader[Any]):
-    """torch's DataLoader, with the same arguments and the same behaviour, and:
+class DataLoader(torch.utils.data.DataLoader[Sample]):
+    """torch's DataLoader with tiers, exact shuffling across ranks and resumable state.
 
-    - data sets of `dlio.open`, and those that dlio understands (torchvision's ImageFolder and
-      DatasetFolder, Subset and ConcatDataset of them), are read through their tiers, in an order
-      that is a formula of (seed, epoch), by threads that decode into the batch's own memory;
-    - any other map-style data set is asked in threads, in the order that torch would have;
-    - in a distributed run (MPI, or torch.distributed) without a sampler the ranks share the data:
-      each gets its part of every global batch of `batch_size` x ranks samples, the last, smaller
-      one shared out evenly, and an epoch's samples are the same for any number of ranks;
-    - `state_dict` at any step, `load_state_dict` on any number of ranks and workers.
+    It takes torch's arguments and behaves as torch's loader does. In addition:
 
-    Of labelled images from `dlio.open` a batch is a uint8 tensor of shape (n, 3, size, size) in
-    channels-last memory, and an int64 tensor of shape (n,). With the data set's `transform` the
-    first is what torch's default_collate makes of its results. Other samples come as collate_fn
-    makes them of `decode_sample`'s, or of the transform's results.
+    - Data sets of `dlio.open` are read through their tiers. Their order is a formula of (seed,
+      epoch), and threads decode samples straight into the batch's memory. The same holds for data
+      sets that dlio understands: torchvision's ImageFolder and DatasetFolder, Hugging Face
+      `datasets` of images, and torch's Subset and ConcatDataset of them.
+    - Any other map-style data set is asked by threads, in the order that torch would use.
+    - In a distributed run (MPI or torch.distributed) without a sampler the ranks share the data.
+      Each rank gets its part of every global batch of `batch_size` x ranks samples; the last,
+      smaller one is shared out evenly. An epoch has the same samples on any number of ranks.
+    - `state_dict` works at any step, `load_state_dict` on any number of ranks and workers.
 
-    With a data set of dlio's all ranks iterate alike: constructing the iterator is collective, a
-    step is not.
+    A batch of labelled images from `dlio.open` is a uint8 tensor of shape (n, 3, size, size) in
+    channels-last memory and an int64 tensor of shape (n,). With the data set's `transform` the
+    first item is default_collate's result for the transformed crops. Other samples are collated by
+    `collate_fn`, as `dlio.loader.sample.decode_sample` or the transform returns them.
+
+    All ranks iterate over a data set of dlio alike: making the iterator is collective, a step is
+    not.
 
     Args:
-        dataset ... in_order: as torch's. `num_workers` are threads, or processes; for data sets
-            of dlio's 0 takes a thread a core.
-        tiers: keep what the data set returns in tiers, as `dlio.open` does; without pickle.
-        mode: `batch` trains a sample where it lives, `global` anywhere; `local` keeps each rank to
-            what its node holds, `partial(q)` but for a fraction q, `ring` hands it on each epoch.
-        source_order: of what no tier holds. `sample` reads samples as the order comes to them;
-            `block(k)` whole blocks, once an epoch, for small samples: k blocks are shuffled at a
-            time, 16 for `block`.
-        seed: of the order; the data set's, the generator's, or 0 by default. With it, the order of
-            any map-style data set is dlio's formula.
-        workers: `thread`; or `process`, torch's own workers, for Python that holds the GIL. By
-            default processes where `worker_init_fn` or `multiprocessing_context` ask for them,
-            and threads otherwise.
-        on_error: `stop` at a sample that cannot be read, or `skip` and count it; the data set's
-            own choice, or `stop`, by default.
+        dataset, batch_size, ..., in_order: as for torch. `num_workers` are threads or processes;
+            for data sets of dlio 0 means one thread per core.
+        tiers: keep the samples of any data set in tiers, as `dlio.open` does; without pickle.
+        mode: `batch` trains a sample on the node that holds it, `global` anywhere; `local` gives
+            each rank the samples of its node, `partial(q)` exchanges a fraction q of them an epoch,
+            `ring` hands them on from rank to rank each epoch.
+        source_order: order in which the source is read where no tier holds the data. `sample`
+            reads samples in the order of the epoch. `block(k)` reads whole blocks, once an epoch,
+            and shuffles within k blocks at a time; for small samples. `block` is `block(16)`.
+        seed: of the order; by default the data set's, the generator's, or 0. With it any
+            map-style data set is read in dlio's order.
+        workers: `thread`, or `process` for torch's own workers, which suit Python code that holds
+            the GIL. By default processes if `worker_init_fn` or `multiprocessing_context` is
+            given, threads otherwise.
+        on_error: `stop` at a sample that cannot be read, or `skip` and count it; by default the
+            data set's own choice, or `stop`.
         device: hand out batches on this device, copied ahead of their use.
-        mesh, group: the ranks that share the data, a DeviceMesh with a data-parallel dimension or
-            a process group; the others, of one model-parallel group, get the same samples.
-        shares: samples that each rank gets of a step, for ranks of different speed; the same list
-            on all ranks. It sums to `batch_size` x ranks, and the last, smaller step is dealt in
-            proportion. As an attribute it may be set between passes. Even for None.
-        trace: write a trace of each pass for chrome://tracing or Perfetto to this file.
-        writer: a SummaryWriter of TensorBoard's, for scalars after each pass.
+        mesh, group: the ranks that share the data, as a DeviceMesh with a data-parallel dimension
+            or a process group; ranks of one model-parallel group get the same samples.
+        shares: samples per step for each rank, for ranks of different speed; the same list on all
+            ranks, with the sum `batch_size` x ranks. The last, smaller step is dealt in
+            proportion. The attribute can be assigned between passes. Even for None.
+        trace: file for a trace of each pass, for chrome://tracing or Perfetto.
+        writer: TensorBoard's SummaryWriter, for scalars after each pass.
         pretend_nodes: behave as if the ranks were spread over that many nodes.
     """
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: UserDataset,
         batch_size: int | None = 1,
         shuffle: bool | None = None,
-        sampler: Sampler[Any] | Iterable[Any] | None = None,
-        batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
+        sampler: Indices | None = None,
+        batch_sampler: IndexBatches | None = None,
         num_workers: int = 0,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        collate_fn: CollateFn | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
         timeout: float = 0,
         worker_init_fn: Callable[[int], None] | None = None,
-        multiprocessing_context: Any = None,
+        multiprocessing_context: BaseContext | str | None = None,
         generator: torch.Generator | None = None,
         *,
         prefetch_factor: int | None = None,
         persistent_workers: bool = False,
         pin_memory_device: str = "",
         in_order: bool = True,
-        tiers: Any = None,
+        tiers: Tiers | None = None,
         mode: str = "batch",
         source_order: str = "sample",
         seed: int | None = None,
-        workers: Workers | None = None,
-        on_error: Literal["stop", "skip"] | None = None,
+        workers: WorkerKind | None = None,
+        on_error: OnError | None = None,
         device: torch.device | str | int | None = None,
-        mesh: Any = None,
-        group: Any = None,
+        mesh: "DeviceMesh | None" = None,
+        group: "Group | None" = None,
         shares: Sequence[int] | None = None,
         trace: str | None = None,
-        writer: Any = None,
+        writer: ScalarWriter | None = None,
         pretend_nodes: int | None = None,
     ) -> None:
-        _check(dataset, mode, workers, on_error, tiers)
-        check_shares(mode, shares is not None)
-        if shares is not None and (sampler is not None or batch_sampler is not None):
-            raise UsageError("shares= are of the loader's own order: leave the sampler out")
-        if window_of(source_order) is not None and not is_exact(mode):
-            raise UsageError(f"source_order={source_order!r} goes with mode batch or global")
         super().__init__(
             dataset,
             batch_size,
@@ -139,7 +163,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        # Public, under their own names: those who make a loader anew from an old one look there.
+        # Public, under their own names: frameworks that make a loader anew from this one read them.
         self.shuffle = shuffle
         self.tiers = tiers
         self.mode = mode
@@ -153,109 +177,86 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self.trace, self.writer = trace, writer
         self.pretend_nodes = pretend_nodes
         self.last_samples: npt.NDArray[np.int64] = np.empty(0, np.int64)
-        """Indices of the samples of the batch that was just handed out."""
-        self._is_accelerate_prepared = sampler is None and batch_sampler is None
-        self._users_sampler = sampler is not None or batch_sampler is not None
-        self._forget()
-
-    def _forget(self) -> None:
-        """Everything that a copy of a loader must not share with it."""
-        self._state: dict[str, Any] | None = None
-        self._next_epoch = 0
-        self._chosen_epoch: int | None = None
-        self._kept: tuple[int, SampleMask] | None = None
-        self._pass: Pass | None = None
-        self._handed_out = False
-        self._engines = Engines()
+        """Indices of the samples of the batch that was handed out last."""
+        self.follows_sampler = sampler is not None or batch_sampler is not None
+        """True if the order is the user's sampler's, which the ranks do not share."""
+        self.end_of_dataloader, self.remainder = False, -1
+        self._is_accelerate_prepared = not self.follows_sampler
+        self._place = Place()
         self._data: Dataset | None = None
+        self._engines = _Engines()
         self._stats = Stats()
         self._current: weakref.ref[LoaderIterator] | None = None
+        self._options()  # Raises now for options that cannot work.
 
     @property
     def data(self) -> Dataset:
-        """The data set as dlio reads it. Raises UsageError where it cannot."""
-        found = self._planned_data()
-        if found is None:
+        """The data set as dlio reads it. Raises UsageError if dlio cannot read it itself."""
+        data = self._planned_data()
+        if data is None:
             raise UsageError(f"{type(self.dataset).__name__} is not read by dlio itself")
-        return found
+        return data
 
     def __len__(self) -> int:
-        """Steps in a whole epoch, the same on all ranks; with `keep`, in the chosen one."""
+        """Steps in a whole epoch, the same on all ranks; with `keep`, in the chosen epoch."""
         if self.follows_formula():
             assert self.batch_size is not None
             _, ranks = place(self.group, self.mesh)
-            count = self._count() if self._kept is None else self._kept[1].count
+            mask = self._place.mask
+            count = self._count() if mask is None else mask[1].count
             return steps_in_epoch(count, 0, self.batch_size * ranks, self.drop_last)
-        if isinstance(self.dataset, IterableDataset):
-            return super().__len__()
-        sampler: Any = super()._index_sampler
-        return len(sampler)
+        return super().__len__()
 
-    def set_epoch(self, epoch: int, keep: Any = None) -> None:
-        """Choose the next pass's epoch. A resumed position in that epoch is kept.
+    def set_epoch(self, epoch: int, keep: SampleMask | npt.ArrayLike | None = None) -> None:
+        """Choose the next pass's epoch. A resumed position in that epoch stays.
 
         Args:
-            keep: the samples of that pass, the same on all ranks, as `SampleMask.of` takes
-                them; all for None. The others are in no plan. Raises UsageError where the order
-                is not dlio's own.
+            keep: samples of that pass, the same on all ranks, as `SampleMask.of` takes them; all
+                samples for None. The other samples do not occur in the pass.
+
+        Raises UsageError for `keep` where the order is not dlio's own.
         """
-        if keep is not None and not self.follows_formula():
-            raise UsageError("keep= is for orders of dlio's own: give seed=, and no sampler")
-        self._kept = None if keep is None else (epoch, SampleMask.of(keep, self._count()))
+        mask = None
+        if keep is not None:
+            if not self.follows_formula():
+                raise UsageError("keep= is for orders of dlio's own: give seed=, and no sampler")
+            mask = SampleMask.of(keep, self._count())
         for sampler in (self.sampler, getattr(self.batch_sampler, "sampler", None)):
             choose = getattr(sampler, "set_epoch", None)
             if choose is not None:
                 choose(epoch)
-        if self._state is None or self._state["epoch"] != epoch:
-            self._state = None
-            self._chosen_epoch = epoch
+        self._place = self._place.chosen(epoch, mask)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where the loader is: what was handed out is consumed, what is prefetched is not.
+    def state_dict(self) -> State:
+        """Return the loader's place: batches handed out are consumed, prefetched ones are not.
 
-        The same on all ranks after the same step, and good for any number of them; whole numbers
+        The same on all ranks after the same step, and valid for any number of them; whole numbers
         and text, for torch.distributed.checkpoint as for JSON.
         """
-        if self._state is not None:
-            return dict(self._state)
-        if self._pass is not None:
-            return self._pass.state() if self._handed_out else self._pass.next_state()
-        return self._begin(peek=True).state()
+        state = self._place.state()
+        if state is None:
+            batches, _ = self._place.open(self._order(self._options()))
+            state = batches.state()
+        return state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from `state_dict`, on this number of ranks and workers.
+    def load_state_dict(self, state_dict: State) -> None:
+        """Continue from `state_dict`, on this number of ranks and workers.
 
-        Raises UsageError when it is of another data set, seed or kind of order.
+        Raises UsageError for the state of another data set, seed or kind of order.
         """
         state = dict(state_dict)
-        if self.follows_formula():
-            cursor = Cursor.from_dict(state)
-            seed, count = self._order_seed(), self._count()
-            if (cursor.seed, cursor.samples) != (seed, count):
-                raise UsageError(
-                    f"state of a loader with seed {cursor.seed} over {cursor.samples} samples "
-                    f"does not fit this one, with seed {seed} over {count}"
-                )
-        else:
-            check_state(state)
-        self._state = state
-        self._chosen_epoch = None
+        formula = (self._order_seed(), self._count()) if self.follows_formula() else None
+        check_state(state, formula)
+        self._place = self._place.loaded(state)
 
-    def stats(self) -> dict[str, Any]:
-        """This rank's counts of the current or last pass.
-
-        `engine`, `samples`, `batches` and `seconds`; `stall_s`, the seconds that `next` waited;
-        `first_batch_s`; `threads`, and `thread_s`, their seconds by stage; `skipped` samples, by
-        name. Of data sets of dlio's also `bytes` by place (`source`, `peer`, `ram`, `disk`);
-        `sent` bytes and `messages` to peers; `late` samples that a peer did not send in time;
-        `healed` samples that failed their checksum in a tier; `notes`, in words.
-        """
+    def stats(self) -> PassStats:
+        """Return this rank's counts of the current or last pass; see `PassStats`."""
         return self._stats.as_dict()
 
     def diagnosis(self) -> str:
-        """One line on the current or last pass: its rate, what held it up, what to do about it.
+        """Return one line on the current or last pass: its rate, its bottleneck and the remedy.
 
-        Logged after each pass, by the logger `dlio`, as information.
+        Logged after each pass by the logger `dlio`, at level INFO.
         """
         return diagnose(self.stats(), available_cores())
 
@@ -264,8 +265,18 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         """Seconds of the current or last pass that were spent waiting for batches."""
         return self._stats.stall_s
 
+    def follows_formula(self) -> bool:
+        """True if the order is dlio's own, which ranks share without communication."""
+        if self.follows_sampler or not self.batch_size:
+            return False
+        if isinstance(self.dataset, torch.utils.data.IterableDataset):
+            return False
+        if self.seed is not None or self._planned_data() is not None:
+            return True
+        return place(self.group, self.mesh)[1] > 1
+
     def close(self) -> None:
-        """Close what the loader and its data set hold open."""
+        """Close everything that the loader and its data set hold open."""
         current = self._current() if self._current is not None else None
         if current is not None:
             current.close()
@@ -276,7 +287,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 self._data = None
         elif isinstance(self.dataset, Dataset):
             self.dataset.close()
-        self._engines.close()
+        self._engines.planned.close()
         self._iterator = None
 
     def __enter__(self) -> Self:
@@ -287,215 +298,200 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy begins where the next pass of the original would.
-        state = self._state
-        if state is None and self._pass is not None:
-            state = self._pass.next_state()
         copy = self.__dict__.copy()
-        for name in ("_pass", "_data", "_current", "_iterator", "writer"):
+        for name in ("_data", "_current", "_iterator", "writer"):
             copy[name] = None
-        del copy["_engines"]
-        del copy["_stats"]
-        return {**copy, "_state": state}
+        for name in ("_engines", "_stats"):
+            del copy[name]
+        return {**copy, "_place": self._place.copied()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._stats = Stats()
-        self._engines = Engines()
+        self._engines = _Engines()
 
-    # --- One pass -------------------------------------------------------------------------
+    def check_worker_number_rationality(self) -> None:
+        """Do not warn of more threads than cores. torch's own loader warns of processes."""
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        batches = self._begin()
-        self._kept = self._kept if self._kept and self._kept[0] == batches.epoch else None
-        begun = self._engines.taken_ahead(batches)
-        self._pass, self._handed_out, self._state = batches, True, None
-        if begun is None:
-            begun = self._engines.begin(self, self._planned_data(), batches)
-        stats, spans = begun.stats, begun.spans
-        self._stats = stats
-        try:
-            length: int | None = len(batches)
-        except TypeError:
-            length = None
-        end = accelerate.registered(self, length)
-
-        def handed(fed: Fed | None) -> None:
-            if fed is None:
-                if self._pass is batches:
-                    self._handed_out = False
-                end.step(True)
-                self._told(stats, spans, batches.epoch)
-                return
-            batches.consumed()
-            self._pass, self._handed_out = batches, True
-            if fed.indices is not None and len(fed.indices) and _are_numbers(fed.indices):
-                self.last_samples = np.asarray(fed.indices, np.int64)
-            elif fed.indices is not None:
-                self.last_samples = np.empty(0, np.int64)
-            end.step(False)
-            if (
-                self.persistent_workers
-                and begun.engine == "planned"
-                and stats.batches + 3 == length
-            ):
-                following = self._pass_of(batches.next_state())
-                self._engines.begin_ahead(self, self._planned_data(), following)
-
-        iterator = LoaderIterator(begun.feed, stats, length, handed)
+    def __iter__(self) -> Iterator[BatchData]:  # type: ignore[override]
+        options = self._options()
+        batches, self._place = self._place.open(self._order(options))
+        ahead = self._engines.take_ahead(batches)
+        if ahead is not None:
+            self._place = self._place.handed_out(ahead.batches)
+        begun = ahead or self._begin(options, batches)
+        self._stats = begun.stats
+        registration = None
+        if "accelerate.state" in sys.modules:
+            registration = accelerate.Registration(self, begun.batches.steps)
+        handed = partial(self._handed, options, begun, registration)
+        iterator = LoaderIterator(begun, handed)
         self._current = weakref.ref(iterator)
         return iterator
 
-    def _pass_of(self, state: dict[str, Any]) -> PlannedPass:
-        """The planned pass of a state."""
-        assert self.batch_size is not None
-        layout = None
-        if self.source_order != "sample":
-            if self._planned_data() is None:
-                raise UsageError(
-                    f"source_order={self.source_order!r} is for data sets that dlio reads itself, "
-                    f"not for {type(self.dataset).__name__}"
-                )
-            layout = self.data.reader.layout
-        rank, ranks = place(self.group, self.mesh)
+    def _handed(
+        self,
+        options: LoaderOptions,
+        begun: Begun,
+        registration: accelerate.Registration | None,
+        fed: Fed | None,
+    ) -> None:
+        """Note that a batch is handed out; None at the end of the pass."""
+        batches, stats = begun.batches, begun.stats
+        if registration is not None:
+            registration.step(fed is None)
+        if fed is None:
+            self._place = self._place.over(batches)
+            report(stats.as_dict(), batches.epoch, self.writer)
+            if begun.spans is not None and options.trace is not None:
+                rank, ranks = place(options.group, options.mesh)
+                begun.spans.write(path_of(options.trace, rank, ranks), rank)
+            return
+        batches.consumed()
+        self._place = self._place.handed_out(batches)
+        if fed.indices is not None:
+            self.last_samples = fed.numbers()
+        if (
+            self.persistent_workers
+            and stats.engine == "planned"
+            and stats.batches + _AHEAD_BATCHES == batches.steps
+        ):
+            order = self._order(options)
+            assert isinstance(order, FormulaOrder)
+            following = PlannedPass(batches.next_state(), order, self._place.mask)
+            self._engines.ahead = self._engines.ahead or self._begin(options, following)
+
+    def _begin(self, options: LoaderOptions, batches: Pass) -> Begun:
+        """Have an engine work on a pass."""
+        engines, data = self._engines, self._planned_data()
+        spans = Spans() if options.trace is not None else None
+        in_threads = data is not None if options.in_threads is None else options.in_threads
+        if in_threads and data is not None and isinstance(batches, PlannedPass):
+            begun = engines.planned.begin(options, data, batches, spans)
+        else:
+            begun = self._begin_foreign(options, in_threads, data, batches, spans)
+        device = options.device
+        if device is None and "accelerate.state" in sys.modules:
+            device = accelerate.device(self)
+        if device is not None:
+            begun.feed = device_feed(begun.feed, target_device(device))
+        if begun.stats.engine == "planned" and data is not None and options.collates_by_default:
+            transform = data.recipe.batch_transform
+            if transform is not None:
+                begun.feed = transformed_feed(begun.feed, transform)
+        return begun
+
+    def _begin_foreign(
+        self,
+        options: LoaderOptions,
+        in_threads: bool,
+        data: Dataset | None,
+        batches: Pass,
+        spans: Spans | None,
+    ) -> Begun:
+        """Have threads, or torch's own engines, ask the data set for samples."""
+        engines = self._engines
+        mounted = None if data is None else engines.planned.fill(options, data)
+        collate = options.collate_fn
+        dataset = options.dataset if data is None else data
+        if isinstance(batches, PlannedPass):
+            collate = EmptyAware(collate, dataset)
+        if in_threads and (options.num_workers or mounted is not None):
+            threads = options.num_workers
+            if not threads and mounted is not None:
+                threads = decode_threads(mounted)
+            return engines.threads.begin(
+                options, dataset, collate, threads, mounted, batches, spans
+            )
+        if options.on_error == "skip":
+            raise UsageError("on_error='skip' works with threads: set num_workers=1 or more")
+        stats = Stats(None if mounted is None else mounted.hierarchy, engine="torch")
+        iterator = engines.torch.iterator(options, collate, batches, self._iterator)
+        if options.persistent_workers and options.num_workers:
+            self._iterator = iterator
+        return Begun(batches, stats, torch_feed(iterator, batches), spans)
+
+    def _options(self) -> LoaderOptions:
+        """The options as they are now. Raises UsageError when they cannot work."""
+        same: dict[str, Any] = {name: getattr(self, name) for name in SAME_NAMES}
+        batched = self.batch_sampler is not None
+        length_was_read = self._IterableDataset_len_called is not None
+        return LoaderOptions(batched=batched, length_was_read=length_was_read, **same)
+
+    def _order(self, options: LoaderOptions) -> FormulaOrder | SamplerOrder | None:
+        """The order of the next pass; None for an iterable data set."""
+        if options.iterable:
+            return None
+        if not self.follows_formula():
+            fresh = not (options.persistent_workers and self._engines.threads.base_seed_drawn)
+            return SamplerOrder(self.sampler, self.batch_sampler, options.generator, fresh)
+        assert options.batch_size is not None
+        layout = self.data.reader.layout if options.source_order != "sample" else None
+        rank, ranks = place(options.group, options.mesh)
         shares = None
-        if self.shares is not None:
-            check_shares(self.mode, True)
-            shares = checked_shares(self.shares, self.batch_size, ranks)
-        return PlannedPass(
-            state,
-            bool(self.shuffle),
-            self.batch_size,
-            self.drop_last,
-            rank,
-            ranks,
-            self.source_order,
-            layout,
-            shares,
-            self._kept,
+        if options.shares is not None:
+            shares = checked_shares(options.shares, options.batch_size, ranks)
+        return FormulaOrder(
+            seed=self._order_seed(),
+            samples=self._count(),
+            shuffled=bool(options.shuffle),
+            batch_size=options.batch_size,
+            drop_last=options.drop_last,
+            rank=rank,
+            ranks=ranks,
+            source_order=options.source_order,
+            layout=layout,
+            shares=shares,
         )
-
-    def _begin(self, peek: bool = False) -> Pass:
-        """The pass that begins: resumed, chosen by set_epoch, or the next epoch."""
-        state = self._state
-        if state is None and self._pass is not None and not (peek and self._handed_out):
-            state = self._pass.next_state()
-        if self.follows_formula():
-            seed, count = self._order_seed(), self._count()
-            if state is None:
-                state = Cursor(seed, 0, 0, count).as_dict()
-            if self._chosen_epoch is not None:
-                state = Cursor(seed, self._chosen_epoch, 0, count).as_dict()
-                if not peek:
-                    self._chosen_epoch = None
-            return self._pass_of(state)
-        epoch = int((state or {}).get("epoch", 0))
-        if self._chosen_epoch is not None:
-            epoch, state = self._chosen_epoch, None
-            if not peek:
-                self._chosen_epoch = None
-        if isinstance(self.dataset, IterableDataset):
-            return BatchesPass(epoch, state)
-        # A pass that is over left its random numbers where the next begins.
-        fresh = self._pass is not None and self._state is None
-        return SamplerPass(
-            self.sampler,
-            self.batch_sampler,
-            self.generator,
-            epoch,
-            None if fresh or peek else state,
-            not (self.persistent_workers and self._engines.base_seed_drawn),
-        )
-
-    @property
-    def _index_sampler(self) -> Any:
-        """What torch's own engines take their indices from."""
-        if self._pass is None or isinstance(self.dataset, IterableDataset):
-            return super()._index_sampler
-        return _Indices(self)
-
-    def check_worker_number_rationality(self) -> None:
-        """Torch's warning of more workers than cores, where they are processes."""
-        if "last_samples" in self.__dict__:
-            super().check_worker_number_rationality()
 
     def _planned_data(self) -> Dataset | None:
-        """The data set as dlio reads it; None where torch's way is taken."""
+        """The data set as dlio reads it; None if torch's way is taken."""
         if self._data is None:
             if isinstance(self.dataset, Dataset):
                 self._data = self.dataset
                 if self.tiers is not None and self.dataset.tiers != self.tiers:
                     self.dataset.retier(self.tiers)
-            elif not isinstance(self.dataset, IterableDataset):
-                self._data = adapted(self.dataset, self.tiers)
-                if self._data is None and self.tiers is not None:
-                    self._data = open_dataset(self.dataset, tiers=self.tiers, image_size=None)
+            elif not isinstance(self.dataset, torch.utils.data.IterableDataset):
+                self._data = read_by_dlio(self.dataset, self.tiers)
         return self._data
 
-    def follows_formula(self) -> bool:
-        """Whether the order is dlio's own, which its ranks share without a word."""
-        if self._users_sampler or isinstance(self.dataset, IterableDataset) or not self.batch_size:
-            return False
-        if self.seed is not None or self._planned_data() is not None:
-            return True
-        return place(self.group, self.mesh)[1] > 1
-
     def _count(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type]
+        dataset: Any = self.dataset  # A map-style data set, whose type need not be Sized.
+        return len(dataset)
 
     def _order_seed(self) -> int:
         if self.seed is not None:
             return int(self.seed)
         if self.generator is not None:
             return int(self.generator.initial_seed()) % (1 << 63)
-        found: Any = self.dataset
-        return int(found.seed) if isinstance(found, Dataset) else 0
-
-    def _told(self, stats: Stats, spans: Spans | None, epoch: int) -> None:
-        """After a pass: the log, the trace, TensorBoard."""
-        rank, ranks = place(self.group, self.mesh)
-        if _log.isEnabledFor(logging.INFO):
-            _log.info("epoch %d: %s", epoch, diagnose(stats.as_dict(), available_cores()))
-        if spans is not None and self.trace is not None:
-            spans.write(path_of(self.trace, rank, ranks), rank)
-        if self.writer is not None:
-            found = stats.as_dict()
-            seconds = max(found["seconds"], 1e-9)
-            scalars = {
-                "samples_per_s": found["samples"] / seconds,
-                "stall_share": found["stall_s"] / seconds,
-                "first_batch_s": found["first_batch_s"] or 0.0,
-                **{f"bytes_{name}": count for name, count in found.get("bytes", {}).items()},
-                **{f"thread_s_{name}": spent for name, spent in found["thread_s"].items()},
-            }
-            for name, value in scalars.items():
-                self.writer.add_scalar(f"dlio/{name}", value, epoch)
+        return int(self.dataset.seed) if isinstance(self.dataset, Dataset) else 0
 
 
-class _Indices:
-    """The indices of whichever pass the loader is in. Torch's workers keep it from pass to pass."""
+class _Engines:
+    """A loader's engines, which keep memory and communicators from pass to pass."""
 
-    def __init__(self, loader: DataLoader) -> None:
-        self._loader = loader
+    def __init__(self) -> None:
+        self.planned = PlannedEngine()
+        self.threads = ThreadEngine()
+        self.torch = TorchEngine()
+        self.ahead: Begun | None = None
+        """The next pass, if it has begun while the last batches of the current one are used."""
 
-    def __iter__(self) -> Iterator[Any]:
-        assert self._loader._pass is not None
-        return iter(self._loader._pass)
+    def take_ahead(self, batches: Pass) -> Begun | None:
+        """Return the pass that was begun ahead if it is this one; end it otherwise."""
+        ahead = self.ahead
+        if ahead is None:
+            return None
+        assert isinstance(ahead.batches, PlannedPass)
+        if not ahead.batches.begins_like(batches):
+            self.drop_ahead()
+            return None
+        self.ahead = None
+        ahead.stats.restart()
+        return ahead
 
-    def __len__(self) -> int:
-        return len(self._loader)
-
-
-def _check(dataset: Any, mode: str, workers: str | None, on_error: str | None, tiers: Any) -> None:
-    check_mode(mode)
-    if workers not in (None, "thread", "process"):
-        raise UsageError(f"workers={workers!r}: choose 'thread' or 'process'")
-    if on_error not in (None, "stop", "skip"):
-        raise UsageError(f"on_error={on_error!r}: choose stop or skip")
-    if isinstance(dataset, str | os.PathLike):
-        raise UsageError(f"{str(dataset)!r} is a path: open it with dlio.open first")
-    if tiers is not None and isinstance(dataset, IterableDataset):
-        raise UsageError("tiers= keeps samples by their index; an iterable data set has none")
-
-
-def _are_numbers(indices: Any) -> bool:
-    return isinstance(indices, np.ndarray) or isinstance(indices[0], int | np.integer)
+    def drop_ahead(self) -> None:
+        """End the pass that was begun ahead."""
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None:
+            ahead.feed.close()

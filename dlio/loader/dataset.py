@@ -1,7 +1,7 @@
-"""A data set as torch knows them: `len`, `[i]`, `.classes`."""
+"""A data set as torch expects it: `len`, `[i]`, `.classes`."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -9,56 +9,49 @@ import torch
 from dlio.comm import Communicator
 from dlio.data.reader import Reader, open_reader
 from dlio.data.replicas import replicated
-from dlio.data.schema import Buffer
 from dlio.errors import UsageError
 from dlio.image.crop import Crop
-from dlio.image.decode import Decoder
-from dlio.image.transforms import fused
-from dlio.loader.sample import decode_sample, image_and_label
+from dlio.loader.contract import Sample, Transform, UserDataset
+from dlio.loader.options import Tiers
+from dlio.loader.recipe import Finish, Recipe
 from dlio.storage.mount import Mount, mount
-from dlio.storage.spec import TierSpec, choose_tiers, decoded_spec
+from dlio.storage.spec import choose_tiers, decoded_spec
+
+__all__ = ["Dataset", "open_dataset"]
 
 
-class Dataset(torch.utils.data.Dataset[Any]):
+class Dataset(torch.utils.data.Dataset[Sample]):
     """Samples that are read through a hierarchy of tiers. Made by `dlio.open`.
 
     Map-style and picklable: a copy in another process opens its own files. `dataset[i]` is the
-    reader's sample i: (crop, label) for labelled images, cropped as in epoch `dataset.epoch`,
-    whichever process asks; otherwise its fields, see `dlio.loader.sample.decode_sample`.
+    reader's sample i: (crop, label) for labelled images, with the crop of epoch `dataset.epoch`
+    whichever process asks; otherwise the sample's fields, see
+    `dlio.loader.sample.decode_sample`.
     """
 
     def __init__(
         self,
         reader: Reader,
         *,
-        tiers: str | Sequence[TierSpec] | None,
+        tiers: Tiers | None,
         image_size: int | None,
         train: bool,
-        transform: Callable[[Any], object] | None,
+        transform: Transform | None,
         seed: int,
         on_error: str,
-        finish: Callable[[Buffer, int], Any] | None = None,
+        finish: Finish | None = None,
     ) -> None:
         self.reader = reader
-        found = image_and_label(reader.schema)
-        crop, self.transform, self.batch_transform = fused(transform)
-        """What is done to a sample behind its crop, and to a batch of them where it lies."""
-        self.crops = found is not None and (image_size is not None or crop is not None)
-        """Whether samples are crops of images, with labels."""
-        self.image_field, self.label_field = found or ("", "")
         self.tiers = tiers
         self.image_size = image_size
         self.train = train
-        self.crop = Crop(image_size or 1, train) if crop is None else crop
-        if not self.crops:
-            self.transform, self.batch_transform = transform, None
         self.seed = seed
         self.on_error = on_error
-        self.finish = finish
-        """Makes a sample of (payload, index), where another library's data set is read."""
         self.epoch = 0
+        self._transform = transform
+        self._finish = finish
         self._mount: Mount | None = None
-        self._decoder = self._made_decoder()
+        self._recipe = self._make_recipe()
 
     @property
     def path(self) -> str:
@@ -79,16 +72,31 @@ class Dataset(torch.utils.data.Dataset[Any]):
         return [int(label) for label in self.reader.labels]
 
     @property
-    def decoder(self) -> Decoder:
-        return self._decoder
+    def recipe(self) -> Recipe:
+        """How payloads become samples."""
+        return self._recipe
+
+    @property
+    def crops(self) -> bool:
+        """True if samples are crops of images, with labels."""
+        return self._recipe.crops
+
+    @property
+    def crop(self) -> Crop:
+        return self._recipe.crop
+
+    @property
+    def transform(self) -> Transform | None:
+        """User's transform of a sample, without the steps that are done by the crop or a batch."""
+        return self._recipe.transform
 
     def __len__(self) -> int:
         return len(self.reader)
 
-    def __getitem__(self, index: int) -> Any:
-        """Sample `index`, through `transform` if there is one.
+    def __getitem__(self, index: int) -> Sample:
+        """Return sample `index`, through `transform` if there is one.
 
-        Labelled images: (uint8 tensor of shape (3, size, size), or what `transform` makes of it;
+        Labelled images: (uint8 tensor of shape (3, size, size), or the transform's result;
         label). Raises IndexError, SourceError, DecodeError.
         """
         count = len(self)
@@ -101,42 +109,19 @@ class Dataset(torch.utils.data.Dataset[Any]):
             payload, _ = self._mount.hierarchy.read(sample, int(block[0]), int(place[0]))
         else:
             payload = self.reader.read(samples)[0]
-        if self.finish is not None:
-            return self.finish(payload, sample)
-        name = self.reader.name(sample)
-        if not self.crops:
-            whole = decode_sample(self.reader.schema, payload, name)
-            return self.transform(whole) if self.transform is not None else whole
-        values = self.reader.schema.split(payload)
-        pixels = np.empty((self.crop.size, self.crop.width, 3), np.uint8)
-        uniforms = self._decoder.draw(self.epoch, samples)[0]
-        self._decoder.decode(values[self.image_field], name, uniforms, pixels)
-        tensor = torch.from_numpy(pixels).permute(2, 0, 1)
-        made = self.transform(tensor) if self.transform is not None else tensor
-        if self.batch_transform is not None:
-            made = self.batch_transform(made)
-        return made, int(values[self.label_field])
+        return self._recipe.one(self.epoch, sample, payload)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose crops `[i]` gives."""
+        """Choose the epoch whose crops `[i]` returns."""
         self.epoch = epoch
 
-    def retier(self, tiers: str | Sequence[TierSpec]) -> None:
+    def retier(self, tiers: Tiers) -> None:
         """Choose other tiers. Raises UsageError once they are in use."""
         choose_tiers(tiers, 0)
         if self._mount is not None:
             raise UsageError(f"tiers={tiers!r}: {self.path} is in use with tiers={self.tiers!r}")
         self.tiers = tiers
-        self._decoder = self._made_decoder()
-
-    def _made_decoder(self) -> Decoder:
-        kept = decoded_spec(self.tiers) is not None
-        if kept and not self.crops:
-            raise UsageError(
-                f"tiers={self.tiers!r}: {self.path} is not cropped here, and decoded tiers keep "
-                "labelled images for crops: leave :decoded out"
-            )
-        return Decoder(self.crop, self.seed, kept)
+        self._recipe = self._make_recipe()
 
     @property
     def mounted(self) -> Mount | None:
@@ -144,31 +129,31 @@ class Dataset(torch.utils.data.Dataset[Any]):
         return self._mount
 
     def mount(self, comm: Communicator, pretend_nodes: int | None = None) -> Mount:
-        """The data set's tiers, opened once. Collective the first time. Owned by the data set."""
+        """Open the data set's tiers, once; the data set owns them. Collective the first time."""
         if self._mount is None:
             self._mount = mount(self.reader, self.tiers, comm, pretend_nodes)
         return self._mount
 
     def close(self) -> None:
-        """Close tiers and files; what was in shared memory is gone."""
+        """Close tiers and files; the contents of shared memory are gone then."""
         if self._mount is not None:
             self._mount.close()
             self._mount = None
         self.reader.close()
 
-    def __enter__(self) -> "Dataset":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def __getstate__(self) -> dict[str, object]:
-        state = {key: value for key, value in self.__dict__.items() if key != "_decoder"}
+        state = {key: value for key, value in self.__dict__.items() if key != "_recipe"}
         return {**state, "_mount": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._decoder = self._made_decoder()
+        self._recipe = self._make_recipe()
 
     def __repr__(self) -> str:
         return (
@@ -176,41 +161,61 @@ class Dataset(torch.utils.data.Dataset[Any]):
             f"image_size={self.image_size}, train={self.train})"
         )
 
+    def _make_recipe(self) -> Recipe:
+        through_decoded = decoded_spec(self.tiers) is not None
+        recipe = Recipe(
+            self.reader,
+            image_size=self.image_size,
+            train=self.train,
+            transform=self._transform,
+            seed=self.seed,
+            through_decoded=through_decoded,
+            finish=self._finish,
+        )
+        if through_decoded and not recipe.crops:
+            raise UsageError(
+                f"tiers={self.tiers!r}: {self.path} is not cropped here, and decoded tiers keep "
+                "labelled images for crops: leave :decoded out"
+            )
+        return recipe
+
 
 def open_dataset(
-    path: Any,
+    path: UserDataset | str | Sequence[str],
     *,
-    tiers: str | Sequence[TierSpec] | None = None,
+    tiers: Tiers | None = None,
     image_size: int | None = 224,
     train: bool = True,
-    transform: Callable[[Any], object] | None = None,
+    transform: Transform | None = None,
     seed: int = 0,
     on_error: str = "stop",
     replicas: Sequence[str] = (),
-    **options: Any,
+    **options: object,
 ) -> Dataset:
     """Open a data set; exported as `dlio.open`.
 
     Args:
         path: of any format that `dlio ls` knows: a folder, a file, a pattern, a URL, a list of
-            them, with `::` and the names of fields behind them (`file.h5::images,labels`); or a
-            map-style data set of torch's.
-        tiers: `"ram:2GiB,/local/scratch:20GiB"`, per node and fastest first; `"none"` for no
-            tier; None for DLIO_TIERS, or RAM as far as a quarter of the free memory goes.
-        image_size: side of the square crops of labelled images; None for samples as they are.
+            them, followed by `::` and names of fields if wanted (`file.h5::images,labels`); or a
+            map-style data set of torch.
+        tiers: `"ram:2GiB,/local/scratch:20GiB"`, bytes per node, fastest first; `"none"` for no
+            tiers; None for DLIO_TIERS, or for RAM up to a quarter of the free memory.
+        image_size: side of the square crops of labelled images, in pixels; None for samples as
+            they are.
         train: random resized crops and flips, keyed by (seed, epoch, sample); otherwise the
             middle of the image.
-        transform: of `dlio.transforms`, beginning with what is cut out, which takes the place of
-            `image_size` and `train`; or anything that can be called, in a thread, with each crop,
-            a uint8 tensor of shape (3, size, size), or each sample that is no labelled image.
+        transform: one of `dlio.transforms` that begins with a crop, which replaces `image_size`
+            and `train`; or any callable. A callable is called in a thread, with each crop as a
+            uint8 tensor of shape (3, size, size), or with each sample that is not a labelled
+            image.
         seed: of crops and, in a loader, of the order.
         on_error: `stop` at a sample that cannot be read or decoded, or `skip` and count it.
-        replicas: other places where the same data set lies. Each read goes to the copy that is
-            expected to give it first, by what `dlio bench tiers` measured and by how long reads
-            take; and to another one when it fails.
-        options: the reader's own, such as `select` for a slab of every HDF5 or Zarr sample.
+        replicas: other places of the same data set. Each read goes to the copy that is expected
+            to be fastest, by the measurements of `dlio bench tiers` and by the time that reads
+            take; and to another copy when it fails.
+        options: of the reader, such as `select` for a slab of every HDF5 or Zarr sample.
 
-    Raises UsageError for options that cannot work, SourceError when the path is no data set.
+    Raises UsageError for options that cannot work, SourceError when the path is not a data set.
     """
     if on_error not in ("stop", "skip"):
         raise UsageError(f"on_error={on_error!r}: choose stop or skip")

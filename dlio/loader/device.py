@@ -1,18 +1,21 @@
 """Batches on a GPU ahead of their use: copied from page-locked memory on a stream of their own."""
 
 import queue
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final, Self
 
 import torch
 
+from dlio.loader.contract import BatchData, Transform
 from dlio.loader.feed import Fed, Feed
+from dlio.loader.nested import map_leaves, tensors_in
+from dlio.util.threads import Workers
+
+__all__ = ["device_feed", "moved", "target_device", "transformed_feed"]
 
 _AHEAD: Final = 2
-"""Batches that lie on the device and wait, at most."""
+"""Largest number of batches that wait on the device."""
 _POLL_S: Final = 0.2
 _JOIN_TIMEOUT_S: Final = 10.0
 
@@ -20,16 +23,37 @@ _JOIN_TIMEOUT_S: Final = 10.0
 @dataclass(slots=True)
 class _Copied:
     fed: Fed
-    event: Any
+    event: torch.cuda.Event | None
+    """Completes with the copy; None for an error, which has nothing to copy."""
+
+
+def target_device(device: torch.device | str | int) -> torch.device:
+    """Return the device of a loader's option, with its number."""
+    target = torch.device(device)
+    if target.type == "cuda" and target.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return target
 
 
 def device_feed(feed: Feed, device: torch.device) -> Feed:
-    """`feed`, with its batches on `device`.
+    """Return the batches of `feed` on `device`.
 
-    On CUDA a thread takes batches and copies them on a stream of its own, ahead of their use;
-    elsewhere they are copied as they are handed out.
+    On CUDA a thread takes batches and copies them on a stream of its own, ahead of their use. On
+    other devices they are copied when they are handed out.
     """
-    next(feed)
+    on_device = _on_device(feed, device)
+    next(on_device)
+    return on_device
+
+
+def transformed_feed(feed: Feed, transform: Transform) -> Feed:
+    """Return the batches of `feed` with the first tensor of each transformed, where it lies."""
+    transformed = _transformed(feed, transform)
+    next(transformed)
+    return transformed
+
+
+def _on_device(feed: Feed, device: torch.device) -> Feed:
     if device.type != "cuda":
         yield None
         for fed in feed:
@@ -44,18 +68,14 @@ def device_feed(feed: Feed, device: torch.device) -> Feed:
             if copied.event is not None:
                 stream = torch.cuda.current_stream(device)
                 stream.wait_event(copied.event)
-                _each_tensor(fed.data, partial(_recorded, stream))
+                for tensor in tensors_in(fed.data):
+                    tensor.record_stream(stream)
             del copied
             yield fed
             del fed
 
 
-def transformed_feed(feed: Feed, transform: Callable[[torch.Tensor], Any] | None) -> Feed:
-    """`feed`, with a transform done to the first tensor of each batch, where it lies."""
-    if transform is None:
-        yield from feed
-        return
-    next(feed)
+def _transformed(feed: Feed, transform: Transform) -> Feed:
     yield None
     for fed in feed:
         assert fed is not None
@@ -67,19 +87,16 @@ def transformed_feed(feed: Feed, transform: Callable[[torch.Tensor], Any] | None
         del fed
 
 
-def moved(data: Any, device: torch.device, non_blocking: bool) -> Any:
-    """A batch of any structure with its tensors on a device."""
-    if isinstance(data, torch.Tensor):
-        return data.to(device, non_blocking=non_blocking)
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(moved(item, device, non_blocking) for item in data))
-    if isinstance(data, tuple | list):
-        return type(data)(moved(item, device, non_blocking) for item in data)
-    if isinstance(data, dict):
-        return {key: moved(item, device, non_blocking) for key, item in data.items()}
-    if hasattr(data, "to") and callable(data.to):
-        return data.to(device)
-    return data
+def moved(data: BatchData, device: torch.device, non_blocking: bool) -> BatchData:
+    """Return a batch of any structure with its tensors on a device."""
+
+    def move(leaf: BatchData) -> BatchData:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(device, non_blocking=non_blocking)
+        to: Callable[[torch.device], BatchData] | None = getattr(leaf, "to", None)
+        return to(device) if callable(to) else leaf
+
+    return map_leaves(move, data)
 
 
 class _Copier:
@@ -88,46 +105,41 @@ class _Copier:
     def __init__(self, feed: Feed, device: torch.device) -> None:
         self._feed, self._device = feed, device
         self._ready: queue.Queue[_Copied | BaseException | None] = queue.Queue(_AHEAD)
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="dlio-device", daemon=True)
-        self._thread.start()
+        self._workers = Workers("dlio-device", self._run, stop_timeout_s=_JOIN_TIMEOUT_S)
+        self._workers.start()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._closing.set()
-        while self._thread.is_alive():
-            # Whatever it waits to hand over is dropped.
-            try:
-                self._ready.get(timeout=_POLL_S)
-            except queue.Empty:
-                self._thread.join(_POLL_S)
+        self._workers.close()
 
     def take(self) -> _Copied | None:
+        """Return the next batch; None after the last. Raises the error that ended the thread."""
         while True:
             try:
                 item = self._ready.get(timeout=_POLL_S)
             except queue.Empty:
-                if not self._thread.is_alive():
+                if not self._workers.alive():
                     return None
                 continue
             if isinstance(item, BaseException):
                 raise item
             return item
 
-    def _run(self) -> None:
+    def _run(self, _: int) -> None:
         last: BaseException | None = None
         try:
             torch.cuda.set_device(self._device)
-            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            cuda: Any = torch.cuda  # torch gives these constructors no types.
+            stream = cuda.Stream(self._device)
             for fed in self._feed:
                 assert fed is not None
                 event = None
                 if fed.error is None:
                     with torch.cuda.stream(stream):
                         fed.data = moved(fed.data, self._device, non_blocking=True)
-                        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                        event = cuda.Event()
                         event.record(stream)
                 if not self._hand(_Copied(fed, event)):
                     break
@@ -139,25 +151,11 @@ class _Copier:
             self._hand(last)
 
     def _hand(self, item: _Copied | BaseException | None) -> bool:
-        while not self._closing.is_set():
+        """Wait for room and queue an item; False if the loader is being closed."""
+        while not self._workers.stopping.is_set():
             try:
                 self._ready.put(item, timeout=_POLL_S)
             except queue.Full:
                 continue
             return True
         return False
-
-
-def _recorded(stream: Any, tensor: torch.Tensor) -> None:
-    tensor.record_stream(stream)
-
-
-def _each_tensor(data: Any, act: Callable[[torch.Tensor], object]) -> None:
-    if isinstance(data, torch.Tensor):
-        act(data)
-    elif isinstance(data, tuple | list):
-        for item in data:
-            _each_tensor(item, act)
-    elif isinstance(data, dict):
-        for item in data.values():
-            _each_tensor(item, act)

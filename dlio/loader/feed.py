@@ -1,56 +1,213 @@
-"""What every engine gives the loader, and the iterator that hands it to the user."""
+"""The batches of a pass as every engine yields them, their counts, and the user's iterator."""
 
+import atexit
+import os
+import threading
+import time
+import weakref
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Self, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from dlio.loader.stats import Stats
+from dlio.loader.contract import BatchData, Index
+from dlio.loader.passes import Pass
+from dlio.loader.stats import STAGES, PassStats
+from dlio.loader.trace import Spans
+from dlio.storage.hierarchy import Hierarchy
+
+__all__ = ["Begun", "Clock", "Fed", "Feed", "LoaderIterator", "Stats"]
 
 
 @dataclass(slots=True)
 class Fed:
     """A batch, or the exception that is raised in its place."""
 
-    data: Any
+    data: BatchData
     samples: int
-    indices: Sequence[Any] | npt.NDArray[np.int64] | None = None
+    """Number of samples in the batch."""
+    indices: Sequence[Index] | npt.NDArray[np.int64] | None = None
+    """Index of each sample; None if the engine does not know them."""
     error: BaseException | None = None
+
+    def numbers(self) -> npt.NDArray[np.int64]:
+        """The indices, if they are whole numbers; shape (samples,), or (0,) for other keys."""
+        indices = self.indices
+        if indices is None or not len(indices):
+            return np.empty(0, np.int64)
+        if isinstance(indices, np.ndarray) or isinstance(indices[0], int | np.integer):
+            return np.asarray(indices, np.int64)
+        return np.empty(0, np.int64)
 
 
 Feed = Generator[Fed | None, None, None]
-"""Batches in order. It begins with a None, when work ahead is under way."""
+"""Batches in order. An engine takes the first item, None, which comes when its work has begun."""
+
+
+class Clock:
+    """Seconds that threads spent, by stage. Thread-safe.
+
+    `source`, `disk`, `ram` and `peer` are reads from that place; `fetch` is a user's data set.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seconds = dict.fromkeys(STAGES, 0.0)
+
+    def add(self, stage: str, seconds: float) -> None:
+        with self._lock:
+            self._seconds[stage] += seconds
+
+    def add_all(self, seconds: dict[str, float]) -> None:
+        with self._lock:
+            for stage, spent in seconds.items():
+                self._seconds[stage] += spent
+
+    def snapshot(self) -> dict[str, float]:
+        with self._lock:
+            return dict(self._seconds)
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counts of one pass: the hierarchy's counters since it began, the threads' time, the
+    consumer's waiting.
+
+    Args:
+        threads: that make batches.
+        engine: `planned`, `threads` or `torch`.
+    """
+
+    hierarchy: Hierarchy | None = None
+    threads: int = 0
+    engine: str = ""
+    clock: Clock = field(default_factory=Clock)
+    stall_s: float = 0.0
+    samples: int = 0
+    batches: int = 0
+    first_batch_s: float | None = None
+    skipped: list[str] = field(default_factory=list)
+    _before: dict[str, Any] = field(default_factory=dict)
+    _after: dict[str, Any] | None = None
+    _started: float = field(default_factory=time.perf_counter)
+    _ended: float | None = None
+    _waiting_since: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._waiting_since = self._started
+        if self.hierarchy is not None:
+            self._before = self.hierarchy.counters.snapshot()
+
+    def restart(self) -> None:
+        """Begin now: work that was done ahead counts as the pass before."""
+        self._started = self._waiting_since = time.perf_counter()
+        if self.hierarchy is not None:
+            self._before = self.hierarchy.counters.snapshot()
+
+    def wait_begins(self) -> None:
+        self._waiting_since = time.perf_counter()
+
+    def wait_ends(self, samples: int) -> None:
+        now = time.perf_counter()
+        self.stall_s += now - self._waiting_since
+        self.samples += samples
+        self.batches += 1
+        if self.first_batch_s is None:
+            self.first_batch_s = now - self._started
+
+    def end(self) -> None:
+        if self._ended is None:
+            self._ended = time.perf_counter()
+            if self.hierarchy is not None:
+                self._after = self.hierarchy.counters.snapshot()
+
+    @property
+    def seconds(self) -> float:
+        return (self._ended or time.perf_counter()) - self._started
+
+    def as_dict(self) -> PassStats:
+        """Return the counts so far."""
+        counted: dict[str, Any] = {}
+        if self.hierarchy is not None:
+            now = self._after or self.hierarchy.counters.snapshot()
+            for key, value in now.items():
+                before = self._before[key]
+                if isinstance(value, dict):
+                    counted[key] = {place: value[place] - before[place] for place in value}
+                else:
+                    counted[key] = value - before
+        counts = {
+            "engine": self.engine,
+            "samples": self.samples,
+            "batches": self.batches,
+            "seconds": self.seconds,
+            "stall_s": self.stall_s,
+            "first_batch_s": self.first_batch_s,
+            "threads": self.threads,
+            "thread_s": self.clock.snapshot(),
+            "skipped": list(self.skipped),
+            "notes": self.hierarchy.notes() if self.hierarchy is not None else [],
+            **counted,
+        }
+        return cast(PassStats, counts)
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Begun:
+    """A pass whose batches an engine makes. Closed at exit, if a script leaves it open."""
+
+    batches: Pass
+    stats: Stats
+    feed: Feed
+    spans: Spans | None
+    """Trace of the pass, if one is wanted."""
+
+    def __post_init__(self) -> None:
+        _open.add(self)
+
+
+_open: weakref.WeakSet[Begun] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """Close the passes that a script has left open, while the interpreter can still do it: a feed
+    that is collected later finds modules torn down."""
+    for begun in list(_open):
+        with suppress(ValueError):  # A thread of the user's is inside of it.
+            begun.feed.close()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_open.clear)
 
 
 class LoaderIterator:
-    """One pass, as the user sees it. An exception in place of a batch does not end it."""
+    """The iterator of one pass. An exception in place of a batch does not end it.
 
-    def __init__(
-        self, feed: Feed, stats: Stats, length: int | None, handed: Callable[[Fed | None], None]
-    ) -> None:
-        """
-        Args:
-            feed: already begun.
-            length: batches, where that is known.
-            handed: is told of each batch when it is handed out, and None at the end.
-        """
-        self._feed = feed
-        self._stats = stats
-        self._length = length
+    Args:
+        handed: is called with each batch when it is handed out, and with None at the end.
+    """
+
+    def __init__(self, begun: Begun, handed: Callable[[Fed | None], None]) -> None:
+        self._feed = begun.feed
+        self._stats = begun.stats
+        self._length = begun.batches.steps
         self._handed = handed
 
     def __iter__(self) -> Self:
         return self
 
     def __len__(self) -> int:
+        """Batches of the pass. Raises TypeError if the data set does not know."""
         if self._length is None:
-            raise TypeError("the data set does not tell how many batches there are")
+            raise TypeError("the number of batches is unknown: the data set has no length")
         return self._length
 
-    def __next__(self) -> Any:
+    def __next__(self) -> BatchData:
         with torch.autograd.profiler.record_function("enumerate(DataLoader)#dlio.__next__"):
             self._stats.wait_begins()
             try:
@@ -74,6 +231,6 @@ class LoaderIterator:
         return data
 
     def close(self) -> None:
-        """End the pass; what is under way is dropped."""
+        """End the pass; work that is under way is dropped."""
         self._feed.close()
         self._stats.end()

@@ -1,6 +1,6 @@
-"""From a payload to what a user gets of a sample whose fields are not an image and its label.
+"""A sample's fields as users get them.
 
-Arrays become tensors over the payload's own memory; images are decoded, as late as here.
+Arrays become tensors over the payload's own memory. Images are decoded here, as late as possible.
 """
 
 import json
@@ -10,19 +10,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from dlio.data.labels import LABEL_NAMES
 from dlio.data.schema import IMAGES, Buffer, Schema
 from dlio.errors import CorruptBlock, SourceError
 from dlio.image.decode import decode_whole
+from dlio.loader.contract import Sample
 
-_LABELS: Final = ("label", "labels", "cls", "class", "target", "targets", "fine_label", "y", "1")
+__all__ = ["decode_sample", "image_and_label", "label_field"]
+
 _INTEGERS: Final = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
 
 
 def image_and_label(schema: Schema) -> tuple[str, str] | None:
-    """The fields of a data set of labelled images; None for any other.
+    """Return the fields (image, label) of a data set of labelled images; None for any other.
 
-    The first image, and the whole number that is called as labels are called, or is the only one.
-    What else a sample holds beside them is left out of crops; nested samples are never cropped.
+    The image is the first image field. The label is the integer field with a label's name, or the
+    only integer field. Crops leave all other fields out; nested samples are never cropped.
     """
     images = [name for name, kind in schema.fields if kind in IMAGES]
     numbers = [name for name, kind in schema.fields if kind in _INTEGERS]
@@ -35,32 +38,31 @@ def image_and_label(schema: Schema) -> tuple[str, str] | None:
 
 
 def label_field(schema: Schema) -> str | None:
-    """The whole number that is called as labels are called."""
+    """Return the integer field with a label's name (`dlio.data.labels`); None without one."""
     numbers = [name for name, kind in schema.fields if kind in _INTEGERS]
-    return next((name for name in _LABELS if name in numbers), None)
+    return next((name for name in LABEL_NAMES if name in numbers), None)
 
 
-def decode_sample(schema: Schema, payload: Buffer, name: str) -> Any:
-    """A sample as users get it: a dictionary of its fields, or the schema's structure of them.
+def decode_sample(schema: Schema, payload: Buffer, name: str) -> Sample:
+    """Decode a payload into a dictionary of its fields, or into the schema's structure of them.
 
     Numbers are Python's, arrays tensors, images uint8 tensors of shape (3, height, width), text a
-    str, JSON what it says, anything else bytes. Arrays share the payload's memory where it is
-    writable and aligned, and are copied where it is not.
+    str, JSON its parsed value, anything else bytes. Arrays share the payload's memory where it is
+    writable and aligned, and are copied otherwise.
 
     Args:
-        name: what to call the sample in errors.
+        name: of the sample, for errors.
 
-    Raises SourceError when the payload does not hold what its schema says, DecodeError for a
-    damaged image.
+    Raises SourceError when the payload does not match its schema, DecodeError for a damaged image.
     """
     try:
         values = schema.split(payload)
-        made = {
+        decoded = {
             field: _decode(schema.kinds[field].text, value, name) for field, value in values.items()
         }
     except (CorruptBlock, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise SourceError(f"sample {name!r} cannot be decoded: {error}") from error
-    return schema.arrange({field: made[field] for field, _ in schema.fields})
+    return schema.arrange({field: decoded[field] for field, _ in schema.fields})
 
 
 def _decode(kind: str, value: Any, name: str) -> Any:

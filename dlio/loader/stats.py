@@ -1,125 +1,81 @@
-"""What a pass cost and where, and what follows from it: the line that names the bottleneck."""
+"""Counts and times of a pass, and the diagnosis of its bottleneck."""
 
-import threading
-import time
-from dataclasses import dataclass, field
-from typing import Any, Final
+import logging
+from typing import Final, NotRequired, TypedDict
 
-from dlio.storage.hierarchy import Hierarchy
+from dlio.loader.contract import ScalarWriter
+from dlio.util.cores import available_cores
 from dlio.util.units import format_bytes
 
+__all__ = ["STAGES", "PassStats", "diagnose", "report", "scalars_of"]
+
+_log = logging.getLogger("dlio")
+
 _SMALL_STALL: Final = 0.02
-"""Share of the time that a consumer may wait before the loader is called slow."""
+"""Largest share of a pass that a consumer waits with a loader that keeps up."""
 _BUSY: Final = 0.7
-"""Share of the threads' time below which it is not they who are slow."""
+"""Least share of the pass that threads are busy when they are the bottleneck."""
 STAGES: Final = ("source", "disk", "ram", "peer", "decode", "transform", "collate", "fetch")
 
 
-class Clock:
-    """Seconds that threads spent, by stage: `source`, `disk`, `ram` and `peer` are reads from
-    there, `fetch` is a user's data set."""
+class PassStats(TypedDict):
+    """The result of `DataLoader.stats`: this rank's counts of one pass."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._seconds = dict.fromkeys(STAGES, 0.0)
-        self._bytes_read = 0
-
-    def add(self, stage: str, seconds: float) -> None:
-        with self._lock:
-            self._seconds[stage] += seconds
-
-    def add_all(self, seconds: dict[str, float]) -> None:
-        with self._lock:
-            for stage, spent in seconds.items():
-                self._seconds[stage] += spent
-
-    def snapshot(self) -> dict[str, float]:
-        with self._lock:
-            return dict(self._seconds)
-
-
-@dataclass(slots=True)
-class Stats:
-    """Counts of one pass: the hierarchy's counters since it began, the threads' time, the
-    waiting."""
-
-    hierarchy: Hierarchy | None = None
-    threads: int = 0
-    engine: str = ""
-    clock: Clock = field(default_factory=Clock)
-    stall_s: float = 0.0
-    samples: int = 0
-    batches: int = 0
-    first_batch_s: float | None = None
-    skipped: list[str] = field(default_factory=list)
-    _before: dict[str, Any] = field(default_factory=dict)
-    _after: dict[str, Any] | None = None
-    _started: float = field(default_factory=time.perf_counter)
-    _ended: float | None = None
-    _waiting_since: float = 0.0
-
-    def __post_init__(self) -> None:
-        self._waiting_since = self._started
-        if self.hierarchy is not None:
-            self._before = self.hierarchy.counters.snapshot()
-
-    def restart(self) -> None:
-        """Begin now: what was brought ahead belongs to the pass before."""
-        self._started = self._waiting_since = time.perf_counter()
-        if self.hierarchy is not None:
-            self._before = self.hierarchy.counters.snapshot()
-
-    def wait_begins(self) -> None:
-        self._waiting_since = time.perf_counter()
-
-    def wait_ends(self, samples: int) -> None:
-        now = time.perf_counter()
-        self.stall_s += now - self._waiting_since
-        self.samples += samples
-        self.batches += 1
-        if self.first_batch_s is None:
-            self.first_batch_s = now - self._started
-
-    def end(self) -> None:
-        if self._ended is None:
-            self._ended = time.perf_counter()
-            if self.hierarchy is not None:
-                self._after = self.hierarchy.counters.snapshot()
-
-    @property
-    def seconds(self) -> float:
-        return (self._ended or time.perf_counter()) - self._started
-
-    def as_dict(self) -> dict[str, Any]:
-        counted: dict[str, Any] = {}
-        if self.hierarchy is not None:
-            now = self._after or self.hierarchy.counters.snapshot()
-            for key, value in now.items():
-                before = self._before[key]
-                if isinstance(value, dict):
-                    counted[key] = {place: value[place] - before[place] for place in value}
-                else:
-                    counted[key] = value - before
-        return {
-            "engine": self.engine,
-            "samples": self.samples,
-            "batches": self.batches,
-            "seconds": self.seconds,
-            "stall_s": self.stall_s,
-            "first_batch_s": self.first_batch_s,
-            "threads": self.threads,
-            "thread_s": self.clock.snapshot(),
-            "skipped": list(self.skipped),
-            "notes": self.hierarchy.notes() if self.hierarchy is not None else [],
-            **counted,
-        }
+    engine: str
+    """`planned`, `threads` or `torch`."""
+    samples: int
+    batches: int
+    seconds: float
+    stall_s: float
+    """Seconds that `next` waited."""
+    first_batch_s: float | None
+    threads: int
+    thread_s: dict[str, float]
+    """Seconds of the threads, by stage."""
+    skipped: list[str]
+    """Names of samples that were left out."""
+    notes: list[str]
+    bytes: NotRequired[dict[str, int]]
+    """Payload bytes by place: `source`, `peer`, `ram`, `disk`. This and the counts below are there
+    for data sets of dlio alone."""
+    sent: NotRequired[int]
+    """Bytes sent to peers."""
+    messages: NotRequired[int]
+    late: NotRequired[int]
+    """Samples that a peer did not send in time."""
+    healed: NotRequired[int]
+    """Samples that failed their checksum in a tier."""
+    decoded: NotRequired[int]
+    """Samples from a tier of decoded images."""
+    decode_saved_s: NotRequired[float]
 
 
-def diagnose(stats: dict[str, Any], cores: int) -> str:
-    """One line: the rate, the waiting, what held it up, what to do. Pure.
+def scalars_of(stats: PassStats) -> dict[str, float]:
+    """Return the figures of a pass for TensorBoard, by name."""
+    seconds = max(stats["seconds"], 1e-9)
+    return {
+        "samples_per_s": stats["samples"] / seconds,
+        "stall_share": stats["stall_s"] / seconds,
+        "first_batch_s": stats["first_batch_s"] or 0.0,
+        **{f"bytes_{place}": float(count) for place, count in stats.get("bytes", {}).items()},
+        **{f"thread_s_{stage}": spent for stage, spent in stats["thread_s"].items()},
+    }
+
+
+def report(stats: PassStats, epoch: int, writer: ScalarWriter | None) -> None:
+    """Log the diagnosis of a pass, and write its figures to TensorBoard."""
+    if _log.isEnabledFor(logging.INFO):
+        _log.info("epoch %d: %s", epoch, diagnose(stats, available_cores()))
+    if writer is not None:
+        for name, value in scalars_of(stats).items():
+            writer.add_scalar(f"dlio/{name}", value, epoch)
+
+
+def diagnose(stats: PassStats, cores: int) -> str:
+    """Return one line: the rate, the waiting, the bottleneck and its remedy. Pure.
 
     Args:
-        stats: of `DataLoader.stats`.
+        stats: result of `DataLoader.stats`.
         cores: that this process may use.
     """
     seconds = max(stats["seconds"], 1e-9)
@@ -163,7 +119,7 @@ _NAMES: Final = {
 }
 
 
-def _remedy(stage: str, stats: dict[str, Any], cores: int) -> str:
+def _remedy(stage: str, stats: PassStats, cores: int) -> str:
     threads = stats["threads"]
     more = f"num_workers={cores} (it is {threads}), or " if threads < cores else ""
     read = format_bytes(stats.get("bytes", {}).get("source", 0))

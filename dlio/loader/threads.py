@@ -1,50 +1,100 @@
-"""Any map-style data set, in threads: what torch's workers do, without processes.
+"""The engine for any map-style data set: the work of torch's worker processes, done by threads.
 
 A sample is the unit of work where the data set has no `__getitems__`, so one slow sample delays
-no other batch; batches come out in order. What torch's contract says of exceptions, collate_fn,
-pinning and timeouts holds; threads are no workers, though: `get_worker_info()` is None in them.
+no other batch; batches come out in order. Exceptions, collate_fn, pinning and timeouts follow
+torch's contract. Threads are not worker processes, though: `get_worker_info()` is None in them.
 """
 
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 import torch
 from torch._utils import ExceptionWrapper
 
-from dlio.loader.feed import Fed, Feed
+from dlio.errors import DlioError
+from dlio.loader.contract import BatchData, CollateFn, Sample, UserDataset
+from dlio.loader.feed import Begun, Fed, Feed, Stats
+from dlio.loader.options import LoaderOptions
 from dlio.loader.passes import Pass
-from dlio.loader.stats import Stats
 from dlio.loader.trace import Spans
+from dlio.storage.mount import Mount
+from dlio.util.threads import Workers
+
+__all__ = ["ThreadEngine"]
 
 _POLL_S: Final = 0.2
-_JOIN_TIMEOUT_S: Final = 5.0
 _PARTS: Final = 4
 """Tasks of a batch for each thread, so that they end together."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fetching:
-    """What is done with a batch's indices."""
+class ThreadEngine:
+    """Makes batches by threads that ask a map-style data set."""
 
-    dataset: Any
-    collate: Callable[[Any], Any]
+    def __init__(self) -> None:
+        self.base_seed_drawn = False
+        """True if torch's persistent workers would have their seeds by now."""
+
+    def begin(
+        self,
+        options: LoaderOptions,
+        dataset: UserDataset,
+        collate: CollateFn,
+        threads: int,
+        mounted: Mount | None,
+        batches: Pass,
+        spans: Spans | None,
+    ) -> Begun:
+        """Begin the work of a pass.
+
+        Args:
+            dataset: to ask: the loader's own, or dlio's view of it.
+            mounted: tiers behind the data set, for the counts.
+        """
+        factor = 2 if options.prefetch_factor is None else max(1, options.prefetch_factor)
+        work = _Work(
+            dataset=dataset,
+            collate=collate,
+            batched=options.batched,
+            threads=threads,
+            ahead=threads * factor,
+            in_order=options.in_order,
+            timeout_s=options.timeout,
+            skip=options.on_error == "skip",
+            pin=_pinning(options),
+            init=options.worker_init_fn,
+        )
+        if not (options.persistent_workers and self.base_seed_drawn):
+            # torch's loader draws a base seed here: the numbers drawn next stay the same.
+            torch.empty((), dtype=torch.int64).random_(generator=options.generator)
+            self.base_seed_drawn = True
+        stats = Stats(None if mounted is None else mounted.hierarchy, threads, "threads")
+        feed = _feed(work, batches, stats, spans)
+        next(feed)
+        return Begun(batches, stats, feed, spans)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """The work on a batch's indices."""
+
+    dataset: UserDataset
+    collate: CollateFn
     batched: bool
-    """Whether an index batch is a list, to be collated; otherwise one index."""
+    """True if an item of the pass is a list of indices, to be collated; otherwise it is one."""
     threads: int
     ahead: int
     """Batches under way at a time."""
     in_order: bool
     timeout_s: float
-    """For one batch; 0 waits for ever."""
+    """For one batch; 0 waits without end."""
     skip: bool
     """Leave out samples for which the data set raises."""
-    pin: Callable[[Any], Any] | None
+    pin: Callable[[BatchData], BatchData] | None
     init: Callable[[int], None] | None
     """Called in each thread before its first sample."""
 
@@ -52,17 +102,19 @@ class Fetching:
 @dataclass(slots=True)
 class _Batch:
     indices: Any
-    items: list[Any]
+    samples: list[Sample]
     left: int
+    """Tasks that are not done yet."""
     failed: dict[int, BaseException] = field(default_factory=dict)
-    data: Any = None
+    """Error of each slot that failed; slot -1 is the whole batch."""
+    data: BatchData = None
     done: bool = False
 
 
-def thread_feed(work: Fetching, batches: Pass, stats: Stats, trace: Spans | None) -> Feed:
-    """The batches of a pass. Raises, in a batch's place, what torch's workers would."""
+def _feed(work: _Work, batches: Pass, stats: Stats, spans: Spans | None) -> Feed:
+    """Yield the batches of a pass, and the exceptions that torch's workers would raise."""
     indices = iter(batches)
-    with _Threads(work, stats, trace) as threads:
+    with _Threads(work, stats, spans) as threads:
         exhausted = False
 
         def submit() -> bool:
@@ -88,8 +140,8 @@ def thread_feed(work: Fetching, batches: Pass, stats: Stats, trace: Spans | None
             del fed
 
 
-def _fed(batch: _Batch, work: Fetching) -> Fed | None:
-    count = len(batch.items) if work.batched else 1
+def _fed(batch: _Batch, work: _Work) -> Fed | None:
+    count = len(batch.samples) if work.batched else 1
     numbers = batch.indices if work.batched else [batch.indices]
     if batch.failed and (not work.skip or -1 in batch.failed):
         first = min(batch.failed)
@@ -103,46 +155,41 @@ def _fed(batch: _Batch, work: Fetching) -> Fed | None:
 
 
 class _Threads:
-    """The threads of one pass and what they are at. Owner: the feed, which closes it."""
+    """The threads of one pass and their batches. Owner: the feed, which closes it."""
 
-    def __init__(self, work: Fetching, stats: Stats, trace: Spans | None) -> None:
-        self._work, self._stats, self._trace = work, stats, trace
+    def __init__(self, work: _Work, stats: Stats, spans: Spans | None) -> None:
+        self._work, self._stats, self._spans = work, stats, spans
         self._tasks: queue.SimpleQueue[tuple[_Batch, range] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._waiting: deque[_Batch] = deque()
-        self._closing = threading.Event()
         together = getattr(work.dataset, "__getitems__", None)
         self._together = together if work.batched and together else None
-        self._ready: dict[int, BaseException] = {}
-        self._threads = [
-            threading.Thread(target=self._run, args=(k,), name=f"dlio-fetch-{k}", daemon=True)
-            for k in range(work.threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._workers = Workers("dlio-fetch", self._run, work.threads, wake=self._wake)
+        self._workers.start()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._closing.set()
-        for _thread in self._threads:
+        self._workers.close()
+
+    def _wake(self) -> None:
+        for _ in range(len(self._workers)):
             self._tasks.put(None)
         with self._changed:
             self._changed.notify_all()
-        for worker in self._threads:
-            worker.join(_JOIN_TIMEOUT_S)
 
     @property
     def under_way(self) -> int:
         return len(self._waiting)
 
     def submit(self, indices: Any) -> None:
+        """Queue the samples of a batch."""
         if not self._work.batched:
             batch = _Batch(indices, [None], 1)
         else:
             batch = _Batch(indices, [None] * len(indices), 0)
-        count = len(batch.items)
+        count = len(batch.samples)
         size = max(1, count // (_PARTS * self._work.threads))
         if self._together is not None or not count:
             size = max(1, count)
@@ -154,7 +201,7 @@ class _Threads:
             self._tasks.put((batch, part))
 
     def take(self) -> _Batch:
-        """The next batch that is done; the oldest, unless any will do."""
+        """Return the next batch that is done: the oldest one, unless any order will do."""
         deadline = time.monotonic() + self._work.timeout_s
         with self._changed:
             while True:
@@ -163,6 +210,8 @@ class _Threads:
                     self._waiting.remove(ready)
                     return ready
                 self._changed.wait(_POLL_S)
+                if self._workers.stopping.is_set():
+                    raise DlioError("the loader was closed while a batch was awaited: keep it open")
                 if self._work.timeout_s and time.monotonic() > deadline:
                     raise RuntimeError(
                         f"DataLoader timed out after {self._work.timeout_s:g} seconds"
@@ -180,7 +229,7 @@ class _Threads:
                 self._work.init(number)
             except Exception:
                 init_error = _wrapped(f"in DataLoader worker thread {number}")
-        while (task := self._tasks.get()) is not None and not self._closing.is_set():
+        while (task := self._tasks.get()) is not None and not self._workers.stopping.is_set():
             batch, part = task
             began = time.perf_counter()
             if init_error is not None:
@@ -188,8 +237,8 @@ class _Threads:
             else:
                 self._fetch(number, batch, part)
             self._stats.clock.add("fetch", time.perf_counter() - began)
-            if self._trace is not None:
-                self._trace.add("fetch", began, samples=len(part))
+            if self._spans is not None:
+                self._spans.add("fetch", began, samples=len(part))
             with self._changed:
                 batch.left -= 1
                 last = batch.left == 0
@@ -201,7 +250,7 @@ class _Threads:
         work = self._work
         if self._together is not None:
             try:
-                batch.items = list(self._together(batch.indices))
+                batch.samples = list(self._together(batch.indices))
             except Exception:
                 batch.failed[-1 if work.skip else 0] = _wrapped(
                     f"in DataLoader worker thread {number}, for samples {batch.indices}"
@@ -210,7 +259,7 @@ class _Threads:
         for slot in part:
             index = batch.indices[slot] if work.batched else batch.indices
             try:
-                batch.items[slot] = work.dataset[index]
+                batch.samples[slot] = work.dataset[index]
             except Exception:
                 batch.failed[slot] = _wrapped(
                     f"in DataLoader worker thread {number}, for sample {index!r}"
@@ -222,20 +271,20 @@ class _Threads:
         try:
             if batch.failed and not work.skip:
                 return
-            items: Any = [item for slot, item in enumerate(batch.items) if slot not in batch.failed]
+            samples = [s for slot, s in enumerate(batch.samples) if slot not in batch.failed]
             for slot in sorted(batch.failed):
                 if slot >= 0:
                     name = f"{type(work.dataset).__name__}[{batch.indices[slot]!r}]"
                     self._stats.skipped.append(name)
-            if items or not batch.failed:
-                batch.data = work.collate(items if work.batched else items[0])
+            if samples or not batch.failed:
+                batch.data = work.collate(samples if work.batched else samples[0])
                 if work.pin is not None:
                     batch.data = work.pin(batch.data)
         except Exception:
             batch.failed[-1] = _wrapped(f"in DataLoader worker thread {number}, while collating")
         finally:
             # A batch that waits to be taken holds no second copy of its samples.
-            batch.items = [None] * len(batch.items)
+            batch.samples = [None] * len(batch.samples)
             self._stats.clock.add("collate", time.perf_counter() - began)
             with self._changed:
                 batch.done = True
@@ -243,57 +292,22 @@ class _Threads:
 
 
 def _wrapped(where: str) -> BaseException:
-    """The exception under way as torch's loader re-raises those of its workers: of the same type
-    where that can be, with its traceback in its text."""
-    original = ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]
+    """The current exception, as torch's loader re-raises those of its workers: of the same type
+    where possible, with its traceback in its text."""
+    wrapper: Any = ExceptionWrapper  # torch gives its methods no types.
+    original = wrapper(where=where)
     try:
-        original.reraise()  # type: ignore[no-untyped-call]
+        original.reraise()
     except BaseException as error:
         return error.with_traceback(None)
     raise AssertionError("reraise() raises")
 
 
-def pin_with(device: str | None) -> Callable[[Any], Any]:
-    """What puts a batch of any structure into page-locked memory."""
-
-    def pin(data: Any) -> Any:
-        return torch.utils.data._utils.pin_memory.pin_memory(data, device)  # type: ignore[no-untyped-call]
-
-    return pin
-
-
-def torch_feed(begin: Callable[[], Iterator[Any]], skip: int) -> Feed:
-    """The batches of torch's own engines: processes, iterable data sets, no workers at all.
-
-    Args:
-        begin: makes the iterator.
-        skip: batches that an earlier pass has had.
-    """
-    iterator = begin()
-    for _ in range(skip):
-        with suppress(StopIteration):
-            next(iterator)
-    yield None
-    while True:
-        try:
-            data = next(iterator)
-        except StopIteration:
-            return
-        except Exception as error:
-            yield Fed(None, 0, None, error)
-            continue
-        fed = Fed(data, _length(data))
-        del data
-        yield fed
-        del fed
-
-
-def _length(data: Any) -> int:
-    """Samples of a batch of any structure: the length of its first tensor or list."""
-    if isinstance(data, torch.Tensor):
-        return len(data) if data.ndim else 1
-    if isinstance(data, dict) and data:
-        return _length(next(iter(data.values())))
-    if isinstance(data, tuple | list) and data:
-        return _length(data[0]) if isinstance(data[0], torch.Tensor | dict | tuple) else len(data)
-    return 1
+def _pinning(options: LoaderOptions) -> Callable[[BatchData], BatchData] | None:
+    """The function that puts a batch of any structure into page-locked memory, if wanted."""
+    if not (options.pin_memory and torch.accelerator.is_available()):
+        return None
+    accelerator = torch.accelerator.current_accelerator()
+    device = None if accelerator is None else accelerator.type
+    pin_memory: Any = torch.utils.data._utils.pin_memory.pin_memory
+    return lambda data: pin_memory(data, device)

@@ -7,20 +7,22 @@ from typing import Any
 
 from dlio.util.files import write_json
 
+__all__ = ["Spans", "path_of"]
+
 _MOST: int = 500_000
-"""Spans that are kept; a pass of a million samples is not what one looks at."""
+"""Most spans of a trace; viewers cannot show more anyway."""
 
 
 class Spans:
-    """What threads did from when to when. Thread-safe; in memory until `write`."""
+    """Beginning and end of the threads' pieces of work. Thread-safe; in memory until `write`."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[str, float, float, int, str, dict[str, Any]]] = []
         self._lock = threading.Lock()
         self._origin = time.perf_counter()
 
-    def add(self, name: str, began: float, **details: Any) -> None:
-        """A span of this thread, from `began` (time.perf_counter) to now."""
+    def add(self, name: str, began: float, **details: int | str) -> None:
+        """Add a span of this thread, from `began` (time.perf_counter) to now."""
         thread = threading.current_thread()
         row = (name, began, time.perf_counter(), threading.get_native_id(), thread.name, details)
         with self._lock:
@@ -28,7 +30,10 @@ class Spans:
                 self._rows.append(row)
 
     def write(self, path: str, rank: int) -> None:
-        """Write what there is, as JSON. Raises UsageError when that cannot be written."""
+        """Write the spans as JSON in the format of Chrome's trace viewer.
+
+        Raises UsageError when the file cannot be written.
+        """
         with self._lock:
             rows = list(self._rows)
         names = {thread: name for _, _, _, thread, name, _ in rows}
@@ -56,7 +61,7 @@ class Spans:
 
 
 def path_of(path: str, rank: int, size: int) -> str:
-    """The file of a rank: `trace.json`, or `trace.3.json` among several."""
+    """Return the file of a rank: `trace.json`, or `trace.3.json` among several ranks."""
     if size == 1:
         return path
     stem, extension = os.path.splitext(path)

@@ -1,10 +1,10 @@
 """The order of an epoch whose source is read block by block.
 
-Where blocks pass through from the source and samples are small, an order that visits any sample
-next reads a block's neighbourhood once for each of its samples. This one shuffles the blocks, cuts
-them into windows of k, and shuffles the samples of each window: so a block's samples are used
-within a window, and a block is read once. It is a formula as `Order` is, of the same
-kind and good for any number of ranks; but its batches are draws from k blocks, not from all.
+Where blocks are streamed from the source and samples are small, a uniformly random order would
+read a block's neighbourhood once for each of its samples. This order shuffles the blocks, cuts them
+into windows of k, and shuffles the samples within each window. A block's samples are used within
+one window, so a block is read once. Like `Order` it is a formula that works for any number of
+ranks; but its batches are draws from k blocks, not from the whole data set.
 """
 
 import re
@@ -19,21 +19,24 @@ from dlio.errors import UsageError
 from dlio.plan.layout import Layout
 from dlio.plan.order import Order
 
+__all__ = ["DEFAULT_WINDOW", "BlockOrder", "window_of"]
+
 DEFAULT_WINDOW: Final = 16
+"""Blocks per window of `block` without a number."""
 _PATTERN: Final = re.compile(r"block(?:\(\s*(\d{1,9})\s*\))?")
 _I64 = npt.NDArray[np.int64]
 
 
 def window_of(source_order: str) -> int | None:
-    """Blocks of a window of `block` or `block(k)`; None for `sample`. Raises UsageError."""
+    """Return the blocks per window of `block(k)`; None for `sample`. Raises UsageError."""
     if source_order == "sample":
         return None
     match = _PATTERN.fullmatch(source_order) if isinstance(source_order, str) else None
     window = int(match[1] or DEFAULT_WINDOW) if match else 0
     if window < 1:
         raise UsageError(
-            f"source order {source_order!r}: choose sample, block or block(k), with k blocks from "
-            "1 that samples are shuffled within"
+            f"source order {source_order!r}: choose sample, block or block(k); samples are "
+            "shuffled within k blocks, 1 or more"
         )
     return window
 
@@ -42,16 +45,16 @@ def window_of(source_order: str) -> int | None:
 class BlockOrder(Order):
     """Blocks in a keyed order, samples in a keyed order within each `window` of them.
 
-    Cost: that of an `Order` of a window's samples, and 0.1 ms for each window that is looked into;
-    16 bytes a block.
+    Cost: that of an `Order` of a window's samples, and 0.1 ms for each window of the positions
+    that are asked for; memory, 16 bytes a block.
     """
 
     layout: Layout | None = None
     window: int = DEFAULT_WINDOW
     blocks: _I64 = field(init=False, repr=False, compare=False)
-    """In the order in which the epoch reads them; shape (blocks,)."""
+    """Block numbers in the order in which the epoch reads them; shape (blocks,)."""
     starts: _I64 = field(init=False, repr=False, compare=False)
-    """Samples before each of them in that order, then all; shape (blocks + 1,)."""
+    """Samples before each of these blocks, then all samples; shape (blocks + 1,)."""
     edges: _I64 = field(init=False, repr=False, compare=False)
     """First position of each window, then n; shape (windows + 1,)."""
 
@@ -83,7 +86,7 @@ class BlockOrder(Order):
         return self.layout.order.samples(place).reshape(given.shape)
 
     def _turn(self, blocks: _I64) -> _I64:
-        """When each block is read."""
+        """The turn in which each block is read."""
         order = Order(len(self.blocks), self.seed, self.epoch)
         return order.positions(blocks)
 
@@ -92,8 +95,8 @@ class BlockOrder(Order):
         window = np.searchsorted(self.edges, positions, side="right") - 1
         moved = np.empty_like(positions)
         by_window = np.argsort(window, kind="stable")
-        found, begins = np.unique(window[by_window], return_index=True)
-        for number, here in zip(found.tolist(), np.split(by_window, begins[1:]), strict=True):
+        windows, begins = np.unique(window[by_window], return_index=True)
+        for number, here in zip(windows.tolist(), np.split(by_window, begins[1:]), strict=True):
             first = self.edges[number]
             seed = xxhash.xxh3_64_intdigest(f"{self.seed}.{number}".encode())
             order = Order(int(self.edges[number + 1] - first), seed, self.epoch)
@@ -101,8 +104,8 @@ class BlockOrder(Order):
         return moved
 
     def span(self) -> tuple[_I64, _I64]:
-        """The positions (first, behind the last) that each block's samples are used within; both
-        of shape (blocks,)."""
+        """Return the positions (first, end) between which each block's samples are used; both of
+        shape (blocks,)."""
         window = np.arange(len(self.blocks)) // self.window
         first, last = np.empty_like(self.blocks), np.empty_like(self.blocks)
         first[self.blocks], last[self.blocks] = self.edges[window], self.edges[window + 1]

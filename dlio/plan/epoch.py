@@ -1,14 +1,14 @@
-"""An epoch's plan as one rank computes it: what it consumes and sends in any run of steps. Pure.
+"""An epoch's plan as one rank computes it: the samples that it consumes and sends. Pure.
 
-All modes answer the same question, `window(steps)`, and every rank's answers agree, so that
-nothing has to be asked. What differs is how much of the epoch a rank has to look at: the whole
-global batch where samples are dealt by where they live (`batch`), its own share and its own sends
-where positions alone decide (`global`), its node's part in `local`, `partial(q)` and `ring`.
+All modes answer the same question, `window(steps)`, and the answers of all ranks agree, so that no
+requests are needed. The modes differ in how much of the epoch a rank computes: the whole global
+batch if samples are dealt by where they live (`batch`), its own share and its own sends if
+positions alone decide (`global`), its node's part in `local`, `partial(q)` and `ring`.
 """
 
 import re
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +21,22 @@ from dlio.plan.order import Order
 from dlio.plan.schedule import Ranks, Window, cut_window, deal, plan_window, senders_of, with_ranks
 from dlio.plan.shares import Shares
 
+__all__ = [
+    "MODES",
+    "WINDOW_BYTES",
+    "EpochPlan",
+    "GlobalPlan",
+    "WindowPlan",
+    "check_mode",
+    "check_shares",
+    "exchanged",
+    "is_exact",
+    "plan_epoch",
+]
+
 _I64 = npt.NDArray[np.int64]
 _FEW_NODES: Final = 4
-"""Up to which it costs less to look at the global batch than at all that a node holds."""
+"""Most nodes for which planning whole global batches costs less than planning a node's samples."""
 _CHUNK: Final = 1 << 18
 _PARTIAL: Final = re.compile(r"partial\(\s*([0-9.eE+-]+)\s*\)")
 WINDOW_BYTES: Final = 16 << 20
@@ -31,12 +44,15 @@ MODES: Final = "batch, global, ring, local or partial(q), with q from 0 to 1"
 
 
 def is_exact(mode: str) -> bool:
-    """Whether a step's global batch is a uniformly random draw, whatever the ranks and nodes."""
+    """True if a step's global batch is a uniformly random draw, the same on any ranks and nodes."""
     return mode in ("batch", "global")
 
 
 def exchanged(mode: str) -> float:
-    """The fraction q of `partial(q)`, 0 for `local` and `ring`. Raises UsageError for no mode."""
+    """Return the fraction q of `partial(q)`, 0 for `local` and `ring`.
+
+    Raises UsageError for an invalid mode.
+    """
     if mode in ("local", "ring"):
         return 0.0
     match = _PARTIAL.fullmatch(mode)
@@ -49,8 +65,8 @@ def exchanged(mode: str) -> float:
     return fraction
 
 
-def check_mode(mode: Any) -> str:
-    """The mode. Raises UsageError for what is none."""
+def check_mode(mode: object) -> str:
+    """Return the mode. Raises UsageError if it is invalid."""
     if not isinstance(mode, str):
         raise UsageError(f"shuffle mode {mode!r}: choose {MODES}")
     if not is_exact(mode):
@@ -59,7 +75,7 @@ def check_mode(mode: Any) -> str:
 
 
 def check_shares(mode: str, asked: bool) -> None:
-    """Raises UsageError where shares by rank are asked of a mode that gives all ranks alike."""
+    """Check that the mode supports shares by rank, if they are asked for. Raises UsageError."""
     if asked and not is_exact(mode):
         raise UsageError(
             f"shares by rank (shares=, --balance) with shuffle mode {mode}, which gives all ranks "
@@ -69,7 +85,7 @@ def check_shares(mode: str, asked: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class EpochPlan:
-    """What all ranks agree on for one pass over the data."""
+    """The facts that all ranks agree on for one pass over the data."""
 
     order: Order
     position: int
@@ -84,9 +100,9 @@ class EpochPlan:
     """Home node of each block, -1 for the source; shape (blocks,)."""
     layout: Layout
     window_bytes: int = WINDOW_BYTES
-    """Payload bytes of a rank's window, about."""
+    """Approximate payload bytes of a rank's window."""
     shares: Shares | None = None
-    """Of the global batch; even for None. In `batch` and `global` mode."""
+    """Samples per rank of a global batch; even for None. For modes `batch` and `global`."""
 
     @property
     def global_batch(self) -> int:
@@ -94,18 +110,19 @@ class EpochPlan:
 
     @property
     def largest_batch(self) -> int:
-        """Samples that a rank gets of a step, at most; the same on all ranks."""
+        """Most samples that any rank gets of a step; the same on all ranks."""
         return self.batch_size if self.shares is None else max(self.shares.counts)
 
 
 class WindowPlan(Protocol):
-    """Plans of one rank."""
+    """The plans of one rank."""
 
-    def window(self, steps: range) -> Window: ...
+    def window(self, steps: range) -> Window:
+        """Plan a run of steps."""
 
 
 def plan_epoch(plan: EpochPlan) -> WindowPlan:
-    """What suits the mode and the number of nodes.
+    """Choose the planner for the mode and the number of nodes.
 
     Raises UsageError when an inexact mode is to begin in the middle of a global batch, or to deal
     uneven shares.
@@ -120,8 +137,8 @@ def plan_epoch(plan: EpochPlan) -> WindowPlan:
     first, rest = divmod(plan.position, global_batch)
     if rest and plan.position < plan.order.n:
         raise UsageError(
-            f"mode {plan.mode} cannot go on at position {plan.position}, which is within a global "
-            f"batch of {global_batch}: resume on as many ranks, or at the start of an epoch"
+            f"mode {plan.mode} cannot continue at position {plan.position}, within a global batch "
+            f"of {global_batch}: resume on as many ranks, or at the start of an epoch"
         )
     return HomePlan(
         plan.order,
@@ -138,7 +155,7 @@ def plan_epoch(plan: EpochPlan) -> WindowPlan:
 
 
 class _ExactPlan:
-    """Deals each window's global batches, as every other rank does."""
+    """Planner that deals whole global batches, as every other rank does."""
 
     def __init__(self, plan: EpochPlan) -> None:
         self._plan = plan
@@ -159,8 +176,10 @@ class _ExactPlan:
 
 
 class GlobalPlan:
-    """`global` mode for many nodes: what a rank consumes are positions, what it sends are the
-    positions of what its node holds; nothing else is looked at.
+    """Planner of `global` mode for many nodes.
+
+    A rank consumes positions of its own, and sends the samples of its node that fall on the
+    positions of others; it computes nothing else.
 
     Cost: 0.3 µs for each sample that the node holds, once, and for each that the rank consumes;
     memory, 8 bytes for each that the rank sends.
@@ -205,12 +224,12 @@ class GlobalPlan:
         return deal(inside - step * self._batch, counts, ranks, shares)
 
     def _positions_to_push(self) -> _I64:
-        """Ascending."""
+        """Positions whose samples this rank sends, ascending."""
         plan, layout = self._plan, self._plan.layout
         node = plan.ranks.node_of[plan.rank]
         blocks = np.flatnonzero(plan.home == node)
         counts = layout.starts[blocks + 1] - layout.starts[blocks]
-        found = [np.empty(0, np.int64)]
+        pushed = [np.empty(0, np.int64)]
         starts = np.concatenate([[0], np.cumsum(counts)])
         for begin in range(0, int(starts[-1]), _CHUNK):
             inner = np.arange(begin, min(begin + _CHUNK, int(starts[-1])), dtype=np.int64)
@@ -220,5 +239,5 @@ class GlobalPlan:
             positions = positions[(positions >= plan.position) & (positions < self._end)]
             homes = np.full(len(positions), node, np.int32)
             sender = senders_of(homes, self._consumer(positions), plan.ranks)
-            found.append(positions[sender == plan.rank])
-        return np.sort(np.concatenate(found))
+            pushed.append(positions[sender == plan.rank])
+        return np.sort(np.concatenate(pushed))

@@ -1,26 +1,27 @@
-"""The inexact modes: each rank trains on what its node holds. Pure.
+"""The inexact modes: each rank trains on the samples of its node. Pure.
 
-In `local` mode nothing moves that does not have to; in `partial(q)` a fraction q of each node's
-samples changes places with other nodes', anew each epoch. In `ring`, GossipGraD's, what one rank
-consumed in an epoch goes to its neighbour's in the next, along a ring that is drawn anew each
-epoch: a rank sees every sample in turn, and has one partner at a time. Every sample is consumed
-exactly once an epoch, but a step's samples are no uniformly random draw of the whole data set.
+In `local` mode only surplus samples move. In `partial(q)` a fraction q of each node's samples is
+exchanged with other nodes, drawn anew each epoch. In `ring`, the mode of GossipGraD, the samples
+that one rank consumed in an epoch go to its neighbour in the next, along a ring that is drawn anew
+each epoch: a rank sees every sample in turn, and has one partner at a time. Every sample is
+consumed exactly once an epoch, but a step's samples are not a uniformly random draw of the whole
+data set.
 
 A node consumes, step for step, as many samples as in the exact modes: these are its slots. Most are
 filled by its own samples, in an order of their own. Where its share of the slots exceeds what it
-holds, slots spread evenly over the epoch are filled from a pool: what other nodes hold beyond
-their share, and what only the source holds. Everything is a formula in both directions, so that a
-rank finds what it consumes and what it sends without looking at what others do:
+holds, slots spread evenly over the epoch are filled from a pool: the samples of other nodes beyond
+their share, and the samples that only the source holds. Everything is a formula in both directions,
+so that a rank computes the samples it consumes and sends without computing those of others:
 
     slot of a node  <->  its k-th own sample, or its f-th sample of the pool      (evenly mixed)
-    own sample k    <->  k-th in a keyed order of what the node holds             (Order)
+    own sample k    <->  k-th in a keyed order of the node's samples              (Order)
     own sample k    <->  exchange g of all nodes' together                        (every 1/q-th)
     exchange g      <->  exchange that it changes places with                     (Order)
     pool            <->  surplus of nodes, samples of the source                  (Order)
 
-In `ring` a rank stands in for another one: its samples are those that the other's would be in
-`local` mode. They are sent by the node that holds them, ahead of their use, and not by the rank
-that used them last, so nobody keeps a second copy; the bytes and messages are the same.
+In `ring` a rank stands in for another one: it consumes the samples of the other in `local` mode.
+They are sent by the node that holds them, ahead of their use, and not by the rank that used them
+last, so that no second copy is needed; the bytes and messages are the same.
 
 Source: design, modes `local`, `partial(q)` and `ring`; GossipGraD (arXiv 1803.05880).
 """
@@ -37,38 +38,40 @@ from dlio.plan.layout import Layout
 from dlio.plan.order import Order, share
 from dlio.plan.schedule import Ranks, Window, cut_window, with_ranks
 
+__all__ = ["HomePlan", "carried"]
+
 _I64 = npt.NDArray[np.int64]
 _I32 = npt.NDArray[np.int32]
 _UNIT: Final = 1 << 20
-"""Fractions are kept as multiples of 1 / _UNIT."""
+"""Fractions are multiples of 1 / _UNIT."""
 _MOST: Final = 1 << 31
-"""Samples of one node: products of two numbers of samples stay below 2^63."""
+"""Most samples of one node: products of two such numbers stay below 2^63."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Mix:
-    """`count` things spread evenly over `total` places; the other places are for others."""
+    """`count` own items spread evenly over `total` places; the other places are for other items."""
 
     count: int
     total: int
 
     def split(self, places: _I64) -> tuple[npt.NDArray[np.bool_], _I64]:
-        """(whether each place is for one of the things, its number among its kind)"""
+        """Return (True for each place of an own item, the item's number among its kind)."""
         before = places * self.count // max(1, self.total)
         ours = (places + 1) * self.count // max(1, self.total) > before
         return ours, np.where(ours, before, places - before)
 
     def place(self, numbers: _I64) -> _I64:
-        """Of each of the things."""
+        """Return the place of each own item."""
         return -(-(numbers + 1) * self.total // max(1, self.count)) - 1
 
     def other_place(self, numbers: _I64) -> _I64:
-        """Of each of the others."""
+        """Return the place of each other item."""
         return numbers * self.total // max(1, self.total - self.count)
 
 
 def carried(ranks: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """Which rank's samples each rank consumes in an epoch of `ring`; shape (ranks,).
+    """Return the rank whose samples each rank consumes in an epoch of `ring`; shape (ranks,).
 
     Cost 10 us for each epoch before, for a thousand ranks.
     """
@@ -86,13 +89,14 @@ class HomePlan:
     """An epoch in `local`, `partial(q)` or `ring`, as one rank sees it.
 
     Args:
-        order: of the epoch; its seed, epoch and number of samples count.
-        layout, home: of the blocks; home node of each, -1 for the source alone.
+        order: gives the seed, the epoch and the number of samples.
+        layout: of the blocks.
+        home: home node of each block, -1 for the source alone; shape (blocks,).
         batch_size: per rank.
-        steps: of the whole epoch.
-        fraction: q, 0 for `local` and `ring`.
-        ring: whether ranks stand in for each other.
-        first_step: the epoch's step that is step 0 of `window`.
+        steps: in the whole epoch.
+        fraction: q of `partial(q)`, 0 for `local` and `ring`.
+        ring: True if ranks stand in for each other.
+        first_step: step of the epoch that is step 0 of `window`.
 
     Raises UsageError beyond 2^31 samples a node.
 
@@ -131,9 +135,9 @@ class HomePlan:
             int(self._full_steps * batch_size * on_node[v] + self._last_starts[v][-1])
             for v in range(nodes)
         ]
-        kept = with_ranks(home, ranks)
-        self._blocks = [np.flatnonzero(kept == node) for node in range(-1, nodes)]
-        """Blocks of the source alone, then of each node."""
+        sending = with_ranks(home, ranks)
+        self._blocks = [np.flatnonzero(sending == node) for node in range(-1, nodes)]
+        """Blocks that only the source holds, then those of each node."""
         counts = np.diff(layout.starts)
         self._starts = [np.concatenate([[0], np.cumsum(counts[own])]) for own in self._blocks]
         held = [int(starts[-1]) for starts in self._starts]
@@ -152,12 +156,12 @@ class HomePlan:
         stands = np.arange(ranks.size)
         self._stands_for = carried(ranks.size, order.seed, order.epoch) if ring else stands
         self._stood_for = np.argsort(self._stands_for)
-        """Who consumes what each rank would in `local` mode."""
+        """The rank that consumes the samples of each rank in `local` mode."""
         self._ring = ring
         self._sent = self._sends()
 
     def window(self, steps: range) -> Window:
-        """What the rank does in a run of steps; agrees with every other rank's."""
+        """Plan a run of steps; the plans of all ranks agree."""
         first, last = steps.start + self._first_step, steps.stop + self._first_step
         other = int(self._stands_for[self._rank])
         node = int(self._ranks.node_of[other])
@@ -178,7 +182,7 @@ class HomePlan:
         )
 
     def _slots(self, node: int, rank: int, first: int, last: int) -> tuple[_I64, _I64]:
-        """(step, slot of the node) of what a rank consumes in steps `first` to `last`."""
+        """(step, slot of the node) of the samples of a rank in steps `first` to `last`."""
         place = int(np.flatnonzero(self._locals[node] == rank)[0])
         a_step = self._batch_size * len(self._locals[node])
         full = np.arange(first, min(last, self._full_steps), dtype=np.int64)
@@ -197,7 +201,7 @@ class HomePlan:
         is_own, number = self._mixes[node].split(slots)
         homes = np.full(len(slots), -1, np.int32)
         places = np.empty(len(slots), np.int64)
-        # Its own samples, but for those that changed places with another node's.
+        # Its own samples, except those that were exchanged with another node.
         own = np.flatnonzero(is_own)
         owner, place = np.full(len(own), node), number[own]
         swapped = np.flatnonzero((place + 1) * self._part // _UNIT > place * self._part // _UNIT)
@@ -221,19 +225,19 @@ class HomePlan:
         return node, -(-(inside + 1) * _UNIT // max(1, self._part)) - 1
 
     def _samples(self, homes: _I32, places: _I64) -> _I64:
-        """Samples by their node's own order, or the source's storage order."""
-        found = np.empty(len(homes), np.int64)
+        """Samples at places in their node's own order, or in the source's storage order."""
+        samples = np.empty(len(homes), np.int64)
         for home in np.unique(homes).tolist():
             here = np.flatnonzero(homes == home)
             inner = places[here] if home < 0 else self._orders[home].samples(places[here])
             starts = self._starts[home + 1]
             block = np.searchsorted(starts, inner, side="right") - 1
             position = self._layout.starts[self._blocks[home + 1][block]] + inner - starts[block]
-            found[here] = self._layout.order.samples(position)
-        return found
+            samples[here] = self._layout.order.samples(position)
+        return samples
 
     def _sends(self) -> tuple[_I64, npt.NDArray[np.intp], _I64]:
-        """(step, consumer, sample) of all that this rank sends, by step and consumer's slot."""
+        """(step, consumer, sample) of all samples that this rank sends, by step and slot."""
         node = self._node
         mix = self._mixes[node]
         begin, end = self._exchange_starts[node : node + 2]
@@ -270,7 +274,7 @@ class HomePlan:
     def _consumers(
         self, nodes: npt.NDArray[np.intp], slots: _I64
     ) -> tuple[_I64, npt.NDArray[np.intp]]:
-        """(step, rank) that consume slots of nodes."""
+        """(step, rank) that consume the slots of nodes."""
         steps = np.empty(len(slots), np.int64)
         consumers = np.empty(len(slots), np.intp)
         for node in np.unique(nodes).tolist():
@@ -286,7 +290,7 @@ class HomePlan:
     def _sender(
         self, homes: npt.NDArray[np.integer], consumers: npt.NDArray[np.intp]
     ) -> npt.NDArray[np.intp]:
-        """The rank of a home node that sends to a rank: one, so one message for the pair."""
+        """The rank of a home node that sends to a rank: one, so each pair has one message."""
         number = np.empty(self._ranks.size, np.int64)
         for local in self._locals:
             number[local] = np.arange(len(local))
@@ -303,6 +307,6 @@ def _starts(counts: list[int]) -> _I64:
 
 
 def _order(count: int, epoch: Order, purpose: str) -> Order:
-    """An order of `count` things, drawn anew each epoch."""
+    """An order of `count` items, drawn anew each epoch."""
     seed = xxhash.xxh3_64_intdigest(f"{epoch.seed}/{purpose}".encode())
     return Order(max(1, count), seed, epoch.epoch, epoch.shuffled)

@@ -1,4 +1,4 @@
-"""How a data set is cut into blocks, and which block holds a sample."""
+"""Layout: a data set cut into blocks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,19 +8,21 @@ import numpy.typing as npt
 
 from dlio.plan.order import Order
 
+__all__ = ["MAX_BLOCK_BYTES", "MIN_BLOCKS", "MIN_BLOCK_BYTES", "Layout", "cut_blocks"]
+
 MAX_BLOCK_BYTES = 8 << 20
-"""Blocks aim at this many payload bytes …"""
+"""Intended payload bytes of a block, in a data set that is large enough."""
 MIN_BLOCKS = 512
-"""… or fewer, so that a small data set still has about this many, enough to share out evenly …"""
+"""Intended number of blocks of a smaller data set, enough to share out evenly."""
 MIN_BLOCK_BYTES = 1 << 15
-"""… but not so small that a block's file is mostly its header."""
+"""Least intended payload bytes, so that a block's file is not mostly its header."""
 _STRETCH = 1 << 18
-"""Samples that are looked at together where all of a data set's are."""
+"""Samples per step when all samples of a data set are visited."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a data set's samples are cut into blocks, storage position by storage position."""
+    """The blocks of a data set: runs of its samples in storage order."""
 
     starts: npt.NDArray[np.int64]
     """First storage position of each block, then the number of samples; shape (blocks + 1,)."""
@@ -32,13 +34,13 @@ class Layout:
         return len(self.starts) - 1
 
     def block_of(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The block that holds each sample; same shape as `samples`."""
+        """Return the block of each sample; same shape as `samples`."""
         return self.locate(samples)[0]
 
     def locate(
         self, samples: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """(block, place in the block) of each sample; both of the shape of `samples`."""
+        """Return (block, place in the block) of each sample; both of the shape of `samples`."""
         positions = self.order.positions(samples)
         blocks = np.searchsorted(self.starts, positions, side="right") - 1
         return blocks.astype(np.int64), positions - self.starts[blocks]
@@ -46,19 +48,19 @@ class Layout:
     def sums(
         self, values: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
     ) -> npt.NDArray[np.int64]:
-        """The sum over each block's samples of what `values` gives for them; shape (blocks,)."""
+        """Sum the results of `values` over each block's samples; shape (blocks,)."""
         sums = np.zeros(self.blocks, np.int64)
         for first in range(0, int(self.starts[-1]), _STRETCH):
             last = min(first + _STRETCH, int(self.starts[-1]))
-            found = values(self.order.samples(np.arange(first, last, dtype=np.int64)))
+            results = values(self.order.samples(np.arange(first, last, dtype=np.int64)))
             low = int(np.searchsorted(self.starts, first, side="right")) - 1
             high = int(np.searchsorted(self.starts, last, side="left"))
             cuts = np.maximum(self.starts[low:high], first) - first
-            sums[low:high] += np.add.reduceat(found, cuts)
+            sums[low:high] += np.add.reduceat(results, cuts)
         return sums
 
     def samples_of(self, block: int) -> npt.NDArray[np.int64]:
-        """The sample indices of one block, in storage order."""
+        """Return the sample indices of one block, in storage order."""
         return self.order.samples(np.arange(self.starts[block], self.starts[block + 1]))
 
 
@@ -68,16 +70,16 @@ def cut_blocks(
     """Cut a data set into blocks of about even bytes, along a storage order.
 
     Args:
-        sizes: payload bytes of each sample; shape (samples,). Looked at a stretch at a time, so
-            that a data set of any length takes little memory.
+        sizes: payload bytes of each sample; shape (samples,). Read a stretch at a time, so that a
+            data set of any length takes little memory.
         order: storage position -> sample index.
-        units: storage positions at which groups begin that are read as one, chunks or row groups;
+        units: storage positions at which chunks or row groups begin, which are read as a whole;
             those that are not larger than a block are not split.
     """
     total = int(sizes.sum(dtype=np.int64))
     target = min(MAX_BLOCK_BYTES, max(MIN_BLOCK_BYTES, total // MIN_BLOCKS))
     count = max(1, min(len(sizes), round(total / target)))
-    # Block k begins with the first sample that starts at or behind k/count of the bytes.
+    # Block k begins with the first sample that starts at or behind k/count of all bytes.
     marks = total * np.arange(1, count, dtype=np.float64) / count
     starts = [np.zeros(1, np.int64)]
     edges = np.zeros(0, np.int64) if units is None else np.append(units, len(sizes))
@@ -91,20 +93,20 @@ def cut_blocks(
         inside = (edges > first) & (edges <= positions[-1] + 1)
         before[inside] = ends[edges[inside] - 1 - first]
         done = int(ends[-1])
-    found = np.concatenate(starts)
+    firsts = np.concatenate(starts)
     if units is not None:
-        found = _snap(found, edges, before)
-    found = np.unique(np.append(found[found < len(sizes)], len(sizes)))
-    return Layout(found.astype(np.int64), order)
+        firsts = _snap(firsts, edges, before)
+    firsts = np.unique(np.append(firsts[firsts < len(sizes)], len(sizes)))
+    return Layout(firsts.astype(np.int64), order)
 
 
 def _snap(
     starts: npt.NDArray[np.int64], edges: npt.NDArray[np.int64], before: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """Move what would split a group to the nearer end of it, unless the group is too large.
+    """Move starts that would split a group to its nearer end, unless the group is too large.
 
     Args:
-        edges: where groups begin, and the end.
+        edges: storage positions at which groups begin, then the number of samples.
         before: bytes before each of these.
     """
     group = np.clip(np.searchsorted(edges, starts, side="right") - 1, 0, len(edges) - 2)

@@ -1,8 +1,8 @@
 """The order of an epoch: a keyed bijection between positions and samples, in O(1) memory.
 
 An order is a formula. Every rank evaluates any part of it, in either direction, without a
-message and without a table, so an epoch is known before it starts: what each rank consumes and
-sends, what is left after a crash, and which epoch follows.
+message and without a table, so an epoch is known before it starts: the samples that each rank
+consumes and sends, the samples left after a crash, and the order of the next epoch.
 
 The bijection is a generalised Feistel network (Black and Rogaway, "Ciphers with arbitrary finite
 domains", 2002) over pairs (left, right) of Z_a x Z_b with a·b barely above n: each round adds a
@@ -22,6 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.errors import UsageError
+
+__all__ = ["MAX_SAMPLES", "Cursor", "Order", "keyed_uniforms", "mix", "share"]
 
 MAX_SAMPLES = 2**40
 _SORTED_UP_TO = 4096
@@ -63,11 +65,11 @@ class Order:
         return self.n
 
     def samples(self, positions: _I64) -> _I64:
-        """The samples at `positions`; same shape. Raises IndexError outside 0 to n - 1."""
+        """Return the samples at `positions`; same shape. Raises IndexError outside 0 to n - 1."""
         return self._map(positions, inverse=False)
 
     def positions(self, samples: _I64) -> _I64:
-        """The positions of `samples`, the inverse of `samples`; same shape."""
+        """Return the positions of `samples`, the inverse of `samples`; same shape."""
         return self._map(samples, inverse=True)
 
     def _map(self, values: _I64, inverse: bool) -> _I64:
@@ -97,7 +99,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """Where a pass over the data is: all positions below `position` have been consumed.
+    """The place of a pass over the data: all positions below `position` have been consumed.
 
     The whole state of a loader; independent of the number of ranks.
     """
@@ -106,14 +108,17 @@ class Cursor:
     epoch: int
     position: int
     samples: int
-    """Samples in the data set."""
+    """Number of samples in the data set."""
 
     def as_dict(self) -> dict[str, int]:
         return {"format": 1, **asdict(self)}
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> "Cursor":
-        """Read `as_dict`'s. Raises UsageError that names what is missing or out of range."""
+        """Read the result of `as_dict`.
+
+        Raises UsageError that names a value which is missing or out of range.
+        """
         if state.get("format") != 1:
             raise UsageError(
                 f"loader state of format {state.get('format')!r}: this version of dlio reads 1"
@@ -136,19 +141,19 @@ class Cursor:
 
 
 def share(count: int, parts: int, part: int) -> range:
-    """The part of `range(count)` that falls to `part` of `parts`; sizes differ by at most one."""
+    """Return part number `part` of `range(count)` cut into `parts`; sizes differ by at most 1."""
     return range(count * part // parts, count * (part + 1) // parts)
 
 
 def keyed_uniforms(
     seed: int, epoch: int, samples: _I64, count: int, stream: int = 0
 ) -> npt.NDArray[np.float64]:
-    """Random numbers that belong to samples: the same whoever draws them, and with whom.
+    """Draw random numbers that belong to samples: every rank draws the same ones.
 
     Args:
         samples: shape (n,).
-        count: numbers a sample.
-        stream: tells uses of randomness apart.
+        count: numbers per sample.
+        stream: number of the purpose; numbers of different purposes are independent.
 
     Returns: in [0, 1), shape (n, count). The first ones are the same for any `count`.
 

@@ -4,8 +4,8 @@ Rendezvous hashing with bounded load: every node scores every block with a hash 
 by the node's capacity, and the block goes to the highest score among the nodes that still have
 room under the bound. The bound keeps shares in proportion to capacity, even to about one block,
 because an uneven split is paid for at every step in `batch` mode; the hash keeps most blocks
-where they are when a node joins or leaves. Nothing is ever evicted: what no node has room for
-stays in the source, and pinning the rest for ever is the best that any cache can do under an
+where they are when a node joins or leaves. Nothing is ever evicted: blocks that no node has room
+for stay in the source, and pinning the others for ever is the best that any cache can do under an
 order that visits each sample once an epoch (design: "pin, never evict").
 
 How few blocks change home when one of n + 1 equal nodes joins or leaves, of 8,000 blocks:
@@ -14,10 +14,13 @@ How few blocks change home when one of n + 1 equal nodes joins or leaves, of 8,0
     moved      0.500  0.335  0.205  0.116  0.064  0.038  0.025
     1/(n + 1)  0.500  0.333  0.200  0.111  0.059  0.030  0.015
 
-No even placement moves fewer than the lower line says. What exceeds it is the bound at work: a
-node's blocks by hash alone vary by the root of their number, and the surplus goes elsewhere.
+No even placement moves fewer than the lower line says. The excess is due to the bound: the number
+of a node's blocks by hash alone varies by its square root, and the surplus goes elsewhere.
 
 Independent of seeds and epochs, so that a tier that was staged serves every later run.
+
+Source: Thaler and Ravishankar, "A name-based mapping scheme for rendezvous", 1996; bounded loads:
+Mirrokni, Thorup and Zadimoghaddam, 2016.
 """
 
 from collections.abc import Sequence
@@ -26,6 +29,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import xxhash
+
+__all__ = ["Node", "Placement", "place"]
 
 _SCORES = 1 << 16
 """Scores computed at a time: their temporaries fit in the second-level cache."""
@@ -41,14 +46,14 @@ class Node:
     """A node that can be home to blocks."""
 
     name: str
-    """What it is hashed by."""
+    """Input of the hash."""
     capacities: tuple[int, ...]
     """Bytes of each tier, fastest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where each block lives."""
+    """The home of each block."""
 
     home: npt.NDArray[np.int32]
     """Node number, -1 for the source alone; shape (blocks,)."""
@@ -62,15 +67,15 @@ def place(block_bytes: npt.NDArray[np.int64], nodes: Sequence[Node], key: str) -
     A node's bound is its share of all bytes, in proportion to capacity. A block goes to the
     highest score among the nodes that are below their bound, as long as enough is left to bring
     every other node to within a block of its own; then, to the highest score among those that
-    are still further below. So shares are even to one block where blocks are of one size, and to
-    about two where they differ widely. What some node's tiers turn out to have no room for goes
-    to the least full node that has: a block stays in the source only if no tier anywhere has
-    room for it. On its node, a block is pinned by the fastest tier that has room.
+    are still further below. So shares are even to one block if blocks are of one size, and to
+    about two if they differ widely. A block that does not fit into its node's tiers goes to the
+    least full node with room: it stays in the source only if no tier anywhere has room for it. On
+    its node, a block is pinned by the fastest tier that has room.
 
     Args:
-        block_bytes: what each block takes in a tier, above 0; shape (blocks,).
+        block_bytes: bytes of each block in a tier, above 0; shape (blocks,).
         nodes: with names that differ.
-        key: of the data set; two data sets are placed independently.
+        key: name of the data set; two data sets are placed independently.
 
     Cost: blocks x nodes hashes, 5 ns each (40 ns where capacities differ), and 2 µs a block.
     """
@@ -115,7 +120,7 @@ def place(block_bytes: npt.NDArray[np.int64], nodes: Sequence[Node], key: str) -
 def _elsewhere(
     size: int, unit: int, slack: int, scores: _F64, gaps: _I64, largest: _I64, weights: _F64
 ) -> int:
-    """The node for a block that its favourite must not take; -1 if no tier has room for it."""
+    """Choose a node for a block that must not go to its first choice; -1 if no tier has room."""
     roomy = np.flatnonzero(largest >= size)
     if not len(roomy):
         return -1
@@ -128,7 +133,7 @@ def _elsewhere(
 
 
 def _pin(size: int, rooms: list[int]) -> int:
-    """Take the room in the fastest tier that has it; one does."""
+    """Take room in the fastest tier that has enough; return its number. One tier has enough."""
     number = next(number for number, room in enumerate(rooms) if room >= size)
     rooms[number] -= size
     return number

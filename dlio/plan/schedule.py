@@ -1,10 +1,10 @@
 """The schedule: who consumes which sample at each step, and who sends it there. Pure.
 
 Only the *set* of samples in a global batch matters to synchronous training, not which rank
-computes which. So in `batch` mode a sample is consumed on the node that holds it, and only what
-exceeds a node's share of the batch moves: for nodes that consume b samples a step about
-1/sqrt(2·pi·b) of the bytes. In `global` mode each rank gets a uniformly random share, and all but
-1/nodes of the bytes move. Both modes have the same global batches.
+computes which. So in `batch` mode a sample is consumed on the node that holds it, and only samples
+beyond a node's share of the batch move: about 1/sqrt(2·pi·b) of the bytes for nodes that consume b
+samples a step. In `global` mode each rank gets a uniformly random share, and all but 1/nodes of the
+bytes move. Both modes have the same global batches.
 
 Every rank computes the assignment of the whole global batch, so plans agree without a message.
 """
@@ -18,6 +18,21 @@ import numpy.typing as npt
 
 from dlio.plan.order import Order
 from dlio.plan.shares import Shares
+
+__all__ = [
+    "Assignment",
+    "Mode",
+    "Ranks",
+    "Window",
+    "assign",
+    "cut_window",
+    "deal",
+    "plan_window",
+    "senders_of",
+    "steps_in_epoch",
+    "window_steps",
+    "with_ranks",
+]
 
 Mode = Literal["batch", "global"]
 _I64 = npt.NDArray[np.int64]
@@ -40,28 +55,31 @@ class Ranks:
         return int(self.node_of.max()) + 1
 
     def local(self, node: int) -> npt.NDArray[np.intp]:
-        """The ranks on a node, ascending."""
+        """Return the ranks on a node, ascending."""
         return np.flatnonzero(self.node_of == node)
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What all ranks do in a run of steps. Flat arrays of one entry a sample, shape (n,), in the
-    order's positions: so by step, and what one rank consumes is in the order it consumes it."""
+    """The work of all ranks in a run of steps.
+
+    Flat arrays with one entry per sample, shape (n,), in the positions of the order: ascending by
+    step, and for each rank in the order in which it consumes them.
+    """
 
     steps: range
     samples: _I64
     step: _I64
     """Step of each sample."""
     consumer: _I32
-    """Rank that consumes it."""
+    """Rank that consumes each sample."""
     sender: _I32
-    """Rank that pushes it to its consumer, -1 where the consumer's node reads it itself."""
+    """Rank that sends it to its consumer, -1 if the consumer's node reads it itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What one rank does in a run of steps, known before the run starts."""
+    """The work of one rank in a run of steps, known before the run starts."""
 
     steps: range
     """Steps of the epoch that this window feeds."""
@@ -70,19 +88,19 @@ class Window:
     starts: _I64
     """Samples of the k-th step are samples[starts[k]:starts[k + 1]]; shape (len(steps) + 1,)."""
     senders: _I32
-    """Rank that pushes each sample, -1 where this rank reads it itself; shape (n,)."""
+    """Rank that sends each sample, -1 if this rank reads it itself; shape (n,)."""
     sends: dict[int, _I64]
-    """Per destination rank, the samples this rank pushes, in the receiver's order."""
+    """Samples that this rank sends, by destination rank, in the receiver's order."""
 
 
 def steps_in_epoch(n: int, position: int, global_batch: int, drop_last: bool = False) -> int:
-    """Steps that positions `position` to `n` - 1 make; the last may be smaller."""
+    """Count the steps of positions `position` to `n` - 1; the last step may be smaller."""
     left = max(0, n - position)
     return left // global_batch if drop_last else -(-left // global_batch)
 
 
 def window_steps(mean_bytes: float, batch_size: int, budget_bytes: int) -> int:
-    """Steps whose payloads, at `mean_bytes` a sample, fit a rank's budget; at least 1."""
+    """Return the steps whose payloads, at `mean_bytes` a sample, fit a budget; at least 1."""
     return max(1, int(budget_bytes / max(1.0, mean_bytes * batch_size)))
 
 
@@ -99,17 +117,17 @@ def assign(
     """Deal the global batches of `steps` to the ranks.
 
     The global batch of step s is the order's positions from position + s·B, B = batch_size x
-    ranks; the epoch's last one may be smaller. Each rank gets as many samples as `share` of it
-    has, or as its part of `shares`: in `global` mode those very positions, in `batch` mode its own
-    node's samples first.
+    ranks; the epoch's last one may be smaller. Each rank gets an even part of it, or its part of
+    `shares`: in `global` mode the samples at consecutive positions, in `batch` mode its own node's
+    samples first.
 
     Args:
-        position: of the epoch's order, where step 0 begins.
+        position: in the epoch's order at which step 0 begins.
         batch_size: per rank.
         steps: consecutive.
-        home_of: home node of each sample, -1 for the source. A node without ranks cannot send:
-            its samples come from the source, too.
-        shares: of the global batch; even for None.
+        home_of: returns the home node of each sample, -1 for the source. A node without ranks
+            cannot send: its samples come from the source, too.
+        shares: samples per rank of the global batch; even for None.
 
     Cost O(len(steps) x global batch), independent of the data set's size: 0.06 µs a sample in
     either mode, for 1,000 ranks as for 10,000; 0.4 ms for a small window.
@@ -145,8 +163,8 @@ def plan_window(
 ) -> Window:
     """Plan `steps` for `rank` without communication; arguments and cost as for `assign`.
 
-    Every rank that calls this alike gets plans that agree: `a.sends[b]` are, in order, the
-    samples that `b` expects from `a`.
+    Plans of ranks that call this alike agree: `a.sends[b]` are, in order, the samples that `b`
+    expects from `a`.
     """
     dealt = assign(order, position, batch_size, steps, home_of, ranks, mode, shares)
     mine = np.flatnonzero(dealt.consumer == rank)
@@ -162,14 +180,14 @@ def plan_window(
 
 
 def cut_window(samples: _I64, consumers: npt.NDArray[np.integer], ranks: int) -> dict[int, _I64]:
-    """A window's sends: samples by the rank that consumes them, in the order given."""
+    """Group a window's samples by the rank that consumes them, in the order given."""
     by_rank = _stable(consumers, ranks)
     dests, begins = np.unique(consumers[by_rank], return_index=True)
     return dict(zip(dests.tolist(), np.split(samples[by_rank], begins[1:]), strict=False))
 
 
 def with_ranks(homes: _I32, ranks: Ranks) -> _I32:
-    """`homes`, with -1 for nodes that no rank is on."""
+    """Return `homes` with -1 in place of nodes without ranks."""
     inhabited = np.bincount(ranks.node_of, minlength=ranks.nodes) > 0
     there = (homes >= 0) & (homes < ranks.nodes)
     there[there] = inhabited[homes[there]]
@@ -177,7 +195,7 @@ def with_ranks(homes: _I32, ranks: Ranks) -> _I32:
 
 
 def deal(in_step: _I64, counts: _I64, parts: int, shares: Shares | None = None) -> _I32:
-    """The part of `share(count, parts, ·)`, or of `shares`, that each place in a step falls to."""
+    """Return the part of a step, even or by `shares`, that each place in it falls to."""
     if shares is not None:
         return shares.deal(in_step, counts)
     # Largest part p with count·p // parts <= place, that is p = ((place + 1)·parts - 1) // count.
@@ -194,7 +212,7 @@ def _deal_at_home(
         counts: samples in each step.
     """
     steps, nodes = len(counts), ranks.nodes
-    # What each rank, and so each node, consumes at each step.
+    # Samples that each rank, and therefore each node, consumes at each step.
     if shares is None:
         quotas = np.diff(counts[:, None] * np.arange(ranks.size + 1) // ranks.size, axis=1)
     else:
@@ -204,9 +222,9 @@ def _deal_at_home(
     # A sample stays at home if it is among the first that its node has room for.
     place = _count_before(homes + 1, step, nodes)
     stays = np.flatnonzero((homes >= 0) & (place < node_quotas[step, homes]))
-    kept = np.bincount(step[stays] * nodes + homes[stays], minlength=steps * nodes)
-    # The others fill what is missing elsewhere, step by step, node by node.
-    missing = node_quotas.reshape(-1) - kept
+    at_home = np.bincount(step[stays] * nodes + homes[stays], minlength=steps * nodes)
+    # The other samples fill the gaps of other nodes, step by step, node by node.
+    missing = node_quotas.reshape(-1) - at_home
     node = np.full(len(homes), -1, np.int32)
     node[stays] = homes[stays]
     node[node < 0] = np.repeat(np.tile(np.arange(nodes, dtype=np.int32), steps), missing)
@@ -220,11 +238,12 @@ def _deal_at_home(
 
 
 def senders_of(homes: _I32, consumer: _I32, ranks: Ranks) -> _I32:
-    """Who pushes each sample: one rank per receiver and peer node, so one message per pair."""
+    """Return the rank that sends each sample: one per receiver and peer node, so that each pair
+    exchanges one message."""
     by_node = _stable(ranks.node_of, ranks.nodes).astype(np.int32)
     on_node = np.bincount(ranks.node_of, minlength=ranks.nodes)
     begin = np.cumsum(on_node) - on_node
-    number = np.empty(ranks.size, np.int64)  # Of a rank among those of its node.
+    number = np.empty(ranks.size, np.int64)  # Number of each rank among the ranks of its node.
     number[by_node] = np.arange(ranks.size) - np.repeat(begin, on_node)
     moves = np.flatnonzero((homes >= 0) & (homes != ranks.node_of[consumer]))
     home = homes[moves]
@@ -234,7 +253,7 @@ def senders_of(homes: _I32, consumer: _I32, ranks: Ranks) -> _I32:
 
 
 def _count_before(groups: _I32, step: _I64, limit: int) -> _I64:
-    """For each entry, how many earlier entries are of the same group and step; same shape.
+    """Count, for each entry, the earlier entries of the same group and step; same shape.
 
     Args:
         groups: 0 to `limit`.
@@ -252,6 +271,6 @@ def _count_before(groups: _I32, step: _I64, limit: int) -> _I64:
 
 
 def _stable(keys: npt.NDArray[np.integer], limit: int) -> npt.NDArray[np.intp]:
-    """The stable argsort of keys from 0 to `limit`, in the smallest type that holds them: numpy
-    sorts up to 16 bits by radix, several times as fast."""
+    """Stable argsort of keys from 0 to `limit`, in the smallest type that holds them: numpy sorts
+    up to 16 bits by radix, several times as fast."""
     return np.argsort(keys.astype(np.min_scalar_type(limit)), kind="stable")

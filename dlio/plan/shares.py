@@ -1,8 +1,8 @@
 """Shares of a global batch for ranks of different speed. Pure.
 
-Shares are whole samples of a full step. A smaller step is dealt in proportion, by the one formula
-that even shares have, too: rank r of edges e gets the places from count·e[r] // B to
-count·e[r + 1] // B of a step of `count` samples, B being the global batch.
+Shares are whole samples of a full step. A smaller step is dealt in proportion, by the same formula
+as even shares: with edges e and global batch B, rank r gets the places from count·e[r] // B to
+count·e[r + 1] // B of a step of `count` samples.
 """
 
 import heapq
@@ -14,19 +14,21 @@ import numpy.typing as npt
 
 from dlio.errors import UsageError
 
+__all__ = ["Shares", "checked_shares", "fastest_shares"]
+
 _I64 = npt.NDArray[np.int64]
 _HALVINGS = 60
-"""Of the interval that the slowest rank's time is looked for in."""
+"""Bisections of the interval in which the slowest rank's time lies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """What each rank gets of a step's global batch."""
+    """The samples that each rank gets of a step's global batch."""
 
     counts: tuple[int, ...]
     """Samples of a whole step, by rank; at least 1 each."""
     edges: _I64 = field(init=False, repr=False, compare=False)
-    """Samples of the ranks before each, then all; shape (ranks + 1,)."""
+    """Samples of the ranks before each rank, then of all; shape (ranks + 1,)."""
 
     def __post_init__(self) -> None:
         if not self.counts or any(int(count) != count or count < 1 for count in self.counts):
@@ -45,20 +47,24 @@ class Shares:
         return int(self.edges[-1])
 
     def part(self, count: int, rank: int) -> range:
-        """The places of a step of `count` samples that are `rank`'s; those of all ranks are
-        `range(count)`, and none has more than a sample's fraction beyond its proportion."""
+        """Return the places of `rank` in a step of `count` samples.
+
+        The parts of all ranks make up `range(count)`, and each is within one sample of the rank's
+        proportion.
+        """
         first, last = int(self.edges[rank]), int(self.edges[rank + 1])
         return range(count * first // self.global_batch, count * last // self.global_batch)
 
     def quotas(self, counts: _I64) -> _I64:
-        """Samples of each rank in steps of `counts` samples; shape (steps, ranks)."""
+        """Return the samples of each rank in steps of `counts` samples; shape (steps, ranks)."""
         return np.diff(counts[:, None] * self.edges // self.global_batch, axis=1)
 
     def deal(self, in_step: _I64, counts: _I64) -> npt.NDArray[np.int32]:
-        """The rank whose `part` each place is in.
+        """Return the rank whose `part` contains each place.
 
         Args:
-            in_step: places in their steps, below `counts`, the samples of these; both (n,).
+            in_step: place of each sample in its step; shape (n,).
+            counts: samples of that step; shape (n,).
         """
         # Largest rank r with count·edge[r] // B <= place, that is edge[r] <= the bound.
         bound = ((in_step + 1) * self.global_batch - 1) // np.maximum(counts, 1)
@@ -66,7 +72,7 @@ class Shares:
 
 
 def checked_shares(counts: Sequence[int], batch_size: int, ranks: int) -> Shares:
-    """Raises UsageError when they do not make up a global batch of `ranks` ranks."""
+    """Return the shares. Raises UsageError when they do not sum to the global batch."""
     shares = Shares(tuple(counts))
     if len(shares.counts) != ranks or shares.global_batch != batch_size * ranks:
         raise UsageError(
@@ -79,11 +85,13 @@ def checked_shares(counts: Sequence[int], batch_size: int, ranks: int) -> Shares
 def fastest_shares(
     global_batch: int, fixed_s: Sequence[float], per_sample_s: Sequence[float]
 ) -> Shares:
-    """The shares with which the slowest rank is done soonest: none have a smaller maximum of
-    fixed_s[r] + per_sample_s[r] · counts[r]. Ties go to the lower rank.
+    """Return the shares that minimise the largest fixed_s[r] + per_sample_s[r] · counts[r].
+
+    Ties go to the lower rank.
 
     Args:
-        fixed_s, per_sample_s: of each rank; the latter above 0.
+        fixed_s: seconds of a step of rank r, whatever its samples.
+        per_sample_s: seconds per sample of rank r, above 0.
 
     Cost O(ranks): 1 ms for a thousand ranks.
     """
@@ -91,8 +99,8 @@ def fastest_shares(
     ranks = len(fixed)
     if global_batch < ranks:
         raise UsageError(f"a global batch of {global_batch} samples for {ranks} ranks: give more")
-    # What all ranks can do within a time, the longest for which that is not too much; then one
-    # by one, to whoever is done with another one first.
+    # Find the longest time in which the ranks do not do more than the global batch; then give the
+    # remaining samples one by one to the rank that would finish its next one first.
     low, high = 0.0, float((fixed + per_sample * global_batch).max())
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
@@ -113,5 +121,5 @@ def fastest_shares(
 def _within(
     seconds: float, fixed: npt.NDArray[np.float64], per_sample: npt.NDArray[np.float64]
 ) -> _I64:
-    """Samples that each rank can do in a time, at least 1."""
+    """Samples that each rank can process in a time, at least 1."""
     return np.maximum(1, np.floor((seconds - fixed) / per_sample)).astype(np.int64)

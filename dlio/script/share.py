@@ -122,7 +122,7 @@ class SharingLoader(DataLoader):
     def __len__(self) -> int:
         """Batches of a pass, as the script is given them: those of one process; of `per-rank`, as
         many at a time as there are ranks."""
-        self._users_sampler = True  # As in each pass.
+        self.follows_sampler = True  # As in each pass.
         count = super().__len__()
         shared = not isinstance(self.dataset, IterableDataset) and self._context.training
         if self._context.batch == "per-rank" and shared:
@@ -162,7 +162,7 @@ class SharingLoader(DataLoader):
 
 def _alone(loader: DataLoader) -> Iterator[Any]:
     """A pass whose order is the sampler's, as in a single process."""
-    loader._users_sampler = True
+    loader.follows_sampler = True
     return DataLoader.__iter__(loader)
 
 

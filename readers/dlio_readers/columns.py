@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.index import fingerprint_of
+from dlio.data.labels import LABEL_NAMES
 from dlio.data.schema import DTYPES, Schema, array_kind
 from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.plan.layout import Layout, cut_blocks
@@ -27,7 +28,6 @@ SHAPE: Final = "__shape"
 SCHEMA: Final = "dlio_schema"
 KEPT_BYTES: Final = 32 << 20
 """Of decoded stretches, kept for samples that are asked for one by one."""
-_LABELS: Final = ("label", "labels", "target", "targets", "y", "cls", "class")
 _JPEG: Final = b"\xff\xd8\xff"
 _PNG: Final = b"\x89PNG"
 
@@ -228,7 +228,7 @@ class ColumnReader:
             ) from error
 
     def _find_labels(self) -> npt.NDArray[np.int64]:
-        for name in _LABELS:
+        for name in LABEL_NAMES:
             kind = self.schema.kinds.get(name)
             if kind is not None and kind.scalar and "int" in kind.text:
                 try:

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.index import Arrays, Names, fingerprint_of, forget_index, kept_index
+from dlio.data.labels import TABLE_LABEL_NAMES
 from dlio.data.schema import IMAGE_LABEL, LABEL, Schema
 from dlio.data.source import Entry, Source
 from dlio.errors import SourceError
@@ -40,7 +41,6 @@ _TABLES: Final = (
     *("metadata.csv", "metadata.jsonl"),
 )
 _FILE_COLUMNS: Final = ("file_name", "filename", "file", "image", "path", "name")
-_LABEL_COLUMNS: Final = ("label", "class", "target", "category", "labels")
 _MAX_TABLE: Final = 1 << 30
 _IMAGE: Final = Schema((("image", "image"),))
 
@@ -285,11 +285,11 @@ def _read_table(source: Source, table: str) -> dict[str, str]:
         if not rows:
             raise ValueError("it has no rows")
         file = next((name for name in _FILE_COLUMNS if name in rows[0]), None)
-        label = next((name for name in _LABEL_COLUMNS if name in rows[0]), None)
+        label = next((name for name in TABLE_LABEL_NAMES if name in rows[0]), None)
         if file is None or label is None:
             raise ValueError(
                 f"it has {', '.join(map(str, rows[0]))}, and needs a column {_FILE_COLUMNS[0]} and "
-                f"a column {_LABEL_COLUMNS[0]}"
+                f"a column {TABLE_LABEL_NAMES[0]}"
             )
         return {str(row[file]): str(row[label]) for row in rows}
     except (ValueError, KeyError, TypeError, csv.Error, RecursionError) as error:

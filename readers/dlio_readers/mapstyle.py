@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.index import fingerprint_of
+from dlio.data.labels import LABEL_NAMES
 from dlio.data.schema import Schema, array_kind, leaves
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import cut_blocks
@@ -24,7 +25,6 @@ _SEED: Final = 0xD110
 _PROBES: Final = 16
 _THREADS: Final = 4
 _DEPTH: Final = 16
-_LABELS: Final = ("1", "label", "target", "labels", "y", "cls", "class")
 
 Leaf = tuple[str, str, tuple[int, ...], Any]
 """(field, dtype or encoded kind, shape, value)"""
@@ -153,7 +153,7 @@ class MapStyleReader:
                 return np.asarray(told).astype(np.int64)
             except (TypeError, ValueError):
                 pass
-        name = next((n for n in _LABELS if n in self.schema.kinds), None)
+        name = next((n for n in LABEL_NAMES if n in self.schema.kinds), None)
         if name is None or "int" not in self.schema.kinds[name].text or "[" in name:
             return np.zeros(self._count, np.int64)
         payloads = (self.read(np.array([sample]))[0] for sample in range(self._count))

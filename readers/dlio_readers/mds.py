@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.index import Arrays, cached_index, fingerprint_of
+from dlio.data.labels import LABEL_NAMES
 from dlio.data.schema import Schema, array_kind
 from dlio.data.source import File, Source, expand
 from dlio.errors import SourceError
@@ -63,7 +64,6 @@ _CODES: Final = {
     65: "int64",
     66: "float64",
 }
-_LABELS: Final = ("label", "class", "target", "y", "cls")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class MdsReader:
     def labels(self) -> npt.NDArray[np.int64]:
         """The column that is called as labels are called."""
         if self._labels is None:
-            name = next((n for n in _LABELS if n in self.schema.kinds), "")
+            name = next((n for n in LABEL_NAMES if n in self.schema.kinds), "")
             kind = self.schema.kinds.get(name)
             if kind is None or not kind.scalar or "int" not in kind.text:
                 self._labels = np.broadcast_to(np.int64(0), len(self))

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.index import Arrays, cached_index, fingerprint_of
+from dlio.data.labels import LABEL_NAMES
 from dlio.data.schema import DTYPES, Schema, array_kind
 from dlio.data.source import File, Source, expand, files_below, own_name, split_fields
 from dlio.errors import SourceError, UsageError
@@ -21,7 +22,6 @@ _SUFFIXES: Final = (".parquet", ".parq")
 _VERSION: Final = 1
 _KEPT_BYTES: Final = 64 << 20
 _PROBES: Final = 8
-_LABELS: Final = ("label", "labels", "fine_label", "target", "cls", "class", "y")
 
 
 class ParquetReader:
@@ -183,7 +183,7 @@ class ParquetReader:
         if not starts[-1]:
             raise SourceError(f"{self.path} holds no rows")
         found = {name: _Found(name, first.field(name).type) for name in chosen}
-        label = next((name for name in _LABELS if name in found and found[name].whole), None)
+        label = next((name for name in LABEL_NAMES if name in found and found[name].whole), None)
         labels = []
         for number, group in groups:
             table = self._read_group(number, group, chosen)

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.index import Arrays, Names, cached_index, fingerprint_of
+from dlio.data.labels import TAR_LABEL_NAMES
 from dlio.data.schema import LABEL, Schema, array_kind
 from dlio.data.source import File, Source, expand, files_below, own_name
 from dlio.errors import CorruptBlock, SourceError
@@ -55,7 +56,6 @@ _KINDS: Final = {
     "transcript": "text",
 }
 _NUMBERS: Final = ("cls", "cls2", "index", "inx", "id", "label")
-_LABELS: Final = ("label", "cls", "id", "index")
 
 
 class TarReader:
@@ -102,7 +102,7 @@ class TarReader:
         }
         total = int(self._firsts[-1])
         self.sizes = self.schema.payload_sizes(total, bodies)
-        label = next((name for name in _LABELS if kinds and name in names), None)
+        label = next((name for name in TAR_LABEL_NAMES if kinds and name in names), None)
         if label is not None and self.schema.kinds[label].text == "int64":
             k = names.index(label)
             self.labels = np.concatenate([part["number"][:, k] for part in parts])

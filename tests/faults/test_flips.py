@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dlio
+from dlio.loader.stats import PassStats
 from dlio_staging.stage import StageOptions, stage
 
 
-def _batches(data: dlio.Dataset) -> tuple[dict[int, bytes], dict[str, int]]:
+def _batches(data: dlio.Dataset) -> tuple[dict[int, bytes], PassStats]:
     """(pixels of each sample, counts of the pass)."""
     with dlio.DataLoader(data, 5, shuffle=True) as loader:
         found = {}

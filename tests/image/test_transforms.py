@@ -87,9 +87,11 @@ def test_the_first_part_of_a_compose_is_fused() -> None:
     crop, rest, batchwise = T.fused(transform)
     assert crop == Crop(64, True, (0.3, 1.0), flip=0.2, upend=0.1, across=96)
     assert rest is None
+    assert isinstance(batchwise, T.Compose)
     assert isinstance(batchwise.transforms[0], T.Normalize)
     crop, rest, batchwise = T.fused(T.Compose([T.Resize(256), T.CenterCrop(224), str]))
     assert crop == Crop(224, False, resize=256, across=224)
+    assert isinstance(rest, T.Compose)
     assert rest.transforms == [str]
     assert batchwise is None
     for other in (None, str, T.Normalize(MEAN, STD), T.Compose([T.CenterCrop(8)])):

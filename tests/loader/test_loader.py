@@ -14,7 +14,7 @@ import torch
 
 import dlio
 from dlio.errors import DecodeError, DlioError, SourceError, UsageError
-from dlio.loader.planned.memory import BatchMemory
+from dlio.loader.planned.makers import BatchMemory
 from dlio.util.shared import SHARED_MEMORY, user_folder
 
 N = 90
@@ -32,15 +32,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _nothing_is_left(soon: Callable[[Callable[[], bool]], bool]) -> Iterator[None]:
     ours = os.path.join(SHARED_MEMORY, user_folder())
-    before = set(os.listdir(ours)) if os.path.isdir(ours) else set()
+
+    def entries() -> set[str]:
+        try:
+            return set(os.listdir(ours))
+        except FileNotFoundError:  # The last user of the folder removes it.
+            return set()
+
+    before = entries()
     yield
     names = [thread.name for thread in threading.enumerate() if thread.name.startswith("dlio")]
     assert names == []
 
-    def left() -> set[str]:
-        return set(os.listdir(ours)) - before - {"sweep"} if os.path.isdir(ours) else set()
-
-    assert soon(lambda: not left())
+    assert soon(lambda: not entries() - before - {"sweep"})
 
 
 def _epoch(loader: dlio.DataLoader) -> tuple[list[int], dict[int, bytes], list[int]]:

@@ -1,24 +1,42 @@
-"""Hugging Face Accelerate: its `prepare` leaves a loader alone that says it is prepared, and then
-expects of it what its own loaders do."""
+"""Hugging Face Accelerate, whose `prepare` leaves a loader alone that says it is prepared, and then
+uses it like one of its own."""
 
 import sys
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+__all__ = ["PreparedLoader", "Registration", "device"]
 
-class _Registration:
-    """Tells Accelerate which loader is active, and when its last batch has come."""
 
-    def __init__(self, loader: Any, length: int | None, state: Any) -> None:
-        self._loader, self._length, self._state = loader, length, state
+class PreparedLoader(Protocol):
+    """The attributes that Accelerate reads of a loader that it has prepared."""
+
+    _is_accelerate_prepared: bool
+    end_of_dataloader: bool
+    remainder: int
+
+
+class Registration:
+    """Tells Accelerate which loader is active in a pass, and when its last batch has come.
+
+    Args:
+        length: batches of the pass; None if that is unknown.
+    """
+
+    def __init__(self, loader: PreparedLoader, length: int | None) -> None:
+        self._loader, self._length = loader, length
         self._step = 0
+        self._state: Any = None
         loader.end_of_dataloader = False
         loader.remainder = -1
-        if state is not None:
-            state._add_dataloader(loader)
+        module = _module_in_use(loader)
+        if module is not None:
+            self._state = module.GradientState()
+            self._state._add_dataloader(loader)
 
     def step(self, ended: bool) -> None:
+        """Count a batch, or the end of the pass."""
         self._step += 1
         if self._length is not None and self._step >= self._length:
             self._loader.end_of_dataloader = True
@@ -27,23 +45,18 @@ class _Registration:
             self._state = None
 
 
-def registered(loader: Any, length: int | None) -> _Registration:
-    """The registration of a pass of `loader`, of `length` batches."""
-    state = None
-    module = sys.modules.get("accelerate.state")
-    if module is not None and loader._is_accelerate_prepared and _in_use(module):
-        state = module.GradientState()
-    return _Registration(loader, length, state)
-
-
-def device(loader: Any) -> torch.device | None:
-    """Where Accelerate wants batches; None when it is not in use."""
-    module = sys.modules.get("accelerate.state")
-    if module is None or not loader._is_accelerate_prepared or not _in_use(module):
+def device(loader: PreparedLoader) -> torch.device | None:
+    """Return the device that Accelerate wants batches on; None to leave them on the host."""
+    module = _module_in_use(loader)
+    if module is None:
         return None
-    target = module.PartialState().device
+    target: torch.device = module.PartialState().device
     return None if target.type == "cpu" else target
 
 
-def _in_use(module: Any) -> bool:
-    return bool(module.AcceleratorState._shared_state)
+def _module_in_use(loader: PreparedLoader) -> Any:
+    """accelerate.state, if the process uses Accelerate and this loader is prepared."""
+    module = sys.modules.get("accelerate.state")
+    if module is None or not loader._is_accelerate_prepared:
+        return None
+    return module if module.AcceleratorState._shared_state else None

@@ -1,8 +1,8 @@
 """Data sets of other libraries that dlio understands, and reads through its tiers.
 
-torchvision's ImageFolder and DatasetFolder with its own image loader; Hugging Face `datasets` of
-images; torch's Subset and ConcatDataset of those. They are recognised by their classes' names, so
-that neither torchvision nor `datasets` need be there.
+These are torchvision's ImageFolder and DatasetFolder with torchvision's own image loader, Hugging
+Face `datasets` of images, and torch's Subset and ConcatDataset of those. They are recognised by
+the names of their classes, so that neither torchvision nor `datasets` need be installed.
 """
 
 import io
@@ -15,46 +15,58 @@ from dlio.data.index import fingerprint_of
 from dlio.data.reader import Reader, open_reader
 from dlio.data.schema import Buffer
 from dlio.errors import DecodeError, SourceError
-from dlio.loader.dataset import Dataset
+from dlio.loader.contract import Sample, UserDataset
+from dlio.loader.dataset import Dataset, open_dataset
 from dlio.loader.foreign.huggingface import ImageSet, is_image_set
+from dlio.loader.options import Tiers
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
 
+__all__ = ["Understood", "adapted", "read_by_dlio"]
+
 _SEED = 0xD110
+_Part = tuple[UserDataset, npt.NDArray[np.int64] | None]
+"""(whole data set, indices into it); None for all of it."""
 
 
 class Understood(Protocol):
-    """A data set that dlio reads in its place."""
+    """A data set of another library, as dlio reads it."""
 
     @property
-    def reader(self) -> Any:
+    def reader(self) -> Reader:
         """A reader of the same samples in the same order."""
 
-    def finished(self, payload: Buffer, sample: int) -> Any:
-        """What the data set's own `[i]` would return, of bytes that are here already."""
+    def finished(self, payload: Buffer, sample: int) -> Sample:
+        """Return the result of the data set's own `[i]`, from bytes that have been read."""
 
 
-def adapted(data: Any, tiers: Any) -> Dataset | None:
-    """The data set as dlio reads it; None for one that it does not understand."""
+def read_by_dlio(data: UserDataset, tiers: Tiers | None) -> Dataset | None:
+    """Return a map-style data set as dlio reads it; None if torch's way is to be taken.
+
+    With `tiers`, the samples of a data set that dlio does not understand are kept in them too.
+    """
+    dataset = adapted(data, tiers)
+    if dataset is None and tiers is not None:
+        return open_dataset(data, tiers=tiers, image_size=None)
+    return dataset
+
+
+def adapted(data: UserDataset, tiers: Tiers | None) -> Dataset | None:
+    """Return a data set of another library as dlio reads it; None for one it cannot read."""
     parts = _parts(data)
     if parts is None:
         return None
-    wholes: list[Any] = []
+    wholes: list[UserDataset] = []
     for whole, _ in parts:
-        if all(whole is not known for known in wholes):
+        if all(whole is not each for each in wholes):
             wholes.append(whole)
-    known: list[Understood] = []
-    for whole in wholes:
-        found = _understood(whole)
-        if found is None or (known and found.reader.schema != known[0].reader.schema):
-            for opened in [*known, *([found] if found else [])]:
-                opened.reader.close()
-            return None
-        known.append(found)
+    known = _all_understood(wholes)
+    if known is None:
+        return None
     readers = [each.reader for each in known]
     numbers = [next(k for k, w in enumerate(wholes) if w is whole) for whole, _ in parts]
     if len(parts) == 1 and parts[0][1] is None:
-        view: Any = readers[0]
+        view: Reader = readers[0]
         owners = np.zeros(len(view), np.int64)
         inner = np.arange(len(view), dtype=np.int64)
     else:
@@ -66,7 +78,7 @@ def adapted(data: Any, tiers: Any) -> Dataset | None:
         inner = np.concatenate(picked) if picked else np.empty(0, np.int64)
         view = _View(readers, owners, inner)
 
-    def finish(payload: Buffer, sample: int) -> Any:
+    def finish(payload: Buffer, sample: int) -> Sample:
         return known[int(owners[sample])].finished(payload, int(inner[sample]))
 
     return Dataset(
@@ -81,8 +93,22 @@ def adapted(data: Any, tiers: Any) -> Dataset | None:
     )
 
 
-def _parts(data: Any) -> list[tuple[Any, npt.NDArray[np.int64] | None]] | None:
-    """(whole data set, indices of it or all) in the order of the data set's indices."""
+def _all_understood(wholes: list[UserDataset]) -> list[Understood] | None:
+    """Whole data sets of one schema as dlio reads them; None, and all closed, if one is not."""
+    known: list[Understood] = []
+    for whole in wholes:
+        understood = _understood(whole)
+        if understood is not None:
+            known.append(understood)
+        if understood is None or understood.reader.schema != known[0].reader.schema:
+            for opened in known:
+                opened.reader.close()
+            return None
+    return known
+
+
+def _parts(data: UserDataset) -> list[_Part] | None:
+    """The parts of a data set in the order of its indices; None if one is of an unknown class."""
     if _is_folder(data) or is_image_set(data):
         return [(data, None)]
     names = {(each.__module__.split(".")[0], each.__name__) for each in [type(data)]}
@@ -92,19 +118,18 @@ def _parts(data: Any) -> list[tuple[Any, npt.NDArray[np.int64] | None]] | None:
             return None
         return _picked(inner, np.asarray(data.indices, np.int64))
     if names == {("torch", "ConcatDataset")}:
-        found: list[tuple[Any, npt.NDArray[np.int64] | None]] = []
+        parts: list[_Part] = []
         for each in data.datasets:
             inner = _parts(each)
             if inner is None:
                 return None
-            found += inner
-        return found
+            parts += inner
+        return parts
     return None
 
 
-def _picked(
-    parts: list[tuple[Any, npt.NDArray[np.int64] | None]], indices: npt.NDArray[np.int64]
-) -> list[tuple[Any, npt.NDArray[np.int64] | None]]:
+def _picked(parts: list[_Part], indices: npt.NDArray[np.int64]) -> list[_Part]:
+    """The parts that a Subset's indices pick, in their order."""
     numbers = [
         np.arange(len(whole), dtype=np.int64) if chosen is None else chosen
         for whole, chosen in parts
@@ -116,8 +141,8 @@ def _picked(
     return [(parts[int(o[0])][0], i) for o, i in runs if len(o)]
 
 
-def _understood(data: Any) -> Understood | None:
-    """A whole data set; None where dlio would read other samples."""
+def _understood(data: UserDataset) -> Understood | None:
+    """A whole data set as dlio reads it; None if dlio would read other samples."""
     try:
         if is_image_set(data):
             return ImageSet(data)
@@ -127,8 +152,8 @@ def _understood(data: Any) -> Understood | None:
     return None if reader is None else _Folder(data, reader)
 
 
-def _is_folder(data: Any) -> bool:
-    """torchvision's ImageFolder or DatasetFolder, of images, as it comes."""
+def _is_folder(data: UserDataset) -> bool:
+    """True for torchvision's ImageFolder or DatasetFolder of images, unmodified."""
     kinds = [(each.__module__, each.__name__) for each in type(data).__mro__]
     ours = ("torchvision.datasets.folder", "DatasetFolder")
     if ours not in kinds:
@@ -139,7 +164,7 @@ def _is_folder(data: Any) -> bool:
 
 
 def _reader_of(folder: Any) -> Reader | None:
-    """A reader of the same files in the same order; None where dlio lists others."""
+    """A reader of the same files in the same order; None if dlio lists other files."""
     reader = open_reader(str(folder.root))
     if reader.format != "folder":
         reader.close()
@@ -161,7 +186,7 @@ class _Folder:
         self._folder = folder
         self.reader = reader
 
-    def finished(self, payload: Buffer, sample: int) -> Any:
+    def finished(self, payload: Buffer, sample: int) -> Sample:
         from PIL import Image
 
         folder = self._folder
@@ -181,13 +206,13 @@ class _Folder:
 
 
 class _View:
-    """Some samples of readers, in an order of their own."""
+    """A reader of chosen samples of other readers, in an order of their own."""
 
     objects = True
 
     def __init__(
         self,
-        readers: list[Any],
+        readers: list[Reader],
         owners: npt.NDArray[np.int64],
         inner: npt.NDArray[np.int64],
     ) -> None:
@@ -214,15 +239,15 @@ class _View:
     def name(self, sample: int) -> str:
         return str(self._readers[int(self._owners[sample])].name(int(self._inner[sample])))
 
-    def read(self, samples: npt.NDArray[np.int64]) -> list[Buffer]:
-        found: list[Any] = [None] * len(samples)
+    def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
+        payloads: list[bytes | memoryview] = [b""] * len(samples)
         owners = self._owners[samples]
         for number in np.unique(owners).tolist():
             here = np.flatnonzero(owners == number)
-            payloads = self._readers[number].read(self._inner[samples[here]])
-            for k, payload in zip(here.tolist(), payloads, strict=True):
-                found[k] = payload
-        return found
+            inner = self._readers[number].read(self._inner[samples[here]])
+            for k, payload in zip(here.tolist(), inner, strict=True):
+                payloads[k] = payload
+        return payloads
 
     def close(self) -> None:
         for reader in self._readers:

@@ -1,8 +1,8 @@
 """Hugging Face `datasets` of images: their encoded bytes go through tiers, their features decode.
 
-Of a data set whose columns are pictures, numbers and text, as it comes, or with a transform of its
-own (`set_transform`, `with_transform`). What a sample is then, is what its own `[i]` gives, with
-one difference: a transform is called with one sample at a time.
+This works for data sets whose columns are images, numbers and text, unmodified or with a transform
+(`set_transform`, `with_transform`). A sample equals the data set's own `[i]`, with one difference:
+a transform is called with one sample at a time.
 """
 
 import os
@@ -13,20 +13,23 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.index import fingerprint_of
+from dlio.data.labels import LABEL_NAMES
 from dlio.data.schema import Buffer, Schema
 from dlio.errors import DecodeError, SourceError
+from dlio.loader.contract import Sample, UserDataset
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
 
+__all__ = ["ImageSet", "is_image_set"]
+
 _SEED: Final = 0xD110
 _ROWS: Final = 4096
-"""Looked at together, when a data set is opened."""
+"""Rows per step when a data set is opened."""
 _NUMBERS: Final = ("int", "uint", "float", "bool")
-_LABELS: Final = ("label", "labels", "target", "fine_label")
 
 
-def is_image_set(data: Any) -> bool:
-    """Whether it is a data set of `datasets` that this reads."""
+def is_image_set(data: UserDataset) -> bool:
+    """True for a data set of `datasets` that `ImageSet` reads."""
     kind = type(data)
     if (kind.__module__, kind.__name__) != ("datasets.arrow_dataset", "Dataset"):
         return False
@@ -38,16 +41,16 @@ def is_image_set(data: Any) -> bool:
 
 
 class ImageSet:
-    """Such a data set's encoded samples, as a reader; and from payloads to what it gives itself.
+    """A reader of such a data set's encoded samples, which also decodes them as the set does.
 
-    Raises SourceError where a sample has no value, or its picture is neither in the data set nor
-    a local file.
+    Raises SourceError where a sample has no value, or its image is neither in the data set nor a
+    local file.
     """
 
     format = "huggingface"
     objects = False
 
-    def __init__(self, data: Any) -> None:
+    def __init__(self, data: UserDataset) -> None:
         import datasets
 
         self.path = f"datasets.Dataset {data.info.builder_name or ''} {data.split or ''}".strip()
@@ -62,8 +65,8 @@ class ImageSet:
         self._raw = raw
         self.schema = Schema(tuple(kinds.items()))
         self.labels: npt.NDArray[np.int64] = np.zeros(len(data), np.int64)
-        self.sizes = self._looked_at(kinds)
-        label = next((name for name in _LABELS if name in kinds), None)
+        self.sizes = self._measure(kinds)
+        label = next((name for name in LABEL_NAMES if name in kinds), None)
         names = getattr(self._features[label], "names", None) if label else None
         self.classes: Sequence[str] = list(names or ())
         self.layout = cut_blocks(self.sizes, Order(len(data), _SEED, shuffled=True))
@@ -83,19 +86,19 @@ class ImageSet:
 
     def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
         columns = self._raw[samples.tolist()]
-        found: list[bytes | memoryview] = []
+        payloads: list[bytes | memoryview] = []
         for k, sample in enumerate(samples.tolist()):
             values = {name: column[k] for name, column in columns.items()}
             for name in self._pictures:
                 values[name] = self._bytes_of(values[name], sample)
-            found.append(self.schema.join(values))
-        return found
+            payloads.append(self.schema.join(values))
+        return payloads
 
     def close(self) -> None:
-        """The data set is the user's."""
+        """Do nothing: the data set is the user's."""
 
-    def finished(self, payload: Buffer, sample: int) -> Any:
-        """What the data set's own `[i]` would give, of bytes that are here already."""
+    def finished(self, payload: Buffer, sample: int) -> Sample:
+        """Return the result of the data set's own `[i]`, from bytes that have been read."""
         row = self.schema.split(payload)
         for name, kind in self.schema.fields:
             if kind in ("text", "bytes"):
@@ -111,8 +114,8 @@ class ImageSet:
         made = self._transform({name: [value] for name, value in row.items()})
         return {name: column[0] for name, column in made.items()}
 
-    def _looked_at(self, kinds: dict[str, str]) -> npt.NDArray[np.int64]:
-        """Payload bytes of each sample, and `labels`, from the columns alone."""
+    def _measure(self, kinds: dict[str, str]) -> npt.NDArray[np.int64]:
+        """Payload bytes of each sample, from the columns alone; also sets `labels`."""
         import pyarrow.compute as pc
 
         count = len(self)
@@ -121,7 +124,7 @@ class ImageSet:
             for name, kind in kinds.items()
             if kind in ("image", "text", "bytes")
         }
-        label = next((n for n in _LABELS if "int" in kinds.get(n, "")), None)
+        label = next((n for n in LABEL_NAMES if "int" in kinds.get(n, "")), None)
         arrow = self._raw.with_format("arrow")
         for first in range(0, count, _ROWS):
             rows = slice(first, min(first + _ROWS, count))
@@ -143,14 +146,14 @@ class ImageSet:
         import pyarrow.compute as pc
 
         lengths = pc.fill_null(pc.binary_length(pc.struct_field(column, "bytes")), -1)
-        found: npt.NDArray[np.int64] = lengths.to_numpy(zero_copy_only=False).astype(np.int64)
-        for k in np.flatnonzero(found < 0).tolist():
+        sizes: npt.NDArray[np.int64] = lengths.to_numpy(zero_copy_only=False).astype(np.int64)
+        for k in np.flatnonzero(sizes < 0).tolist():
             path = column[k]["path"].as_py()
             try:
-                found[k] = os.path.getsize(path)
+                sizes[k] = os.path.getsize(path)
             except (OSError, TypeError) as error:
-                raise SourceError(f"{self.name(first + k)} has no picture: {error}") from error
-        return found
+                raise SourceError(f"{self.name(first + k)} has no image: {error}") from error
+        return sizes
 
     def _bytes_of(self, picture: dict[str, Any], sample: int) -> bytes:
         if picture["bytes"] is not None:
@@ -163,23 +166,23 @@ class ImageSet:
 
 
 def _kinds(data: Any) -> dict[str, str] | None:
-    """The columns' kinds; None where there is one that has none."""
-    found = {}
+    """The kind of each column; None if a column is of another kind."""
+    kinds = {}
     for name, feature in data.features.items():
         kind = type(feature).__name__
         dtype = str(getattr(feature, "dtype", ""))
         if kind == "Image" and feature.decode:
-            found[name] = "image"
+            kinds[name] = "image"
         elif kind == "ClassLabel":
-            found[name] = "int64"
+            kinds[name] = "int64"
         elif kind != "Value":
             return None
         elif dtype.startswith(_NUMBERS):
-            found[name] = dtype
+            kinds[name] = dtype
         elif dtype in ("string", "large_string"):
-            found[name] = "text"
+            kinds[name] = "text"
         elif dtype in ("binary", "large_binary"):
-            found[name] = "bytes"
+            kinds[name] = "bytes"
         else:
             return None
-    return found
+    return kinds

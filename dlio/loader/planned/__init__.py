@@ -1,1 +1,1 @@
-"""The engine that reads dlio's own data sets along a plan."""
+"""The engine that reads data sets of dlio along a plan."""

@@ -1,215 +1,264 @@
-"""From payloads to a batch: what is made of each sample, and of all of them together."""
+"""Makers of batches: payloads are decoded into the slots of a batch, and the batch is finished.
+
+There are three makers, and two optional abilities of a batch's slots, which the pipeline uses
+where they are there: `CachedSlots` take a sample from a tier of decoded images, `DirectSlots` have
+a payload's bytes read into the batch itself.
+"""
 
 import math
-import time
-from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Sequence
+from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils._pytree import tree_map
 
 from dlio.data.reader import data_bytes
 from dlio.data.schema import Buffer, Schema
-from dlio.errors import CorruptBlock, SourceError
-from dlio.loader.dataset import Dataset
-from dlio.loader.planned.memory import BatchMemory
-from dlio.loader.sample import decode_sample
+from dlio.loader.contract import BatchData, CollateFn, Sample
+from dlio.loader.recipe import Recipe
 from dlio.storage.decoded import DecodedTier
+from dlio.util.pool import Pool
+
+__all__ = [
+    "ArrayMaker",
+    "BatchMemory",
+    "CachedSlots",
+    "CropMaker",
+    "DirectSlots",
+    "Maker",
+    "SampleMaker",
+    "Slots",
+    "maker_for",
+]
 
 _DIRECT_BYTES: Final = 1 << 16
-"""Of a sample of arrays that is read into the batch itself, without another copy."""
-Collate = Callable[[list[Any]], Any]
+"""Least bytes of a sample of arrays that is read into the batch itself, without another copy."""
+
+_MOST_SPARE: Final = 64
+"""Spare batches that are kept, more than are ever under way together."""
+
+
+class BatchMemory:
+    """Arrays for batches, used again as soon as nothing refers to them. Thread-safe.
+
+    Page-locked memory is left to torch's own caching allocator: a copy to the GPU may be under way
+    when the last reference ends, and torch knows how long.
+
+    Args:
+        shape: of one batch.
+        pinned: page-locked, for asynchronous copies to a GPU.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: npt.DTypeLike, pinned: bool) -> None:
+        self._shape = shape
+        self._dtype = np.dtype(dtype)
+        self._bytes = math.prod(shape) * self._dtype.itemsize
+        self._pinned = pinned
+        self._pool = Pool(_MOST_SPARE)
+
+    def take(self) -> npt.NDArray[Any]:
+        """Return an uninitialised array; its memory comes back with its last tensor or view."""
+        if self._pinned:
+            kind = torch.from_numpy(np.empty(0, self._dtype)).dtype
+            return torch.empty(self._shape, dtype=kind, pin_memory=True).numpy()
+        return self._pool.lend(self._bytes).view(self._dtype).reshape(self._shape)
 
 
 class Slots(Protocol):
-    """One batch in the making. `make` is called once a slot, from any thread; `finish` after all
-    of them."""
+    """One batch in the making. `make` is called once a slot, from any thread; `finish` once, after
+    all slots are made."""
 
     def make(self, slot: int, sample: int, payload: Buffer) -> float:
-        """Decode a sample into its slot; the seconds that the user's transform took of it."""
+        """Decode a sample into its slot; return the seconds spent in the user's transform."""
 
-    def pieces(self, slot: int) -> list[memoryview] | None:
-        """Where a payload's bytes are to go, one after another, where that is all that has to be
-        done; then `filled` is called in `make`'s place."""
-
-    def filled(self, slot: int, pieces: list[memoryview]) -> None: ...
-
-    def kept(self, slot: int, sample: int) -> float | None:
-        """Make a sample of what a tier keeps of it decoded; the seconds that saved, None where
-        there is no such thing."""
-
-    def finish(self, kept: Sequence[int] | None) -> Any:
-        """The batch, of the slots in `kept`; of all for None."""
+    def finish(self, slots: Sequence[int] | None) -> BatchData:
+        """Return the batch of the slots given; of all slots for None."""
 
 
-class _Decoded:
-    """Slots whose samples are made of payloads that are read elsewhere."""
+@runtime_checkable
+class CachedSlots(Slots, Protocol):
+    """Slots whose samples may be in a tier of decoded images."""
 
-    def pieces(self, slot: int) -> list[memoryview] | None:
-        return None
+    def take_cached(self, slot: int, sample: int) -> float | None:
+        """Make a sample of its decoded image; return the seconds of decoding that this saved.
+
+        None if the tier does not have the image; then `make` is called.
+        """
+
+
+@runtime_checkable
+class DirectSlots(Slots, Protocol):
+    """Slots that a payload's bytes can be read into, without decoding."""
+
+    def pieces(self, slot: int) -> list[memoryview]:
+        """Return where the payload's bytes belong, one after another."""
 
     def filled(self, slot: int, pieces: list[memoryview]) -> None:
-        raise AssertionError("it gave no pieces")
-
-    def kept(self, slot: int, sample: int) -> float | None:
-        return None
+        """Finish a slot whose pieces have been read; called in place of `make`."""
 
 
 class Maker(Protocol):
     """Makes batches of one data set."""
 
     owns_payloads: bool
-    """Whether samples share their payload's memory, which must not be used again then."""
+    """True if samples share the memory of their payloads, which must not be used again then."""
     batch_bytes: int
-    """Of a batch, about."""
+    """Approximate bytes of a batch."""
 
-    def begin(self, epoch: int, samples: npt.NDArray[np.int64]) -> Slots: ...
+    def begin(self, epoch: int, samples: npt.NDArray[np.int64]) -> Slots:
+        """Begin a batch of these samples."""
 
 
 def maker_for(
-    data: Dataset,
+    recipe: Recipe,
     batch_size: int,
-    collate: Collate,
+    collate: CollateFn,
     default: bool,
     pinned: bool,
     decoded: DecodedTier | None = None,
 ) -> Maker:
-    """What suits the data set.
+    """Choose the maker for a data set.
 
     Args:
-        collate: the loader's; `default` tells whether it is torch's own.
-        pinned: page-locked memory.
+        collate: of the loader; `default` is True if it is torch's own.
+        pinned: use page-locked memory.
         decoded: tier of decoded images.
     """
-    if data.crops:
-        return CropMaker(data, batch_size, None if default else collate, pinned, decoded)
-    if default and data.transform is None and data.finish is None and _is_arrays(data):
-        return ArrayMaker(data, batch_size, pinned)
-    return SampleMaker(data, batch_size, collate)
+    if recipe.crops:
+        return CropMaker(recipe, batch_size, None if default else collate, pinned, decoded)
+    plain = recipe.transform is None and recipe.finish is None
+    if default and plain and _is_arrays(recipe.reader.schema):
+        return ArrayMaker(recipe, batch_size, pinned)
+    return SampleMaker(recipe, batch_size, collate)
 
 
 class CropMaker:
-    """Labelled images to crops, in the batch's own memory: (n, 3, size, size) uint8 in
-    channels-last memory, labels int64. With a transform the first is what collating makes of its
-    results."""
+    """Labelled images as crops in the batch's own memory.
+
+    A batch is (uint8 tensor of shape (n, 3, size, size) in channels-last memory, int64 tensor of
+    shape (n,)); with a transform the first is default_collate's result for the transformed crops.
+
+    Args:
+        collate: a collate function of the user; None for torch's own.
+    """
 
     owns_payloads = False
 
     def __init__(
         self,
-        data: Dataset,
+        recipe: Recipe,
         batch_size: int,
-        collate: Collate | None,
+        collate: CollateFn | None,
         pinned: bool,
         decoded: DecodedTier | None,
     ) -> None:
-        self.data = data
+        self.recipe = recipe
         self.decoded = decoded
         self.collate = collate
-        shape = (batch_size, data.crop.size, data.crop.width, 3)
+        shape = (batch_size, recipe.crop.size, recipe.crop.width, 3)
         self.memory = BatchMemory(shape, np.uint8, pinned)
         self.batch_bytes = math.prod(shape)
 
     def begin(self, epoch: int, samples: npt.NDArray[np.int64]) -> Slots:
+        if self.decoded is not None:
+            return _CachedCrops(self, self.decoded, epoch, samples)
         return _Crops(self, epoch, samples)
 
 
-class _Crops(_Decoded):
+class _Crops:
     def __init__(self, maker: CropMaker, epoch: int, samples: npt.NDArray[np.int64]) -> None:
         self._maker = maker
+        self._recipe = maker.recipe
+        self._tier: DecodedTier | None = None
         self._images = maker.memory.take()
         self._labels = np.zeros(len(samples), np.int64)
-        self._uniforms = maker.data.decoder.draw(epoch, samples)
-        self._made: list[Any] = [None] * len(samples) if maker.data.transform else []
+        self._uniforms = maker.recipe.decoder.draw(epoch, samples)
+        self._transformed: list[Sample] = []
+        if maker.recipe.transform is not None:
+            self._transformed = [None] * len(samples)
 
     def make(self, slot: int, sample: int, payload: Buffer) -> float:
-        data, tier = self._maker.data, self._maker.decoded
-        values = _split(data, sample, payload)
-        image, uniforms = self._images[slot], self._uniforms[slot]
-        encoded, name = values[data.image_field], data.reader.name(sample)
-        label = int(values[data.label_field])
-        if tier is None:
-            data.decoder.decode(encoded, name, uniforms, image)
-        else:
-            began = time.thread_time()  # What others do meanwhile is not its cost.
-            pixels = data.decoder.prepare(encoded, name)
-            tier.put(sample, pixels, label, time.thread_time() - began)
-            data.decoder.finish(pixels, uniforms, image)
-        return self._made_of(slot, label)
-
-    def kept(self, slot: int, sample: int) -> float | None:
-        tier = self._maker.decoded
-        found = None if tier is None else tier.get(sample)
-        if tier is None or found is None:
-            return None
-        pixels, label = found
-        self._maker.data.decoder.finish(pixels, self._uniforms[slot], self._images[slot])
-        self._made_of(slot, label)
-        return tier.saves_s
-
-    def _made_of(self, slot: int, label: int) -> float:
-        """What is made of a crop that is in its slot; seconds of the user's transform."""
-        data, image = self._maker.data, self._images[slot]
+        image = self._images[slot]
+        label = self._recipe.into(image, sample, payload, self._uniforms[slot], self._tier)
         self._labels[slot] = label
-        if data.transform is None:
-            return 0.0
-        started = time.perf_counter()
-        self._made[slot] = data.transform(torch.from_numpy(image).permute(2, 0, 1))
-        return time.perf_counter() - started
+        return self._transform(slot) if self._transformed else 0.0
 
-    def finish(self, kept: Sequence[int] | None) -> Any:
-        images, labels, made = self._images, self._labels, self._made
+    def _transform(self, slot: int) -> float:
+        self._transformed[slot], seconds = self._recipe.transformed(self._images[slot])
+        return seconds
+
+    def finish(self, slots: Sequence[int] | None) -> BatchData:
+        images, labels, transformed = self._images, self._labels, self._transformed
         count = len(labels)
-        if kept is not None:
-            for k, slot in enumerate(kept):
+        if slots is not None:
+            for k, slot in enumerate(slots):
                 if k != slot:
                     images[k] = images[slot]
-            labels, count = labels[list(kept)], len(kept)
-            made = [made[slot] for slot in kept] if made else made
-        maker = self._maker
-        if maker.collate is not None:
-            plain: Any = torch.from_numpy(images[:count]).permute(0, 3, 1, 2)
-            if maker.data.batch_transform is not None:
-                plain = maker.data.batch_transform(plain)
-            firsts = made if maker.data.transform is not None else plain
-            return maker.collate(list(zip(firsts, labels.tolist(), strict=True)))
+            labels, count = labels[list(slots)], len(slots)
+            transformed = [transformed[slot] for slot in slots] if transformed else []
+        recipe, collate = self._recipe, self._maker.collate
+        crops = torch.from_numpy(images[:count]).permute(0, 3, 1, 2)
+        if collate is not None:
+            firsts: BatchData = transformed
+            if recipe.transform is None:
+                batchwise = recipe.batch_transform
+                firsts = crops if batchwise is None else batchwise(crops)
+            return collate(list(zip(firsts, labels.tolist(), strict=True)))
         numbers = torch.from_numpy(labels)
-        if maker.data.transform is None:
-            return torch.from_numpy(images[:count]).permute(0, 3, 1, 2), numbers
-        collated = torch.utils.data.default_collate(made) if made else torch.empty(0)
-        return collated, numbers
+        if recipe.transform is None:
+            return crops, numbers
+        if not transformed:
+            return torch.empty(0), numbers
+        return torch.utils.data.default_collate(transformed), numbers
+
+
+class _CachedCrops(_Crops):
+    """Crops of images that a tier keeps decoded."""
+
+    def __init__(
+        self,
+        maker: CropMaker,
+        tier: DecodedTier,
+        epoch: int,
+        samples: npt.NDArray[np.int64],
+    ) -> None:
+        super().__init__(maker, epoch, samples)
+        self._tier = self._cache = tier
+
+    def take_cached(self, slot: int, sample: int) -> float | None:
+        decoded = self._cache.get(sample)
+        if decoded is None:
+            return None
+        pixels, label = decoded
+        self._recipe.decoder.finish(pixels, self._uniforms[slot], self._images[slot])
+        self._labels[slot] = label
+        if self._transformed:
+            self._transform(slot)
+        return self._cache.saves_s
 
 
 class ArrayMaker:
-    """Samples of arrays and numbers of fixed shapes: each field into its own batch array."""
+    """Samples of arrays and numbers of fixed shapes, each field in a batch array of its own."""
 
     owns_payloads = False
 
-    def __init__(self, data: Dataset, batch_size: int, pinned: bool) -> None:
-        self.data = data
-        schema = data.reader.schema
+    def __init__(self, recipe: Recipe, batch_size: int, pinned: bool) -> None:
+        self.recipe = recipe
+        self.schema = schema = recipe.reader.schema
         self.memories = {
             name: BatchMemory((batch_size, *_shape(schema, name)), _dtype(schema, name), pinned)
             for name, _ in schema.fields
         }
         self.batch_bytes = batch_size * schema.overhead
-        # A payload is its fields, at their places: arrays, and what is between them.
-        self.parts: list[tuple[str | None, int, int]] = []
-        at = 0
-        for name, kind, begin in sorted(schema.places(), key=lambda field: field[2]):
-            if kind.scalar or not kind.bytes:
-                continue
-            if begin > at:
-                self.parts.append((None, at, begin))
-            self.parts.append((name, begin, begin + kind.bytes))
-            at = begin + kind.bytes
-        if at < schema.overhead:
-            self.parts.append((None, at, schema.overhead))
+        self.parts = _parts(schema)
+        """Arrays of a payload, in its order, and the stretches between them, which have no name:
+        (name or None, first byte, end)."""
         self.direct = schema.overhead >= _DIRECT_BYTES
 
     def begin(self, epoch: int, samples: npt.NDArray[np.int64]) -> Slots:
-        return _Arrays(self, len(samples))
+        return (_DirectArrays if self.direct else _Arrays)(self, len(samples))
 
 
 class _Arrays:
@@ -218,9 +267,25 @@ class _Arrays:
         self._count = count
         self._arrays = {name: memory.take() for name, memory in maker.memories.items()}
 
-    def pieces(self, slot: int) -> list[memoryview] | None:
-        if not self._maker.direct:
-            return None
+    def make(self, slot: int, sample: int, payload: Buffer) -> float:
+        for name, value in self._maker.recipe.fields(sample, payload).items():
+            self._arrays[name][slot] = value
+        return 0.0
+
+    def finish(self, slots: Sequence[int] | None) -> BatchData:
+        tensors = {
+            name: torch.from_numpy(array[: self._count] if slots is None else array[list(slots)])
+            for name, array in self._arrays.items()
+        }
+        structure = self._maker.schema.structure
+        # Lists where a sample has tuples, as default_collate has them.
+        return tensors if structure is None else tree_map(tensors.__getitem__, structure)
+
+
+class _DirectArrays(_Arrays):
+    """Arrays so large that they are read to where they belong."""
+
+    def pieces(self, slot: int) -> list[memoryview]:
         return [
             memoryview(bytearray(end - begin))
             if name is None
@@ -228,97 +293,71 @@ class _Arrays:
             for name, begin, end in self._maker.parts
         ]
 
-    def kept(self, slot: int, sample: int) -> float | None:
-        return None
-
     def filled(self, slot: int, pieces: list[memoryview]) -> None:
-        schema = self._maker.data.reader.schema
+        schema = self._maker.schema
         for piece, (name, begin, end) in zip(pieces, self._maker.parts, strict=True):
             if name is None:
                 for scalar, value in schema.scalars_in(piece, begin, end):
                     self._arrays[scalar][slot] = value
 
-    def make(self, slot: int, sample: int, payload: Buffer) -> float:
-        for name, value in _split(self._maker.data, sample, payload).items():
-            self._arrays[name][slot] = value
-        return 0.0
-
-    def finish(self, kept: Sequence[int] | None) -> Any:
-        made = {}
-        for name, array in self._arrays.items():
-            made[name] = torch.from_numpy(
-                array[: self._count] if kept is None else array[list(kept)]
-            )
-        return _listed(self._maker.data.reader.schema.arrange(made))
-
 
 class SampleMaker:
-    """Anything else: samples one by one, then the loader's collate_fn."""
+    """Samples of any kind, made one by one, then collated by the loader's collate_fn."""
 
     owns_payloads = True
 
-    def __init__(self, data: Dataset, batch_size: int, collate: Collate) -> None:
-        self.data = data
+    def __init__(self, recipe: Recipe, batch_size: int, collate: CollateFn) -> None:
+        self.recipe = recipe
         self.collate = collate
-        self.batch_bytes = batch_size * data_bytes(data.reader) // max(1, len(data))
+        reader = recipe.reader
+        self.batch_bytes = batch_size * data_bytes(reader) // max(1, len(reader))
 
     def begin(self, epoch: int, samples: npt.NDArray[np.int64]) -> Slots:
         return _Samples(self, len(samples))
 
 
-class _Samples(_Decoded):
+class _Samples:
     def __init__(self, maker: SampleMaker, count: int) -> None:
         self._maker = maker
-        self._made: list[Any] = [None] * count
+        self._samples: list[Sample] = [None] * count
 
     def make(self, slot: int, sample: int, payload: Buffer) -> float:
-        data = self._maker.data
-        if data.finish is not None:
-            self._made[slot] = data.finish(payload, sample)
-            return 0.0
-        whole = decode_sample(data.reader.schema, payload, data.reader.name(sample))
-        if data.transform is None:
-            self._made[slot] = whole
-            return 0.0
-        started = time.perf_counter()
-        self._made[slot] = data.transform(whole)
-        return time.perf_counter() - started
+        self._samples[slot], seconds = self._maker.recipe.whole(sample, payload)
+        return seconds
 
-    def finish(self, kept: Sequence[int] | None) -> Any:
-        made = self._made if kept is None else [self._made[slot] for slot in kept]
-        return self._maker.collate(made) if made else torch.empty(0)
+    def finish(self, slots: Sequence[int] | None) -> BatchData:
+        samples = self._samples if slots is None else [self._samples[slot] for slot in slots]
+        return self._maker.collate(samples) if samples else torch.empty(0)
 
 
-def _split(data: Dataset, sample: int, payload: Buffer) -> dict[str, Any]:
-    reader = data.reader
-    try:
-        return reader.schema.split(payload)
-    except CorruptBlock as error:
-        raise SourceError(f"{reader.path}: sample {reader.name(sample)!r}: {error}") from error
-
-
-def _listed(tree: Any) -> Any:
-    """Tuples as lists, as default_collate gives them."""
-    if isinstance(tree, tuple):
-        return [_listed(item) for item in tree]
-    return {key: _listed(item) for key, item in tree.items()} if isinstance(tree, dict) else tree
-
-
-def _is_arrays(data: Dataset) -> bool:
-    """Whether all fields are numbers and arrays of fixed shapes, to which collating adds
-    nothing but a dimension."""
-    schema = data.reader.schema
+def _is_arrays(schema: Schema) -> bool:
+    """True if all fields are numbers and arrays of fixed shapes, which collating only stacks."""
     return schema.is_fixed and all(
         schema.kinds[name].dtype is not None for name, _ in schema.fields
     )
+
+
+def _parts(schema: Schema) -> list[tuple[str | None, int, int]]:
+    parts: list[tuple[str | None, int, int]] = []
+    at = 0
+    for name, kind, begin in sorted(schema.places(), key=lambda field: field[2]):
+        if kind.scalar or not kind.bytes:
+            continue
+        if begin > at:
+            parts.append((None, at, begin))
+        parts.append((name, begin, begin + kind.bytes))
+        at = begin + kind.bytes
+    if at < schema.overhead:
+        parts.append((None, at, schema.overhead))
+    return parts
 
 
 def _shape(schema: Schema, name: str) -> tuple[int, ...]:
     return tuple(size or 0 for size in schema.kinds[name].shape)
 
 
-def _dtype(schema: Schema, name: str) -> Any:
-    """As default_collate has it: Python's numbers become int64 and float64."""
+def _dtype(schema: Schema, name: str) -> np.dtype[Any]:
+    """The type that default_collate gives: Python's numbers become int64 and float64."""
     kind = schema.kinds[name]
     assert kind.dtype is not None
     if kind.shape or kind.dtype == np.bool_:

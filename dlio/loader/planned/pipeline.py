@@ -1,10 +1,10 @@
 """The pipeline: an epoch's steps become batches, decoded by threads ahead of their use.
 
-The user's thread takes batches in order and, each time, has another step's samples queued;
-decode threads take samples, not batches, so that one slow sample delays no other. What arrives
-from peers is queued by the shuffle's thread when it arrives. The queue is ordered by step.
+The user's thread takes batches in order and, each time, has another step's samples queued. Decode
+threads take samples, not batches, so that one slow sample delays no other. Samples from peers are
+queued by the shuffle's thread when they arrive. The queue is ordered by step.
 
-A batch lives in memory from a pool. Its tensors are handed to the user without a copy, and the
+A batch lives in memory of a pool. Its tensors are handed to the user without a copy, and the
 memory is used again only when nobody holds them any more: a steady epoch allocates nothing, and
 `list(loader)` is safe.
 """
@@ -16,25 +16,28 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, Self
+from typing import Final
 
 from dlio.comm.funnel import waiting
 from dlio.data.schema import Buffer
 from dlio.errors import CommTimeout, CorruptBlock, DlioError, SourceError
-from dlio.loader.planned.makers import Maker, Slots
-from dlio.loader.stats import Clock
+from dlio.loader.contract import BatchData
+from dlio.loader.feed import Clock
+from dlio.loader.planned.makers import CachedSlots, DirectSlots, Maker, Slots
 from dlio.loader.trace import Spans
 from dlio.shuffle.shuffle import Shuffle, Step
 from dlio.storage.block import Scratch
 from dlio.storage.hierarchy import Hierarchy
+from dlio.util.threads import Workers
+
+__all__ = ["SKIPPED", "Batch", "Pipeline", "Work", "first_failure"]
 
 _SAMPLES_A_TASK = 8
 """At most; fewer of a small batch, so that all threads work on it, and end together."""
 _TASKS_A_THREAD = 4
 _POLL_S = 0.2
-_JOIN_TIMEOUT_S = 5.0
 SKIPPED: Final = (SourceError, CorruptBlock)
-"""What on_error="skip" leaves out: samples that cannot be read, checked or decoded."""
+"""Errors that on_error="skip" leaves out: samples that cannot be read, checked or decoded."""
 
 
 @dataclass(slots=True)
@@ -43,18 +46,28 @@ class Batch:
 
     step: Step
     slots: Slots | None
-    """Its memory, until `data` is made of it."""
+    """Memory of the batch, until `data` is made of it."""
+    cached: CachedSlots | None
+    """`slots`, if samples may be in a tier of decoded images."""
+    direct: DirectSlots | None
+    """`slots`, if payloads can be read into them."""
     left: int
+    """Samples that are not made yet."""
     failed: dict[int, Exception] = field(default_factory=dict)
-    data: Any = None
-    """What the user gets, when it is done and nothing failed."""
+    """Error of each slot that failed; slot -1 is the whole batch."""
+    data: BatchData = None
+    """The finished batch, if nothing failed."""
     done: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def release(self) -> None:
+        """Let go of the memory, which the user's tensors alone may hold from now on."""
+        self.slots = self.cached = self.direct = None
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is to be done with samples, the same for all steps of an epoch."""
+    """The work on samples, the same for all steps of an epoch."""
 
     hierarchy: Hierarchy
     maker: Maker
@@ -66,7 +79,7 @@ class Work:
     timeout_s: float
     """For one batch, before the run is taken to be stuck."""
     peer_timeout_s: float
-    """For what a peer owes, before it is read from the source."""
+    """For samples from a peer, before they are read from the source."""
     skip: bool
     """Leave out samples that cannot be read, checked or decoded."""
     trace: Spans | None = None
@@ -85,19 +98,8 @@ class Pipeline:
         self._ticket = itertools.count()
         self._under_way: deque[Batch] = deque()
         self._next_step = steps.start
-        self._closing = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._run, name=f"dlio-decode-{k}", daemon=True)
-            for k in range(work.threads)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        self._workers = Workers("dlio-decode", self._run, work.threads, wake=self._wake)
+        self._workers.start()
 
     def start(self) -> None:
         """Have as many batches under way as there may be."""
@@ -109,7 +111,7 @@ class Pipeline:
             self._next_step += 1
 
     def take(self) -> Batch | None:
-        """The next batch, complete; None after the last.
+        """Return the next batch, complete; None after the last.
 
         Samples that could not be read or decoded are in its `failed`.
         """
@@ -122,17 +124,20 @@ class Pipeline:
         return batch
 
     def close(self) -> None:
-        """Stop the threads after the sample that each is at."""
-        self._closing.set()
-        for _ in self._threads:
-            self._queue.put((-1, next(self._ticket), None, []))
-        for thread in self._threads:
-            thread.join(_JOIN_TIMEOUT_S)
+        """Stop the threads after the task that each is at."""
+        self._workers.close()
         self._shuffle.close()
+
+    def _wake(self) -> None:
+        for _ in range(len(self._workers)):
+            self._queue.put((-1, next(self._ticket), None, []))
 
     def _listen(self, step: Step) -> Callable[[list[int]], None]:
         work, count = self._work, len(step.samples)
-        batch = Batch(step, work.maker.begin(work.epoch, step.samples), count)
+        slots = work.maker.begin(work.epoch, step.samples)
+        cached = slots if isinstance(slots, CachedSlots) else None
+        direct = slots if isinstance(slots, DirectSlots) else None
+        batch = Batch(step, slots, cached, direct, count)
         if count == 0:
             self._finish(batch)
         self._under_way.append(batch)
@@ -160,11 +165,13 @@ class Pipeline:
                     f"{batch.left} of its samples are still being read: the source "
                     f"{self._work.hierarchy.reader.path} may hang (DLIO_TIMEOUT sets the deadline)"
                 )
+            if self._workers.stopping.is_set():
+                raise DlioError("the loader was closed while a batch was awaited: keep it open")
             self._shuffle.check()
 
-    def _run(self) -> None:
+    def _run(self, _: int) -> None:
         scratch = None if self._work.maker.owns_payloads else Scratch()
-        while not self._closing.is_set():
+        while not self._workers.stopping.is_set():
             _, _, batch, slots = self._queue.get()
             if batch is None:
                 return
@@ -186,65 +193,47 @@ class Pipeline:
             del batch
 
     def _finish(self, batch: Batch) -> None:
-        """Make the batch of its slots, and say that it is done."""
+        """Make the batch of its slots, and mark it as done."""
         began = time.perf_counter()
         try:
-            kept: list[int] | None = None
+            intact: list[int] | None = None
             if batch.failed:
                 error = first_failure(batch)
                 if not (self._work.skip and isinstance(error, SKIPPED)):
                     return
-                kept = [k for k in range(len(batch.step.samples)) if k not in batch.failed]
+                intact = [k for k in range(len(batch.step.samples)) if k not in batch.failed]
             assert batch.slots is not None
-            batch.data = batch.slots.finish(kept)
+            batch.data = batch.slots.finish(intact)
         except Exception as error:
             batch.failed = {-1: error}
         finally:
-            # Nothing but what the user gets may hold the batch's memory: it is to be used again.
-            batch.slots = None
+            batch.release()
             self._work.clock.add("collate", time.perf_counter() - began)
             batch.done.set()
 
     def _make(
         self, batch: Batch, slot: int, scratch: Scratch | None, spent: dict[str, float]
     ) -> None:
-        """One sample, from payload to its slot."""
-        hierarchy, step = self._work.hierarchy, batch.step
-        sample = int(step.samples[slot])
+        """Make one sample in its slot: from the first of four places that has it."""
         began = time.perf_counter()
-        assert batch.slots is not None
-        saved_s = batch.slots.kept(slot, sample)
-        if saved_s is not None:
-            step.payloads[slot] = None
-            hierarchy.counters.add("decoded")
-            hierarchy.counters.add("decode_saved_s", saved_s)
+        if batch.cached is not None and self._take_cached(batch.cached, batch.step, slot):
             spent["decode"] = spent.get("decode", 0.0) + time.perf_counter() - began
             return
-        payload: Buffer | None = None
-        if (sealed := step.payloads[slot]) is not None:
-            step.payloads[slot] = None  # The message's memory goes with its last sample.
-            payload = sealed.open()
-            if payload is None:
-                hierarchy.counters.add("late")
-        pieces = batch.slots.pieces(slot) if payload is None else None
-        if pieces is not None:
-            place = hierarchy.read_into(
-                sample, int(step.blocks[slot]), int(step.places[slot]), pieces
-            )
-            batch.slots.filled(slot, pieces)
-            if place != "source":
-                hierarchy.counters.add_bytes(place, sum(len(piece) for piece in pieces))
-            spent[place] = spent.get(place, 0.0) + time.perf_counter() - began
-            return
+        step, hierarchy = batch.step, self._work.hierarchy
+        sample = int(step.samples[slot])
+        payload = self._sent(step, slot) if step.payloads[slot] is not None else None
+        place = "peer"
         if payload is None:
+            if batch.direct is not None:
+                self._read_direct(batch.direct, step, slot, spent)
+                return
             payload, place = hierarchy.read(
                 sample, int(step.blocks[slot]), int(step.places[slot]), scratch
             )
-        else:
-            place = "peer"
         if place != "source":  # Reads of the source are counted where they happen.
             hierarchy.counters.add_bytes(place, len(payload))
         read = time.perf_counter()
+        assert batch.slots is not None
         transforming = batch.slots.make(slot, sample, payload)
         made = time.perf_counter()
         spent[place] = spent.get(place, 0.0) + read - began
@@ -252,8 +241,44 @@ class Pipeline:
         if transforming:
             spent["transform"] = spent.get("transform", 0.0) + transforming
 
+    def _take_cached(self, cached: CachedSlots, step: Step, slot: int) -> bool:
+        """True if the sample is made of an image that a tier keeps decoded."""
+        saved_s = cached.take_cached(slot, int(step.samples[slot]))
+        if saved_s is None:
+            return False
+        step.payloads[slot] = None
+        counters = self._work.hierarchy.counters
+        counters.add("decoded")
+        counters.add("decode_saved_s", saved_s)
+        return True
+
+    def _sent(self, step: Step, slot: int) -> Buffer | None:
+        """Return the payload that a peer sent; None if it was damaged or given up."""
+        sealed = step.payloads[slot]
+        step.payloads[slot] = None  # The message's memory goes with its last sample.
+        payload: Buffer | None = None if sealed is None else sealed.open()
+        if payload is None:
+            self._work.hierarchy.counters.add("late")
+        return payload
+
+    def _read_direct(
+        self, direct: DirectSlots, step: Step, slot: int, spent: dict[str, float]
+    ) -> None:
+        """Read a payload into the batch itself."""
+        hierarchy = self._work.hierarchy
+        began = time.perf_counter()
+        pieces = direct.pieces(slot)
+        place = hierarchy.read_into(
+            int(step.samples[slot]), int(step.blocks[slot]), int(step.places[slot]), pieces
+        )
+        direct.filled(slot, pieces)
+        if place != "source":
+            hierarchy.counters.add_bytes(place, sum(len(piece) for piece in pieces))
+        spent[place] = spent.get(place, 0.0) + time.perf_counter() - began
+
 
 def first_failure(batch: Batch) -> Exception:
-    """The failure of the first slot; the user's own errors before ours, which may follow."""
+    """Return the failure of the first slot; the user's own errors before dlio's, which may be
+    their consequence."""
     errors = [batch.failed[slot] for slot in sorted(batch.failed)]
     return next((error for error in errors if not isinstance(error, DlioError)), errors[0])

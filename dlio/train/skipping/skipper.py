@@ -8,9 +8,9 @@ import numpy.typing as npt
 import torch
 
 from dlio.comm import Communicator
+from dlio.comm.data_ranks import communicator
 from dlio.errors import UsageError
 from dlio.loader.dataloader import DataLoader
-from dlio.loader.ranks import communicator
 from dlio.plan.sample_mask import SampleMask
 from dlio.train.skipping.rule import (
     CERTAIN,

@@ -1,41 +1,49 @@
-"""This process's place among the ranks that share the data."""
+"""The ranks that share the data: this process's place among them, and their communicator."""
 
 import sys
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-from dlio.comm import Communicator, world
 from dlio.comm.environment import under_mpi
+from dlio.comm.protocol import Communicator
+from dlio.comm.world import world
 from dlio.errors import UsageError
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    Group = ProcessGroup | Intracomm
 
 __all__ = ["communicator", "group_of", "place"]
 
 _DATA_DIMENSIONS = ("dp", "data", "data_parallel", "batch", "replica", "dp_replicate", "dp_shard")
 
 
-def place(group: Any = None, mesh: Any = None) -> tuple[int, int]:
-    """(rank, ranks) of those that share the data; without a message.
+def place(group: "Group | None" = None, mesh: "DeviceMesh | None" = None) -> tuple[int, int]:
+    """Return (rank, ranks) among those that share the data, without communication.
 
     Args:
         group: the data-parallel ranks: a process group of torch.distributed, or a communicator of
-            mpi4py. Ranks outside each other's groups, those of one model-parallel group, get the
-            same samples.
+            mpi4py; all ranks for None. Ranks of one model-parallel group are in different groups
+            and get the same samples.
         mesh: a DeviceMesh of torch, whose data-parallel dimension is taken (`dp`, `data`,
             `data_parallel`, `batch`, or its only one).
 
     Raises UsageError when neither can be used.
     """
     if group is not None and mesh is not None:
-        raise UsageError("group= and mesh= say the same: give one of them")
+        raise UsageError("group= and mesh= both choose the ranks: give one of them")
     if mesh is not None:
         group = group_of(mesh)
     if group is None:
-        if _distributed() is not None and not under_mpi() and not _mpi_started():
-            distributed = _distributed()
-            assert distributed is not None
+        distributed = _distributed()
+        if distributed is not None and not under_mpi() and not _mpi_started():
             return distributed.get_rank(), distributed.get_world_size()
         comm = world()
         return comm.rank, comm.size
-    if hasattr(group, "Get_rank"):
+    if _is_mpi(group):
         return int(group.Get_rank()), int(group.Get_size())
     distributed = _distributed()
     if distributed is None:
@@ -46,13 +54,16 @@ def place(group: Any = None, mesh: Any = None) -> tuple[int, int]:
     return rank, distributed.get_world_size(group)
 
 
-def communicator(group: Any = None, mesh: Any = None) -> Communicator:
-    """Of the ranks that share the data. Collective over them; owned by the caller."""
+def communicator(group: "Group | None" = None, mesh: "DeviceMesh | None" = None) -> Communicator:
+    """Make a communicator of the ranks that share the data; arguments as for `place`.
+
+    Collective over them. Owned by the caller, who closes it.
+    """
     if mesh is not None:
         group = group_of(mesh)
     if group is None:
         return world().dup()
-    if hasattr(group, "Get_rank"):
+    if _is_mpi(group):
         from dlio.comm.mpi import MpiCommunicator
         from dlio.comm.single import SingleCommunicator
 
@@ -62,22 +73,26 @@ def communicator(group: Any = None, mesh: Any = None) -> Communicator:
     return torch_world(group)
 
 
-def group_of(mesh: Any) -> Any:
-    """The process group of a mesh's data-parallel dimension. Raises UsageError."""
+def group_of(mesh: "DeviceMesh") -> "ProcessGroup":
+    """Return the process group of a mesh's data-parallel dimension. Raises UsageError."""
     names = tuple(mesh.mesh_dim_names or ())
     if mesh.ndim == 1:
         return mesh.get_group()
-    found = [name for name in _DATA_DIMENSIONS if name in names]
-    if not found:
+    name = next((name for name in _DATA_DIMENSIONS if name in names), None)
+    if name is None:
         raise UsageError(
-            f"mesh= with dimensions {names or mesh.ndim}: which one the data are shared over is "
-            f"not told; call it {_DATA_DIMENSIONS[0]!r}, or give mesh['its name']"
+            f"mesh= with dimensions {names or mesh.ndim}: none of them is known to be the "
+            f"data-parallel one; call it {_DATA_DIMENSIONS[0]!r}, or give mesh['its name']"
         )
-    return mesh.get_group(found[0])
+    return mesh.get_group(name)
+
+
+def _is_mpi(group: "Group") -> TypeGuard["Intracomm"]:
+    return hasattr(group, "Get_rank")
 
 
 def _distributed() -> Any:
-    """torch.distributed, when somebody has initialised it."""
+    """torch.distributed, if it is imported and initialised."""
     module = sys.modules.get("torch.distributed")
     if module is None or not module.is_available() or not module.is_initialized():
         return None
@@ -85,5 +100,5 @@ def _distributed() -> Any:
 
 
 def _mpi_started() -> bool:
-    mpi = sys.modules.get("mpi4py.MPI")
+    mpi: ModuleType | None = sys.modules.get("mpi4py.MPI")
     return mpi is not None and bool(mpi.Is_initialized()) and mpi.COMM_WORLD.size > 1

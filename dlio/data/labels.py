@@ -1,0 +1,20 @@
+"""The names by which a sample's label field is recognised, the same for all formats.
+
+A reader takes the first of `LABEL_NAMES` among its fields. Formats with a convention of their own
+have a list of their own here, next to the common one.
+"""
+
+from typing import Final
+
+__all__ = ["LABEL_NAMES", "TABLE_LABEL_NAMES", "TAR_LABEL_NAMES"]
+
+LABEL_NAMES: Final = (
+    *("label", "labels", "cls", "class", "target", "targets", "fine_label", "y"),
+    # The second item of a sample that is a tuple, such as (image, label).
+    "1",
+)
+"""Label fields, in the order of preference."""
+TAR_LABEL_NAMES: Final = ("label", "cls", "id", "index")
+"""Suffixes of tar members: WebDataset's `cls`, and the number where a sample has nothing else."""
+TABLE_LABEL_NAMES: Final = ("label", "class", "target", "category", "labels")
+"""Columns of the table of labels that may lie in an image folder (labels.csv, metadata.csv)."""

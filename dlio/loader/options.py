@@ -1,0 +1,121 @@
+"""The options of a loader, as its engines read them."""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from multiprocessing.context import BaseContext
+from typing import TYPE_CHECKING, Final, Literal
+
+import torch
+from torch.utils.data import IterableDataset, default_collate
+
+from dlio.errors import UsageError
+from dlio.loader.contract import CollateFn, ScalarWriter, UserDataset
+from dlio.plan.block_order import window_of
+from dlio.plan.epoch import check_mode, check_shares, is_exact
+from dlio.storage.spec import TierSpec
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from dlio.comm.data_ranks import Group
+
+__all__ = ["SAME_NAMES", "LoaderOptions", "OnError", "Tiers", "WorkerKind"]
+
+WorkerKind = Literal["thread", "process"]
+OnError = Literal["stop", "skip"]
+Tiers = str | Sequence[TierSpec]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class LoaderOptions:
+    """The options of one pass. Engines take this record and know nothing else of the loader.
+
+    Made anew when a pass begins, since torch lets some attributes of a loader be assigned between
+    passes: `num_workers`, `collate_fn`, `worker_init_fn` and `timeout`. The meaning of each option
+    is in the documentation of `DataLoader`.
+
+    Raises UsageError, in one line, for options that cannot work together.
+    """
+
+    dataset: UserDataset
+    batch_size: int | None
+    batched: bool
+    """True if an index of the sampler is a list, to be collated."""
+    shuffle: bool | None
+    drop_last: bool
+    follows_sampler: bool
+    """True if the order is that of a sampler which the user, or a framework, has given."""
+    num_workers: int
+    collate_fn: CollateFn
+    pin_memory: bool
+    pin_memory_device: str
+    timeout: float
+    """Seconds for one batch; 0 waits without end."""
+    worker_init_fn: Callable[[int], None] | None
+    multiprocessing_context: BaseContext | None
+    generator: torch.Generator | None
+    prefetch_factor: int | None
+    persistent_workers: bool
+    in_order: bool
+    length_was_read: bool
+    """True if the user has asked for `len` of an iterable data set; torch warns if it was wrong."""
+    tiers: Tiers | None
+    mode: str
+    source_order: str
+    seed: int | None
+    workers: WorkerKind | None
+    on_error: OnError | None
+    device: torch.device | str | int | None
+    mesh: "DeviceMesh | None"
+    group: "Group | None"
+    shares: Sequence[int] | None
+    trace: str | None
+    writer: ScalarWriter | None
+    pretend_nodes: int | None
+    iterable: bool = field(init=False)
+    """True for an IterableDataset, which has no indices."""
+    collates_by_default: bool = field(init=False)
+    """True if `collate_fn` is torch's default_collate."""
+
+    in_threads: bool | None = field(init=False)
+    """True if threads of this process make batches, False for torch's own engines; None for
+    threads if dlio itself reads the data set, and torch's worker processes otherwise."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "iterable", isinstance(self.dataset, IterableDataset))
+        object.__setattr__(self, "collates_by_default", self.collate_fn is default_collate)
+        object.__setattr__(self, "in_threads", self._engine_choice())
+        check_mode(self.mode)
+        check_shares(self.mode, self.shares is not None)
+        if self.workers not in (None, "thread", "process"):
+            raise UsageError(f"workers={self.workers!r}: choose 'thread' or 'process'")
+        if self.on_error not in (None, "stop", "skip"):
+            raise UsageError(f"on_error={self.on_error!r}: choose stop or skip")
+        if isinstance(self.dataset, str | os.PathLike):
+            raise UsageError(f"{str(self.dataset)!r} is a path: open it with dlio.open first")
+        if self.tiers is not None and self.iterable:
+            raise UsageError("tiers= keeps samples by their index; an iterable data set has none")
+        if self.shares is not None and self.follows_sampler:
+            raise UsageError("shares= deals the loader's own order: leave the sampler out")
+        if window_of(self.source_order) is not None and not is_exact(self.mode):
+            raise UsageError(
+                f"source_order={self.source_order!r} is for mode batch or global, and this "
+                f"loader's mode is {self.mode}: choose one of them, or source_order='sample'"
+            )
+
+    def _engine_choice(self) -> bool | None:
+        if self.iterable:
+            return False
+        if self.workers is not None:
+            return self.workers == "thread"
+        for_processes = self.worker_init_fn is not None or self.multiprocessing_context is not None
+        return None if for_processes else True
+
+
+SAME_NAMES: Final = tuple(
+    each.name
+    for each in fields(LoaderOptions)
+    if each.init and each.name not in ("batched", "length_was_read")
+)
+"""Options that are public attributes of a loader, under the same names."""

@@ -1,0 +1,318 @@
+"""The engine for data sets of dlio: blocks in tiers, samples pushed between nodes, threads that
+decode."""
+
+import functools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+import xxhash
+
+from dlio.comm import Communicator, world
+from dlio.comm.data_ranks import communicator
+from dlio.comm.waiting import default_timeout_s, peer_timeout_s
+from dlio.loader.contract import CollateFn
+from dlio.loader.dataset import Dataset
+from dlio.loader.feed import Begun, Fed, Feed, Stats
+from dlio.loader.options import LoaderOptions
+from dlio.loader.passes import PlannedPass
+from dlio.loader.planned.makers import Maker, maker_for
+from dlio.loader.planned.pipeline import SKIPPED, Batch, Pipeline, Work, first_failure
+from dlio.loader.trace import Spans
+from dlio.plan.block_order import BlockOrder
+from dlio.plan.epoch import EpochPlan, WindowPlan, is_exact, plan_epoch
+from dlio.plan.order import Order
+from dlio.plan.sample_mask import masked_layout
+from dlio.shuffle.shuffle import Shuffle, windows_of
+from dlio.shuffle.wire import MessageMemory
+from dlio.storage.fill import filler_threads
+from dlio.storage.mount import Mount
+from dlio.storage.streamed import Passing
+from dlio.util.cores import available_cores
+
+__all__ = ["PlannedEngine", "decode_threads"]
+
+_MOST_THREADS: Final = 16
+_AHEAD_BYTES: Final = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """A planned pass, with all that its work needs."""
+
+    batches: PlannedPass
+    data: Dataset
+    mounted: Mount
+    comm: Communicator
+    """For this loader's messages alone."""
+    maker: Maker
+    mode: str
+    threads: int
+    ahead: int
+    """Batches under way at a time."""
+    generation: int
+    """Number of this pass over the loader, the same on all ranks."""
+    skip: bool
+    spans: Spans | None
+    memory: MessageMemory
+    stats: Stats
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Made:
+    """A maker, and the choices that it was made for."""
+
+    data: Dataset
+    collate: CollateFn
+    pin_memory: bool
+    batch_size: int
+    maker: Maker
+
+    def serves(self, data: Dataset, options: LoaderOptions, batch_size: int) -> bool:
+        """True if batches of these options can be made by it."""
+        return (
+            self.data is data
+            and self.collate is options.collate_fn
+            and self.pin_memory == options.pin_memory
+            and batch_size <= self.batch_size
+        )
+
+
+class PlannedEngine:
+    """Makes the batches of planned passes. Owner: the loader, which closes it.
+
+    Keeps from pass to pass: communicators, memory of batches and of messages.
+    """
+
+    def __init__(self) -> None:
+        self._comm: Communicator | None = None
+        self._other_comm: Communicator | None = None
+        self._generation = 0
+        self._made: _Made | None = None
+        self._memory = MessageMemory()
+
+    def mount(self, options: LoaderOptions, data: Dataset) -> Mount:
+        """Open the data set's tiers, once. Collective over the ranks that share the data."""
+        if self._comm is None:
+            self._comm = communicator(options.group, options.mesh)
+        whole = options.group is None and options.mesh is None
+        return data.mount(world() if whole else self._comm, options.pretend_nodes)
+
+    def fill(self, options: LoaderOptions, data: Dataset) -> Mount:
+        """Open the tiers and start filling them, for other engines that read the data set."""
+        mounted = self.mount(options, data)
+        mounted.fill(Order(len(data), 0, 0, shuffled=False))
+        return mounted
+
+    def begin(
+        self,
+        options: LoaderOptions,
+        data: Dataset,
+        batches: PlannedPass,
+        spans: Spans | None,
+    ) -> Begun:
+        """Begin the work of a pass. Collective.
+
+        Raises UsageError when the pass resumes one of another mode or with other homes.
+        """
+        mounted = self.mount(options, data)
+        if isinstance(batches.order, BlockOrder):
+            mounted.let_pass()
+        homes = None
+        if not is_exact(options.mode):
+            homes = xxhash.xxh3_64_hexdigest(mounted.placement.home.tobytes())
+        batches.bind(options.mode, homes)
+        maker = self._maker(options, data, mounted, batches.own_batch)
+        threads = options.num_workers or decode_threads(mounted)
+        on_error = data.on_error if options.on_error is None else options.on_error
+        # Made before the first block is brought, so that filling the tiers counts as this pass's.
+        stats = Stats(mounted.hierarchy, threads, "planned")
+        planned = _Pass(
+            batches=batches,
+            data=data,
+            mounted=mounted,
+            comm=self._next_comm(options),
+            maker=maker,
+            mode=options.mode,
+            threads=threads,
+            ahead=_ahead(options.prefetch_factor, threads, maker.batch_bytes),
+            generation=self._generation,
+            skip=on_error == "skip",
+            spans=spans,
+            memory=self._memory,
+            stats=stats,
+        )
+        feed = _feed(planned)
+        next(feed)
+        return Begun(batches, stats, feed, spans)
+
+    def close(self) -> None:
+        """Give the communicators back."""
+        for comm in (self._comm, self._other_comm):
+            if comm is not None:
+                comm.close()
+        self._comm = self._other_comm = None
+
+    def _maker(self, options: LoaderOptions, data: Dataset, mounted: Mount, size: int) -> Maker:
+        if self._made is None or not self._made.serves(data, options, size):
+            recipe = data.recipe
+            maker = maker_for(
+                recipe,
+                size,
+                options.collate_fn,
+                options.collates_by_default,
+                options.pin_memory and torch.cuda.is_available(),
+                mounted.decoded(recipe.decoder.recipe),
+            )
+            self._made = _Made(data, options.collate_fn, options.pin_memory, size, maker)
+        return self._made.maker
+
+    def _next_comm(self, options: LoaderOptions) -> Communicator:
+        """The communicator of this pass: passes take turns with two where the last one's messages
+        may be under way while the next one begins."""
+        assert self._comm is not None
+        if self._other_comm is None and options.persistent_workers:
+            self._other_comm = communicator(options.group, options.mesh)
+        self._generation += 1
+        if self._other_comm is not None and self._generation % 2:
+            return self._other_comm
+        return self._comm
+
+
+def decode_threads(mounted: Mount) -> int:
+    """Return the number of decode threads for one rank: its part of its node's cores."""
+    here = len(mounted.ranks.local(mounted.nodes.here)) * mounted.nodes.per_machine
+    return max(1, min(_MOST_THREADS, available_cores() // max(1, here)))
+
+
+def _ahead(factor: int | None, threads: int, batch_bytes: int) -> int:
+    """Batches under way at a time.
+
+    As many as torch's loader has, within a budget of bytes unless the user asked for a number:
+    batches beyond the processor's caches cost memory bandwidth and gain nothing.
+    """
+    if factor is not None:
+        return max(2, factor) * threads
+    return max(2, min(2 * threads, _AHEAD_BYTES // max(1, batch_bytes)))
+
+
+def _feed(planned: _Pass) -> Feed:
+    """Yield the batches of a pass."""
+    batches, data, stats = planned.batches, planned.data, planned.stats
+    epoch = _epoch_plan(planned)
+    with ExitStack() as stack:
+        planner = _hurry_first_batch(planned, epoch)
+        streamed = None
+        if isinstance(batches.order, BlockOrder):
+            # Before the shuffle starts, so that samples of these blocks are not read one by one.
+            streamed = stack.enter_context(_streamed(planned, epoch, batches.order))
+        hierarchy = planned.mounted.hierarchy
+        shuffle = Shuffle(
+            planned.comm, hierarchy, epoch, planned.generation, planned.memory, planner
+        )
+        pipeline = Pipeline(shuffle, range(batches.steps), _work(planned))
+        stack.callback(pipeline.close)
+        pipeline.start()
+        yield None
+        while (batch := pipeline.take()) is not None:
+            if streamed is not None:
+                done = min(batch.step.number + 1, shuffle.sent)
+                streamed.done(epoch.position + done * epoch.global_batch)
+            fed = _fed(batch, data, planned.skip, stats)
+            del batch
+            yield fed
+            del fed
+
+
+def _epoch_plan(planned: _Pass) -> EpochPlan:
+    batches, mounted = planned.batches, planned.mounted
+    home = mounted.placement.home
+    if isinstance(batches.order, BlockOrder):
+        home = mounted.passing_home(batches.order)
+    layout = mounted.hierarchy.reader.layout
+    if batches.mask is not None:
+        layout = masked_layout(layout, batches.mask)
+    return EpochPlan(
+        order=batches.order,
+        position=batches.cursor.position,
+        batch_size=batches.batch_size,
+        steps=batches.steps,
+        mode=planned.mode,
+        ranks=mounted.ranks,
+        rank=planned.comm.rank,
+        home=home,
+        layout=layout,
+        shares=batches.shares,
+    )
+
+
+def _hurry_first_batch(planned: _Pass, epoch: EpochPlan) -> WindowPlan | None:
+    """Start filling the tiers, the first batch's samples first; return the planner used for it."""
+    mounted = planned.mounted
+    if not mounted.hierarchy.missing():
+        return None
+    planner = plan_epoch(epoch)
+    first = planner.window(range(min(1, epoch.steps)))
+    wanted = np.concatenate([first.samples[first.senders < 0], *first.sends.values()])
+    mounted.hierarchy.hurry(wanted, functools.partial(mounted.fill, epoch.order))
+    return planner
+
+
+def _work(planned: _Pass) -> Work:
+    return Work(
+        hierarchy=planned.mounted.hierarchy,
+        maker=planned.maker,
+        clock=planned.stats.clock,
+        epoch=planned.batches.epoch,
+        threads=planned.threads,
+        ahead=planned.ahead,
+        timeout_s=default_timeout_s(),
+        peer_timeout_s=peer_timeout_s(),
+        skip=planned.skip,
+        trace=planned.spans,
+    )
+
+
+@contextmanager
+def _streamed(planned: _Pass, epoch: EpochPlan, order: BlockOrder) -> Iterator[Passing]:
+    """Bring the blocks of this pass that no tier pins, ahead of their use."""
+    hierarchy, ranks = planned.mounted.hierarchy, planned.mounted.ranks
+    steps = planned.ahead
+    if ranks.nodes > 1:
+        # Messages of two windows are under way.
+        steps += 2 * max(map(len, windows_of(epoch, float(hierarchy.reader.sizes.mean()))))
+    window = int(np.diff(order.edges).max(initial=1))
+    here = (epoch.home == planned.mounted.nodes.here) & (planned.mounted.placement.home < 0)
+    streamed = Passing(
+        hierarchy,
+        order,
+        here,
+        epoch.position,
+        ahead=steps * epoch.global_batch + window,
+        progress=planned.mounted.progress,
+        generation=planned.generation,
+        threads=filler_threads(planned.mounted.block_bytes, planned.mounted.requests),
+    )
+    try:
+        yield streamed
+    finally:
+        streamed.close()
+
+
+def _fed(batch: Batch, data: Dataset, skip: bool, stats: Stats) -> Fed:
+    samples = batch.step.samples
+    if batch.failed:
+        error = first_failure(batch)
+        if -1 in batch.failed or not skip or not isinstance(error, SKIPPED):
+            slot = min(batch.failed)
+            if slot >= 0 and not isinstance(error, SKIPPED):
+                error.add_note(f"for sample {data.reader.name(int(samples[slot]))!r}")
+            return Fed(None, len(samples), samples, error)
+        for slot in sorted(batch.failed):
+            stats.skipped.append(data.reader.name(int(samples[slot])))
+        samples = samples[[k for k in range(len(samples)) if k not in batch.failed]]
+    made, batch.data = batch.data, None
+    return Fed(made, len(samples), samples)

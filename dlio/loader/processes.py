@@ -1,0 +1,117 @@
+"""torch's own engines: worker processes, iterable data sets, and loaders without any workers."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from dlio.loader.contract import CollateFn, Index
+from dlio.loader.feed import Fed, Feed
+from dlio.loader.nested import samples_in
+from dlio.loader.options import LoaderOptions
+from dlio.loader.passes import BatchesPass, Pass
+
+__all__ = ["TorchEngine", "torch_feed"]
+
+
+class TorchEngine:
+    """Makes batches by a plain DataLoader of torch that is given the indices of each pass."""
+
+    def __init__(self) -> None:
+        self._indices = _Indices()
+
+    def iterator(
+        self,
+        options: LoaderOptions,
+        collate: CollateFn,
+        batches: Pass,
+        kept: _BaseDataLoaderIter | None,
+    ) -> _BaseDataLoaderIter:
+        """Begin a pass with torch's iterator.
+
+        Args:
+            kept: the iterator of persistent workers, which is used again; None to make one.
+        """
+        self._indices.batches = batches
+        loader = _plain_loader(options, collate, self._indices)
+        if options.length_was_read:
+            len(loader)  # torch warns when an iterable yields more than it said.
+        if kept is None:
+            return loader._get_iterator()
+        kept._reset(loader)
+        return kept
+
+
+class _Indices:
+    """The indices of the current pass. Persistent workers hold it from pass to pass."""
+
+    def __init__(self) -> None:
+        self.batches: Pass | None = None
+
+    def __iter__(self) -> Iterator[Index]:
+        assert self.batches is not None
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        steps = None if self.batches is None else self.batches.steps
+        if steps is None:
+            raise TypeError("the sampler has no length")
+        return steps
+
+
+def _plain_loader(
+    options: LoaderOptions, collate: CollateFn, indices: _Indices
+) -> "torch.utils.data.DataLoader[Any]":
+    given: dict[str, Any] = {}
+    if options.iterable:
+        given = {"batch_size": options.batch_size, "drop_last": options.drop_last}
+    elif options.batched:
+        given = {"batch_sampler": indices}
+    else:
+        given = {"batch_size": None, "sampler": indices}
+    if options.num_workers > 0:
+        given |= {
+            "prefetch_factor": options.prefetch_factor,
+            "persistent_workers": options.persistent_workers,
+            "multiprocessing_context": options.multiprocessing_context,
+        }
+    return torch.utils.data.DataLoader(
+        options.dataset,
+        num_workers=options.num_workers,
+        collate_fn=collate,
+        pin_memory=options.pin_memory,
+        timeout=options.timeout,
+        worker_init_fn=options.worker_init_fn,
+        generator=options.generator,
+        pin_memory_device=options.pin_memory_device,
+        in_order=options.in_order,
+        **given,
+    )
+
+
+def torch_feed(iterator: Iterator[Any], batches: Pass) -> Feed:
+    """Return the batches of an iterator of torch; a resumed iterable skips those it has had."""
+    feed = _feed(iterator, batches)
+    next(feed)
+    return feed
+
+
+def _feed(iterator: Iterator[Any], batches: Pass) -> Feed:
+    for _ in range(batches.skip if isinstance(batches, BatchesPass) else 0):
+        with suppress(StopIteration):
+            next(iterator)
+    yield None
+    while True:
+        try:
+            data = next(iterator)
+        except StopIteration:
+            return
+        except Exception as error:
+            yield Fed(None, 0, None, error)
+            continue
+        fed = Fed(data, samples_in(data))
+        del data
+        yield fed
+        del fed

@@ -1,0 +1,146 @@
+"""The recipe of a data set: how a payload becomes a sample."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dlio.data.reader import Reader
+from dlio.data.schema import Buffer
+from dlio.errors import CorruptBlock, SourceError
+from dlio.image.crop import Crop
+from dlio.image.decode import Decoder
+from dlio.image.transforms import fused
+from dlio.loader.contract import Sample, Transform
+from dlio.loader.sample import decode_sample, image_and_label
+from dlio.storage.decoded import DecodedTier
+
+__all__ = ["Finish", "Recipe"]
+
+Finish = Callable[[Buffer, int], Sample]
+"""Makes a sample of (payload, index), where the data set of another library is read."""
+
+
+class Recipe:
+    """From a payload to a sample; the same for `dataset[i]` and for batches. Thread-safe.
+
+    Labelled images become crops and the other samples are decoded whole. `Dataset` and the makers
+    of batches hold one recipe together.
+
+    Args:
+        reader: of the payloads.
+        image_size: side of square crops of labelled images, in pixels; None for no crops.
+        train: random crops and flips; otherwise the middle of the image.
+        transform: the user's. What it begins with is fused into the crop, see
+            `dlio.image.transforms.fused`.
+        seed: of the crops.
+        through_decoded: crops are cut out of images that a tier keeps decoded.
+        finish: replaces everything else, for data sets of other libraries.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        *,
+        image_size: int | None,
+        train: bool,
+        transform: Transform | None,
+        seed: int,
+        through_decoded: bool,
+        finish: Finish | None,
+    ) -> None:
+        self.reader = reader
+        self.finish = finish
+        fields = image_and_label(reader.schema)
+        crop, rest, batch_transform = fused(transform)
+        self.crops = fields is not None and (image_size is not None or crop is not None)
+        """True if samples are crops of images, with labels."""
+        self.image_field, self.label_field = fields or ("", "")
+        self.crop = Crop(image_size or 1, train) if crop is None else crop
+        self.transform: Transform | None = rest if self.crops else transform
+        """User's transform of each crop, or of each sample that is not cropped."""
+        self.batch_transform: Transform | None = batch_transform if self.crops else None
+        """Transform of a whole batch of crops, done on the device where the batch lies."""
+        self.decoder = Decoder(self.crop, seed, through_decoded)
+
+    def one(self, epoch: int, sample: int, payload: Buffer) -> Sample:
+        """Make one sample: (crop or the transform's result, label), or the decoded fields.
+
+        A crop is a uint8 tensor of shape (3, height, width).
+
+        Raises SourceError for a payload that does not match the schema, DecodeError for a damaged
+        image.
+        """
+        if not self.crops:
+            return self.whole(sample, payload)[0]
+        pixels = np.empty((self.crop.size, self.crop.width, 3), np.uint8)
+        uniforms = self.decoder.draw(epoch, np.array([sample], np.int64))[0]
+        label = self.into(pixels, sample, payload, uniforms)
+        made, _ = self.transformed(pixels)
+        if self.batch_transform is not None:
+            made = self.batch_transform(made)
+        return made, label
+
+    def into(
+        self,
+        slot: npt.NDArray[np.uint8],
+        sample: int,
+        payload: Buffer,
+        uniforms: npt.NDArray[np.float64],
+        tier: DecodedTier | None = None,
+    ) -> int:
+        """Decode a crop into its slot of a batch; return the label. Raises as `one`.
+
+        Args:
+            slot: RGB, shape (height, width, 3).
+            uniforms: the sample's row of `decoder.draw`.
+            tier: is offered the decoded image.
+        """
+        reader, decoder = self.reader, self.decoder
+        try:
+            values = reader.schema.split(payload)
+        except CorruptBlock as error:
+            raise self._mismatch(sample, error) from error
+        encoded, name = values[self.image_field], reader.name(sample)
+        label = int(values[self.label_field])
+        if tier is None:
+            decoder.decode(encoded, name, uniforms, slot)
+        else:
+            began = time.thread_time()  # Leaves out the time in which other threads ran.
+            pixels = decoder.prepare(encoded, name)
+            tier.put(sample, pixels, label, time.thread_time() - began)
+            decoder.finish(pixels, uniforms, slot)
+        return label
+
+    def transformed(self, slot: npt.NDArray[np.uint8]) -> tuple[Sample, float]:
+        """Return (the transform's result for the crop in a slot, seconds in the transform)."""
+        image = torch.from_numpy(slot).permute(2, 0, 1)
+        if self.transform is None:
+            return image, 0.0
+        started = time.perf_counter()
+        made = self.transform(image)
+        return made, time.perf_counter() - started
+
+    def whole(self, sample: int, payload: Buffer) -> tuple[Sample, float]:
+        """Return (sample without a crop, seconds in the user's transform). Raises as `one`."""
+        if self.finish is not None:
+            return self.finish(payload, sample), 0.0
+        made = decode_sample(self.reader.schema, payload, self.reader.name(sample))
+        if self.transform is None:
+            return made, 0.0
+        started = time.perf_counter()
+        made = self.transform(made)
+        return made, time.perf_counter() - started
+
+    def fields(self, sample: int, payload: Buffer) -> dict[str, Any]:
+        """Split a payload into its fields, as the schema does. Raises SourceError."""
+        try:
+            return self.reader.schema.split(payload)
+        except CorruptBlock as error:
+            raise self._mismatch(sample, error) from error
+
+    def _mismatch(self, sample: int, error: CorruptBlock) -> SourceError:
+        return SourceError(f"{self.reader.path}: sample {self.reader.name(sample)!r}: {error}")
