@@ -2,7 +2,7 @@
 
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 from dlio.comm.environment import under_mpi
 from dlio.comm.protocol import Communicator
@@ -70,7 +70,7 @@ def communicator(group: "Group | None" = None, mesh: "DeviceMesh | None" = None)
         return SingleCommunicator() if group.Get_size() == 1 else MpiCommunicator(group.Dup())
     from dlio.comm.torchdist import torch_world
 
-    return torch_world(group)
+    return torch_world(cast("ProcessGroup", group))
 
 
 def group_of(mesh: "DeviceMesh") -> "ProcessGroup":

@@ -426,7 +426,7 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
             fresh = not (options.persistent_workers and self._engines.threads.base_seed_drawn)
             return SamplerOrder(self.sampler, self.batch_sampler, options.generator, fresh)
         assert options.batch_size is not None
-        layout = self.data.reader.layout if options.source_order != "sample" else None
+        data = self._planned_data() if options.source_order != "sample" else None
         rank, ranks = place(options.group, options.mesh)
         shares = None
         if options.shares is not None:
@@ -440,7 +440,7 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
             rank=rank,
             ranks=ranks,
             source_order=options.source_order,
-            layout=layout,
+            layout=None if data is None else data.reader.layout,
             shares=shares,
         )
 

@@ -331,7 +331,12 @@ class PlannedPass:
         if window is None:
             return Order(*about) if mask is None else MaskedOrder(*about, mask)
         layout = formula.layout
-        if mask is not None and layout is not None:
+        if layout is None:
+            raise UsageError(
+                f"source_order={formula.source_order!r} is for data sets that dlio reads itself: "
+                "leave it out, or give tiers="
+            )
+        if mask is not None:
             if not formula.shuffled:
                 raise UsageError(
                     f"keep= with source_order={formula.source_order!r} wants shuffle=True"
