@@ -12,6 +12,17 @@ from dlio_docs.generate import GENERATORS
 _PLACE = re.compile(r"^<!-- generate: (?P<name>[\w-]+) ?(?P<argument>.*?) -->$", re.MULTILINE)
 
 
+def on_config(config: Any) -> Any:
+    """Add the pages of docs/design that the navigation of mkdocs.yml does not name."""
+    folder = Path(config["docs_dir"]) / "design"
+    for entry in config["nav"]:
+        if "Design" in entry:
+            paths = sorted(folder.glob("*.md"))
+            extra = [f"design/{path.name}" for path in paths if path.name != "index.md"]
+            entry["Design"] = [*entry["Design"], *extra]
+    return config
+
+
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Return a page's Markdown with its generated parts.
 

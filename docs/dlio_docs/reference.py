@@ -2,14 +2,10 @@
 
 from collections.abc import Sequence
 
-from dlio.cli.app import all_commands
-from dlio.cli.command import Command
-from dlio.util.options import Field
-from dlio.util.settings import SETTINGS
+from dlio.cli.reference import SETTINGS, CommandReference, OptionReference, commands
 
 __all__ = ["commands_page", "environment_table", "options_by_command"]
 
-_METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", bool: ""}
 _COMMON = ("--help",)
 
 
@@ -25,86 +21,71 @@ def environment_table() -> str:
 
 def commands_page() -> str:
     """Return a section for each command: usage, description, arguments and options."""
-    return "\n\n".join(map(_section, _commands()))
+    return "\n\n".join(map(_section, commands()))
 
 
 def options_by_command() -> dict[str, set[str]]:
     """Return the options of each command, as `dlio train` -> {"--epochs", ...}."""
-    options = {"dlio": {"--version", "--debug", "--install-completion", *_COMMON}}
-    options["dlio bench"] = {*_COMMON}
-    for command in _commands():
-        names = {name for field in command.fields for name in _names(field)}
-        options[f"dlio {command.name}"] = {*names, *_COMMON}
+    options = {
+        "dlio": {"--version", "--debug", "--install-completion", *_COMMON},
+        "dlio bench": {*_COMMON},
+    }
+    for command in commands():
+        names = {name for option in command.options for name in option.names}
+        negative = {f"--no-{name[2:]}" for name in names if name.startswith("--")}
+        options[f"dlio {command.name}"] = {*names, *negative, *_COMMON}
     return options
 
 
-def _commands() -> Sequence[Command]:
-    return sorted(all_commands(), key=lambda command: command.name)
-
-
-def _section(command: Command) -> str:
-    shown = [field for field in command.fields if not field.option.hidden]
-    given = [field for field in shown if field.option.positional or field.option.rest]
-    usage = " ".join(
-        [f"dlio {command.name}", "[OPTIONS]", *(_placeholder(field) for field in given)]
-    )
+def _section(command: CommandReference) -> str:
+    given = [option for option in command.options if option.positional]
+    options = [option for option in command.options if not option.positional]
+    usage = " ".join([f"dlio {command.name}", "[OPTIONS]", *map(_placeholder, given)])
     parts = [
         f"## dlio {command.name} {{#dlio-{command.name.replace(' ', '-')}}}",
-        _described(command.help),
+        _escaped(command.description),
         f"```text\n{usage}\n```",
     ]
     if given:
         parts.append(_list(given))
-    options = [field for field in shown if field not in given]
     if options:
         parts.append(_list(options))
     return "\n\n".join(parts)
 
 
-def _list(fields: Sequence[Field]) -> str:
+def _list(options: Sequence[OptionReference]) -> str:
     """Return a definition list: narrow screens show it as well as wide ones."""
-    return "\n\n".join(f"{_heading(field)}\n:   {_help(field)}" for field in fields)
+    return "\n\n".join(f"{_heading(option)}\n:   {_help(option)}" for option in options)
 
 
-def _heading(field: Field) -> str:
-    if field.option.positional or field.option.rest:
-        return f"`{_placeholder(field)}`"
-    metavar = field.option.metavar or _METAVARS[field.type]
-    return ", ".join(f"`{f'{name} {metavar}'.strip()}`" for name in _names(field))
+def _heading(option: OptionReference) -> str:
+    if option.positional:
+        return f"`{_placeholder(option)}`"
+    return ", ".join(f"`{f'{name} {option.metavar}'.strip()}`" for name in option.names)
 
 
-def _names(field: Field) -> list[str]:
-    names = [field.option.short] if field.option.short else []
-    names.append(field.flag)
-    if field.type is bool and field.default is True:
-        names.append(f"--no-{field.flag[2:]}")
-    return names
+def _placeholder(option: OptionReference) -> str:
+    name = option.metavar or option.names[0].lstrip("-").upper()
+    name = f"{name}..." if option.repeatable else name
+    return name if option.required else f"[{name}]"
 
 
-def _placeholder(field: Field) -> str:
-    name = (field.option.metavar or field.name).upper()
-    name = f"{name}..." if field.many or field.option.rest else name
-    return name if field.required else f"[{name}]"
-
-
-def _help(field: Field) -> str:
-    parts = [field.option.help]
-    if field.choices:
-        parts.append(f"One of {', '.join(f'`{each}`' for each in field.choices)}.")
-    if field.option.unit:
-        parts.append(f"Unit: {field.option.unit}.")
-    if field.many and "Repeatable" not in field.option.help:
+def _help(option: OptionReference) -> str:
+    parts = [option.help]
+    if option.choices:
+        parts.append(f"One of {', '.join(f'`{each}`' for each in option.choices)}.")
+    if option.unit:
+        parts.append(f"Unit: {option.unit}.")
+    if option.repeatable and "Repeatable" not in option.help:
         parts.append("Repeatable.")
-    if field.required:
+    if option.required:
         parts.append("Required.")
-    if field.option.default_text:
-        parts.append(f"Default: {field.option.default_text}.")
-    elif field.default not in (None, False, ()) and not field.required:
-        parts.append(f"Default: `{_value_text(field.default)}`.")
-    return " ".join(part.replace("<", "&lt;") for part in parts)
+    if option.default:
+        parts.append(f"Default: {option.default}.")
+    return _escaped(" ".join(parts))
 
 
-def _described(text: str) -> str:
+def _escaped(text: str) -> str:
     return text.replace("<", "&lt;")
 
 

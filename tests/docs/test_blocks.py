@@ -17,7 +17,12 @@ from dlio_docs.blocks import NEEDS, RUNNABLE, SHOWN, Block, blocks_of, commands_
 
 ROOT = Path(__file__).resolve().parents[2]
 RULES = tomllib.loads((ROOT / "docs" / "blocks.toml").read_text(encoding="utf-8"))
-PAGES = [path for path in pages(ROOT) if any(b.language in RUNNABLE for b in blocks_of(path))]
+PAGES = [
+    path
+    for path in pages(ROOT)
+    if any(block.language in RUNNABLE for block in blocks_of(path))
+    and str(path.relative_to(ROOT)) not in RULES["elsewhere"]
+]
 _DEADLINE_S = 300
 _SHELL = re.compile(r"[|<>;&`]|\$\(|^(?!dlio )")
 """A command that needs a shell; the others are run by the process that has imported torch."""
@@ -151,6 +156,8 @@ def test_every_block_says_how_it_is_tested() -> None:
                 wrong.append(f"{block.place}: needs is one of {', '.join(NEEDS)}")
             if block.markers.get("given", "training") not in RULES["given"]:
                 wrong.append(f"{block.place}: docs/blocks.toml has no such [given]")
+    for page, test in RULES["elsewhere"].items():
+        assert Path(page).name in (ROOT / test).read_text(encoding="utf-8")
     assert not wrong, "\n".join(wrong)
 
 
