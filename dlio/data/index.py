@@ -1,9 +1,9 @@
-"""Indexes of data sets: made once, kept in a cache, mapped into memory.
+"""Indexes of data sets: built once, kept in a cache, mapped into memory.
 
     <cache>/<kind>-<files>/<state of the files>/head.json, <array>.npy
 
-The cache is DLIO_CACHE, or dlio below XDG_CACHE_HOME or ~/.cache. What is in it is believed only
-as far as its shapes and checksums go; a cache that cannot be written is no error.
+The cache is DLIO_CACHE, or dlio below XDG_CACHE_HOME or ~/.cache. Its contents are used only if
+their shapes and checksums are right. A cache that cannot be written is not used, without an error.
 """
 
 import contextlib
@@ -34,33 +34,40 @@ __all__ = [
 ]
 
 Arrays = dict[str, npt.NDArray[Any]]
+"""Arrays of an index by name; text is stored as uint8."""
 _CHECKED_BYTES = 32 << 20
-"""Larger arrays are not read through, only to check them."""
+"""The checksums of larger arrays are not verified, which would mean to read all of them."""
 _WAIT_S = 600.0
-_POLL_S = 0.05
 _HEAD = "head.json"
 
 
 class Stamped(Protocol):
-    """A file, or folder, whose `stamp` changes when it does."""
+    """A file or folder whose `stamp` changes when its contents do."""
 
     @property
-    def url(self) -> str: ...
+    def url(self) -> str:
+        """Its path or URL."""
 
     @property
-    def stamp(self) -> str: ...
+    def stamp(self) -> str:
+        """Text such as size and time of change."""
 
 
 class Names:
-    """Many strings in two arrays, decoded one at a time."""
+    """Many strings in two arrays, decoded one at a time.
+
+    Args:
+        blob: bytes of all strings, one after another; shape (bytes,).
+        ends: end of each string in `blob`; shape (strings,).
+    """
 
     def __init__(self, blob: npt.NDArray[np.uint8], ends: npt.NDArray[np.int64]) -> None:
         self.blob = blob
         self.ends = ends
-        """End of each string's bytes in `blob`; shape (strings,)."""
 
     @classmethod
     def of(cls, names: Sequence[str]) -> "Names":
+        """Make one of a sequence of strings."""
         encoded = [os.fsencode(name) for name in names]
         ends = np.cumsum([len(name) for name in encoded], dtype=np.int64)
         return cls(np.frombuffer(b"".join(encoded), np.uint8), ends)
@@ -74,7 +81,7 @@ class Names:
 
 
 def cache_folder() -> str:
-    """Where indexes are kept."""
+    """Return the folder that indexes are kept in."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return settings().cache or os.path.join(home, "dlio")
 
@@ -82,15 +89,17 @@ def cache_folder() -> str:
 def cached_index(
     kind: str, version: int, files: Sequence[Stamped], build: Callable[[], Arrays]
 ) -> Arrays:
-    """The index of some files, from the cache if they are as they were, otherwise built.
+    """Return the index of some files, from the cache if they are unchanged, otherwise built.
 
-    Several processes that want the same one at once wait for the first.
+    Several processes that want the same index at once wait for the first to build it.
 
     Args:
-        kind: of index, a word; with `version`, of its layout.
-        build: makes the arrays; text goes in as uint8.
+        kind: word that names the kind of index.
+        version: number of its layout; an index of another version is built anew.
+        files: the files that the index describes.
+        build: makes the arrays.
 
-    Returns arrays that may be mapped from files, to be read only.
+    Returns arrays that may be mapped from files and must not be written to.
     """
     urls, states = xxhash.xxh3_64(), xxhash.xxh3_128(f"{kind} {version}".encode())
     for file in files:
@@ -98,16 +107,16 @@ def cached_index(
         states.update(f"{file.url}\n{file.stamp}\n".encode("utf-8", "surrogateescape"))
     folder = os.path.join(cache_folder(), f"{kind}-{urls.hexdigest()}")
     place = os.path.join(folder, states.hexdigest())
-    found = _load(place)
-    if found is not None:
-        return found
+    index = _load(place)
+    if index is not None:
+        return index
     with _alone(folder):
-        found = _load(place)
-        if found is None:
+        index = _load(place)
+        if index is None:
             arrays = build()
             _save(place, arrays)
-            found = _load(place) or arrays
-    return found
+            index = _load(place) or arrays
+    return index
 
 
 def kept_index(
@@ -117,38 +126,41 @@ def kept_index(
     good: Callable[[Arrays], bool],
     build: Callable[[], tuple[Arrays, bool]],
 ) -> Arrays:
-    """An index whose state is told by what is in it: a listing of folders.
+    """Return an index that can be validated by its contents, such as a listing of folders.
 
     Args:
-        good: whether it still holds.
-        build: makes the arrays, and says whether they may be kept.
+        kind: word that names the kind of index.
+        version: number of its layout.
+        url: path or URL that the index describes.
+        good: True if an index is still valid.
+        build: returns the arrays, and True if they may be kept.
     """
     key = xxhash.xxh3_64_hexdigest(f"{version} {url}".encode("utf-8", "surrogateescape"))
     folder = os.path.join(cache_folder(), f"{kind}-{key}")
     place = os.path.join(folder, "kept")
-    found = _load(place)
-    if found is not None and good(found):
-        return found
+    index = _load(place)
+    if index is not None and good(index):
+        return index
     with _alone(folder):
-        found = _load(place)
-        if found is None or not good(found):
-            found, keep = build()
+        index = _load(place)
+        if index is None or not good(index):
+            index, keep = build()
             if keep:
-                _save(place, found)
-                found = _load(place) or found
+                _save(place, index)
+                index = _load(place) or index
             else:
                 shutil.rmtree(place, ignore_errors=True)
-    return found
+    return index
 
 
 def forget_index(kind: str, version: int, url: str) -> None:
-    """Have `kept_index` build anew: what it holds has turned out to be wrong."""
+    """Have `kept_index` build its index anew, because it has turned out to be wrong."""
     key = xxhash.xxh3_64_hexdigest(f"{version} {url}".encode("utf-8", "surrogateescape"))
     shutil.rmtree(os.path.join(cache_folder(), f"{kind}-{key}", "kept"), ignore_errors=True)
 
 
 def fingerprint_of(kind: str, version: int, *parts: str | bytes | npt.NDArray[Any]) -> str:
-    """32 hex digits that change when any part does."""
+    """Return 32 hex digits that change when any part does."""
     digest = xxhash.xxh3_128(f"{kind} {version}".encode())
     for part in parts:
         if isinstance(part, np.ndarray):
@@ -162,14 +174,14 @@ def fingerprint_of(kind: str, version: int, *parts: str | bytes | npt.NDArray[An
 
 @contextlib.contextmanager
 def _alone(folder: str) -> Iterator[None]:
-    """Keep others out while an index is built; as far as the file system has locks."""
+    """Keep other processes from building the same index, if the file system supports locks."""
     descriptor = -1
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
         descriptor = os.open(f"{folder}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         take_lock(descriptor, fcntl.LOCK_EX, _WAIT_S)
     except OSError:
-        pass  # No cache, no lock: each builds its own.
+        pass  # Without a lock every process builds its own.
     try:
         yield
     finally:
@@ -191,7 +203,7 @@ def _save(place: str, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
             json.dump(head, file)
         shutil.rmtree(place, ignore_errors=True)
         os.rename(temporary, place)
-        # Of the same files as they were before; whoever still maps them keeps them.
+        # Indexes of earlier states of the files. Processes that still map them keep the memory.
         for name in os.listdir(parent):
             if name not in ("lock", os.path.basename(place)):
                 shutil.rmtree(os.path.join(parent, name), ignore_errors=True)
@@ -200,7 +212,7 @@ def _save(place: str, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
 
 
 def _load(place: str) -> Arrays | None:
-    """The arrays that were kept, if they are whole."""
+    """Read the arrays of an index, None if they are missing or damaged."""
     try:
         with open(os.path.join(place, _HEAD), encoding="utf-8") as file:
             head = json.load(file)

@@ -1,7 +1,7 @@
-"""What a reader is, and finding the one for a path.
+"""The reader protocol, and the search for the reader of a path.
 
-A reader knows one format. It never caches payloads and starts no thread: tiers and engines
-do that for all formats alike. Readers plug in through the entry-point group `dlio.readers`.
+A reader knows one format. It never caches payloads and starts no threads: tiers and engines do
+that for all formats alike. Readers plug in through the entry-point group `dlio.readers`.
 """
 
 import inspect
@@ -22,7 +22,7 @@ __all__ = ["Reader", "ReaderType", "StoredBlocks", "data_bytes", "open_reader"]
 
 @runtime_checkable
 class Reader(Protocol):
-    """Knows one format: how many samples, their sizes and names, and their payloads.
+    """Knows one format: the number of samples, their sizes and names, and their payloads.
 
     All methods are thread-safe and deterministic. Sample indices are the reader's own,
     0 to len - 1. Readers can be pickled, for another process to read the same samples. Owner:
@@ -32,7 +32,7 @@ class Reader(Protocol):
     format: str
     """The entry point's name."""
     path: str
-    """What was opened, as the user wrote it."""
+    """Path that was opened, as the user wrote it."""
     schema: Schema
     classes: Sequence[str]
     """Class names; labels index them. Empty when the data set has none."""
@@ -49,16 +49,19 @@ class Reader(Protocol):
     """32 hex digits that change when the data set does; names its folder in a tier."""
     layout: Layout
     objects: bool
-    """Whether each sample is a file of its own, to be read with many others at a time; otherwise
+    """True if each sample is a file of its own, so that many are read in parallel; otherwise
     neighbours in storage are read together."""
 
     def __len__(self) -> int: ...
 
     def name(self, sample: int) -> str:
-        """What a user calls the sample: its file, or its key in a container."""
+        """Return the sample's name for users: its file, or its key in a container."""
 
     def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
-        """The payloads of `samples`, in the same order.
+        """Return the payloads of `samples`, in the same order.
+
+        Args:
+            samples: indices; shape (n,).
 
         Reads of neighbours in storage are coalesced. Payloads stay valid, and unchanged, when
         other samples are read. Raises SourceError, or CorruptBlock where the format has
@@ -66,40 +69,44 @@ class Reader(Protocol):
         """
 
     def close(self) -> None:
-        """Release files. Reading afterwards opens them again."""
+        """Close files. Reading afterwards opens them again."""
 
 
 @runtime_checkable
 class StoredBlocks(Protocol):
-    """A reader whose source holds blocks as tiers do: they are copied as they are."""
+    """A reader whose source stores blocks in the format of tiers, which are copied unchanged."""
 
     block_bytes: Any
     """File bytes of each block; shape (blocks,)."""
 
     def stored_at(self, block: int) -> int:
-        """Where in its file a block begins, in bytes."""
+        """Return the offset of a block in its file, in bytes."""
 
-    def read_stored(self, block: int, into: memoryview, at: int = 0) -> None: ...
+    def read_stored(self, block: int, into: memoryview, at: int = 0) -> None:
+        """Fill `into` with the bytes of a block from offset `at` on. Raises SourceError."""
 
-    def check_stored(self, block: int, stored: memoryview) -> None: ...
+    def check_stored(self, block: int, stored: memoryview) -> None:
+        """Check the bytes of a whole block. Raises CorruptBlock when they are damaged."""
 
 
 class ReaderType(Protocol):
     """A reader's class, as entry points name it.
 
-    One with an attribute `fallback` that is true is asked last; one with `objects_only` reads no
-    paths, but objects of Python.
+    A class with a true attribute `fallback` is tried last. One with a true `objects_only` does not
+    read paths but Python objects.
     """
 
     def __call__(self, path: Any, **options: Any) -> Reader: ...
 
     def recognises(self, path: Any) -> str | None:
-        """None when `path`, the first if there are several, is of this format; otherwise in a few
-        words why it is not."""
+        """Return None if `path` is of this format, otherwise the reason why not, in a few words.
+
+        Of several paths, only the first is asked about.
+        """
 
 
 def data_bytes(reader: Reader) -> int:
-    """Payload bytes of a data set; a reader may know them without its samples' sizes."""
+    """Return the payload bytes of a data set; some readers know them without summing sizes."""
     known: int | None = getattr(reader, "data_bytes", None)
     return int(reader.sizes.sum(dtype=np.int64)) if known is None else known
 
@@ -108,12 +115,12 @@ def open_reader(path: Any, **options: Any) -> Reader:
     """Find the reader that recognises `path`, and open it.
 
     Args:
-        path: a path or URL, several of them, or an object that a reader takes, such as a map-style
-            data set of torch's.
+        path: a path or URL, several of them, or an object that a reader takes, such as torch's
+            map-style data sets.
         options: for the reader, such as `select` for HDF5 and Zarr.
 
-    Raises SourceError that says what was tried when none does, or when the path does not exist;
-    UsageError for an option that the reader does not have.
+    Raises SourceError when the path does not exist or no reader recognises it, with the reason of
+    each; UsageError for an option that the reader does not have.
     """
     if isinstance(path, Reader):
         return path
@@ -138,8 +145,8 @@ def open_reader(path: Any, **options: Any) -> Reader:
                 return _made(name, kind, path, options)
             reasons.append(f"{name}: {reason}")
     if not reasons:
-        raise SourceError("dlio finds no readers: install it (pip install dlio) to have them")
-    raise SourceError(f"{shown} is no data set that dlio can read ({'; '.join(reasons)})")
+        raise SourceError("no readers are installed: install dlio as a package (pip install dlio)")
+    raise SourceError(f"{shown} is not a data set that dlio can read ({'; '.join(reasons)})")
 
 
 def _made(name: str, kind: ReaderType, path: Any, options: dict[str, Any]) -> Reader:

@@ -1,5 +1,7 @@
-"""A data set of which several copies can be read: each read goes to the one that is expected to
-give it first, and to another one when it fails."""
+"""A data set with several replicas.
+
+Each read goes to the replica that is expected to finish it first, and to another one if it fails.
+"""
 
 import threading
 import time
@@ -17,7 +19,7 @@ __all__ = ["Replicated", "ReplicatedBlocks", "replicated"]
 
 T = TypeVar("T")
 _REST_S: Final = 30.0
-"""For which a copy that failed is asked last."""
+"""Seconds for which a replica that failed is tried last."""
 
 
 class _Replica:
@@ -31,10 +33,10 @@ class _Replica:
 
 
 class Replicated:
-    """A reader over readers of copies. All that is not reading is the first's.
+    """A reader over the readers of replicas. Everything but reading is delegated to the first.
 
     Args:
-        readers: owned. The order tells which is asked where the same is expected of several.
+        readers: owned. Of several that are expected to be equally fast, the first is asked.
 
     Raises UsageError when they do not hold the same samples.
     """
@@ -47,7 +49,7 @@ class Replicated:
         self._first: Any = first
         self._lock = threading.Lock()
         self._served: dict[int, _Replica] = {}
-        """Who gave a stored block that has not been checked."""
+        """Replica that each stored block came from, until the block is checked."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -67,7 +69,7 @@ class Replicated:
         return str(self._first.name(sample))
 
     def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
-        """Payloads, of whichever copy; see `Reader`. Raises SourceError when every copy fails."""
+        """Return payloads from any replica; see `Reader`. Raises SourceError when all fail."""
         size = int(self._first.sizes[samples].sum())
         return self._ask(size, lambda replica: replica.reader.read(samples))
 
@@ -75,8 +77,8 @@ class Replicated:
         for replica in self._replicas:
             replica.reader.close()
 
-    def told(self) -> str:
-        """What each copy gave so far, in words."""
+    def summary(self) -> str:
+        """Say in a sentence which share of the bytes each replica has delivered."""
         whole = max(1, sum(replica.bytes for replica in self._replicas))
         return "copies of the source gave " + ", ".join(
             f"{replica.reader.path} {replica.bytes / whole:.0%}"
@@ -85,7 +87,7 @@ class Replicated:
         )
 
     def shares(self) -> list[int]:
-        """Bytes that each copy gave."""
+        """Return the bytes that each replica has delivered."""
         return [replica.bytes for replica in self._replicas]
 
     def _ask(self, size: int, read: Callable[[_Replica], T], at: int | None = None) -> T:
@@ -96,7 +98,7 @@ class Replicated:
             tried.append(replica)
             watch = replica.speed.begins(size)
             try:
-                found = read(replica)
+                result = read(replica)
             except (SourceError, CorruptBlock) as error:
                 watch.ends(failed=True)
                 self._blame(replica)
@@ -107,7 +109,7 @@ class Replicated:
                 replica.bytes += size
                 if at is not None:
                     self._served[at] = replica
-            return found
+            return result
         assert failed is not None
         raise failed
 
@@ -127,7 +129,7 @@ class Replicated:
 
 
 class ReplicatedBlocks(Replicated):
-    """Of copies that hold blocks as tiers do."""
+    """A reader over replicas that store blocks; see `StoredBlocks`."""
 
     @property
     def block_bytes(self) -> Any:
@@ -140,7 +142,7 @@ class ReplicatedBlocks(Replicated):
         self._ask(len(into), lambda replica: replica.reader.read_stored(block, into, at), block)
 
     def check_stored(self, block: int, stored: memoryview) -> None:
-        """Raises CorruptBlock; another copy is then asked first."""
+        """Check a block. Raises CorruptBlock; another replica is then tried first."""
         with self._lock:
             replica = self._served.pop(block, self._replicas[0])
         try:
@@ -151,7 +153,10 @@ class ReplicatedBlocks(Replicated):
 
 
 def replicated(readers: Sequence[Reader]) -> Reader:
-    """One reader over readers of copies; the one itself where there are no others."""
+    """Return a reader over the readers of replicas; a single reader is returned as it is.
+
+    Raises UsageError when they do not hold the same samples.
+    """
     if len(readers) == 1:
         return readers[0]
     blocks = all(isinstance(reader, StoredBlocks) for reader in readers)
@@ -160,7 +165,7 @@ def replicated(readers: Sequence[Reader]) -> Reader:
 
 
 def _check_same(first: Reader, other: Reader) -> None:
-    where = f"{other.path} is no copy of {first.path}"
+    where = f"{other.path} is not a copy of {first.path}"
     if len(first) != len(other):
         raise UsageError(f"{where}: it has {len(other)} samples, not {len(first)}")
     if first.schema != other.schema:

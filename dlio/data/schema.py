@@ -1,10 +1,11 @@
-"""The schema of a sample, and how its fields make one payload.
+"""The schema of a sample, and the encoding of its fields as one payload.
 
-A payload is what blocks store, checksums cover, tiers serve and peers send: the sample's fields,
-encoded one after another, little-endian. First the fields of fixed size, those of the widest type
-first, then the sizes of all variable fields but the last (u32), then the variable fields: arrays,
-each at a multiple of eight bytes, and encoded values. So arrays are aligned wherever payloads are,
-and an image with a label is eight bytes longer than the image file. FORMAT.md has it in full.
+Blocks store payloads, checksums cover them, tiers serve them and peers send them. A payload holds
+the sample's fields one after another, little-endian: first the fields of fixed size, those of the
+widest type first; then the sizes of all variable fields but the last (u32); then the variable
+fields, that is arrays, each at a multiple of eight bytes, and encoded values. So arrays are aligned
+wherever payloads are, and an image with a label is eight bytes longer than the image file.
+dlio/storage/FORMAT.md has the details.
 """
 
 import json
@@ -40,7 +41,7 @@ __all__ = [
 ]
 
 ENCODED: Final = ("jpeg", "png", "webp", "image", "bytes", "text", "json")
-"""Kinds of any length that are kept as they came; `image` is any image file."""
+"""Kinds of any length that are stored unchanged; `image` is any image file."""
 IMAGES: Final = ("jpeg", "png", "webp", "image")
 TEXTS: Final = ("text", "json")
 _CODES: Final = {
@@ -61,17 +62,17 @@ DTYPES: Final = (*_CODES, "complex64")
 MAX_FIELDS: Final = 256
 MAX_DIMENSIONS: Final = 32
 MAX_PAYLOAD: Final = 2**31 - 1
-"""Bytes of a sample."""
+"""Bytes that a sample may have at most."""
 _KIND: Final = re.compile(r"([a-z]+[0-9]*)(?:\[([0-9?]+(?:,[0-9?]+)*)?\])?")
 
 Buffer = bytes | bytearray | memoryview
 Value = Any
-"""Of a field: a number, a numpy array, bytes, or a str for text and JSON."""
+"""Value of a field: a number, a numpy array, bytes, or a str for text and JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a field holds: `int64`, `float32[3,224,224]`, `float32[?,3]`, `jpeg`."""
+    """Kind of a field's values: `int64`, `float32[3,224,224]`, `float32[?,3]`, `jpeg`."""
 
     text: str
     dtype: np.dtype[Any] | None
@@ -81,26 +82,28 @@ class Kind:
 
     @property
     def fixed(self) -> bool:
+        """True if all values have the same size."""
         return self.dtype is not None and None not in self.shape
 
     @property
     def scalar(self) -> bool:
+        """True for numbers."""
         return self.text in _CODES
 
     @property
     def bytes(self) -> int:
-        """Of a fixed field."""
+        """Bytes of a value, of a fixed kind."""
         assert self.dtype is not None
         return self.dtype.itemsize * math.prod(size or 0 for size in self.shape)
 
     @property
     def head(self) -> int:
-        """Bytes before a variable array's data, which tell its variable dimensions."""
+        """Bytes before a variable array's data, which hold its variable dimensions."""
         return -(-4 * self.shape.count(None) // 8) * 8
 
 
 def parse_kind(text: str) -> Kind:
-    """Read a kind as schemas write it. Raises ValueError for one that is not known."""
+    """Parse a kind as it is written in schemas. Raises ValueError for an unknown one."""
     if text in ENCODED:
         return Kind(text, None, ())
     match = _KIND.fullmatch(text)
@@ -121,7 +124,13 @@ def parse_kind(text: str) -> Kind:
 
 
 def array_kind(dtype: npt.DTypeLike, shape: Sequence[int | None] = ()) -> str:
-    """The kind of arrays of a type and shape. Raises ValueError for types that cannot be stored."""
+    """Return the kind of arrays of a type and shape.
+
+    Args:
+        shape: None for a dimension that differs from sample to sample.
+
+    Raises ValueError for types that cannot be stored.
+    """
     name = np.dtype(dtype).name
     if name not in DTYPES:
         raise ValueError(f"arrays of {name} cannot be stored: convert them to {', '.join(DTYPES)}")
@@ -200,12 +209,13 @@ class Schema:
     def join_fixed(
         self, count: int, columns: Mapping[str, npt.NDArray[Any]]
     ) -> list[bytes | memoryview]:
-        """Encode many samples of a schema without variable fields, a column at a time.
+        """Encode many samples of a schema without variable fields, one column at a time.
 
         Args:
-            columns: each field's values, shape (count, *its own).
+            count: number of samples.
+            columns: values by field; shape (count, *shape of the field).
 
-        Raises ValueError for a column that is not of its field's kind.
+        Returns the payloads. Raises ValueError for a column of the wrong kind.
         """
         rows: npt.NDArray[np.uint8] | None = None
         if len(self._fixed) > 1:
@@ -230,22 +240,27 @@ class Schema:
         return [data[k * size : (k + 1) * size] for k in range(count)]
 
     def places(self) -> Iterator[tuple[str, Kind, int]]:
-        """(name, kind, where it begins in a payload) of each fixed field."""
+        """Yield (name, kind, offset in a payload) of each fixed field."""
         for name, kind, at, _ in self._fixed:
             yield name, kind, at
 
     def scalars_in(self, part: Buffer, begin: int, end: int) -> Iterator[tuple[str, Value]]:
-        """The numbers that lie in the bytes `begin` to `end` of a payload, which are `part`."""
+        """Yield (name, value) of the numbers in a part of a payload.
+
+        Args:
+            part: bytes `begin` to `end` of the payload.
+        """
         for name, _, at, code in self._fixed:
             if code is not None and begin <= at < end:
                 yield name, code.unpack_from(part, at - begin)[0]
 
     @property
     def is_fixed(self) -> bool:
-        """Whether all payloads have `overhead` bytes."""
+        """True if all payloads have the same size, `overhead`."""
         return not self._variable
 
     def to_json(self) -> str:
+        """Return the text that `from_json` parses."""
         rows: Any = [list(row) for row in self.fields]
         if self.structure is not None:
             rows = {"fields": rows, "structure": self.structure}
@@ -261,7 +276,7 @@ class Schema:
 
     @classmethod
     def from_rows(cls, rows: Any) -> "Schema":
-        """A schema from what its JSON parses to. Raises CorruptBlock."""
+        """Make a schema of parsed JSON. Raises CorruptBlock."""
         structure = None
         try:
             if isinstance(rows, dict):
@@ -273,11 +288,11 @@ class Schema:
     def payload_sizes(
         self, count: int, bodies: Mapping[str, npt.NDArray[np.int64]]
     ) -> npt.NDArray[np.int64]:
-        """Payload bytes of `count` samples; shape (count,).
+        """Return the payload bytes of `count` samples; shape (count,).
 
         Args:
-            bodies: for each variable field the bytes of its values: an array's data, an encoded
-                value's bytes; each of shape (count,).
+            bodies: bytes of the values of each variable field, an array's data or an encoded
+                value; each of shape (count,).
         """
         sizes = np.full(count, self.overhead, np.int64)
         for name, kind in self._variable:
@@ -326,8 +341,9 @@ class Schema:
         return b"".join(parts)
 
     def split(self, payload: Buffer) -> dict[str, Value]:
-        """Decode a payload into its fields, without copies: Python numbers, numpy arrays that are
-        views, memoryviews for encoded fields.
+        """Decode a payload into its fields, without copies.
+
+        Values are Python numbers, numpy arrays that are views, and memoryviews of encoded fields.
 
         Raises CorruptBlock when the payload is not as long as its fields claim.
         """
@@ -360,14 +376,14 @@ class Schema:
         return values
 
     def arrange(self, values: Mapping[str, Value]) -> Any:
-        """The fields in the sample's own structure: lists become tuples."""
+        """Return the fields in the sample's own structure; lists become tuples."""
         if self.structure is None:
             return dict(values)
         return _map(self.structure, values.__getitem__)
 
 
 def leaves(structure: Any) -> Iterator[str]:
-    """The names in a structure, in its order. Raises CorruptBlock for anything else in it."""
+    """Yield the field names in a structure, in order. Raises CorruptBlock for anything else."""
     if isinstance(structure, str):
         yield structure
     elif isinstance(structure, list):
@@ -377,13 +393,13 @@ def leaves(structure: Any) -> Iterator[str]:
         for item in structure.values():
             yield from leaves(item)
     else:
-        raise CorruptBlock(f"schema: {structure!r} in its structure is no field")
+        raise CorruptBlock(f"schema: {structure!r} in its structure is not a field")
 
 
 IMAGE_LABEL: Final = Schema((("image", "image"), ("label", "int64")))
 """Labelled images, as class folders hold them: (image file's bytes, class number)."""
 LABEL: Final = struct.Struct("<q")
-"""What comes before the image in a payload of IMAGE_LABEL."""
+"""Format of the bytes before the image in a payload of IMAGE_LABEL."""
 
 
 def _map(structure: Any, of: Callable[[str], Any]) -> Any:
@@ -395,7 +411,7 @@ def _map(structure: Any, of: Callable[[str], Any]) -> Any:
 
 
 def _array_bytes(name: str, kind: Kind, value: Value) -> tuple[list[int], Buffer]:
-    """(variable dimensions, data) of an array, checked against its kind."""
+    """Return (variable dimensions, data) of an array, after checking its kind."""
     array = np.asarray(value)
     assert kind.dtype is not None
     fits = array.ndim == len(kind.shape) and all(
@@ -420,7 +436,7 @@ def _encoded_bytes(name: str, kind: Kind, value: Value) -> Buffer:
 
 
 def _array(name: str, kind: Kind, body: memoryview) -> npt.NDArray[Any]:
-    """A variable array from its dimensions and data. Raises CorruptBlock if they do not agree."""
+    """Make a variable array of its dimensions and data. Raises CorruptBlock if they disagree."""
     assert kind.dtype is not None
     missing = kind.shape.count(None)
     if len(body) < kind.head:
@@ -434,4 +450,4 @@ def _array(name: str, kind: Kind, body: memoryview) -> npt.NDArray[Any]:
     try:
         return np.ndarray(shape, kind.dtype, body, kind.head)
     except ValueError as error:  # Dimensions beyond numpy's, of which one is zero.
-        raise CorruptBlock(f"field {name!r}: its shape {shape} makes no sense") from error
+        raise CorruptBlock(f"field {name!r}: its shape {shape} is invalid") from error

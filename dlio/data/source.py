@@ -1,8 +1,8 @@
-"""Where a data set lives: files behind fsspec, with a short way for local ones.
+"""Files and folders of a data set, local or behind fsspec.
 
 Local files are read with the kernel's own calls: no seek, no buffer, no lock between threads.
 Everything else goes through fsspec: `s3://`, `memory://`, chained URLs, with credentials as
-fsspec takes them. Errors name the file, and never what is secret in its URL.
+fsspec takes them. Errors name the file, without passwords and signatures in its URL.
 """
 
 import glob
@@ -47,7 +47,7 @@ _STAMPS: Final = (
     "md5Hash",
     "CRC",
 )
-"""What file systems tell of a file that changes when the file does."""
+"""Attributes of a file, by file system, that change when the file does."""
 
 
 _seen: ContextVar[dict[tuple[str, str], list[tuple[str, bool]]] | None] = ContextVar(
@@ -57,7 +57,10 @@ _seen: ContextVar[dict[tuple[str, str], list[tuple[str, bool]]] | None] = Contex
 
 @contextmanager
 def listed_once() -> Iterator[None]:
-    """Within it, `Source.names` asks for each folder once: for readers that look at the same."""
+    """Have `Source.names` list each folder once while the block runs.
+
+    For readers that look at the same folders one after another.
+    """
     token = _seen.set({})
     try:
         yield
@@ -73,13 +76,13 @@ class Entry:
     folder: bool
     size: int
     modified_ns: int
-    """0 where the file system does not tell."""
+    """Time of the last change of the contents; 0 where it is unknown."""
     changed_ns: int = 0
-    """When the file or what is said of it changed: nobody can set it back. 0 likewise."""
+    """Time of the last change of contents or attributes, which no user can set; 0 if unknown."""
 
 
 class Source:
-    """The file system below one path or URL. Thread-safe; holds nothing open.
+    """The file system below one path or URL. Thread-safe; keeps no file open.
 
     Paths are relative to the root, with forward slashes.
     """
@@ -97,13 +100,15 @@ class Source:
 
     @property
     def local(self) -> bool:
+        """True if the path is on a mounted file system."""
         return self._files is None
 
     def path(self, name: str = "") -> str:
-        """The full path of a file below the root."""
+        """Return the full path of a file below the root."""
         return f"{self.root}/{name}" if name else self.root
 
     def is_folder(self, name: str = "") -> bool:
+        """True if a path is a folder. Raises SourceError when that cannot be found out."""
         if self._files is None:
             return os.path.isdir(self.path(name))
         try:
@@ -112,6 +117,7 @@ class Source:
             raise self._failed(name, error) from error
 
     def exists(self, name: str = "") -> bool:
+        """True if a path exists. Raises SourceError when that cannot be found out."""
         if self._files is None:
             return os.path.exists(self.path(name))
         try:
@@ -120,7 +126,7 @@ class Source:
             raise self._failed(name, error) from error
 
     def modified_ns(self, name: str = "") -> int:
-        """When a folder's listing changed last; 0 where that is not told."""
+        """Return the time of a folder's last change, 0 where it is unknown."""
         if self._files is None:
             try:
                 return os.stat(self.path(name)).st_mtime_ns
@@ -129,7 +135,7 @@ class Source:
         return 0
 
     def listing(self, name: str = "") -> list[Entry]:
-        """What a folder holds, sorted by name. Raises SourceError when it cannot be listed."""
+        """List a folder, sorted by name. Raises SourceError when it cannot be listed."""
         try:
             if self._files is None:
                 return sorted(self._scan(name), key=lambda entry: entry.name)
@@ -148,8 +154,12 @@ class Source:
         return sorted(entries, key=lambda entry: entry.name)
 
     def names(self, name: str = "") -> list[tuple[str, bool]]:
-        """(name, whether it is a folder) of what a folder holds, sorted; asks for no local file's
-        attributes, which over a network takes a request each. Raises SourceError."""
+        """List (name, True if it is a folder) of a folder's entries, sorted.
+
+        Attributes of local files are not read, which would take a request each over a network.
+
+        Raises SourceError when the folder cannot be listed.
+        """
         seen = _seen.get()
         key = (self.root, name)
         if seen is not None and key in seen:
@@ -167,7 +177,7 @@ class Source:
         return rows
 
     def entry(self, folder: str, name: str) -> Entry | None:
-        """A file of a local folder; None for a link that leads nowhere."""
+        """Return a file of a local folder, None for a dangling link. Raises SourceError."""
         try:
             status = os.stat(f"{self.path(folder)}/{name}")
         except FileNotFoundError:
@@ -177,7 +187,10 @@ class Source:
         return Entry(name, False, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
     def read(self, name: str, offset: int = 0, count: int | None = None) -> bytes:
-        """Bytes of a file, `count` of them or up to its end; fewer when the file is shorter."""
+        """Return `count` bytes of a file, or all up to its end; fewer when the file is shorter.
+
+        Raises SourceError.
+        """
         try:
             if self._files is None:
                 return _pread(self.path(name), offset, count)
@@ -211,15 +224,15 @@ class Source:
 
 
 class File:
-    """One file behind fsspec. Thread-safe; holds nothing open.
+    """One file, local or behind fsspec. Thread-safe; stays closed between calls.
 
-    Raises SourceError when there is none at `url`.
+    Raises SourceError when there is not a file at `url`.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.name = redact(url)
-        """The URL as messages may show it."""
+        """The URL without secrets, for messages."""
         self.local_path: str | None = None
         self._files: Any = None
         self._path = url
@@ -228,10 +241,10 @@ class File:
                 self._files, self._path = _fsspec().core.url_to_fs(url)
                 info = self._files.info(self._path)
                 if info["type"] != "file" or info["size"] is None:
-                    raise SourceError(f"{self.name} is no file of a known size: check the path")
+                    raise SourceError(f"{self.name} is not a file of a known size: check the path")
                 self.size = int(info["size"])
-                told = [f"{key} {info[key]}" for key in _STAMPS if key in info]
-                self.stamp = " ".join([str(self.size), *told])
+                stamps = [f"{key} {info[key]}" for key in _STAMPS if key in info]
+                self.stamp = " ".join([str(self.size), *stamps])
             else:
                 self._path = self.local_path = os.path.abspath(os.path.expanduser(url))
                 status = os.stat(self._path)
@@ -243,7 +256,10 @@ class File:
             raise failed(url, error) from error
 
     def read(self, offset: int = 0, count: int | None = None) -> bytes:
-        """Bytes of the file, `count` of them or up to its end; fewer when the file is shorter."""
+        """Return `count` bytes of the file, or all up to its end; fewer when it is shorter.
+
+        Raises SourceError.
+        """
         try:
             if self.local_path is not None:
                 return _pread(self.local_path, offset, count)
@@ -254,7 +270,7 @@ class File:
         return data
 
     def read_into(self, offset: int, into: memoryview) -> None:
-        """Fill `into` from `offset` on. Raises SourceError when the file is shorter than that."""
+        """Fill `into` from `offset` on. Raises SourceError when the file is too short."""
         done = 0
         try:
             if self.local_path is not None:
@@ -278,12 +294,12 @@ class File:
             raise failed(self.url, error) from error
         if done != len(into):
             raise SourceError(
-                f"{self.name} ends {len(into) - done} bytes early: it was cut off, or has changed "
+                f"{self.name} ends {len(into) - done} bytes early: it is truncated, or has changed "
                 "since it was opened; restore it, or run again"
             )
 
     def open(self) -> BinaryIO:
-        """A seekable stream of the file, for libraries that want one. The caller closes it."""
+        """Open a seekable stream of the file, for libraries. The caller closes it."""
         try:
             if self.local_path is not None:
                 return io.FileIO(self.local_path)
@@ -294,19 +310,19 @@ class File:
 
 
 def is_remote(url: str) -> bool:
-    """Whether fsspec has to resolve it."""
+    """True for URLs, which fsspec resolves, False for paths."""
     return "://" in url or "::" in url
 
 
 def own_name(url: str) -> str:
-    """The path in the first link of a URL, in lower case: what its suffix is looked for in."""
+    """Return the first link of a chained URL in lower case, to compare its suffix."""
     return url.split("::")[0].lower()
 
 
 def split_fields(path: str) -> tuple[str, tuple[str, ...]]:
-    """(path, names of fields): `file.h5::images,labels` names two; without names, ().
+    """Split `file.h5::images,labels` into the path and the names of fields; () without names.
 
-    In chained URLs, such as `zip://a.h5::s3://bucket/b.zip`, what follows the last `::` is a path.
+    In chained URLs such as `zip://a.h5::s3://bucket/b.zip`, the part after `::` is a path.
     """
     head, mark, tail = path.rpartition("::")
     if not mark or "://" in tail or _CHAINING.match(head.rpartition("::")[2]):
@@ -315,45 +331,48 @@ def split_fields(path: str) -> tuple[str, tuple[str, ...]]:
 
 
 def expand(path: str | Sequence[str]) -> list[str]:
-    """The files that a path, or several, stand for: `{000..099}`, `{a,b}`, `*`, `?`, `[0-9]`.
+    """Expand the patterns in one or several paths: `{000..099}`, `{a,b}`, `*`, `?`, `[0-9]`.
 
-    What a pattern matches comes sorted; lists and braces keep their order. Raises SourceError
-    when a pattern matches nothing.
+    Matches of a pattern are sorted; lists and braces keep their order.
+
+    Raises SourceError when a pattern matches nothing, UsageError when one is for too many files.
     """
-    found: list[str] = []
+    files: list[str] = []
     for pattern in [path] if isinstance(path, str) else path:
         for each in _braces(pattern):
-            found += _globbed(each) if re.search(r"[*?\[]", _own_part(each)) else [each]
-            if len(found) > _MAX_FILES:
+            files += _globbed(each) if re.search(r"[*?\[]", _own_part(each)) else [each]
+            if len(files) > _MAX_FILES:
                 raise UsageError(f"{redact(pattern)} stands for over {_MAX_FILES:,} files")
-    if not found:
+    if not files:
         raise SourceError("no files are named: check the path")
-    return found
+    return files
 
 
 def files_below(path: str | Sequence[str], suffixes: str | tuple[str, ...]) -> list[str]:
-    """The files that a path, or several, stand for; of a folder, those in it with such a suffix,
-    sorted by name."""
-    found = []
+    """Expand one or several paths; a folder becomes its files with one of `suffixes`, sorted.
+
+    Raises SourceError when a pattern matches nothing or a folder cannot be listed.
+    """
+    files = []
     for each in expand(path):
         if own_name(each).endswith(suffixes) or not Source(each).is_folder():
-            found.append(each)
+            files.append(each)
             continue
         own, _, chain = each.partition("::")
         tail = f"::{chain}" if chain else ""
         names = [name for name, _ in Source(each).names()]
-        found += [f"{own.rstrip('/')}/{n}{tail}" for n in names if n.lower().endswith(suffixes)]
-    return found
+        files += [f"{own.rstrip('/')}/{n}{tail}" for n in names if n.lower().endswith(suffixes)]
+    return files
 
 
 def redact(text: str) -> str:
-    """A URL, or a message with URLs, without passwords and signatures."""
+    """Return a URL, or a message with URLs, without passwords and signatures."""
     text = re.sub(r"://[^/@\s:]+:[^/@\s]+@", "://***@", text)
     return re.sub(r"(https?://[^\s?]+)\?\S+", r"\1?***", text)
 
 
 def failed(url: str, error: Exception) -> SourceError:
-    """What to raise when a file cannot be read."""
+    """Return the error to raise when a file cannot be read."""
     reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return SourceError(f"{redact(url)} cannot be read: {redact(reason)}")
 
@@ -381,33 +400,33 @@ def _fsspec() -> Any:
 
 
 def _own_part(url: str) -> str:
-    """What of a chained URL may hold patterns: the first link."""
+    """Return the part of a chained URL that may hold patterns: the first link."""
     part = url.split("::")[0]
     return "" if part.startswith(("http://", "https://")) else part
 
 
 def _globbed(url: str) -> list[str]:
     if not is_remote(url):
-        found = sorted(glob.glob(os.path.expanduser(url)))
+        matches = sorted(glob.glob(os.path.expanduser(url)))
     else:
         try:
-            files, root = _fsspec().core.url_to_fs(url)
-            names = sorted(files.glob(root))
+            system, root = _fsspec().core.url_to_fs(url)
+            names = sorted(system.glob(root))
         except Exception as error:
             raise failed(url, error) from error
         own, _, chain = url.partition("::")
         scheme = own.partition("://")[0]
         tail = f"::{chain}" if chain else ""
-        found = [f"{scheme}://{name.removeprefix('/')}{tail}" for name in names]
+        matches = [f"{scheme}://{name.removeprefix('/')}{tail}" for name in names]
         if scheme in ("file", "local", "memory"):
-            found = [f"{scheme}:///{name.removeprefix('/')}{tail}" for name in names]
-    if not found:
+            matches = [f"{scheme}:///{name.removeprefix('/')}{tail}" for name in names]
+    if not matches:
         raise SourceError(f"{redact(url)} matches no file: check the pattern")
-    return found
+    return matches
 
 
 def _braces(text: str) -> list[str]:
-    """Brace expansion as shells do it, as far as data sets are named so."""
+    """Expand braces as shells do: ranges of numbers, and lists."""
     match = re.search(r"\{([^{}]*)\}", text)
     if match is None:
         return [text]
@@ -423,9 +442,9 @@ def _braces(text: str) -> list[str]:
         options = match[1].split(",")
     else:
         return [text]
-    found = []
+    texts = []
     for option in options:
-        found += _braces(text[: match.start()] + option + text[match.end() :])
-        if len(found) > _MAX_FILES:
+        texts += _braces(text[: match.start()] + option + text[match.end() :])
+        if len(texts) > _MAX_FILES:
             raise UsageError(f"{redact(text)} stands for over {_MAX_FILES:,} files")
-    return found
+    return texts

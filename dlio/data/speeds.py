@@ -1,5 +1,6 @@
-"""How fast the places are that data is read from: as `dlio bench tiers` measured them, once, and as
-they are observed in use, waiting included.
+"""Latency and bandwidth of the places that data is read from.
+
+`dlio bench tiers` measures them once; later reads, including their waiting, correct the figures.
 
     <cache>/bandwidths.json    {host: {place: {"latency_s": .., "bytes_per_s": .., "measured": ..}}}
 """
@@ -20,16 +21,16 @@ __all__ = ["Observation", "Speed", "measured", "remember"]
 _FILE: Final = "bandwidths.json"
 _LATENCY_S: Final = 1e-3
 _RATE: Final = 1e9
-"""Of a place that nobody has measured."""
+"""Bytes per second of a place that was not measured."""
 _LEARNED: Final = 0.2
-"""Weight of a read that was just observed."""
+"""Weight of the latest read in the estimate."""
 _FORGOTTEN: Final = 0.01
-"""Share of what was learned of a place that goes with each read that it was not chosen for: one
-that was slow for a while is tried again."""
+"""Share of the learned correction that is lost with each read for which the place was not chosen,
+so that a place that was slow for a while is tried again."""
 
 
 class Speed:
-    """What reads of a place are expected to take. Thread-safe."""
+    """Expected duration of a place's reads. Thread-safe."""
 
     def __init__(self, latency_s: float = _LATENCY_S, rate: float = _RATE) -> None:
         self._first = (latency_s, 1 / rate)
@@ -38,30 +39,36 @@ class Speed:
         self._lock = threading.Lock()
 
     def expected_s(self, count: int) -> float:
-        """Seconds until `count` more bytes are here, behind those that are being read."""
+        """Return the seconds until `count` more bytes arrive, after those that are being read."""
         with self._lock:
             return self._latency_s + (self._waiting + count) * self._s_per_byte
 
     def begins(self, count: int) -> "Observation":
+        """Say that a read of `count` bytes begins."""
         with self._lock:
             ahead, self._waiting = self._waiting, self._waiting + count
         return Observation(self, ahead + count, count)
 
     def forget(self) -> None:
-        """Another place was chosen: come a little nearer to what was measured first."""
+        """Say that another place was chosen: return a little towards the first estimate."""
         with self._lock:
             for name, first in zip(("_latency_s", "_s_per_byte"), self._first, strict=True):
                 now = getattr(self, name)
                 setattr(self, name, now * (first / now) ** _FORGOTTEN)
 
     def learn(self, count: int, queued: int, seconds: float | None) -> None:
-        """A read of `count` bytes has ended, with `queued` under way when it began; None when it
-        failed."""
+        """Say that a read has ended.
+
+        Args:
+            count: its bytes.
+            queued: bytes that were under way when it began, its own included.
+            seconds: its duration, None when it failed.
+        """
         with self._lock:
             self._waiting -= count
             if seconds is None:
                 return
-            # Both parts move by the factor that was missing: their proportion is not seen.
+            # Both parts change by the same factor: their proportion cannot be observed.
             expected = self._latency_s + queued * self._s_per_byte
             factor = math.exp(_LEARNED * math.log(max(seconds, 1e-9) / expected))
             self._latency_s *= factor
@@ -76,22 +83,23 @@ class Observation:
         self._began = time.monotonic()
 
     def ends(self, failed: bool = False) -> None:
+        """Say that the read has ended, so that its speed is learned unless it failed."""
         seconds = None if failed else time.monotonic() - self._began
         self._speed.learn(self._count, self._queued, seconds)
 
 
 def measured(place: str) -> tuple[float, float] | None:
-    """(seconds of a small request, bytes a second) of a place, as measured on this machine."""
-    found = _everything().get(platform.node(), {}).get(place)
+    """Return (seconds of a small request, bytes per second) of a place, None if not measured."""
+    entry = _everything().get(platform.node(), {}).get(place)
     try:
-        latency_s, rate = float(found["latency_s"]), float(found["bytes_per_s"])
+        latency_s, rate = float(entry["latency_s"]), float(entry["bytes_per_s"])
     except (TypeError, KeyError, ValueError):
         return None
     return (latency_s, rate) if latency_s > 0 and rate > 0 else None
 
 
 def remember(place: str, latency_s: float, rate: float) -> str:
-    """Keep what was measured of a place on this machine. Returns the file.
+    """Store the measured figures of a place on this machine, and return the path of the file.
 
     Raises UsageError when it cannot be written.
     """
@@ -107,7 +115,7 @@ def remember(place: str, latency_s: float, rate: float) -> str:
 def _everything() -> dict[str, Any]:
     try:
         with open(os.path.join(cache_folder(), _FILE), encoding="utf-8") as file:
-            found = json.load(file)
+            content = json.load(file)
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

@@ -197,8 +197,8 @@ class Hierarchy:
 
     def notes(self) -> list[str]:
         """Return what went wrong and was handled, and what was decided, in words; each once."""
-        copies: Callable[[], str] | None = getattr(self.reader, "told", None)
-        return self._notes.all() if copies is None else [*self._notes.all(), copies()]
+        replicas: Callable[[], str] | None = getattr(self.reader, "summary", None)
+        return self._notes.all() if replicas is None else [*self._notes.all(), replicas()]
 
     def note(self, event: str) -> None:
         """Remember a sentence that users should read; see `notes`."""

@@ -102,7 +102,7 @@ def test_what_is_no_copy_is_refused(folders: list[str]) -> None:
     with pytest.raises(UsageError, match="another size"):
         dlio.open(folders[0], replicas=[folders[1]])
     victim.unlink()
-    with pytest.raises(UsageError, match="is no copy of"):
+    with pytest.raises(UsageError, match="is not a copy of"):
         dlio.open(folders[0], replicas=[folders[1]])
 
 
