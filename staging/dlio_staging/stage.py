@@ -251,7 +251,7 @@ def stage(path: str, options: StageOptions, *, dry: bool = False, quiet: bool = 
         done.read_bytes = sum(comm.allgather(mounted.hierarchy.counters.bytes["source"]))
         done.complete = complete
         if isinstance(reader, Replicated):
-            done.copies = reader.told()
+            done.copies = reader.summary()
         if complete:
             _finish(mounted, options)
         comm.barrier()

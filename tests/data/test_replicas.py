@@ -56,7 +56,7 @@ def test_reads_go_to_the_copy_that_is_faster(folders: list[str]) -> None:
     # Found out at the first; tried again now and then.
     assert 1 <= count[0] <= 12
     assert reader.shares()[1] > 3 * reader.shares()[0]
-    assert folders[0] in reader.told()
+    assert folders[0] in reader.summary()
     reader.close()
 
 
@@ -72,7 +72,7 @@ def test_a_copy_that_was_slow_for_a_while_is_tried_again() -> None:
     assert 100 < turns < 2000
 
 
-def test_what_waits_counts() -> None:
+def test_waiting_reads_count() -> None:
     speed = Speed(0.001, 1e6)
     idle = speed.expected_s(1000)
     watch = speed.begins(100_000)
@@ -88,7 +88,7 @@ def test_a_copy_that_fails_is_left_for_another(folders: list[str]) -> None:
     for sample in range(len(reader)):
         assert reader.read(np.array([sample])) == good.read(np.array([sample]))
     assert isinstance(reader, Replicated)
-    assert "1 failures" in reader.told()
+    assert "1 failures" in reader.summary()
     assert reader.shares()[0] == 0
     shutil.rmtree(folders[0])
     with pytest.raises(SourceError):
@@ -96,7 +96,7 @@ def test_a_copy_that_fails_is_left_for_another(folders: list[str]) -> None:
     reader.close()
 
 
-def test_what_is_no_copy_is_refused(folders: list[str]) -> None:
+def test_a_folder_that_is_not_a_copy_is_refused(folders: list[str]) -> None:
     victim = next(Path(folders[1]).rglob("*.jpg"))
     victim.write_bytes(victim.read_bytes() + b"\0")
     with pytest.raises(UsageError, match="another size"):
@@ -152,9 +152,9 @@ def test_bandwidths_are_measured_once_and_known_to_plans(
     assert measured(str(folder)) is None
     argv = ["bench", "tiers", "--tiers", f"ram:4MiB,{folder}:8MiB", "--size", "4MiB"]
     _run([*argv, "--json"])
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
     for name in ("ram", str(folder)):
-        assert measured(name) == (told[name]["latency_s"], told[name]["bytes_per_s"])
+        assert measured(name) == (report[name]["latency_s"], report[name]["bytes_per_s"])
     assert list(folder.iterdir()) == []
     plan = ["plan", "--samples", "10000", "--tiers", f"{folder}:1GiB", "--json"]
     remember(str(folder), 1e-3, 1e6)

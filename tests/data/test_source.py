@@ -32,8 +32,8 @@ def test_braces_globs_and_lists_stand_for_files(tmp_path: Path) -> None:
 def test_globs_of_remote_files_are_urls_again() -> None:
     files = fsspec.filesystem("memory")
     files.pipe({"/globbed/a.tar": b"1", "/globbed/b.tar": b"22"})
-    found = [File(url) for url in expand("memory://globbed/*.tar")]
-    assert [(file.size, file.read()) for file in found] == [(1, b"1"), (2, b"22")]
+    files = [File(url) for url in expand("memory://globbed/*.tar")]
+    assert [(file.size, file.read()) for file in files] == [(1, b"1"), (2, b"22")]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_globs_of_remote_files_are_urls_again() -> None:
         ("f.h5", ("f.h5", ())),
     ],
 )
-def test_names_of_fields_are_told_from_chained_urls(
+def test_names_of_fields_are_separated_from_chained_urls(
     path: str, fields: tuple[str, tuple[str, ...]]
 ) -> None:
     assert split_fields(path) == fields

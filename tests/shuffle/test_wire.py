@@ -33,19 +33,19 @@ def _packed(
 
 
 def _received(message: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> list[bytes | None]:
-    found = [None if one is None else one.open() for one in unpack_message(message.data, sizes)]
-    return [None if payload is None else bytes(payload) for payload in found]
+    opened = [None if one is None else one.open() for one in unpack_message(message.data, sizes)]
+    return [None if payload is None else bytes(payload) for payload in opened]
 
 
 @given(payloads)
-def test_what_was_packed_is_unpacked(sent: list[bytes | None]) -> None:
+def test_packed_payloads_are_unpacked(sent: list[bytes | None]) -> None:
     message, sizes = _packed(sent)
     assert len(message) == 16 * len(sent) + sum(len(one) for one in sent if one is not None)
     assert _received(message, sizes) == sent
 
 
 @given(st.lists(st.one_of(st.none(), st.binary(max_size=9).map(lambda b: b * 40)), max_size=12))
-def test_what_is_stored_compressed_travels_compressed(sent: list[bytes | None]) -> None:
+def test_payloads_that_are_stored_compressed_travel_compressed(sent: list[bytes | None]) -> None:
     message, sizes = _packed(sent, compress=True)
     assert _received(message, sizes) == sent
     if any(sent):
@@ -60,8 +60,8 @@ def test_a_flipped_bit_loses_its_sample_and_no_other_byte_is_believed(
     bit = data.draw(st.integers(0, 8 * len(message) - 1))
     message[bit // 8] ^= 1 << (bit % 8)
     received = _received(message, sizes)
-    for found, payload in zip(received, sent, strict=True):
-        assert found is None or found == payload
+    for arrived, payload in zip(received, sent, strict=True):
+        assert arrived is None or arrived == payload
     # A length that is wrong hides where those behind it begin.
     in_lengths = bit // 8 < 16 * len(sent) and bit // 8 % 16 < 8
     assert received.count(None) == 1 or (in_lengths and None in received)

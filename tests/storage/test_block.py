@@ -41,7 +41,7 @@ payload_lists = st.lists(
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(payload_lists, st.booleans())
-def test_what_was_written_is_read(tmp_path: Path, payloads: list[bytes], compress: bool) -> None:
+def test_written_payloads_are_read(tmp_path: Path, payloads: list[bytes], compress: bool) -> None:
     data = _encode(payloads, compress)
     sizes = np.array([len(payload) for payload in payloads], np.int64)
     (bound,) = block_sizes(np.array([len(sizes)]), aligned(sizes).sum(keepdims=True), IMAGE_LABEL)
@@ -72,16 +72,16 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
 def test_no_flipped_bit_in_lz4_gives_a_wrong_byte(tmp_path: Path) -> None:
     payloads = [b"first" * 20, bytes(60)]
     data = bytearray(_encode(payloads, compress=True))
-    found = 0
+    detected = 0
     for bit in range(8 * len(data)):
         data[bit // 8] ^= 1 << (bit % 8)
         try:
             # Some flips say the same in other words, such as a match one period further back.
             assert _read(tmp_path / "b", bytes(data)) == payloads
         except CorruptBlock:
-            found += 1
+            detected += 1
         data[bit // 8] ^= 1 << (bit % 8)
-    assert found > 0.9 * 8 * len(data)
+    assert detected > 0.9 * 8 * len(data)
 
 
 def test_a_block_cut_off_anywhere_is_refused(tmp_path: Path) -> None:

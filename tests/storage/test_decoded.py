@@ -27,20 +27,20 @@ def _name() -> str:
     return f"test-decoded-{os.getpid()}"
 
 
-def test_what_is_put_is_got_by_whoever_opens_it() -> None:
-    told: list[str] = []
+def test_an_image_is_there_for_every_process_that_opens_the_tier() -> None:
+    notes: list[str] = []
     with_room = 16 << 20
-    one, other = (DecodedTier(_name(), 100, with_room, told.append) for _ in range(2))
+    one, other = (DecodedTier(_name(), 100, with_room, notes.append) for _ in range(2))
     for sample in range(50):
         (one if sample % 2 else other).put(sample, _noise(sample), sample + 3, 0.01)
     for tier in (one, other):
         for sample in range(50):
-            found = tier.get(sample)
-            assert found is not None
-            assert np.array_equal(found[0], _noise(sample))
-            assert found[1] == sample + 3
+            image = tier.get(sample)
+            assert image is not None
+            assert np.array_equal(image[0], _noise(sample))
+            assert image[1] == sample + 3
         assert tier.get(50) is None
-        found = None
+        image = None
     path = one._folder.path
     one.close()
     assert os.path.isdir(path)
@@ -62,27 +62,27 @@ def test_it_holds_what_there_is_room_for_and_no_more() -> None:
 
 
 def test_images_that_shrink_are_kept_compressed_where_room_is_short() -> None:
-    told: list[str] = []
-    tier = DecodedTier(_name(), 1000, 2 << 20, told.append)
+    notes: list[str] = []
+    tier = DecodedTier(_name(), 1000, 2 << 20, notes.append)
     for sample in range(1000):
         tier.put(sample, _flat(sample % 256), 0, 0.01)
-    assert "kept as LZ4" in told[0]
+    assert "kept as LZ4" in notes[0]
     # Those that were tried first lie there raw.
-    held = [sample for sample in range(1000) if (found := tier.get(sample)) is not None]
+    held = [sample for sample in range(1000) if (image := tier.get(sample)) is not None]
     assert len(held) > 4 * (2 << 20) / _flat(0).nbytes
     for sample in held:
-        found = tier.get(sample)
-        assert found is not None
-        assert np.array_equal(found[0], _flat(sample % 256))
+        image = tier.get(sample)
+        assert image is not None
+        assert np.array_equal(image[0], _flat(sample % 256))
     tier.close()
 
 
-def test_what_decodes_faster_than_it_is_brought_back_is_not_kept() -> None:
-    told: list[str] = []
-    tier = DecodedTier(_name(), 100, 16 << 20, told.append)
+def test_images_that_decode_faster_than_they_are_brought_back_are_not_kept() -> None:
+    notes: list[str] = []
+    tier = DecodedTier(_name(), 100, 16 << 20, notes.append)
     for sample in range(60):
         tier.put(sample, _noise(sample), 0, 1e-9)
-    assert "not kept" in told[0]
+    assert "not kept" in notes[0]
     assert [tier.get(sample) for sample in range(60)] == [None] * 60
     tier.close()
 
@@ -102,7 +102,7 @@ def test_damage_is_found() -> None:
     tier.close()
 
 
-def test_what_users_write() -> None:
+def test_specifications_that_users_write() -> None:
     decoded, blocks = parse_tiers("ram:1GiB:decoded,ram:2GiB")
     assert decoded == TierSpec("ram", "/dev/shm", 1 << 30, True)
     assert not blocks.decoded
@@ -114,9 +114,9 @@ def test_what_users_write() -> None:
 
 
 @pytest.mark.parametrize("train", [True, False])
-def test_pixels_are_the_same_from_the_tier_and_beside_it(imagenet: Path, train: bool) -> None:
+def test_pixels_are_the_same_with_and_without_the_tier(imagenet: Path, train: bool) -> None:
     def epochs(tiers: str) -> tuple[list[dict[int, bytes]], list[int], str]:
-        found, decoded = [], []
+        passes, decoded = [], []
         with (
             dlio.open(str(imagenet), tiers=tiers, image_size=64, train=train) as data,
             dlio.DataLoader(data, 16, shuffle=True, num_workers=2) as loader,
@@ -130,12 +130,12 @@ def test_pixels_are_the_same_from_the_tier_and_beside_it(imagenet: Path, train: 
                     ):
                         pixels[sample] = image.numpy().tobytes()
                         assert label == data.reader.labels[sample]
-                found.append(pixels)
+                passes.append(pixels)
                 decoded.append(loader.stats()["decoded"])
             assert loader.stats()["decode_saved_s"] > 0 or not decoded[-1]
             data.set_epoch(1)
-            assert data[5][0].numpy().tobytes() == found[0][5]
-            return found, decoded, " ".join(loader.stats()["notes"])
+            assert data[5][0].numpy().tobytes() == passes[0][5]
+            return passes, decoded, " ".join(loader.stats()["notes"])
 
     whole, hits, note = epochs("ram:256MiB,ram:256MiB:decoded")
     assert hits == [0, 200, 200]

@@ -233,7 +233,7 @@ def test_blocks_come_in_the_order_of_their_first_use() -> None:
 
 
 def _two_jobs(reader: MemoryReader, folder: Path) -> list[Hierarchy]:
-    """That fill the same tier, with several requests in flight each."""
+    """Make two jobs that fill the same tier, with several requests in flight each."""
     jobs = []
     for _ in range(2):
         tier = Tier(TierSpec("disk", str(folder), 1 << 30), "x", fingerprint=reader.fingerprint)
@@ -268,17 +268,17 @@ def test_a_first_batch_is_read_before_its_blocks_and_nothing_twice(tmp_path: Pat
         job.close()
 
 
-def test_what_follows_a_first_batch_is_done_by_one_thread_at_a_time(tmp_path: Path) -> None:
+def test_the_work_after_a_first_batch_is_done_by_one_thread_at_a_time(tmp_path: Path) -> None:
     """A second pass may begin meanwhile; and the tiers may be closed."""
     job, other = _two_jobs(MemoryReader(), tmp_path)
     begun, go = threading.Event(), threading.Event()
-    told = []
+    events = []
 
     def then() -> None:
-        told.append("begins")
+        events.append("begins")
         begun.set()
         go.wait(10)
-        told.append("ends")
+        events.append("ends")
 
     job.hurry(np.arange(40), then)
     assert begun.wait(10)
@@ -287,10 +287,10 @@ def test_what_follows_a_first_batch_is_done_by_one_thread_at_a_time(tmp_path: Pa
     second.join(0.2)
     go.set()
     second.join(10)
-    assert told == ["begins", "ends"] * 2
+    assert events == ["begins", "ends"] * 2
     job.settle()
     job.hurry(np.arange(40), then)
-    assert told == ["begins", "ends"] * 2
+    assert events == ["begins", "ends"] * 2
     job.close()
     other.close()
 

@@ -1,4 +1,4 @@
-"""What is asked of a source, and in which pieces."""
+"""Requests to a source, and their sizes."""
 
 from pathlib import Path
 from typing import Any

@@ -158,7 +158,7 @@ def test_a_full_disk_leaves_nothing_half_written(disk: Tier, full_disk: FullDisk
     assert not [name for name in os.listdir(disk.path) if name != "claims"]
 
 
-def test_what_a_killed_writer_left_is_removed(disk: Tier) -> None:
+def test_files_of_a_killed_writer_are_removed(disk: Tier) -> None:
     left = Path(disk.path) / "tmp.00000009.1.1"
     left.write_bytes(b"half")
     assert disk.claim(9)  # Somebody lives who is writing it: hands off.
