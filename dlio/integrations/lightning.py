@@ -105,7 +105,7 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
 
     Args:
         exchange: as `dlio train --exchange` has it.
-        seed: of whom gossip and asgd talk to.
+        seed: seeds the choice of partners (gossip, asgd).
         pretend_nodes: behave as if the ranks were on that many nodes.
         options: ParallelStrategy's.
 
@@ -274,7 +274,7 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
         self.finish()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """What is saved: on all ranks alike, which all call it."""
+        """State to be saved, the same on all ranks. Collective."""
         self.finish()
         if self._ranks_differ:
             return averaged_state(self.lightning_module, world())
@@ -314,8 +314,8 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
             raise UsageError(f"reduce_op={reduce_op!r}: choose one of {', '.join(_REDUCED)}")
         if name in ("mean", "avg") and not tensor.is_floating_point():
             tensor = tensor.float()
-        found = _REDUCED[name](gather_tensor(tensor, comm)).to(tensor.dtype)
-        return tensor.detach().copy_(found)
+        reduced = _REDUCED[name](gather_tensor(tensor, comm)).to(tensor.dtype)
+        return tensor.detach().copy_(reduced)
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
         comm = self._comm()
@@ -339,7 +339,7 @@ _REDUCED: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
 
 
 class _Gather(torch.autograd.Function):
-    """Gradients of what others have made of this rank's tensor come back to it."""
+    """An all-gather whose gradients return to the rank that each tensor came from."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, comm: Communicator) -> torch.Tensor:
@@ -353,8 +353,10 @@ class _Gather(torch.autograd.Function):
 
 
 def _leave_loaders_of_ours(trainer: Any) -> None:
-    """Have Lightning put no sampler into a loader that shares its data itself. Where it asks that
-    in another way, it does, and the loader follows the sampler."""
+    """Keep Lightning from adding a sampler to a loader that shares its data itself.
+
+    A Lightning version without this hook adds one, and the loader follows the sampler.
+    """
     connector = trainer._data_connector
     asked = getattr(connector, "_requires_distributed_sampler", None)
     if asked is None or getattr(asked, "of_dlio", False):

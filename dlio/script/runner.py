@@ -1,4 +1,4 @@
-"""Running a script on this rank: what is taken over of torch's while it runs."""
+"""Run a script on this rank, with parts of torch replaced while it runs."""
 
 import builtins
 import contextlib
@@ -70,7 +70,7 @@ def _seed(seed: int) -> None:
 
 
 class _Takeover:
-    """What is put in the place of torch's parts, and what has been made of them."""
+    """The replacements of torch's parts, and the objects that the script created with them."""
 
     def __init__(self, comm: Communicator, context: Context, options: RunOptions) -> None:
         self._comm, self._context = comm, context
@@ -130,20 +130,20 @@ class _Takeover:
             self._ranks.close()
 
     def notes(self) -> list[str]:
-        """What could not be made right, or gains nothing, in a line each."""
+        """Limits that the user should know of, one line each."""
         context = self._context
-        found = list(context.notes)
+        notes = list(context.notes)
         if context.last_shares is not None:
             counts = ", ".join(map(str, context.last_shares.counts))
-            found.append(f"ranks had {counts} samples of a batch in the last pass that trained")
+            notes.append(f"ranks had {counts} samples of a batch in the last pass that trained")
         if self._comm.size > 1 and not self._had_optimizers:
-            found.append("the script made no optimizer of torch's: every rank did all of it")
+            notes.append("the script made no optimizer of torch's: every rank did all of it")
         elif self._comm.size > 1 and self._steps and not context.shared:
-            found.append(
+            notes.append(
                 "the script trained on no batch of a torch DataLoader: every rank computed all of "
                 "its samples, which is right but gains nothing"
             )
-        return found
+        return notes
 
     def _optimizer_made(self, kind: type[torch.optim.Optimizer]) -> Callable[..., None]:
         original = kind.__init__
@@ -193,18 +193,20 @@ class _Takeover:
         return step
 
     def _forward(self, module: nn.Module, _: object) -> None:
-        """Before a module's forward pass: its buffers are rank 0's at the first; gradients count by
-        the batch that this rank has; what is evaluated is what ranks have agreed on.
+        """Prepare a module's forward pass.
 
-        The batch's weight is set here, not where it is handed out: a script may ask for the next
+        At its first pass, its buffers become rank 0's. Gradients count by the samples of this
+        rank's batch. Evaluation uses the weights on which ranks have agreed.
+
+        The weight is set here, not when the loader returns the batch: a script may ask for the next
         batch before it calls backward on this one.
         """
         if is_bare_copy(module):
-            return  # That pruning tries things on.
-        found = self._modules.get(module)
-        if found is None:
-            found = self._look_at(module)
-        for exchange in found:
+            return  # A copy on which pruning tries a plan.
+        exchanges = self._modules.get(module)
+        if exchanges is None:
+            exchanges = self._look_at(module)
+        for exchange in exchanges:
             exchange.weigh(self._context.weight)
             if not self._context.training:
                 exchange.finish()
@@ -220,14 +222,14 @@ class _Takeover:
                 "kept: a curve differs a little from one process's"
             )
         own = {self._of_parameter.get(p) for p in module.parameters(recurse=False)}
-        found = tuple(exchange for exchange in own if exchange is not None)
-        for exchange in found:
+        exchanges = tuple(exchange for exchange in own if exchange is not None)
+        for exchange in exchanges:
             if (module, exchange) not in self._watched:
                 self._watched.add((module, exchange))
                 exchange.watch(module)
                 exchange.finish()  # Its hook comes too late for this pass.
-        self._modules[module] = found
-        return found
+        self._modules[module] = exchanges
+        return exchanges
 
     def _mode_set(self, original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
         def train(module: nn.Module, mode: bool = True) -> nn.Module:
@@ -293,12 +295,12 @@ def _without_writers(original: Callable[..., Any]) -> Callable[..., Any]:
     """`import`, after which TensorBoard's writers write nothing."""
 
     def imported(name: str, *args: Any, **options: Any) -> Any:
-        found = original(name, *args, **options)
+        imported_module = original(name, *args, **options)
         if "tensorboard" in name:
             for module in ("torch.utils.tensorboard", "tensorboardX"):
                 there = sys.modules.get(module)
                 if there is not None and getattr(there, "SummaryWriter", _Writer) is not _Writer:
                     there.SummaryWriter = _Writer  # type: ignore[attr-defined]
-        return found
+        return imported_module
 
     return imported

@@ -1,4 +1,4 @@
-"""Batches shared among the ranks: each gets its part of every batch that one process would have."""
+"""Batches shared among ranks: each gets its part of every batch that one process would have."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,7 +16,7 @@ from dlio.train.balance import Clock, Cost, reshared
 
 
 class Context:
-    """What loaders must know of the run. One for the process."""
+    """Facts about the run that loaders need. One per process."""
 
     def __init__(self, comm: Communicator, batch: str, tiers: str | None) -> None:
         self.comm = comm
@@ -41,7 +41,7 @@ class Context:
         return torch.is_grad_enabled() and not self.evaluating
 
     def note(self, text: str) -> None:
-        """What users should know; said once, at the end."""
+        """Add a note for the user; each is printed once, at the end."""
         if text not in self.notes:
             self.notes.append(text)
 
@@ -56,8 +56,11 @@ def use(context: Context | None) -> None:
 
 
 class _Balance:
-    """Shares of one loader's batches, by how long the script was busy with those of the pass
-    before: all between taking a batch and asking for the next, without waiting for other ranks."""
+    """Shares of one loader's batches by measured speed.
+
+    The measure is the time that the script spent on its batches of the previous pass: from taking a
+    batch to asking for the next, without waiting for other ranks.
+    """
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -70,7 +73,7 @@ class _Balance:
         return self._clock.step(samples) if self._context.balance else contextlib.nullcontext()
 
     def shares(self, most: int) -> Shares:
-        """Of a pass that begins, with batches of at most so many samples. Collective."""
+        """Return the shares of a new pass, with batches of at most `most` samples. Collective."""
         comm, steps = self._context.comm, self._clock.steps
         if self._shares is None or self._shares.global_batch != max(most, comm.size):
             cuts = np.diff(max(most, comm.size) * np.arange(comm.size + 1) // comm.size)
@@ -90,9 +93,11 @@ class _Balance:
 
 
 class SharingLoader(DataLoader):
-    """torch's DataLoader as a script has it. A pass that trains gives this rank's share of each
-    batch; one that evaluates (`eval()`, or without gradients) gives all of it, so that what the
-    script computes of it is right on every rank."""
+    """torch's DataLoader as the script sees it.
+
+    A training pass yields this rank's share of each batch. An evaluation pass (`eval()`, or without
+    gradients) yields whole batches, so that the script's metrics are correct on every rank.
+    """
 
     def __init__(self, dataset: Any, *args: Any, **options: Any) -> None:
         assert _context is not None

@@ -9,11 +9,11 @@
 | `bf16`      | 16             | bfloat16                                                  |
 | `fp16`      | 16             | float16, scaled by a power of two per 32,768 entries      |
 
-What is not sent is kept. With v = values + residual as float32 adds them, q what the message
-stands for and r the new residual, q + r = v exactly, as real numbers, for every entry. r is then a
+A residual keeps the rest. Let v = values + residual in float32, q the decoded message and r the new
+residual: then q + r = v exactly, as real numbers, for every entry. r is then a
 float32 number, so that float32 addition gives v back to the last bit. It holds because q is chosen
 for it: v - q is a float32 number when q/2 <= v <= 2q (Sterbenz), and when q is v's smaller and its
-last bit is no finer than v's. Each file says how it keeps to that.
+last bit is at least as coarse as v's. Each module explains how it ensures this.
 
 `onebit` is the exception, and cannot be otherwise. It has two numbers for each entry to choose
 from; where v is much nearer to zero than both, v - q needs more than the 24 bits of a float32,
@@ -55,7 +55,7 @@ class Compressor(Protocol):
     entries: int
     """Length of the region."""
     max_bytes: int
-    """Of a message; known beforehand, so that receives can be posted."""
+    """Maximum length of a message; known in advance, so that receives can be posted."""
 
     def encode(
         self,
@@ -63,7 +63,7 @@ class Compressor(Protocol):
         residual: npt.NDArray[np.float32],
         message: npt.NDArray[np.uint8],
     ) -> int:
-        """Write a message for values + residual; the residual becomes what it leaves out.
+        """Encode values + residual; the residual becomes the part that the message leaves out.
 
         Args:
             values: shape (entries,); only read.
@@ -71,19 +71,19 @@ class Compressor(Protocol):
             message: at least max_bytes long, contiguous.
 
         Returns:
-            The bytes of the message that are used, from its beginning.
+            Length of the message in bytes.
 
-        Raises DlioError, naming the tensor, where an entry is nan or infinite.
+        Raises DlioError, naming the tensor, if an entry is NaN or infinite.
         """
 
     def state(self) -> npt.NDArray[np.int64]:
-        """What the next messages depend on besides values and residuals, for a checkpoint."""
+        """State on which later messages depend besides residuals, for a checkpoint."""
 
     def load_state(self, state: npt.NDArray[np.int64]) -> None:
-        """Go on from another's `state`, of the same name and pieces."""
+        """Restore the `state` of a compressor with the same name and pieces."""
 
     def add(self, message: npt.NDArray[np.uint8], into: npt.NDArray[np.float32]) -> None:
-        """Add what a message stands for to `into`, shape (entries,), contiguous.
+        """Add the decoded message to `into`, shape (entries,), contiguous.
 
         Raises CommError for a message that cannot have been written for this region, where that
         shows: it may then have been added in part.
@@ -91,7 +91,7 @@ class Compressor(Protocol):
 
 
 def make_compressor(name: str, pieces: Sequence[Piece], scratch: Scratch) -> Compressor:
-    """Raises UsageError for a name that is not in NAMES."""
+    """Create a compressor. Raises UsageError for a name that is not in NAMES."""
     from dlio.train.exchange.compress.adaptive import Adaptive
     from dlio.train.exchange.compress.half import Bfloat16, Float16
     from dlio.train.exchange.compress.int8 import Int8

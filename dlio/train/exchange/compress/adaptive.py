@@ -1,5 +1,5 @@
-"""The largest entries, one in 32, sent as the mean of their sign (Dryden et al., "Communication
-quantization for data-parallel training of deep neural networks", MLHPC 2016)."""
+"""The largest entries, one in 32, sent as the mean of those of the same sign (Dryden et al.,
+"Communication quantization for data-parallel training of deep neural networks", MLHPC 2016)."""
 
 import numpy as np
 import numpy.typing as npt

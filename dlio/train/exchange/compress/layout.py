@@ -60,13 +60,13 @@ class Piece:
 
 
 def is_small(shape: Sequence[int]) -> bool:
-    """Whether a tensor is a bias, a norm or so little that compressing it harder gains nothing."""
+    """True for biases, norms and tensors too small to gain from stronger compression."""
     count = math.prod(shape)
     return count <= (_SMALL_MATRIX if len(shape) > 1 else _SMALL_VECTOR)
 
 
 def pieces_of(tensors: Sequence[tuple[str, Sequence[int]]]) -> list[Piece]:
-    """Tensors (name, shape) one after the other, as in a bucket. Empty ones have no piece."""
+    """Return the pieces of consecutive tensors (name, shape). Empty tensors have none."""
     pieces = []
     start = 0
     for name, shape in tensors:
@@ -105,7 +105,7 @@ def _cut(pieces: Sequence[Piece], wanted: int, part: int) -> int:
 
 
 def _between(piece: Piece, start: int, stop: int) -> Iterator[Piece]:
-    """What of a piece lies in start:stop: an end of a row, whole rows, a beginning of a row."""
+    """Yield the parts of a piece within start:stop: a row's end, whole rows, a row's beginning."""
     start, stop = max(start, piece.start), min(stop, piece.stop)
     if start >= stop:
         return
@@ -123,7 +123,7 @@ def _between(piece: Piece, start: int, stop: int) -> Iterator[Piece]:
 
 
 class Memoryless:
-    """A compressor whose messages depend on nothing before."""
+    """A compressor whose messages do not depend on earlier ones."""
 
     def state(self) -> npt.NDArray[np.int64]:
         return np.empty(0, np.int64)
@@ -133,7 +133,7 @@ class Memoryless:
 
 
 class Scratch:
-    """Memory of a chunk for the steps in between. For one thread at a time."""
+    """Working memory of one chunk. For one thread at a time."""
 
     def __init__(self) -> None:
         self.floats = np.empty(CHUNK, np.float32)
@@ -148,7 +148,7 @@ def chunks(size: int) -> Iterator[tuple[int, int]]:
 
 
 def all_finite(numbers: npt.NDArray[np.float32]) -> bool:
-    """Whether numbers, shape (n,), and their sum are finite; in a quarter of np.sum's time."""
+    """True if numbers, shape (n,), and their sum are finite; takes a quarter of np.sum's time."""
     return math.isfinite(np.einsum("i->", numbers))
 
 
@@ -165,7 +165,6 @@ def refuse_not_finite(values: npt.NDArray[np.float32], start: int, pieces: Seque
     first = start + int(bad[0])
     name = next(piece.name for piece in pieces if piece.start <= first < piece.stop)
     raise DlioError(
-        f"the gradient of {name} plus what earlier steps left of it has an entry that is "
-        f"{values[bad[0]]}: it cannot be compressed. The training diverges: lower the learning "
-        "rate (--lr)"
+        f"the gradient of {name} plus its residual has an entry that is {values[bad[0]]}: it "
+        "cannot be compressed. The training diverges: lower the learning rate (--lr)"
     )

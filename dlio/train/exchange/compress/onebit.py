@@ -1,5 +1,5 @@
-"""One bit an entry: signs of the gradient as seen from axes turned at random, and one size for
-every 1,024 of them (Vargaftik et al., "DRIVE: One-bit Distributed Mean Estimation", NeurIPS 2021).
+"""One bit per entry: signs of the gradient after a random rotation, and one size per 1,024 signs
+(Vargaftik et al., "DRIVE: One-bit Distributed Mean Estimation", NeurIPS 2021).
 
 Signs of the gradient itself, with the mean of each sign (Seide et al., "1-Bit Stochastic Gradient
 Descent", Interspeech 2014), say little where a few entries are large and most are not: every small
@@ -45,12 +45,12 @@ _BLOCK: Final = 1 << 10
 _LEAST: Final = 1 << 6
 """Entries of the smallest block that is turned."""
 _LARGEST: Final = np.float32(2.0**120)
-"""What q may reach. Blocks beyond are not sent: two such gradients are no number any more."""
+"""Limit of q. Larger blocks are not sent: the sum of two such gradients would overflow."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Some blocks of the same width, that are worked on at once."""
+    """Blocks of the same width that are processed together."""
 
     start: int
     blocks: int
@@ -58,7 +58,7 @@ class _Tile:
     """Entries of a block."""
     first_block: int
     first_byte: int
-    """Of its signs in the message; the last byte may be half used."""
+    """First byte of its signs in the message; the last byte may be partly used."""
 
     @property
     def stop(self) -> int:
@@ -115,7 +115,7 @@ class OneBit(Memoryless):
             into[tile.start : tile.stop] += self._decoded(tile, message, sizes).reshape(-1)
 
     def _decoded(self, tile: _Tile, message: _U8, sizes: npt.NDArray[np.uint16]) -> _F32:
-        """What a message says of a tile, shape (blocks, width), in scratch memory."""
+        """Decode a tile into scratch memory; shape (blocks, width)."""
         q = self._numbers(tile)
         negative = np.unpackbits(message[tile.first_byte :][: tile.bytes], count=q.size)
         np.multiply(negative.reshape(q.shape), np.float32(-2), out=q)

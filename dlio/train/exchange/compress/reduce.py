@@ -1,13 +1,13 @@
-"""Sums over ranks of compressed gradients, with what compression leaves out kept and sent later.
+"""Sums over ranks of compressed gradients with error feedback.
 
-Reduce-scatter and allgather (Dryden et al., MLHPC 2016): each rank owns a part of the region. It
-gets every other rank's compressed share of that part, sums them in the order of ranks, adds what
-it left out of the last sum, compresses the total and sends it to all. Everybody, the owner too,
-takes what that message stands for: the result is the same on all ranks, byte by byte. A rank's own
-share of its own part is added as it is.
+Reduce-scatter and allgather (Dryden et al., MLHPC 2016): each rank owns a part of the region. The
+owner receives every other rank's compressed share of that part, sums them in the order of ranks,
+adds its residual, compresses the total and sends it to all. All ranks, the owner included, take the
+decoded message, so that the result is bit-identical everywhere. A rank's own share of its own part
+is added uncompressed.
 
-Both hops have error feedback, in one residual as long as the region: of another rank's part it
-holds what this rank has not sent, of the own part what this rank has not told. So at any time
+Both hops have error feedback, in one residual as long as the region: in other ranks' parts it holds
+the unsent part of this rank's shares, in the own part the unsent part of the sum. So at any time
 
     sums given out so far + residuals of all ranks = all gradients so far,
 
@@ -38,7 +38,7 @@ from dlio.train.exchange.compress.layout import Piece, Scratch, pieces_of, split
 __all__ = ["TAGS", "QuantisedAllreduce"]
 
 TAGS = 2
-"""Of a QuantisedAllreduce: its first tag, and the one after it."""
+"""Number of tags that a QuantisedAllreduce uses: its first tag and the next one."""
 
 
 _ONE_HOP = 2
@@ -100,7 +100,7 @@ class QuantisedAllreduce:
         scratch = scratch or Scratch()
         alone = comm.size == 1
         self.residual = np.zeros(0 if alone else self.entries, np.float32)
-        """What this rank has not yet given to others, shape (entries,): part of a checkpoint."""
+        """Values that this rank has not sent yet, shape (entries,): part of a checkpoint."""
         self._one_hop = comm.size == _ONE_HOP
         self._parts: list[_Part] = []
         begin = 0
@@ -108,7 +108,7 @@ class QuantisedAllreduce:
             self._parts.append(_Part([] if alone else part, begin, compressor, scratch))
             begin = self._parts[-1].span.stop
         self._own = self._parts[0 if self._one_hop else comm.rank]
-        """What other ranks send this one their shares of."""
+        """The part whose shares other ranks send to this one."""
         own = self._own.compressor
         self._shares = {
             rank: np.empty(own.max_bytes, np.uint8)
@@ -157,7 +157,7 @@ class QuantisedAllreduce:
                 self._send(part, region[part.span], [rank], self._tag)
 
     def advance(self) -> bool:
-        """Do whatever can be done without waiting; whether the sum is there."""
+        """Drive the sum forward without waiting; True if it is complete."""
         if self._phase is _Phase.SHARES and self._add_shares():
             if not self._one_hop:
                 self._tell_sum()
@@ -170,7 +170,7 @@ class QuantisedAllreduce:
         return self.done()
 
     def done(self) -> bool:
-        """Whether nothing is under way; moves nothing on."""
+        """True if no sum is under way; drives nothing forward."""
         return self._phase is _Phase.IDLE
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -220,7 +220,7 @@ class QuantisedAllreduce:
         }
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on from `state`, or from what there is of it."""
+        """Restore `state`, or the entries of it that are present."""
         if "owed" in state:
             self.residual[:] = state["owed"].numpy()
         for number, part in enumerate(self._parts):
@@ -262,7 +262,7 @@ class QuantisedAllreduce:
         self._bytes += len(ranks) * used
 
     def _add_shares(self) -> bool:
-        """Add to the own part's total, rank by rank; whether all have been added."""
+        """Add arrived shares to the own part's total, in rank order; True once all are added."""
         own = self._own
         if not own.compressor.entries:
             return True
@@ -302,7 +302,7 @@ class QuantisedAllreduce:
         part.compressor.add(message, here)
 
     def _awaited(self) -> Request:
-        """One of the requests that stand between here and the sum."""
+        """One of the requests that the sum still waits for."""
         if self._phase is _Phase.SHARES:
             return self._share_requests[self._next_rank]
         for part in self._parts:

@@ -1,4 +1,4 @@
-"""Entries beyond a level, as index and sign; the rest waits in the residual.
+"""Entries beyond a level, sent as index and sign; the rest stays in the residual.
 
 A tensor's level and what its entries are sent as come from a rule (`threshold`, `adaptive`). A
 message has about a byte for 32 entries, and each tensor a part of it by the square root of its
@@ -79,10 +79,10 @@ _HEAD: Final = 3
 
 
 class Rule(Protocol):
-    """What is sent of a tensor that is not written whole, and as what."""
+    """Selects the entries of a tensor to send, and the value that they are sent as."""
 
     steps: dict[int, int]
-    """What it remembers of tensors, by number."""
+    """State per tensor, by number."""
 
     def level(self, tensor: int, sample: npt.NDArray[np.float32], ratio: float) -> float:
         """The |v| from which on entries are sent, so that one in `ratio` is, from magnitudes of at
@@ -133,12 +133,12 @@ def mean_beyond(sizes: npt.NDArray[np.float32], level: float) -> tuple[float, fl
 class _Tensor:
     piece: Piece
     ratio: float
-    """Of entries to those that are to be sent."""
+    """Number of entries per entry to send."""
     room: int
-    """Bytes of its entries, at most."""
+    """Maximum bytes of its entries."""
     whole: bool
     begin: int = 0
-    """Where to begin to look for what is to be sent."""
+    """Entry at which the search for entries to send begins."""
 
 
 class Sparse:
@@ -237,7 +237,7 @@ class Sparse:
     def _level(
         self, number: int, v: npt.NDArray[np.float32], values: npt.NDArray[np.float32]
     ) -> float:
-        """From which magnitude on to send; infinity when all is zero."""
+        """Return the smallest magnitude to send; infinity if all entries are zero."""
         if len(v) > _SAMPLE:
             one = np.array([number], np.int64)
             drawn = keyed_uniforms(self._seed, self._messages, one, _SAMPLE)[0]
@@ -266,11 +266,14 @@ class Sparse:
         values: npt.NDArray[np.float32],
         level: float,
     ) -> npt.NDArray[np.int64]:
-        """Add values to v; how far ahead of tensor.begin the entries lie that are to be sent, in
-        order. Moves tensor.begin to the first that there is no room for."""
+        """Add values to v and select entries to send.
+
+        Returns their distances ahead of tensor.begin, ascending. Moves tensor.begin to the first
+        entry that does not fit.
+        """
         limit = np.float32(level)
         begin = tensor.begin
-        found: list[npt.NDArray[np.int64]] = []
+        chunks: list[npt.NDArray[np.int64]] = []
         count = 0
         before = np.empty(0, np.int64)
         starts = range(0, len(v), CHUNK)
@@ -289,9 +292,9 @@ class Sparse:
             if start <= begin < start + CHUNK:
                 first = int(np.searchsorted(places, begin))
                 before, places = places[:first], places[first:]
-            found.append(places)
+            chunks.append(places)
             count += len(places)
-        places = np.concatenate([*found, before])
+        places = np.concatenate([*chunks, before])
         ahead = np.where(places < begin, places + (len(v) - begin), places - begin)
         fit = int(np.searchsorted(np.cumsum(1 + _escapes(ahead)), tensor.room, side="right"))
         tensor.begin = int(places[fit]) if fit < len(places) else 0
@@ -341,8 +344,10 @@ def plan(
 
 
 def ratios_of(sizes: npt.NDArray[np.int64], wanted: float) -> npt.NDArray[np.float64]:
-    """Of entries to those that are to be sent, for tensors of such sizes: in proportion to the
-    square roots of these, within bounds, so that it is `wanted` of all."""
+    """Return the number of entries per entry to send, for tensors of these sizes.
+
+    Entries to send are in proportion to the square roots of sizes, within bounds, `wanted` in all.
+    """
     roots = np.sqrt(sizes)
     least, most = sizes / _SPARSEST, sizes / _DENSEST
     low, high = 0.0, float(roots.max(initial=0.0))
@@ -382,7 +387,7 @@ def _steps(ahead: npt.NDArray[np.int64], negative: npt.NDArray[np.bool_]) -> npt
 def _entries(
     steps: npt.NDArray[np.uint8],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """What `_steps` was made of."""
+    """Decode `_steps`: (distances, signs)."""
     over = steps & np.uint8(_SIGN - 1)
     ahead = np.cumsum(np.minimum(over + np.uint8(1), np.uint8(_LONGEST)), dtype=np.int64) - 1
     is_entry = over != _ESCAPE
@@ -402,7 +407,7 @@ def _trits(
 def _entries_of_trits(
     trits: npt.NDArray[np.uint8], size: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """What `_trits` was made of."""
+    """Decode `_trits`: (places, signs)."""
     if len(trits) != -(-size // _TRITS) or (size and int(trits.max()) >= len(_READ)):
         raise CommError(f"a message has {len(trits)} bytes for {size} entries: it is damaged")
     digits = _READ[trits].reshape(-1)

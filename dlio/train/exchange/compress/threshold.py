@@ -17,7 +17,7 @@ from dlio.train.exchange.compress.sparse import order_statistic
 __all__ = ["Threshold"]
 
 _SENT: Final = 1.25
-"""What entries are sent as, in thresholds."""
+"""Value that entries are sent as, in multiples of the threshold."""
 _REACH: Final = 2.0**17
 """Of numbers of seven significant bits: four of a threshold's, and three of `_SENT`."""
 _STEPS: Final = 8
@@ -26,11 +26,11 @@ _LOWEST, _HIGHEST = -126 * _STEPS, 127 * _STEPS
 
 
 class Threshold:
-    """Each tensor has a threshold, which follows what so many entries are beyond as are to be sent,
-    by a sixteenth to an eighth a message.
+    """One threshold per tensor, which follows the magnitude that the desired share of entries
+    exceeds, by a sixteenth to an eighth per message.
 
-    One that stays as it is, as Strom has them, would have to be tuned for each network, and sends
-    ever less as gradients become smaller, or lets residuals grow.
+    A constant threshold, as in Strom's paper, would need tuning for each network, and would send
+    ever less as gradients shrink, or let residuals grow.
 
     Args:
         threshold: the same for all tensors and messages, instead; rounded to four bits.
@@ -47,9 +47,9 @@ class Threshold:
     def level(self, tensor: int, sample: npt.NDArray[np.float32], ratio: float) -> float:
         if self._fixed is not None:
             return self._fixed
-        found = order_statistic(sample, ratio)
-        if 0 < found < math.inf:
-            wanted = _step(found)
+        level = order_statistic(sample, ratio)
+        if 0 < level < math.inf:
+            wanted = _step(level)
             last = self.steps.get(tensor, wanted)
             self.steps[tensor] = last + min(max(wanted - last, -1), 1)
         return _number(self.steps[tensor]) if tensor in self.steps else 0.0
