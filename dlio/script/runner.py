@@ -33,9 +33,9 @@ _PLACE: Final = "_dlio_place"
 
 
 def run_script(path: str, arguments: Sequence[str], options: RunOptions) -> None:
-    """Run a script as this rank's part of it. Collective; what the script raises is raised.
+    """Run a script as this rank's part of it. Collective. Errors of the script propagate.
 
-    Raises UsageError where there is no such script, or an option cannot be.
+    Raises UsageError if the script does not exist, or for an invalid option.
     """
     parse_exchange(options.exchange)
     if not os.path.isfile(path):

@@ -33,7 +33,7 @@ __all__ = ["check_threads", "init_process_group"]
 
 _CONNECT_TIMEOUT_S: Final = 5.0
 _LEAST_TAG_UB: Final = 32767
-"""What every MPI library takes as a tag."""
+"""Largest tag that every MPI library accepts."""
 
 
 def init_process_group(backend: str = BACKEND, timeout_s: float | None = None) -> None:
@@ -45,10 +45,10 @@ def init_process_group(backend: str = BACKEND, timeout_s: float | None = None) -
 
     Args:
         backend: "dlio-mpi", or one of torch's, such as "nccl" or "cpu:gloo,cuda:nccl".
-        timeout_s: of each operation; DLIO_TIMEOUT, 300 when unset, for None.
+        timeout_s: deadline of each operation; DLIO_TIMEOUT, or 300 when unset, for None.
 
-    Raises UsageError when a default group is there already, or for "dlio-mpi" beside another
-    backend, which torch cannot do; CommError where MPI cannot serve.
+    Raises UsageError if a default group exists, or for "dlio-mpi" combined with another backend,
+    which torch does not support; CommError if MPI cannot serve threads.
     """
     if dist.is_initialized():
         raise UsageError("torch.distributed is initialised already: call destroy_process_group()")
@@ -68,7 +68,7 @@ def init_process_group(backend: str = BACKEND, timeout_s: float | None = None) -
 
 
 def _create(options: Any, _: Any) -> MpiProcessGroup:
-    """torch's way in: make the communicators of a group. Collective over its members."""
+    """Create a group, as torch calls it. Collective over its members."""
     check_threads()
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     here = MPI.COMM_WORLD.rank
@@ -164,8 +164,8 @@ def _own_names() -> list[str]:
     """Names and addresses at which other machines may reach this one, best first."""
     names = [socket.gethostname(), socket.getfqdn()]
     with contextlib.suppress(OSError):
-        found = [str(entry[4][0]) for entry in socket.getaddrinfo(names[0], None)]
-        names += [address for address in found if not address.startswith("127.")]
+        addresses = [str(entry[4][0]) for entry in socket.getaddrinfo(names[0], None)]
+        names += [address for address in addresses if not address.startswith("127.")]
     return list(dict.fromkeys(names))
 
 

@@ -1,9 +1,8 @@
-"""Tensors as MPI sees them: runs of bytes in host memory.
+"""Tensors as runs of bytes in host memory, for MPI.
 
-Tensors that lie one behind the other in host memory, such as the chunks of one tensor, are used
-where they are; all others are copied through scratch memory, which is used again. An accelerator's
-tensors go through pinned memory: their copies are enqueued on streams, and MPI starts when they
-have arrived.
+Tensors that are consecutive in host memory, such as the chunks of one tensor, are used in place;
+all others are copied through reused scratch memory. An accelerator's tensors go through pinned
+memory: their copies are enqueued on streams, and MPI starts once they are complete.
 """
 
 import contextlib
@@ -19,7 +18,7 @@ from dlio.errors import UsageError
 __all__ = ["MpiBuffer", "Scratch", "Staging", "offsets", "size_of", "split", "typed", "whole"]
 
 _MOST_COUNT: Final = 2**31 - 1
-"""What MPI counts with an int."""
+"""Largest count of MPI, an int."""
 _WORD: Final = 8
 _MOST_KEPT: Final = 4
 _MOST_WASTE: Final = 4
@@ -38,7 +37,7 @@ def whole(flat: torch.Tensor) -> MpiBuffer:
 
 def split(flat: torch.Tensor, sizes: Sequence[int]) -> MpiBuffer:
     """The bytes of a flat tensor in consecutive parts of `sizes` bytes."""
-    assert sum(sizes) == size_of(flat), "MPI would read or write beside the memory"
+    assert sum(sizes) == size_of(flat), "MPI would read or write outside the memory"
     kind, width = _unit(sizes)
     counts = [size // width for size in sizes]
     return [_memory(flat), (counts, offsets(counts)), kind]
@@ -91,10 +90,10 @@ class Scratch:
 
 
 class Staging:
-    """The host memory of one operation: filled by `source`, brought home by `finish`.
+    """The host memory of one operation: `source` fills it, `finish` copies results back.
 
     Args:
-        device: of all of the operation's tensors.
+        device: device of all of the operation's tensors.
     """
 
     def __init__(self, scratch: Scratch, device: torch.device) -> None:
@@ -149,7 +148,7 @@ class Staging:
         return buffer[:size]
 
     def ready(self) -> bool:
-        """Whether sources hold their tensors' elements."""
+        """True if sources hold their tensors' elements."""
         return self._loaded is None or self._loaded.query()
 
     @torch.inference_mode()

@@ -1,10 +1,9 @@
-"""A process group of torch.distributed on a communicator of MPI: what it owns, and how it starts
-the operations of mpi_collectives.py.
+"""A process group of torch.distributed on MPI: its communicators, and how operations start.
 
-Every operation is non-blocking calls of MPI (see torch_progress.py) on bytes in host memory (see
-torch_buffers.py). A communicator serves each of an operation's two steps, and two others what
-callbacks start. With TORCH_DISTRIBUTED_DEBUG=DETAIL a step comes first in which ranks see whether
-they have called the same operation with the same sizes.
+Every operation (`collectives`) is one or two non-blocking calls of MPI (`progress`) on bytes in
+host memory (`buffers`). Each of an operation's two steps has a communicator, and operations that
+callbacks start have two others. With TORCH_DISTRIBUTED_DEBUG=DETAIL a first step checks that all
+ranks have called the same operation with the same sizes.
 """
 
 import contextlib
@@ -31,7 +30,7 @@ BACKEND: Final = "dlio-mpi"
 STEPS: Final = 2
 """Communicators that an operation takes."""
 CHECKED_STEPS: Final = 3
-"""The same, where it is first seen that ranks agree."""
+"""Communicators of an operation with the check that ranks agree."""
 
 Tensors = Sequence[torch.Tensor]
 Start = Callable[[MPI.Intracomm], MPI.Request]
@@ -227,7 +226,7 @@ class MpiGroup(dist.ProcessGroup):
 
 _open_groups: list[MpiGroup] = []
 _shared: tuple[Progress, Scratch] | None = None
-"""What the groups of this process have in common while there is one."""
+"""Shared by all groups of this process while one exists."""
 
 
 def _open_progress(group: MpiGroup) -> tuple[Progress, Scratch]:

@@ -1,7 +1,7 @@
-"""Moves operations of torch.distributed that are under way on MPI.
+"""Drive operations of torch.distributed that are under way on MPI.
 
-Whoever waits in `MpiWork.wait` moves everything on; one thread, which sleeps between its looks,
-does so for operations that nobody waits for. It ends when it has had nothing to do for a second.
+A thread that waits in `MpiWork.wait` drives all operations. One background thread, which sleeps
+between its looks, drives those that no thread waits for; it ends after one idle second.
 
 A callback that is attached in Python (`future.then`) may start collectives of its own, as
 PowerSGD's does. When it runs differs from rank to rank, so its collectives could meet others.
@@ -36,7 +36,7 @@ def _workers(name: str, run: Callable[[int], None], end: Callable[[], None]) -> 
 
 
 def in_callback() -> bool:
-    """Whether this thread runs a future's callback."""
+    """True if this thread runs a future's callback."""
     return getattr(_here, "in_callback", False)
 
 

@@ -1,4 +1,4 @@
-"""Operations of torch.distributed that are under way on MPI, as those who wait for them see them.
+"""Operations of torch.distributed under way on MPI, as seen by callers that wait for them.
 
 An operation is one or two steps, each a non-blocking call of MPI on a lane: a communicator on which
 steps start in the order in which their operations were called, so that all ranks call MPI in one
@@ -42,7 +42,7 @@ class Step:
 
 @dataclass(eq=False)
 class Members:
-    """What the operations of one process group have in common."""
+    """State that the operations of one process group share."""
 
     who: str
     """This rank and its group, for messages."""
@@ -53,10 +53,10 @@ class Members:
 
 
 class Mover(Protocol):
-    """What moves operations on (torch_progress.py)."""
+    """Drives operations forward; see `progress`."""
 
     def advance(self) -> bool:
-        """Look at all operations once; whether one of them moved. Waits for nothing."""
+        """Look at all operations once, without waiting; True if one of them moved."""
 
     def wake(self) -> None:
         """See that they are moved while nobody waits."""
@@ -136,7 +136,7 @@ class MpiWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is over, done or failed; also moves it on."""
+        """True if it is over, done or failed; each call also drives it forward."""
         if not self._over.is_set():
             self._progress.advance()
         return self._over.is_set()
@@ -249,7 +249,7 @@ class Promise(torch.futures.Future[Any]):
 
 
 class _Failure:
-    """What the future of a failed operation holds.
+    """The value of a failed operation's future.
 
     torch's own code (DDP's reducer) looks for tensors in a future's value by pickling it, and
     would take a plain exception for a value: this one raises.

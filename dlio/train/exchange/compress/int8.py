@@ -101,7 +101,7 @@ class Int8(Memoryless):
 
 
 class SmallTensors:
-    """The small pieces of a region, gathered and sent as int8 beside something that is shorter."""
+    """The small pieces of a region, sent as int8 within a message of a stronger compressor."""
 
     def __init__(self, pieces: Sequence[Piece], scratch: Scratch) -> None:
         small = [piece for piece in pieces if piece.small]

@@ -52,17 +52,17 @@ __all__ = [
 ]
 
 ROOM: Final = 27
-"""Entries of a region for each byte that is sent of them, at least."""
+"""Minimum number of entries per byte of a message."""
 SHARE: Final = 32
-"""One entry in so many is to be sent."""
+"""Number of entries per entry to send, over the whole region."""
 _DENSEST: Final = 4
-"""Of a tensor whose entries are counted one in so many is to be sent, at most."""
+"""Minimum number of entries per entry to send, in a tensor that is not written whole."""
 _SPARSEST: Final = 64
-"""Of any tensor one entry in so many is to be sent, at least."""
+"""Maximum number of entries per entry to send, in any tensor."""
 _WHOLE: Final = 12
-"""A tensor that one in so many, or more, would be sent of is written whole."""
+"""A tensor with at most this many entries per entry to send is written whole."""
 WHOLE_RATIO: Final = 2.5
-"""Of a tensor that is written whole one entry in so many is to be sent."""
+"""Number of entries per entry to send, in a tensor that is written whole."""
 _TRITS: Final = 5
 """Entries in a byte of a tensor that is written whole."""
 _POWERS: Final = np.array([1, 3, 9, 27, 81], np.uint8)
