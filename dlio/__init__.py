@@ -6,7 +6,7 @@
         for images, labels in dlio.DataLoader(data, batch_size=64, shuffle=True):
             ...
 
-Importing it starts no MPI, no thread and no process; the names below load what they need.
+Importing dlio starts no MPI, thread or process. Each public name imports its module on first use.
 """
 
 from importlib import import_module

@@ -1,16 +1,16 @@
-"""Everything dlio raises on purpose.
+"""The exceptions that dlio raises deliberately.
 
-    DlioError                 a user can act on it; the CLI prints it as one line, exit code 2
-    ├── UsageError            an option, a specification or a combination that cannot work
-    ├── SourceError           the data set's own files: missing, empty, changed, unreadable
-    │   └── DecodeError       one sample's payload is no image, or a damaged one
-    ├── CorruptBlock          bytes in a shard or tier that fail their checksum or their bounds
-    ├── TierError             a tier that cannot be used: not writable, not ours, wrong owner
+    DlioError                 an error that a user can act on; the CLI prints one line, exit code 2
+    ├── UsageError            an unsuitable option, specification or combination
+    ├── SourceError           the data set's own files are missing, empty, changed or unreadable
+    │   └── DecodeError       a sample's payload is not an image, or is damaged
+    ├── CorruptBlock          bytes in a shard or tier fail their checksum or their bounds
+    ├── TierError             a tier cannot be used: not writable, not dlio's, wrong owner
     │   └── TierFull          a tier, or the disk below it, has no room
-    └── CommError             between ranks
-        └── CommTimeout       a deadline passed; says who was waited for
+    └── CommError             communication between ranks failed
+        └── CommTimeout       a deadline passed; names the ranks that did not answer
 
-Each message says what, where (path, block, sample, rank) and what to do.
+Each message names the error, its place (path, block, sample, rank) and the remedy.
 """
 
 __all__ = [
@@ -27,11 +27,11 @@ __all__ = [
 
 
 class DlioError(Exception):
-    """Base of all errors that a user can act on."""
+    """Base class of all errors that a user can act on."""
 
 
 class UsageError(DlioError, ValueError):
-    """An option, a specification or a combination that cannot work."""
+    """An option, a specification or a combination of these is unsuitable."""
 
 
 class SourceError(DlioError, OSError):
@@ -39,7 +39,7 @@ class SourceError(DlioError, OSError):
 
 
 class DecodeError(SourceError):
-    """One sample's payload is no image, or a damaged one."""
+    """A sample's payload is not an image, or is damaged."""
 
 
 class CorruptBlock(DlioError):
@@ -55,7 +55,7 @@ class TierFull(TierError):
 
 
 class CommError(DlioError, RuntimeError):
-    """Something between ranks failed."""
+    """Communication between ranks failed."""
 
 
 class CommTimeout(CommError, TimeoutError):

@@ -12,7 +12,7 @@ from dlio.comm import Communicator
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.foreign.adapt import adapted
 from dlio.plan.shares import Shares
-from dlio.train.balance import Clock, Cost, reshared
+from dlio.train.balance import Clock, Cost, balanced_shares
 
 
 class Context:
@@ -87,7 +87,7 @@ class _Balance:
         if all(costs):
             # Fixed costs per step are left out: they do not matter once all ranks finish together,
             # and the shares converge to that.
-            self._shares = reshared(self._shares, [Cost(0.0, cost) for cost in costs])
+            self._shares = balanced_shares(self._shares, [Cost(0.0, cost) for cost in costs])
         self._context.last_shares = self._shares
         return self._shares
 

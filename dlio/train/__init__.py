@@ -1,1 +1,1 @@
-"""The trainer: a model, an exchange between ranks, and a loader that feeds them."""
+"""The trainer: a model, a loader that feeds it, and an exchange between ranks."""

@@ -1,9 +1,9 @@
-"""Shares by measured speed: ranks that compute faster take more of each global batch.
+"""Balance the load by measured speed: faster ranks take more of each global batch.
 
-What a rank needs for a step is taken to be a fixed part and a part for each sample. A calibration
-before the first epoch, on all ranks at once, measures both; every epoch then corrects their level
-by what its steps took, waiting for data and for other ranks left out. Where measured times are
-equal on all ranks nothing changes any more, whatever the split of fixed and varying parts was.
+The cost model of a step is a fixed time plus a time per sample. A calibration before the first
+epoch, on all ranks at once, measures both. Every epoch then scales both by its measured step times,
+without the time spent waiting for data and for other ranks. The shares settle when the measured
+times are equal on all ranks, even if the split into fixed and variable cost is inaccurate.
 """
 
 import contextlib
@@ -11,43 +11,52 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import torch
 
 from dlio.comm import Communicator
 from dlio.plan.shares import Shares, fastest_shares
+from dlio.train.report import RankSpeed
+
+__all__ = ["Balancer", "Clock", "Cost", "Sharing", "balanced_shares"]
 
 _DAMPING: Final = 0.5
-"""Of what an epoch measured is believed, where there was an estimate before."""
+"""Weight of an epoch's measurement against the earlier estimate."""
 _WORTH: Final = 0.01
-"""Of the slowest rank's step: what another split must gain to be taken."""
+"""Least gain, relative to the slowest rank's step, for which shares change."""
 _MOST_FIXED: Final = 0.9
-"""Of a step, that is believed to be there whatever the number of samples."""
+"""Largest fraction of a step that the cost model accepts as fixed."""
 _ROUNDS: Final = 3
 _LEAST_S: Final = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds that a rank computes for a step."""
+    """Cost model of one rank's step."""
 
     fixed_s: float
+    """Seconds per step."""
     per_sample_s: float
+    """Seconds per sample."""
 
     def of(self, samples: int) -> float:
+        """Seconds that a step of so many samples takes."""
         return self.fixed_s + self.per_sample_s * samples
 
     @classmethod
     def fitted(cls, small: tuple[int, float], large: tuple[int, float]) -> "Cost":
-        """Through two measurements (samples, seconds) of different size; within what can be."""
+        """Fit the model to two measurements (samples, seconds) of different size.
+
+        Noise cannot make a cost negative or the fixed part exceed 0.9 of the larger step.
+        """
         (few, few_s), (many, many_s) = small, large
         fixed = many_s - many * (many_s - few_s) / (many - few)
         fixed = min(max(fixed, 0.0), _MOST_FIXED * many_s)
         return cls(fixed, max((many_s - fixed) / many, _LEAST_S))
 
     def corrected(self, steps: Sequence[tuple[int, float]], damping: float = _DAMPING) -> "Cost":
-        """After steps of (samples, seconds), of which the median counts."""
+        """Scale both costs towards the median of measured steps (samples, seconds)."""
         ratios = [seconds / self.of(samples) for samples, seconds in steps if samples]
         if not ratios:
             return self
@@ -55,37 +64,38 @@ class Cost:
         return Cost(self.fixed_s * level, max(self.per_sample_s * level, _LEAST_S))
 
 
-def reshared(shares: Shares, costs: Sequence[Cost]) -> Shares:
-    """The fastest shares of the same global batch; `shares` where these are about as fast."""
+def balanced_shares(shares: Shares, costs: Sequence[Cost]) -> Shares:
+    """Return the fastest shares of the same global batch; `shares` if the gain is negligible."""
     fixed = [cost.fixed_s for cost in costs]
-    found = fastest_shares(shares.global_batch, fixed, [cost.per_sample_s for cost in costs])
-    if _slowest(found, costs) * (1 + _WORTH) < _slowest(shares, costs):
-        return found
+    fastest = fastest_shares(shares.global_batch, fixed, [cost.per_sample_s for cost in costs])
+    if _slowest(fastest, costs) * (1 + _WORTH) < _slowest(shares, costs):
+        return fastest
     return shares
 
 
 def _slowest(shares: Shares, costs: Sequence[Cost]) -> float:
+    """Seconds that the slowest rank takes for a step."""
     return max(cost.of(count) for cost, count in zip(costs, shares.counts, strict=True))
 
 
 class Clock:
-    """Seconds of one rank's own computing, step by step.
+    """Time that one rank computes in each step, without waiting for other ranks.
 
     Args:
-        waited: seconds spent waiting for other ranks so far.
-        device: where steps are computed.
+        waited: return the seconds spent waiting for other ranks so far.
+        device: device that computes the steps.
     """
 
     def __init__(self, waited: Callable[[], float], device: torch.device | None = None) -> None:
         self._waited = waited
         self.device = device if device is not None and device.type == "cuda" else None
-        """That is waited for at a step's end: what is asked of it is done later."""
+        """A GPU to synchronise with at the end of a step, because it runs asynchronously."""
         self.steps: list[tuple[int, float]] = []
-        """(samples, seconds) of each."""
+        """(samples, seconds) of each step."""
 
     @contextlib.contextmanager
     def step(self, samples: int) -> Iterator[None]:
-        """Time what is within a `with`."""
+        """Time the body of a `with` statement as one step."""
         began, waited = time.perf_counter(), self._waited()
         yield
         if self.device is not None:
@@ -94,25 +104,26 @@ class Clock:
         self.steps.append((samples, max(seconds, _LEAST_S)))
 
     def rate(self) -> float | None:
-        """Samples a second that this rank computes; None before it has done any."""
+        """Samples per second that this rank computes; None before it has computed any."""
         rates = [samples / seconds for samples, seconds in self.steps if samples]
         return statistics.median(rates) if rates else None
 
 
 class Sharing(Protocol):
-    """A loader, as far as its shares go."""
+    """The part of a loader that the balancer sets."""
 
     shares: Sequence[int] | None
+    """Samples of a step per rank; None for even shares."""
 
 
 class Balancer:
-    """One run's shares, and what they are made of. Every rank has one; they always agree.
+    """Set each rank's share of a step. Every rank has a balancer, and all of them agree.
 
     Args:
-        loaders: whose shares are set, between passes.
-        batch_size: per rank, where shares are even.
-        clock: of this rank's steps.
-        chosen: whether shares are to change; otherwise ranks are only measured.
+        loaders: loaders whose shares are set, between passes.
+        batch_size: samples per rank if shares are even.
+        clock: times this rank's steps.
+        chosen: adapt the shares; if False, ranks are only measured.
     """
 
     def __init__(
@@ -127,23 +138,28 @@ class Balancer:
         self._shares = Shares.even(batch_size, comm.size)
         self._clock = clock
         self._chosen = chosen and comm.size > 1
-        # To wait for a GPU at each step costs: only where shares are made of it.
+        # Synchronising with a GPU at each step is slow, so time it only to adapt shares.
         self._timed = self._chosen or clock.device is None
         self._cost: Cost | None = None
 
     @property
     def shares(self) -> list[int]:
-        """Samples that each rank gets of a step now."""
+        """Samples of a step that each rank takes now."""
         return list(self._shares.counts)
 
     def step(self, samples: int) -> contextlib.AbstractContextManager[None]:
-        """Around each step's computation on this rank's `samples`, exchange included."""
+        """Time a step on this rank's `samples`, including the exchange; a context manager."""
         return self._clock.step(samples) if self._timed else contextlib.nullcontext()
 
     def calibrate(self, compute: Callable[[int], object]) -> None:
-        """Share by what `compute` takes, given a number of samples: forward and backward, on a
-        copy of the model that nobody uses otherwise. Collective; draws no random numbers of
-        torch's that training would have drawn. Nothing where shares are not to change."""
+        """Measure the costs and set the first shares; does nothing if shares are not adapted.
+
+        Collective. Leaves torch's random number generators as they were.
+
+        Args:
+            compute: run forward and backward on a number of samples, on a private copy of the
+                model.
+        """
         if not self._chosen:
             return
         many = max(2, self._shares.global_batch // self._comm.size)
@@ -153,7 +169,7 @@ class Balancer:
         with torch.random.fork_rng([] if device is None else [device]):
             compute(many)
             for _ in range(_ROUNDS):
-                self._comm.barrier()  # Ranks that share cores disturb each other as they will.
+                self._comm.barrier()  # Ranks that share cores compete as they will in training.
                 for samples in (few, many):
                     with clock.step(samples):
                         compute(samples)
@@ -164,26 +180,26 @@ class Balancer:
         self._cost = Cost.fitted(*taken)
         self._agree(self._comm.allgather([self._cost.fixed_s, self._cost.per_sample_s]))
 
-    def told(self) -> dict[str, Any]:
-        """What this rank has measured in the epoch that is over, for `agree`."""
+    def measured(self) -> RankSpeed:
+        """Return this rank's measurements of the finished epoch, for `agree`."""
         steps = self._clock.steps
         if self._cost is not None:
             self._cost = self._cost.corrected(steps)
         cost = self._cost or Cost(0.0, _LEAST_S)
-        found = {
+        speed: RankSpeed = {
             "share": self._shares.counts[self._comm.rank],
             "computed_per_s": self._clock.rate(),
             "cost": [cost.fixed_s, cost.per_sample_s],
         }
         self._clock.steps = []
-        return found
+        return speed
 
-    def agree(self, everyone: Sequence[dict[str, Any]]) -> None:
-        """Set the next epoch's shares from what all ranks have `told`."""
+    def agree(self, everyone: Sequence[RankSpeed]) -> None:
+        """Set the next epoch's shares from the measurements of all ranks, in rank order."""
         if self._chosen:
             self._agree([rank["cost"] for rank in everyone])
 
     def _agree(self, costs: Sequence[Sequence[float]]) -> None:
-        self._shares = reshared(self._shares, [Cost(*cost) for cost in costs])
+        self._shares = balanced_shares(self._shares, [Cost(*cost) for cost in costs])
         for loader in self._loaders:
             loader.shares = self.shares

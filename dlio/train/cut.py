@@ -1,4 +1,4 @@
-"""The cut of one tensor when a network loses neurons."""
+"""The cut of one tensor of a pruned network: a keep-index per dimension."""
 
 from dataclasses import dataclass
 
@@ -11,24 +11,28 @@ __all__ = ["Cut"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cut:
-    """The cut of one tensor of the model: its shape before, and the indices that remain."""
+    """A cut of one tensor of the model."""
 
     name: str
     """Name in the model's state dict."""
     tensor: torch.Tensor
-    """The model's tensor, after the cut."""
+    """The model's own tensor, after the cut."""
     before: tuple[int, ...]
-    """Shape of the tensor before the cut."""
+    """Shape before the cut."""
     kept: tuple[tuple[int, torch.Tensor], ...]
-    """(dimension, indices that remain) of each dimension that was cut."""
+    """(dimension, indices that stay)."""
 
-    def of(self, other: torch.Tensor, what: str = "a tensor") -> torch.Tensor:
-        """Cut a tensor that corresponds to the model's: a momentum, a residual, an average.
+    def of(self, other: torch.Tensor, description: str = "a tensor") -> torch.Tensor:
+        """Cut a companion tensor the same way: a momentum, a residual, an average.
 
-        Dimensions of size 1 stay as they are where the model's tensor is longer (Adafactor's sums
-        over a dimension), and so do 0-dimensional counts.
+        Dimensions of size 1 stay if the model's tensor is longer there, which covers the factored
+        sums that Adafactor keeps. 0-dimensional tensors, such as step counts, stay too.
 
-        Raises DlioError, naming `what`, for a shape that does not correspond.
+        Args:
+            other: a tensor of shape `before`, apart from dimensions of size 1.
+            description: the subject of an error message.
+
+        Raises DlioError if `other` has any other shape.
         """
         if other.ndim == 0:
             return other
@@ -37,9 +41,9 @@ class Cut:
         )
         if not fits:
             raise DlioError(
-                f"{what} of {self.name} has shape {tuple(other.shape)}, the tensor had "
-                f"{self.before}: it cannot be cut with the tensor, so the tensor cannot be pruned. "
-                "Choose an optimizer whose state has the shape of its parameters"
+                f"{description} of {self.name} has shape {tuple(other.shape)}, the tensor had "
+                f"{self.before}, so the two cannot be cut together. Choose an optimizer whose "
+                "state has the shape of its parameters"
             )
         for dim, indices in self.kept:
             if other.shape[dim] == self.before[dim]:

@@ -1,6 +1,7 @@
-"""The data sets of a run, opened on every rank."""
+"""Open the data sets and loaders of a run on every rank."""
 
-from typing import Any
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 
@@ -8,35 +9,50 @@ from dlio.comm import Communicator
 from dlio.image import transforms
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.dataset import Dataset, open_dataset
+from dlio.storage.spec import TierSpec
 from dlio.train.config import TrainConfig
+
+__all__ = ["difference", "make_loader", "open_data"]
 
 
 def open_data(
-    comm: Communicator, path: str, config: TrainConfig, tiers: Any, training: bool
+    comm: Communicator,
+    path: str,
+    config: TrainConfig,
+    tiers: str | Sequence[TierSpec] | None,
+    training: bool,
 ) -> Dataset:
-    """Open a data set; rank 0 first, so that the others find its listing in the cache."""
+    """Open a data set, on rank 0 first so that the others find its listing in the cache.
+
+    Args:
+        tiers: specification of the tiers to cache it in; None for the default.
+        training: apply random crops and flips, and read from the replicas too.
+    """
     size, scale = config.image_size, (config.crop_scale, 1.0)
     drawn = transforms.Compose(
         [transforms.RandomResizedCrop(size, scale), transforms.RandomHorizontalFlip()]
     )
-    options: dict[str, Any] = {
-        "tiers": tiers,
-        "image_size": size,
-        "train": training,
-        "transform": drawn if training else None,
-        "seed": config.seed,
-        "on_error": config.on_error,
-        "replicas": config.replica if training else (),
-    }
+    open_it = partial(
+        open_dataset,
+        path,
+        tiers=tiers,
+        image_size=size,
+        train=training,
+        transform=drawn if training else None,
+        seed=config.seed,
+        on_error=config.on_error,
+        replicas=config.replica if training else (),
+    )
     if comm.rank == 0:
-        data = open_dataset(path, **options)
+        data = open_it()
         comm.barrier()
         return data
     comm.barrier()
-    return open_dataset(path, **options)
+    return open_it()
 
 
 def make_loader(data: Dataset, config: TrainConfig, training: bool) -> DataLoader:
+    """Make the loader of a data set; it shuffles and records its trace only for training."""
     return DataLoader(
         data,
         config.batch_size,
@@ -50,7 +66,7 @@ def make_loader(data: Dataset, config: TrainConfig, training: bool) -> DataLoade
     )
 
 
-def difference(one: Any, other: Any) -> str:
-    """Between two lists of classes, in words."""
+def difference(one: Iterable[str], other: Iterable[str]) -> str:
+    """Describe the difference between two lists of class names."""
     names = sorted(set(one) ^ set(other))
     return f"{len(names)} differ, such as {names[:3]}" if names else "in another order"

@@ -1,4 +1,4 @@
-"""What users name as `module:factory(option=value)`: models and callbacks of their own."""
+"""Load and call users' factories, given as `module:factory(option=value)`."""
 
 import ast
 import importlib
@@ -7,18 +7,25 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, TypeVar
 
 from dlio.errors import UsageError
 
+__all__ = ["call_with", "check_name", "load_factory", "split_options"]
+
 _PATTERN: Final = re.compile(r"([\w.\-/]+(?::\w+)?)(?:\((.*)\))?", re.DOTALL)
+T = TypeVar("T")
 
 
-def split_options(option: str, text: str) -> tuple[str, dict[str, Any]]:
-    """`name(width=64)` as `name` and its keyword arguments, which are literals.
+def split_options(option: str, text: str) -> tuple[str, dict[str, object]]:
+    """Split `name(width=64)` into `name` and its keyword arguments, which have to be literals.
 
-    Raises UsageError, naming the command line's `option`, for anything else.
+    Args:
+        option: option of the command line, for error messages.
+        text: the option's value.
+
+    Raises UsageError for any other form.
     """
     match = _PATTERN.fullmatch(text.strip())
     if match is None:
@@ -30,11 +37,11 @@ def split_options(option: str, text: str) -> tuple[str, dict[str, Any]]:
         call = ast.parse(f"f({inside})", mode="eval").body
         assert isinstance(call, ast.Call)
         if call.args or any(keyword.arg is None for keyword in call.keywords):
-            raise ValueError("only option=value can stand in the brackets")
+            raise ValueError("only option=value may stand in the parentheses")
         values = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
     except (SyntaxError, ValueError, AssertionError) as error:
         raise UsageError(
-            f"{option} {text}: what stands in the brackets is to be like width=64, "
+            f"{option} {text}: give literals in the parentheses, such as width=64, "
             f"name='abc' ({error})"
         ) from error
     return name, values
@@ -61,14 +68,14 @@ def check_name(option: str, text: str, names: Sequence[str]) -> None:
     # The package's own __init__ may import anything, so only the first part is looked up.
     if importlib.util.find_spec(module.partition(".")[0]) is None:
         raise UsageError(
-            f"{option} {name}: there is no module {module}, neither installed nor in {folder}"
+            f"{option} {name}: no module {module} is installed, and none lies in {folder}"
         )
 
 
-def load_factory(option: str, name: str) -> Callable[..., Any]:
-    """The `factory` of `module:factory`; modules of the current folder are found, too.
+def load_factory(option: str, name: str) -> Callable[..., object]:
+    """Import `module:factory`, also from the current folder.
 
-    Raises UsageError where there is none.
+    Raises UsageError if the module or the factory does not exist.
     """
     module_name, _, attribute = name.partition(":")
     folder = os.getcwd()
@@ -78,31 +85,37 @@ def load_factory(option: str, name: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not module_name.startswith(error.name):
-            raise  # The module is there; something that it wants is not.
+            raise  # The module exists; one of its own imports does not.
         raise UsageError(
-            f"{option} {name}: there is no module {module_name}, neither installed nor in {folder}"
+            f"{option} {name}: no module {module_name} is installed, and none lies in {folder}"
         ) from error
-    found = getattr(module, attribute, None)
-    if not callable(found):
+    factory: Callable[..., object] | None = getattr(module, attribute, None)
+    if not callable(factory):
         public = [n for n, value in vars(module).items() if callable(value) and n[0] != "_"]
         raise UsageError(
-            f"{option} {name}: {module_name} has no {attribute} that can be called; it has "
-            + (", ".join(sorted(public)[:8]) or "nothing that can")
+            f"{option} {name}: {module_name} has no callable {attribute}; it has "
+            + (", ".join(sorted(public)[:8]) or "no callables")
         )
-    made: Callable[..., Any] = found
-    return made
+    return factory
 
 
 def call_with(
-    option: str, name: str, factory: Callable[..., Any], given: Mapping[str, Any], offered: Any
-) -> Any:
-    """Call a factory with the options that the user gave, and those offered ones that it names.
+    option: str,
+    name: str,
+    factory: Callable[..., T],
+    given: Mapping[str, object],
+    offered: Iterable[tuple[Sequence[str], object]],
+) -> T:
+    """Call a factory with the user's options, and with the offered ones that it accepts.
 
     Args:
-        offered: (names, value) pairs; a factory gets the value by the first of the names that is
-            a parameter of its, or, where it takes any keyword, by the last.
+        option: option of the command line, for error messages.
+        name: name of the factory, for error messages.
+        given: the user's keyword arguments.
+        offered: (names, value) pairs. The value is passed under the first name that is a parameter
+            of the factory, or under the last one if the factory accepts any keyword.
 
-    Raises UsageError where it cannot be called so.
+    Raises UsageError if the arguments do not fit the factory's signature.
     """
     arguments = dict(given)
     try:

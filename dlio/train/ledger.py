@@ -1,25 +1,36 @@
-"""The trace of a run: who consumed which samples, for anyone to check."""
+"""The trace of a run (`--trace`): a file of the samples that each rank consumed at each step."""
 
 import contextlib
 import json
 import os
-from typing import Any, Self
+from typing import Self, TypedDict
 
 from dlio.comm import Communicator
 from dlio.util.files import unwritable
 
+__all__ = ["SampleLedger"]
+
+
+class _Line(TypedDict):
+    """One line of the file."""
+
+    epoch: int
+    step: int
+    rank: int
+    samples: list[int]
+
 
 class SampleLedger:
-    """Which samples each rank consumed at each step, a JSON object a line.
+    """Record the samples of each rank and step, one JSON object per line.
 
-    Ranks hand their lines to rank 0 at the end of an epoch. The file appears at the end of the
-    run; a run that fails leaves none.
+    Ranks send their lines to rank 0 at the end of an epoch. The file appears at the end of the run;
+    a failed run leaves no file.
     """
 
     def __init__(self, path: str, comm: Communicator) -> None:
         self._path = path
         self._comm = comm
-        self._lines: list[dict[str, Any]] = []
+        self._lines: list[_Line] = []
         self._temporary = f"{path}.{os.getpid()}.tmp"
         self._file = open(self._temporary, "w") if comm.rank == 0 else None  # noqa: SIM115
 
@@ -28,18 +39,19 @@ class SampleLedger:
 
     def __exit__(self, *_: object) -> None:
         if self._file is not None:
-            # What a full disk did not take is reported where it was written, not here.
+            # Errors of a full disk have been raised by the writes.
             with contextlib.suppress(OSError):
                 self._file.close()
             if os.path.exists(self._temporary):
                 os.unlink(self._temporary)
 
     def step(self, epoch: int, step: int, samples: list[int]) -> None:
+        """Record this rank's samples of one step."""
         rank = self._comm.rank
         self._lines.append({"epoch": epoch, "step": step, "rank": rank, "samples": samples})
 
     def end_epoch(self) -> None:
-        """Collective."""
+        """Write the epoch's lines. Collective. Raises TierError or UsageError as `unwritable`."""
         everyone = self._comm.allgather(self._lines)
         self._lines = []
         if self._file is not None:
@@ -52,6 +64,7 @@ class SampleLedger:
                 raise unwritable(self._path, error) from error
 
     def finish(self) -> None:
+        """Publish the file under its final name."""
         if self._file is not None:
             try:
                 os.fsync(self._file.fileno())

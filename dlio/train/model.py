@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable
 from functools import cache
-from typing import Final
+from typing import Final, cast
 
 import torch
 from torch import nn
@@ -12,13 +12,18 @@ from dlio.errors import UsageError
 from dlio.train.config import MODEL_NAMES
 from dlio.train.factory import call_with, load_factory, split_options
 
+__all__ = ["MODELS", "ResidualBlock", "SmallResNet", "find_model", "make_model", "normalised"]
+
 _MEAN: Final = (0.485, 0.456, 0.406)
 _STD: Final = (0.229, 0.224, 0.225)
-"""Of ImageNet's pixels, as torchvision's models are trained with."""
+"""Mean and standard deviation of ImageNet's pixels, per channel, as torchvision uses them."""
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions and a way around them (He et al., 2015)."""
+    """Two 3x3 convolutions with a shortcut (He et al., arXiv 1512.03385).
+
+    Input (n, inputs, h, w), output (n, outputs, ceil(h / stride), ceil(w / stride)).
+    """
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -26,13 +31,13 @@ class ResidualBlock(nn.Module):
         self.norm1 = nn.BatchNorm2d(outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
         self.norm2 = nn.BatchNorm2d(outputs)
-        # The block starts as its shortcut, which lets a deep net learn at a high rate at once
-        # (Goyal et al., 2017).
+        # Each block starts as its shortcut, which allows a high learning rate from the start
+        # (Goyal et al., arXiv 1706.02677).
         nn.init.zeros_(self.norm2.weight)
         self.shortcut: nn.Module = nn.Identity()
         if stride > 1 or inputs != outputs:
             self.shortcut = nn.Sequential(
-                # ceil_mode: of an odd side the convolutions keep the larger half.
+                # ceil_mode: the convolutions round odd sizes up.
                 nn.AvgPool2d(stride, ceil_mode=True) if stride > 1 else nn.Identity(),
                 nn.Conv2d(inputs, outputs, 1, bias=False),
                 nn.BatchNorm2d(outputs),
@@ -45,10 +50,12 @@ class ResidualBlock(nn.Module):
 
 
 class SmallResNet(nn.Module):
-    """A stem that brings the image to at most 56 pixels, three residual stages, a classifier.
+    """A residual network: a stem that reduces the image to 56 pixels at most, three residual stages
+    and a linear classifier.
 
-    1.2 million parameters at the default width; 45 million multiply-adds for an image of 64
-    pixels, 146 million for one of 224.
+    1.2 million parameters at the default width; 45 million multiply-adds for an image of 64 x 64
+    pixels, 146 million for one of 224 x 224. Input: float32 (n, 3, image_size, image_size),
+    normalised; output: logits (n, classes).
     """
 
     def __init__(self, classes: int, image_size: int, width: int = 32) -> None:
@@ -77,8 +84,13 @@ class SmallResNet(nn.Module):
 
 
 def normalised(images: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """What models are given: uint8 (n, 3, h, w) -> float32 on the device, mean 0 and deviation 1
-    over ImageNet's pixels."""
+    """Convert images to a model's input on the device.
+
+    Args:
+        images: uint8 (n, 3, h, w).
+
+    Returns float32 (n, 3, h, w) with mean 0 and standard deviation 1 over ImageNet's pixels.
+    """
     mean, std = _pixels(device)
     return images.to(device, non_blocking=True).float().sub_(mean).div_(std)
 
@@ -92,16 +104,21 @@ def _pixels(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 MODELS: Final[dict[str, Callable[..., nn.Module]]] = dict(
     zip(MODEL_NAMES, (SmallResNet,), strict=True)
 )
-"""By the name that --model takes."""
+"""Models by the names that --model accepts."""
 
 
 def make_model(text: str, classes: int, image_size: int) -> nn.Module:
-    """The model of `--model`: one of MODELS, or `module:factory`, with `(option=value)` behind it.
+    """Make the model of `--model`.
 
-    A factory gets those of `classes` (or `num_classes`) and `image_size` that it has parameters
-    for, and gives a module: float32 (n, 3, image_size, image_size) -> logits (n, classes).
+    Args:
+        text: a name in MODELS, or `module:factory`; optionally followed by `(option=value)`.
+        classes: passed to a factory with a parameter `classes` or `num_classes`.
+        image_size: passed to a factory with a parameter of this name.
 
-    Raises UsageError for what is none.
+    The model maps float32 (n, 3, image_size, image_size) to logits (n, classes).
+
+    Raises UsageError for an unknown name, unsuitable options, or a factory that returns something
+    other than a torch.nn.Module.
     """
     name, options = split_options("--model", text)
     offered = ((("classes", "num_classes"), classes), (("image_size",), image_size))
@@ -113,10 +130,10 @@ def make_model(text: str, classes: int, image_size: int) -> nn.Module:
 
 
 def find_model(text: str) -> Callable[..., nn.Module]:
-    """Raises UsageError where there is no such model."""
+    """Return the factory of a `--model` value. Raises UsageError if there is none."""
     name, _ = split_options("--model", text)
     if ":" in name:
-        return load_factory("--model", name)
+        return cast(Callable[..., nn.Module], load_factory("--model", name))
     if name not in MODELS:
         raise UsageError(f"--model {name}: choose {', '.join(MODELS)}, or module:factory")
     return MODELS[name]

@@ -1,4 +1,4 @@
-"""torch's optimizers by the names that --optimizer takes."""
+"""torch's optimizers, by the names that --optimizer accepts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,16 +9,19 @@ from torch import nn
 
 from dlio.errors import UsageError
 
+__all__ = ["make_optimizer", "usual_lr"]
+
 _Make = Callable[[list[dict[str, Any]], float], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
     make: _Make
-    """Of parameter groups and a momentum."""
+    """Make the optimizer from parameter groups and a momentum."""
     peak_lr: float
-    """For a global batch of 64; it grows with the batch's root."""
+    """Peak learning rate for a global batch of 64; it grows with the square root of the batch."""
     weight_decay: float
+    """Default weight decay."""
 
 
 _KINDS: Final = {
@@ -42,13 +45,16 @@ OPTIMIZERS: Final = tuple(_KINDS)
 def make_optimizer(
     name: str, model: nn.Module, momentum: float, weight_decay: float | None
 ) -> torch.optim.Optimizer:
-    """Of all parameters that get gradients; biases and norms do not decay. Its learning rate is 0
-    until somebody sets one.
+    """Make an optimizer of all parameters that require gradients, with learning rate 0.
+
+    Biases and norms (parameters with fewer than two dimensions) get no weight decay.
 
     Args:
-        weight_decay: None for what is usual with the optimizer.
+        name: a value of --optimizer.
+        momentum: momentum of SGD and RMSprop; others ignore it.
+        weight_decay: None for the optimizer's default.
 
-    Raises UsageError for a name that is none.
+    Raises UsageError for an unknown name, and for a model without trainable parameters.
     """
     kind = _kind(name)
     decay = kind.weight_decay if weight_decay is None else weight_decay
@@ -59,13 +65,16 @@ def make_optimizer(
     ]
     if not parameters:
         raise UsageError(
-            "the model has no parameter that gets gradients: there is nothing to train"
+            "the model has no parameters that require gradients: there is nothing to train"
         )
     return kind.make([group for group in groups if group["params"]], momentum)
 
 
 def usual_lr(name: str, global_batch: int) -> float:
-    """A peak learning rate that a residual net bears. Raises UsageError as make_optimizer."""
+    """Default peak learning rate, suitable for residual networks.
+
+    Raises UsageError for an unknown name.
+    """
     return float(_kind(name).peak_lr * (global_batch / 64) ** 0.5)
 
 

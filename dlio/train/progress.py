@@ -1,4 +1,4 @@
-"""Live progress: a bar on a terminal, a line now and then in a batch log."""
+"""Live progress: a bar on a terminal, a line every ten seconds in a batch log."""
 
 import time
 from typing import Self
@@ -12,13 +12,13 @@ _REFRESH_S = 0.1
 
 
 class TrainingProgress:
-    """Shows where a run is; rank 0 speaks for all. Owns the bar."""
+    """Show the progress of a run, on rank 0 only. Owns the bar."""
 
     def __init__(self, epochs: int, steps: int, rank: int) -> None:
         speaks = rank == 0
         self._epochs = epochs
         self.steps = steps
-        """Of the epoch that is under way."""
+        """Steps of the current epoch."""
         self._speaks = speaks
         self._bar = Bar(force=True) if speaks and shows_terminal() else None
         self._epoch = -1
@@ -35,13 +35,19 @@ class TrainingProgress:
             self._bar.__exit__()
 
     def step(self, epoch: int, step: int, samples: int, stall_s: float) -> None:
-        """A step with `samples` over all ranks is done; this one has waited `stall_s` in this
-        epoch."""
+        """Show a finished step.
+
+        Args:
+            epoch: number of the epoch, from 0.
+            step: number of the step, from 0.
+            samples: samples of the step, over all ranks.
+            stall_s: seconds that this rank has waited for data in this epoch.
+        """
         if not self._speaks:
             return
         now = time.perf_counter()
         if epoch != self._epoch:
-            # The first step is not timed: when it began is not known here.
+            # Do not time the first step, whose beginning is unknown here.
             self._epoch, self._samples, self._started = epoch, -samples, now
             if self._bar is not None:
                 self._bar.begin(f"epoch {epoch + 1}/{self._epochs}", self.steps)
@@ -63,6 +69,7 @@ class TrainingProgress:
             )
 
     def epoch_ends(self, report: EpochReport) -> None:
+        """Show the results of an epoch."""
         if not self._speaks:
             return
         held_out = ""

@@ -1,9 +1,8 @@
-"""Pruning in `dlio train`: what `dlio.Apoptosis` is told of a run, and what a run tells of it."""
+"""Connect `dlio.Apoptosis` to a run of `dlio train`: probe, reports and checkpoints."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
@@ -13,23 +12,35 @@ from dlio.train.config import TrainConfig
 from dlio.train.cut import Cut
 from dlio.train.exchange.distribute import Distributed
 from dlio.train.precision import Precision
-from dlio.train.pruning.apoptosis import Apoptosis, Round
+from dlio.train.pruning.apoptosis import Apoptosis, ApoptosisState
 from dlio.train.pruning.model_size import count_parameters, flops_per_sample, parameters_by_layer
 from dlio.train.pruning.pace import TOLERANCE
 from dlio.train.pruning.pruned_layout import PrunedLayout
+from dlio.train.report import PruningReport
+
+__all__ = ["Pruner", "PrunerState"]
 
 _BATCHES: Final = 4
-"""That a probe is made of: the last ones before a round."""
+"""Number of batches in a probe: the last ones before a round."""
 _MOST: Final = 256
-"""Samples of them."""
+"""Most samples in a probe."""
 _EXAMPLES: Final = 2
 
 
+class PrunerState(ApoptosisState):
+    """`Pruner.state_dict` as JSON types."""
+
+    told: int
+    """Number of rounds reported so far."""
+    batches: int
+    """Number of batches in the probe."""
+
+
 class Pruner:
-    """One rank's. Owns the Apoptosis; `close` is collective.
+    """The pruning of one rank. Owns the Apoptosis; `close` is collective.
 
     Args:
-        steps: of the optimizer, in the whole run.
+        steps: optimizer steps in the whole run.
     """
 
     def __init__(
@@ -44,8 +55,8 @@ class Pruner:
         self._precision = precision
         self._batches: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=_BATCHES)
         self._cuts: Sequence[Cut] = []
-        self._told = 0
-        """Rounds that have been reported."""
+        self._reported = 0
+        """Number of rounds reported so far."""
         generator = torch.Generator().manual_seed(0)
         size = config.image_size
         self.apoptosis = Apoptosis(
@@ -56,22 +67,28 @@ class Pruner:
             exchange=exchange,
             steps=steps,
             tolerance=TOLERANCE if config.prune_tolerance is None else config.prune_tolerance,
-            on_cut=(self._was_cut,),
+            on_cut=(self._keep_cuts,),
         )
         self._flops_at_first = flops_per_sample(model, self.apoptosis.example)
         self._flops = 0, self._flops_at_first
-        """Of which layout's version, and how many."""
+        """(version of the layout, FLOPs per sample)."""
 
     def close(self) -> None:
+        """Close the Apoptosis. Collective."""
         self.apoptosis.close()
 
-    def saw(self, images: torch.Tensor, labels: torch.Tensor) -> None:
-        """A batch as the model gets it, which a round that is near is tried with."""
+    def add_batch(self, images: torch.Tensor, labels: torch.Tensor) -> None:
+        """Keep a batch for the probe if a round is near.
+
+        Args:
+            images: normalised input of the model; shape (n, 3, height, width).
+            labels: class indices; shape (n,).
+        """
         if len(images) and self.apoptosis.due(_BATCHES):
             self._batches.append((images, labels))
 
     def step(self) -> Sequence[Cut]:
-        """After each step of the optimizer; what has been cut out of the model. Collective."""
+        """Return the cuts of this step; call it after each optimizer step. Collective."""
         self._cuts = []
         if self.apoptosis.due():
             self.apoptosis.step()
@@ -80,10 +97,10 @@ class Pruner:
             self.apoptosis.step()
         return self._cuts
 
-    def report(self) -> dict[str, Any]:
-        """What the model is now, and what has been done since the last report."""
+    def report(self) -> PruningReport:
+        """Size of the model now, and the rounds since the last report."""
         apoptosis, model = self.apoptosis, self.apoptosis.model
-        rounds, self._told = apoptosis.rounds[self._told :], len(apoptosis.rounds)
+        rounds, self._reported = apoptosis.rounds[self._reported :], len(apoptosis.rounds)
         if self._flops[0] != apoptosis.layout.version:
             flops = flops_per_sample(model, apoptosis.example)
             self._flops = apoptosis.layout.version, flops
@@ -93,34 +110,34 @@ class Pruner:
             "layers": parameters_by_layer(model),
             "flops_per_sample": self._flops[1],
             "flops_at_first": self._flops_at_first,
-            "rounds": [_plain(each) for each in rounds],
+            "rounds": [each.to_json() for each in rounds],
             "undone": sum(bool(each.undone) for each in rounds),
             "statistics": apoptosis.overhead(),
             "stopped": apoptosis.stopped,
             "left_alone": [str(each) for each in apoptosis.found.left_alone],
         }
 
-    def state_dict(self) -> dict[str, Any]:
-        return {**self.apoptosis.state_dict(), "told": self._told, "batches": len(self._batches)}
+    def state_dict(self) -> PrunerState:
+        """State as JSON types; equal on all ranks."""
+        state = self.apoptosis.state_dict()
+        return {**state, "told": self._reported, "batches": len(self._batches)}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """This rank's, beside the model's."""
-        found = {f"window/{name}": each for name, each in self.apoptosis.tensors().items()}
+        """This rank's window of statistics and probe batches, to save with `state_dict`."""
+        tensors = {f"window/{name}": each for name, each in self.apoptosis.tensors().items()}
         for number, (images, labels) in enumerate(self._batches):
-            found[f"images/{number}"], found[f"labels/{number}"] = images, labels
-        return found
+            tensors[f"images/{number}"], tensors[f"labels/{number}"] = images, labels
+        return tensors
 
-    def take_layout(self, state: Mapping[str, Any]) -> None:
-        """Before weights are loaded. Collective."""
+    def take_layout(self, state: PrunerState) -> None:
+        """Cut the model to the saved layout; call it before loading weights. Collective."""
         self.apoptosis.take_layout(PrunedLayout.from_json(state["layout"]))
 
-    def load_state_dict(
-        self, state: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
-    ) -> None:
-        """After they have been.
+    def load_state_dict(self, state: PrunerState, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Continue from a saved state; call it after loading weights.
 
         Args:
-            tensors: this rank's; empty on another number of ranks.
+            tensors: this rank's tensors; empty if the number of ranks has changed.
         """
         window = {
             name.removeprefix("window/"): each
@@ -128,7 +145,7 @@ class Pruner:
             if name.startswith("window/")
         }
         self.apoptosis.load_state_dict(state, window)
-        self._told = int(state["told"])
+        self._reported = int(state["told"])
         self._batches.clear()
         device = next(self.apoptosis.model.parameters()).device
         number = 0
@@ -138,21 +155,17 @@ class Pruner:
             self._batches.append((images, tensors[f"labels/{number}"].to(device)))
             number += 1
 
-    def _was_cut(self, cuts: Sequence[Cut]) -> None:
+    def _keep_cuts(self, cuts: Sequence[Cut]) -> None:
         self._cuts = cuts
 
     def _probe(self, model: nn.Module) -> tuple[float, float]:
-        """(sum of losses, samples) of the last batches."""
+        """Return (sum of losses, number of samples) of the last batches."""
         if not self._batches:
             return 0.0, 0.0
         images = torch.cat([images for images, _ in self._batches])[-_MOST:]
         labels = torch.cat([labels for _, labels in self._batches])[-_MOST:]
         if len(images) < _EXAMPLES:
-            return 0.0, 0.0  # Batch norms cannot tell anything of one.
+            return 0.0, 0.0  # A batch norm in training mode needs two samples.
         with self._precision.casting():
             losses = cross_entropy(model(images), labels, reduction="sum")
         return float(losses), float(len(images))
-
-
-def _plain(done: Round) -> dict[str, Any]:
-    return {**asdict(done), "undone": list(done.undone)}

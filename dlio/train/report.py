@@ -1,15 +1,98 @@
-"""What a run tells at its end: JSON for programs, a page for people."""
+"""Reports of a training run: JSON for programs, a table and sentences for people."""
 
 import json
 import platform
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TypedDict
 
 from dlio.comm.environment import shows_terminal
 from dlio.storage.counters import PLACES
 from dlio.train.config import TrainConfig
+from dlio.train.pruning.rounds import RoundRecord
 from dlio.util.cores import available_cores
 from dlio.util.units import format_bytes
+
+__all__ = [
+    "CheckpointReport",
+    "EpochReport",
+    "PruningReport",
+    "RankEpoch",
+    "RankSpeed",
+    "RunReport",
+    "removed_by_kind",
+]
+
+
+class PruningReport(TypedDict):
+    """The pruning of one epoch, from rank 0."""
+
+    parameters: int
+    """Number of parameters now."""
+    parameters_at_first: int
+    layers: dict[str, int]
+    """Number of parameters of each module, by name."""
+    flops_per_sample: int
+    """FLOPs of a forward pass now."""
+    flops_at_first: int
+    rounds: list[RoundRecord]
+    """The epoch's rounds."""
+    undone: int
+    """Number of rounds in which removals were rejected."""
+    statistics: dict[str, float]
+    """Cost: `steps` sampled; `share` and `rounds_share`, the fractions of the time since the start
+    spent on sampling and on rounds."""
+    stopped: str
+    """Reason why there are no more rounds; empty while there may be."""
+    left_alone: list[str]
+    """Layers that cannot be pruned, with reasons."""
+
+
+class RankSpeed(TypedDict):
+    """Measurements that a rank makes for the balancer."""
+
+    share: int
+    """Samples of a whole step that the rank takes."""
+    computed_per_s: float | None
+    """Samples per second that it computes; None before it has computed any."""
+    cost: list[float]
+    """Seconds (per step, per sample)."""
+
+
+class RankEpoch(RankSpeed, total=False):
+    """Measurements of one rank in one epoch."""
+
+    sums: list[float]
+    """Sum of losses, correct answers, samples."""
+    seconds: float
+    stall_s: float
+    first_batch_s: float | None
+    exchange_wait_s: float
+    exchange_bytes: float
+    step_ms: list[float]
+    """Median and 95th percentile, in milliseconds."""
+    left_out: int
+    skip_share: float
+    bytes: dict[str, int]
+    sent: int
+    messages: int
+    late: int
+    healed: int
+    decoded: int
+    decode_saved_s: float
+    skipped: list[str]
+    notes: list[str]
+
+
+class CheckpointReport(TypedDict):
+    """The checkpoints of one run, from rank 0."""
+
+    written: list[str]
+    """Names of the checkpoints."""
+    failures: list[str]
+    """Errors, in words."""
+    wait_s: float
+    """Seconds that training waited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,67 +100,77 @@ class EpochReport:
     """One epoch, over all ranks."""
 
     epoch: int
+    """Number of the epoch, from 0."""
     seconds: float
-    """Of the slowest rank, evaluation aside."""
+    """Time of the slowest rank, without evaluation."""
     samples: int
     samples_per_s: float
     stall_fraction: float
-    """Share of its time that a rank waited for data, mean over ranks."""
+    """Fraction of its time that a rank waited for data, mean over ranks."""
     loss: float | None
+    """Mean training loss; None without samples."""
     accuracy: float | None
-    """On the training samples, while training."""
+    """Accuracy on the training samples, while training."""
     val_accuracy: float | None
-    """Of the ranks' mean model on the held-out samples."""
+    """Accuracy of the ranks' mean model on the held-out samples."""
     bytes: dict[str, int]
     """Payload bytes by the place they were read from: source, peer, ram, disk."""
     first_batch_s: float | None
-    """Until the slowest rank had its first batch."""
+    """Time until the slowest rank had its first batch."""
     consensus_distance: float
     """Root mean square distance of the ranks' weights from their mean."""
     exchange_wait_s: float
-    """Waiting for other ranks' gradients or weights, mean over ranks."""
+    """Time spent waiting for other ranks' gradients or weights, mean over ranks."""
     exchange_bytes: int
-    """Of gradients or weights, sent by all ranks; of an allreduce as a ring sends them."""
+    """Bytes of gradients or weights sent by all ranks; an allreduce counts as a ring."""
     peak_lr: float
+    """Peak of the learning rate over the run."""
     messages: int
-    """Messages with samples, between ranks."""
+    """Messages with samples between ranks."""
     late: int
+    """Samples that a peer sent too late, and that were read from the source."""
     healed: int
+    """Damaged copies in tiers that were replaced from the source."""
     decoded: int
-    """Samples that came decoded from a decoded tier."""
+    """Samples read from a decoded tier."""
     decode_saved_s: float
-    """Seconds of decoding that this saved, over all ranks' threads."""
+    """Decoding time that the decoded tier saved, over all ranks' threads."""
     step_ms: dict[str, float]
-    """Milliseconds from one step of the optimizer to the next: `median` and `p95`, of the rank
-    where they are longest."""
+    """Milliseconds between optimizer steps: `median` and `p95`, of the rank where they are
+    longest."""
     left_out: int
-    """Steps that the optimizer was not let do (--nan skip), of the rank with most."""
+    """Optimizer steps left out (--nan skip), of the rank with most."""
     skipped: list[str]
     """Samples that could not be read or decoded, with --on-error skip."""
     notes: list[str]
+    """Remarks of the loader, such as a tier that was full."""
     shares: list[int]
     """Samples of a whole step that each rank took."""
     rank_samples_per_s: list[float | None]
-    """That each rank computes, waiting for data and for other ranks left out; None where it had no
-    samples, and on a GPU without --balance."""
-    pruning: dict[str, Any] | None = None
-    """With --prune: `parameters` and `parameters_at_first`, those of `layers`, `flops_per_sample`
-    of a forward pass and `flops_at_first`, the epoch's `rounds`, how many had something `undone`,
-    what `statistics` take (`steps` looked at, `share` of the time since the start, `rounds_share`
-    of rounds), why there are no more rounds (`stopped`), and what is `left_alone`. Of rank 0."""
+    """Samples per second that each rank computes, without waiting times; None if it had no samples,
+    and on a GPU without --balance."""
+    pruning: PruningReport | None = None
+    """Results of --prune."""
     skip_share: float = 0.0
-    """Share of the data set's samples that --skip-samples left out of this epoch."""
+    """Fraction of the data set that --skip-samples left out of this epoch."""
 
     @classmethod
     def of_ranks(
         cls,
         epoch: int,
-        ranks: list[dict[str, Any]],
+        ranks: Sequence[RankEpoch],
         val_accuracy: float | None,
         consensus: float,
         peak_lr: float,
-        pruning: dict[str, Any] | None = None,
+        pruning: PruningReport | None = None,
     ) -> "EpochReport":
+        """Combine the measurements of all ranks.
+
+        Args:
+            ranks: the measurements, in rank order.
+            val_accuracy: accuracy on the held-out samples.
+            consensus: see `consensus_distance`.
+        """
         loss, correct, count = (sum(rank["sums"][k] for rank in ranks) for k in range(3))
         seconds = max(rank["seconds"] for rank in ranks)
         first = [rank["first_batch_s"] for rank in ranks if rank["first_batch_s"] is not None]
@@ -120,21 +213,22 @@ class RunReport:
     """A whole run."""
 
     dataset: dict[str, int]
-    """`samples` and payload `bytes`."""
+    """Number of `samples` and payload `bytes`."""
     ranks: int
     nodes: int
     tiers: list[str]
     config: TrainConfig
     epochs: list[EpochReport] = field(default_factory=list)
-    """Of a run that was resumed, those before it, too."""
+    """All epochs; for a resumed run, including those before it was resumed."""
     resumed: str | None = None
-    """The checkpoint that the run went on from."""
+    """Path of the checkpoint that the run was resumed from."""
     stopped: str | None = None
-    """Why it ended early, when it did."""
-    checkpoints: dict[str, Any] | None = None
-    """Names `written`, `failures`, and `wait_s`, the seconds that rank 0's training waited."""
+    """Reason why the run ended early."""
+    checkpoints: CheckpointReport | None = None
+    """Results of --checkpoint."""
 
     def to_json(self) -> str:
+        """Return the report as indented JSON, with versions and machine."""
         from importlib.metadata import version
 
         return json.dumps(
@@ -155,7 +249,7 @@ class RunReport:
         )
 
     def print(self) -> None:
-        """A table of the epochs and what it means, on standard output."""
+        """Print a table of the epochs, and `sentences`, on standard output."""
         from rich.box import SIMPLE_HEAD
         from rich.console import Console
         from rich.table import Table
@@ -168,7 +262,7 @@ class RunReport:
             f"{self.config.exchange}, shuffle {self.config.shuffle}",
             title_justify="left",
             caption="train, held out: accuracy. source, peer, ram, disk: share of the data read\n"
-            "from there (what fills a tier is read from the source, and then from the tier)",
+            "from there (a block that fills a tier counts as source first, then as that tier)",
             box=SIMPLE_HEAD,
             padding=0,  # Ten columns fit in the 80 characters of a pipe.
             pad_edge=False,
@@ -193,7 +287,7 @@ class RunReport:
             console.print(sentence, highlight=False)
 
     def sentences(self) -> list[str]:
-        """What the figures say, in words."""
+        """Summarise the figures in words, one sentence each."""
         if not self.epochs:
             return []
         first, last, data_bytes = self.epochs[0], self.epochs[-1], self.dataset["bytes"]
@@ -204,7 +298,7 @@ class RunReport:
             said[0] += " and not at all afterwards: the tiers hold it all."
         elif later:
             share = sum(later) / len(later) / data_bytes
-            said[0] += f" and {share:.2f} times in each later one: what the tiers cannot hold."
+            said[0] += f" and {share:.2f} times in each later one: the tiers cannot hold it all."
         else:
             said[0] += "."
         if kept:
@@ -225,18 +319,20 @@ class RunReport:
         shares = [epoch.skip_share for epoch in self.epochs]
         if max(shares):
             said.append(
-                f"{sum(shares) / len(shares):.0%} of the samples were skipped, for their losses "
-                f"had stayed low: up to {max(shares):.0%} of an epoch's."
+                f"{sum(shares) / len(shares):.0%} of the samples were skipped because their "
+                f"losses had stayed low: up to {max(shares):.0%} of an epoch."
             )
         if last.val_accuracy is not None:
             said.append(f"Held-out accuracy is {last.val_accuracy:.1%}.")
         if last.pruning is not None:
-            said.append(_pruned([epoch.pruning for epoch in self.epochs if epoch.pruning]))
+            said.append(_pruning([epoch.pruning for epoch in self.epochs if epoch.pruning]))
         if self.stopped is not None:
             said.append(f"Stopped after {len(self.epochs)} epoch(s): {self.stopped}.")
         left_out = sum(epoch.left_out for epoch in self.epochs)
         if left_out:
-            said.append(f"{left_out} step(s) whose loss or gradient was no number were left out.")
+            said.append(
+                f"{left_out} step(s) with a loss or gradient that was not finite were left out."
+            )
         if self.checkpoints is not None:
             said.append(
                 f"{len(self.checkpoints['written'])} checkpoint(s) were written; training waited "
@@ -249,23 +345,30 @@ class RunReport:
             said.append(f"{len(skipped)} sample(s) were skipped: {names}.")
         healed = sum(epoch.healed for epoch in self.epochs)
         if healed:
-            said.append(f"{healed} damaged copies in tiers were replaced by the source's.")
+            said.append(f"{healed} damaged copies in tiers were replaced from the source.")
         said += list(dict.fromkeys(note for epoch in self.epochs for note in epoch.notes))[:5]
         return said
 
 
-def _pruned(epochs: list[dict[str, Any]]) -> str:
-    last = epochs[-1]
-    rounds = [each for epoch in epochs for each in epoch["rounds"]]
+def removed_by_kind(epochs: Sequence[PruningReport]) -> dict[str, int]:
+    """Number of neurons removed in these epochs, by kind."""
     kinds: dict[str, int] = {}
-    for each in rounds:
-        for kind, count in each["removed"].items():
-            kinds[kind] = kinds.get(kind, 0) + count
+    for epoch in epochs:
+        for each in epoch["rounds"]:
+            for kind, count in each["removed"].items():
+                kinds[kind] = kinds.get(kind, 0) + count
+    return kinds
+
+
+def _pruning(epochs: Sequence[PruningReport]) -> str:
+    last = epochs[-1]
+    kinds = removed_by_kind(epochs)
     gone = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items()) or "none"
+    rounds = sum(len(epoch["rounds"]) for epoch in epochs)
     undone = sum(epoch["undone"] for epoch in epochs)
     return (
         f"{last['parameters']:,} of {last['parameters_at_first']:,} parameters are left, after "
-        f"{len(rounds)} round(s), {undone} of them undone in part or whole; neurons removed: "
+        f"{rounds} round(s), {undone} of them undone in part or whole; neurons removed: "
         f"{gone}. Statistics took {last['statistics']['share']:.2%} of the time."
     )
 

@@ -1,4 +1,4 @@
-"""The trainer: loader -> model -> exchange -> optimizer, on every rank alike."""
+"""The trainer of `dlio train`: loader -> model -> exchange -> optimizer, the same on every rank."""
 
 import io
 from contextlib import ExitStack
@@ -7,6 +7,9 @@ import torch
 
 from dlio.comm import Communicator, world
 from dlio.errors import UsageError
+from dlio.loader.dataloader import DataLoader
+from dlio.loader.dataset import Dataset
+from dlio.storage.mount import Mount
 from dlio.train.callbacks import make_callbacks
 from dlio.train.checkpoint import Checkpoints
 from dlio.train.checkpoint.callback import CheckpointCallback
@@ -22,12 +25,14 @@ from dlio.train.worker import Worker
 from dlio.util.cores import available_cores
 from dlio.util.files import write_whole
 
+__all__ = ["train"]
+
 
 def train(config: TrainConfig) -> RunReport:
-    """Train a model on this process's ranks. Collective.
+    """Train a model on the ranks of this job. Collective.
 
-    Raises DlioError for whatever a user can mend; other ranks are then left waiting, until the
-    caller ends them (`dlio.comm.abort`).
+    Raises DlioError for errors that a user can fix. Other ranks may then wait for this one; the
+    caller ends them with `dlio.comm.abort`.
     """
     config.check_outputs()
     comm = world()
@@ -37,28 +42,12 @@ def train(config: TrainConfig) -> RunReport:
             checkpoints = stack.enter_context(Checkpoints(config.checkpoint, comm, config.keep))
             if comm.rank == 0 and not config.resume and checkpoints.paths():
                 raise UsageError(
-                    f"--checkpoint {config.checkpoint}: holds checkpoints of another run; --resume "
-                    "goes on with it, or name another folder"
+                    f"--checkpoint {config.checkpoint}: holds checkpoints of another run; add "
+                    "--resume to continue it, or name another folder"
                 )
-        data = stack.enter_context(
-            open_data(comm, config.source, config, config.tiers, training=True)
-        )
-        loader = stack.enter_context(make_loader(data, config, training=True))
-        if not data.crops:
-            held = ", ".join(name for name, _ in data.reader.schema.fields)
-            raise UsageError(f"{config.source} holds {held}: training wants images with labels")
+        data, loader = _open_training(stack, config, comm)
         mounted = data.mount(comm, config.pretend_nodes)
-        held_out = None
-        if config.val is not None:
-            val = stack.enter_context(
-                open_data(comm, config.val, config, mounted.spare_tiers(), training=False)
-            )
-            if list(val.classes) != list(data.classes):
-                raise UsageError(
-                    f"{config.val} has other classes than {config.source}: "
-                    f"{difference(val.classes, data.classes)}"
-                )
-            held_out = stack.enter_context(make_loader(val, config, training=False))
+        held_out = _open_held_out(stack, config, comm, data, mounted)
         cores = available_cores()
         torch.set_num_threads(max(1, cores * mounted.nodes.machines // comm.size))
         run = Worker(config, comm, loader, held_out)
@@ -72,8 +61,8 @@ def train(config: TrainConfig) -> RunReport:
         )
         if config.prune != "off" and held_out is None and comm.rank == 0:
             print(
-                "without --val nobody sees what pruning costs on held-out data: it goes by the "
-                "last batches' loss",
+                "without --val, pruning cannot check held-out accuracy: it relies on the loss of "
+                "the last batches",
                 flush=True,
             )
         callbacks = make_callbacks(config, comm.rank)
@@ -82,50 +71,85 @@ def train(config: TrainConfig) -> RunReport:
                 report.resumed = _resume(run, checkpoints)
             callbacks.append(CheckpointCallback(run, checkpoints, config.checkpoint_every))
         run.callbacks = [stack.enter_context(callback) for callback in callbacks]
-        trace = None
-        if config.trace is not None:
-            trace = stack.enter_context(SampleLedger(config.trace, comm))
-        progress = stack.enter_context(TrainingProgress(config.epochs, run.steps, comm.rank))
-        for callback in run.callbacks:
-            callback.begins(run)
-        for epoch in range(len(run.history), config.epochs):
-            progress.epoch_ends(run.epoch(epoch, progress, trace))
-            if run.stopped is not None:
-                break
+        _epochs(stack, config, comm, run)
         report.epochs, report.stopped = run.history, run.stopped
         if checkpoints is not None:
             checkpoints.wait()
             report.checkpoints = checkpoints.statistics()
-        if trace is not None:
-            trace.finish()
         _write(config, comm, run, report)
     return report
 
 
-def _resume(run: Worker, checkpoints: Checkpoints) -> str | None:
-    """Go on from the newest checkpoint, if there is one; its path. Collective."""
-    found = checkpoints.newest()
-    if found is None:
+def _open_training(
+    stack: ExitStack, config: TrainConfig, comm: Communicator
+) -> tuple[Dataset, DataLoader]:
+    """Open the training data and its loader. Raises UsageError for data without labelled images."""
+    data = stack.enter_context(open_data(comm, config.source, config, config.tiers, training=True))
+    loader = stack.enter_context(make_loader(data, config, training=True))
+    if not data.crops:
+        fields = ", ".join(name for name, _ in data.reader.schema.fields)
+        raise UsageError(f"{config.source} holds {fields}: training needs images with labels")
+    return data, loader
+
+
+def _open_held_out(
+    stack: ExitStack, config: TrainConfig, comm: Communicator, data: Dataset, mounted: Mount
+) -> DataLoader | None:
+    """Open the loader of --val in the tiers' spare room. Raises UsageError for other classes."""
+    if config.val is None:
         return None
-    restore(run, found)
+    val = stack.enter_context(
+        open_data(comm, config.val, config, mounted.spare_tiers(), training=False)
+    )
+    if list(val.classes) != list(data.classes):
+        raise UsageError(
+            f"{config.val} has other classes than {config.source}: "
+            f"{difference(val.classes, data.classes)}"
+        )
+    return stack.enter_context(make_loader(val, config, training=False))
+
+
+def _epochs(stack: ExitStack, config: TrainConfig, comm: Communicator, run: Worker) -> None:
+    """Train the remaining epochs, until the last one or until a callback stops the run."""
+    ledger = None
+    if config.trace is not None:
+        ledger = stack.enter_context(SampleLedger(config.trace, comm))
+    progress = stack.enter_context(TrainingProgress(config.epochs, run.steps, comm.rank))
+    for callback in run.callbacks:
+        callback.begins(run)
+    for epoch in range(len(run.history), config.epochs):
+        progress.epoch_ends(run.epoch(epoch, progress, ledger))
+        if run.stopped is not None:
+            break
+    if ledger is not None:
+        ledger.finish()
+
+
+def _resume(run: Worker, checkpoints: Checkpoints) -> str | None:
+    """Restore the newest checkpoint and return its path; None if there is none. Collective."""
+    checkpoint = checkpoints.newest()
+    if checkpoint is None:
+        return None
+    restore(run, checkpoint)
     if run.comm.rank == 0:
         where = f"epoch {run.epoch_number + 1}, step {run.updates}"
-        print(f"resumed from {found.path}: {where}", flush=True)
-        before = int(found.about["global_batch"])
+        print(f"resumed from {checkpoint.path}: {where}", flush=True)
+        before = checkpoint.about["global_batch"]
         if before != run.global_batch:
             print(
-                f"the global batch was {before} samples and is {run.global_batch} now: "
-                "--batch-size, which is per rank, can keep it",
+                f"the global batch was {before} samples and is {run.global_batch} now: adjust "
+                "--batch-size, which is per rank, to keep it",
                 flush=True,
             )
-    return found.path
+    return checkpoint.path
 
 
 def _write(config: TrainConfig, comm: Communicator, run: Worker, report: RunReport) -> None:
+    """Write the weights (--save) and the report (--report) on rank 0. Collective."""
     if config.save is not None:
         state = averaged_state(run.model, comm)
         if comm.rank == 0:
-            # By way of memory: torch's own writer hides that a disk is full.
+            # Serialise to memory first: torch's own writer hides errors of a full disk.
             packed = io.BytesIO()
             torch.save(state, packed)
             write_whole(config.save, lambda file: file.write(packed.getbuffer()))

@@ -4,10 +4,10 @@ import copy
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
 
 import numpy as np
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -18,26 +18,29 @@ from dlio.train.balance import Balancer, Clock
 from dlio.train.callbacks.base import Callback
 from dlio.train.config import TrainConfig
 from dlio.train.cut import Cut
+from dlio.train.evaluation import Evaluator
 from dlio.train.exchange.buckets import averaged_state, consensus_distance
 from dlio.train.exchange.distribute import distribute
+from dlio.train.learning_rate import learning_rate
 from dlio.train.ledger import SampleLedger
 from dlio.train.model import make_model, normalised
 from dlio.train.optimizers import make_optimizer
 from dlio.train.precision import Precision
 from dlio.train.progress import TrainingProgress
 from dlio.train.pruner import Pruner
-from dlio.train.pruning.copies import bare_copy
-from dlio.train.report import EpochReport
+from dlio.train.report import EpochReport, RankEpoch
 from dlio.train.skipping.rule import EASY, SHARE
 from dlio.train.skipping.skipper import SampleSkipper
 
-_COUNTED: Final = ("bytes", "sent", "messages", "late", "healed", "decoded", "decode_saved_s")
-_WARM_UP: Final = 0.15
-"""Share of the steps in which the learning rate rises to its peak."""
+__all__ = ["Worker"]
 
 
 class Worker:
-    """What callbacks see of a run. Made on all ranks together; `close` is collective, too."""
+    """One rank of a run, which callbacks see as `Run`.
+
+    All ranks construct it together; `close` is collective too. Samples are weighted so that the
+    mean over ranks of the gradients is the gradient of the global batch's mean loss.
+    """
 
     def __init__(
         self,
@@ -47,15 +50,17 @@ class Worker:
         held_out: DataLoader | None,
     ) -> None:
         self.config, self.comm = config, comm
-        self.loader, self.held_out = loader, held_out
+        self.loader = loader
         self.device = _device(config.device, comm)
         torch.manual_seed(config.seed)
         classes = len(loader.data.classes) or int(loader.data.reader.labels.max()) + 1
-        self.model = make_model(config.model, classes, config.image_size)
-        self.model.to(self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-        # A copy without hooks, which the ranks' mean is evaluated in.
-        self._mean_model = copy.deepcopy(self.model) if held_out is not None else None
-        trial = copy.deepcopy(self.model) if config.balance else None
+        self.model = _channels_last(make_model(config.model, classes, config.image_size))
+        self.model.to(self.device)
+        self.precision = Precision(config.precision, self.device)
+        self._evaluator: Evaluator | None = None
+        if held_out is not None:
+            self._evaluator = Evaluator(self.model, held_out, self.precision, comm)
+        copy_to_time = copy.deepcopy(self.model) if config.balance else None
         self.optimizer = make_optimizer(
             config.optimizer, self.model, config.momentum, config.weight_decay
         )
@@ -67,58 +72,65 @@ class Worker:
             pretend_nodes=config.pretend_nodes,
             follow_steps=False,  # Gradients are clipped when they are final.
         )
-        self.precision = Precision(config.precision, self.device)
-        self.pruner: Pruner | None = None
-        if config.prune == "apoptosis":
-            steps = config.epochs * math.ceil(len(loader) / config.accumulate)
-            self.pruner = Pruner(
-                config, self.model, self.optimizer, self.exchange, self.precision, steps
-            )
+        self.pruner = self._make_pruner()
         clock = Clock(lambda: self.exchange.statistics()["wait_s"], self.device)
         loaders = [loader] if held_out is None else [loader, held_out]
         self._balancer = Balancer(comm, loaders, config.batch_size, clock, config.balance)
-        self.skipper: SampleSkipper | None = None
-        if config.skip_samples:
-            share, easy = (
-                config.skip_share or SHARE,
-                EASY if config.skip_share is None else math.inf,
-            )
-            self.skipper = SampleSkipper(loader, config.epochs, share, seed=config.seed, easy=easy)
-        # Masks of dropout differ from rank to rank.
+        self.skipper = self._make_skipper()
+        # Dropout masks have to differ between ranks.
         torch.manual_seed((config.seed + comm.rank) % 2**63)
         self.callbacks: Sequence[Callback] = ()
         self.steps = len(loader)
-        """Of an epoch of all samples: batches of a rank."""
+        """Batches per rank in an epoch of all samples."""
         self.samples = len(loader.data)
-        """Of the epoch, over all ranks."""
+        """Samples of this epoch, over all ranks."""
         self.global_batch = config.batch_size * comm.size
+        """Samples of one batch, over all ranks."""
         self.epoch_number = 0
+        """Number of the epoch, from 0."""
         self.position = 0
         """Samples of the epoch's order that all ranks have trained on."""
         self.updates = 0
-        """Steps of the optimizer since the run began."""
+        """Optimizer steps since the run began."""
         self.left_out = 0
-        """Steps of this epoch that the optimizer was not let do."""
+        """Optimizer steps left out in this epoch."""
         self.sums = torch.zeros(3, dtype=torch.float64, device=self.device)
-        """Of this epoch and rank: loss, correct answers, samples; kept on the device."""
+        """Sums of loss, correct answers and samples of this epoch and rank; on the device."""
         self.last_loss = torch.zeros((), device=self.device)
-        """Sum of losses of this rank's last batch."""
+        """Sum of losses of this rank's last batch; on the device."""
         self.gradient_norm: torch.Tensor | None = None
-        """Of the last step, before clipping."""
+        """Norm of the last step's gradients before clipping."""
         self.history: list[EpochReport] = []
+        """Reports of all finished epochs, including those before the run was resumed."""
         self.stopped: str | None = None
-        """Why the run ends early, when it does."""
+        """Reason why the run ends early."""
         self._pending = 0
         """Samples of this rank in batches that have been accumulated."""
         self._update_s: list[float] = []
-        if trial is not None:
-            self._balancer.calibrate(self._trial(trial))
+        if copy_to_time is not None:
+            self._balancer.calibrate(self._timed_pass(copy_to_time))
+
+    def _make_pruner(self) -> Pruner | None:
+        config = self.config
+        if config.prune != "apoptosis":
+            return None
+        steps = config.epochs * math.ceil(len(self.loader) / config.accumulate)
+        return Pruner(config, self.model, self.optimizer, self.exchange, self.precision, steps)
+
+    def _make_skipper(self) -> SampleSkipper | None:
+        config = self.config
+        if not config.skip_samples:
+            return None
+        share = config.skip_share or SHARE
+        easy = EASY if config.skip_share is None else math.inf
+        return SampleSkipper(self.loader, config.epochs, share, seed=config.seed, easy=easy)
 
     def stop(self, reason: str) -> None:
-        """End the run after this epoch. To be called on all ranks."""
+        """End the run after this epoch. Call it on all ranks."""
         self.stopped = reason
 
     def close(self) -> None:
+        """Close the exchange, and pruner and skipper if there are any. Collective."""
         if self.pruner is not None:
             self.pruner.close()
         if self.skipper is not None:
@@ -126,37 +138,21 @@ class Worker:
         self.exchange.close()
 
     def epoch(
-        self, epoch: int, progress: TrainingProgress, trace: SampleLedger | None
+        self, epoch: int, progress: TrainingProgress, ledger: SampleLedger | None
     ) -> EpochReport:
-        """Train an epoch, or what is left of it, and evaluate. Collective."""
-        loader = self.loader
-        self.model.train()
-        if self.skipper is None:
-            loader.set_epoch(epoch)
-        else:
-            self.skipper.begin(epoch)
-            self.samples, progress.steps = self.skipper.samples, len(loader)
-        if self.epoch_number != epoch or not self.position:
-            self.epoch_number, self.position, self.left_out = epoch, 0, 0
-            self.sums.zero_()
-        begun = self.position
-        if self.pruner is not None:
-            a_step = self.global_batch * self.config.accumulate
-            later = self.config.epochs - epoch - 1
-            left = math.ceil((self.samples - begun) / a_step)
-            self.pruner.apoptosis.expect(left + later * math.ceil(self.samples / a_step))
-        self._update_s = []
+        """Train an epoch, or the rest of it after resuming, and evaluate. Collective."""
+        self._begin_epoch(epoch, progress)
+        begun, loader = self.position, self.loader
         before = self.exchange.statistics()
         started = updated = time.perf_counter()
         for step, (images, labels) in enumerate(loader):
-            if trace is not None:
-                done = begun // self.global_batch
-                trace.step(epoch, done + step, loader.last_samples.tolist())
+            done = begun // self.global_batch + step
+            if ledger is not None:
+                ledger.step(epoch, done, loader.last_samples.tolist())
             before_batch = self.position
             with self._balancer.step(len(images)):
                 self._batch(images, labels, begun, step)
-            trained = self.position - before_batch
-            progress.step(epoch, begun // self.global_batch + step, trained, loader.stall_s)
+            progress.step(epoch, done, self.position - before_batch, loader.stall_s)
             if not self._pending_batches(begun, step + 1):
                 now = time.perf_counter()
                 self._update_s.append(now - updated)
@@ -165,17 +161,35 @@ class Worker:
         self.sums.tolist()  # Waits for the device.
         seconds = time.perf_counter() - started
         after = self.exchange.statistics()
-        if trace is not None:
-            trace.end_epoch()
-        report = self._reported(seconds, {key: after[key] - before[key] for key in before})
+        if ledger is not None:
+            ledger.end_epoch()
+        report = self._report(seconds, {key: after[key] - before[key] for key in before})
         self.history.append(report)
         self.position = 0
         for callback in self.callbacks:
             callback.epoch_ends(self, report)
         return report
 
+    def _begin_epoch(self, epoch: int, progress: TrainingProgress) -> None:
+        """Choose the epoch's samples, and reset its counters unless it is being resumed."""
+        self.model.train()
+        if self.skipper is None:
+            self.loader.set_epoch(epoch)
+        else:
+            self.skipper.begin(epoch)
+            self.samples, progress.steps = self.skipper.samples, len(self.loader)
+        if self.epoch_number != epoch or not self.position:
+            self.epoch_number, self.position, self.left_out = epoch, 0, 0
+            self.sums.zero_()
+        if self.pruner is not None:
+            per_step = self.global_batch * self.config.accumulate
+            later = self.config.epochs - epoch - 1
+            left = math.ceil((self.samples - self.position) / per_step)
+            self.pruner.apoptosis.expect(left + later * math.ceil(self.samples / per_step))
+        self._update_s = []
+
     def _batch(self, images: torch.Tensor, labels: torch.Tensor, begun: int, step: int) -> None:
-        """Backward of a batch, and the optimizer's step where no other is accumulated first."""
+        """Run backward on a batch, and an optimizer step if it is the last to accumulate."""
         more = self._pending_batches(begun, step + 1)
         first = begun + (step - step % self.config.accumulate) * self.global_batch
         planned = min(self.config.accumulate * self.global_batch, self.samples - first)
@@ -191,23 +205,30 @@ class Worker:
             self._update(first, planned)
 
     def _backward(self, images: torch.Tensor, labels: torch.Tensor, planned: int) -> None:
+        """Accumulate gradients and sums.
+
+        Args:
+            images: uint8 (n, 3, image_size, image_size).
+            labels: class indices; shape (n,).
+            planned: samples of the optimizer step, over all ranks.
+        """
         labels = labels.to(self.device, non_blocking=True)
         inputs = normalised(images, self.device)
         if self.pruner is not None:
-            self.pruner.saw(inputs, labels)
+            self.pruner.add_batch(inputs, labels)
         with self.precision.casting():
             logits = self.model(inputs)
             losses = cross_entropy(logits, labels, reduction="none")
         correct = logits.argmax(1) == labels
         if self.skipper is not None:
-            # Samples that are likely to be skipped count the more where they are not.
+            # Samples that are often skipped count more when they are not.
             ids = self.loader.last_samples
             weights = self.skipper.weights(ids).to(self.device, non_blocking=True)
             self.skipper.record(losses, ids)
             losses, correct = losses * weights, correct * weights
         total = losses.sum()
         mean = total.div(planned / self.comm.size)
-        self.precision.scaler.scale(mean).backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward(self.precision.scaler.scale(mean))
         with torch.no_grad():
             self.last_loss = total.detach()
             self.sums[0] += self.last_loss
@@ -215,18 +236,18 @@ class Worker:
             self.sums[2] += len(images)
 
     def _pending_batches(self, begun: int, done: int) -> int:
-        """How many batches are still to be accumulated after `done` of this pass."""
+        """Number of batches to accumulate before the next optimizer step, after `done` batches."""
         left = math.ceil((self.samples - begun) / self.global_batch) - done
         return min(-done % self.config.accumulate, left)
 
     @torch.no_grad()
     def _update(self, first: int, planned: int) -> None:
-        """A step of the optimizer, with gradients of the samples from position `first` on."""
+        """Step the optimizer with gradients of `planned` samples from position `first` on."""
         config, precision = self.config, self.precision
         self.exchange.before_step()
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         if self.comm.size == 1 and self._pending not in (0, planned):
-            # Samples that were skipped count nowhere; among ranks the exchange corrects it.
+            # Unreadable samples do not count; with several ranks the exchange corrects for them.
             torch._foreach_mul_(gradients, planned / self._pending)
         if precision.scales and gradients:
             precision.scaler.unscale_(self.optimizer)
@@ -255,54 +276,35 @@ class Worker:
         self.optimizer.zero_grad(set_to_none=True)
 
     def reshaped(self, cuts: Sequence[Cut] = ()) -> None:
-        """The model has been cut: what is evaluated has its shapes."""
-        if self._mean_model is not None:
-            self._mean_model = bare_copy(self.model)
+        """Adapt the evaluator and the callbacks after the model was cut."""
+        if self._evaluator is not None:
+            self._evaluator.reshape(self.model)
         for callback in self.callbacks:
             callback.reshaped(self, cuts)
 
     def lr(self, first: int) -> float:
-        """Linear warm-up, then a cosine down to zero at the last step.
+        """Learning rate of the step that begins at position `first` of the epoch's order.
 
-        Args:
-            first: position in the epoch of the first sample of the step: so the rate follows the
-                samples, on any number of ranks. Where some are skipped, each of the others stands
-                for more than one, and the rate is as much larger: `SampleSkipper.lr_factor`.
+        In an epoch that skips samples, the others stand for more than one each, and the rate grows
+        by the same factor: see `SampleSkipper.lr_factor`.
         """
         samples = len(self.loader.data)
-        total = samples * self.config.epochs
         each = samples / self.samples
-        done = self.epoch_number * samples + first * each
-        batch = self.config.accumulate * self.global_batch * each
-        peak, warm = each * self.config.peak_lr(self.comm.size), max(batch, _WARM_UP * total)
-        if done < warm:
-            return peak * min(1.0, (done + batch) / warm)
-        return peak * 0.5 * (1 + math.cos(math.pi * (done - warm) / max(1, total - warm)))
-
-    def _reported(self, seconds: float, exchanged: dict[str, float]) -> EpochReport:
-        """The epoch, over all ranks; evaluates. Collective."""
-        stats = self.loader.stats()
-        mean = averaged_state(self.model, self.comm)
-        steps_ms = np.array(self._update_s) * 1000 if self._update_s else np.zeros(1)
-        everyone = self.comm.allgather(
-            {
-                "sums": self.sums.tolist(),
-                "seconds": seconds,
-                "stall_s": stats["stall_s"],
-                "first_batch_s": stats["first_batch_s"],
-                "exchange_wait_s": exchanged["wait_s"],
-                "exchange_bytes": exchanged["bytes"],
-                "step_ms": [float(np.median(steps_ms)), float(np.quantile(steps_ms, 0.95))],
-                "left_out": self.left_out,
-                "skip_share": 1 - self.samples / len(self.loader.data),
-                **{key: stats[key] for key in _COUNTED},
-                "skipped": stats["skipped"],
-                "notes": stats["notes"],
-                **self._balancer.told(),
-            }
+        return learning_rate(
+            peak=each * self.config.peak_lr(self.comm.size),
+            done=self.epoch_number * samples + first * each,
+            batch=self.config.accumulate * self.global_batch * each,
+            total=samples * self.config.epochs,
         )
+
+    def _report(self, seconds: float, exchanged: dict[str, float]) -> EpochReport:
+        """Evaluate, and combine the measurements of all ranks. Collective."""
+        mean = averaged_state(self.model, self.comm)
+        everyone = self.comm.allgather(self._measured(seconds, exchanged))
         self._balancer.agree(everyone)
-        accuracy = self._evaluate(mean)
+        accuracy = None
+        if self._evaluator is not None:
+            accuracy = self._evaluator.accuracy(mean, self.device)
         if self.pruner is not None and accuracy is not None:
             _, correct, samples = np.sum([rank["sums"] for rank in everyone], axis=0).tolist()
             self.pruner.apoptosis.held_out(accuracy, correct / max(1.0, samples))
@@ -315,8 +317,34 @@ class Worker:
             None if self.pruner is None else self.pruner.report(),
         )
 
-    def _trial(self, model: torch.nn.Module) -> Callable[[int], None]:
-        """Forward and backward of a number of samples, on a copy of the model."""
+    def _measured(self, seconds: float, exchanged: dict[str, float]) -> RankEpoch:
+        """This rank's measurements of the epoch."""
+        stats = self.loader.stats()
+        steps_ms = np.array(self._update_s) * 1000 if self._update_s else np.zeros(1)
+        return {
+            **self._balancer.measured(),
+            "sums": self.sums.tolist(),
+            "seconds": seconds,
+            "stall_s": stats["stall_s"],
+            "first_batch_s": stats["first_batch_s"],
+            "exchange_wait_s": exchanged["wait_s"],
+            "exchange_bytes": exchanged["bytes"],
+            "step_ms": [float(np.median(steps_ms)), float(np.quantile(steps_ms, 0.95))],
+            "left_out": self.left_out,
+            "skip_share": 1 - self.samples / len(self.loader.data),
+            "bytes": stats["bytes"],
+            "sent": stats["sent"],
+            "messages": stats["messages"],
+            "late": stats["late"],
+            "healed": stats["healed"],
+            "decoded": stats["decoded"],
+            "decode_saved_s": stats["decode_saved_s"],
+            "skipped": stats["skipped"],
+            "notes": stats["notes"],
+        }
+
+    def _timed_pass(self, model: nn.Module) -> Callable[[int], None]:
+        """Return a function that runs forward and backward on a number of random samples."""
         shape = (3, self.config.image_size, self.config.image_size)
 
         def compute(samples: int) -> None:
@@ -325,29 +353,18 @@ class Worker:
             labels = torch.zeros(samples, dtype=torch.int64, device=self.device)
             with self.precision.casting():
                 loss = cross_entropy(model.train()(normalised(images, self.device)), labels)
-            loss.backward()  # type: ignore[no-untyped-call]
+            torch.autograd.backward(loss)
 
         return compute
 
-    @torch.no_grad()
-    def _evaluate(self, mean: dict[str, torch.Tensor]) -> float | None:
-        """Accuracy of the ranks' mean model on the held-out data. Collective."""
-        if self.held_out is None or self._mean_model is None:
-            return None
-        self._mean_model.load_state_dict(mean)
-        self._mean_model.eval()
-        counts = np.zeros(2, np.int64)
-        self.held_out.set_epoch(0)
-        for images, labels in self.held_out:
-            if len(images):
-                with self.precision.casting():
-                    answers = self._mean_model(normalised(images, self.device)).argmax(1).cpu()
-                counts += ((answers == labels).sum().item(), len(labels))
-        self.comm.wait([self.comm.iallreduce(counts)], "the accuracy")
-        return float(counts[0] / max(1, counts[1]))
+
+def _channels_last(model: nn.Module) -> nn.Module:
+    """Lay out the model's 4-dimensional tensors with the channels last."""
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 
 def _device(name: str, comm: Communicator) -> torch.device:
+    """Return the device of --device; `auto` prefers a GPU. Raises UsageError."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":

@@ -1,10 +1,11 @@
-"""Samples that lie in columns: row i of each array is a part of sample i.
+"""The base class of readers of columns: row i of each array is a part of sample i.
 
-HDF5, Zarr and NumPy files share this: how columns become fields, how neighbours are read together,
-and the few stretches that are kept decoded for those who ask for one sample after another.
+The readers of HDF5, Zarr and NumPy files share it. It turns columns into fields, reads neighbouring
+rows together, and caches a few decoded chunks for callers that read one sample at a time.
 
-Values of any length lie in two columns or three, as `dlio pack` writes them: `<name>`, all bytes or
-elements one after another, `<name>__ends`, where each sample's end, and for arrays `<name>__shape`.
+A field of variable length is stored in two or three columns, as `dlio pack` writes them: `<name>`
+holds the bytes or elements of all samples concatenated, `<name>__ends` the end of each sample in
+it, and `<name>__shape` the shape of each array.
 """
 
 import json
@@ -23,36 +24,55 @@ from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.plan.layout import Layout, cut_blocks
 from dlio.plan.order import Order
 
+__all__ = [
+    "ENDS",
+    "KEPT_BYTES",
+    "SCHEMA",
+    "SHAPE",
+    "Arrays",
+    "Column",
+    "ColumnReader",
+    "PlainColumn",
+    "RaggedColumn",
+    "Select",
+    "choose",
+    "looks_like",
+    "parse_schema",
+    "slab",
+    "slab_shape",
+    "storable",
+]
+
 ENDS: Final = "__ends"
 SHAPE: Final = "__shape"
 SCHEMA: Final = "dlio_schema"
 KEPT_BYTES: Final = 32 << 20
-"""Of decoded stretches, kept for samples that are asked for one by one."""
+"""Size of the cache of decoded chunks, for samples that are read one at a time."""
 _JPEG: Final = b"\xff\xd8\xff"
 _PNG: Final = b"\x89PNG"
 
 Select = Mapping[str, tuple[Any, ...]] | tuple[Any, ...] | None
-"""A slab of every sample: slices and numbers over its own dimensions, for one field or for all
-that have as many."""
+"""Part of every sample to read: slices and integers over the sample's own dimensions, either by
+field name, or for all fields with as many dimensions."""
 
 
 class Column(Protocol):
-    """One field's values of all samples. Thread-safe."""
+    """The values of one field for all samples. Thread-safe."""
 
     kind: str
-    """As schemas write it."""
+    """Kind of the field, as in a schema."""
     unit: int
-    """Rows that are read as one, a chunk's; 1 where any are."""
+    """Rows that are decoded together (a chunk); 1 if rows can be read separately."""
 
     def bodies(self) -> npt.NDArray[np.int64] | None:
-        """Bytes of each value where they differ; shape (rows,)."""
+        """Bytes of each value, shape (rows,); None if all have the same size."""
 
     def rows(self, start: int, stop: int) -> Sequence[Any] | npt.NDArray[Any]:
-        """The values of rows `start` to `stop`."""
+        """Read the values of rows `start` to `stop`."""
 
 
 class Arrays(Protocol):
-    """An array that is read a stretch at a time: h5py's, zarr's, numpy's."""
+    """An array that supports slicing along its first dimension: h5py's, zarr's, numpy's."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -61,7 +81,7 @@ class Arrays(Protocol):
 
 
 class PlainColumn:
-    """An array whose row i is sample i's, or a slab of it."""
+    """An array whose row i, or a part of it, belongs to sample i."""
 
     def __init__(self, array: Arrays, unit: int, select: tuple[Any, ...] = ()) -> None:
         self._array = array
@@ -78,7 +98,7 @@ class PlainColumn:
 
 
 class RaggedColumn:
-    """Values of any length, one after another in a flat array."""
+    """Values of variable length, concatenated in a flat array."""
 
     def __init__(
         self,
@@ -90,13 +110,15 @@ class RaggedColumn:
     ) -> None:
         sound = len(flat.shape) == 1 and (not len(ends) or int(ends[0]) >= 0)
         if not sound or (np.diff(ends) < 0).any() or (len(ends) and ends[-1] > flat.shape[0]):
-            raise SourceError(f"{where}: its ends make no sense: it is damaged")
+            raise SourceError(f"{where}: its ends are inconsistent: restore the file")
         self._flat, self._ends, self._shapes = flat, ends, shapes
         self._starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
         if shapes is not None and (
             len(shapes) != len(ends) or (shapes.prod(axis=1) != ends - self._starts).any()
         ):
-            raise SourceError(f"{where}: its shapes make no sense: it is damaged")
+            raise SourceError(
+                f"{where}: its shapes are inconsistent: the file is damaged; restore it"
+            )
         self.kind = kind
         self.unit = 1
 
@@ -107,15 +129,15 @@ class RaggedColumn:
     def rows(self, start: int, stop: int) -> list[Any]:
         low, high = int(self._starts[start]), int(self._ends[stop - 1])
         data = np.ascontiguousarray(self._flat[low:high])
-        found = []
+        values: list[Any] = []
         for row in range(start, stop):
             part = data[int(self._starts[row]) - low : int(self._ends[row]) - low]
-            found.append(part.data if self._shapes is None else part.reshape(self._shapes[row]))
-        return found
+            values.append(part.data if self._shapes is None else part.reshape(self._shapes[row]))
+        return values
 
 
 class ColumnReader:
-    """What readers of columns have in common; they find the columns, see `_setup`."""
+    """Base class of readers of columns. A subclass opens the columns and calls `_setup`."""
 
     objects = False
     path: str
@@ -134,10 +156,14 @@ class ColumnReader:
         classes: Sequence[str] = (),
         structure: Any = None,
     ) -> None:
-        """Take the columns as fields.
+        """Use the columns as fields.
 
         Args:
-            stamps: what changes when the data do.
+            columns: columns by field name.
+            count: number of samples.
+            stamps: strings that change when the data change, for the fingerprint.
+            classes: names of the classes.
+            structure: see Schema.
         """
         if not count:
             raise SourceError(f"{self.path} holds no samples")
@@ -181,14 +207,14 @@ class ColumnReader:
             if k < len(order) and samples[order[k]] <= samples[order[k - 1]] + 1:
                 continue
             low, high = int(samples[order[start]]), int(samples[order[k - 1]]) + 1
-            found = self._payloads(low, high)
+            run = self._payloads(low, high)
             for slot in order[start:k].tolist():
-                payloads[slot] = found[int(samples[slot]) - low]
+                payloads[slot] = run[int(samples[slot]) - low]
             start = k
         return payloads
 
     def _kept_row(self, sample: int) -> bytes | memoryview:
-        """One sample, out of the chunk that it lies in, which is kept for its neighbours."""
+        """Read one sample, and cache its whole chunk for the neighbours."""
         chunk = sample // self._unit
         with self._kept_lock:
             kept = self._kept.get(chunk)
@@ -222,7 +248,7 @@ class ColumnReader:
             ]
         except (SourceError, CorruptBlock):
             raise
-        except Exception as error:  # Of the library's that reads the format: any kind.
+        except Exception as error:  # Libraries of formats raise errors of any kind.
             raise SourceError(
                 f"{self.path}, samples {low} to {high - 1} cannot be read: {error}"
             ) from error
@@ -241,13 +267,14 @@ class ColumnReader:
 def choose(
     path: str, shapes: Mapping[str, tuple[int, ...]], names: Sequence[str]
 ) -> tuple[list[str], int]:
-    """(the arrays that are fields, number of samples).
+    """Choose the arrays that become fields; return (names, number of samples).
 
     Args:
-        shapes: of all arrays that there are.
-        names: those asked for; without, all that have as many rows.
+        path: path of the data set, for error messages.
+        shapes: shapes of all arrays, by name.
+        names: names that the user chose; if empty, all arrays.
 
-    Raises UsageError where that leaves a choice.
+    Raises UsageError for unknown names, and if the arrays differ in their number of rows.
     """
     own = [
         name
@@ -267,16 +294,22 @@ def choose(
     if not chosen:
         raise SourceError(f"{path} holds no arrays")
     if len(set(counts.values())) > 1:
-        told = ", ".join(f"{name} has {count}" for name, count in list(counts.items())[:20])
+        rows = ", ".join(f"{name} has {count}" for name, count in list(counts.items())[:20])
         raise UsageError(
-            f"{path}: its arrays differ in rows ({told}): name those that make samples, as in "
+            f"{path}: its arrays differ in rows ({rows}): name those that make up samples, as in "
             f"{path}::{chosen[0]}"
         )
     return chosen, counts[chosen[0]]
 
 
 def slab(select: Select, name: str, shape: tuple[int, ...]) -> tuple[Any, ...]:
-    """What of a field's own dimensions is selected. Raises UsageError for what cannot be."""
+    """Return the part of a field's own dimensions to read. Raises UsageError if it does not fit.
+
+    Args:
+        select: the user's choice.
+        name: name of the field.
+        shape: shape of the field in one sample.
+    """
     if select is None:
         return ()
     if isinstance(select, Mapping):
@@ -288,9 +321,9 @@ def slab(select: Select, name: str, shape: tuple[int, ...]) -> tuple[Any, ...]:
     for part, size in zip(chosen, shape, strict=False):
         if isinstance(part, slice):
             if part.indices(size)[2] < 1 or not len(range(*part.indices(size))):
-                raise UsageError(f"select= leaves nothing of {name!r}, which has {shape}")
+                raise UsageError(f"select= is empty for {name!r}, which has shape {shape}")
         elif not isinstance(part, int) or not -size <= part < size:
-            raise UsageError(f"select= takes slices and numbers within {shape} for {name!r}")
+            raise UsageError(f"select= takes slices and integers within {shape} for {name!r}")
     return tuple(
         slice(*part.indices(size)) if isinstance(part, slice) else part % size
         for part, size in zip(chosen, shape, strict=False)
@@ -298,7 +331,7 @@ def slab(select: Select, name: str, shape: tuple[int, ...]) -> tuple[Any, ...]:
 
 
 def slab_shape(shape: tuple[int, ...], select: tuple[Any, ...]) -> tuple[int, ...]:
-    """The shape of a slab."""
+    """Shape of the selected part."""
     parts = (*select, *[slice(None)] * (len(shape) - len(select)))
     return tuple(
         len(range(*part.indices(size)))
@@ -307,24 +340,29 @@ def slab_shape(shape: tuple[int, ...], select: tuple[Any, ...]) -> tuple[int, ..
     )
 
 
-def told_schema(text: Any, path: str) -> tuple[Schema, list[str]] | None:
-    """(schema, classes) that `dlio pack` wrote as an attribute; None without one."""
+def parse_schema(text: str | bytes | None, path: str) -> tuple[Schema, list[str]] | None:
+    """Parse (schema, classes) from the attribute that `dlio pack` writes; None without one.
+
+    Raises SourceError if it is damaged.
+    """
     if text is None:
         return None
     try:
-        told = json.loads(text)
-        return Schema.from_rows(told["schema"]), [str(name) for name in told["classes"]]
+        packed = json.loads(text)
+        return Schema.from_rows(packed["schema"]), [str(name) for name in packed["classes"]]
     except (ValueError, KeyError, TypeError, RecursionError, CorruptBlock) as error:
-        raise SourceError(f"{path}: its attribute {SCHEMA} makes no sense: {error}") from error
+        raise SourceError(
+            f"{path}: its attribute {SCHEMA} is damaged: {error}; restore the file"
+        ) from error
 
 
-def storable(dtype: Any) -> bool:
-    """Whether arrays of a type can be fields."""
+def storable(dtype: object) -> bool:
+    """True if arrays of this numpy dtype can be fields."""
     return getattr(dtype, "name", "") in DTYPES
 
 
 def looks_like(first: bytes) -> str:
-    """The kind of a value by its first bytes."""
+    """Return the kind of an encoded value by its first bytes; `bytes` if unknown."""
     if first.startswith(_JPEG):
         return "jpeg"
     if first.startswith(_PNG):

@@ -1,8 +1,8 @@
-"""Folders of images: a folder for each class, in the order of torchvision's ImageFolder, or one
-flat folder with a table of labels beside the images.
+"""The reader of folders of images: one folder per class, or one flat folder with a label table.
 
-The listing of a local folder is kept, and used again as long as no folder has changed. It is held
-in arrays, not in objects: a million files take some tens of megabytes, most of them never touched.
+Class folders are ordered as by torchvision's ImageFolder. The listing of a local folder is cached
+and reused until a folder changes. It is held in arrays instead of objects, so that a million files
+take a few tens of megabytes.
 """
 
 import csv
@@ -27,15 +27,17 @@ from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
 from dlio.storage.shard import SUFFIX
 
+__all__ = ["EXTENSIONS", "FolderReader"]
+
 EXTENSIONS: Final = (*(".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"),)
 _STORAGE_SEED: Final = 0xD110
-"""Class folders are sorted by class; blocks are cut along this order, so that they mix classes."""
+"""Seed of the storage order, along which blocks are cut so that each block mixes classes."""
 _VERSION: Final = 3
 _LISTING_THREADS: Final = 32
 _LOOKED_AT: Final = 64
-"""Files of a folder whose sizes one thread asks for."""
+"""Files per task of reading file sizes."""
 _SETTLED_S: Final = 2.0
-"""A folder changed within this time of its listing may change again under the same time stamp."""
+"""A folder changed this recently may change again without a new modification time."""
 _TABLES: Final = (
     *("labels.csv", "labels.tsv", "labels.json", "labels.jsonl"),
     *("metadata.csv", "metadata.jsonl"),
@@ -47,7 +49,7 @@ _IMAGE: Final = Schema((("image", "image"),))
 
 @dataclass(frozen=True, slots=True)
 class _Folder:
-    """What one folder, or a stretch of it, held: its images, and when it had changed last."""
+    """The images of one folder, or of a part of it, and the folder's modification time."""
 
     name: str
     modified_ns: int
@@ -56,20 +58,22 @@ class _Folder:
     sizes: npt.NDArray[np.int64]
     times: npt.NDArray[np.int64]
     changed: npt.NDArray[np.int64]
-    """When each was modified, and changed: the one is a part of the fingerprint, which a change of
-    rights must not change; by the other a file is known again when it is read."""
+    """`times` are modification times, which the fingerprint includes; `changed` are change times
+    (ctime), by which reads detect that a file was replaced. A change of permissions affects only
+    the latter."""
     first: str
-    """The first image: a folder comes in stretches, to be put in order by it."""
+    """Name of the first image, by which the parts of a folder are sorted."""
 
 
 class FolderReader:
-    """Reads `<class>/**/*.jpg` and the like, or `*.jpg` with `labels.csv`.
+    """Read `<class>/**/*.jpg` and other image formats, or `*.jpg` with `labels.csv`.
 
-    A sample is an image file's bytes and its label; without labels, the image alone. A table of
-    labels has a column with files' names and one with labels, numbers or names of classes; as JSON
-    it is an object of names and labels, or a list of such rows.
+    A sample is the bytes of an image file and its label, or the image alone without labels.
+    A label table has a column of file names and a column of labels, which are class numbers or
+    class names. In JSON it is an object from names to labels, or a list of rows.
 
-    Raises SourceError when there are no images, or a class folder or a row is without one.
+    Raises SourceError if the folder, or a class folder, holds no images, or if the table and the
+    images disagree.
     """
 
     format = "folder"
@@ -86,7 +90,7 @@ class FolderReader:
         self.fingerprint: str = head["fingerprint"]
         self.labels = index["labels"]
         self.sizes = index["sizes"]
-        """Of payloads: the files' own, and the label's eight bytes."""
+        """Bytes of each payload: the file's, and eight for the label."""
         self._changed = index["changed"]
         self._names = Names(index["names"], index["name_ends"])
         count = len(self.sizes)
@@ -96,13 +100,13 @@ class FolderReader:
     def recognises(path: str) -> str | None:
         source = Source(path)
         if not source.is_folder():
-            return "is no folder"
+            return "is not a folder"
         rows = source.names()
         if any(name.endswith(SUFFIX) for name, _ in rows):
             return "holds native shards"
         if any(folder or name.lower().endswith(EXTENSIONS) for name, folder in rows):
             return None
-        return "holds no images, and no class folders: sort images into one folder a class"
+        return "holds neither images nor class folders: sort images into one folder per class"
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -133,11 +137,11 @@ class FolderReader:
             forget_index("folder", _VERSION, self._source.root)
         raise SourceError(
             f"{self._source.path(name)} is no longer the {size} bytes that were listed: the data "
-            "set has changed; run again (its listing is made anew)"
+            "set has changed; run again to list it anew"
         )
 
     def _read_local(self, name: str, size: int, label: bytes, changed_ns: int) -> memoryview | None:
-        """One copy, from the file into the payload; None when it is another file now."""
+        """Read a local file without extra copies; None if it has been replaced."""
         path = self._source.path(name)
         memory = bytearray(len(label) + size)
         memory[: len(label)] = label
@@ -159,7 +163,7 @@ class FolderReader:
         return memoryview(memory) if done == size and not changed else None
 
     def _holds(self, index: Arrays) -> bool:
-        """Whether a kept listing is still true: no folder, and no table, has changed."""
+        """True if a cached listing is valid: neither folders nor the label table have changed."""
         if not self._source.local:
             return False
         try:
@@ -167,7 +171,7 @@ class FolderReader:
             folders: dict[str, Any] = head["folders"]
             if len(folders) <= _LISTING_THREADS:
                 return all(self._source.modified_ns(n) == when for n, when in folders.items())
-            # Many at a time: each is a request where the file system is far away.
+            # In parallel, because each is a request to a remote file system.
             with ThreadPoolExecutor(_LISTING_THREADS) as pool:
                 return list(pool.map(self._source.modified_ns, folders)) == list(folders.values())
         except (KeyError, ValueError):
@@ -200,7 +204,7 @@ class FolderReader:
 
 
 def _classes(source: Source, classes: Sequence[str]) -> tuple[Arrays, dict[str, Any]]:
-    """Class folders, each with all that is below it."""
+    """List class folders recursively."""
     listed = _walk(source, classes)
     folders = {"": source.modified_ns()}
     parts: list[_Folder] = []
@@ -234,7 +238,7 @@ def _classes(source: Source, classes: Sequence[str]) -> tuple[Arrays, dict[str, 
 
 
 def _flat(source: Source, top: Sequence[Entry]) -> tuple[Arrays, dict[str, Any]]:
-    """One folder of images, with a table of labels if there is one."""
+    """List one folder of images, and its label table if there is one."""
     images = [e for e in top if not e.folder and e.name.lower().endswith(EXTENSIONS)]
     table = next((name for name in _TABLES if any(e.name == name for e in top)), None)
     folders = {"": source.modified_ns()}
@@ -242,16 +246,16 @@ def _flat(source: Source, top: Sequence[Entry]) -> tuple[Arrays, dict[str, Any]]
     classes: list[str] = []
     if table is not None:
         folders[table] = source.modified_ns(table)
-        told = _read_table(source, table)
+        label_of = _read_table(source, table)
         here = {entry.name for entry in images}
-        lost = [name for name in told if name not in here]
-        left = [entry.name for entry in images if entry.name not in told]
+        lost = [name for name in label_of if name not in here]
+        left = [entry.name for entry in images if entry.name not in label_of]
         if lost or left:
             raise SourceError(
                 f"{source.path(table)}: {len(lost)} of its files are not in the folder "
                 f"{lost[:3]}, {len(left)} images have no label {left[:3]}: make both agree"
             )
-        labels, classes = _numbered([told[entry.name] for entry in images])
+        labels, classes = _numbered([label_of[entry.name] for entry in images])
     names = Names.of([entry.name for entry in images])
     overhead = IMAGE_LABEL.overhead if table is not None else 0
     index: Arrays = {
@@ -266,16 +270,16 @@ def _flat(source: Source, top: Sequence[Entry]) -> tuple[Arrays, dict[str, Any]]
 
 
 def _read_table(source: Source, table: str) -> dict[str, str]:
-    """File name -> label, as text. Raises SourceError that names what is wrong with the table."""
+    """Return labels, as text, by file name. Raises SourceError for an invalid table."""
     data = source.read(table, 0, _MAX_TABLE)
     try:
         text = data.decode("utf-8-sig")
         if table.endswith(".json"):
-            told = json.loads(text)
+            table_data = json.loads(text)
             rows = (
-                [{"file": name, "label": label} for name, label in told.items()]
-                if isinstance(told, dict)
-                else list(told)
+                [{"file": name, "label": label} for name, label in table_data.items()]
+                if isinstance(table_data, dict)
+                else list(table_data)
             )
         elif table.endswith(".jsonl"):
             rows = [json.loads(line) for line in text.splitlines() if line.strip()]
@@ -293,11 +297,11 @@ def _read_table(source: Source, table: str) -> dict[str, str]:
             )
         return {str(row[file]): str(row[label]) for row in rows}
     except (ValueError, KeyError, TypeError, csv.Error, RecursionError) as error:
-        raise SourceError(f"{source.path(table)} is no table of labels: {error}") from error
+        raise SourceError(f"{source.path(table)} is not a label table: {error}") from error
 
 
 def _numbered(labels: Sequence[str]) -> tuple[npt.NDArray[np.int64], list[str]]:
-    """(class numbers, class names): whole numbers are taken as they are, other labels sorted."""
+    """Return (class numbers, class names); integer labels stay, other labels are sorted."""
     try:
         numbers = np.array([int(label) for label in labels], np.int64)
     except (ValueError, OverflowError):
@@ -310,8 +314,8 @@ def _numbered(labels: Sequence[str]) -> tuple[npt.NDArray[np.int64], list[str]]:
 
 
 def _walk(source: Source, folders: Sequence[str]) -> list[_Folder]:
-    """All folders at and below `folders`: folders, and stretches of their files, side by side."""
-    found: list[_Folder] = []
+    """List all folders at and below `folders` in parallel."""
+    listed: list[_Folder] = []
     with ThreadPoolExecutor(_LISTING_THREADS) as pool:
         left: set[Future[_Step]] = {pool.submit(_list_folder, source, name) for name in folders}
         try:
@@ -319,23 +323,24 @@ def _walk(source: Source, folders: Sequence[str]) -> list[_Folder]:
                 done, left = wait(left, return_when=FIRST_COMPLETED)
                 for future in done:
                     step = future.result()
-                    found += step.found
+                    listed += step.listed
                     left |= {pool.submit(_list_folder, source, name) for name in step.below}
                     left |= {pool.submit(_look_at, source, *files) for files in step.files}
         finally:
             for future in left:
                 future.cancel()
-    return found
+    return listed
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What listing a folder, or looking at files of one, has found, and what there is to do."""
+    """The result of one listing task, and the tasks that follow from it."""
 
-    found: list[_Folder]
+    listed: list[_Folder]
     below: list[str] = field(default_factory=list)
+    """Folders to list."""
     files: list[tuple[str, int, list[str]]] = field(default_factory=list)
-    """(folder, when it had changed, names): to be looked at."""
+    """(folder, its modification time, names) of files whose sizes are to be read."""
 
 
 def _list_folder(source: Source, folder: str) -> _Step:

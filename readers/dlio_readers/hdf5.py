@@ -1,8 +1,8 @@
-"""HDF5: data sets of one or several files, whose row i is sample i.
+"""The reader of HDF5 files: data sets of one or several files, whose row i is sample i.
 
-What would lead out of the file is refused: external storage, external links, virtual data sets of
-other files. Data sets that lie in one piece are read past HDF5, side by side; chunks through it,
-one at a time, as its lock has it.
+References to other files are refused: external storage, external links, and virtual data sets of
+other files. Contiguous data sets are read in parallel without the HDF5 library. Chunked ones go
+through the library, one read at a time because of its global lock.
 """
 
 import threading
@@ -28,9 +28,9 @@ from dlio_readers.columns import (
     Select,
     choose,
     looks_like,
+    parse_schema,
     slab,
     storable,
-    told_schema,
 )
 
 __all__ = ["Hdf5Reader"]
@@ -41,15 +41,15 @@ _MAX_SETS: Final = 1 << 12
 
 
 class Hdf5Reader(ColumnReader):
-    """Reads `file.h5::images,labels`, several files one after another.
+    """Read `file.h5::images,labels`, or several files as one data set.
 
     Args:
-        path: a file, a pattern or a list, with the names of data sets behind `::`; without
-            names, all that have as many rows.
-        select: a slab of every sample, read and nothing else: `{"volume": (slice(0, 64),)}`.
+        path: a file, a pattern or a list, with the names of data sets after `::`; by default all
+            data sets, which then need the same number of rows.
+        select: part of every sample to read, as `{"volume": (slice(0, 64),)}`.
 
-    Raises SourceError for damaged files and for what leads out of them, UsageError where names
-    leave a choice.
+    Raises SourceError for damaged files and references to other files, UsageError if the choice of
+    data sets is ambiguous.
     """
 
     format = "hdf5"
@@ -73,13 +73,13 @@ class Hdf5Reader(ColumnReader):
             for name in first
         }
         stamps = [f"{file.file.url} {file.file.stamp}" for file in self._files]
-        told = self._files[0].told
+        packed = self._files[0].packed_schema
         self._setup(
             columns,
             sum(counts),
             [*stamps, repr(select)],
             self._files[0].classes,
-            told.structure if told is not None and len(told.fields) == len(columns) else None,
+            packed.structure if packed is not None and len(packed.fields) == len(columns) else None,
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -92,12 +92,13 @@ class Hdf5Reader(ColumnReader):
             return None
         source = Source(url)
         if source.is_folder():
-            found = any(name.lower().endswith(_SUFFIXES) for name, _ in source.names())
-            return None if found else "holds no .h5 file"
+            names = [name.lower() for name, _ in source.names()]
+            has_file = any(name.endswith(_SUFFIXES) for name in names)
+            return None if has_file else "holds no .h5 file"
         try:
-            return None if File(url).read(0, 8) == _MAGIC else "does not begin as HDF5 does"
+            return None if File(url).read(0, 8) == _MAGIC else "does not begin like an HDF5 file"
         except SourceError:
-            return "is no file"
+            return "is not a file"
 
     def close(self) -> None:
         for file in self._files:
@@ -105,7 +106,7 @@ class Hdf5Reader(ColumnReader):
 
 
 def _split(path: str | Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """(files, names of data sets): the names behind the last path count for all."""
+    """Return (files, names of data sets); the names after the last path apply to all."""
     paths = [path] if isinstance(path, str) else list(path)
     parts = [split_fields(each) for each in paths]
     names = next((names for _, names in reversed(parts) if names), ())
@@ -113,7 +114,7 @@ def _split(path: str | Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
 
 
 class _Joined:
-    """A column of several files, one after another."""
+    """A column of several files, concatenated."""
 
     def __init__(self, parts: Sequence[Column], counts: Sequence[int]) -> None:
         self._parts = parts
@@ -122,36 +123,37 @@ class _Joined:
         self.unit = parts[0].unit
 
     def bodies(self) -> npt.NDArray[np.int64] | None:
-        found = [part.bodies() for part in self._parts]
-        known = [body for body in found if body is not None]
+        bodies = [part.bodies() for part in self._parts]
+        known = [body for body in bodies if body is not None]
         return np.concatenate(known) if known else None
 
     def rows(self, start: int, stop: int) -> Any:
-        found: list[Any] = []
+        parts: list[Any] = []
         first = int(np.searchsorted(self._firsts, start, side="right")) - 1
         for k in range(first, len(self._parts)):
             low, high = int(self._firsts[k]), int(self._firsts[k + 1])
             if low >= stop:
                 break
-            found.append(self._parts[k].rows(max(start, low) - low, min(stop, high) - low))
-        if all(isinstance(part, np.ndarray) for part in found):
-            return np.concatenate(found)
-        return [value for part in found for value in part]
+            parts.append(self._parts[k].rows(max(start, low) - low, min(stop, high) - low))
+        if all(isinstance(part, np.ndarray) for part in parts):
+            return np.concatenate(parts)
+        return [value for part in parts for value in part]
 
 
 class _Hdf5File:
-    """One file, opened when it is needed, and again after `close`."""
+    """One file, opened when needed, and again after `close`."""
 
     def __init__(self, file: File) -> None:
         self.file = file
         self.count = 0
         self.classes: list[str] = []
-        self.told: Schema | None = None
+        self.packed_schema: Schema | None = None
+        """The schema that `dlio pack` wrote, if it wrote the file."""
         self.lock = threading.RLock()
         self._opened: Any = None
 
     def handle(self) -> Any:
-        """The h5py file; call with the lock held."""
+        """Return the h5py file; call with the lock held."""
         if self._opened is None:
             import h5py
 
@@ -160,7 +162,7 @@ class _Hdf5File:
                 self._opened = h5py.File(local or self.file.open(), "r", rdcc_nbytes=8 << 20)
             except OSError as error:
                 raise SourceError(
-                    f"{self.file.name} is no HDF5 file, or a damaged one: {error}"
+                    f"{self.file.name} is not an HDF5 file, or is damaged: {error}"
                 ) from error
         return self._opened
 
@@ -182,61 +184,65 @@ class _Hdf5File:
     def _columns(self, names: Sequence[str], select: Select) -> dict[str, Column]:
         root = self.handle()
         sets = self._find(root, names)
-        shapes = {name: tuple(found.shape) for name, found in sets.items()}
-        told = told_schema(root.attrs.get(SCHEMA), self.file.name)
-        if told is not None:
-            self.told, self.classes = told
-            names = names or [name for name, _ in self.told.fields]
+        shapes = {name: tuple(dataset.shape) for name, dataset in sets.items()}
+        packed = parse_schema(root.attrs.get(SCHEMA), self.file.name)
+        if packed is not None:
+            self.packed_schema, self.classes = packed
+            names = names or [name for name, _ in self.packed_schema.fields]
         chosen, self.count = choose(self.file.name, shapes, names)
-        made: dict[str, Column] = {}
+        columns: dict[str, Column] = {}
         for name in chosen:
-            found = sets[name]
-            if "classes" in found.attrs:
+            dataset = sets[name]
+            if "classes" in dataset.attrs:
                 self.classes = [
                     text.decode() if isinstance(text, bytes) else str(text)
-                    for text in found.attrs["classes"]
+                    for text in dataset.attrs["classes"]
                 ]
-            made[name] = self._column(name, found, sets, select)
-        return made
+            columns[name] = self._column(name, dataset, sets, select)
+        return columns
 
-    def _column(self, name: str, found: Any, sets: Mapping[str, Any], select: Select) -> Column:
+    def _column(self, name: str, dataset: Any, sets: Mapping[str, Any], select: Select) -> Column:
         import h5py
 
         where = f"{self.file.name}::{name}"
         if name + ENDS in sets:
             ends = np.asarray(sets[name + ENDS][...]).astype(np.int64)
             shapes = sets[name + SHAPE][...].astype(np.int64) if name + SHAPE in sets else None
-            kind = self.told.kinds[name].text if self.told and name in self.told.kinds else None
-            return RaggedColumn(self._array(found), ends, shapes, kind or "bytes", where)
-        if h5py.check_string_dtype(found.dtype) is not None:
-            return _ValuesColumn(self, found.name, self.count, "text", where)
-        vlen = h5py.check_vlen_dtype(found.dtype)
+            schema = self.packed_schema
+            kind = schema.kinds[name].text if schema and name in schema.kinds else None
+            return RaggedColumn(self._array(dataset), ends, shapes, kind or "bytes", where)
+        if h5py.check_string_dtype(dataset.dtype) is not None:
+            return _ValuesColumn(self, dataset.name, self.count, "text", where)
+        vlen = h5py.check_vlen_dtype(dataset.dtype)
         if vlen is not None:
             if np.dtype(vlen) != np.uint8:
                 raise UsageError(f"{where}: values of varying length are read as bytes only")
-            first = bytes(found[0][:16]) if self.count else b""
-            return _ValuesColumn(self, found.name, self.count, looks_like(first), where)
-        if not storable(found.dtype):
-            raise UsageError(f"{where} is {found.dtype}, which samples cannot have: leave it out")
-        unit = found.chunks[0] if found.chunks else 1
-        # Rows beyond a block's worth are no unit to keep together.
-        row = max(1, found.dtype.itemsize * int(np.prod(found.shape[1:], dtype=np.int64)))
+            first = bytes(dataset[0][:16]) if self.count else b""
+            return _ValuesColumn(self, dataset.name, self.count, looks_like(first), where)
+        if not storable(dataset.dtype):
+            raise UsageError(f"{where} is {dataset.dtype}, which samples cannot have: leave it out")
+        unit = dataset.chunks[0] if dataset.chunks else 1
+        # Do not decode chunks together that exceed a few blocks.
+        row = max(1, dataset.dtype.itemsize * int(np.prod(dataset.shape[1:], dtype=np.int64)))
         unit = unit if unit * row <= 4 * MAX_BLOCK_BYTES else 1
-        chosen = slab(select, name, tuple(found.shape[1:]))
-        return PlainColumn(self._array(found), unit, chosen)
+        chosen = slab(select, name, tuple(dataset.shape[1:]))
+        return PlainColumn(self._array(dataset), unit, chosen)
 
-    def _array(self, found: Any) -> Any:
-        """An array to read from: past HDF5 where a data set lies in one piece of a local file."""
-        offset = found.id.get_offset() if found.chunks is None else None
-        plain = found.dtype.isnative and found.nbytes > 0
+    def _array(self, dataset: Any) -> Any:
+        """Return an array that reads a contiguous local data set directly, others through HDF5."""
+        offset = dataset.id.get_offset() if dataset.chunks is None else None
+        plain = dataset.dtype.isnative and dataset.nbytes > 0
         if offset is not None and self.file.local_path is not None and plain:
-            if offset + found.nbytes > self.file.size:
+            if offset + dataset.nbytes > self.file.size:
                 raise SourceError(f"{self.file.name} is cut off: restore it")
-            return _Contiguous(self.file, offset, tuple(found.shape), found.dtype)
-        return _Chunked(self, found.name, tuple(found.shape), found.dtype)
+            return _Contiguous(self.file, offset, tuple(dataset.shape), dataset.dtype)
+        return _Chunked(self, dataset.name, tuple(dataset.shape), dataset.dtype)
 
     def _find(self, root: Any, names: Sequence[str]) -> dict[str, Any]:
-        """The data sets of the file, or those named, refusing whatever leads out of it."""
+        """Return the data sets of the file, or the named ones.
+
+        Raises SourceError for links and references to other files.
+        """
         import h5py
 
         sets: dict[str, Any] = {}
@@ -255,34 +261,34 @@ class _Hdf5File:
                     if names:
                         raise SourceError(
                             f"{self.file.name}::{name} is a link, which dlio does not follow: "
-                            "name what it leads to"
+                            "name its target instead"
                         )
                     continue
-                found = group[key]
-                if isinstance(found, h5py.Group):
+                child = group[key]
+                if isinstance(child, h5py.Group):
                     if prefix.count("/") < 16:
-                        look(found, f"{name}/")
-                elif isinstance(found, h5py.Dataset):
-                    self._check(name, found)
-                    sets[name] = found
+                        look(child, f"{name}/")
+                elif isinstance(child, h5py.Dataset):
+                    self._check(name, child)
+                    sets[name] = child
                     if len(sets) > _MAX_SETS:
                         raise UsageError(f"{self.file.name} holds over {_MAX_SETS} data sets")
 
         look(root, "")
         return sets
 
-    def _check(self, name: str, found: Any) -> None:
+    def _check(self, name: str, dataset: Any) -> None:
         where = f"{self.file.name}::{name}"
-        if found.external:
+        if dataset.external:
             raise SourceError(f"{where} lies in another file (external storage): refused")
-        if found.is_virtual:
-            others = {source.file_name for source in found.virtual_sources()} - {"."}
+        if dataset.is_virtual:
+            others = {source.file_name for source in dataset.virtual_sources()} - {"."}
             if others:
                 raise SourceError(f"{where} is made of other files (virtual): name those instead")
 
 
 class _Chunked:
-    """A data set that is read through HDF5."""
+    """A data set that is read through the HDF5 library."""
 
     def __init__(
         self, file: _Hdf5File, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]
@@ -296,7 +302,7 @@ class _Chunked:
 
 
 class _Contiguous:
-    """A data set that lies in one piece: read with the kernel's own calls, in parallel."""
+    """A contiguous data set, read from the file directly and in parallel."""
 
     def __init__(
         self, file: File, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]
@@ -314,11 +320,11 @@ class _Contiguous:
             return self._rows_of_slab(first, last, parts[1])
         memory = new_memory((last - first) * self._row)
         self._file.read_into(self._offset + first * self._row, memory)
-        found = np.frombuffer(memory, self.dtype).reshape(last - first, *self.shape[1:])
-        return found[(slice(None), *parts[1:])] if len(parts) > 1 else found
+        rows = np.frombuffer(memory, self.dtype).reshape(last - first, *self.shape[1:])
+        return rows[(slice(None), *parts[1:])] if len(parts) > 1 else rows
 
     def _rows_of_slab(self, first: int, last: int, part: slice) -> npt.NDArray[Any]:
-        """A stretch of each row's first dimension: only that is read."""
+        """Read only a part of each row's first dimension."""
         start, stop, step = part.indices(self.shape[1])
         line = self._row // self.shape[1]
         out = np.empty((last - first, stop - start, *self.shape[2:]), self.dtype)
@@ -329,7 +335,7 @@ class _Contiguous:
 
 
 class _ValuesColumn:
-    """Strings, or bytes of varying length, as HDF5 has them."""
+    """Strings or byte arrays of variable length, in HDF5's own types."""
 
     def __init__(self, file: _Hdf5File, name: str, count: int, kind: str, where: str) -> None:
         self._file, self._name, self._count = file, name, count
@@ -350,5 +356,5 @@ class _ValuesColumn:
 
     def rows(self, start: int, stop: int) -> list[bytes]:
         with self._file.lock:
-            found = self._file.handle()[self._name][start:stop]
-        return [value.encode() if isinstance(value, str) else bytes(value) for value in found]
+            values = self._file.handle()[self._name][start:stop]
+        return [value.encode() if isinstance(value, str) else bytes(value) for value in values]

@@ -1,4 +1,4 @@
-"""Random access into LZ4 frames whose blocks do not lean on each other."""
+"""Random access into LZ4 frames of independent blocks."""
 
 import struct
 import threading
@@ -20,7 +20,12 @@ _KEPT_BLOCKS: Final = 16
 
 
 class Frame:
-    """Random access into an LZ4 frame of independent blocks."""
+    """An LZ4 frame of independent blocks; caches the last decompressed ones. Thread-safe.
+
+    Args:
+        file: the compressed file.
+        index: arrays made by `frame_index`.
+    """
 
     def __init__(self, file: File, index: Arrays) -> None:
         self._file = file
@@ -31,6 +36,7 @@ class Frame:
         self._lock = threading.Lock()
 
     def read_into(self, offset: int, into: memoryview) -> None:
+        """Fill `into` with decompressed bytes from `offset` on. Raises SourceError."""
         done = 0
         while done < len(into):
             number, start = divmod(offset + done, self._raw_bytes)
@@ -62,9 +68,15 @@ class Frame:
 
 
 def frame_index(file: File) -> Arrays:
-    """Where the blocks of an LZ4 frame are; a negative size for one that is stored as it is."""
+    """Index the blocks of an LZ4 frame, for `Frame`.
+
+    Returns `frame_at`, the offset of each block, `frame_stored`, its stored bytes (negative if it
+    is not compressed), and `frame_raw`, (decompressed bytes per block, total).
+
+    Raises SourceError for damaged frames, and for frames with linked blocks.
+    """
     head = file.read(0, 19)
-    wrong = SourceError(f"{file.name} is no LZ4 frame, or a damaged one: restore it")
+    wrong = SourceError(f"{file.name} is not an LZ4 frame, or is damaged: restore it")
     if len(head) < 7 or struct.unpack_from("<I", head)[0] != _FRAME_MAGIC:
         raise wrong
     flags, descriptor = head[4], head[5]
@@ -73,7 +85,7 @@ def frame_index(file: File) -> Arrays:
         raise wrong
     if not flags & 0x20:
         raise SourceError(
-            f"{file.name}: its LZ4 blocks are linked, so it cannot be read at random: compress it "
+            f"{file.name}: its LZ4 blocks are linked, which prevents random access: compress it "
             "with `lz4 -BI`"
         )
     at = 7 + (8 if flags & 8 else 0) + (4 if flags & 1 else 0)

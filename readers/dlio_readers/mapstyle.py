@@ -1,9 +1,9 @@
-"""Map-style data sets of torch's: whatever `data[i]` returns, encoded without pickle.
+"""The reader of torch's map-style data sets: encodes the values of `data[i]` without pickle.
 
-Tensors, arrays, numbers, strings, bytes and pictures of Pillow's, nested in tuples, lists and
-dictionaries. What comes out again has the same structure: lists and tuples as tuples, arrays as
-tensors, pictures as PNG. Augmentation belongs behind the tiers, into `transform=`: a data set that
-gives another sample each time it is asked cannot be kept.
+Values may be tensors, arrays, numbers, strings, bytes and Pillow images, nested in tuples, lists
+and dictionaries. Decoded samples have the same structure, with tuples for lists, tensors for
+arrays, and PNG for Pillow images. Random augmentation belongs into `transform=`, which runs after
+the tiers: a data set that returns different values each time cannot be cached.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,6 +20,8 @@ from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
 
+__all__ = ["MapStyleData", "MapStyleReader"]
+
 _VERSION: Final = 1
 _SEED: Final = 0xD110
 _PROBES: Final = 16
@@ -30,26 +32,30 @@ Leaf = tuple[str, str, tuple[int, ...], Any]
 """(field, dtype or encoded kind, shape, value)"""
 
 
-class MapStyleReader:
-    """Reads any object with `len` and `[i]`.
+MapStyleData = Any
+"""A user's data set: any object with `len` and `[i]`, as torch's DataLoader takes it."""
 
-    Where shapes differ from sample to sample, or a field is text or a picture, every sample is
-    asked for once when the data set is opened, to learn their sizes.
+
+class MapStyleReader:
+    """Read any object with `len` and `[i]`.
+
+    If shapes differ between samples, or if a field is text or an image, opening reads every sample
+    once to learn its size.
 
     Args:
         path: the data set.
-        key: tells versions of it apart, for tiers that outlive a job. Without it, a change that
-            none of sixteen samples shows is not noticed.
+        key: version of the data, for tiers that outlive a job. Without it, only changes in sixteen
+            probed samples are noticed.
 
-    Raises UsageError when samples cannot be kept: random, of unknown types, or of differing
-    fields.
+    Raises UsageError for samples that cannot be cached: random values, unsupported types, or
+    differing fields.
     """
 
     format = "torch"
     objects = True
     objects_only = True
 
-    def __init__(self, path: Any, key: str = "") -> None:
+    def __init__(self, path: MapStyleData, key: str = "") -> None:
         self._data = path
         self._count = len(path)
         self.path = f"{type(path).__module__}.{type(path).__qualname__}"
@@ -61,15 +67,15 @@ class MapStyleReader:
             shape.add(probe, _flatten(self._get(probe), self.path))
         if not shape.schema().is_fixed:
             with ThreadPoolExecutor(_THREADS) as pool:
-                for sample, found in enumerate(pool.map(self._leaves, range(self._count))):
-                    shape.add(sample, found)
+                for sample, leaf in enumerate(pool.map(self._leaves, range(self._count))):
+                    shape.add(sample, leaf)
         self.schema = shape.schema()
         self.sizes = shape.sizes(self._count)
         first, again = self.read(probes), self.read(probes)
         if first != again:
             raise UsageError(
-                f"{self.path} gives other values each time a sample is asked for: move what is "
-                "random into transform=, which is called for every use of a sample"
+                f"{self.path} gives different values each time a sample is read: move random "
+                "operations into transform=, which is called for every use of a sample"
             )
         self.classes: Sequence[str] = _class_names(path)
         self._labels: npt.NDArray[np.int64] | None = None
@@ -85,16 +91,16 @@ class MapStyleReader:
         )
 
     @staticmethod
-    def recognises(path: Any) -> str | None:
+    def recognises(path: MapStyleData) -> str | None:
         if isinstance(path, str | bytes | list | tuple):
-            return "is no map-style data set"
+            return "is not a map-style data set"
         if hasattr(path, "__getitem__") and hasattr(path, "__len__"):
             return None
-        return "has no len() or no [i]: an iterable cannot be read at random"
+        return "lacks len() or [i]: an iterable does not allow random access"
 
     @property
     def labels(self) -> npt.NDArray[np.int64]:
-        """From the data set's `targets`, or else from every sample's label."""
+        """Labels from the data set's `targets`, or else from every sample; shape (samples,)."""
         if self._labels is None:
             self._labels = self._find_labels()
         return self._labels
@@ -127,9 +133,9 @@ class MapStyleReader:
             raise self._failed(sample, error) from error
 
     def _leaves(self, sample: int) -> list[Leaf]:
-        """Without the values, which would all be kept until they are added up."""
-        found = _flatten(self._get(sample), self.path)
-        return [(name, kind, shape, _body_bytes(value)) for name, kind, shape, value in found]
+        """Return the leaves with sizes in place of values, to save memory."""
+        flat = _flatten(self._get(sample), self.path)
+        return [(name, kind, shape, _body_bytes(value)) for name, kind, shape, value in flat]
 
     def _join(self, sample: int, item: Any) -> bytes:
         values = {name: value for name, _, _, value in _flatten(item, self.path)}
@@ -142,15 +148,15 @@ class MapStyleReader:
             return self.schema.join(values)
         except ValueError as error:
             raise SourceError(
-                f"{self.name(sample)} is not like the samples that were looked at first: {error}; "
-                "make them alike"
+                f"{self.name(sample)} differs from the samples that were probed: {error}; make "
+                "them alike"
             ) from error
 
     def _find_labels(self) -> npt.NDArray[np.int64]:
-        told = getattr(self._data, "targets", None)
-        if told is not None and len(told) == self._count:
+        targets = getattr(self._data, "targets", None)
+        if targets is not None and len(targets) == self._count:
             try:
-                return np.asarray(told).astype(np.int64)
+                return np.asarray(targets).astype(np.int64)
             except (TypeError, ValueError):
                 pass
         name = next((n for n in LABEL_NAMES if n in self.schema.kinds), None)
@@ -164,7 +170,7 @@ class MapStyleReader:
 
 
 class _Shape:
-    """What is known of all samples' fields, added up over those that were looked at."""
+    """Kinds, shapes and sizes of all fields, gathered over samples."""
 
     def __init__(self, path: str, first: list[Leaf]) -> None:
         self._path = path
@@ -175,14 +181,14 @@ class _Shape:
         self._structure: Any = None
         self._bodies: dict[str, dict[int, int]] = {name: {} for name in self._kinds}
 
-    def add(self, sample: int, found: list[Leaf]) -> None:
-        names = [name for name, _, _, _ in found]
+    def add(self, sample: int, flat: list[Leaf]) -> None:
+        names = [name for name, _, _, _ in flat]
         if names != list(self._kinds):
             raise UsageError(
                 f"{self._path}[{sample}] has the fields {', '.join(names)}, the first sample "
                 f"{', '.join(self._kinds)}: make them alike"
             )
-        for name, kind, shape, value in found:
+        for name, kind, shape, value in flat:
             known = self._shapes[name]
             if kind != self._kinds[name] or len(shape) != len(known):
                 raise UsageError(
@@ -218,7 +224,7 @@ def _flatten(item: Any, path: str) -> list[Leaf]:
 
 
 def _walk(item: Any, name: str, path: str, depth: int) -> Iterator[Leaf]:
-    """The leaves of a sample. Their names are their ways: `1.boxes`, where a number is a place."""
+    """Yield the leaves of a sample, named by their paths: `1.boxes`, where a number is an index."""
     if depth > _DEPTH:
         raise UsageError(f"{path}: samples are nested more than {_DEPTH} deep")
     if isinstance(item, tuple) and hasattr(item, "_asdict"):
@@ -266,13 +272,13 @@ def _leaf(item: Any, name: str, path: str) -> Leaf:
     if hasattr(item, "getbands") and hasattr(item, "convert"):
         return name, "png", (), _png(item, name, path)
     raise UsageError(
-        f"{path}: field {name!r} is a {type(item).__name__}, which cannot be kept without pickle: "
-        "return tensors, arrays, numbers, strings, bytes or pictures"
+        f"{path}: field {name!r} is a {type(item).__name__}, which cannot be stored without "
+        "pickle: return tensors, arrays, numbers, strings, bytes or Pillow images"
     )
 
 
 def _png(picture: Any, name: str, path: str) -> bytes:
-    """A picture of Pillow's, losslessly."""
+    """Encode a Pillow image losslessly."""
     from dlio.image.decode import opencv
 
     if picture.mode not in ("L", "RGB", "RGBA", "I;16"):
@@ -296,7 +302,7 @@ def _body_bytes(value: Any) -> int:
 
 
 def _structure_of(names: list[str]) -> Any:
-    """The structure that names tell as ways; None where that is a dictionary of the fields."""
+    """Rebuild the structure from the paths in `names`; None for a plain dictionary of fields."""
     if names == ["0"]:
         return "0"
     if not any("." in name or name.isdigit() for name in names):
@@ -316,8 +322,8 @@ def _structure_of(names: list[str]) -> Any:
 def _listed(tree: Any) -> Any:
     if isinstance(tree, str):
         return tree
-    made = {key: _listed(value) for key, value in tree.items()}
-    return list(made.values()) if all(key.isdigit() for key in made) else made
+    children = {key: _listed(value) for key, value in tree.items()}
+    return list(children.values()) if all(key.isdigit() for key in children) else children
 
 
 def _class_names(data: Any) -> list[str]:

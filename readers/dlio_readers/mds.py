@@ -1,10 +1,10 @@
-"""MosaicML Streaming's MDS, to be read: `index.json` beside shards, raw or compressed.
+"""The reader of MosaicML Streaming's MDS: a folder of raw or compressed shards and an `index.json`.
 
-A shard is a u32 count, count + 1 u32 offsets, then samples: a u32 size for each column whose size
-is not the same for all, then the columns' bytes.
+A shard holds a u32 count, count + 1 u32 offsets, then the samples. A sample holds a u32 size for
+each column of variable size, then the bytes of all columns.
 
-Columns that need pickle (`pkl`) are refused. A compressed shard is decompressed whole, once for a
-stretch of samples, and the last few are kept.
+Columns that need pickle (`pkl`) are refused. A compressed shard is decompressed whole; the last few
+are cached.
 """
 
 import gzip
@@ -26,6 +26,8 @@ from dlio.data.source import File, Source, expand
 from dlio.errors import SourceError
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
+
+__all__ = ["MdsReader"]
 
 _VERSION: Final = 1
 _INDEX: Final = "index.json"
@@ -73,10 +75,10 @@ class _Field:
     name: str
     encoding: str
     size: int | None
-    """Bytes, where they are the same for all."""
+    """Bytes per sample; None if variable."""
     dtype: str = ""
     shape: tuple[int, ...] | None = None
-    """Of arrays; None where it stands before each one's data."""
+    """Shape of arrays; None if each value is preceded by its own."""
 
     @property
     def array(self) -> bool:
@@ -84,9 +86,9 @@ class _Field:
 
 
 class MdsReader:
-    """Reads a folder with an `index.json`. Samples are numbered as the index lists shards.
+    """Read a folder with an `index.json`. Samples are numbered in the order of shards in the index.
 
-    Raises SourceError for what is damaged, or needs pickle.
+    Raises SourceError for damaged files, and for columns that need pickle.
     """
 
     format = "mds"
@@ -146,7 +148,7 @@ class MdsReader:
 
     @property
     def labels(self) -> npt.NDArray[np.int64]:
-        """The column that is called as labels are called."""
+        """Labels from the first column with a usual name of labels; shape (samples,)."""
         if self._labels is None:
             name = next((n for n in LABEL_NAMES if n in self.schema.kinds), "")
             kind = self.schema.kinds.get(name)
@@ -191,7 +193,7 @@ class MdsReader:
             shard.close()
 
     def _length(self, sample: int) -> int:
-        """Stored bytes of a sample, its sizes included."""
+        """Stored bytes of a sample, including its column sizes."""
         return int(self._bodies[sample, -1])
 
     def _payload(self, sample: int, data: memoryview, first: int) -> bytes:
@@ -211,15 +213,15 @@ class MdsReader:
             ) from error
 
     def _build(self, counts: Sequence[int]) -> Arrays:
-        """Where samples are, and their columns' sizes; reads through all shards once."""
+        """Index the offsets and column sizes of all samples; reads all shards once."""
         starts, bodies = [], []
         dims: dict[str, tuple[str, list[int | None]]] = {}
         for shard, count in zip(self._shards, counts, strict=True):
             head = shard.read(0, 4 * (count + 2))
-            told = np.frombuffer(head, "<u4")
-            ends = told[1:].astype(np.int64)
-            if int(told[0]) != count or (np.diff(ends) < 0).any() or ends[-1] > shard.raw_bytes:
-                raise SourceError(f"{shard.file.name}: its offsets make no sense: restore it")
+            numbers = np.frombuffer(head, "<u4")
+            ends = numbers[1:].astype(np.int64)
+            if int(numbers[0]) != count or (np.diff(ends) < 0).any() or ends[-1] > shard.raw_bytes:
+                raise SourceError(f"{shard.file.name}: its offsets are invalid: restore it")
             data = shard.read(0, shard.raw_bytes)
             for k in range(count):
                 view = data[int(ends[k]) : int(ends[k + 1])]
@@ -232,16 +234,16 @@ class MdsReader:
                     ) from error
                 starts.append(int(ends[k]))
                 bodies.append([*row, len(view)])
-        told_dims = json.dumps({name: [dtype, shape] for name, (dtype, shape) in dims.items()})
+        dims_json = json.dumps({name: [dtype, shape] for name, (dtype, shape) in dims.items()})
         return {
             "starts": np.array(starts, np.int64),
             "bodies": np.array(bodies, np.int64),
-            "dims": np.frombuffer(told_dims.encode(), np.uint8),
+            "dims": np.frombuffer(dims_json.encode(), np.uint8),
         }
 
 
 class _Shard:
-    """One file of samples; decompressed when it is first read, and kept for a while."""
+    """One shard file; decompressed on first use, and cached."""
 
     _kept: ClassVar[OrderedDict[tuple[str, str], bytes]] = OrderedDict()
     _lock: ClassVar[threading.Lock] = threading.Lock()
@@ -288,7 +290,7 @@ class _Shard:
 
 
 def _shards(source: Source) -> list[dict[str, Any]]:
-    """The entries of index.json. Raises SourceError when it is not MDS's."""
+    """Return the entries of index.json. Raises SourceError if it does not describe MDS shards."""
     text = source.read(_INDEX, 0, _MAX_INDEX + 1)
     where = source.path(_INDEX)
     try:
@@ -300,20 +302,20 @@ def _shards(source: Source) -> list[dict[str, Any]]:
         for shard in shards:
             shard["raw_data"]["basename"], shard["raw_data"]["bytes"], shard["samples"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise SourceError(f"{where} is no index of MDS shards ({error})") from error
+        raise SourceError(f"{where} is not an index of MDS shards ({error})") from error
     return list(shards)
 
 
 def _whole(value: Any, bound: int, source: Source) -> int:
     if not isinstance(value, int) or not 0 <= value < bound:
-        raise SourceError(f"{source.path(_INDEX)}: {value!r} makes no sense: restore it")
+        raise SourceError(f"{source.path(_INDEX)}: {value!r} is invalid: restore it")
     return value
 
 
 def _file_of(
     shard: dict[str, Any], source: Source
 ) -> tuple[str, Callable[[bytes, int], bytes] | None]:
-    """(file, what decompresses it): the raw file if it is there."""
+    """Return (file, function to decompress it); prefers the raw file if it exists."""
     raw, packed = shard["raw_data"], shard.get("zip_data")
     for part in (raw, packed):
         if part and ("/" in str(part["basename"]) or str(part["basename"]).startswith("..")):
@@ -361,10 +363,10 @@ def _fields(shard: dict[str, Any], source: Source) -> list[_Field]:
             )
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise SourceError(f"{where}: its columns make no sense: restore it") from error
+        raise SourceError(f"{where}: its columns are invalid: restore it") from error
     fields = []
     for name, encoding, size in rows[: _MAX_COLUMNS + 1]:
-        base, *told = str(encoding).split(":")
+        base, *details = str(encoding).split(":")
         if base in ("pkl", "pil", "list[pil]"):
             raise SourceError(
                 f"{where}: column {name!r} is {encoding}, which needs pickle or Pillow to be read: "
@@ -372,11 +374,11 @@ def _fields(shard: dict[str, Any], source: Source) -> list[_Field]:
             )
         if base not in _PLAIN and base not in (*_NUMBERS, "int", "ndarray"):
             raise SourceError(f"{where}: column {name!r} is {encoding}, which dlio does not know")
-        dtype = told[0] if told else ""
+        dtype = details[0] if details else ""
         if base == "ndarray" and dtype and dtype not in _NUMBERS:
-            raise SourceError(f"{where}: column {name!r} is {encoding}, which makes no sense")
+            raise SourceError(f"{where}: column {name!r} is {encoding}, which is invalid")
         try:
-            shape = tuple(int(part) for part in told[1].split(",")) if len(told) > 1 else None
+            shape = tuple(int(n) for n in details[1].split(",")) if len(details) > 1 else None
         except ValueError as error:
             raise SourceError(f"{where}: column {name!r} is {encoding}") from error
         width = None if size is None else _whole(size, 1 << 31, source)
@@ -387,23 +389,23 @@ def _fields(shard: dict[str, Any], source: Source) -> list[_Field]:
         else:
             expected = width if width is not None else -1
         if width is not None and width != expected:
-            raise SourceError(f"{where}: column {name!r} of {width} bytes is no {encoding}")
+            raise SourceError(f"{where}: column {name!r} of {width} bytes is not {encoding}")
         fields.append(_Field(str(name), str(encoding), width or None, dtype, shape))
     if not 0 < len(fields) <= _MAX_COLUMNS:
-        raise SourceError(f"{where}: {len(rows)} columns make no sense")
+        raise SourceError(f"{where}: {len(rows)} columns; expected 1 to {_MAX_COLUMNS}")
     return fields
 
 
 def _split(view: memoryview, fields: Sequence[_Field]) -> list[memoryview]:
-    """A sample's columns. Raises ValueError when they do not add up."""
+    """Split a sample into its columns. Raises ValueError if their sizes do not add up."""
     variable = sum(field.size is None for field in fields)
     if len(view) < 4 * variable:
         raise ValueError("too short")
-    told = iter(np.frombuffer(view[: 4 * variable], "<u4").tolist())
+    sizes = iter(np.frombuffer(view[: 4 * variable], "<u4").tolist())
     at = 4 * variable
     parts = []
     for field in fields:
-        size = next(told) if field.size is None else field.size
+        size = next(sizes) if field.size is None else field.size
         parts.append(view[at : at + size])
         at += size
     if at != len(view):
@@ -412,7 +414,7 @@ def _split(view: memoryview, fields: Sequence[_Field]) -> list[memoryview]:
 
 
 def _array_head(field: _Field, part: memoryview) -> tuple[str, tuple[int, ...], int]:
-    """(dtype, shape, offset of the data) of an array. Raises ValueError, IndexError."""
+    """Return (dtype, shape, offset of the data) of an array. Raises ValueError or IndexError."""
     at = 0
     dtype = field.dtype
     if not dtype:
@@ -429,12 +431,12 @@ def _array_head(field: _Field, part: memoryview) -> tuple[str, tuple[int, ...], 
         shape = tuple(int(size) for size in sizes)
         at += ndim * width
     if math.prod(shape) * np.dtype(dtype).itemsize != len(part) - at:
-        raise ValueError("array of another size than its shape")
+        raise ValueError("array whose size does not match its shape")
     return dtype, shape, at
 
 
 def _body(field: _Field, part: memoryview, dims: dict[str, tuple[str, list[int | None]]]) -> int:
-    """Bytes of a column's value; learns arrays' shapes on the way."""
+    """Return the bytes of a column's value, and record shapes of arrays in `dims`."""
     if not field.array:
         return len(part)
     dtype, shape, at = _array_head(field, part)
@@ -447,12 +449,12 @@ def _body(field: _Field, part: memoryview, dims: dict[str, tuple[str, list[int |
     return len(part) - at
 
 
-def _kind(field: _Field, told: Any) -> str:
+def _kind(field: _Field, dims: Any) -> str:
     base = field.encoding.split(":")[0]
     if base in _PLAIN:
         return _PLAIN[base]
     if base == "ndarray":
-        return array_kind(*(told or (field.dtype, field.shape)))
+        return array_kind(*(dims or (field.dtype, field.shape)))
     return "int64" if base == "int" else base
 
 

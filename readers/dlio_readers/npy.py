@@ -1,4 +1,4 @@
-"""The head of a .npy file, read without trust: bounded, and never by pickle or eval."""
+"""Parse headers of .npy files from untrusted sources: bounded, without pickle or eval."""
 
 import ast
 import math
@@ -20,60 +20,67 @@ _MAX_HEAD: Final = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class NpyHead:
-    """What a .npy file holds, and where."""
+    """The parsed header of a .npy file."""
 
     dtype: str
-    """numpy's name of it, little-endian as stored or not."""
+    """numpy's name of the type, without byte order."""
     descr: str
+    """The type with its byte order, as in the file."""
     shape: tuple[int, ...]
     fortran: bool
+    """True if the array is stored in column-major order."""
     offset: int
-    """Of the data in the file."""
+    """Offset of the data in the file."""
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the data."""
         return math.prod(self.shape) * np.dtype(self.descr).itemsize
 
     def array(self, data: memoryview) -> npt.NDArray[Any]:
-        """The array of a whole file that lies in memory: a view where it can be one."""
+        """Return the array of a whole file in memory, as a view if possible.
+
+        Args:
+            data: all bytes of the file, header included.
+        """
         shape = self.shape[::-1] if self.fortran else self.shape
-        found: npt.NDArray[Any] = np.ndarray(shape, self.descr, data, self.offset)
-        found = found.T if self.fortran else found
-        return np.asarray(found, np.dtype(self.dtype).newbyteorder("<"), order="C")
+        stored: npt.NDArray[Any] = np.ndarray(shape, self.descr, data, self.offset)
+        stored = stored.T if self.fortran else stored
+        return np.asarray(stored, np.dtype(self.dtype).newbyteorder("<"), order="C")
 
 
 def read_npy_head(data: memoryview, size: int | None = None) -> NpyHead:
     """Parse the beginning of a .npy file.
 
     Args:
-        data: the head, and more.
-        size: bytes of the whole file; by default those of `data`.
+        data: the beginning of the file; at least the header.
+        size: bytes of the whole file; by default len(data).
 
-    Raises CorruptBlock for what is no .npy file, is too short for what it claims, or holds objects
-    or types that samples cannot have.
+    Raises CorruptBlock if the file is damaged, cut off or not a .npy file, and for element types
+    that samples cannot have, such as objects.
     """
     size = len(data) if size is None else size
     if len(data) < 10 or bytes(data[:6]) != _MAGIC or data[6] not in (1, 2, 3):
-        raise CorruptBlock("is no .npy file")
+        raise CorruptBlock("is not a .npy file")
     wide = data[6] > 1
     if len(data) < 12:
-        raise CorruptBlock("is no .npy file: it is cut off")
+        raise CorruptBlock("is not a .npy file: it is cut off")
     length = struct.unpack_from("<I" if wide else "<H", data, 8)[0]
     offset = (12 if wide else 10) + length
     if length > _MAX_HEAD or offset > len(data):
-        raise CorruptBlock(f"its .npy head of {length} bytes is cut off, or too long")
+        raise CorruptBlock(f"its .npy header of {length} bytes is cut off, or too long")
     try:
         head = ast.literal_eval(bytes(data[offset - length : offset]).decode("latin-1").strip())
         descr, shape, fortran = head["descr"], head["shape"], head["fortran_order"]
         dtype = np.dtype(descr) if isinstance(descr, str) else np.dtype(object)
     except (ValueError, SyntaxError, KeyError, TypeError, RecursionError, MemoryError) as error:
-        raise CorruptBlock("its .npy head makes no sense") from error
+        raise CorruptBlock("its .npy header is damaged") from error
     if dtype.name not in DTYPES:
         raise CorruptBlock(f"holds {dtype.name}, which samples cannot have: convert it")
     sound = isinstance(shape, tuple) and len(shape) <= MAX_DIMENSIONS
     if not sound or not all(isinstance(n, int) and 0 <= n < 2**48 for n in shape):
-        raise CorruptBlock("its .npy head makes no sense")
-    found = NpyHead(dtype.name, dtype.str, shape, bool(fortran), offset)
-    if found.offset + found.nbytes > size:
-        raise CorruptBlock(f"is cut off: {size} bytes, where {offset + found.nbytes} should be")
-    return found
+        raise CorruptBlock("its .npy header is damaged")
+    parsed = NpyHead(dtype.name, dtype.str, shape, bool(fortran), offset)
+    if parsed.offset + parsed.nbytes > size:
+        raise CorruptBlock(f"is cut off: {size} bytes instead of {offset + parsed.nbytes}")
+    return parsed

@@ -1,4 +1,4 @@
-"""Parquet, as Hugging Face data sets store images: through pyarrow, a row group at a time."""
+"""The reader of Parquet files, as Hugging Face data sets use them; decodes whole row groups."""
 
 import json
 import threading
@@ -18,6 +18,8 @@ from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
 from dlio_readers.columns import looks_like
 
+__all__ = ["ParquetReader"]
+
 _SUFFIXES: Final = (".parquet", ".parq")
 _VERSION: Final = 1
 _KEPT_BYTES: Final = 64 << 20
@@ -25,15 +27,15 @@ _PROBES: Final = 8
 
 
 class ParquetReader:
-    """Reads Parquet files; rows are numbered as files, row groups and rows come.
+    """Read Parquet files. Samples are numbered in the order of files, row groups and rows.
 
-    A column of `struct<bytes, path>` or binary is a field of bytes, or of images where it holds
-    such; strings are text, numbers and booleans scalars, lists of numbers arrays.
+    Columns of `struct<bytes, path>` or binary become images or bytes, depending on their content;
+    strings become text, numbers and booleans scalars, lists of numbers arrays.
 
     Args:
-        path: a file, a folder, a pattern or a list, with the names of columns behind `::`.
+        path: a file, a folder, a pattern or a list, with the names of columns after `::`.
 
-    Raises SourceError for what is damaged, holds nulls, or columns that samples cannot have.
+    Raises SourceError for damaged files, nulls, and column types that samples cannot have.
     """
 
     format = "parquet"
@@ -51,9 +53,9 @@ class ParquetReader:
         self._kept: OrderedDict[tuple[int, int], tuple[dict[str, Any], int]] = OrderedDict()
         kind = "parquet-" + ("-".join(names)[:64].replace("/", "_") or "all")
         index = cached_index(kind, _VERSION, self._files, lambda: self._build(names))
-        told = json.loads(index["head"].tobytes())
-        self.schema = Schema(tuple((name, kind) for name, kind in told["fields"]))
-        self.classes: Sequence[str] = told["classes"]
+        head = json.loads(index["head"].tobytes())
+        self.schema = Schema(tuple((name, kind) for name, kind in head["fields"]))
+        self.classes: Sequence[str] = head["classes"]
         self._groups = index["groups"]
         self._starts = index["starts"]
         total = int(self._starts[-1])
@@ -81,7 +83,7 @@ class ParquetReader:
             names = [name for name, _ in source.names()]
             if any(name.lower().endswith(_SUFFIXES) for name in names):
                 return None
-        return "is no .parquet, and no folder of them"
+        return "is neither a .parquet nor a folder of them"
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -99,13 +101,13 @@ class ParquetReader:
             columns = self._group(group)
             picked = {name: _take(column, rows) for name, column in columns.items()}
             if self.schema.is_fixed:
-                found = self.schema.join_fixed(len(rows), picked)
+                joined = self.schema.join_fixed(len(rows), picked)
             else:
-                found = [
+                joined = [
                     self.schema.join({name: values[k] for name, values in picked.items()})
                     for k in range(len(rows))
                 ]
-            for slot, payload in zip(slots.tolist(), found, strict=True):
+            for slot, payload in zip(slots.tolist(), joined, strict=True):
                 payloads[slot] = payload
         return payloads
 
@@ -117,8 +119,10 @@ class ParquetReader:
             self._kept.clear()
 
     def _group(self, number: int) -> dict[str, Any]:
-        """The decoded columns of a row group; the last few are kept. Decoded by one thread: others
-        that want it, wait."""
+        """Return the decoded columns of a row group, from a cache of the last few.
+
+        Only one thread decodes a row group; others wait for it.
+        """
         file, group = (int(part) for part in self._groups[number])
         with self._lock:
             kept = self._kept.get((file, group))
@@ -153,7 +157,7 @@ class ParquetReader:
                     self._opened[number] = pq.ParquetFile(file.local_path or file.open())
                 except Exception as error:
                     raise SourceError(
-                        f"{file.name} is no Parquet file, or a damaged one: {error}"
+                        f"{file.name} is not a Parquet file, or is damaged: {error}"
                     ) from error
             return self._opened[number]
 
@@ -161,7 +165,7 @@ class ParquetReader:
         return f"{self._files[file].name}, row group {group}, column {name!r}"
 
     def _build(self, names: Sequence[str]) -> Arrays:
-        """Sizes and labels of all rows; reads through the columns of varying size once."""
+        """Index sizes and labels of all rows; reads all chosen columns once."""
         first = self._open(0).schema_arrow
         chosen = list(names) or first.names
         for name in chosen:
@@ -182,19 +186,19 @@ class ParquetReader:
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         if not starts[-1]:
             raise SourceError(f"{self.path} holds no rows")
-        found = {name: _Found(name, first.field(name).type) for name in chosen}
-        label = next((name for name in LABEL_NAMES if name in found and found[name].whole), None)
+        facts = {name: _ColumnFacts(name, first.field(name).type) for name in chosen}
+        label = next((name for name in LABEL_NAMES if name in facts and facts[name].whole), None)
         labels = []
         for number, group in groups:
             table = self._read_group(number, group, chosen)
-            for name, each in found.items():
+            for name, each in facts.items():
                 each.add(table.column(name), self._where(number, group, name))
             if label is not None:
                 labels.append(np.asarray(table.column(label)).astype(np.int64))
-        fields = [(name, each.kind()) for name, each in found.items()]
+        fields = [(name, each.kind()) for name, each in facts.items()]
         bodies = [
             np.concatenate(each.bodies)
-            for each in found.values()
+            for each in facts.values()
             if not Schema((("x", each.kind()),)).is_fixed
         ]
         total = int(starts[-1])
@@ -208,8 +212,8 @@ class ParquetReader:
         }
 
 
-class _Found:
-    """What is known of a column, added up over row groups."""
+class _ColumnFacts:
+    """Kind and sizes of a column, gathered over all row groups."""
 
     def __init__(self, name: str, kind: Any) -> None:
         import pyarrow.types as t
@@ -268,7 +272,7 @@ class _Found:
 
 
 def _dtype(kind: Any) -> str | None:
-    """numpy's name of an arrow type, if arrays can have it."""
+    """numpy's name of an Arrow type; None if arrays of samples cannot have it."""
     try:
         name = np.dtype(kind.to_pandas_dtype()).name
     except (NotImplementedError, TypeError):
@@ -283,7 +287,7 @@ def _is_bytes(kind: Any) -> bool:
 
 
 def _bytes_of(column: Any, where: str) -> Any:
-    """A column of binary, out of a struct of it if need be."""
+    """Return a binary column; takes `bytes` out of a struct. Raises SourceError for nulls."""
     import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.types as t
@@ -311,7 +315,7 @@ def _no_nulls(column: Any, where: str) -> None:
 
 
 def _decoded(column: Any, kind: str, where: str) -> Any:
-    """A column as rows are picked from it: an array, or a function of a row."""
+    """Decode a column: binary, an array of rows, or (flat array, offsets)."""
     if "[" not in kind and kind not in DTYPES:
         return _bytes_of(column, where)
     _no_nulls(column, where)
@@ -327,6 +331,7 @@ def _decoded(column: Any, kind: str, where: str) -> Any:
 
 
 def _take(column: Any, rows: npt.NDArray[np.int64]) -> Any:
+    """Pick rows of a column that `_decoded` returned."""
     if isinstance(column, np.ndarray):
         return column[rows]
     if isinstance(column, tuple):
@@ -336,10 +341,10 @@ def _take(column: Any, rows: npt.NDArray[np.int64]) -> Any:
 
 
 def _class_names(schema: Any, label: str | None) -> list[str]:
-    """What Hugging Face's metadata call the labels."""
+    """Read the names of classes from Hugging Face's metadata."""
     try:
-        told = json.loads((schema.metadata or {})[b"huggingface"])
-        names = told["info"]["features"][label]["names"]
+        metadata = json.loads((schema.metadata or {})[b"huggingface"])
+        names = metadata["info"]["features"][label]["names"]
     except (KeyError, ValueError, TypeError, RecursionError):
         return []
     return [str(name) for name in names] if isinstance(names, list) else []

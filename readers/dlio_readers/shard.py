@@ -1,4 +1,4 @@
-"""The native format: a folder of shards, as `dlio pack` writes it."""
+"""The reader of dlio's native format: a folder of shards, as `dlio pack` writes it."""
 
 import os
 import threading
@@ -29,20 +29,19 @@ __all__ = ["ShardReader"]
 
 _OPENED_AT_A_TIME = 16
 _KEPT_TABLES = 1024
-"""Block tables kept in memory, about 24 bytes a sample each."""
+"""Block tables kept in memory, each about 24 bytes per sample."""
 
 
 class ShardReader:
-    """Reads native shards. Samples are numbered as they are stored.
+    """Read native shards. Samples are numbered in storage order.
 
-    Indexes stay mapped where the files are local: a data set of any size takes little memory.
+    Indexes of local files are memory-mapped, so that a data set of any size takes little memory.
 
     Args:
-        path: a folder of `*.dlio` files, all of one data set, a pattern, a list, or the one file
-            of a small one.
+        path: a folder of `*.dlio` files of one data set, a pattern, a list, or a single file.
 
-    Raises SourceError when shards are missing or do not belong together, CorruptBlock when one
-    is damaged.
+    Raises SourceError if shards are missing or belong to different data sets, CorruptBlock if a
+    shard is damaged.
     """
 
     format = "shard"
@@ -68,7 +67,7 @@ class ShardReader:
         blocks = [len(footer.counts) for footer in footers]
         self._first_blocks = np.concatenate([[0], np.cumsum(blocks)]).astype(np.int64)
         self.block_bytes = np.concatenate([np.diff(offsets) for offsets in self._offsets])
-        """File bytes of each block, which tiers take as they are; shape (blocks,)."""
+        """Stored bytes of each block, which tiers copy unchanged; shape (blocks,)."""
         self.data_bytes = sum(footer.payload_bytes for footer in footers)
         self._tables: OrderedDict[int, BlockInfo] = OrderedDict()
         self._lock = threading.Lock()
@@ -78,10 +77,10 @@ class ShardReader:
 
     @staticmethod
     def recognises(path: str) -> str | None:
-        found = expand(path)
-        if own_name(found[0]).endswith(SUFFIX):
+        first = expand(path)[0]
+        if own_name(first).endswith(SUFFIX):
             return None
-        source = Source(found[0])
+        source = Source(first)
         if not source.is_folder():
             return f"is a file that does not end in {SUFFIX}"
         names = [name for name, _ in source.names()]
@@ -112,21 +111,21 @@ class ShardReader:
         return self.file_of(block)[1]
 
     def read_stored(self, block: int, into: memoryview, at: int = 0) -> None:
-        """Read a part of a block as it is stored, from its byte `at` on."""
+        """Read len(into) bytes of a block as stored, from its byte `at` on."""
         file, start, _ = self.file_of(block)
         file.read_into(start + at, into)
 
     def check_stored(self, block: int, stored: memoryview) -> None:
-        """Check a whole block that `read_stored` brought. Raises CorruptBlock."""
+        """Verify a whole block that `read_stored` has read. Raises CorruptBlock."""
         file, start, _ = self.file_of(block)
         info = check_block(stored, file.name, start)
         if info.fingerprint != self.fingerprint or info.block != block:
             raise _foreign(file, block)
 
     def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
-        """Payloads, checked against their checksums; neighbours are read in one go.
+        """Read payloads and verify their checksums; neighbours are read together.
 
-        Raises SourceError for a file that cannot be read, CorruptBlock for one that is damaged.
+        Raises SourceError if a file cannot be read, CorruptBlock if it is damaged.
         """
         payloads: list[bytes | memoryview] = [b""] * len(samples)
         blocks, places = self.layout.locate(np.asarray(samples, np.int64))
@@ -141,7 +140,7 @@ class ShardReader:
             self._tables.clear()
 
     def file_of(self, block: int) -> tuple[File, int, int]:
-        """(file, offset, length) of a block."""
+        """Return (file, offset, length) of a block."""
         shard = int(np.searchsorted(self._first_blocks, block, side="right")) - 1
         k = block - int(self._first_blocks[shard])
         offsets = self._offsets[shard]
@@ -211,7 +210,7 @@ def _foreign(file: File, block: int) -> CorruptBlock:
 
 @contextmanager
 def _opened(file: File) -> Iterator[int | Readable]:
-    """A descriptor where the file is local, otherwise the file itself."""
+    """Yield a file descriptor if the file is local, otherwise the file itself."""
     if file.local_path is None:
         yield file
         return
@@ -235,9 +234,9 @@ def _footer(file: File) -> Footer:
 
 
 def _in_order(path: str, files: list[File], footers: list[Footer]) -> list[Footer]:
-    """The footers by shard number (files likewise, in place). Raises SourceError if one lacks."""
+    """Sort footers and (in place) files by shard number. Raises SourceError if one is missing."""
     if len({footer.fingerprint for footer in footers}) != 1:
-        raise SourceError(f"{path}: shards of several data sets: keep each in a folder of its own")
+        raise SourceError(f"{path}: shards of several data sets: keep each in its own folder")
     count = footers[0].shards
     numbers = [footer.shard for footer in footers]
     if sorted(numbers) != list(range(count)):

@@ -1,4 +1,4 @@
-"""NumPy's files and tables of text: `.npy`, `.npz`, `.csv`, `.tsv`. Never by pickle."""
+"""The reader of NumPy files and text tables: `.npy`, `.npz`, `.csv`, `.tsv`; without pickle."""
 
 import csv
 import io
@@ -29,17 +29,19 @@ _MAX_CLASSES: Final = 1 << 16
 
 
 class TablesReader(ColumnReader):
-    """Reads the rows of NumPy's arrays, or of a table with a line of names on top.
+    """Read the rows of NumPy arrays, or of a table whose first line names its columns.
 
-    Arrays are read in place, a stretch at a time; of `.npz` those that are compressed are
-    decompressed whole. Columns of a table are whole numbers, decimal ones, or text; a column
-    `label` of text becomes classes, in alphabetical order.
+    Arrays are read in place, some rows at a time; compressed arrays of a `.npz` are decompressed
+    whole. Columns of a table are integers, floats or text. A text column `label` becomes classes in
+    alphabetical order.
 
     Args:
-        path: `x.npy`, `x.npz::x,y`, `x.csv`.
-        select: a slab of every sample of an array.
+        path: a file, with the names of arrays or columns after `::`: `x.npy`, `x.npz::x,y`,
+            `x.csv`.
+        select: part of every sample of an array to read.
 
-    Raises SourceError for what is damaged or holds objects, UsageError where names leave a choice.
+    Raises SourceError for damaged files and arrays of objects, UsageError if the choice of arrays
+    is ambiguous.
     """
 
     format = "tables"
@@ -84,11 +86,11 @@ class TablesReader(ColumnReader):
 
 
 class _Stored:
-    """An array that lies in a file as it is."""
+    """An uncompressed array in a file, read in place."""
 
     def __init__(self, file: File, head: NpyHead, start: int) -> None:
         if head.fortran and len(head.shape) > 1:
-            raise SourceError(f"{file.name} is in Fortran's order: write it in C's")
+            raise SourceError(f"{file.name} is in Fortran order: write it in C order")
         self._file, self._start = file, start + head.offset
         self.shape = head.shape
         self.dtype = np.dtype(head.dtype)
@@ -100,8 +102,8 @@ class _Stored:
         first, last, _ = parts[0].indices(self.shape[0])
         memory = new_memory(max(0, last - first) * self._row)
         self._file.read_into(self._start + first * self._row, memory)
-        found = np.frombuffer(memory, self._stored).reshape(last - first, *self.shape[1:])
-        return found[(slice(None), *parts[1:])].astype(self.dtype, copy=False)
+        rows = np.frombuffer(memory, self._stored).reshape(last - first, *self.shape[1:])
+        return rows[(slice(None), *parts[1:])].astype(self.dtype, copy=False)
 
 
 def _npy(file: File) -> _Stored:
@@ -135,13 +137,13 @@ def _npz(file: File) -> dict[str, Any]:
                 arrays[key] = _head(bytes(data[:_HEAD_BYTES]), len(data), name).array(data)
     except SourceError:
         raise
-    except Exception as error:  # zipfile raises of many kinds for damaged files.
-        raise SourceError(f"{file.name} is no .npz file, or a damaged one: {error}") from error
+    except Exception as error:  # zipfile raises many kinds of errors for damaged files.
+        raise SourceError(f"{file.name} is not a .npz file, or is damaged: {error}") from error
     return arrays
 
 
 def _data_start(file: File, member: zipfile.ZipInfo) -> int:
-    """Where a stored member's bytes begin."""
+    """Offset of an uncompressed member's data."""
     head = file.read(member.header_offset, 30)
     if len(head) < 30 or head[:4] != b"PK\x03\x04":
         raise SourceError(f"{file.name} is damaged at byte {member.header_offset}: restore it")
@@ -155,24 +157,24 @@ def _data_start(file: File, member: zipfile.ZipInfo) -> int:
 def _text_columns(
     file: File, names: Sequence[str], tabs: bool
 ) -> tuple[dict[str, Column], int, list[str]]:
-    """(columns, rows, classes) of a table; its lines are found once, and kept in an index."""
+    """Return (columns, number of rows, classes) of a table, from a cached index of its lines."""
     delimiter = "\t" if tabs else ","
     index = cached_index("table", 1, [file], lambda: _table_index(file, delimiter))
-    told = json.loads(index["head"].tobytes())
-    own = [name for name, _ in told["columns"]]
+    head = json.loads(index["head"].tobytes())
+    own = [name for name, _ in head["columns"]]
     for name in names:
         if name not in own:
             raise UsageError(f"{file.name} has no column {name!r}: it has {', '.join(own)}")
     columns: dict[str, Column] = {}
-    for k, (name, kind) in enumerate(told["columns"]):
+    for k, (name, kind) in enumerate(head["columns"]):
         if not names or name in names:
-            classes = told["classes"] if name == "label" and told["classes"] else None
+            classes = head["classes"] if name == "label" and head["classes"] else None
             columns[name] = _TextColumn(file, index, k, kind, delimiter, classes)
-    return columns, len(index["starts"]) - 1, told["classes"]
+    return columns, len(index["starts"]) - 1, head["classes"]
 
 
 class _TextColumn:
-    """One column of a table; rows are parsed when they are read."""
+    """One column of a text table, parsed row by row when read."""
 
     unit = 1
 
@@ -198,20 +200,20 @@ class _TextColumn:
         low, high = int(self._starts[start]), int(self._starts[stop])
         text = self._file.read(low, high - low).decode("utf-8")
         table = csv.reader(io.StringIO(text, newline=""), delimiter=self._delimiter)
-        found = [row[self._number] for row in table if row]
-        if len(found) != stop - start:
+        values = [row[self._number] for row in table if row]
+        if len(values) != stop - start:
             raise SourceError(f"{self._file.name} has changed since it was opened: run again")
         if self._classes is not None:
-            return np.array([self._classes[value] for value in found], np.int64)
+            return np.array([self._classes[value] for value in values], np.int64)
         if self.kind == "text":
-            return found
+            return values
         if self.kind == "float64":
-            return np.array(found, np.float64)
-        return np.array([int(value) for value in found], np.int64)
+            return np.array(values, np.float64)
+        return np.array([int(value) for value in values], np.int64)
 
 
 def _table_index(file: File, delimiter: str) -> Arrays:
-    """Where each row begins, and what its columns are."""
+    """Index the offsets of rows, the kinds of columns and the sizes of texts."""
     data = file.read()
     data = data.removeprefix(b"\xef\xbb\xbf") if data.startswith(b"\xef\xbb\xbf") else data
     shift = file.size - len(data)
@@ -241,7 +243,7 @@ def _table_index(file: File, delimiter: str) -> Arrays:
 
 
 def _rows(data: bytes, shift: int, delimiter: str, name: str) -> tuple[list[int], list[list[str]]]:
-    """(byte at which each row begins, then the end; the rows)."""
+    """Return (offset of each row, followed by the end; the rows)."""
     starts, rows = [], []
     at = begin = shift
     lines = iter(data.splitlines(keepends=True))

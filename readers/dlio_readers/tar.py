@@ -1,12 +1,12 @@
-"""WebDataset tars, at random: members are found through an index, and never extracted.
+"""The reader of WebDataset tars: random access through an index, without extracting members.
 
-A sample is the run of members whose names agree up to the first dot of their last part; what
-follows the dot, in lower case, is the field. Members whose last part begins with `__` are no
-samples; `__dlio__.json`, which `dlio pack` writes, tells kinds and classes exactly.
+A sample is a run of members whose base names agree up to the first dot; the rest of the base name,
+in lower case, is the field. Members whose base names begin with `__` are ignored, except
+`__dlio__.json`, which `dlio pack` writes and which gives exact kinds and classes.
 
-Tars may be LZ4 frames (`.tar.lz4`). Of one with independent blocks (`lz4 -BI`, the tool's default)
-the blocks that hold a sample are decompressed; one with linked blocks can only be read from its
-start, and is refused.
+Tars may be compressed as LZ4 frames (`.tar.lz4`). With independent blocks (`lz4 -BI`, the default
+of the tool), only the blocks of a sample are decompressed. Frames with linked blocks do not support
+random access and are refused.
 """
 
 import json
@@ -29,14 +29,16 @@ from dlio_readers.lz4frame import Frame, frame_index
 from dlio_readers.npy import NpyHead, read_npy_head
 from dlio_readers.tarmembers import Members
 
+__all__ = ["SUFFIXES", "TarReader"]
+
 SUFFIXES: Final = (".tar", ".tar.lz4")
 _VERSION: Final = 1
 _SCAN_THREADS: Final = 8
 _MAX_NUMBER: Final = 64
-"""Bytes of a member that holds a whole number as text."""
+"""Most bytes of a member that holds an integer as text."""
 _MAX_META: Final = 1 << 20
 _GAP: Final = 1 << 16
-"""Bytes between two members that are read along rather than read apart."""
+"""Largest gap between two members that are still read together, in bytes."""
 _META: Final = "__dlio__.json"
 _KINDS: Final = {
     "jpg": "jpeg",
@@ -59,13 +61,13 @@ _NUMBERS: Final = ("cls", "cls2", "index", "inx", "id", "label")
 
 
 class TarReader:
-    """Reads one or several WebDataset tars. Samples are numbered as they lie in the files.
+    """Read one or several WebDataset tars. Samples are numbered in the order of the files.
 
     Args:
-        path: a tar, a folder of them, a pattern with braces or globs, or a list.
-        fields: of the samples, those to take; by default all that the first one has.
+        path: a tar, a folder of tars, a pattern with braces or globs, or a list.
+        fields: fields to read; by default all fields of the first sample.
 
-    Raises SourceError when a tar is damaged, or a sample lacks a field.
+    Raises SourceError if a tar is damaged, or if a sample lacks a field.
     """
 
     format = "tar"
@@ -84,11 +86,11 @@ class TarReader:
         names = [name for name, _ in first["fields"]]
         kinds = [_joined(name, parts) for name in range(len(names))]
         for file, part in zip(self._files, parts, strict=True):
-            found = [name for name, _ in json.loads(part["head"].tobytes())["fields"]]
-            if found != names:
+            own = [name for name, _ in json.loads(part["head"].tobytes())["fields"]]
+            if own != names:
                 raise SourceError(
-                    f"{file.name}: its samples have {', '.join(found)}, those of "
-                    f"{self._files[0].name} {', '.join(names)}: choose what all have with fields="
+                    f"{file.name}: its samples have {', '.join(own)}, those of "
+                    f"{self._files[0].name} {', '.join(names)}: choose common fields with fields="
                 )
         self.schema = Schema(tuple(zip(names, kinds, strict=True)), first["structure"])
         self.classes: Sequence[str] = first["classes"]
@@ -134,7 +136,7 @@ class TarReader:
             name.lower().endswith(SUFFIXES) for name, _ in source.names()
         ):
             return None
-        return "is no .tar, and no folder of them"
+        return "is neither a .tar nor a folder of them"
 
     def __len__(self) -> int:
         return int(self._firsts[-1])
@@ -164,7 +166,7 @@ class TarReader:
         slots: npt.NDArray[np.intp],
         payloads: list[bytes | memoryview],
     ) -> None:
-        """Read samples of one file that are sorted by place, near ones together."""
+        """Read samples of one file, sorted by offset; near ones together."""
         part = self._parts[number]
         begins = part["at"][rows].min(axis=1)
         ends = (part["at"][rows] + part["size"][rows]).max(axis=1)
@@ -219,20 +221,23 @@ class TarReader:
 
 
 def _joined(k: int, parts: Sequence[Arrays]) -> str:
-    """The kind of field number k over all files: where dimensions differ, they are `?`."""
+    """Kind of field number k over all files; dimensions that differ become `?`."""
     kinds = {json.loads(part["head"].tobytes())["fields"][k][1] for part in parts}
     if len(kinds) == 1:
         return str(kinds.pop())
     names = {kind.partition("[")[0] for kind in kinds}
     shapes = [kind.partition("[")[2].rstrip("]").split(",") for kind in kinds]
     if len(names) > 1 or len({len(shape) for shape in shapes}) > 1:
-        raise SourceError(f"the tars do not agree on a field: it is {' and '.join(sorted(kinds))}")
+        raise SourceError(
+            f"the tars disagree on a field: it is {' and '.join(sorted(kinds))}; choose others "
+            "with fields="
+        )
     sizes = [s[0] if len(set(s)) == 1 else "?" for s in zip(*shapes, strict=True)]
     return f"{names.pop()}[{','.join(sizes)}]"
 
 
 def _build(file: File, fields: tuple[str, ...]) -> Arrays:
-    """The index of one tar: for each sample and field, where it is."""
+    """Index one tar: offset and size of each field of each sample."""
     extra: Arrays = {}
     size, read = file.size, file.read
     if own_name(file.name).endswith(".lz4"):
@@ -253,12 +258,12 @@ def _build(file: File, fields: tuple[str, ...]) -> Arrays:
 
 
 class _Builder:
-    """Groups members into samples."""
+    """Group members into samples."""
 
     def __init__(self, file: str, fields: tuple[str, ...]) -> None:
         self._file = file
         self._fields = list(fields)
-        self._told: dict[str, Any] = {}
+        self._packed: dict[str, Any] = {}
         self._key = ""
         self._sample: dict[str, tuple[int, int, int, NpyHead | None]] = {}
         self._keys: list[str] = []
@@ -269,15 +274,15 @@ class _Builder:
     def add(self, name: str, at: int, size: int, members: Members) -> None:
         folder, slash, last = name.rpartition("/")
         if last == _META and size <= _MAX_META:
-            self._told = _meta(members.bytes_at(at, size), members, at)
-            self._fields = self._fields or [field for field, _ in self._told["fields"]]
+            self._packed = _meta(members.bytes_at(at, size), members, at)
+            self._fields = self._fields or [field for field, _ in self._packed["fields"]]
             return
         if last.startswith("__") or "." not in last:
             return
         stem, _, extension = last.partition(".")
         key = folder + slash + stem
         field = extension.lower()
-        renamed = self._told.get("members", {}).get(extension)
+        renamed = self._packed.get("members", {}).get(extension)
         field = renamed if renamed is not None else field
         if key != self._key or field in self._sample:
             self._finish()
@@ -286,7 +291,7 @@ class _Builder:
         if self._is_number(field, size):
             text = members.bytes_at(at, size).decode("ascii", "replace").strip()
             if not text.lstrip("-").isdigit() or abs(int(text)) >= 2**63:
-                raise members.damaged(at, f"{name} is {text[:20]!r}, no whole number")
+                raise members.damaged(at, f"{name} is {text[:20]!r}, not an integer")
             number = int(text)
         elif extension.lower().endswith("npy"):
             try:
@@ -296,9 +301,9 @@ class _Builder:
         self._sample[field] = (at, size, number, head)
 
     def _is_number(self, field: str, size: int) -> bool:
-        if self._told:
-            kind = dict(self._told["fields"]).get(field)
-            return kind == "int64" and 0 < size <= _MAX_NUMBER and field not in self._told["npy"]
+        if self._packed:
+            kind = dict(self._packed["fields"]).get(field)
+            return kind == "int64" and 0 < size <= _MAX_NUMBER and field not in self._packed["npy"]
         return field in _NUMBERS and 0 < size <= _MAX_NUMBER
 
     def _finish(self) -> None:
@@ -311,7 +316,7 @@ class _Builder:
             if field not in self._sample:
                 raise SourceError(
                     f"{self._file}: sample {self._key!r} has no {field}, which others have: "
-                    "choose what all have with fields="
+                    "choose common fields with fields="
                 )
             at, size, number, head = self._sample[field]
             body = size
@@ -335,11 +340,11 @@ class _Builder:
         self._finish()
         if not self._rows:
             raise SourceError(f"{self._file} holds no samples: members are named key.extension")
-        told = dict(self._told.get("fields", []))
+        packed = dict(self._packed.get("fields", []))
         kinds = []
         for field in self._fields:
-            if field in told:
-                kinds.append((field, told[field]))
+            if field in packed:
+                kinds.append((field, packed[field]))
             elif field in self._shapes:
                 dtype, shape = self._shapes[field]
                 kinds.append((field, array_kind(dtype, shape)))
@@ -349,8 +354,8 @@ class _Builder:
                 kinds.append((field, _KINDS.get(field.rpartition(".")[2], "bytes")))
         head = {
             "fields": kinds,
-            "classes": self._told.get("classes", []),
-            "structure": self._told.get("structure") if len(kinds) == len(told) else None,
+            "classes": self._packed.get("classes", []),
+            "structure": self._packed.get("structure") if len(kinds) == len(packed) else None,
         }
         table = np.array(self._rows, np.int64)
         names = Names.of(self._keys)
@@ -367,16 +372,16 @@ class _Builder:
 
 
 def _meta(data: bytes, members: Members, at: int) -> dict[str, Any]:
-    """What `dlio pack` says of a tar: schema, classes, how fields' members are called."""
+    """Parse the metadata that `dlio pack` writes: schema, classes, members of each field."""
     try:
-        told = json.loads(data)
-        schema = Schema.from_rows(told["schema"])
+        packed = json.loads(data)
+        schema = Schema.from_rows(packed["schema"])
         return {
             "fields": [list(row) for row in schema.fields],
             "structure": schema.structure,
-            "classes": [str(name) for name in told["classes"]],
-            "members": {str(key): str(value) for key, value in told["members"].items()},
-            "npy": [str(name) for name in told["npy"]],
+            "classes": [str(name) for name in packed["classes"]],
+            "members": {str(key): str(value) for key, value in packed["members"].items()},
+            "npy": [str(name) for name in packed["npy"]],
         }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, CorruptBlock):
-        raise members.damaged(at, f"{_META} makes no sense") from None
+        raise members.damaged(at, f"{_META} is invalid") from None

@@ -1,4 +1,4 @@
-"""Walking through the headers of a tar: names, places and sizes of its files, nothing extracted."""
+"""Walk through the headers of a tar: names, offsets and sizes of its files, without extracting."""
 
 from collections.abc import Callable, Iterator
 from typing import Final
@@ -14,7 +14,13 @@ _MAX_MEMBERS: Final = 1 << 28
 
 
 class Members:
-    """Walks a tar's headers. Reads large stretches, keeps one."""
+    """Iterate over the files of a tar; reads it in large chunks and caches one of them.
+
+    Args:
+        size: bytes of the tar.
+        read: return a number of bytes from an offset.
+        name: name of the tar, for error messages.
+    """
 
     def __init__(self, size: int, read: Callable[[int, int], bytes], name: str) -> None:
         self._size = size
@@ -24,22 +30,24 @@ class Members:
         self._start = 0
 
     def bytes_at(self, at: int, count: int) -> bytes:
+        """Return `count` bytes from offset `at`. Raises SourceError if the tar is too short."""
         if at + count > self._size:
             raise self.damaged(at, "it ends within a member: it was cut off")
         if not self._start <= at or at + count > self._start + len(self._stretch):
             self._start = at
             self._stretch = self._read(at, max(count, min(_SCAN_BYTES, self._size - at)))
-        found = self._stretch[at - self._start : at - self._start + count]
-        if len(found) != count:
+        data = self._stretch[at - self._start : at - self._start + count]
+        if len(data) != count:
             raise self.damaged(at, "it ends within a member: it was cut off")
-        return found
+        return data
 
     def damaged(self, at: int, why: str) -> SourceError:
+        """Make the error for damage at an offset."""
         return SourceError(f"{self._name} at byte {at}: {why}; restore it")
 
     def __iter__(self) -> Iterator[tuple[str, int, int]]:
-        """(name, offset, size) of each plain file."""
-        at, longer, size_told = 0, "", -1
+        """Yield (name, offset, size) of each regular file. Raises SourceError if damaged."""
+        at, longer, pax_size = 0, "", -1
         members = 0
         while at + _BLOCK <= self._size:
             head = self.bytes_at(at, _BLOCK)
@@ -48,8 +56,8 @@ class Members:
             _check_sum(head, self, at)
             size = _octal(head[124:136], self, at)
             kind = head[156:157]
-            if size_told >= 0 and kind not in b"xgLK":
-                size = size_told
+            if pax_size >= 0 and kind not in b"xgLK":
+                size = pax_size
             body = at + _BLOCK
             if body + size > self._size:
                 raise self.damaged(at, "a member is longer than the file: it was cut off")
@@ -60,40 +68,40 @@ class Members:
                 if kind == b"L":
                     longer = data.rstrip(b"\0").decode("utf-8", "surrogateescape")
                 else:
-                    told = _pax(data, self, at)
-                    longer = told.get("path", longer)
-                    if "GNU.sparse.major" in told or "GNU.sparse.size" in told:
+                    pax = _pax(data, self, at)
+                    longer = pax.get("path", longer)
+                    if "GNU.sparse.major" in pax or "GNU.sparse.size" in pax:
                         raise self.damaged(at, "a sparse member, which dlio does not read")
-                    size_told = int(told["size"]) if told.get("size", "").isdigit() else -1
+                    pax_size = int(pax["size"]) if pax.get("size", "").isdigit() else -1
             else:
                 if kind in (b"0", b"\0", b"7"):
                     yield longer or _name(head), body, size
                 members += 1
                 if members > _MAX_MEMBERS:
                     raise self.damaged(at, "too many members")
-                longer, size_told = "", -1
+                longer, pax_size = "", -1
             at = body + -(-size // _BLOCK) * _BLOCK
         if at > self._size:
             raise self.damaged(self._size, "it ends within a member: it was cut off")
 
 
 def _check_sum(head: bytes, members: Members, at: int) -> None:
-    told = _octal(head[148:156], members, at)
-    if told != sum(head[:148]) + 8 * 32 + sum(head[156:]):
-        raise members.damaged(at, "is no header of a tar: the file is damaged, or no tar")
+    stored = _octal(head[148:156], members, at)
+    if stored != sum(head[:148]) + 8 * 32 + sum(head[156:]):
+        raise members.damaged(at, "is not a tar header: the file is damaged, or not a tar")
 
 
 def _octal(field: bytes, members: Members, at: int) -> int:
     if field[0] & 0x80:
         value = int.from_bytes(bytes([field[0] & 0x7F]) + field[1:], "big")
         if value >= 2**62:
-            raise members.damaged(at, "a size that makes no sense")
+            raise members.damaged(at, "an invalid size")
         return value
     text = field.rstrip(b"\0 ").lstrip(b" ") or b"0"
     try:
         return int(text, 8)
     except ValueError:
-        raise members.damaged(at, "is no header of a tar: the file is damaged") from None
+        raise members.damaged(at, "is not a tar header: the file is damaged") from None
 
 
 def _name(head: bytes) -> str:
@@ -104,14 +112,15 @@ def _name(head: bytes) -> str:
 
 
 def _pax(data: bytes, members: Members, at: int) -> dict[str, str]:
-    found = {}
+    """Parse the records of a pax extended header."""
+    records = {}
     place = 0
     while place < len(data):
         length, space, _ = data[place : place + 20].partition(b" ")
         if not space or not length.isdigit() or not 0 < int(length) <= len(data) - place:
-            raise members.damaged(at, "an extended header that makes no sense")
+            raise members.damaged(at, "an invalid extended header")
         record = data[place + len(length) + 1 : place + int(length) - 1]
         key, _, value = record.partition(b"=")
-        found[key.decode("utf-8", "replace")] = value.decode("utf-8", "surrogateescape")
+        records[key.decode("utf-8", "replace")] = value.decode("utf-8", "surrogateescape")
         place += int(length)
-    return found
+    return records

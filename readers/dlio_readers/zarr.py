@@ -1,4 +1,4 @@
-"""Zarr, version 2 and 3, sharded or not, with any codec that zarr has: through zarr itself."""
+"""The reader of Zarr stores, version 2 and 3, sharded or not, with any codec that zarr supports."""
 
 from collections.abc import Sequence
 from typing import Any, Final, Literal
@@ -18,9 +18,9 @@ from dlio_readers.columns import (
     RaggedColumn,
     Select,
     choose,
+    parse_schema,
     slab,
     storable,
-    told_schema,
 )
 
 __all__ = ["ZarrReader"]
@@ -29,17 +29,17 @@ _MARKS: Final = ("zarr.json", ".zgroup", ".zarray", ".zmetadata")
 
 
 class ZarrReader(ColumnReader):
-    """Reads a Zarr array, or arrays of a group whose row i is sample i: `x.zarr::images,labels`.
+    """Read a Zarr array, or arrays of a group whose row i is sample i: `x.zarr::images,labels`.
 
     Args:
-        path: of the store, with the names of arrays behind `::`; without, all that have as many
-            rows.
-        select: a slab of every sample, read and nothing else, as far as chunks allow.
-        missing: a chunk that is not there is the fill value, as zarr has it, or an `error`: zarr
-            itself cannot tell one that was never written from one that was lost. By default an
-            error in what `dlio pack` wrote, which writes all.
+        path: path of the store, with the names of arrays after `::`; by default all arrays, which
+            then need the same number of rows.
+        select: part of every sample to read; only its chunks are read.
+        missing: treatment of missing chunks: `fill` for the fill value, as zarr does, or `error`.
+            Zarr does not distinguish a chunk that was never written from a lost one. The default is
+            `error` for stores written by `dlio pack`, which writes all chunks, else `fill`.
 
-    Raises SourceError for what is damaged, UsageError where names leave a choice.
+    Raises SourceError for damaged stores, UsageError if the choice of arrays is ambiguous.
     """
 
     format = "zarr"
@@ -55,15 +55,15 @@ class ZarrReader(ColumnReader):
         url, names = split_fields(path)
         root = self._open(url)
         arrays = self._arrays(root)
-        told = told_schema(root.attrs.get(SCHEMA), redact(path))
+        packed = parse_schema(root.attrs.get(SCHEMA), redact(path))
         classes: list[str] = []
         schema = None
-        if told is not None:
-            schema, classes = told
+        if packed is not None:
+            schema, classes = packed
             names = names or tuple(name for name, _ in schema.fields)
         shapes = {name: tuple(array.shape) for name, array in arrays.items()}
         chosen, count = choose(redact(path), shapes, names)
-        self._missing = missing or ("error" if told is not None else "fill")
+        self._missing = missing or ("error" if packed is not None else "fill")
         columns: dict[str, Column] = {}
         for name in chosen:
             array = arrays[name]
@@ -116,7 +116,7 @@ class ZarrReader(ColumnReader):
             return zarr.open(store, mode="r")
         except Exception as error:
             raise SourceError(
-                f"{redact(url)} is no Zarr store, or a damaged one: {error}"
+                f"{redact(url)} is not a Zarr store, or is damaged: {error}"
             ) from error
 
     def _arrays(self, root: Any) -> dict[str, Any]:
@@ -144,20 +144,20 @@ class ZarrReader(ColumnReader):
         stored, wanted = array.nchunks_initialized, array.nchunks
         if stored < wanted:
             raise SourceError(
-                f"{where}: {wanted - stored} of its {wanted} chunks are not there: restore them, "
-                'or take them for the fill value with missing="fill"'
+                f"{where}: {wanted - stored} of its {wanted} chunks are missing: restore them, or "
+                'use the fill value for them with missing="fill"'
             )
 
     def _stamp(self, url: str) -> str:
-        """What tells one state of a store from another: its metadata, and when folders changed."""
+        """Identify a state of the store: metadata, and modification times of its folders."""
         source = Source(url)
-        told = [source.read(mark).decode("latin-1") for mark in _MARKS if source.exists(mark)]
+        metadata = [source.read(mark).decode("latin-1") for mark in _MARKS if source.exists(mark)]
         names: Sequence[str] = ["", *[e.name for e in source.listing() if e.folder]]
-        return " ".join([*told, *[f"{name} {source.modified_ns(name)}" for name in names]])
+        return " ".join([*metadata, *[f"{name} {source.modified_ns(name)}" for name in names]])
 
 
 def _unit(array: Any) -> int:
-    """Rows that are decoded together, unless they are more than a few blocks."""
+    """Rows that are decoded together; 1 if they exceed a few blocks."""
     rows = int((array.shards or array.chunks)[0])
     size = array.dtype.itemsize * int(np.prod(array.shape[1:], dtype=np.int64))
     if rows * size > 4 * MAX_BLOCK_BYTES:

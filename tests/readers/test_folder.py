@@ -130,7 +130,7 @@ def test_what_is_no_data_set_is_said_to_be_none(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="no such file"):
         open_reader(str(tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(SourceError, match="no class folders"):
+    with pytest.raises(SourceError, match="nor class folders"):
         open_reader(str(tmp_path / "empty"))
     hollow = _make(tmp_path / "hollow", ["a/1.jpg", "b/readme.txt"])
     with pytest.raises(SourceError, match="hollow/b is a class folder without images"):
@@ -191,7 +191,7 @@ def test_a_flat_folder_takes_its_labels_from_a_table(tmp_path: Path, table: str,
     with pytest.raises(SourceError, match=r"1 of its files are not in the folder.*3\.jpg"):
         open_reader(str(flat))
     (flat / table).write_text("nonsense")
-    with pytest.raises(SourceError, match="no table of labels"):
+    with pytest.raises(SourceError, match="not a label table"):
         open_reader(str(flat))
 
 

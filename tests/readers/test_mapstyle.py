@@ -90,7 +90,7 @@ def test_each_sample_is_asked_for_once_when_tiers_hold_it() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda i: np.random.default_rng().random(3), UsageError, "other values each time"),
+        (lambda i: np.random.default_rng().random(3), UsageError, "different values each time"),
         (lambda i: object(), UsageError, "without pickle"),
         (lambda i: torch.zeros(2, dtype=torch.bfloat16), UsageError, "convert it"),
         (lambda i: {"a": 1} if i else {"b": 1}, UsageError, "make them alike"),
@@ -110,12 +110,12 @@ def test_what_cannot_be_kept_is_refused(
 
 def test_a_sample_that_differs_from_those_that_were_looked_at_is_an_error_of_its_own() -> None:
     reader = open_reader(Made(lambda i: np.zeros(3 if i == 12 else 2, np.float32)))
-    with pytest.raises(SourceError, match=r"\[12\] is not like"):
+    with pytest.raises(SourceError, match=r"\[12\] differs from"):
         reader.read(np.array([12]))
 
 
-def test_an_iterable_is_no_data_set() -> None:
-    with pytest.raises(SourceError, match="cannot be read at random"):
+def test_an_iterable_is_not_a_data_set() -> None:
+    with pytest.raises(SourceError, match="does not allow random access"):
         open_reader(iter([1]))
     with pytest.raises(SourceError, match="empty"):
         open_reader(Made(lambda i: i, 0))

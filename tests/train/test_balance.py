@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
 from dlio.plan.shares import Shares, fastest_shares
-from dlio.train.balance import Balancer, Clock, Cost, reshared
+from dlio.train.balance import Balancer, Clock, Cost, balanced_shares
 from dlio.train.config import TrainConfig
 
 _BATCH = 32
@@ -38,12 +38,12 @@ class _Rank:
 
 def _trained(ranks: Sequence[_Rank], epochs: int) -> list[Shares]:
     """Shares of each epoch."""
-    shares = reshared(Shares.even(_BATCH, len(ranks)), [rank.believed for rank in ranks])
+    shares = balanced_shares(Shares.even(_BATCH, len(ranks)), [rank.believed for rank in ranks])
     found = [shares]
     for _ in range(epochs):
         for rank, count in zip(ranks, shares.counts, strict=True):
             rank.epoch(count)
-        shares = reshared(shares, [rank.believed for rank in ranks])
+        shares = balanced_shares(shares, [rank.believed for rank in ranks])
         found.append(shares)
     return found
 
@@ -162,13 +162,14 @@ def test_without_the_option_ranks_are_measured_and_nothing_changes() -> None:
     balancer.calibrate(lambda samples: pytest.fail("nobody asked for it"))
     with balancer.step(32):
         pass
-    told = balancer.told()
-    assert told["computed_per_s"] > 0
-    balancer.agree([told, told])
+    speed = balancer.measured()
+    assert speed["computed_per_s"] is not None
+    assert speed["computed_per_s"] > 0
+    balancer.agree([speed, speed])
     assert balancer.shares == [32, 32]
     assert loader.shares is None
     # Each epoch's rates are its own.
-    assert balancer.told()["computed_per_s"] is None
+    assert balancer.measured()["computed_per_s"] is None
 
 
 def test_balancing_goes_with_exact_modes_alone() -> None:
@@ -182,4 +183,4 @@ def test_a_gpu_is_waited_for_only_where_shares_are_made_of_it() -> None:
     balancer = Balancer(_Ranks(), [], 32, clock, chosen=False)
     with balancer.step(32):
         pass
-    assert balancer.told()["computed_per_s"] is None
+    assert balancer.measured()["computed_per_s"] is None

@@ -368,7 +368,7 @@ def test_a_run_does_not_go_on_with_another_runs_checkpoints(
     assert dlio(*same, *MLP, "--resume").returncode == 0  # Nothing is there: it begins.
     again = dlio(*same, *MLP)
     assert again.returncode == 2
-    assert "--resume goes on with it" in again.stderr
+    assert "add --resume to continue it" in again.stderr
     for other, named in (
         (("--seed", "5"), "--seed 0"),
         (("--model", "resnet"), "--model nets:mlp"),

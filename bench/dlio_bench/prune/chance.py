@@ -5,7 +5,7 @@ import json
 import torch
 
 from dlio.train.callbacks.base import Callback, Run
-from dlio.train.pruning.apoptosis import Round
+from dlio.train.pruning.rounds import Round
 from dlio_bench.prune.removal import ByChance
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dlio.train.pruning import Cut, Group, RemovalPlan, apply, find_groups, weights_of
-from dlio.train.pruning.apoptosis import Round
+from dlio.train.pruning.rounds import Round
 
 
 def by_magnitude(

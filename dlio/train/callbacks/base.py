@@ -1,4 +1,4 @@
-"""What a callback is, and what it sees of a run."""
+"""The base class of callbacks, and the view of a run that they get."""
 
 from collections.abc import Sequence
 from typing import Protocol, Self
@@ -14,9 +14,11 @@ from dlio.train.exchange.distribute import Distributed
 from dlio.train.precision import Precision
 from dlio.train.report import EpochReport
 
+__all__ = ["Callback", "Run"]
+
 
 class Run(Protocol):
-    """One rank of a training run, as callbacks see it; the trainer's `Worker`."""
+    """One rank of a training run as callbacks see it; implemented by the trainer's `Worker`."""
 
     config: TrainConfig
     comm: Communicator
@@ -27,31 +29,32 @@ class Run(Protocol):
     loader: DataLoader
     exchange: Distributed
     epoch_number: int
-    """From 0."""
+    """Number of the epoch, from 0."""
     position: int
     """Samples of the epoch's order that all ranks have trained on."""
     updates: int
-    """Steps of the optimizer since the run began."""
+    """Optimizer steps since the run began."""
     last_loss: torch.Tensor
-    """Sum of losses of this rank's last batch; on the device."""
+    """Sum of losses of this rank's last batch; a scalar on the device."""
     gradient_norm: torch.Tensor | None
-    """Of the last step, before clipping; None where nobody wants it."""
+    """Norm of the last step's gradients before clipping; None without --clip and --nan."""
 
     @property
     def history(self) -> Sequence[EpochReport]:
-        """Of the epochs that are over, those before a resumed run, too."""
+        """Reports of all finished epochs, including those before the run was resumed."""
 
     def reshaped(self, cuts: Sequence[Cut] = ()) -> None:
-        """To be called on all ranks when tensors of the model have been cut."""
+        """Adapt to cut tensors of the model. Call it on all ranks."""
 
     def stop(self, reason: str) -> None:
-        """End the run after this epoch. To be called on all ranks."""
+        """End the run after this epoch. Call it on all ranks."""
 
 
 class Callback:
-    """Does nothing; override what is wanted. Every rank has its own, called alike.
+    """Base class whose methods do nothing. Every rank has its own and makes the same calls.
 
-    Entered before the first epoch, and left at the run's end, also after an error.
+    A callback is a context manager: entered before the first epoch, and left at the end of the run,
+    also after an error.
     """
 
     def __enter__(self) -> Self:
@@ -61,19 +64,23 @@ class Callback:
         pass
 
     def begins(self, run: Run) -> None:
-        """Before the first step; a run that is resumed has been."""
+        """Run before the first step, after a checkpoint has been restored."""
 
     def before_step(self, run: Run) -> bool:
-        """Gradients are final, clipped, and of all ranks where the exchange is one of gradients.
-        False has the optimizer leave this step out."""
+        """Run before each optimizer step; return False to leave the step out.
+
+        Gradients are final: clipped, and averaged over ranks if the exchange averages gradients.
+        """
         return True
 
     def after_step(self, run: Run) -> None:
-        """Weights have changed; gradients are there still."""
+        """Run after each optimizer step, while the gradients still exist."""
 
     def reshaped(self, run: Run, cuts: Sequence[Cut]) -> None:
-        """Neurons have been cut out of the model: `cut.of(tensor)` does the same to a tensor that
-        has the shape that the parameter `cut.name` had."""
+        """Run after neurons were removed from the model.
+
+        `cut.of(tensor)` cuts a tensor of the former shape of the parameter `cut.name`.
+        """
 
     def epoch_ends(self, run: Run, report: EpochReport) -> None:
-        """Evaluated, too. `run.stop` ends the run."""
+        """Run after each epoch and its evaluation; `run.stop` ends the run."""

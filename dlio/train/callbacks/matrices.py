@@ -1,4 +1,4 @@
-"""Weights and gradients as files, to be looked at."""
+"""Dump weights and gradients as numpy files for inspection."""
 
 import functools
 import io
@@ -12,10 +12,15 @@ from dlio.train.callbacks.base import Callback, Run
 from dlio.train.report import EpochReport
 from dlio.util.files import unwritable, write_whole
 
+__all__ = ["MatrixDump"]
+
 
 class MatrixDump(Callback):
-    """At the end of each epoch FOLDER/epoch-0001/weights/NAME.npy of each parameter and buffer,
-    and gradients/NAME.npy of the epoch's last step; rank 0's, float32 where they are fewer bits."""
+    """Write rank 0's matrices at the end of each epoch.
+
+    FOLDER/epoch-0001/weights/NAME.npy holds each parameter and buffer, gradients/NAME.npy the
+    gradients of the epoch's last step. Types narrower than 32 bits are written as float32.
+    """
 
     def __init__(self, folder: str) -> None:
         self._folder = folder

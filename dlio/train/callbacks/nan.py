@@ -1,4 +1,4 @@
-"""A run whose loss or gradients are no numbers any more does not go on unnoticed."""
+"""Stop a run, or skip steps, when the loss or a gradient is not finite."""
 
 from typing import Final
 
@@ -11,14 +11,17 @@ from dlio.train.callbacks.base import Callback, Run
 _NAMED: Final = 3
 
 
-class NanGuard(Callback):
-    """Ends the run, or leaves such steps out.
+__all__ = ["NanGuard"]
 
-    On a GPU a run that is to end is told of it a step late, so that no step waits for the device.
-    Overflows that a loss scaler looks after are none of its business.
+
+class NanGuard(Callback):
+    """Check the loss and the gradient norm before each optimizer step.
+
+    On a GPU the error is raised one step late, so that no step waits for the device. Overflows that
+    a loss scaler handles are ignored.
 
     Args:
-        skip: leave the optimizer's step out and go on.
+        skip: leave the optimizer step out and continue; if False, raise DlioError.
     """
 
     def __init__(self, skip: bool) -> None:
@@ -42,7 +45,7 @@ class NanGuard(Callback):
 
     @staticmethod
     def _all_say(run: Run, finite: bool) -> bool:
-        """Ranks with one model between them take a step together, or none does."""
+        """Make ranks that share one model take the step together, or skip it together."""
         if run.comm.size == 1 or not run.exchange.alike:
             return finite
         wrong = np.array([not finite], np.int64)
@@ -63,6 +66,5 @@ class NanGuard(Callback):
         return DlioError(
             f"rank {run.comm.rank}, epoch {run.epoch_number + 1}, step {step + 1} of the "
             f"optimizer: the loss is {loss:g} or a gradient is not finite{of}; samples "
-            f"{samples}, ...; try a smaller --lr, --clip 1, or --nan skip, which leaves such steps "
-            "out"
+            f"{samples}, ...; try a smaller --lr, --clip 1, or --nan skip, which skips such steps"
         )

@@ -1,27 +1,33 @@
 """TensorBoard: curves of a run, and summaries of its gradients and weights."""
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from dlio.errors import UsageError
 from dlio.storage.counters import PLACES
 from dlio.train.callbacks.base import Callback, Run
-from dlio.train.report import EpochReport
+from dlio.train.report import EpochReport, removed_by_kind
 from dlio.util.files import unwritable
 
+if TYPE_CHECKING:
+    pass
+
+__all__ = ["TensorBoard"]
+
 _LOSS_EVERY: Final = 10
-"""Steps; reading a loss waits for the device."""
+"""Steps between two losses; reading a loss waits for the device."""
 
 
 class TensorBoard(Callback):
-    """Rank 0's. Steps are the optimizer's; epochs are told at their last step.
+    """Write events of rank 0, by optimizer steps; an epoch's figures stand at its last step.
 
     Args:
-        summaries: steps between two summaries of each parameter: norms of weights and gradients,
-            their ratio, and histograms. None for none.
+        folder: folder of the event files.
+        summaries: steps between two summaries of each parameter: norms of weight and gradient,
+            their ratio, and histograms. None for no summaries.
 
-    Raises UsageError where TensorBoard is not installed, or the folder cannot be written.
+    Raises UsageError if TensorBoard is not installed, or if the folder cannot be written.
     """
 
     def __init__(self, folder: str, summaries: int | None) -> None:
@@ -33,7 +39,7 @@ class TensorBoard(Callback):
             ) from error
         self._summaries = summaries
         try:
-            self._writer: Any = SummaryWriter(folder)
+            self._writer: SummaryWriter = SummaryWriter(folder)
         except OSError as error:
             raise unwritable(f"--tensorboard {folder}", error) from error
 
@@ -65,7 +71,7 @@ class TensorBoard(Callback):
             "exchange/bytes": float(report.exchange_bytes),
             "exchange/consensus_distance": report.consensus_distance,
             **{f"data/bytes_{place}": float(report.bytes[place]) for place in PLACES},
-            **_of_pruning(report),
+            **_pruning(report),
         }.items():
             if value is not None:
                 self._scalar(name, value, step)
@@ -91,21 +97,18 @@ class TensorBoard(Callback):
         self._writer.add_scalar(name, value, step)
 
 
-def _of_pruning(report: EpochReport) -> dict[str, float]:
-    """Curves of a model that shrinks."""
-    told = report.pruning
-    if told is None:
+def _pruning(report: EpochReport) -> dict[str, float]:
+    """Scalars of a model that is pruned."""
+    pruning = report.pruning
+    if pruning is None:
         return {}
-    gone: dict[str, float] = {}
-    for each in told["rounds"]:
-        for kind, count in each["removed"].items():
-            gone[f"pruning/removed_{kind}"] = gone.get(f"pruning/removed_{kind}", 0.0) + count
+    removed = removed_by_kind([pruning])
     return {
-        "pruning/parameters": float(told["parameters"]),
-        "pruning/flops_per_sample": float(told["flops_per_sample"]),
-        "pruning/rounds": float(len(told["rounds"])),
-        "pruning/undone": float(told["undone"]),
-        "pruning/statistics_share": told["statistics"]["share"],
-        **gone,
-        **{f"parameters/{name}": float(count) for name, count in told["layers"].items()},
+        "pruning/parameters": float(pruning["parameters"]),
+        "pruning/flops_per_sample": float(pruning["flops_per_sample"]),
+        "pruning/rounds": float(len(pruning["rounds"])),
+        "pruning/undone": float(pruning["undone"]),
+        "pruning/statistics_share": pruning["statistics"]["share"],
+        **{f"pruning/removed_{kind}": float(count) for kind, count in removed.items()},
+        **{f"parameters/{name}": float(count) for name, count in pruning["layers"].items()},
     }

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written in parallel while it goes on, whole or not there."""
+"""Checkpoints of a run: written in parallel during training, published only when complete."""
 
 from dlio.train.checkpoint.folder import Checkpoints, StoredCheckpoint
 

@@ -1,4 +1,4 @@
-"""Checkpoints while a run goes on."""
+"""The callback that writes checkpoints during a run."""
 
 from dlio.train.callbacks.base import Callback, Run
 from dlio.train.checkpoint.folder import Checkpoints
@@ -6,14 +6,16 @@ from dlio.train.checkpoint.state import about, tensors_of
 from dlio.train.report import EpochReport
 from dlio.train.worker import Worker
 
+__all__ = ["CheckpointCallback"]
+
 
 class CheckpointCallback(Callback):
-    """One every so many steps, and at the end of each epoch.
+    """Write a checkpoint at the end of each epoch, and every so many steps.
 
     Args:
-        worker: whose state it is.
-        checkpoints: opened, and closed, by somebody else.
-        every: steps of the optimizer; None for the ends of epochs alone.
+        worker: the run to save.
+        checkpoints: the folder; the caller opens and closes it.
+        every: optimizer steps between checkpoints; None for ends of epochs only.
     """
 
     def __init__(self, worker: Worker, checkpoints: Checkpoints, every: int | None) -> None:

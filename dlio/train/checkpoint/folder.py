@@ -1,10 +1,12 @@
-"""A folder of checkpoints: one is written while training goes on, and appears when it is whole.
+"""A folder of checkpoints, each written in the background and published when complete.
 
-    FOLDER/step-00000312/about.json     what it is of, and a checksum of each rank's tensors
-    FOLDER/step-00000312/.metadata ...  tensors, as torch.distributed.checkpoint writes them
+    FOLDER/step-00000312/about.json     the run's state apart from tensors, as JSON
+    FOLDER/step-00000312/.metadata ...  tensors and their checksums, in the format of
+                                        torch.distributed.checkpoint
 
-A checkpoint is written under another name and renamed when all ranks' files are on the disk, so a
-run that is killed at any time leaves whole ones; what it was writing, the next run removes.
+A checkpoint is written under a temporary name, and renamed when the files of all ranks are on disk.
+A run that is killed at any time therefore leaves only complete checkpoints; the next run removes
+the unfinished one.
 """
 
 import contextlib
@@ -31,9 +33,17 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from dlio.comm import Communicator
 from dlio.comm.environment import under_mpi
 from dlio.errors import SourceError, UsageError
-from dlio.train.checkpoint.reader import contents, quiet, read_tensors
+from dlio.train.checkpoint.reader import contents, ignore_no_dist_warning, read_tensors
+from dlio.train.report import CheckpointReport
 from dlio.util.files import take_lock, unwritable, write_json
 from dlio.util.threads import Workers
+
+__all__ = [
+    "Checkpoints",
+    "StoredCheckpoint",
+    "Tensors",
+    "open_checkpoint",
+]
 
 _NAME: Final = re.compile(r"step-(\d{8,})")
 _UNFINISHED: Final = ".unfinished-"
@@ -46,27 +56,33 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class StoredCheckpoint:
-    """A whole checkpoint."""
+    """A complete checkpoint."""
 
     path: str
-    about: dict[str, Any]
-    """As `save` was given it."""
+    ranks: int
+    """Number of ranks that wrote it."""
+    about: Mapping[str, object]
+    """The state that was passed to `save`."""
     names: frozenset[str]
-    """Of its tensors."""
+    """Names of its tensors."""
 
     def read(self, prefix: str) -> dict[str, torch.Tensor]:
-        """Tensors whose names begin so, without it. Raises SourceError."""
-        found = read_tensors(self.path, [name for name in self.names if name.startswith(prefix)])
-        return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
+        """Read the tensors whose names begin with `prefix`; return them without it.
+
+        Raises SourceError.
+        """
+        tensors = read_tensors(self.path, [name for name in self.names if name.startswith(prefix)])
+        return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
 class Checkpoints:
-    """One run's folder. Owns a thread while a checkpoint is being written, and a lock.
+    """The checkpoints of one run. Owns a lock, and a thread while a checkpoint is being written.
 
     Args:
-        keep: how many stay; older ones are removed when another one is whole.
+        folder: folder of the checkpoints; made if missing.
+        keep: number of checkpoints to keep; older ones are removed after a new one is complete.
 
-    Raises UsageError when the folder cannot be written, or another run writes to it.
+    Raises UsageError if the folder is not writable, or if another run writes to it.
     """
 
     def __init__(self, folder: str, comm: Communicator, keep: int = 2) -> None:
@@ -79,8 +95,9 @@ class Checkpoints:
         self.written: list[str] = []
         """Names of this run's checkpoints, on rank 0."""
         self.failures: list[str] = []
+        """Errors of checkpoints that could not be written."""
         self.wait_s = 0.0
-        """Seconds that training has waited: for copies, and for the last checkpoint to be done."""
+        """Seconds that training has waited for copies, and for the previous checkpoint."""
         if comm.rank == 0:
             self._lock = _lock(self.folder)
             for name in os.listdir(self.folder):
@@ -92,7 +109,7 @@ class Checkpoints:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._writer is not None:
-            # After an error of this rank's others may be gone: not waited for long.
+            # After an error on this rank the others may have ended, so do not wait long.
             self._writer.close(_WRITE_TIMEOUT_S if kind is None else 5.0)
         if kind is None and self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
@@ -101,61 +118,67 @@ class Checkpoints:
             self._lock = None
 
     def paths(self) -> list[str]:
-        """Paths of whole checkpoints, the newest first."""
+        """Paths of complete checkpoints, the newest first."""
         with contextlib.suppress(FileNotFoundError):
             names = [name for name in os.listdir(self.folder) if _NAME.fullmatch(name)]
             return [os.path.join(self.folder, name) for name in sorted(names, reverse=True)]
         return []
 
     def newest(self) -> StoredCheckpoint | None:
-        """The newest one that is not damaged, checked by all ranks; damaged ones are told of on
-        standard error. Collective."""
+        """Return the newest intact checkpoint, or None. Collective.
+
+        All ranks share in verifying it. Damaged ones are reported on standard error.
+        """
         paths = self._comm.tell(self.paths() if self._comm.rank == 0 else [])
         for path in paths:
-            found, wrong = None, ""
+            checkpoint, damage = None, ""
             try:
-                found = open_checkpoint(path)
-                _verify(found, self._comm.rank, self._comm.size)
+                checkpoint = open_checkpoint(path)
+                _verify(checkpoint, self._comm.rank, self._comm.size)
             except SourceError as error:
-                wrong = str(error)
-            said = [text for text in self._comm.allgather(wrong) if text]
-            if not said:
-                return found
+                damage = str(error)
+            damages = [text for text in self._comm.allgather(damage) if text]
+            if not damages:
+                return checkpoint
             if self._comm.rank == 0:
-                sys.stderr.write(f"dlio: {said[0]}; an older checkpoint is taken\n")
+                sys.stderr.write(f"dlio: {damages[0]}; trying an older checkpoint\n")
         return None
 
-    def save(self, step: int, tensors: Tensors, about: Mapping[str, Any]) -> None:
-        """Begin to write a checkpoint; returns when `tensors` have been copied. Collective.
+    def save(self, step: int, tensors: Tensors, about: Mapping[str, object]) -> None:
+        """Begin to write a checkpoint; return when `tensors` have been copied. Collective.
 
-        Waits for the one before. That one cannot be written is told on standard error and in
-        `failures`, and the run goes on.
+        Waits for the previous one first. If that one failed, its error goes to standard error and
+        to `failures`, and the run continues.
 
         Args:
-            tensors: of this rank, named `rank<its number>/...`; or `all/...`, which all ranks have
-                alike, and share the writing of.
-            about: of JSON's types; rank 0's is kept.
+            step: optimizer step, which names the checkpoint.
+            tensors: this rank's own tensors, named `rank<number>/...`, and tensors that are equal
+                on all ranks, named `all/...`, which the ranks write in shares.
+            about: further state as JSON types; rank 0's is written.
         """
         began = time.perf_counter()
         self.wait()
         self._join_group()
         self._stage(tensors)
         self.wait_s += time.perf_counter() - began
-        known = {**about, "format": _FORMAT, "step": step, "ranks": self._comm.size}
+        stored = {**about, "format": _FORMAT, "step": step, "ranks": self._comm.size}
         self._writer = Workers(
             "dlio-checkpoint",
-            lambda _: self._write(step, known),
+            lambda _: self._write(step, stored),
             stop_timeout_s=_WRITE_TIMEOUT_S,
         ).start()
 
     def wait(self) -> None:
-        """Until the checkpoint that is being written is whole, or has failed."""
+        """Wait until the checkpoint in progress is complete or has failed.
+
+        Raises UsageError if that takes longer than 30 minutes.
+        """
         if self._writer is None:
             return
         if not self._writer.wait(_WRITE_TIMEOUT_S):
             raise UsageError(
-                f"{self.folder}: a checkpoint has not been written in {_WRITE_TIMEOUT_S:.0f} s: "
-                "does the file system answer?"
+                f"{self.folder}: writing a checkpoint took over {_WRITE_TIMEOUT_S:.0f} s: check "
+                "that the file system responds"
             )
         self._writer = None
         if self._failed is not None:
@@ -165,18 +188,18 @@ class Checkpoints:
             if self._comm.rank == 0:
                 sys.stderr.write(f"dlio: {text}\n")
 
-    def statistics(self) -> dict[str, Any]:
-        """Of this run and rank: names `written`, `failures` in words, `wait_s` seconds waited."""
+    def statistics(self) -> CheckpointReport:
+        """Figures of this run on this rank."""
         return {"written": self.written, "failures": self.failures, "wait_s": self.wait_s}
 
-    def _write(self, step: int, about: dict[str, Any]) -> None:
-        """In the thread: what can fail, fails here."""
+    def _write(self, step: int, about: Mapping[str, object]) -> None:
+        """Write and publish the staged tensors; runs in the thread. Keeps errors for `wait`."""
         hidden = os.path.join(self.folder, f"{_UNFINISHED}{step:08d}")
         try:
             tensors = {**self._staged, _sum_name(self._comm.rank): _checksum(self._staged)}
             writer = FileSystemWriter(hidden, sync_files=True, overwrite=True)
             alone = self._group is None
-            quiet()
+            ignore_no_dist_warning()
             save(tensors, storage_writer=writer, process_group=self._group, no_dist=alone)
             if self._comm.rank == 0:
                 write_json(os.path.join(hidden, "about.json"), about)
@@ -189,19 +212,19 @@ class Checkpoints:
     def _publish(self, hidden: str, name: str) -> None:
         path = os.path.join(self.folder, name)
         if os.path.isdir(path):
-            shutil.rmtree(path)  # Of a run that went on from an older one.
+            shutil.rmtree(path)  # Left by a run that was later resumed from an older checkpoint.
         _sync(hidden)
         os.rename(hidden, path)
         _sync(self.folder)
         self.written.append(name)
         for old in self.paths()[self._keep :]:
-            # Not there any more, before it is not whole any more.
+            # Hide it before deleting its files, so that it never looks complete meanwhile.
             doomed = os.path.join(self.folder, f"{_UNFINISHED}{os.path.basename(old)}")
             os.rename(old, doomed)
             shutil.rmtree(doomed, ignore_errors=True)
 
     def _stage(self, tensors: Tensors) -> None:
-        """Copy what this rank writes to the host, into the same memory each time."""
+        """Copy the tensors that this rank writes to host memory, reusing the last copies."""
         sizes = {name: tensor.numel() for name, tensor in tensors.items()}
         mine = _written_by(sizes, self._comm.rank, self._comm.size)
         for name in self._staged.keys() - mine:
@@ -214,11 +237,11 @@ class Checkpoints:
             held.copy_(tensor.detach())
 
     def _join_group(self) -> None:
-        """The process group that torch's writer coordinates with. Collective, once."""
+        """Make the process group that torch's writer needs, once. Collective."""
         if self._comm.size == 1 or self._group is not None:
             return
         if dist.is_initialized():
-            # Not the default one: its messages are the script's.
+            # A group of its own, because the script uses the default one.
             backend = None if under_mpi() and dist.get_backend() == "dlio-mpi" else "gloo"
             self._group = dist.new_group(backend=backend)
             return
@@ -229,32 +252,33 @@ class Checkpoints:
 
 
 def open_checkpoint(path: str) -> StoredCheckpoint:
-    """Raises SourceError when it is none, or not whole."""
+    """Open a checkpoint. Raises SourceError if it is incomplete or of another format."""
     try:
         with open(os.path.join(path, "about.json"), encoding="utf-8") as file:
             about = json.load(file)
         if about["format"] != _FORMAT:
-            raise SourceError(f"{path}: of format {about['format']}; this version reads {_FORMAT}")
+            raise SourceError(f"{path}: has format {about['format']}; this version reads {_FORMAT}")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SourceError(f"{path}: is no whole checkpoint: {error}") from error
-    return StoredCheckpoint(path, about, frozenset(contents(path)))
+        raise SourceError(f"{path}: not a complete checkpoint: {error}") from error
+    return StoredCheckpoint(path, int(about["ranks"]), about, frozenset(contents(path)))
 
 
-def _verify(found: StoredCheckpoint, rank: int, ranks: int) -> None:
-    """Compare the checksums of what was some rank's; ranks share in it. Raises SourceError."""
-    sizes = {name: entry.size.numel() for name, entry in contents(found.path).items()}
-    for saved in range(rank, int(found.about["ranks"]), ranks):
+def _verify(checkpoint: StoredCheckpoint, rank: int, ranks: int) -> None:
+    """Compare checksums; each rank verifies a share of the saved ranks. Raises SourceError."""
+    path, saved_ranks = checkpoint.path, checkpoint.ranks
+    sizes = {name: entry.size.numel() for name, entry in contents(path).items()}
+    for saved in range(rank, saved_ranks, ranks):
         name = _sum_name(saved)
-        if name not in found.names:
-            raise SourceError(f"{found.path}: the checkpoint has nothing of rank {saved}")
-        names = _written_by(sizes, saved, int(found.about["ranks"]))
-        tensors = read_tensors(found.path, [*names, name])
+        if name not in checkpoint.names:
+            raise SourceError(f"{path}: the checkpoint lacks the tensors of rank {saved}")
+        names = _written_by(sizes, saved, saved_ranks)
+        tensors = read_tensors(path, [*names, name])
         if not torch.equal(tensors.pop(name), _checksum(tensors)):
-            raise SourceError(f"{found.path}: the checkpoint is damaged: its checksum differs")
+            raise SourceError(f"{path}: the checkpoint is damaged: its checksum differs")
 
 
 def _written_by(sizes: Mapping[str, int], rank: int, ranks: int) -> set[str]:
-    """Names of the tensors that a rank writes: its own, and its part of what all have.
+    """Names of the tensors that a rank writes: its own ones, and its share of the common ones.
 
     Args:
         sizes: numbers of entries, by name.
@@ -271,7 +295,7 @@ def _written_by(sizes: Mapping[str, int], rank: int, ranks: int) -> set[str]:
 
 
 def _checksum(tensors: Tensors) -> torch.Tensor:
-    """Of names and bytes; int64 (1,)."""
+    """XXH3 checksum of names and bytes; int64 (1,)."""
     digest = xxhash.xxh3_64()
     for name in sorted(tensors):
         digest.update(name.encode())
@@ -286,14 +310,17 @@ def _sum_name(rank: int) -> str:
 
 
 def _lock(folder: str) -> int | None:
-    """Make the folder, and keep other runs out; None where the file system has no locks."""
+    """Make and lock the folder; return the lock's file descriptor.
+
+    None if the file system has no locks. Raises UsageError if another run holds the lock.
+    """
     try:
         os.makedirs(folder, exist_ok=True)
         lock = os.open(os.path.join(folder, _LOCK), os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise unwritable(f"--checkpoint {folder}", error) from error
     try:
-        # A run that was killed a moment ago may not have let go yet.
+        # The lock of a run that was just killed may still be held for a moment.
         free = take_lock(lock, fcntl.LOCK_EX, _LOCK_TIMEOUT_S)
     except OSError as error:
         os.close(lock)
@@ -321,7 +348,7 @@ def _sync(folder: str) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    """torch wraps what happened on each rank; the cause is what a user can act on."""
+    """First line of the cause that torch wraps, which is the part that a user can act on."""
     causes = getattr(error, "failures", None)
     if causes:
         rank, wrapped = next(iter(causes.items()))

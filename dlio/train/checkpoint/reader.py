@@ -1,7 +1,7 @@
-"""Reading torch.distributed's checkpoints without running what a stranger put into one.
+"""Read torch.distributed's checkpoints without executing code from them.
 
-torch keeps a checkpoint's table of contents as a pickle. It is read here by an unpickler that knows
-the handful of classes which such a table is made of; tensors are read as plain data by torch.
+torch stores a checkpoint's metadata as a pickle. The unpickler here accepts only the few classes
+that such metadata consists of. torch reads the tensors themselves as plain data.
 """
 
 import pickle
@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from dlio.errors import SourceError
+
+__all__ = ["contents", "ignore_no_dist_warning", "read_tensors"]
 
 _MODULES: Final = (
     "torch.distributed.checkpoint.metadata",
@@ -32,7 +34,7 @@ _NAMES: Final = {
 
 
 def _member(kind: Any, name: str) -> Any:
-    """What some versions of Python name members of an enumeration by `getattr` for."""
+    """Return a member of an enumeration, in place of the `getattr` of some versions' pickles."""
     if not (isinstance(kind, type) and issubclass(kind, Enum)) or name not in kind.__members__:
         raise pickle.UnpicklingError(f"it wants {name} of {kind}")
     return kind[name]
@@ -40,24 +42,24 @@ def _member(kind: Any, name: str) -> Any:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        found = None
+        allowed = None
         if (module, name) == ("builtins", "getattr"):
             return _member
         if module in _MODULES and "." not in name:
-            found = super().find_class(module, name)
-            if not (isinstance(found, type) and found.__module__ == module):
-                found = None
+            allowed = super().find_class(module, name)
+            if not (isinstance(allowed, type) and allowed.__module__ == module):
+                allowed = None
         elif (module, name) in _NAMES or (
             module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         ):
-            found = super().find_class(module, name)
-        if found is None:
+            allowed = super().find_class(module, name)
+        if allowed is None:
             raise pickle.UnpicklingError(f"it names {module}.{name}")
-        return found
+        return allowed
 
 
-class Reader(FileSystemReader):
-    """torch's reader, of tables of contents that hold nothing else."""
+class _Reader(FileSystemReader):
+    """torch's reader with the restricted unpickler."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         with open(f"{self.path}/.metadata", "rb") as file:
@@ -71,15 +73,18 @@ class Reader(FileSystemReader):
         return metadata
 
 
-def quiet() -> None:
-    """Without torch's warning that a single process is one."""
+def ignore_no_dist_warning() -> None:
+    """Silence torch's warning that it saves or loads in a single process."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 def contents(path: str) -> dict[str, TensorStorageMetadata]:
-    """What tensors a checkpoint holds. Raises SourceError when it cannot be read."""
+    """Return the metadata of a checkpoint's tensors, by name.
+
+    Raises SourceError if the metadata cannot be read.
+    """
     try:
-        held = Reader(path).read_metadata().state_dict_metadata
+        held = _Reader(path).read_metadata().state_dict_metadata
     except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ValueError) as error:
         raise SourceError(
             f"{path}: the checkpoint's table of contents is damaged: {error}"
@@ -88,7 +93,7 @@ def contents(path: str) -> dict[str, TensorStorageMetadata]:
 
 
 def read_tensors(path: str, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Some tensors, on the host. Raises SourceError when they cannot be read."""
+    """Read some tensors into host memory. Raises SourceError if they are missing or damaged."""
     held = contents(path)
     wanted = list(names)
     missing = [name for name in wanted if name not in held]
@@ -99,8 +104,8 @@ def read_tensors(path: str, names: Iterable[str]) -> dict[str, torch.Tensor]:
     }
     if tensors:
         try:
-            quiet()
-            load(tensors, storage_reader=Reader(path), no_dist=True)
-        except Exception as error:  # torch wraps whatever its reader met.
+            ignore_no_dist_warning()
+            load(tensors, storage_reader=_Reader(path), no_dist=True)
+        except Exception as error:  # torch wraps any error of its reader.
             raise SourceError(f"{path}: the checkpoint is damaged: {error}") from error
     return tensors

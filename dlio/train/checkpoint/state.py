@@ -1,25 +1,52 @@
-"""What a run is made of, as named tensors and a few words; and back, on any number of ranks."""
+"""Save the state of a run as named tensors and JSON, and restore it on any number of ranks."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, Final
+from typing import Any, Final, TypedDict, cast
 
 import torch
 
 from dlio.errors import UsageError
 from dlio.train.checkpoint.folder import StoredCheckpoint
+from dlio.train.pruner import PrunerState
 from dlio.train.report import EpochReport
 from dlio.train.worker import Worker
 
+__all__ = ["RunState", "about", "restore", "tensors_of"]
+
 _OWED: Final = "/owed/"
+"""Part of the names of error-feedback residuals in an exchange's state."""
 _FIXED: Final = ("model", "optimizer", "image_size", "seed")
-"""Options that a run that goes on cannot change."""
+"""Options that cannot change when a run is resumed."""
+
+
+class RunState(TypedDict):
+    """State of a run apart from tensors, as JSON types."""
+
+    model: str
+    optimizer: str
+    image_size: int
+    seed: int
+    exchange: str
+    samples: int
+    """Samples of the data set."""
+    global_batch: int
+    updates: int
+    """Optimizer steps."""
+    loader: dict[str, Any]
+    """The loader's state_dict."""
+    scaler: dict[str, Any]
+    """The state_dict of torch's GradScaler."""
+    left_out: int
+    epochs: list[dict[str, Any]]
+    """Fields of the finished epochs' EpochReports."""
+    pruning: PrunerState | None
 
 
 def tensors_of(run: Worker) -> dict[str, torch.Tensor]:
-    """This rank's, by name: `all/...` where all ranks' are equal, `rank<number>/...` its own.
+    """Return this rank's tensors: `all/...` if equal on all ranks, `rank<number>/...` otherwise.
 
-    To be called between two steps.
+    Call it between two steps.
     """
     mine = f"rank{run.comm.rank}/"
     trained = "all/" if run.exchange.alike else mine
@@ -41,7 +68,7 @@ def tensors_of(run: Worker) -> dict[str, torch.Tensor]:
             tensors[f"{mine if key == 'seen' else 'all/'}skip/{key}"] = value
     tensors[f"{mine}sums"] = run.sums
     scaler = run.precision.scaler.state_dict()
-    # Ranks with weights of their own leave out steps of their own.
+    # Ranks with different weights may leave out different steps.
     tensors[f"{mine}steps"] = torch.tensor(
         [run.left_out, scaler.get("scale", 1.0), scaler.get("_growth_tracker", 0)],
         dtype=torch.float64,
@@ -52,11 +79,14 @@ def tensors_of(run: Worker) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def about(run: Worker) -> dict[str, Any]:
-    """The rest, of JSON's types; the same on all ranks."""
+def about(run: Worker) -> RunState:
+    """Return the rest of the state as JSON types; equal on all ranks."""
     config = run.config
     return {
-        **{name: getattr(config, name) for name in _FIXED},
+        "model": config.model,
+        "optimizer": config.optimizer,
+        "image_size": config.image_size,
+        "seed": config.seed,
         "exchange": config.exchange,
         "samples": len(run.loader.data),
         "global_batch": run.global_batch,
@@ -69,69 +99,79 @@ def about(run: Worker) -> dict[str, Any]:
     }
 
 
-def restore(run: Worker, found: StoredCheckpoint) -> None:
-    """Have a run go on from a checkpoint. Collective.
+def restore(run: Worker, checkpoint: StoredCheckpoint) -> None:
+    """Continue a run from a checkpoint. Collective.
 
-    On as many ranks it goes on exactly. On another number weights and the optimizer's state are
-    the mean of all saved ranks', which of an exchange of gradients are one anyway.
+    On the same number of ranks the run continues exactly. On another number, the weights and the
+    optimizer's state become the mean over the saved ranks, whose copies are equal anyway if the
+    exchange averages gradients.
 
-    Raises UsageError where the run is another one; SourceError for a damaged checkpoint.
+    Raises UsageError if the checkpoint belongs to a different run, SourceError if it is damaged.
     """
-    told = found.about
-    _check(run, found)
-    saved, ranks, rank = int(told["ranks"]), run.comm.size, run.comm.rank
-    same = saved == ranks and told["exchange"] == run.config.exchange
-    mine = found.read(f"rank{rank}/") if same else _merged(found, saved)
-    tensors = {**found.read("all/"), **mine}
-    pruning = told.get("pruning")
+    _check(run, checkpoint)
+    ranks, rank = run.comm.size, run.comm.rank
+    about, saved = _state(checkpoint), checkpoint.ranks
+    same_exchange = about["exchange"] == run.config.exchange
+    same = saved == ranks and same_exchange
+    mine = checkpoint.read(f"rank{rank}/") if same else _merged(checkpoint, saved)
+    tensors = {**checkpoint.read("all/"), **mine}
+    pruning = about.get("pruning")
     if pruning is not None and run.pruner is not None:
         run.pruner.take_layout(pruning)
         run.reshaped()
-    model = _part(tensors, "model/")
-    with torch.no_grad():
-        held = run.model.state_dict()
-        _fits(found.path, held, model)
-        for name, value in held.items():
-            value.copy_(model[name])
-    parameters = dict(run.model.named_parameters())
-    for name, value in _part(tensors, "optimizer/").items():
-        parameter_name, _, key = name.rpartition("/")
-        parameter = parameters[parameter_name]
-        if value.shape == parameter.shape and value.ndim:
-            value = torch.empty_like(parameter).copy_(value)
-        run.optimizer.state[parameter][key] = value
+    _restore_model(run, checkpoint.path, _part(tensors, "model/"))
+    _restore_optimizer(run, _part(tensors, "optimizer/"))
     if same:
         run.exchange.load_state(_part(tensors, "exchange/"))
         torch.set_rng_state(tensors["random"])
         if run.device.type == "cuda" and "random-cuda" in tensors:
             torch.cuda.set_rng_state(tensors["random-cuda"], run.device)
     else:
-        torch.manual_seed((run.config.seed + int(told["updates"]) * 1_000_003 + rank) % 2**63)
-        same_exchange = told["exchange"] == run.config.exchange
-        run.exchange.load_state(_owed(found, saved, rank, ranks) if same_exchange else {})
+        torch.manual_seed((run.config.seed + about["updates"] * 1_000_003 + rank) % 2**63)
+        run.exchange.load_state(_residuals(checkpoint, rank, ranks) if same_exchange else {})
     if pruning is not None and run.pruner is not None:
         run.pruner.load_state_dict(pruning, _part(tensors, "pruning/") if same else {})
     skipped = _part(tensors, "skip/")
     if run.skipper is not None and skipped:
-        skipped["seen"] = _seen(found, saved, rank, ranks)
+        skipped["seen"] = _seen(checkpoint, rank, ranks)
         run.skipper.load_state(skipped)
-    left_out, scaler = told["left_out"], told["scaler"]
+    run.left_out, scaler = about["left_out"], about["scaler"]
     if same:
         left_out, scale, growth = tensors["steps"].tolist()
+        run.left_out = int(left_out)
         scaler = {**scaler, "scale": scale, "_growth_tracker": int(growth)} if scaler else scaler
     run.precision.scaler.load_state_dict(scaler)
-    run.loader.load_state_dict(told["loader"])
-    run.epoch_number, run.position = told["loader"]["epoch"], told["loader"]["position"]
-    run.updates, run.left_out = told["updates"], int(left_out)
-    run.sums.copy_(_own_sums(found, saved, rank, ranks))
-    run.history = [EpochReport(**report) for report in told["epochs"]]
+    run.loader.load_state_dict(about["loader"])
+    run.epoch_number, run.position = about["loader"]["epoch"], about["loader"]["position"]
+    run.updates = about["updates"]
+    run.sums.copy_(_own_sums(checkpoint, rank, ranks))
+    run.history = [EpochReport(**report) for report in about["epochs"]]
 
 
-def _merged(found: StoredCheckpoint, saved: int) -> dict[str, torch.Tensor]:
-    """The mean of what ranks had of their own, of model and optimizer."""
+def _restore_model(run: Worker, path: str, model: Mapping[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        own = run.model.state_dict()
+        _check_shapes(path, own, model)
+        for name, value in own.items():
+            value.copy_(model[name])
+
+
+def _restore_optimizer(run: Worker, state: Mapping[str, torch.Tensor]) -> None:
+    """Restore the optimizer's state; `state` has names `parameter/key`."""
+    parameters = dict(run.model.named_parameters())
+    for name, value in state.items():
+        parameter_name, _, key = name.rpartition("/")
+        parameter = parameters[parameter_name]
+        if value.shape == parameter.shape and value.ndim:
+            value = torch.empty_like(parameter).copy_(value)
+        run.optimizer.state[parameter][key] = value
+
+
+def _merged(checkpoint: StoredCheckpoint, saved: int) -> dict[str, torch.Tensor]:
+    """Mean over the saved ranks of their own model and optimizer tensors."""
     total: dict[str, torch.Tensor] = {}
     for rank in range(saved):
-        for name, value in found.read(f"rank{rank}/").items():
+        for name, value in checkpoint.read(f"rank{rank}/").items():
             if not name.startswith(("model/", "optimizer/")):
                 continue
             if not value.is_floating_point():
@@ -146,71 +186,84 @@ def _merged(found: StoredCheckpoint, saved: int) -> dict[str, torch.Tensor]:
     }
 
 
-def _owed(found: StoredCheckpoint, saved: int, rank: int, ranks: int) -> dict[str, torch.Tensor]:
-    """This rank's part of what compression has left out, whole numbers of ranks': none is lost."""
+def _state(checkpoint: StoredCheckpoint) -> RunState:
+    return cast(RunState, checkpoint.about)
+
+
+def _taken_over(checkpoint: StoredCheckpoint, rank: int, ranks: int) -> range:
+    """Saved ranks whose parts this rank continues; each one goes to exactly one rank."""
+    return range(rank, checkpoint.ranks, ranks)
+
+
+def _residuals(checkpoint: StoredCheckpoint, rank: int, ranks: int) -> dict[str, torch.Tensor]:
+    """Sum of the error-feedback residuals that this rank takes over, so that none is lost."""
     total: dict[str, torch.Tensor] = {}
-    for each in range(rank, saved, ranks):
-        for name, value in found.read(f"rank{each}/exchange/").items():
+    for each in _taken_over(checkpoint, rank, ranks):
+        for name, value in checkpoint.read(f"rank{each}/exchange/").items():
             if _OWED in name:
                 total[name] = total[name] + value if name in total else value
     return total
 
 
-def _own_sums(found: StoredCheckpoint, saved: int, rank: int, ranks: int) -> torch.Tensor:
-    """This rank's part of the sums of the epoch that is under way; whole numbers of ranks'."""
+def _own_sums(checkpoint: StoredCheckpoint, rank: int, ranks: int) -> torch.Tensor:
+    """Sums of the current epoch that this rank takes over."""
     total = torch.zeros(3, dtype=torch.float64)
-    for each in range(rank, saved, ranks):
-        total += found.read(f"rank{each}/sums")[""]
+    for each in _taken_over(checkpoint, rank, ranks):
+        total += checkpoint.read(f"rank{each}/sums")[""]
     return total
 
 
-def _seen(found: StoredCheckpoint, saved: int, rank: int, ranks: int) -> torch.Tensor:
-    """This rank's part of the losses of the epoch that is under way; whole numbers of ranks'."""
-    total = torch.zeros(int(found.about["samples"]), dtype=torch.uint8)
-    for each in range(rank, saved, ranks):
-        total += found.read(f"rank{each}/skip/seen")[""]
+def _seen(checkpoint: StoredCheckpoint, rank: int, ranks: int) -> torch.Tensor:
+    """Codes of the current epoch's losses that this rank takes over; uint8 (samples,)."""
+    total = torch.zeros(_state(checkpoint)["samples"], dtype=torch.uint8)
+    for each in _taken_over(checkpoint, rank, ranks):
+        total += checkpoint.read(f"rank{each}/skip/seen")[""]
     return total
 
 
-def _check(run: Worker, found: StoredCheckpoint) -> None:
-    config = run.config
+def _check(run: Worker, checkpoint: StoredCheckpoint) -> None:
+    """Raise UsageError if the checkpoint was written with other options or other data."""
+    config, path, about = run.config, checkpoint.path, _state(checkpoint)
     for name in _FIXED:
-        if found.about[name] != getattr(config, name):
+        if about[name] != getattr(config, name):
             raise UsageError(
-                f"--resume: {found.path} was written with --{name.replace('_', '-')} "
-                f"{found.about[name]}, this run has {getattr(config, name)}; go on with that, or "
+                f"--resume: {path} was written with --{name.replace('_', '-')} "
+                f"{about[name]}, this run has {getattr(config, name)}; use the former value, or "
                 "name another --checkpoint folder"
             )
-    pruned = found.about.get("pruning")
+    pruned = about.get("pruning")
     if pruned is not None and pruned["layout"]["version"] and run.pruner is None:
         raise UsageError(
-            f"--resume: {found.path} is of a pruned model: add --prune apoptosis; with "
-            "--prune-tolerance 0 hardly any more goes"
+            f"--resume: {path} holds a pruned model: add --prune apoptosis; with "
+            "--prune-tolerance 0 hardly any more is removed"
         )
-    if "kept" in found.about["loader"] and run.skipper is None:
+    if "kept" in about["loader"] and run.skipper is None:
         raise UsageError(
-            f"--resume: {found.path} was written in an epoch that skips samples; go on with "
-            "--skip-samples"
+            f"--resume: {path} was written in an epoch that skips samples; add --skip-samples"
         )
-    if found.about["samples"] != len(run.loader.data):
+    if about["samples"] != len(run.loader.data):
         raise UsageError(
-            f"--resume: {found.path} is of a data set of {found.about['samples']} samples, "
+            f"--resume: {path} belongs to a data set of {about['samples']} samples, "
             f"{config.source} has {len(run.loader.data)}"
         )
 
 
-def _fits(path: str, held: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> None:
-    for name, value in held.items():
+def _check_shapes(
+    path: str, own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
+) -> None:
+    """Raise UsageError if the checkpoint belongs to another model."""
+    for name, value in own.items():
         if name not in given:
-            raise UsageError(f"--resume: {path} has no {name}: it is of another model")
+            raise UsageError(f"--resume: {path} lacks {name}: it belongs to another model")
         if given[name].shape != value.shape:
             raise UsageError(
                 f"--resume: {path} has {name} of shape {tuple(given[name].shape)}, the model's is "
-                f"{tuple(value.shape)}: it is of another model"
+                f"{tuple(value.shape)}: it belongs to another model"
             )
 
 
 def _part(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    """Return the tensors whose names begin with `prefix`, without it."""
     return {
         name.removeprefix(prefix): value
         for name, value in tensors.items()

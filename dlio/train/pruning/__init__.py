@@ -1,27 +1,37 @@
-"""Neurons that a network can do without, found while it trains and cut out of it.
+"""Remove redundant neurons from a network while it trains.
 
-| file            | holds                                                                   |
-|-----------------|-------------------------------------------------------------------------|
-| `groups.py`     | groups of neurons that go together, as values                           |
-| `find.py`       | the groups of a model; heads of attention; what is left alone, and why  |
-| `follow.py`     | what torch-pruning's graph says; `activations.py`: what lies on the way |
-| `verify.py`     | groups tried out on a copy                                              |
-| `layers.py`     | which tensors of a layer belong to its neurons                          |
-| `statistics.py` | what neurons do, from hooks                                             |
-| `plan.py`       | which neurons go (pure); `similar.py`: which do the same                |
-| `apply.py`      | a plan carried out in place; `cutting.py`: tensors and optimizers' state |
-| `layout.py`     | what has been cut, for checkpoints; `saved.py`: beside saved weights    |
-| `pace.py`       | when to look and how many may go, from what the last rounds did (pure)  |
-| `trial.py`      | plans tried on a copy; `ranks.py`: one decision of all ranks            |
-| `apoptosis.py`  | `dlio.Apoptosis`, which does all of it while a network trains           |
-| `seen.py`       | parameters and FLOPs                                                    |
+The idea is that of neuron apoptosis (Siegel, Daily and Vishnu, arXiv 1610.00790).
 
-    found = find_groups(model, example)
-    with Collector(model, found.groups) as collector:
+| module                | contents                                                             |
+|-----------------------|----------------------------------------------------------------------|
+| `groups.py`           | values: groups of coupled neurons, and their members in each layer   |
+| `find.py`             | search a model for groups, heads of attention included               |
+| `dependency_graph.py` | translate torch-pruning's dependency graph into groups               |
+| `activations.py`      | classify the operations between a layer and its consumers            |
+| `verify.py`           | confirm each group on a copy of the model                            |
+| `layers.py`           | tensors and attributes of a layer, per side and dimension            |
+| `statistics.py`       | collect activation and gradient statistics with hooks                |
+| `removal.py`          | choose the neurons to remove (pure)                                  |
+| `similar.py`          | find pairs of neurons with proportional weights (pure)               |
+| `apply.py`            | carry a removal plan out in place                                    |
+| `cutting.py`          | cut tensors, gradients and optimizer state                           |
+| `pruned_layout.py`    | record of everything cut so far, for checkpoints                     |
+| `pruned_file.py`      | weights files of pruned models                                       |
+| `pace.py`             | when rounds happen, and how much each may remove (pure)              |
+| `trial.py`            | try removal plans on a copy of the model                             |
+| `agreement.py`        | reductions that give all ranks the same decision                     |
+| `window.py`           | the statistics of one round, and the time that they cost             |
+| `rounds.py`           | the record of one round                                              |
+| `apoptosis.py`        | `dlio.Apoptosis`, which runs all of the above during training        |
+| `model_size.py`       | count parameters and FLOPs                                           |
+| `copies.py`           | copies of a model for experiments                                    |
+
+    prunable = find_groups(model, example)
+    with Collector(model, prunable.groups) as collector:
         ...  # train: backward, collector.step(), optimizer.step()
-    weights = weights_of(model, found.groups)
-    removals = plan_removals(found.groups, weights, collector.statistics(), Limits())
-    applied = apply(model, found.groups, removals, [optimizer])
+    weights = weights_of(model, prunable.groups)
+    plan = plan_removals(prunable.groups, weights, collector.statistics(), Limits())
+    applied = apply(model, prunable.groups, plan, [optimizer])
 """
 
 from dlio.train.cut import Cut

@@ -22,7 +22,7 @@ def total(values: list[float], comm: Communicator) -> list[float]:
     """Sum values over ranks, with identical results on all ranks. Collective."""
     sums = np.array(values, np.float64)
     comm.wait([comm.iallreduce(sums)], "the loss of a trial")
-    # Libraries may add in another order on another rank.
+    # An allreduce may add in a different order on each rank.
     comm.bcast(sums)
     result: list[float] = sums.tolist()
     return result

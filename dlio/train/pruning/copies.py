@@ -1,40 +1,49 @@
-"""Copies of a model to try things on."""
+"""Copies of a model for experiments, without hooks and autograd graphs."""
 
 import copy
 from collections import OrderedDict
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import nn
 from torch.utils import _pytree
 
+__all__ = ["bare_copy", "is_bare_copy", "without_graphs"]
+
 _MARK = "_dlio_bare_copy"
+Module = TypeVar("Module", bound=nn.Module)
 
 
-def bare_copy(model: nn.Module) -> nn.Module:
-    """A copy to try things on, in evaluation; without hooks, which would be called for it, too, and
-    may belong to what no copy can be made of. What watches all modules of a process is to leave it
-    alone, by `is_bare_copy`."""
+def bare_copy(model: Module) -> Module:
+    """Copy a model, in evaluation mode and without its hooks.
+
+    Hooks would otherwise also run for the copy, and may refer to objects that cannot be copied.
+    Observers of all modules in a process recognise such a copy by `is_bare_copy` and ignore it.
+    """
     memo = without_graphs(model)
     for module in model.modules():
         for name, value in vars(module).items():
             if "_hooks" in name and isinstance(value, dict):
                 memo[id(value)] = OrderedDict()
-    made = copy.deepcopy(model, memo)
-    for module in made.modules():
-        # Not by eval(), which others watch.
+    bare = copy.deepcopy(model, memo)
+    for module in bare.modules():
+        # Models may override eval(), and others may watch it.
         module.training = False
         module.__dict__[_MARK] = True
-    return made
+    return bare
 
 
 def is_bare_copy(module: nn.Module) -> bool:
+    """True if `bare_copy` made this module."""
     return _MARK in module.__dict__
 
 
-def without_graphs(model: nn.Module) -> dict[int, Any]:
-    """For `copy.deepcopy`: what a forward pass left in attributes, which torch copies only without
-    the graph that made it."""
+def without_graphs(model: nn.Module) -> dict[int, object]:
+    """Return a memo for `copy.deepcopy` that detaches tensors left in attributes.
+
+    torch refuses to deep-copy a tensor that belongs to an autograd graph, such as an output that a
+    forward pass stored in the module.
+    """
     return {
         id(value): value.detach()
         for module in model.modules()

@@ -1,13 +1,13 @@
-"""Channels taken out of a live model, in place.
+"""Remove channels from a model in place, from its gradients and from optimizer state.
 
-A Parameter stays the object that it was, by `torch.utils.swap_tensors`: an optimizer's keys, lists
-of parameters and attributes set on them stay true, and its hooks go over to the smaller tensor, so
-that handles remove them as before. What autograd keeps in C++ about a parameter does not: whoever
-holds on to its AccumulateGrad node (torch's DDP does) must be made anew.
+Each Parameter keeps its identity by means of `torch.utils.swap_tensors`. The keys of optimizers,
+lists of parameters and attributes on them therefore stay valid. Hooks move to the smaller tensor,
+and their handles still remove them. Autograd's C++ state does not move: objects that hold a
+parameter's AccumulateGrad node, such as torch's DDP, have to be rebuilt.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Final
 
 import numpy as np
 import torch
@@ -16,8 +16,13 @@ from torch.utils import _pytree
 
 from dlio.errors import DlioError
 from dlio.train.cut import Cut
-from dlio.train.pruning.groups import Indices
-from dlio.train.pruning.layers import Side, shape_of
+from dlio.train.pruning.groups import Group, Indices
+from dlio.train.pruning.layers import Side, layer_side
+
+__all__ = ["cut_layers", "split_key", "update_counts"]
+
+# torch does not annotate this function.
+_swap_tensors: Final[Callable[[torch.Tensor, torch.Tensor], None]] = torch.utils.swap_tensors
 
 
 @torch.no_grad()
@@ -26,22 +31,44 @@ def cut_layers(
     gone: Mapping[str, Indices],
     optimizers: Iterable[torch.optim.Optimizer] = (),
 ) -> list[Cut]:
-    """Take channels out of layers, gradients and optimizers' state.
+    """Remove channels from layers, gradients and optimizer state.
 
     Args:
-        gone: by Member.key, the channels that go.
+        gone: the channels to remove, by Member.key.
 
-    Raises DlioError, and leaves all as it was, for state of an optimizer that does not have its
-    parameter's shape, and while a graph of autograd still refers to a parameter.
+    Raises DlioError, and changes nothing, if an optimizer's state lacks its parameter's shape, or
+    if an autograd graph still refers to a parameter.
     """
     optimizers = tuple(optimizers)
+    cuts, counts = _plan_cuts(model, gone)
+    states = [
+        # Fused optimizers walk memory linearly: keep the parameter's memory format.
+        (state, name, _same_format(cut.of(value, f"the optimizer's '{name}'"), value))
+        for cut in cuts
+        for optimizer in optimizers
+        if cut.tensor in optimizer.state
+        for state in (optimizer.state[cut.tensor],)
+        for name, value in _tensors(state, cut.name)
+    ]
+    _swap([(cut, _small(cut)) for cut in cuts])
+    for state, name, value in states:
+        state[name] = value
+    for module, attribute, count in counts:
+        setattr(module, attribute, count)
+    return cuts
+
+
+def _plan_cuts(
+    model: nn.Module, gone: Mapping[str, Indices]
+) -> tuple[list[Cut], list[tuple[nn.Module, str, int]]]:
+    """Return the cut of each tensor, and (module, attribute, value) of the counts to set."""
     owners: dict[str, tuple[nn.Module, str]] = {}
     kept: dict[str, dict[int, torch.Tensor]] = {}
     counts: list[tuple[nn.Module, str, int]] = []
     for key, channels in gone.items():
         name, side = split_key(key)
         module = model.get_submodule(name)
-        shape = shape_of(module, side)
+        shape = layer_side(module, side)
         if shape is None:
             raise DlioError(f"{name}: a {type(module).__name__} has no side '{side}' to cut")
         if len(channels) == 0:
@@ -57,28 +84,16 @@ def cut_layers(
     cuts = []
     for full, dims in kept.items():
         tensor = getattr(*owners[full])
-        there = tuple((dim, stay.to(tensor.device)) for dim, stay in dims.items())
-        cuts.append(Cut(full, tensor, tuple(tensor.shape), there))
-    states = [
-        # Fused optimizers walk memory: it lies as the parameter's does.
-        (state, name, _alike(cut.of(value, f"the optimizer's '{name}'"), value))
-        for cut in cuts
-        for optimizer in optimizers
-        if cut.tensor in optimizer.state
-        for state in (optimizer.state[cut.tensor],)
-        for name, value in _tensors(state, cut.name)
-    ]
-    _swap([(cut, _small(cut)) for cut in cuts])
-    for state, name, value in states:
-        state[name] = value
-    for module, attribute, count in counts:
-        setattr(module, attribute, count)
-    return cuts
+        on_device = tuple((dim, stay.to(tensor.device)) for dim, stay in dims.items())
+        cuts.append(Cut(full, tensor, tuple(tensor.shape), on_device))
+    return cuts, counts
 
 
-def _tensors(state: Mapping[str, Any], parameter: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """An optimizer's, of one parameter. Raises DlioError for those that lie in lists and the like:
-    nobody knows what of them belongs to which channel."""
+def _tensors(state: Mapping[str, object], parameter: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of an optimizer's state for one parameter.
+
+    Raises DlioError for tensors nested in lists or dictionaries, whose channels are unknown.
+    """
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
             yield name, value
@@ -92,8 +107,16 @@ def _tensors(state: Mapping[str, Any], parameter: str) -> Iterator[tuple[str, to
             )
 
 
+def update_counts(model: nn.Module, groups: Sequence[Group], keep: Mapping[str, Indices]) -> None:
+    """Set the counts that a model keeps outside its layers, such as `num_heads`."""
+    for group in groups:
+        if group.name in keep:
+            for module, attribute, each in group.attributes:
+                setattr(model.get_submodule(module), attribute, each * len(keep[group.name]))
+
+
 def split_key(key: str) -> tuple[str, Side]:
-    """Member.key's module and side."""
+    """Split a Member.key into module name and side."""
     name, _, side = key.rpartition(":")
     if side == "out":
         return name, "out"
@@ -101,14 +124,14 @@ def split_key(key: str) -> tuple[str, Side]:
 
 
 def _small(cut: Cut) -> torch.Tensor:
-    """A smaller tensor, to take the place of the model's."""
+    """Make the smaller tensor that replaces the model's."""
     tensor = cut.tensor
-    small = _alike(cut.of(tensor.detach()), tensor)
+    small = _same_format(cut.of(tensor.detach()), tensor)
     if isinstance(tensor, nn.Parameter):
         small = nn.Parameter(small, requires_grad=tensor.requires_grad)
         if tensor.grad is not None:
-            small.grad = _alike(cut.of(tensor.grad), tensor.grad)
-    # The very dictionaries, as handles refer to them.
+            small.grad = _same_format(cut.of(tensor.grad), tensor.grad)
+    # The same dictionaries, because hook handles refer to them.
     small._backward_hooks = tensor._backward_hooks
     small._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
     small.__dict__.update(tensor.__dict__)
@@ -116,21 +139,21 @@ def _small(cut: Cut) -> torch.Tensor:
 
 
 def _swap(pairs: list[tuple[Cut, torch.Tensor]]) -> None:
-    """Make the model's tensors the smaller ones, the same objects; all or none."""
+    """Swap each of the model's tensors with its smaller one, in place; all or none."""
     for done, (cut, small) in enumerate(pairs):
         try:
-            torch.utils.swap_tensors(cut.tensor, small)  # type: ignore[no-untyped-call]
+            _swap_tensors(cut.tensor, small)
         except RuntimeError as error:
             for before, its_small in pairs[:done]:
-                torch.utils.swap_tensors(before.tensor, its_small)  # type: ignore[no-untyped-call]
+                _swap_tensors(before.tensor, its_small)
             raise DlioError(
                 f"{cut.name} cannot be shrunk while something else refers to it, such as an output "
-                f"of the model whose gradients were not computed: let go of it first ({error})"
+                f"of the model without its backward pass: delete that reference first ({error})"
             ) from error
 
 
-def _alike(small: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """In the memory format of the whole tensor."""
+def _same_format(small: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Convert to the memory format of `tensor`."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.ndim)
     if last and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=last):
         return small.contiguous(memory_format=last)

@@ -1,11 +1,11 @@
-"""Which channels hang together, as torch-pruning's dependency graph sees it.
+"""Translate torch-pruning's dependency graph into groups of coupled channels.
 
-Its graph is a guess where it meets operations that it does not know, which is why `verify` tries
-each group out. Nothing here changes the model that is given.
+torch-pruning guesses at operations that it does not know, so `verify` has to confirm each group.
+Nothing here changes the given model.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,38 +15,41 @@ from torch import nn
 
 from dlio.errors import UsageError
 from dlio.train.pruning.activations import IDENTITY, classify
-from dlio.train.pruning.groups import Activation, Group, LeftAlone, Member
-from dlio.train.pruning.layers import Side, is_depthwise, reads_zeros, shape_of, tensor_of
+from dlio.train.pruning.groups import Activation, Group, Indices, LeftAlone, Member
+from dlio.train.pruning.layers import Side, is_depthwise, layer_side, own_parameter, reads_zeros
 
-_MOST_WAYS: Final = 1000
+__all__ = ["candidates", "make_member"]
+
+_MOST_PATHS: Final = 1000
 _UNKNOWN: Final = (None, None)
 
 
 class _CannotFollow(Exception):
-    """With the reason."""
+    """A layer that cannot be pruned; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
     graph: Any
+    """torch-pruning's DependencyGraph."""
     names: dict[nn.Module, str]
     shared: frozenset[str]
-    """Layers with a parameter that is another layer's, too."""
+    """Names of layers that share a parameter with another layer."""
 
 
 def candidates(
-    model: nn.Module, forward: Callable[[nn.Module], Any]
+    model: nn.Module, forward: Callable[[nn.Module], object]
 ) -> tuple[list[Group], list[LeftAlone]]:
-    """Groups that torch-pruning finds, each to be tried before it is believed.
+    """Return the groups in torch-pruning's graph, still to be verified, and the layers left alone.
 
     Args:
-        model: all its parameters want gradients.
-        forward: calls the model on an example.
+        model: a model all of whose parameters require gradients.
+        forward: call the model on an example.
 
-    Raises UsageError where torch-pruning is not installed.
+    Raises UsageError if torch-pruning is not installed.
     """
     try:
-        # Its import and its tracing warn about what does not concern a user of ours.
+        # Its import and its tracing emit warnings that do not concern users of dlio.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from torch_pruning import DependencyGraph
@@ -69,10 +72,20 @@ def candidates(
 
 
 def make_member(
-    module: nn.Module, name: str, side: Side, channels: Any, constant: str = ""
+    module: nn.Module,
+    name: str,
+    side: Side,
+    channels: Indices | Sequence[Sequence[int]],
+    constant: str = "",
 ) -> Member | None:
-    """None for a layer that cannot be cut on that side."""
-    shape = shape_of(module, side)
+    """Make a Member; None if the layer cannot be cut on that side.
+
+    Args:
+        name: name of the layer in the model.
+        channels: channels of each neuron, shape (width, k).
+        constant: see `Member.constant`.
+    """
+    shape = layer_side(module, side)
     if shape is None or any(
         tensor not in module._parameters and tensor not in module._buffers
         for tensor, _ in shape.tensors
@@ -85,7 +98,7 @@ def make_member(
 
 
 def _groups(graph: _Graph) -> tuple[list[Group], list[LeftAlone]]:
-    found: list[Group] = []
+    groups: list[Group] = []
     left: list[LeftAlone] = []
     seen: set[nn.Module] = set()
     roots = [
@@ -97,19 +110,23 @@ def _groups(graph: _Graph) -> tuple[list[Group], list[LeftAlone]]:
         if root in seen:
             continue
         seen.add(root)
-        made: set[nn.Module] = {root}
+        producers: set[nn.Module] = {root}
         try:
             if root not in graph.graph.module2node:
                 raise _CannotFollow("its output has no gradient to follow")
-            found.append(_group(graph, root, made))
+            groups.append(_group(graph, root, producers))
         except _CannotFollow as reason:
-            left += [LeftAlone(graph.names[module], str(reason)) for module in made]
-        seen |= made
-    return found, left
+            left += [LeftAlone(graph.names[module], str(reason)) for module in producers]
+        seen |= producers
+    return groups, left
 
 
-def _group(graph: _Graph, root: nn.Module, made: set[nn.Module]) -> Group:
-    """Raises _CannotFollow. `made` gets the layers whose outputs are the group's."""
+def _group(graph: _Graph, root: nn.Module, producers: set[nn.Module]) -> Group:
+    """Return the group that contains the outputs of `root`.
+
+    Adds the layers whose outputs belong to the group to `producers`, also on failure. Raises
+    _CannotFollow.
+    """
     dependency = graph.graph
     pruner = dependency.get_pruner_of_module(root)
     width = pruner.get_out_channels(root)
@@ -117,15 +134,45 @@ def _group(graph: _Graph, root: nn.Module, made: set[nn.Module]) -> Group:
         items = dependency.get_pruning_group(root, pruner.prune_out_channels, list(range(width)))
     except Exception as error:
         raise _CannotFollow(f"torch-pruning cannot follow it: {_line(error)}") from error
+    parts, consumers = _members(graph, items, width, producers)
+    if not parts["in"]:
+        raise _CannotFollow("no layer reads it: it is the model's output")
+    if width < 2:
+        raise _CannotFollow("it has one neuron")
+    order = {name: at for at, name in enumerate(graph.names.values())}
+    for members in parts.values():
+        members.sort(key=lambda member: order[member.module])
+    activation, norm = _activation(graph, root, parts, consumers)
+    return Group(
+        name=parts["out"][0].module,
+        width=width,
+        producers=tuple(parts["out"]),
+        through=tuple(parts["through"]),
+        consumers=tuple(parts["in"]),
+        activation=activation,
+        norm=norm,
+    )
+
+
+def _members(
+    graph: _Graph, items: Any, width: int, producers: set[nn.Module]
+) -> tuple[dict[Side, list[Member]], set[nn.Module]]:
+    """Return the members by side, and the consuming layers. Raises _CannotFollow.
+
+    Args:
+        items: torch-pruning's group of `width` channels.
+        producers: gets the producing layers, also on failure.
+    """
+    dependency = graph.graph
     problems: list[str] = []
     parts: dict[Side, list[Member]] = {"out": [], "through": [], "in": []}
-    readers: set[nn.Module] = set()
+    consumers: set[nn.Module] = set()
     for item in items:
         module = item.dep.target.module
         out = dependency.is_out_channel_pruning_fn(item.dep.handler)
         if module not in graph.names:
             if isinstance(module, nn.Parameter):
-                problems.append("a parameter outside of the layers has its width")
+                problems.append("a parameter outside the layers has its width")
             elif type(module).__name__ == "_OutputOp":
                 problems.append("it is the model's output")
             continue
@@ -137,7 +184,7 @@ def _group(graph: _Graph, root: nn.Module, made: set[nn.Module]) -> Group:
         ):
             side = "out" if out else "in"
         if side == "out":
-            made.add(module)
+            producers.add(module)
         name = graph.names[module]
         if name in graph.shared:
             problems.append(f"{name} shares a parameter with another layer")
@@ -151,30 +198,14 @@ def _group(graph: _Graph, root: nn.Module, made: set[nn.Module]) -> Group:
         else:
             parts[side].append(member)
             if side == "in":
-                readers.add(module)
+                consumers.add(module)
     if problems:
         raise _CannotFollow(problems[0])
-    if not parts["in"]:
-        raise _CannotFollow("no layer reads it: it is the model's output")
-    if width < 2:
-        raise _CannotFollow("it has one neuron")
-    order = {name: at for at, name in enumerate(graph.names.values())}
-    for members in parts.values():
-        members.sort(key=lambda member: order[member.module])
-    activation, norm = _way(graph, root, parts, readers)
-    return Group(
-        name=parts["out"][0].module,
-        width=width,
-        producers=tuple(parts["out"]),
-        through=tuple(parts["through"]),
-        consumers=tuple(parts["in"]),
-        activation=activation,
-        norm=norm,
-    )
+    return parts, consumers
 
 
 def _per_neuron(indices: Any, roots: Any, width: int) -> list[list[int]] | None:
-    """Channels of each neuron; None where they are not as many for each, and of one only."""
+    """Channels of each neuron; None unless each neuron has equally many channels of its own."""
     channels: list[list[int]] = [[] for _ in range(width)]
     for index, root in zip(indices, roots, strict=True):
         if root is None or not 0 <= root < width:
@@ -186,61 +217,63 @@ def _per_neuron(indices: Any, roots: Any, width: int) -> list[list[int]] | None:
     return [sorted(of) for of in channels]
 
 
-def _way(
-    graph: _Graph, root: nn.Module, parts: dict[Side, list[Member]], readers: set[nn.Module]
+def _activation(
+    graph: _Graph, root: nn.Module, parts: dict[Side, list[Member]], consumers: set[nn.Module]
 ) -> tuple[Activation | None, str]:
-    """The activation and the batch norm on all ways from the producer to its readers."""
+    """The activation and the batch norm that all paths to the consumers share; else (None, "")."""
     if len(parts["out"]) != 1 or len(parts["through"]) > 1:
         return None, ""
-    ways = set(_ways(graph, graph.graph.module2node[root], readers))
-    if len(ways) != 1:
+    paths = set(_paths(graph, graph.graph.module2node[root], consumers))
+    if len(paths) != 1:
         return None, ""
-    way = list(ways.pop())
+    path = list(paths.pop())
     norm = ""
-    if way and isinstance(way[0], str):
-        norm = str(way.pop(0))
-    if len(way) > 1 or any(isinstance(step, str) for step in way):
+    if path and isinstance(path[0], str):
+        norm = str(path.pop(0))
+    if len(path) > 1 or any(isinstance(step, str) for step in path):
         return None, ""
     if bool(norm) != bool(parts["through"]):
         return None, ""
-    return (way[0] if way and isinstance(way[0], Activation) else IDENTITY), norm
+    return (path[0] if path and isinstance(path[0], Activation) else IDENTITY), norm
 
 
-def _ways(
-    graph: _Graph, node: Any, readers: set[nn.Module]
+def _paths(
+    graph: _Graph, node: Any, consumers: set[nn.Module]
 ) -> Iterator[tuple[Activation | str | None, ...]]:
-    """What lies on each way: activations, and norms by name; `_UNKNOWN` for a way that is none."""
+    """Activations, and names of norms, on each path to a consumer; `_UNKNOWN` for other layers."""
     stack: list[tuple[Any, tuple[Activation | str | None, ...]]] = [(node, ())]
-    for _ in range(_MOST_WAYS):
+    for _ in range(_MOST_PATHS):
         if not stack:
             return
-        node, way = stack.pop()
+        node, path = stack.pop()
         for after in node.outputs:
             module = after.module
-            if module in readers:
-                yield way
+            if module in consumers:
+                yield path
             elif isinstance(module, nn.modules.batchnorm._BatchNorm):
-                stack.append((after, (*way, graph.names[module])))
+                stack.append((after, (*path, graph.names[module])))
             elif module in graph.names:
                 yield _UNKNOWN
             else:
-                step = None if _is_inside(after, readers) else classify(after.grad_fn)
-                stack.append((after, way if step is None else (*way, step)))
+                step = None if _is_inside(after, consumers) else classify(after.grad_fn)
+                stack.append((after, path if step is None else (*path, step)))
     yield _UNKNOWN
 
 
-def _is_inside(node: Any, readers: set[nn.Module]) -> bool:
-    """Whether it is the product within a linear layer of more than two dimensions, which gives
-    autograd a product of two and a view, or a view and a sum."""
+def _is_inside(node: Any, consumers: set[nn.Module]) -> bool:
+    """True for a node that autograd records inside a linear layer on more than two dimensions.
+
+    Such a layer shows up as a matrix product with views around it, or with a view and a sum.
+    """
     op = _op(node)
     if "mm" not in op and "view" not in op:
         return False
 
     def leads_on(after: Any) -> bool:
         next_op = _op(after)
-        if isinstance(after.module, nn.Linear) and after.module in readers:
+        if isinstance(after.module, nn.Linear) and after.module in consumers:
             return "view" in next_op or ("add" in next_op and "mm" not in next_op)
-        return "mm" in op and "view" in next_op and _is_inside(after, readers)
+        return "mm" in op and "view" in next_op and _is_inside(after, consumers)
 
     return all(map(leads_on, node.outputs))
 
@@ -250,9 +283,9 @@ def _op(node: Any) -> str:
 
 
 def _takes_constant(graph: _Graph, module: nn.Module) -> str:
-    """Where what a layer always adds can go, by its name in the state dict."""
+    """Name of the tensor that can absorb a constant in a consumer's output; see Member."""
     name = graph.names[module]
-    if tensor_of(module, "bias") is not None:
+    if own_parameter(module, "bias") is not None:
         return f"{name}.bias"
     outputs = graph.graph.module2node[module].outputs
     if len(outputs) == 1 and isinstance(outputs[0].module, nn.modules.batchnorm._BatchNorm):

@@ -1,8 +1,7 @@
-"""What of a model can be pruned."""
+"""Search a model for groups of neurons that can be pruned."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -10,25 +9,34 @@ from torch import nn
 
 from dlio.train.pruning.copies import bare_copy
 from dlio.train.pruning.dependency_graph import candidates, make_member
-from dlio.train.pruning.groups import Group, Indices, LeftAlone, Member, PrunableGroups
+from dlio.train.pruning.groups import (
+    Group,
+    Indices,
+    LeftAlone,
+    Member,
+    ModelInput,
+    PrunableGroups,
+)
 from dlio.train.pruning.layers import is_depthwise
 from dlio.train.pruning.verify import GroupVerifier
+
+__all__ = ["find_groups"]
 
 _HEADS = ("num_heads", "n_heads", "heads", "nhead", "num_attention_heads", "n_head")
 _WIDTHS = ("all_head_size", "inner_dim", "inner_size", "attn_dim", "embed_dim", "hidden_size")
 
 
-def find_groups(model: nn.Module, example: Any) -> PrunableGroups:
-    """The groups of neurons that can be cut from a model, and what is left alone, with reasons.
+def find_groups(model: nn.Module, example: ModelInput) -> PrunableGroups:
+    """Find the groups of neurons that can be cut, and give a reason for each layer left alone.
 
-    Pure: the model is copied, traced with `example`, and each group is tried out on the copy. The
-    same model gives the same groups on every rank; a shrunk model gives groups of the same names.
+    Works on a copy of the model: traces it with `example` and verifies each group there. Every rank
+    finds the same groups in the same model. A pruned model has groups of the same names.
 
     Args:
-        example: a tensor, a tuple of arguments or a dictionary of named ones; small is enough.
+        example: input of the model; two samples are enough.
 
-    Raises UsageError where torch-pruning is not installed, and what the model raises for the
-    example.
+    Raises UsageError if torch-pruning is not installed. Errors of the model's forward pass on
+    `example` are passed on.
     """
     work = bare_copy(model).cpu()
     if any(p.is_floating_point() and p.dtype != torch.float32 for p in work.parameters()):
@@ -38,39 +46,47 @@ def find_groups(model: nn.Module, example: Any) -> PrunableGroups:
             parameter.requires_grad_(True)
     arguments = _on_cpu(example)
 
-    def forward(module: nn.Module) -> Any:
+    def forward(module: nn.Module) -> object:
         if isinstance(arguments, dict):
             return module(**arguments)
         return module(*arguments) if isinstance(arguments, tuple) else module(arguments)
 
     with torch.no_grad():
         forward(work)
-    some, left = candidates(work, forward)
-    trial = GroupVerifier(work, forward)
-    found: list[Group] = []
-    if some and not trial.fails(some):
-        found = some
-    else:
-        for group in some:
-            reason = trial.fails([group])
-            if not reason:
-                found.append(group)
-                continue
-            heads = next((g for g in _as_heads(work, group) if not trial.fails([g])), None)
-            if heads is not None:
-                found.append(heads)
-            else:
-                left += [LeftAlone(member.module, reason) for member in group.producers]
-    taken = {member.key for group in found for member in group.members}
+    proposed, left = candidates(work, forward)
+    verifier = GroupVerifier(work, forward)
+    groups, failed = _verified(work, verifier, proposed)
+    taken = {member.key for group in groups for member in group.members}
     for group in _joint_heads(work):
-        if taken.isdisjoint(m.key for m in group.members) and not trial.fails([group]):
-            found.append(group)
+        if taken.isdisjoint(m.key for m in group.members) and not verifier.failure([group]):
+            groups.append(group)
             taken |= {member.key for member in group.members}
-    return PrunableGroups(_in_order(work, found), _named(work, found, left))
+    return PrunableGroups(_in_order(work, groups), _left_alone(work, groups, left + failed))
+
+
+def _verified(
+    model: nn.Module, verifier: GroupVerifier, proposed: list[Group]
+) -> tuple[list[Group], list[LeftAlone]]:
+    """Keep the proposed groups that pass verification, whole or as attention heads."""
+    if proposed and not verifier.failure(proposed):
+        return proposed, []
+    groups: list[Group] = []
+    left: list[LeftAlone] = []
+    for group in proposed:
+        reason = verifier.failure([group])
+        if not reason:
+            groups.append(group)
+            continue
+        heads = next((g for g in _as_heads(model, group) if not verifier.failure([g])), None)
+        if heads is not None:
+            groups.append(heads)
+        else:
+            left += [LeftAlone(member.module, reason) for member in group.producers]
+    return groups, left
 
 
 def _as_heads(model: nn.Module, group: Group) -> Iterator[Group]:
-    """The group's channels taken together as heads of attention, with the counts to keep."""
+    """Propose to treat the group's channels as attention heads, with the counts to update."""
     prefix = group.producers[0].module.rpartition(".")[0]
     for module, attribute, heads in _counts(model, prefix, _HEADS):
         if heads < 2 or group.width % heads:
@@ -100,7 +116,7 @@ def _as_heads(model: nn.Module, group: Group) -> Iterator[Group]:
 
 
 def _joint_heads(model: nn.Module) -> Iterator[Group]:
-    """Heads whose queries, keys and values one linear layer makes, and another reads."""
+    """Propose heads whose queries, keys and values come from one linear layer of an attention."""
     for name, module in model.named_modules():
         linears = [
             (child, layer) for child, layer in module.named_children() if type(layer) is nn.Linear
@@ -109,52 +125,63 @@ def _joint_heads(model: nn.Module) -> Iterator[Group]:
             heads = getattr(module, attribute, None)
             if type(heads) is not int or heads < 2:
                 continue
-            for child, made in linears:
-                for other, read in linears:
-                    width = read.in_features
-                    if made is read or made.out_features != 3 * width or width % heads:
-                        continue
-                    size = width // heads
-                    rows: Indices = np.arange(3 * width, dtype=np.int64)
-                    # (query, key, value) of all heads, or those of each head side by side.
-                    layouts = (
-                        rows.reshape(3, heads, size).transpose(1, 0, 2).reshape(heads, -1),
-                        rows.reshape(heads, -1),
-                    )
-                    full = f"{name}." if name else ""
-                    constant = f"{full}{other}.bias" if read.bias is not None else ""
-                    columns = np.arange(width, dtype=np.int64).reshape(heads, size)
-                    reader = make_member(read, full + other, "in", columns, constant)
-                    widths = [
-                        (name, key, size) for key in _WIDTHS if getattr(module, key, None) == width
-                    ]
-                    for layout in layouts:
-                        maker = make_member(made, full + child, "out", layout)
-                        if maker is None or reader is None:
-                            continue
-                        for extra in (widths, []):
-                            yield Group(
-                                full + child,
-                                heads,
-                                (maker,),
-                                (),
-                                (reader,),
-                                attributes=((name, attribute, 1), *extra),
-                            )
+            for producer in linears:
+                for consumer in linears:
+                    width = consumer[1].in_features
+                    is_pair = producer is not consumer and producer[1].out_features == 3 * width
+                    if is_pair and width % heads == 0:
+                        yield from _fused_heads(name, module, attribute, producer, consumer)
+
+
+def _fused_heads(
+    name: str,
+    module: nn.Module,
+    attribute: str,
+    producer: tuple[str, nn.Linear],
+    consumer: tuple[str, nn.Linear],
+) -> Iterator[Group]:
+    """Propose the heads of one attention module, for both usual orders of the fused rows.
+
+    Args:
+        name: name of the module in the model.
+        attribute: name of the attribute that counts its heads.
+        producer: (name, layer) of queries, keys and values; 3 * width output features.
+        consumer: (name, layer) that reads the heads; width input features.
+    """
+    heads, width = int(getattr(module, attribute)), consumer[1].in_features
+    size = width // heads
+    prefix = f"{name}." if name else ""
+    constant = f"{prefix}{consumer[0]}.bias" if consumer[1].bias is not None else ""
+    columns = np.arange(width, dtype=np.int64).reshape(heads, size)
+    reads = make_member(consumer[1], prefix + consumer[0], "in", columns, constant)
+    widths = [(name, key, size) for key in _WIDTHS if getattr(module, key, None) == width]
+    rows: Indices = np.arange(3 * width, dtype=np.int64)
+    # (query, key, value) of all heads, or those of each head side by side.
+    for channels in (
+        rows.reshape(3, heads, size).transpose(1, 0, 2).reshape(heads, -1),
+        rows.reshape(heads, -1),
+    ):
+        produces = make_member(producer[1], prefix + producer[0], "out", channels)
+        if produces is None or reads is None:
+            continue
+        for extra in (widths, []):
+            attributes = ((name, attribute, 1), *extra)
+            group_name = prefix + producer[0]
+            yield Group(group_name, heads, (produces,), (), (reads,), attributes=attributes)
 
 
 def _counts(model: nn.Module, prefix: str, names: tuple[str, ...]) -> list[tuple[str, str, int]]:
-    """(module, attribute, value) of a layer's nearest parent that has such a count."""
+    """Return (module, attribute, value) from the nearest parent that has one of these counts."""
     while True:
         module = model.get_submodule(prefix)
-        found = [
+        counts = [
             (prefix, name, value)
             for name in names
             for value in (getattr(module, name, None),)
             if type(value) is int
         ]
-        if found or not prefix:
-            return found
+        if counts or not prefix:
+            return counts
         prefix = prefix.rpartition(".")[0]
 
 
@@ -163,8 +190,10 @@ def _in_order(model: nn.Module, groups: list[Group]) -> tuple[Group, ...]:
     return tuple(sorted(groups, key=lambda group: order[group.name]))
 
 
-def _named(model: nn.Module, groups: list[Group], left: list[LeftAlone]) -> tuple[LeftAlone, ...]:
-    """One reason for each layer whose outputs nothing cuts, in the model's order."""
+def _left_alone(
+    model: nn.Module, groups: list[Group], left: list[LeftAlone]
+) -> tuple[LeftAlone, ...]:
+    """Give one reason for each layer whose outputs are in no group, in the model's order."""
     made = {member.module for group in groups for member in group.producers}
     reasons: dict[str, str] = {}
     for one in left:
@@ -179,7 +208,7 @@ def _named(model: nn.Module, groups: list[Group], left: list[LeftAlone]) -> tupl
         if name in reasons:
             alone.append(LeftAlone(name, reasons[name]))
         elif isinstance(module, nn.MultiheadAttention):
-            reason = "its heads, its input and its output have one width between them"
+            reason = "its heads, its input and its output share one width"
             alone.append(LeftAlone(name, reason))
         elif isinstance(module, nn.RNNBase | nn.RNNCellBase):
             alone.append(LeftAlone(name, f"{type(module).__name__} reads its own outputs"))
@@ -191,7 +220,7 @@ def _named(model: nn.Module, groups: list[Group], left: list[LeftAlone]) -> tupl
 
 
 def _known(module: nn.Module) -> bool:
-    """Whether a layer goes along with what others make, or makes nothing to prune."""
+    """True for a layer that follows its producers, or that has no neurons of its own to prune."""
     return is_depthwise(module) or isinstance(
         module,
         nn.modules.batchnorm._BatchNorm
@@ -204,7 +233,8 @@ def _known(module: nn.Module) -> bool:
     )
 
 
-def _on_cpu(example: Any) -> Any:
+def _on_cpu(example: object) -> object:
+    """Move tensors to the CPU as float32; lists become tuples, mappings dictionaries."""
     match example:
         case torch.Tensor():
             return example.detach().cpu().float() if example.is_floating_point() else example.cpu()

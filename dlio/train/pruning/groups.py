@@ -1,8 +1,8 @@
-"""Neurons that can only go together: groups of coupled channels, as values.
+"""Groups of coupled channels: neurons that can only be removed together from several layers.
 
-A neuron here is whatever is removed as one: a feature of a linear layer, a channel of a
-convolution, or a whole head of attention. All that is done with neurons, be it statistics, plans
-or cuts, needs these values, tensors and nothing of the library that found them.
+A neuron is the unit of removal: a feature of a linear layer, a channel of a convolution, or a
+whole attention head. Statistics, removal plans and cuts work on these values and on tensors; they
+do not depend on the library that found the groups.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,78 +10,96 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from dlio.train.pruning.layers import Side
 
+__all__ = [
+    "Activation",
+    "Group",
+    "Indices",
+    "LeftAlone",
+    "Member",
+    "ModelInput",
+    "PrunableGroups",
+    "channels_gone",
+    "removed",
+    "shrunk",
+]
+
 Indices = npt.NDArray[np.int64]
+ModelInput = torch.Tensor | Sequence[object] | Mapping[str, object]
+"""Input of a model: a tensor, a sequence of positional arguments, or a mapping of keyword ones."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Member:
-    """One side of one layer, of which a group's neurons are a part or the whole."""
+    """The part of a group that lies on one side of one layer."""
 
     module: str
-    """The layer's name in the model."""
+    """Name of the layer in the model."""
     side: Side
     channels: Indices
-    """Shape (width, k): the channels of that side that are each neuron's."""
+    """Shape (width, k): the k channels of this side that belong to each neuron."""
     dim: int
-    """Of the layer's weight, that the channels lie along."""
+    """Dimension of the layer's weight along which the channels lie."""
     padded: bool = False
-    """Of a layer that reads: whether it sees zeros for neurons at an image's border."""
+    """True if this consumer reads zeros instead of neurons at an image's border."""
     constant: str = ""
-    """Of a layer that reads: what takes up a constant, by its name in the state dict. Its bias, or
-    the running mean of the batch norm behind it; empty where there is neither."""
+    """Name, in the state dict, of the tensor of a consumer that can absorb a constant: its bias, or
+    the running mean of the batch norm behind it. Empty if it has neither."""
 
     @property
     def key(self) -> str:
+        """Unique name of this side: `module:side`."""
         return f"{self.module}:{self.side}"
 
     @property
     def weight(self) -> str:
-        """The weight's name in the state dict."""
+        """Name of the weight in the state dict."""
         return f"{self.module}.weight"
 
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """What lies between a neuron's weighted sum and the layers that read it."""
+    """The function between a neuron's weighted sum and the layers that read it."""
 
     kind: str
     """`identity`, `relu`, `leaky_relu`, `sigmoid`, `tanh`, `gelu`, ..., or `other`."""
     lipschitz: float
-    """How much faster than its argument it changes at most; infinite where that is unknown."""
+    """Lipschitz constant; infinite if unknown."""
     scales: bool
-    """Whether f(cx) = c f(x) for c > 0."""
+    """True if f(cx) = c f(x) for c > 0."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """Neurons that are cut together from all layers that make, normalise or read them."""
+    """Neurons that are cut together from all layers that produce, normalise or read them."""
 
     name: str
-    """The first producer's."""
+    """Name of the first producer."""
     width: int
-    """How many neurons."""
+    """Number of neurons."""
     producers: tuple[Member, ...]
     through: tuple[Member, ...]
-    """Norms over a channel, depth-wise convolutions."""
+    """Layers that act on each channel separately: batch norms, depth-wise convolutions."""
     consumers: tuple[Member, ...]
     activation: Activation | None = None
-    """None where the way from a producer to a consumer is not a plain one: several producers (a
-    residual connection, a gate), a depth-wise convolution, different ways to several consumers."""
+    """None unless all consumers read one producer by the same path; excludes residual connections,
+    gates, and depth-wise convolutions."""
     norm: str = ""
-    """A batch norm between the producer and the activation; only beside an activation."""
+    """Batch norm between the producer and the activation; empty if `activation` is None."""
     attributes: tuple[tuple[str, str, int], ...] = ()
-    """(module, attribute, per neuron) of counts outside of the layers: `num_heads`."""
+    """(module, attribute, count per neuron) of counts kept outside the layers, as `num_heads`."""
 
     @property
     def unit(self) -> int:
-        """Channels a neuron has where it is made: 1, or the size of a head."""
+        """Channels per neuron in the producer: 1, or the size of a head."""
         return int(self.producers[0].channels.shape[1])
 
     @property
     def members(self) -> tuple[Member, ...]:
+        """All members, producers first."""
         return self.producers + self.through + self.consumers
 
 
@@ -98,24 +116,24 @@ class LeftAlone:
 
 @dataclass(frozen=True, slots=True)
 class PrunableGroups:
-    """What can be pruned of a model, and what cannot."""
+    """The groups that can be pruned, and the layers that cannot."""
 
     groups: tuple[Group, ...]
     left_alone: tuple[LeftAlone, ...]
 
 
 def removed(width: int, keep: Indices) -> Indices:
-    """The neurons that are not in `keep`, ascending."""
+    """Return the neurons missing from `keep`, in ascending order."""
     gone = np.ones(width, bool)
     gone[keep] = False
     return np.flatnonzero(gone).astype(np.int64)
 
 
 def channels_gone(groups: Sequence[Group], keep: Mapping[str, Indices]) -> dict[str, Indices]:
-    """Per side of a layer, by Member.key, the channels that go; ascending.
+    """Return the channels to remove, ascending, by Member.key.
 
     Args:
-        keep: per group the neurons that stay; groups that are not in it stay whole.
+        keep: the neurons that stay, by group; groups not listed stay whole.
     """
     gone: dict[str, list[Indices]] = {}
     for group in groups:
@@ -129,7 +147,7 @@ def channels_gone(groups: Sequence[Group], keep: Mapping[str, Indices]) -> dict[
 
 
 def shrunk(groups: Sequence[Group], keep: Mapping[str, Indices]) -> tuple[Group, ...]:
-    """The groups of the model after the cut, their channels counted anew."""
+    """Return the groups of the model after the cut, with renumbered channels."""
     gone = channels_gone(groups, keep)
 
     def member_after(member: Member, stay: Indices) -> Member:

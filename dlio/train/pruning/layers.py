@@ -1,48 +1,51 @@
-"""Which tensors and attributes of a layer belong to the neurons on one of its sides."""
+"""The tensors and attributes of each kind of layer that hold the neurons of one side."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import nn
 
+__all__ = ["LayerSide", "Side", "is_depthwise", "layer_side", "own_parameter", "reads_zeros"]
+
 Side = Literal["out", "through", "in"]
-"""`out`: the layer makes the neurons; `in`: it reads them; `through`: it keeps each to itself."""
+"""`out`: the layer produces the neurons; `in`: it reads them; `through`: it acts on each one
+separately."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """How one side of a layer is cut."""
+class LayerSide:
+    """The tensors and attributes to cut on one side of a layer."""
 
     tensors: tuple[tuple[str, int], ...]
-    """Parameters and buffers by name, each with the dimension that the neurons lie along."""
+    """(name of a parameter or buffer, dimension along which the neurons lie)."""
     attributes: tuple[str, ...]
-    """Attributes that count the neurons."""
+    """Names of the attributes that count the neurons."""
     size: int
-    """How many there are."""
+    """Number of neurons."""
 
 
-def shape_of(module: nn.Module, side: Side) -> Shape | None:
-    """None for a layer or side that cannot be cut channel by channel."""
+def layer_side(module: nn.Module, side: Side) -> LayerSide | None:
+    """Return the tensors on one side; None if it cannot be cut channel by channel."""
     match module:
         case nn.Linear():
             if side == "out":
-                return _shape(module, {"weight": 0, "bias": 0}, ("out_features",))
+                return _side(module, {"weight": 0, "bias": 0}, ("out_features",))
             if side == "in":
-                return _shape(module, {"weight": 1}, ("in_features",))
+                return _side(module, {"weight": 1}, ("in_features",))
         case nn.modules.conv._ConvNd():
             return _convolution(module, side)
         case nn.modules.batchnorm._BatchNorm() | nn.modules.instancenorm._InstanceNorm():
             tensors = {"weight": 0, "bias": 0, "running_mean": 0, "running_var": 0}
-            return _shape(module, tensors, ("num_features",)) if side == "through" else None
+            return _side(module, tensors, ("num_features",)) if side == "through" else None
         case nn.PReLU() if side == "through" and module.num_parameters > 1:
-            return _shape(module, {"weight": 0}, ("num_parameters",))
+            return _side(module, {"weight": 0}, ("num_parameters",))
         case nn.Embedding() if side == "out":
-            return _shape(module, {"weight": 1}, ("embedding_dim",))
+            return _side(module, {"weight": 1}, ("embedding_dim",))
     return None
 
 
 def is_depthwise(module: nn.Module) -> bool:
-    """Whether it is a convolution that keeps each channel to itself."""
+    """True for a convolution that treats each channel separately."""
     return (
         isinstance(module, nn.modules.conv._ConvNd)
         and module.groups == module.in_channels == module.out_channels
@@ -50,13 +53,13 @@ def is_depthwise(module: nn.Module) -> bool:
     )
 
 
-def tensor_of(module: nn.Module, name: str) -> nn.Parameter | None:
-    """A layer's own parameter; None where it has none of that name."""
+def own_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
+    """Return the layer's own parameter of this name, or None."""
     return module._parameters.get(name)
 
 
 def reads_zeros(module: nn.Module) -> bool:
-    """Whether some of a layer's outputs see zeros in place of neurons: at an image's border."""
+    """True if a layer reads zeros instead of neurons at an image's border."""
     if not isinstance(module, nn.modules.conv._ConvNd):
         return False
     if module.transposed or isinstance(module.padding, str):
@@ -64,20 +67,20 @@ def reads_zeros(module: nn.Module) -> bool:
     return any(module.padding)
 
 
-def _convolution(module: nn.modules.conv._ConvNd, side: Side) -> Shape | None:
+def _convolution(module: nn.modules.conv._ConvNd, side: Side) -> LayerSide | None:
     if is_depthwise(module):
         names = ("in_channels", "out_channels", "groups")
-        return _shape(module, {"weight": 0, "bias": 0}, names) if side == "through" else None
+        return _side(module, {"weight": 0, "bias": 0}, names) if side == "through" else None
     if module.groups > 1 or side == "through":
         return None
     if side == "out":
         weight = 1 if module.transposed else 0
-        return _shape(module, {"weight": weight, "bias": 0}, ("out_channels",))
-    return _shape(module, {"weight": 0 if module.transposed else 1}, ("in_channels",))
+        return _side(module, {"weight": weight, "bias": 0}, ("out_channels",))
+    return _side(module, {"weight": 0 if module.transposed else 1}, ("in_channels",))
 
 
-def _shape(module: nn.Module, tensors: dict[str, int], attributes: tuple[str, ...]) -> Shape:
+def _side(module: nn.Module, tensors: dict[str, int], attributes: tuple[str, ...]) -> LayerSide:
     there = tuple(
         (name, dim) for name, dim in tensors.items() if getattr(module, name, None) is not None
     )
-    return Shape(there, attributes, int(getattr(module, attributes[0])))
+    return LayerSide(there, attributes, int(getattr(module, attributes[0])))

@@ -1,6 +1,4 @@
-"""How large a model is."""
-
-from typing import Any
+"""Count the parameters and FLOPs of a model."""
 
 import torch
 from torch import nn
@@ -8,14 +6,18 @@ from torch.utils import _pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from dlio.train.pruning.copies import bare_copy
+from dlio.train.pruning.groups import ModelInput
+
+__all__ = ["count_parameters", "flops_per_sample", "parameters_by_layer"]
 
 
 def count_parameters(model: nn.Module) -> int:
+    """Number of entries in all parameters."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def parameters_by_layer(model: nn.Module) -> dict[str, int]:
-    """Of each module's own, by its name; shared ones where they come first."""
+    """Number of own parameters of each module, by name; shared ones count once, where first."""
     counts: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         layer = name.rpartition(".")[0]
@@ -23,11 +25,13 @@ def parameters_by_layer(model: nn.Module) -> dict[str, int]:
     return counts
 
 
-def flops_per_sample(model: nn.Module, example: Any) -> int:
-    """Of a forward pass, multiplications and additions, as torch counts them; on a copy.
+def flops_per_sample(model: nn.Module, example: ModelInput) -> int:
+    """Multiplications and additions of a forward pass per sample, as torch counts them.
+
+    Runs the forward pass on a copy of the model, on the CPU.
 
     Args:
-        example: a tensor, a tuple of arguments or a dictionary of named ones, samples first.
+        example: input of the model, with samples along the first dimension.
     """
     copy = bare_copy(model).cpu().float()
     leaves = [leaf for leaf in _pytree.tree_leaves(example) if isinstance(leaf, torch.Tensor)]

@@ -1,51 +1,54 @@
-"""When neurons are looked for, and how many may go: what the last rounds did decides.
+"""Decide when pruning rounds happen and how much each may remove, from the last rounds' results.
 
-A round is due when its window of statistics is full. One that succeeds lets the next one take
-more; one that finds nothing makes the next one wait longer; one that hurts is undone, lets the next
-one take less, and the groups that it was for are left alone for 1, 2, 4, ... rounds. What all of
-them may cost is spent as early as it can be: the steps after it are cheaper, and make good.
+A round is due when its window of statistics is full. After a success the next round may remove
+more. After a round without candidates the next one waits longer. A round that raises the loss too
+much is not carried out: the next one removes less, and the affected groups are left alone for 1, 2,
+4, ... rounds. The total allowed rise of the loss is spent as early as possible, because later steps
+are then cheaper and recover the accuracy.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Final, Self
+from typing import Any, Final, Self, cast
 
 from dlio.errors import DlioError, UsageError
 from dlio.train.pruning.removal import Limits
 
+__all__ = ["TOLERANCE", "Pace", "Schedule"]
+
 TOLERANCE: Final = 0.5
+"""Percentage points of held-out accuracy that pruning may cost by default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What a user can set; nothing has to be. Raises UsageError for what is none."""
+    """User settings of when and how much to prune. Raises UsageError for values out of range."""
 
     tolerance: float = TOLERANCE
-    """Points of held-out accuracy that pruning may cost."""
+    """Percentage points of held-out accuracy that pruning may cost."""
     every: int = 8
-    """Steps from one look at neurons to the next."""
+    """Steps between two samplings of the statistics."""
     looks: int = 6
-    """Looks that fill a window, and so the least steps between rounds are `every * looks`."""
+    """Samplings per window. Rounds are at least `every * looks` steps apart."""
     begin: float = 0.02
-    """Part of the training before the first round."""
+    """Fraction of the training before the first round."""
     end: float = 0.65
-    """Part of the training after which no round is: what is left makes good."""
+    """Fraction of the training after which rounds end, so that the rest can recover accuracy."""
     allowed: float = 40.0
-    """By how much all rounds together may raise the probe's loss: so many times the tolerance, as a
-    part of 1, of the loss that there was first. More than 1, as the steps that follow make good."""
+    """Total allowed rise of the probe's loss over all rounds, in units of tolerance / 100 times the
+    first loss. Well above 1, because the steps after a round recover most of the rise."""
     part: float = 0.25
-    """Of what is allowed in all, that one round may take."""
+    """Fraction of the total allowed rise that one round may use."""
     keep: float = 0.45
-    """Of a group's neurons as it was made, that stay although the loss seems not to need them: what
-    a network will learn with them shows only later. Halved whenever training's accuracy is above
-    the held-out one by more than the tolerance, and what is allowed begins anew: a network that
-    overfits has more than it needs."""
+    """Fraction of each original group that is safe from removal as unneeded: a neuron may prove
+    useful only later. When training accuracy exceeds held-out accuracy by more than the tolerance,
+    the network overfits; this fraction is then halved, and the spent rise is reset to 0."""
     share: float = 0.5
-    """Of a group's neurons, that may go in the first round."""
+    """Fraction of a group's neurons that the first round may remove."""
     most: float = 0.5
-    """Of a group's neurons, that may go in any round."""
+    """Fraction of a group's neurons that any round may remove."""
     patience: int = 8
-    """Windows that are waited at most between rounds."""
+    """Longest wait between rounds, in windows."""
 
     def __post_init__(self) -> None:
         for name in ("tolerance", "allowed"):
@@ -56,48 +59,52 @@ class Schedule:
                 raise UsageError(f"Schedule({name}={getattr(self, name)}): choose 1 or more")
         if not 0 <= self.begin <= self.end <= 1:
             raise UsageError(
-                f"Schedule(begin={self.begin}, end={self.end}): choose parts of the training, 0 to "
-                "1, the first one not above the second"
+                f"Schedule(begin={self.begin}, end={self.end}): choose fractions of the training "
+                "with 0 <= begin <= end <= 1"
             )
         for name in ("keep", "share", "most", "part"):
             if not 0 < getattr(self, name) <= 1:
-                raise UsageError(f"Schedule({name}={getattr(self, name)}): choose a part, to 1")
+                raise UsageError(
+                    f"Schedule({name}={getattr(self, name)}): choose a fraction above 0, up to 1"
+                )
 
     @property
     def window(self) -> int:
-        """Steps."""
+        """Steps per window of statistics."""
         return self.every * self.looks
 
 
 @dataclass(slots=True)
 class Pace:
-    """Where a schedule is; the same on all ranks, as it is told the same."""
+    """Progress along a schedule. All ranks make the same calls and so hold the same state."""
 
     schedule: Schedule
     steps: int | None
-    """Of the whole training; None where nobody knows, and no round is the last."""
+    """Steps of the whole training; None if unknown, in which case rounds never end."""
     next_step: int = 0
-    """After which a round is due."""
+    """Step after which the next round is due."""
     rounds: int = 0
+    """Rounds so far."""
     boldness: float = 1.0
+    """Factor on the amounts that a round may remove; adapted to the last rounds' results."""
     keep: float = 0.0
-    """Of the groups' neurons as they were made; the schedule's at first."""
+    """Fraction of each original group that is safe; starts at the schedule's."""
     waits: int = 1
-    """Windows to the next round."""
+    """Windows until the next round."""
     first_loss: float | None = None
-    """Of the first probe."""
+    """Loss of the first probe."""
     spent: float = 0.0
-    """By how much rounds have raised the probe's loss."""
+    """Total rise of the probe's loss by rounds so far."""
     best: float | None = None
-    """Held-out accuracy."""
+    """Best held-out accuracy so far."""
     fell: int = 0
-    """How often in a row it was below the best by more than the tolerance."""
+    """Consecutive held-out accuracies that were below the best by more than the tolerance."""
     stopped: str = ""
-    """Why there are no more rounds."""
+    """Reason why there are no more rounds; empty while there may be."""
     fails: dict[str, int] = field(default_factory=dict)
-    """By group, how often in a row it hurt."""
+    """Consecutive failures by group."""
     until: dict[str, int] = field(default_factory=dict)
-    """By group, the round before which it is left alone."""
+    """Round before which a group is left alone, by group."""
 
     def __post_init__(self) -> None:
         self.keep = self.keep or self.schedule.keep
@@ -106,19 +113,19 @@ class Pace:
 
     @property
     def last_step(self) -> float:
-        """After which there is no round."""
+        """Last step after which a round may follow."""
         return float("inf") if self.steps is None else self.schedule.end * self.steps
 
     def over(self, step: int) -> bool:
-        """Whether there is no round after `step` any more."""
+        """True if no round will follow `step`."""
         return bool(self.stopped) or step >= self.last_step or self.next_step > self.last_step
 
     def due(self, step: int) -> bool:
-        """Whether a round is to be after step number `step`, counted from 1."""
+        """True if a round follows step number `step`, counted from 1."""
         return not self.stopped and self.next_step <= step <= self.last_step
 
     def allowed(self, loss: float) -> float:
-        """By how much a round may raise the loss, which is `loss` before it."""
+        """Allowed rise of the probe's loss in this round, given the `loss` before it."""
         if self.first_loss is None:
             self.first_loss = loss
         schedule = self.schedule
@@ -126,11 +133,12 @@ class Pace:
         return max(0.0, min(schedule.part * total, total - self.spent))
 
     def limits(self, base: Limits, allowed: float | None) -> Limits:
-        """Of the round that is due.
+        """Return the limits of the round that is due.
 
         Args:
-            allowed: what the probe's loss may rise by; without one, what is known by computation
-                alone may go, within `base` and never more boldly.
+            base: the user's limits, never exceeded by `share`.
+            allowed: allowed rise of the probe's loss; None without a probe, in which case the
+                limits never grow beyond `base`.
         """
         alone = {name for name, until in self.until.items() if self.rounds < until}
         boldness = self.boldness if allowed is not None else min(1.0, self.boldness)
@@ -146,12 +154,14 @@ class Pace:
         gently: bool = False,
         rise: float = 0.0,
     ) -> None:
-        """Some neurons went.
+        """Record a round that removed neurons.
 
         Args:
-            easily: whether it cost less than half of what was allowed.
-            gently: whether it was less than was planned first, as that hurt.
-            rise: of the probe's loss.
+            step: the step after which it happened.
+            taken: names of the groups that were cut.
+            easily: it used less than half of the allowed rise.
+            gently: it removed less than the first plan, which had failed.
+            rise: rise of the probe's loss.
         """
         self.spent += max(0.0, rise)
         for name in taken:
@@ -164,14 +174,13 @@ class Pace:
         self._next(step)
 
     def hurt(self, names: Iterable[str]) -> None:
-        """These groups' removals were undone, all of a round's or some; before `succeeded` or
-        `nothing`."""
+        """Record groups whose removals failed; call before `succeeded` or `nothing`."""
         for name in names:
             self.fails[name] = fails = self.fails.get(name, 0) + 1
             self.until[name] = self.rounds + 1 + 2 ** min(fails - 1, 10)
 
     def nothing(self, step: int, hurt: bool) -> None:
-        """Nothing went: it hurt, or there was nothing to take."""
+        """Record a round that removed nothing, because it failed (`hurt`) or had no candidates."""
         self.boldness *= 0.25 if hurt else 2.0
         self.boldness = min(max(self.boldness, 1e-3), 1e6)
         if not hurt:
@@ -179,8 +188,7 @@ class Pace:
         self._next(step)
 
     def held_out(self, accuracy: float, step: int, training: float | None = None) -> None:
-        """The accuracy on held-out data, a part of 1, at an epoch's end, and the epoch's own on
-        training data."""
+        """Record accuracies, as fractions of 1, on held-out and on training data."""
         if training is not None and training > accuracy + self.schedule.tolerance / 100:
             self.keep, self.spent, self.waits = self.keep / 2, 0.0, 1
             self.boldness = max(1.0, self.boldness)
@@ -196,31 +204,31 @@ class Pace:
             self.fell = 0
         self.best = accuracy if self.best is None else max(self.best, accuracy)
 
-    def anew(self, step: int) -> None:
-        """A window begins, after some time in which nobody looked."""
+    def restart(self, step: int) -> None:
+        """Begin a new window after a pause of the statistics."""
         self.next_step = max(self.next_step, step + self.schedule.window)
 
     def rested(self, step: int) -> None:
-        """All groups were to be left alone."""
+        """Record a round in which all groups were left alone."""
         self._next(step)
 
     def skipped(self, step: int) -> None:
-        """The round could not be: it is tried again after the next look."""
+        """Record that the round had no loss to compare with; it is due again after `every`."""
         self.next_step = step + self.schedule.every
 
     def _next(self, step: int) -> None:
         self.rounds += 1
         self.next_step = step + self.waits * self.schedule.window
 
-    def to_json(self) -> dict[str, Any]:
-        """All but the schedule and the training's length, which the next run is given anew."""
-        told = asdict(self)
-        return {name: value for name, value in told.items() if name not in ("schedule", "steps")}
+    def to_json(self) -> dict[str, object]:
+        """Convert to JSON types, without the schedule and the number of steps."""
+        state = asdict(self)
+        return {name: value for name, value in state.items() if name not in ("schedule", "steps")}
 
     @classmethod
-    def from_json(cls, schedule: Schedule, steps: int | None, data: dict[str, Any]) -> Self:
-        """Raises DlioError for what to_json did not write."""
+    def from_json(cls, schedule: Schedule, steps: int | None, record: Mapping[str, object]) -> Self:
+        """Rebuild the state that `to_json` converted. Raises DlioError for any other record."""
         try:
-            return cls(schedule, steps, **data)
+            return cls(schedule, steps, **cast(dict[str, Any], record))
         except TypeError as error:
             raise DlioError(f"not the state of a pruning schedule: {error}") from error

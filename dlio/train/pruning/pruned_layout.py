@@ -1,8 +1,8 @@
-"""What has been cut from a model so far, to be written down and done again."""
+"""A record of everything cut from a model, to save and to apply again."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -12,26 +12,37 @@ from dlio.errors import DlioError
 from dlio.train.cut import Cut
 from dlio.train.pruning.cutting import cut_layers, split_key
 from dlio.train.pruning.groups import Group, Indices, channels_gone
-from dlio.train.pruning.layers import shape_of
+from dlio.train.pruning.layers import layer_side
+
+__all__ = ["LayoutRecord", "PrunedLayout", "shrink_to"]
+
+
+class LayoutRecord(TypedDict):
+    """A PrunedLayout as JSON types."""
+
+    version: int
+    groups: dict[str, list[int]]
+    layers: dict[str, tuple[int, list[int]]]
+    counts: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrunedLayout:
-    """Which of the original neurons there still are. An unpruned model's is `PrunedLayout()`."""
+    """The original neurons that remain. `PrunedLayout()` belongs to an unpruned model."""
 
     version: int = 0
-    """How many cuts; messages made under another one have other shapes."""
+    """Number of cuts. Messages of another version have other shapes."""
     groups: Mapping[str, Indices] = field(default_factory=dict)
-    """Per group that was cut, the neurons that are left, as numbered in the original model."""
+    """Remaining neurons of each group that was cut, as numbered in the original model."""
     layers: Mapping[str, tuple[int, Indices]] = field(default_factory=dict)
-    """Per side of a layer (Member.key), its original width and the channels that are left."""
+    """Original width and remaining channels, by Member.key."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """`module:attribute` of counts outside of the layers."""
+    """Values of counts kept outside the layers, by `module:attribute`."""
 
     def after(
         self, model: nn.Module, groups: Sequence[Group], keep: Mapping[str, Indices]
     ) -> "PrunedLayout":
-        """What it is when `model`, which has this one, has been cut so. Pure."""
+        """Return the layout after a cut of `model`, which has this layout now. Pure."""
         cut = dict(self.groups)
         layers = dict(self.layers)
         counts = dict(self.counts)
@@ -42,32 +53,33 @@ class PrunedLayout:
                     counts[f"{module}:{attribute}"] = each * len(keep[group.name])
         for key, channels in channels_gone(groups, keep).items():
             name, side = split_key(key)
-            shape = shape_of(model.get_submodule(name), side)
+            shape = layer_side(model.get_submodule(name), side)
             assert shape is not None
             size, left = layers.get(key, (shape.size, np.arange(shape.size, dtype=np.int64)))
             layers[key] = size, np.delete(left, channels)
         return PrunedLayout(self.version + 1, cut, layers, counts)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> LayoutRecord:
+        """Convert to JSON types, for a checkpoint."""
         return {
             "version": self.version,
             "groups": {name: left.tolist() for name, left in self.groups.items()},
-            "layers": {key: [size, left.tolist()] for key, (size, left) in self.layers.items()},
+            "layers": {key: (size, left.tolist()) for key, (size, left) in self.layers.items()},
             "counts": dict(self.counts),
         }
 
     @staticmethod
-    def from_json(data: Mapping[str, Any]) -> "PrunedLayout":
-        """Raises DlioError for what to_json did not write."""
+    def from_json(record: LayoutRecord) -> "PrunedLayout":
+        """Rebuild the layout that `to_json` converted. Raises DlioError for any other record."""
         try:
             return PrunedLayout(
-                int(data["version"]),
-                {name: np.array(left, np.int64) for name, left in data["groups"].items()},
+                int(record["version"]),
+                {name: np.array(left, np.int64) for name, left in record["groups"].items()},
                 {
                     key: (int(size), np.array(left, np.int64))
-                    for key, (size, left) in data["layers"].items()
+                    for key, (size, left) in record["layers"].items()
                 },
-                {key: int(count) for key, count in data["counts"].items()},
+                {key: int(count) for key, count in record["counts"].items()},
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DlioError(f"not a layout of a pruned model: {error}") from error
@@ -76,16 +88,17 @@ class PrunedLayout:
 def shrink_to(
     model: nn.Module, layout: PrunedLayout, optimizers: Iterable[torch.optim.Optimizer] = ()
 ) -> list[Cut]:
-    """Cut an unpruned model, in place, to the shapes of a pruned one, whose state dict it then
-    takes. Needs no example and no tracing.
+    """Cut an unpruned model in place to a pruned layout; it can then load the pruned state dict.
 
-    Raises DlioError, before anything is changed, where the model is not of the original widths.
+    Needs no example input and no tracing.
+
+    Raises DlioError, before any change, if the model's widths differ from the original ones.
     """
     gone: dict[str, Indices] = {}
     for key, (size, left) in layout.layers.items():
         name, side = split_key(key)
         try:
-            shape = shape_of(model.get_submodule(name), side)
+            shape = layer_side(model.get_submodule(name), side)
         except AttributeError as error:
             raise DlioError(f"the pruned model has a layer '{name}', this one has none") from error
         valid = len(left) > 0 and left.min() >= 0 and left.max() < size

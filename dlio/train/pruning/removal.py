@@ -1,29 +1,33 @@
-"""Which neurons go, and what makes up for them: a pure function of arrays.
+"""Choose the neurons to remove, and compensate for them: a pure function of arrays.
 
-Four kinds of neurons go:
+A neuron is removed for one of four reasons:
 
-- `dead`, `constant`: what the next layers read of them hardly moves. Their mean goes into the next
-  layers' bias, or into the running mean of the batch norm behind those.
-- `twin`: (w, b) is c times another neuron's, c > 0 for activations with f(cx) = c f(x), else c = 1.
-  The next layers read c times more of the other one.
-- `unneeded`: the loss hardly changes without them, to first order. Their mean is kept as above.
+- `dead`, `constant`: its output hardly varies. Its mean moves into the bias of each consumer, or
+  into the running mean of the batch norm behind that consumer.
+- `twin`: its (w, b) is about c times that of another neuron, with c > 0 for activations with
+  f(cx) = c f(x), and c = 1 otherwise. Consumers add c times its weights to the other neuron's.
+- `unneeded`: the loss hardly changes without it, to first order. Its mean is compensated as above.
 
-Each removal carries a bound of what it changes in the outputs of the next layers. For all but
-twins it is an absolute one, of the euclidean norm over an output's channels, for neurons that stay
-within what was seen of them. For twins it is per unit of |(x, 1)|, the norm of the producer's input
-at one place (a convolution's patch) with a 1 for the bias:
+Each removal carries an upper bound of the change in the consumers' outputs.
 
-    |out_i| |(w_i, b_i) - c (w_j, b_j)| L |(x, 1)|
+- For twins the bound is relative: per unit of |(x, 1)|, the norm of the producer's input at one
+  position (a patch for a convolution), extended by 1 for the bias. It is
 
-with L the activation's Lipschitz constant and |out_i| the norm of the weights that read neuron i,
-summed over a kernel's taps. Behind a batch norm (w, b) is what it makes of them in evaluation.
-Bounds hold one after another: each is computed with the removals before it done.
+      |out_i| |(w_i, b_i) - c (w_j, b_j)| L |(x, 1)|
+
+  with L the Lipschitz constant of the activation and |out_i| the norm of the weights that read
+  neuron i, summed over the taps of a kernel. With a batch norm, (w, b) includes its scale and shift
+  in evaluation mode.
+- For all others it is absolute: the Euclidean norm over an output's channels, valid while the
+  neuron stays within the range observed by the statistics.
+
+Bounds are cumulative: each one assumes that the removals before it have been done.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import gcd
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -35,68 +39,92 @@ from dlio.train.pruning.groups import Group, Indices, Member
 from dlio.train.pruning.similar import find_twins
 from dlio.train.pruning.statistics import Statistics
 
+__all__ = [
+    "Array",
+    "Limits",
+    "PlanRecord",
+    "Removal",
+    "RemovalPlan",
+    "Weights",
+    "plan_removals",
+    "weights_of",
+]
+
 Array = npt.NDArray[np.float64]
-Weights = Mapping[str, npt.NDArray[Any]]
-"""By name in the state dict; for a batch norm its `eps`, too."""
+Weights = Mapping[str, npt.NDArray[np.floating]]
+"""Arrays by their names in the state dict, and the `eps` of each batch norm."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much may go in one round. Raises UsageError for what is none."""
+    """The most that one round may remove. Raises UsageError for values out of range."""
 
     constant: float = 0.01
-    """What a dead or constant neuron may change at most, as a part of the root of the mean square
-    of what the next layer sums up."""
+    """Largest change by a dead or constant neuron, relative to the root mean square of the
+    consumer's weighted sums."""
     twin: float = 0.05
-    """|(w_i, b_i) - c (w_j, b_j)| as a part of |(w_i, b_i)|."""
+    """Largest |(w_i, b_i) - c (w_j, b_j)| of twins, relative to |(w_i, b_i)|."""
     loss: float = 1e-3
-    """By how much the loss may change, to first order, by all unneeded neurons of a group."""
+    """Largest change of the loss, to first order, by all unneeded neurons of a group together."""
     share: float = 0.5
-    """Of a group's neurons; a multiple of them, where that is more."""
+    """Largest share of a group's neurons to remove; groups too narrow for it may lose as many
+    neurons as `multiple` requires."""
     multiple: int = 8
-    """That widths, in channels, are rounded up to."""
+    """Round the remaining width, in channels, up to a multiple of this."""
     least: Mapping[str, int] = field(default_factory=dict)
-    """By group, neurons that stay, however little the loss seems to need them."""
+    """Fewest neurons to keep when removing unneeded ones, by group name."""
     frozen: frozenset[str] = frozenset()
-    """Names of groups that stay as they are."""
+    """Names of groups to leave alone."""
 
     def __post_init__(self) -> None:
         for name in ("constant", "twin", "loss"):
             if not getattr(self, name) >= 0:
                 raise UsageError(f"Limits({name}={getattr(self, name)}): choose 0 or more")
         if not 0 <= self.share <= 1:
-            raise UsageError(f"Limits(share={self.share}): choose a part, 0 to 1")
+            raise UsageError(f"Limits(share={self.share}): choose a fraction from 0 to 1")
         if self.multiple < 1:
             raise UsageError(f"Limits(multiple={self.multiple}): choose 1 or more")
 
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """One neuron that goes."""
+    """One neuron to remove."""
 
     group: str
     neuron: int
     kind: str
+    """`dead`, `constant`, `twin` or `unneeded`."""
     bound: float
-    """Of the change of any next layer's output; see the module's text for its unit."""
+    """Upper bound of the change of a consumer's output; the module's docstring gives the unit."""
     cost: float
-    """What it takes of its limit, 0 to 1: the cheapest go first."""
+    """Share of its limit that this removal uses, 0 to 1; the cheapest are removed first."""
     twin: int = -1
+    """Neuron that replaces it; -1 for other kinds than `twin`."""
     scale: float = 0.0
+    """Factor c of a twin."""
+
+
+class PlanRecord(TypedDict):
+    """A RemovalPlan as JSON types."""
+
+    keep: dict[str, list[int]]
+    removals: list[dict[str, object]]
+    shifts: dict[str, list[float]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RemovalPlan:
-    """What `apply` does. The neurons are numbered as the groups have them before it."""
+    """The instructions for `apply`. Neurons are numbered as in the groups before the cut."""
 
     keep: dict[str, Indices] = field(default_factory=dict)
-    """Per group that shrinks, the neurons that stay; ascending."""
+    """The neurons that stay, ascending, for each group that shrinks."""
     removals: tuple[Removal, ...] = ()
     shifts: dict[str, Array] = field(default_factory=dict)
-    """What to add to biases and running means, by name in the state dict; of the width before."""
+    """Amounts to add to biases and running means, by name in the state dict; shape (width before
+    the cut,)."""
 
-    def to_json(self) -> dict[str, Any]:
-        """For a message or a report."""
+    def to_json(self) -> PlanRecord:
+        """Convert to JSON types, for messages and reports."""
         return {
             "keep": {name: keep.tolist() for name, keep in self.keep.items()},
             "removals": [asdict(removal) for removal in self.removals],
@@ -104,17 +132,22 @@ class RemovalPlan:
         }
 
     @staticmethod
-    def from_json(data: dict[str, Any]) -> "RemovalPlan":
+    def from_json(record: PlanRecord) -> "RemovalPlan":
+        """Rebuild the plan that `to_json` converted."""
         return RemovalPlan(
-            {name: np.array(keep, np.int64) for name, keep in data["keep"].items()},
-            tuple(Removal(**removal) for removal in data["removals"]),
-            {name: np.array(shift, np.float64) for name, shift in data["shifts"].items()},
+            {name: np.array(keep, np.int64) for name, keep in record["keep"].items()},
+            tuple(_removal(removal) for removal in record["removals"]),
+            {name: np.array(shift, np.float64) for name, shift in record["shifts"].items()},
         )
 
 
-def weights_of(model: nn.Module, groups: Sequence[Group]) -> dict[str, npt.NDArray[Any]]:
-    """The arrays that plan() reads, copied from a model."""
-    arrays: dict[str, npt.NDArray[Any]] = {}
+def _removal(fields: Mapping[str, Any]) -> Removal:
+    return Removal(**fields)
+
+
+def weights_of(model: nn.Module, groups: Sequence[Group]) -> dict[str, npt.NDArray[np.floating]]:
+    """Copy the arrays that `plan_removals` reads from a model."""
+    arrays: dict[str, npt.NDArray[np.floating]] = {}
 
     def take(name: str) -> None:
         layer, _, tensor = name.rpartition(".")
@@ -139,7 +172,7 @@ def weights_of(model: nn.Module, groups: Sequence[Group]) -> dict[str, npt.NDArr
 def plan_removals(
     groups: Sequence[Group], weights: Weights, statistics: Statistics, limits: Limits
 ) -> RemovalPlan:
-    """What goes in this round. The same arguments give the same plan, on any rank."""
+    """Plan the removals of one round. Equal arguments give equal plans on all ranks."""
     now = {name: array.astype(np.float64) for name, array in weights.items()}
     keep: dict[str, Indices] = {}
     removals: list[Removal] = []
@@ -147,16 +180,16 @@ def plan_removals(
     for group in groups:
         if group.name in limits.frozen:
             continue
-        readers = [_Reader(member, now, statistics) for member in group.consumers]
-        chosen = _chosen(group, _candidates(group, now, readers, limits), limits)
+        consumers = [_Consumer(member, now, statistics) for member in group.consumers]
+        chosen = _chosen(group, _candidates(group, now, consumers, limits), limits)
         if not chosen:
             continue
-        away = {removal.neuron for removal in chosen}
-        keep[group.name] = np.array([n for n in range(group.width) if n not in away], np.int64)
+        gone = {removal.neuron for removal in chosen}
+        keep[group.name] = np.array([n for n in range(group.width) if n not in gone], np.int64)
         removals += chosen
-        for reader in readers:
-            name = reader.member.constant
-            shift = reader.make_up(chosen, now)
+        for consumer in consumers:
+            name = consumer.member.constant
+            shift = consumer.compensate(chosen, now)
             if name and shift.any():
                 sign = -1.0 if name.endswith(".running_mean") else 1.0
                 shifts[name] = shifts.get(name, 0.0) + sign * shift
@@ -164,8 +197,8 @@ def plan_removals(
     return RemovalPlan(keep, tuple(removals), shifts)
 
 
-class _Reader:
-    """One layer that reads a group's neurons."""
+class _Consumer:
+    """A layer that reads a group's neurons, with the statistics of its inputs."""
 
     def __init__(self, member: Member, weights: Weights, statistics: Statistics) -> None:
         self.member = member
@@ -175,28 +208,35 @@ class _Reader:
         moments = statistics.moments[member.module]
         peaks = (moments.high[channels], moments.low[channels])
         self.seen = moments.count > 0 and bool(np.isfinite(peaks).all())
+        """True if there are finite statistics of the inputs."""
         self.scored = moments.steps > 0
+        """True if there are statistics of the gradients."""
         norms = np.sqrt(np.einsum("cot,cot->ct", self._weight, self._weight)).sum(1)[channels]
         self.norm: Array = norms.sum(1)
-        """Per neuron, of the weights that read it."""
+        """Norm of the weights that read each neuron; shape (width,)."""
         self.rms: Array = (norms * moments.rms[channels]).sum(1)
+        """Root mean square of each neuron's contribution to the outputs; shape (width,)."""
         self.loss: Array = moments.loss[channels].sum(1)
+        """First-order change of the loss without each neuron; shape (width,)."""
         self.dead: Array = moments.dead[channels].min(1)
+        """Share of exact zeros among each neuron's outputs; shape (width,)."""
         self.means = moments.mean if member.constant else np.zeros_like(moments.mean)
         means = self.means[channels]
         if self.seen:
-            away = np.maximum(moments.high[channels] - means, means - moments.low[channels])
+            spread = np.maximum(moments.high[channels] - means, means - moments.low[channels])
             if member.padded:
-                # At a border the constant is added, and the neuron is not.
-                away = np.maximum(away, np.abs(means))
-            self.moves: Array = (norms * np.maximum(away, 0.0)).sum(1)
+                # At a border, the compensating constant is added although the neuron reads as 0.
+                spread = np.maximum(spread, np.abs(means))
+            self.change: Array = (norms * np.maximum(spread, 0.0)).sum(1)
+            """Upper bound of the change of the output if a neuron becomes its mean."""
         else:
-            self.moves = np.full(len(channels), np.inf)
+            self.change = np.full(len(channels), np.inf)
         signal = float(np.sqrt(((norms * moments.rms[channels]) ** 2).sum()))
-        self.relative: Array = self.moves / signal if signal > 0 else np.zeros(len(channels))
+        self.relative: Array = self.change / signal if signal > 0 else np.zeros(len(channels))
+        """`change` relative to the root mean square of the outputs; shape (width,)."""
 
-    def make_up(self, chosen: Sequence[Removal], now: dict[str, Array]) -> Array:
-        """The constant that stands in for neurons that go; their weights go to their twins."""
+    def compensate(self, chosen: Sequence[Removal], now: dict[str, Array]) -> Array:
+        """Move weights of removed twins in `now`; return the constant that replaces the others."""
         member, weight = self.member, self._weight
         constant = [removal.neuron for removal in chosen if removal.twin < 0]
         channels = member.channels[constant].ravel()
@@ -212,55 +252,78 @@ class _Reader:
 
 
 def _candidates(
-    group: Group, weights: Weights, readers: Sequence[_Reader], limits: Limits
+    group: Group, weights: Weights, consumers: Sequence[_Consumer], limits: Limits
 ) -> dict[int, Removal]:
-    """By neuron, what may go, each by the first of the ways that suits it."""
-    found: dict[int, Removal] = {}
-    seen = all(reader.seen for reader in readers)
-    moves = np.max([reader.moves for reader in readers], axis=0)
+    """Removals within the limits, by neuron; the first reason that applies to a neuron counts."""
+    candidates = _constants(group, consumers, limits)
+    taken = set(candidates)
+    for twin in _twins(group, weights, consumers, limits, taken):
+        candidates[twin.neuron] = twin
+        taken |= {twin.neuron, twin.twin}
+    seen = all(consumer.seen and consumer.scored for consumer in consumers)
     if seen:
-        relative = np.max([reader.relative for reader in readers], axis=0)
-        dead = np.min([reader.dead for reader in readers], axis=0) >= 1.0
-        for n in np.flatnonzero(relative <= limits.constant).tolist():
-            kind = "dead" if dead[n] else "constant"
-            cost = float(relative[n]) / limits.constant if limits.constant else 0.0
-            found[n] = Removal(group.name, n, kind, float(moves[n]), cost)
-    taken = set(found)
-    vectors = _vectors(group, weights)
-    if vectors is not None and group.activation is not None:
-        norm = np.max([reader.norm for reader in readers], axis=0)
-        matter = np.max([reader.rms for reader in readers], axis=0) if seen else norm
-        order = np.argsort(-matter, kind="stable")
-        order = order[[n not in found for n in order.tolist()]]
-        slope = group.activation.lipschitz
-        lengths = np.linalg.norm(vectors, axis=1)
-        for twin in find_twins(vectors, order, group.activation.scales, limits.twin):
-            bound = float(norm[twin.of]) * twin.distance
-            if bound > 0 and not np.isfinite(slope):
-                continue
-            bound = bound * slope if bound > 0 else 0.0
-            allowed = limits.twin * float(lengths[twin.of])
-            cost = twin.distance / allowed if allowed else 0.0
-            found[twin.of] = Removal(
-                group.name, twin.of, "twin", bound, cost, twin.twin, twin.scale
-            )
-            taken |= {twin.of, twin.twin}
-    if seen and all(reader.scored for reader in readers):
-        loss = np.sum([reader.loss for reader in readers], axis=0)
+        change = np.max([consumer.change for consumer in consumers], axis=0)
+        loss = np.sum([consumer.loss for consumer in consumers], axis=0)
         total, least = 0.0, limits.least.get(group.name, 1)
         for n in np.argsort(loss, kind="stable").tolist():
             if n in taken:
                 continue
             total += float(loss[n])
-            if total > limits.loss or group.width - len(found) <= least:
+            if total > limits.loss or group.width - len(candidates) <= least:
                 break
             cost = total / limits.loss if limits.loss else 0.0
-            found[n] = Removal(group.name, n, "unneeded", float(moves[n]), cost)
-    return found
+            candidates[n] = Removal(group.name, n, "unneeded", float(change[n]), cost)
+    return candidates
+
+
+def _constants(group: Group, consumers: Sequence[_Consumer], limits: Limits) -> dict[int, Removal]:
+    """Removals of dead and constant neurons, by neuron."""
+    if not all(consumer.seen for consumer in consumers):
+        return {}
+    change = np.max([consumer.change for consumer in consumers], axis=0)
+    relative = np.max([consumer.relative for consumer in consumers], axis=0)
+    dead = np.min([consumer.dead for consumer in consumers], axis=0) >= 1.0
+    removals: dict[int, Removal] = {}
+    for n in np.flatnonzero(relative <= limits.constant).tolist():
+        kind = "dead" if dead[n] else "constant"
+        cost = float(relative[n]) / limits.constant if limits.constant else 0.0
+        removals[n] = Removal(group.name, n, kind, float(change[n]), cost)
+    return removals
+
+
+def _twins(
+    group: Group,
+    weights: Weights,
+    consumers: Sequence[_Consumer],
+    limits: Limits,
+    taken: set[int],
+) -> list[Removal]:
+    """Removals of twins among the neurons that are not `taken`."""
+    vectors = _vectors(group, weights)
+    if vectors is None or group.activation is None:
+        return []
+    norm = np.max([consumer.norm for consumer in consumers], axis=0)
+    importance = norm
+    if all(consumer.seen for consumer in consumers):
+        importance = np.max([consumer.rms for consumer in consumers], axis=0)
+    order = np.argsort(-importance, kind="stable")
+    order = order[[n not in taken for n in order.tolist()]]
+    slope = group.activation.lipschitz
+    lengths = np.linalg.norm(vectors, axis=1)
+    removals: list[Removal] = []
+    for twin in find_twins(vectors, order, group.activation.scales, limits.twin):
+        bound = float(norm[twin.of]) * twin.distance
+        if bound > 0 and not np.isfinite(slope):
+            continue
+        bound = bound * slope if bound > 0 else 0.0
+        allowed = limits.twin * float(lengths[twin.of])
+        cost = twin.distance / allowed if allowed else 0.0
+        removals.append(Removal(group.name, twin.of, "twin", bound, cost, twin.twin, twin.scale))
+    return removals
 
 
 def _vectors(group: Group, weights: Weights) -> Array | None:
-    """(w, b) of each neuron as its activation sees it; None where that is not one plain sum."""
+    """(w, b) of each neuron before its activation; None if that is not one plain sum."""
     if group.activation is None or group.unit != 1:
         return None
     member = group.producers[0]
@@ -280,15 +343,15 @@ def _vectors(group: Group, weights: Weights) -> Array | None:
     return vectors[member.channels[:, 0]]
 
 
-def _chosen(group: Group, found: dict[int, Removal], limits: Limits) -> list[Removal]:
-    """The cheapest, as many as the limits and whole multiples allow, by neuron."""
+def _chosen(group: Group, candidates: dict[int, Removal], limits: Limits) -> list[Removal]:
+    """The cheapest candidates, as many as the share and the multiple allow, by neuron."""
     each = limits.multiple // gcd(limits.multiple, group.unit)
     share = int(limits.share * group.width)
     if limits.share > 0:
-        # A narrow group shrinks by a multiple, or never.
+        # A narrow group shrinks to the next multiple, or never.
         share = max(share, (group.width - 1) % each + 1)
-    many = min(len(found), share, group.width - 1)
+    many = min(len(candidates), share, group.width - 1)
     width = -(-(group.width - many) // each) * each
     many = max(0, group.width - width)
-    order = sorted(found.values(), key=lambda removal: (removal.cost, removal.neuron))
+    order = sorted(candidates.values(), key=lambda removal: (removal.cost, removal.neuron))
     return sorted(order[:many], key=lambda removal: removal.neuron)

@@ -1,22 +1,24 @@
-"""Neurons that do the same up to a factor, found by blocks of similarities."""
+"""Find pairs of neurons with proportional weights, by blocks of cosine similarities."""
 
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+__all__ = ["Array", "Twin", "find_twins"]
+
 Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Twin:
-    """Neuron `of` does what `scale` times neuron `twin` does, up to a distance."""
+    """A pair of neurons: `scale` times neuron `twin` approximates neuron `of`."""
 
     of: int
     twin: int
     scale: float
     distance: float
-    """Length of (w, b) of the one less scale times (w, b) of the other."""
+    """Euclidean norm of (w_of, b_of) - scale (w_twin, b_twin)."""
 
 
 def find_twins(
@@ -26,18 +28,20 @@ def find_twins(
     tolerance: float,
     block: int = 256,
 ) -> list[Twin]:
-    """For each neuron that another one can stand in for, that other one.
+    """Return a twin for each neuron that another one can replace.
 
-    Greedy and deterministic: neurons are looked at in `order`; one that is within `tolerance` of
-    one before it that stays is its twin, any other stays. So no neuron stands in for another and
-    goes itself. Memory: the vectors in float32 once more, and `block` times as many similarities
-    as there are neurons.
+    Greedy and deterministic: each neuron, in `order`, is compared with the earlier ones that stay.
+    If the nearest is within `tolerance`, the pair becomes a Twin; otherwise the neuron stays. A
+    neuron that replaces another therefore always stays itself.
+
+    Memory: a float32 copy of `vectors`, and `block` x neurons similarities.
 
     Args:
         vectors: (w, b) of each neuron, shape (neurons, k).
-        order: the neurons to look at; those that matter most come first.
-        scales: whether a factor above 0 between two is allowed; else they have to be the same.
-        tolerance: distance, as a part of the neuron's own length, that is allowed.
+        order: neurons to examine, the most important first.
+        scales: allow any positive factor between two neurons; otherwise the factor is 1.
+        tolerance: largest allowed distance, relative to the norm of the neuron's own vector.
+        block: neurons compared at a time.
     """
     lengths = np.linalg.norm(vectors, axis=1)
     order = order[lengths[order] > 0]
@@ -71,7 +75,7 @@ def find_twins(
 
 
 def _distances(cosines: npt.NDArray[np.float32], own: float, others: Array, scales: bool) -> Array:
-    """Approximate; to choose the nearest by."""
+    """Approximate distances, good enough to choose the nearest neuron."""
     wide = cosines.astype(np.float64)
     if scales:
         sines: Array = np.sqrt(np.maximum(0.0, 1.0 - wide**2))
@@ -81,6 +85,7 @@ def _distances(cosines: npt.NDArray[np.float32], own: float, others: Array, scal
 
 
 def _exact(vectors: Array, neuron: int, twin: int, scales: bool) -> Twin | None:
+    """Compute scale and distance in double precision; None if the scale is not positive."""
     mine, other = vectors[neuron], vectors[twin]
     scale = float(mine @ other / (other @ other)) if scales else 1.0
     if scale <= 0:

@@ -1,13 +1,13 @@
-"""What neurons do, seen where other layers read them, while training goes on.
+"""Statistics of neurons, collected from the layers that read them during training.
 
-All is taken from layers that read neurons: their inputs, in some forward passes, and their weights'
-gradients. The sum over a batch of a neuron's output times the loss's gradient by it is, to the last
-digit that counts, the sum of weight times gradient over the weights that read it, so first-order
-scores cost one look at weights and keep no activations.
+The sources are the inputs of these layers in some forward passes, and the gradients of their
+weights. Summed over a batch, a neuron's output times the gradient of the loss with respect to it
+equals weight times gradient summed over the weights that read the neuron. First-order scores
+therefore need only weights and gradients, and no stored activations.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -18,6 +18,8 @@ from torch import nn
 
 from dlio.train.pruning.groups import Group
 
+__all__ = ["Array", "Collector", "Moments", "Statistics", "merge"]
+
 _ROWS: Final = ("total", "squares", "zeros", "score")
 _PEAKS: Final = ("high", "low")
 
@@ -26,56 +28,63 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Moments:
-    """Of the inputs of one layer; arrays of shape (channels,)."""
+    """Statistics of one layer's inputs; arrays of shape (channels,)."""
 
     count: float
-    """How many values of each channel were seen."""
+    """Number of values per channel."""
     steps: float
-    """How many steps' gradients."""
+    """Number of steps with gradients."""
     total: Array
+    """Sum of the values."""
     squares: Array
+    """Sum of the squared values."""
     zeros: Array
-    """How many values were exactly 0."""
+    """Number of values that were exactly 0."""
     score: Array
-    """Per step, by how much the loss would change to first order without the channel, as an
-    absolute value; summed over steps."""
+    """Absolute first-order change of the loss without the channel, summed over steps."""
     high: Array
-    """The greatest value seen; -inf where none was."""
+    """Greatest value; -inf if there was none."""
     low: Array
+    """Least value; inf if there was none."""
 
     @property
     def mean(self) -> Array:
+        """Mean value of each channel."""
         return self.total / max(1.0, self.count)
 
     @property
     def variance(self) -> Array:
+        """Variance of each channel."""
         return np.maximum(0.0, self.squares / max(1.0, self.count) - self.mean**2)
 
     @property
     def rms(self) -> Array:
-        """The root of the mean square."""
+        """Root mean square of each channel."""
         return np.sqrt(self.squares / max(1.0, self.count))
 
     @property
     def dead(self) -> Array:
-        """The share of values that were exactly 0."""
+        """Share of values that were exactly 0."""
         return self.zeros / max(1.0, self.count)
 
     @property
     def loss(self) -> Array:
-        """The mean score of a step."""
+        """Mean score per step."""
         return self.score / max(1.0, self.steps)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Statistics:
-    """Moments by the name of the layer that reads. Ranks add `sums` and take the greater of
-    `peaks`; both are float64, one array for all layers, of one length on every rank."""
+    """Moments by the name of the consuming layer.
+
+    Ranks merge them by adding `sums` and taking the elementwise maximum of `peaks`: float64 arrays
+    over all layers, of the same length on every rank.
+    """
 
     moments: Mapping[str, Moments]
 
     def sums(self) -> Array:
-        """Counts and sums of all layers."""
+        """Counts and sums of all layers in one array."""
         return np.concatenate(
             [np.zeros(0)]
             + [
@@ -85,12 +94,12 @@ class Statistics:
         )
 
     def peaks(self) -> Array:
-        """Greatest values, and least ones with their sign turned, of all layers."""
+        """Greatest values and negated least values of all layers in one array."""
         parts = [part for m in self.moments.values() for part in (m.high, -m.low)]
         return np.concatenate([np.zeros(0), *parts])
 
     def reduced(self, sums: Array, peaks: Array) -> "Statistics":
-        """These moments with what all ranks together have in place of one's own."""
+        """Return the statistics that belong to reduced `sums` and `peaks`."""
         after: dict[str, Moments] = {}
         at, top = 0, 0
         for name, m in self.moments.items():
@@ -104,19 +113,19 @@ class Statistics:
 
 
 def merge(several: Sequence[Statistics]) -> Statistics:
-    """What several ranks have seen together. Pure; layers and their order are the first one's.
+    """Merge the statistics of several ranks. Pure.
 
-    Raises ValueError for none, or of other layers.
+    Raises ValueError if `several` is empty, or if the layers differ.
     """
     if len({tuple(each.moments) for each in several}) != 1:
-        raise ValueError("statistics of the same layers, and of one rank at least, can be merged")
+        raise ValueError("give statistics of at least one rank, all of the same layers")
     sums = np.sum([each.sums() for each in several], axis=0)
     return several[0].reduced(sums, np.max([each.peaks() for each in several], axis=0))
 
 
 @dataclass(slots=True, eq=False)
 class _Seen:
-    """Sums so far, on the layer's device."""
+    """Running sums and peaks of one layer, on its device."""
 
     count: int = 0
     steps: int = 0
@@ -130,16 +139,17 @@ class _Seen:
 
 
 class Collector:
-    """Gathers statistics by hooks from its making until `close`; a context manager.
+    """Collect statistics with hooks, from construction until `close`; a context manager.
 
-    It looks at one step in `every`, at the first samples of a batch, about `values` numbers a
-    layer, and only while the layer is training. A step with numbers that are not finite counts
-    nowhere. Layers keep their widths meanwhile: after a cut, close it and make another one with the
-    groups that there are then.
+    Samples one step in `every`, the first samples of its batch, and only layers in training mode. A
+    step with numbers that are not finite is ignored altogether. The widths of the layers must not
+    change meanwhile: after a cut, close the collector and make another one with the new groups.
 
     Args:
-        every: steps from one look to the next.
-        values: of a layer's input that a look takes, roughly.
+        model: the model, whose consuming layers get forward hooks.
+        groups: groups of the model as it is.
+        every: steps between two samplings.
+        values: approximate number of input values per layer that one sampling reads.
     """
 
     def __init__(
@@ -151,16 +161,16 @@ class Collector:
     ) -> None:
         self.step_count = 0
         self.looks = 0
-        """Steps that have been looked at."""
+        """Steps that have been sampled."""
         self.seconds = 0.0
-        """That this thread has been busy with looking."""
+        """Time that this thread has spent sampling."""
         self._every = max(1, every)
         self._values = values
         names = {member.module: member.dim for group in groups for member in group.consumers}
         self._layers = {name: (model.get_submodule(name), dim) for name, dim in names.items()}
         self._seen = {name: _Seen() for name in names}
         self._fresh = {name: _Seen() for name in names}
-        """Of the step that is being looked at."""
+        """Statistics of the step being sampled."""
         self._handles = [
             module.register_forward_pre_hook(self._hook(name))
             for name, (module, _) in self._layers.items()
@@ -173,21 +183,24 @@ class Collector:
         self.close()
 
     def close(self) -> None:
-        """Take the hooks away; what was gathered stays."""
+        """Remove the hooks; the statistics stay."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     @property
     def closed(self) -> bool:
+        """True after `close`."""
         return not self._handles
 
     @torch.no_grad()
     def step(self, scale: float | torch.Tensor = 1.0) -> None:
-        """A step's gradients are there, neither clipped nor used. Nothing once it is closed.
+        """Take a step's gradients; call it before they are clipped or used.
+
+        Does nothing after `close`.
 
         Args:
-            scale: that gradients are larger by, as those of a scaled loss are.
+            scale: the loss scale, by which gradients are too large.
         """
         if self.closed:
             return
@@ -206,24 +219,24 @@ class Collector:
         self.step_count += 1
 
     def statistics(self) -> Statistics:
-        """What has been gathered on this rank."""
+        """Statistics of this rank since the last `reset`."""
         return Statistics({name: self._moments(name) for name in self._layers})
 
     def reset(self) -> None:
-        """Begin a window of its own."""
+        """Discard the statistics and begin a new window."""
         self._seen = {name: _Seen() for name in self._layers}
         self._fresh = {name: _Seen() for name in self._layers}
 
     def state(self) -> dict[str, torch.Tensor]:
-        """This rank's window so far, for a checkpoint; later steps may overwrite it."""
-        found = {"steps": torch.tensor([self.step_count, self.looks])}
+        """This rank's window so far, for a checkpoint; later steps may overwrite the tensors."""
+        tensors = {"steps": torch.tensor([self.step_count, self.looks])}
         for name, seen in self._seen.items():
-            found[f"{name}/counts"] = torch.tensor([seen.count, seen.steps])
-            found |= {f"{name}/{row}": value for row, value in seen.sums.items()}
-        return found
+            tensors[f"{name}/counts"] = torch.tensor([seen.count, seen.steps])
+            tensors |= {f"{name}/{row}": value for row, value in seen.sums.items()}
+        return tensors
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on from another one's, of the same groups."""
+        """Continue from the state of another collector of the same groups."""
         self.step_count, self.looks = state["steps"].tolist()
         self.reset()
         for name, seen in self._seen.items():
@@ -234,21 +247,21 @@ class Collector:
                     seen.sums[row] = state[f"{name}/{row}"].to(device, copy=True)
 
     def _take_fresh(self) -> None:
-        """What the step has shown is part of the window, if all of it is finite."""
-        looked, self._fresh = self._fresh, {name: _Seen() for name in self._layers}
-        sums = [value for fresh in looked.values() for value in fresh.sums.values()]
-        # A difference to itself is 0 or no number; one transfer for all layers.
+        """Add the sampled step to the window if all its numbers are finite."""
+        sampled, self._fresh = self._fresh, {name: _Seen() for name in self._layers}
+        sums = [value for fresh in sampled.values() for value in fresh.sums.values()]
+        # x - x is 0, or NaN if x is not finite; one transfer for all layers.
         if sums and torch.stack([(value - value).sum().double() for value in sums]).sum() != 0:
             return
-        for name, fresh in looked.items():
+        for name, fresh in sampled.items():
             self._seen[name].take(fresh)
 
-    def _hook(self, name: str) -> Any:
+    def _hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         mine = self._layers[name][0]
 
         def look(module: nn.Module, args: tuple[Any, ...]) -> None:
             if module is not mine:
-                return  # A copy of the model's has its hooks.
+                return  # A deep copy of the model shares its hooks.
             if module.training and self.step_count % self._every == 0 and args:
                 began = time.perf_counter()
                 self._look(name, module, args[0])
@@ -278,7 +291,7 @@ class Collector:
             values, others = values.unsqueeze(0), [0]
         _add(seen, "total", values.sum(others))
         _add(seen, "squares", values.square().sum(others))
-        # Of all ways to count, the one that torch does with vector instructions.
+        # The fastest way to count zeros: torch vectorises sign, abs and sum.
         _add(seen, "zeros", values.numel() // size - values.sign().abs_().sum(others).double())
         _raise(seen, "high", values.amax(others))
         _raise(seen, "low", -values.amin(others))
@@ -300,7 +313,7 @@ class Collector:
 
 
 def _add(seen: _Seen, row: str, values: torch.Tensor) -> None:
-    """To sums in double precision, where the device has it."""
+    """Add to the sums, in double precision if the device supports it."""
     kind = torch.float32 if values.device.type == "mps" else torch.float64
     if row in seen.sums:
         seen.sums[row] += values
@@ -309,6 +322,6 @@ def _add(seen: _Seen, row: str, values: torch.Tensor) -> None:
 
 
 def _raise(seen: _Seen, row: str, values: torch.Tensor) -> None:
-    """To the greatest values so far."""
+    """Update the greatest values so far."""
     before = seen.sums.get(row)
     seen.sums[row] = values if before is None else torch.maximum(before, values)

@@ -1,13 +1,13 @@
-"""A plan tried out on a copy before it is carried out: what hurts is undone by never being done.
+"""Try removal plans on a copy of the model, and accept only those that keep the loss low.
 
-The model, its optimizers, what exchanges owe and the window of statistics stay as they are, byte
-by byte, until a plan has been accepted.
+Until a plan is accepted, the model, its optimizers, the residuals of exchanges and the window of
+statistics stay bitwise the same. A rejected plan needs no undoing.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
@@ -20,39 +20,42 @@ from dlio.train.pruning.groups import Group
 from dlio.train.pruning.removal import Limits, RemovalPlan, plan_removals, weights_of
 from dlio.train.pruning.statistics import Statistics
 
+__all__ = ["PlanTrials", "Probe", "TrialResult"]
+
 _GENTLER: Final = 1 / 2, 1 / 4
-"""A plan that hurts is tried again at such parts of its limits: of the share, and of the loss."""
+"""Factors on (share, loss) of the limits for the second try."""
 _PARTS: Final = 4
-"""Of a plan that hurts even then, that are tried one by one."""
+"""Parts of the plan that are tried separately if the second try fails."""
 
 Probe = Callable[[nn.Module], tuple[float, float]]
-"""Gives (sum of losses, samples) of a model on this rank's probe; (0, 0) where it has none."""
+"""Return (sum of losses, number of samples) of a model on this rank; (0, 0) without samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrialResult:
-    """What came of a plan."""
+    """The outcome of one round's trials."""
 
     plan: RemovalPlan
-    """To be carried out; it may remove nothing."""
+    """The accepted plan; may be empty."""
     hurt: tuple[str, ...]
-    """Groups whose removals were tried, and are not to be done."""
+    """Groups whose removals were tried and rejected."""
     before: float | None
-    """The probe's loss; None without one."""
+    """Mean loss of the probe before the round; None without a probe."""
     after: float | None
-    """With `plan` carried out."""
+    """Mean loss with `plan` carried out."""
     tries: int
-    """Plans whose loss was looked at."""
+    """Number of plans whose loss was measured."""
     gently: bool = False
-    """Whether less was taken of each group than was planned first, as that hurt."""
+    """True if the plan removes less of each group than the first one, which failed."""
 
 
 class PlanTrials:
-    """Tries plans of one round, on all ranks together: each takes the same decisions.
+    """Trials of one round's plans. All ranks take part and reach the same decisions.
 
     Args:
-        statistics: this rank's.
-        probe: None where plans are taken at their bounds.
+        groups: groups of the model as it is.
+        statistics: this rank's statistics.
+        probe: measures the loss; None to accept plans by their bounds alone.
     """
 
     def __init__(
@@ -68,13 +71,14 @@ class PlanTrials:
         self._weights = weights_of(model, groups) if comm.rank == 0 else {}
         self._tries = 0
         self.before = None if probe is None else self._loss(None)
-        """The probe's loss as the model is; infinite where no rank has a sample to probe with, or
-        it is no number."""
+        """Mean loss of the model as it is; infinite if no rank has samples, or if it is NaN."""
 
     def round(self, limits: Limits, allowed: float) -> TrialResult:
-        """Collective. A plan within `limits` that raises the probe's loss by at most `allowed`:
-        all of what was planned, or less of each group, or of those groups that do not hurt, or
-        nothing."""
+        """Choose a plan within `limits` that raises the probe's loss by at most `allowed`.
+
+        Tries the whole plan first, then a smaller one for each group, then the groups that do not
+        raise the loss much, and finally gives up with an empty plan. Collective.
+        """
         whole = self._planned(limits)
         if not whole.keep or self.before is None:
             return TrialResult(whole, (), self.before, self.before, 0)
@@ -92,14 +96,14 @@ class PlanTrials:
         fits = self._parts_that_fit(names, limits, allowed) if len(less.keep) > 1 else []
         rest = [name for name in names if name not in fits]
         if fits:
-            some = self._planned(self._only(fits, limits))
-            after = self._loss(some)
+            part = self._planned(self._only(fits, limits))
+            after = self._loss(part)
             if after - self.before <= allowed:
-                return TrialResult(some, tuple(rest), self.before, after, self._tries, gently=True)
+                return TrialResult(part, tuple(rest), self.before, after, self._tries, gently=True)
         return TrialResult(RemovalPlan(), tuple(names), self.before, self.before, self._tries)
 
     def _parts_that_fit(self, names: list[str], limits: Limits, allowed: float) -> list[str]:
-        """Groups whose removals, taken part by part, are within what is allowed together."""
+        """Names of groups whose separately measured rises sum to at most `allowed`."""
         assert self.before is not None
         size = math.ceil(len(names) / _PARTS)
         parts = [names[at : at + size] for at in range(0, len(names), size)]
@@ -120,26 +124,28 @@ class PlanTrials:
         return replace(limits, frozen=limits.frozen | others)
 
     def _planned(self, limits: Limits) -> RemovalPlan:
-        """Made by rank 0."""
-        mine: dict[str, Any] = {}
+        """Plan on rank 0 and broadcast the result."""
+        mine = RemovalPlan().to_json()
         if self._comm.rank == 0:
             mine = plan_removals(self._groups, self._weights, self._statistics, limits).to_json()
         return RemovalPlan.from_json(self._comm.tell(mine))
 
     @torch.no_grad()
-    def _loss(self, what: RemovalPlan | None) -> float:
-        """The mean loss over all ranks' probes, with a plan carried out; infinite where there is
-        none, or it is no number."""
+    def _loss(self, plan: RemovalPlan | None) -> float:
+        """Mean loss over all ranks' probes with `plan` carried out on a copy.
+
+        Infinite if no rank has samples, or if the loss is NaN.
+        """
         assert self._probe is not None
         copy = bare_copy(self._model)
         for module in copy.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                # By the probe's own statistics, as in training: running ones lag behind a cut.
+                # Use the probe's own batch statistics: running ones lag behind a cut.
                 module.training = True
                 module.track_running_stats = False
-        if what is not None:
+        if plan is not None:
             self._tries += 1
-            apply(copy, self._groups, what)
+            apply(copy, self._groups, plan)
         losses, count = total(list(self._probe(copy)), self._comm)
         loss = losses / count if count else math.inf
         return loss if math.isfinite(loss) else math.inf

@@ -1,13 +1,12 @@
-"""Groups tried out: what is cut must be what is read, and nothing else.
+"""Verify groups on a copy of the model with random weights.
 
-On a copy of the model with random weights, cutting some neurons must give the outputs that it
-gives when only the layers that read them see zeros in their place. That is what a cut promises; a
-graph that missed a reader, mixed up channels or did not see a reshape fails it.
+The outputs after cutting some neurons must equal the outputs of the whole model when the consumers
+read zeros for these neurons. Groups from a graph that missed a consumer, confused channels or
+overlooked a reshape fail this check.
 """
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,20 +14,23 @@ from torch import nn
 from torch.utils import _pytree
 
 from dlio.train.pruning.copies import without_graphs
-from dlio.train.pruning.cutting import cut_layers, split_key
+from dlio.train.pruning.cutting import cut_layers, split_key, update_counts
 from dlio.train.pruning.groups import Group, Indices, channels_gone
+
+__all__ = ["Forward", "GroupVerifier"]
 
 _TOLERANCE = 1e-4
 
-Forward = Callable[[nn.Module], Any]
+Forward = Callable[[nn.Module], object]
+"""Call a model on an example input."""
 
 
 class GroupVerifier:
-    """Tries groups of one model.
+    """Check whether groups of one model can be cut.
 
     Args:
-        model: its weights are overwritten with random numbers.
-        forward: calls a model on an example; the same each time.
+        model: the model; its weights are overwritten with random numbers.
+        forward: call the model on an example; the same example each time.
     """
 
     def __init__(self, model: nn.Module, forward: Forward) -> None:
@@ -36,18 +38,33 @@ class GroupVerifier:
         self._forward = forward
         self._whole = self._outputs(self._model)
 
-    def fails(self, groups: Sequence[Group]) -> str:
-        """Why they cannot be cut together; empty where they can."""
+    def failure(self, groups: Sequence[Group]) -> str:
+        """Reason why these groups cannot be cut together; empty if they can."""
         keep = {group.name: _keep(group.width) for group in groups}
         gone = channels_gone(groups, keep)
         small = self._copy({split_key(key)[0] for key in gone})
         try:
             cut_layers(small, gone)
-            count_anew(small, groups, keep)
+            update_counts(small, groups, keep)
             after = self._outputs(small)
         except Exception as error:
             text = str(error).strip().split("\n")[0]
             return f"a model with fewer of its neurons does not run: {text}"
+        expected = self._zeroed_outputs(groups, gone)
+        if len(after) != len(expected) or any(
+            a.shape != b.shape for a, b in zip(after, expected, strict=True)
+        ):
+            return "the shape of the model's output changes with it"
+        if _distance(expected, self._whole) < 10 * _TOLERANCE:
+            return "removing it has no effect on the model's output"
+        if not _distance(after, expected) <= _TOLERANCE:
+            return "the model's output depends on it in other ways than through its consumers"
+        return ""
+
+    def _zeroed_outputs(
+        self, groups: Sequence[Group], gone: dict[str, Indices]
+    ) -> list[torch.Tensor]:
+        """Outputs of the whole model when consumers read zeros for the channels in `gone`."""
         zeroed = [
             (self._model.get_submodule(member.module).get_parameter("weight"), member, gone)
             for group in groups
@@ -58,23 +75,14 @@ class GroupVerifier:
             with torch.no_grad():
                 for weight, member, _ in zeroed:
                     weight.index_fill_(member.dim, torch.from_numpy(gone[member.key]), 0)
-            expected = self._outputs(self._model)
+            return self._outputs(self._model)
         finally:
             with torch.no_grad():
                 for (weight, _, _), values in zip(zeroed, before, strict=True):
                     weight.copy_(values)
-        if len(after) != len(expected) or any(
-            a.shape != b.shape for a, b in zip(after, expected, strict=True)
-        ):
-            return "the model's output changes its shape with it"
-        if _distance(expected, self._whole) < 10 * _TOLERANCE:
-            return "removing it cannot be seen in the model's output"
-        if not _distance(after, expected) <= _TOLERANCE:
-            return "the model's output depends on it by other ways than the layers that read it"
-        return ""
 
     def _copy(self, layers: set[str]) -> nn.Module:
-        """A copy that has tensors of its own only for these layers, and shares all others."""
+        """Copy the model with new tensors for these layers only; all others are shared."""
         memo = without_graphs(self._model)
         for name, module in self._model.named_modules():
             if name not in layers:
@@ -88,27 +96,19 @@ class GroupVerifier:
         return [leaf.float() for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def count_anew(model: nn.Module, groups: Sequence[Group], keep: dict[str, Indices]) -> None:
-    """Set the counts that models keep outside of their layers."""
-    for group in groups:
-        if group.name in keep:
-            for module, attribute, each in group.attributes:
-                setattr(model.get_submodule(module), attribute, each * len(keep[group.name]))
-
-
 def _keep(width: int) -> Indices:
-    """All but some, here and there."""
+    """Keep all neurons except up to three in different places."""
     gone = {1, width // 2, width - 2} if width > 4 else {1}
     return np.array([at for at in range(width) if at not in gone], dtype=np.int64)
 
 
-def _plain(output: Any) -> Any:
-    """Outputs as Hugging Face's models give them are dictionaries, too."""
+def _plain(output: object) -> object:
+    """Turn dict subclasses, such as Hugging Face's outputs, into dicts that pytree can walk."""
     return dict(output) if isinstance(output, dict) else output
 
 
 def _distance(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
-    """Greatest difference, beside the greatest value."""
+    """Greatest absolute difference, relative to the greatest absolute value of `others`."""
     worst = 0.0
     for a, b in zip(some, others, strict=True):
         if a.numel():
@@ -121,7 +121,7 @@ def _distance(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
 
 @torch.no_grad()
 def _randomised(model: nn.Module) -> nn.Module:
-    """Weights under which everything shows: models begin with layers that are zero."""
+    """Fill with random weights: new models contain zeros that would hide differences."""
     for module in model.modules():
         module.training = False
     generator = torch.Generator().manual_seed(0)

@@ -1,1 +1,1 @@
-"""Samples that teach nothing are skipped."""
+"""Skip samples from which the network no longer learns."""

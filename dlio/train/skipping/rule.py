@@ -1,21 +1,23 @@
-"""Which samples an epoch leaves out, from the losses that they had. Pure.
+"""Choose the samples that an epoch skips, from their past losses. Pure.
 
-A sample is kept with a chance q that follows how wrong the network still is about it: with the loss
-l = -log p of a sample, 1 - p bounds the norm of the loss's gradient by the outputs (by √2·(1 - p)),
-and to keep samples in proportion to their gradient's norm is what varies least (Katharopoulos and
-Fleuret, "Not All Samples Are Created Equal", 2018). So q = (1 - p) / t, but at least `floor` and at
-most 1, with t such that the share that is asked for is left out, and `easy` at most: while a
-network is unsure of all samples each of them teaches, and to leave some out costs what a shorter
-run would. A kept sample counts 1/q, so the gradient stays unbiased, whatever the chances are; a
-share r among the samples of low loss, counted 1/(1 - r), is InfoBatch's rule (Qin et al., 2024), as
-are the last epochs, which see all.
+Each sample is kept with probability q proportional to 1 - p, where p = exp(-loss) is the network's
+probability of the right answer. The reason: √2·(1 - p) bounds the norm of the gradient of the loss
+with respect to the outputs, and sampling in proportion to gradient norms minimises the variance
+(Katharopoulos and Fleuret, "Not All Samples Are Created Equal", arXiv 1803.00942).
 
-Losses are kept as codes of one byte, a sixteenth of an octave apart: one for each sample, which
-rises at once and falls by half the distance, so that only a loss that has stayed low is low. Each
-sample is kept for certain in one of every `revisit` epochs, at its own turn.
+q = (1 - p) / t, clipped to [`floor`, 1]. The threshold t is chosen so that the requested share is
+skipped, but never exceeds `easy`: a network that is unsure about all samples learns from each of
+them, and skipping would cost as much as training for fewer epochs. A kept sample is weighted by
+1/q, so the gradient stays unbiased. InfoBatch (Qin et al., arXiv 2303.04947) instead skips a fixed
+share r of the samples with low loss, weights the rest of these by 1/(1 - r), and trains on all
+samples in the last epochs; the last point is adopted here.
 
-Chances are whole 65,536ths and draws hashes of (seed, epoch, sample): integers, which every machine
-computes alike.
+Losses are stored as one-byte codes on a logarithmic scale, 16 steps per factor of 2. A sample's
+code rises immediately but falls by only half the distance, so it is low only if the loss has stayed
+low. Each sample is kept with certainty in one of every `revisit` epochs.
+
+Probabilities are integers in units of 1/65536, and random numbers are hashes of (seed, epoch,
+sample), so that all machines compute the same choice.
 """
 
 import math
@@ -37,11 +39,11 @@ __all__ = [
     "Codes",
     "SkipRule",
     "Table",
-    "chance_of",
-    "chances",
-    "encoded",
-    "kept_of",
-    "remembered",
+    "encode_losses",
+    "keep_probabilities",
+    "probability_table",
+    "sample_mask",
+    "update_codes",
 ]
 
 Codes = npt.NDArray[np.uint8]
@@ -49,38 +51,39 @@ Table = npt.NDArray[np.int64]
 _I64 = npt.NDArray[np.int64]
 
 CERTAIN: Final = 1 << 16
-"""The chance 1."""
+"""The probability 1."""
 UNKNOWN: Final = 0
-"""The code of a sample that has had no loss yet."""
+"""Code of a sample without a loss so far."""
 _LOWEST: Final = -10.0
-_AN_OCTAVE: Final = 16
+"""Base-2 logarithm of the loss with code 1."""
+_STEPS_PER_OCTAVE: Final = 16
 _DRAW: Final = 0xD7A3
 _TURN: Final = 0x7042
 _HALVINGS: Final = 60
 SHARE: Final = 0.6
-"""The largest share that may be asked for, and how many easy samples are left out at most."""
+"""Largest share of samples that can be skipped; the default."""
 EASY: Final = 0.5
+"""Default of `SkipRule.easy`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SkipRule:
-    """What is left out, and when. Raises UsageError for what cannot be."""
+    """Settings of skipping. Raises UsageError for values out of range."""
 
     epochs: int
-    """Of the whole run."""
+    """Epochs of the whole run."""
     share: float = SHARE
-    """Of the samples of an epoch that is left out at most, above 0, up to 0.6."""
+    """Largest share of an epoch's samples to skip; above 0, up to 0.6."""
     floor: float = 0.2
-    """The least chance: a kept sample counts up to 1 / floor."""
+    """Least probability q of keeping a sample; weights are 1 / floor at most."""
     easy: float = EASY
-    """Samples of whose right answer the network is less sure than 1 - `easy` are all kept;
-    infinite, the share is left out whatever they are."""
+    """Keep all samples with p < 1 - `easy`. If infinite, skip the share whatever the losses."""
     revisit: int = 8
-    """Epochs in which each sample is seen once at least."""
+    """Period, in epochs, in which each sample is seen at least once."""
     first: int = 1
-    """Epochs that see all, so that each sample has a loss."""
+    """Epochs at the beginning that see all samples, to give each one a loss."""
     last: int | None = None
-    """Epochs at the end that see all; an eighth of them by default, and one at least."""
+    """Epochs at the end that see all samples; by default one eighth of them, at least one."""
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= SHARE:
@@ -93,47 +96,55 @@ class SkipRule:
         if not self.easy > 0:
             raise UsageError(f"easy {self.easy}: give a number above 0")
         if self.first < 1 or self.ending < 0:
-            raise UsageError(f"first {self.first}: an epoch at least sees all; last: 0 or more")
+            raise UsageError(
+                f"first {self.first}, last {self.last}: give first of 1 or more, last of 0 or more"
+            )
 
     @property
     def ending(self) -> int:
-        """Epochs at the end that see all."""
+        """Number of epochs at the end that see all samples."""
         return max(1, round(self.epochs / 8)) if self.last is None else self.last
 
     def sees_all(self, epoch: int) -> bool:
+        """True if the epoch skips nothing."""
         return epoch < self.first or epoch >= self.epochs - self.ending
 
 
-def encoded(losses: npt.NDArray[np.floating]) -> Codes:
-    """The code of each loss, from 1 to 255; what is no finite number is the worst."""
+def encode_losses(losses: npt.NDArray[np.floating]) -> Codes:
+    """Encode losses as codes from 1 to 255; NaN and infinity become 255."""
     known = np.nan_to_num(losses.astype(np.float64), nan=np.inf)
-    steps = (np.log2(np.maximum(known, 2.0**_LOWEST)) - _LOWEST) * _AN_OCTAVE
+    steps = (np.log2(np.maximum(known, 2.0**_LOWEST)) - _LOWEST) * _STEPS_PER_OCTAVE
     codes: Codes = np.clip(np.rint(np.minimum(steps, 254)) + 1, 1, 255).astype(np.uint8)
     return codes
 
 
-def remembered(scores: Codes, seen: Codes) -> Codes:
-    """What is remembered of each sample after an epoch's codes, 0 where it was not seen."""
+def update_codes(scores: Codes, seen: Codes) -> Codes:
+    """Combine the stored codes with an epoch's new ones.
+
+    Args:
+        scores: stored code of each sample; shape (n,).
+        seen: code of each sample's loss in the epoch, 0 if it was skipped; shape (n,).
+    """
     before = scores.astype(np.uint16)
     fallen = (before + seen + 1) // 2
     after = np.where(scores == UNKNOWN, seen, np.maximum(seen, fallen))
     return np.where(seen == UNKNOWN, scores, after).astype(np.uint8)
 
 
-def chances(counts: _I64, rule: SkipRule) -> Table:
-    """The chance of each code, in 65,536ths; shape (256,).
+def probability_table(counts: _I64, rule: SkipRule) -> Table:
+    """Return the probability of keeping a sample of each code, in units of 1/65536; shape (256,).
+
+    On average the rule's share of samples is skipped; less if few samples are easy, or if many have
+    no loss yet, because those are kept.
 
     Args:
-        counts: samples of each code; shape (256,).
-
-    As many samples are left out as the rule's share, on average; fewer where too few are easy, or
-    too many have no loss yet, which are kept.
+        counts: number of samples of each code; shape (256,).
     """
     total = int(counts.sum())
-    losses = 2.0 ** (_LOWEST + (np.arange(256) - 1.0) / _AN_OCTAVE)
+    losses = 2.0 ** (_LOWEST + (np.arange(256) - 1.0) / _STEPS_PER_OCTAVE)
     wrong = -np.expm1(-losses)
     wrong[UNKNOWN] = math.inf
-    # A sample at its turn is kept whatever its chance is.
+    # One of `revisit` samples is kept in any case.
     wanted = 1 - rule.share * rule.revisit / (rule.revisit - 1)
     low, high = 0.0, min(rule.easy, 1 / rule.floor)
     for _ in range(_HALVINGS):
@@ -147,32 +158,36 @@ def chances(counts: _I64, rule: SkipRule) -> Table:
     return np.maximum(1, np.rint(chance * CERTAIN)).astype(np.int64)
 
 
-def chance_of(
+def keep_probabilities(
     samples: _I64, scores: Codes, table: Table, seed: int, epoch: int, revisit: int
 ) -> _I64:
-    """The chance of each sample in an epoch, in 65,536ths.
+    """Return the probability of keeping each sample, in units of 1/65536; shape (n,).
 
     Args:
-        samples: shape (n,).
-        scores: of these samples; shape (n,).
+        samples: sample indices; shape (n,).
+        scores: codes of these samples; shape (n,).
+        table: see `probability_table`.
+        revisit: see `SkipRule`.
     """
     turn = keyed_uniforms(seed, 0, samples, 1, _TURN)[:, 0] * revisit
     return np.where(turn.astype(np.int64) == epoch % revisit, CERTAIN, table[scores])
 
 
-def kept_of(scores: Codes, table: Table, seed: int, epoch: int, revisit: int) -> SampleMask:
-    """The samples of an epoch.
+def sample_mask(scores: Codes, table: Table, seed: int, epoch: int, revisit: int) -> SampleMask:
+    """Draw the samples of an epoch.
+
+    Cost: 25 ns per sample, n / 8 bytes.
 
     Args:
-        scores: of all samples, shape (n,).
-
-    Cost 25 ns a sample; n / 8 bytes.
+        scores: codes of all samples; shape (n,).
+        table: see `probability_table`.
+        revisit: see `SkipRule`.
     """
     total = len(scores)
     bits = np.zeros(-(-total // 8), np.uint8)
     for first in range(0, total, STRETCH):
         samples = np.arange(first, min(first + STRETCH, total), dtype=np.int64)
-        chance = chance_of(samples, scores[samples], table, seed, epoch, revisit)
+        chance = keep_probabilities(samples, scores[samples], table, seed, epoch, revisit)
         drawn = keyed_uniforms(seed, epoch, samples, 1, _DRAW)[:, 0] * CERTAIN
         packed = np.packbits(drawn < chance, bitorder="little")
         bits[first // 8 : first // 8 + len(packed)] = packed

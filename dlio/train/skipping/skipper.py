@@ -1,7 +1,7 @@
-"""Skipping samples whose loss has stayed low: for a loop over a `dlio.DataLoader`."""
+"""Skip samples whose loss has stayed low, in a training loop over a `dlio.DataLoader`."""
 
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Mapping, Sized
+from typing import Final, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -18,19 +18,21 @@ from dlio.train.skipping.rule import (
     SHARE,
     UNKNOWN,
     SkipRule,
-    chance_of,
-    chances,
-    encoded,
-    kept_of,
-    remembered,
+    encode_losses,
+    keep_probabilities,
+    probability_table,
+    sample_mask,
+    update_codes,
 )
 
+__all__ = ["SampleSkipper"]
+
 _BATCHES: Final = 64
-"""Whose losses wait on the device before they are looked at."""
+"""Batches whose losses stay on the device until they are copied together."""
 
 
 class SampleSkipper:
-    """Chooses each epoch's samples by their losses, and tells how much each one counts.
+    """Choose each epoch's samples by their past losses, and weight them accordingly.
 
         skipper = dlio.SampleSkipper(loader, epochs)
         for epoch in range(epochs):
@@ -42,20 +44,23 @@ class SampleSkipper:
                 skipper.weigh(losses).mean().backward()
                 ...
 
-    Samples that are skipped are in no plan of the loader's: they are neither read, moved, decoded
-    nor computed. Each kept one is consumed exactly once. The first epoch and the last see all.
+    Skipped samples are neither read, moved, decoded nor computed. Each kept sample is consumed
+    exactly once per epoch. The first and the last epochs use all samples. `skipping.rule` explains
+    the rule and gives the papers.
 
-    Once an epoch all ranks sum one array of a byte a sample, and one of 256 numbers. Memory: two
-    bytes and a bit a sample.
+    Communication: once per epoch, all ranks sum an array of one byte per sample and one of 256
+    integers. Memory: two bytes and one bit per sample.
+
+    The constructor, `begin` and `close` are collective over the ranks that share the data.
 
     Args:
-        loader: whose order is dlio's own. Its `set_epoch` is called by `begin`.
-        epochs: of the whole run.
-        share: of the samples that an epoch skips at most.
-        seed: of the draws.
-        easy, floor, revisit, first, last: as `dlio.train.skipping.rule.SkipRule` tells them.
+        loader: a loader with dlio's own order. `begin` calls its `set_epoch`.
+        epochs: epochs of the whole run.
+        share: largest share of samples that an epoch skips; above 0, up to 0.6.
+        seed: seeds the choice of samples; equal on all ranks.
+        easy, floor, revisit, first, last: see `dlio.train.skipping.rule.SkipRule`.
 
-    Made on all ranks that share the data together; so are `begin` and `close`.
+    Raises UsageError for a loader with a sampler or without a seed, and for values out of range.
     """
 
     def __init__(
@@ -73,103 +78,112 @@ class SampleSkipper:
     ) -> None:
         if not loader.follows_formula():
             raise UsageError(
-                "samples can be skipped where the order is dlio's own: give the loader seed=, and "
-                "no sampler"
+                "skipping samples needs dlio's own order: give the loader seed=, and no sampler"
             )
         self.rule = SkipRule(epochs, share, floor, easy, revisit, first, last)
         self._loader, self._seed = loader, seed
-        self.total = len(loader.dataset)  # type: ignore[arg-type]
+        self.total = len(cast(Sized, loader.dataset))
         """Samples in the data set."""
         self._comm: Communicator = communicator(loader.group, loader.mesh)
         self._scores = np.zeros(self.total, np.uint8)
-        # Summed eight at a time: of a sample one rank has a code, so that no sum carries over.
+        # Eight one-byte codes are summed as one integer. Only one rank has a code for each sample,
+        # so that no byte overflows into the next.
         self._sums = np.zeros(-(-self.total // 8), np.int64)
         self._seen: npt.NDArray[np.uint8] = self._sums.view(np.uint8)[: self.total]
         self._table = np.full(256, CERTAIN, np.int64)
         self._waiting: list[tuple[npt.NDArray[np.int64], torch.Tensor]] = []
         self._epoch = -1
-        self.kept: SampleMask | None = None
+        self.sample_mask: SampleMask | None = None
         """Samples of the epoch; None for all."""
 
     @property
     def samples(self) -> int:
-        """Samples of the epoch, over all ranks."""
-        return self.total if self.kept is None else self.kept.count
+        """Number of samples of the epoch, over all ranks."""
+        return self.total if self.sample_mask is None else self.sample_mask.count
 
     @property
     def skip_share(self) -> float:
-        """Share of the data set that the epoch skips."""
+        """Fraction of the data set that the epoch skips."""
         return 1 - self.samples / self.total
 
     @property
     def lr_factor(self) -> float:
-        """What to multiply the epoch's learning rate by: samples of the data set over kept ones.
+        """Factor for the epoch's learning rate: samples of the data set over samples kept.
 
-        A kept sample stands for as many, so that a step is one of a batch larger by as much, and an
-        epoch of fewer steps goes as far as one of all samples. (Weights 1/q that are not brought
-        to a mean of 1, as InfoBatch's, have the same effect with SGD, and none with Adam.)
+        A kept sample stands for this many samples on average, and a step for a batch larger by this
+        factor. With the larger learning rate, an epoch of fewer steps makes as much progress as one
+        of all samples. (InfoBatch does not normalise its weights 1/q to a mean of 1, which has the
+        same effect with SGD, and none with Adam.)
         """
         return self.total / max(1, self.samples)
 
     def close(self) -> None:
+        """Close the communicator. Collective."""
         self._comm.close()
 
     def begin(self, epoch: int) -> None:
-        """Choose an epoch's samples, and tell the loader. Collective.
+        """Choose an epoch's samples and pass them to the loader. Collective.
 
-        After `load_state` in the middle of an epoch that one's samples are the same again.
+        After `load_state` in the middle of an epoch, the choice for that epoch is the same again.
         """
         if epoch != self._epoch:
             self._gather()
             self._table = self._agreed(epoch)
             self._epoch = epoch
             self._choose()
-        self._loader.set_epoch(epoch, self.kept)
+        self._loader.set_epoch(epoch, self.sample_mask)
 
     def weigh(
         self, losses: torch.Tensor, samples: npt.NDArray[np.int64] | None = None
     ) -> torch.Tensor:
-        """The losses times what they count: what is to be averaged. Remembers the losses.
+        """Record the losses, and return them times their weights; shape (n,).
 
-        Their mean over an epoch's steps is expected to be that over all samples of the data set.
+        In expectation, the mean of the result over an epoch equals the mean loss over all samples
+        of the data set.
 
         Args:
-            losses: of each sample; shape (n,).
-            samples: by default those of the loader's last batch; shape (n,).
+            losses: loss of each sample; shape (n,).
+            samples: sample indices, by default those of the loader's last batch; shape (n,).
 
-        Raises UsageError for losses of another shape.
+        Raises UsageError if the shapes differ.
         """
         ids = self._loader.last_samples if samples is None else samples
         if not len(ids) and losses.numel():
             raise UsageError(
-                "the loader does not tell the samples of its batches: give it num_workers=1 or more"
+                "the loader does not report the samples of its batches: give it num_workers=1 or "
+                "more"
             )
         if losses.shape != ids.shape:
             raise UsageError(
-                f"losses of shape {tuple(losses.shape)} for {len(ids)} samples: give one for each, "
-                "as torch's losses are with reduction='none'"
+                f"losses of shape {tuple(losses.shape)} for {len(ids)} samples: give one loss per "
+                "sample, as torch's losses with reduction='none'"
             )
         self.record(losses, ids)
         return losses * self.weights(ids).to(losses.device, non_blocking=True)
 
     def record(self, losses: torch.Tensor, samples: npt.NDArray[np.int64]) -> None:
-        """Remember losses, both of shape (n,)."""
+        """Record the losses of some samples; both of shape (n,)."""
         self._waiting.append((samples, losses.detach()))
         if len(self._waiting) >= _BATCHES:
             self._look()
 
     def weights(self, samples: npt.NDArray[np.int64]) -> torch.Tensor:
-        """What each of the epoch's samples counts: 1 over its chance, and 1 on average over the
-        epoch; float32, shape (n,)."""
-        if self.kept is None:
+        """Weights of some samples of this epoch: proportional to 1/q, with mean 1 over the epoch.
+
+        Args:
+            samples: sample indices; shape (n,).
+
+        Returns float32 (n,), on the CPU.
+        """
+        if self.sample_mask is None:
             return torch.ones(len(samples))
         args = (self._table, self._seed, self._epoch, self.rule.revisit)
-        chance = chance_of(samples, self._scores[samples], *args)
-        weights = CERTAIN / chance * (self.kept.count / self.total)
+        probabilities = keep_probabilities(samples, self._scores[samples], *args)
+        weights = CERTAIN / probabilities * (self.sample_mask.count / self.total)
         return torch.from_numpy(weights.astype(np.float32))
 
     def state(self) -> dict[str, torch.Tensor]:
-        """`seen` is this rank's, the rest is the same on all ranks."""
+        """Return the state as tensors; `seen` is this rank's, the others are equal on all ranks."""
         self._look()
         return {
             "scores": torch.from_numpy(self._scores),
@@ -179,13 +193,16 @@ class SampleSkipper:
         }
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on from `state`, on any number of ranks: what several had `seen` is to be summed.
+        """Continue from `state`, on any number of ranks.
 
-        Raises UsageError where it is of another data set.
+        If this rank takes over from several saved ranks, their `seen` has to be summed.
+
+        Raises UsageError if the state belongs to a data set of another size.
         """
         if state["scores"].shape != self._scores.shape:
             raise UsageError(
-                f"losses of {len(state['scores'])} samples, this data set has {self.total}"
+                f"the state has losses of {len(state['scores'])} samples, this data set has "
+                f"{self.total}: load it with the data set that it was saved with"
             )
         self._waiting.clear()
         self._scores[:] = state["scores"].numpy()
@@ -195,32 +212,33 @@ class SampleSkipper:
         self._choose()
 
     def _look(self) -> None:
-        """Take down the losses that wait."""
+        """Copy waiting losses from the device and encode them."""
         if self._waiting:
             losses = torch.cat([each for _, each in self._waiting]).float().cpu().numpy()
-            self._seen[np.concatenate([ids for ids, _ in self._waiting])] = encoded(losses)
+            ids = np.concatenate([samples for samples, _ in self._waiting])
+            self._seen[ids] = encode_losses(losses)
             self._waiting.clear()
 
     def _gather(self) -> None:
-        """What all ranks saw, into what is remembered. Collective."""
+        """Merge the codes that all ranks recorded into the stored ones. Collective."""
         self._look()
         self._comm.wait([self._comm.iallreduce(self._sums)], "the samples' losses")
-        self._scores = remembered(self._scores, self._seen)
+        self._scores = update_codes(self._scores, self._seen)
         self._sums[:] = UNKNOWN
 
     def _agreed(self, epoch: int) -> npt.NDArray[np.int64]:
-        """The chances by code: those that rank 0 computes. Collective."""
+        """Return the probabilities by code, computed on rank 0. Collective."""
         if self.rule.sees_all(epoch):
             return np.full(256, CERTAIN, np.int64)
         table = np.zeros(256, np.int64)
         if self._comm.rank == 0:
-            table += chances(np.bincount(self._scores, minlength=256), self.rule)
-        self._comm.wait([self._comm.iallreduce(table)], "the samples' chances")
+            table += probability_table(np.bincount(self._scores, minlength=256), self.rule)
+        self._comm.wait([self._comm.iallreduce(table)], "the samples' probabilities")
         return table
 
     def _choose(self) -> None:
-        self.kept = None
+        self.sample_mask = None
         if (self._table < CERTAIN).any():
             args = (self._table, self._seed, self._epoch, self.rule.revisit)
-            kept = kept_of(self._scores, *args)
-            self.kept = kept if kept.count < self.total else None
+            mask = sample_mask(self._scores, *args)
+            self.sample_mask = mask if mask.count < self.total else None

@@ -21,6 +21,7 @@ from dlio.train.pruning import (
     shrink_to,
 )
 from dlio.train.pruning.agreement import reduced
+from dlio.train.pruning.apoptosis import ApoptosisState
 from dlio.train.pruning.groups import Indices
 from dlio.train.pruning.removal import RemovalPlan
 from tests.train.exchange.training import started
@@ -226,11 +227,11 @@ def check_layout(comm: Communicator) -> None:
 def _run(
     comm: Communicator,
     steps: range,
-    saved: "tuple[dict[str, object], dict[str, torch.Tensor]] | None" = None,
+    saved: "tuple[ApoptosisState, dict[str, torch.Tensor]] | None" = None,
     weights: "tuple[dict[str, torch.Tensor], dict[str, object]] | None" = None,
 ) -> tuple[
     nn.Module,
-    tuple[dict[str, object], dict[str, torch.Tensor]],
+    tuple[ApoptosisState, dict[str, torch.Tensor]],
     tuple[dict[str, torch.Tensor], dict[str, object]],
 ]:
     net = make_net()
@@ -248,19 +249,18 @@ def _run(
         with apoptosis:
             if saved is not None and weights is not None:
                 state, window = saved
-                layout: dict[str, object] = state["layout"]  # type: ignore[assignment]
-                apoptosis.take_layout(PrunedLayout.from_json(layout))
+                apoptosis.take_layout(PrunedLayout.from_json(state["layout"]))
                 net.load_state_dict(weights[0])
                 optimizer.load_state_dict(weights[1])
                 apoptosis.load_state_dict(state, window)
             train(net, optimizer, apoptosis, steps, comm.rank)
-            told = apoptosis.state_dict()
+            state = apoptosis.state_dict()
             window = {name: each.clone() for name, each in apoptosis.tensors().items()}
     plain = {name: each.clone() for name, each in net.state_dict().items()}
     small = make_net()
     shrink_to(small, apoptosis.layout)
     small.load_state_dict(plain)
-    return net, (told, window), (plain, optimizer.state_dict())
+    return net, (state, window), (plain, optimizer.state_dict())
 
 
 CHECKS: Final[dict[str, Callable[[Communicator], None]]] = {

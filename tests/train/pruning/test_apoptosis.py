@@ -303,7 +303,7 @@ def test_tensors_beside_the_model_are_cut_with_it() -> None:
 
 def test_what_cannot_be_pruned_is_said() -> None:
     single = nn.Linear(12, 4)
-    with pytest.raises(UsageError, match="nothing of the model can be pruned"):
+    with pytest.raises(UsageError, match="nothing in the model can be pruned"):
         dlio.Apoptosis(single, torch.optim.SGD(single.parameters(), lr=0.1), example=EXAMPLE)
     net = make_net()
     apoptosis, optimizer = _made(net)

@@ -140,11 +140,11 @@ def test_what_cannot_be_followed_is_left_alone_and_named() -> None:
     reasons = _reasons(found)
     expected = {
         "before_norm": "normalises over several channels",
-        "attention": "its heads, its input and its output have one width",
+        "attention": "its heads, its input and its output share one width",
         "before_rnn": "",
         "rnn": "GRU reads its own outputs",
         "summed": "",
-        "rolled": "depends on it by other ways",
+        "rolled": "depends on it in other ways",
         "scaled": "",
         "softmaxed": "",
         "tied": "shares a parameter",

@@ -1,4 +1,4 @@
-"""Skipping in a loop of one's own: gradients are unbiased, and a run that goes on is the same."""
+"""Skipping in a user's own loop: gradients are unbiased, and a resumed run is the same."""
 
 import math
 from itertools import chain
@@ -25,30 +25,31 @@ def _losses(ids: np.ndarray[tuple[int], np.dtype[np.int64]]) -> torch.Tensor:
     return torch.from_numpy(np.exp((ids % 40) / 8.0 - 4).astype(np.float32))
 
 
-def test_kept_samples_come_once_and_their_share_is_what_was_asked_for() -> None:
+def test_kept_samples_come_once_and_in_the_requested_share() -> None:
     with _loader() as loader:
         skipper = dlio.SampleSkipper(loader, 12, 0.5, easy=math.inf)
         seen = []
         for epoch in range(12):
             skipper.begin(epoch)
-            found = []
+            consumed = []
             for _ in loader:
                 weighted = skipper.weigh(_losses(loader.last_samples))
                 weights = weighted / _losses(loader.last_samples)
-                found += list(zip(loader.last_samples.tolist(), weights.tolist(), strict=True))
-            ids = [sample for sample, _ in found]
+                consumed += list(zip(loader.last_samples.tolist(), weights.tolist(), strict=True))
+            ids = [sample for sample, _ in consumed]
             assert len(set(ids)) == len(ids) == skipper.samples
             assert skipper.skip_share == 1 - len(ids) / N
             assert skipper.lr_factor == N / len(ids)
             if skipper.rule.sees_all(epoch):
                 assert len(ids) == N
-                assert {weight for _, weight in found} == {1.0}
+                assert {weight for _, weight in consumed} == {1.0}
             else:
-                assert skipper.kept is not None
-                assert sorted(ids) == np.flatnonzero(skipper.kept.holds(np.arange(N))).tolist()
-                # Low losses count the more where they are kept.
-                low = [weight for sample, weight in found if sample % 40 < 10]
-                high = [weight for sample, weight in found if sample % 40 >= 36]
+                assert skipper.sample_mask is not None
+                kept = np.flatnonzero(skipper.sample_mask.holds(np.arange(N)))
+                assert sorted(ids) == kept.tolist()
+                # Samples of low loss have larger weights when they are kept.
+                low = [weight for sample, weight in consumed if sample % 40 < 10]
+                high = [weight for sample, weight in consumed if sample % 40 >= 36]
                 assert min(low) < max(low) > max(high)
             seen.append(len(ids))
         assert [seen[0], *seen[-2:]] == [N] * 3
@@ -57,12 +58,12 @@ def test_kept_samples_come_once_and_their_share_is_what_was_asked_for() -> None:
 
 
 def test_gradients_are_those_of_all_samples_on_average() -> None:
-    """A frozen network's, over epochs: within 4 standard errors, which are small."""
+    """The mean gradient of a frozen network is within 4 standard errors, which are small."""
     with _loader(16) as loader:
         skipper = dlio.SampleSkipper(loader, 400, 0.5, last=0, easy=math.inf)
         weight = torch.nn.Parameter(torch.ones(2))
         truth = _gradient(weight, np.arange(N), None)
-        found = []
+        means = []
         for epoch in range(400):
             skipper.begin(epoch)
             sums, steps = torch.zeros(2), 0
@@ -71,8 +72,8 @@ def test_gradients_are_those_of_all_samples_on_average() -> None:
                 skipper.record(_losses(ids), ids)
                 sums += _gradient(weight, ids, skipper.weights(ids)) * len(ids)
                 steps += len(ids)
-            found.append((sums / steps).numpy())
-        gradients = np.array(found[1:])
+            means.append((sums / steps).numpy())
+        gradients = np.array(means[1:])
         error = gradients.std(0) / np.sqrt(len(gradients))
         assert (np.abs(gradients.mean(0) - truth.numpy()) < 4 * error).all()
         assert (error < 0.02 * np.abs(truth.numpy())).all()
@@ -87,9 +88,9 @@ def _gradient(weight: torch.nn.Parameter, ids: Any, weights: torch.Tensor | None
     return gradient
 
 
-def test_a_loop_that_goes_on_in_the_middle_has_the_same_samples_and_weights() -> None:
+def test_a_loop_resumed_within_an_epoch_has_the_same_samples_and_weights() -> None:
     def trained(stop: tuple[int, int] | None) -> list[tuple[int, int, float]]:
-        told: list[tuple[int, int, float]] = []
+        consumed: list[tuple[int, int, float]] = []
         loader = _loader()
         skipper = dlio.SampleSkipper(loader, 6, 0.5, seed=3, easy=math.inf)
         begun = 0
@@ -100,7 +101,7 @@ def test_a_loop_that_goes_on_in_the_middle_has_the_same_samples_and_weights() ->
                 ids = loader.last_samples
                 skipper.weigh(_losses(ids) * torch.from_numpy(1.0 + epoch * (ids % 7 == 0)))
                 weights = skipper.weights(ids).tolist()
-                told += [(epoch, *each) for each in zip(ids.tolist(), weights, strict=True)]
+                consumed += [(epoch, *each) for each in zip(ids.tolist(), weights, strict=True)]
                 if stop == (epoch, step):
                     state = {key: value.clone() for key, value in skipper.state().items()}
                     where = loader.state_dict()
@@ -113,7 +114,7 @@ def test_a_loop_that_goes_on_in_the_middle_has_the_same_samples_and_weights() ->
                 epoch, begun = epoch + 1, 0
                 continue
             stop = None
-        return told
+        return consumed
 
     whole = trained(None)
     assert 4 * N < len(whole) < 6 * N
@@ -139,8 +140,8 @@ def test_losses_of_another_shape_or_data_set_are_refused() -> None:
         dlio.SampleSkipper(dlio.DataLoader(list(range(9)), 2), 5)
 
 
-def test_losses_that_wait_are_taken_down_in_time() -> None:
-    """More batches than wait at a time."""
+def test_waiting_losses_are_recorded_in_time() -> None:
+    """Consume more batches than may wait at a time."""
     with _loader(1) as loader:
         skipper = dlio.SampleSkipper(loader, 5)
         skipper.begin(0)
