@@ -131,10 +131,10 @@ def test_a_picture_is_of_the_kind_that_its_name_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--case", "telepathy"], "choose from messages"),
+        (["--case", "telepathy"], "choose one of messages"),
         (["--case", "training"], "--val"),
         (["--exchange", "telepathy"], "choose one of allreduce"),
-        (["--fabric", "string"], "choose memory, tcp or link"),
+        (["--fabric", "string"], "choose one of memory, tcp, link"),
         (["--plot", "model.gif"], "ends in .png or .svg"),
         (["--alpha-us", "0"], "above 0"),
     ],

@@ -117,10 +117,10 @@ def test_variants_of_a_network_for_images(pictures: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--case", "telepathy"], "choose from images"),
+        (["--case", "telepathy"], "choose one of images"),
         (["--case", "images"], "--val"),
         (["--plot", "curve.gif"], "ends in .png or .svg"),
-        (["--tolerance", "-1"], "0 or more"),
+        (["--tolerance", "-1"], "at least 0"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(

@@ -163,7 +163,7 @@ def test_healing_from_another_data_set_is_refused(
     pack(str(pictures), str(other), seed=5)
     with pytest.raises(SourceError, match="not the data set"):
         verify(str(scratch), heal=True, source=str(other))
-    with pytest.raises(UsageError, match="is no tier"):
+    with pytest.raises(UsageError, match="is not a tier"):
         verify(str(pictures), heal=True)
 
 

@@ -90,5 +90,5 @@ def test_a_tolerance_is_a_number_of_points() -> None:
         TrainConfig("data", prune="apoptosis", prune_tolerance=-1)
     with pytest.raises(UsageError, match="--prune magnitude: choose one of off, apoptosis"):
         TrainConfig("data", prune="magnitude")
-    with pytest.raises(UsageError, match="--prune-tolerance wants --prune apoptosis"):
+    with pytest.raises(UsageError, match="--prune-tolerance needs --prune apoptosis"):
         TrainConfig("data", prune_tolerance=0.5)

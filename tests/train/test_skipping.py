@@ -150,7 +150,7 @@ def test_it_goes_with_other_exchanges_shuffles_and_shares(
 
 
 def test_options_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(UsageError, match="--skip-share wants --skip-samples"):
+    with pytest.raises(UsageError, match="--skip-share needs --skip-samples"):
         TrainConfig("x", skip_share=0.3)
     for share in (0.0, 0.9, float("nan")):
         with pytest.raises(UsageError, match=r"above 0, up to 0\.6"):
