@@ -1,4 +1,4 @@
-"""Tiers that hold a part of the data, beside an LRU of the same size and the page cache."""
+"""Tiers that hold a part of the data, compared with an LRU of that size and the page cache."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ __all__ = ["SHARES", "capacity"]
 SHARES: Final = (0.1, 0.25, 0.5, 0.75, 0.9)
 _CGROUP: Final = "/sys/fs/cgroup/memory"
 _SLACK: Final = 1 << 20
-"""For what the kernel charges the group beside."""
+"""Memory that the kernel also charges to the group."""
 _READ: Final = """
 import json, os, sys
 group, files, orders, room = json.load(sys.stdin)
@@ -60,7 +60,7 @@ def capacity(source: str, shares: tuple[float, ...] = SHARES) -> list[dict[str, 
     stored = int(block_bytes_of(reader).sum())
     reader.close()
     whole = int(sizes.sum())
-    found = []
+    results = []
     for share in shares:
         room = int(share * stored)
         with (
@@ -73,25 +73,25 @@ def capacity(source: str, shares: tuple[float, ...] = SHARES) -> list[dict[str, 
                 pass
             for _ in loader:
                 pass
-            told = loader.stats()["bytes"]
+            bytes_by_place = loader.stats()["bytes"]
             assert data.mounted is not None
             home = data.mounted.placement.home
             everything = np.arange(len(data), dtype=np.int64)
             orders = [Order(len(data), data.seed, epoch).samples(everything) for epoch in (0, 1)]
             hits = home[data.reader.layout.block_of(orders[1])] >= 0
         kept = float(sizes[orders[1]][hits].sum()) / whole
-        found.append(
+        results.append(
             {
                 "share": share,
                 "held": kept,
-                "dlio": told["source"] / whole,
+                "dlio": bytes_by_place["source"] / whole,
                 "bound": 1.02 * (1 - kept),
                 "evenness_sigma": _evenness(hits),
                 "lru": _lru(sizes, orders, share * whole) / whole,
                 "page_cache": _page_cache(names, orders, share * whole, whole) if single else None,
             }
         )
-    return found
+    return results
 
 
 def _evenness(hits: Any) -> float:

@@ -1,8 +1,8 @@
 """The contenders of `dlio bench loader`, each in a process of its own, which they keep.
 
-The benchmark starts one for each, has it prepare what it reads, and then asks for passes in turn;
+The benchmark starts one for each, has it prepare its data, and then asks for passes in turn;
 so none shares an interpreter, threads or memory with another, and each process's memory can be
-looked at. `python -m dlio_bench.contenders` is such a process; it is told what to do on standard
+looked at. `python -m dlio_bench.contenders` is such a process; it takes requests on standard
 input, and answers on standard output, a JSON object a line.
 """
 
@@ -165,7 +165,7 @@ CONTENDERS: Final[dict[str, tuple[str, str | None]]] = {
     "dlio_rows": ("dlio.DataLoader, packed with restart rows", None),
     "dlio_256": ("dlio.DataLoader, packed at 256 pixels, quality 90", None),
 }
-"""Name: what it is, and the package that it wants."""
+"""Name: a description, and the package that it needs."""
 
 
 def missing(name: str) -> str | None:
@@ -257,13 +257,13 @@ class Contender:
 
 
 def _tree(pid: int) -> list[int]:
-    """A process and all below it in its session: what has one of its own is leaving it."""
-    found, session = [pid], os.getsid(pid)
-    for parent in found:
+    """A process and its descendants in the same session; others have left it on purpose."""
+    processes, session = [pid], os.getsid(pid)
+    for parent in processes:
         with contextlib.suppress(OSError), open(f"/proc/{parent}/task/{parent}/children") as file:
             below = [int(text) for text in file.read().split()]
-            found += [child for child in below if os.getsid(child) == session]
-    return found
+            processes += [child for child in below if os.getsid(child) == session]
+    return processes
 
 
 def _pss(pid: int) -> int:
@@ -286,7 +286,7 @@ def _serve() -> None:
     from dlio_bench import peers
 
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # What libraries print is no answer.
+    os.dup2(2, 1)  # Output of libraries must not mix with answers.
     run: Pass | None = None
     for line in sys.stdin:
         question = json.loads(line)

@@ -21,8 +21,8 @@ _CONSUMED_PER_S: Final = 200.0
 
 def arrays(folder: str, repeats: int, workers: int, volumes: int = 1152) -> dict[str, Any]:
     """Volumes of 2 MiB, raw and LZ4, from the RAM tier and from a disk tier that the page cache
-    does not hold, beside a bare loop that reads the same bytes of the same files by preadv, in
-    the same order, in as many threads, into batch memory that is used again.
+    does not hold, compared with a bare loop that reads the same bytes of the same files by
+    preadv, in the same order, in as many threads, into batch memory that is used again.
 
     `dlio_over_preadv` compares volumes a second; `dlio_over_bandwidth` the bytes a second that
     dlio delivers with those that the loop reads, which are fewer where volumes are compressed.
@@ -33,7 +33,7 @@ def arrays(folder: str, repeats: int, workers: int, volumes: int = 1152) -> dict
     from dlio_bench.machine import ratio, spread
     from dlio_staging.pack import pack
 
-    found: dict[str, Any] = {"volumes": volumes, "bytes": volumes * 4 * int(np.prod(_VOLUME))}
+    results: dict[str, Any] = {"volumes": volumes, "bytes": volumes * 4 * int(np.prod(_VOLUME))}
     with tempfile.TemporaryDirectory(prefix="dlio-bench-", dir=folder) as scratch:
         generator = np.random.default_rng(0)
         data = generator.standard_normal((volumes, *_VOLUME), np.float32)
@@ -49,19 +49,19 @@ def arrays(folder: str, repeats: int, workers: int, volumes: int = 1152) -> dict
                 with _checking(share):
                     rates = _array_case(packed, place, tier, repeats, workers)
                 checked = "" if share == "1" else "_tenth_checked"
-                found[f"{name}_{place}{checked}"] = {
+                results[f"{name}_{place}{checked}"] = {
                     "dlio_MiB_per_s": spread(rates["dlio"]),
                     "preadv_MiB_per_s": spread(rates["preadv"]),
                     "dlio_over_preadv": ratio(rates["dlio"], rates["volumes"]),
                     "dlio_over_bandwidth": ratio(rates["dlio"], rates["preadv"]),
                 }
                 shutil.rmtree(tier, ignore_errors=True)
-    return found
+    return results
 
 
 @contextlib.contextmanager
 def _checking(share: str) -> Iterator[None]:
-    """Have dlio compare the checksums of a share of what it reads from tiers."""
+    """Have dlio compare the checksums of a share of the payloads that it reads from tiers."""
     before = os.environ.get("DLIO_CHECK")
     os.environ["DLIO_CHECK"] = share
     try:
@@ -132,7 +132,7 @@ def _stretches(files: str, reader: Any, order: Any) -> list[tuple[str, int, int]
     from dlio.storage.block import read_info
 
     infos: dict[int, Any] = {}
-    found = []
+    results = []
     for block, place in zip(*(part.tolist() for part in reader.layout.locate(order)), strict=True):
         path = os.path.join(files, f"{block:08d}.blk")
         if block not in infos:
@@ -140,8 +140,8 @@ def _stretches(files: str, reader: Any, order: Any) -> list[tuple[str, int, int]
             infos[block] = read_info(descriptor, path)
             os.close(descriptor)
         offset, stored, _, _ = infos[block].table[place].item()
-        found.append((path, int(offset), int(stored)))
-    return found
+        results.append((path, int(offset), int(stored)))
+    return results
 
 
 def _bare_reads(stretches: list[tuple[str, int, int]], workers: int) -> None:
@@ -164,13 +164,13 @@ def _bare_reads(stretches: list[tuple[str, int, int]], workers: int) -> None:
 
 def slow(source: str, repeats: int, workers: int, batch_size: int = 64) -> dict[str, Any]:
     """Class folders behind slowfs (50 MB/s, 5 ms a request), and a consumer that computes for
-    `batch_size` / 200 s a batch: seconds to the first batch, beside reading its files and nothing
-    else; the share of the second epoch that the consumer computes; torch's loader beside."""
+    `batch_size` / 200 s a batch: seconds to the first batch, compared with only reading its
+    files; share of the second epoch that the consumer computes; both for torch's loader as well."""
     from dlio.data.reader import open_reader
     from dlio_bench.machine import spread
     from dlio_bench.slowfs import slow_mount
 
-    found: dict[str, list[float]] = {}
+    results: dict[str, list[float]] = {}
     listed = open_reader(source)
     names = [listed.name(k) for k in range(len(listed))]
     labels = [int(label) for label in listed.labels]
@@ -178,25 +178,25 @@ def slow(source: str, repeats: int, workers: int, batch_size: int = 64) -> dict[
     with slow_mount(source, latency_s=_LATENCY_S, bandwidth=_BANDWIDTH) as mounted:
         files = [os.path.join(mounted, name) for name in names]
         for repeat in range(repeats):
-            told = _slow_dlio(mounted, workers, batch_size, repeat)
-            bare = _read_all([files[k] for k in told.pop("first")])
-            told["first_batch_over_read"] = told["dlio_first_batch_s"] / bare
-            told["read_s"] = bare
-            told.update(_slow_torch(files, labels, workers, batch_size))
-            for key, value in told.items():
-                found.setdefault(key, []).append(value)
-    return {key: spread(values) for key, values in found.items()}
+            measured = _slow_dlio(mounted, workers, batch_size, repeat)
+            bare = _read_all([files[k] for k in measured.pop("first")])
+            measured["first_batch_over_read"] = measured["dlio_first_batch_s"] / bare
+            measured["read_s"] = bare
+            measured.update(_slow_torch(files, labels, workers, batch_size))
+            for key, value in measured.items():
+                results.setdefault(key, []).append(value)
+    return {key: spread(values) for key, values in results.items()}
 
 
 def decoded(
     source: str, repeats: int, workers: int, image_size: int, batch_size: int
 ) -> dict[str, Any]:
     """Epochs after the first, from a RAM tier of blocks alone, and with decoded images above
-    it, in turn: samples a second, for training and for evaluation; and what the tier decided."""
+    it, in turn: samples a second, for training and for evaluation; and the decision of the tier."""
     import dlio
     from dlio_bench.machine import ratio, spread
 
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, train in (("training", True), ("evaluation", False)):
         rates: dict[str, list[float]] = {"blocks": [], "decoded": []}
         tiers = {"blocks": "ram:4GiB", "decoded": "ram:4GiB,ram:4GiB:decoded"}
@@ -215,15 +215,15 @@ def decoded(
                     if repeat:
                         rates[kind].append(count / (time.perf_counter() - began))
             stats = loaders["decoded"].stats()
-            found[f"{name}, share of samples that came decoded"] = (
+            results[f"{name}, share of samples that came decoded"] = (
                 f"{stats['decoded'] / stats['samples']:.2f}, which saved "
                 f"{stats['decode_saved_s']:.2f} thread seconds an epoch; "
                 + " ".join(stats["notes"])
             )
-        found[f"{name}, samples/s from blocks"] = spread(rates["blocks"])
-        found[f"{name}, samples/s decoded"] = spread(rates["decoded"])
-        found[f"{name}, decoded over blocks"] = ratio(rates["decoded"], rates["blocks"])
-    return found
+        results[f"{name}, samples/s from blocks"] = spread(rates["blocks"])
+        results[f"{name}, samples/s decoded"] = spread(rates["decoded"])
+        results[f"{name}, decoded over blocks"] = ratio(rates["decoded"], rates["blocks"])
+    return results
 
 
 def _slow_dlio(mounted: str, workers: int, batch_size: int, seed: int) -> dict[str, Any]:
@@ -273,11 +273,11 @@ def _slow_torch(
         num_workers=workers,
         persistent_workers=True,
     )
-    told = [_consumed(loader, lambda: None) for _ in range(2)]
+    measured = [_consumed(loader, lambda: None) for _ in range(2)]
     return {
-        "torch_first_batch_s": told[0][1],
-        "torch_computing_epoch_1": told[0][0],
-        "torch_computing_epoch_2": told[1][0],
+        "torch_first_batch_s": measured[0][1],
+        "torch_computing_epoch_1": measured[0][0],
+        "torch_computing_epoch_2": measured[1][0],
     }
 
 

@@ -22,13 +22,13 @@ __all__ = ["main"]
 def main(text: str) -> None:
     task: dict[str, Any] = json.loads(text)
     dist.init_process_group("gloo")
-    told: dict[str, Any] = {}
+    by_mode: dict[str, Any] = {}
     with dlio.open(task["source"], tiers=task["tiers"], image_size=None, seed=0) as data:
         comm = world().dup()
         loaders: list[Any] = []
         told_of = _measured(comm, task["model_s"])
-        told["made_per_s"] = _made_per_s(data, task["batch_size"], comm, loaders)
-        told["exchange"] = _exchange(data, task["batch_size"], task["epochs"], comm, loaders)
+        by_mode["made_per_s"] = _made_per_s(data, task["batch_size"], comm, loaders)
+        by_mode["exchange"] = _exchange(data, task["batch_size"], task["epochs"], comm, loaders)
         for mode in task["modes"]:
             loader = dlio.DataLoader(
                 data, task["batch_size"], shuffle=True, mode=mode, num_workers=1
@@ -50,7 +50,7 @@ def main(text: str) -> None:
                 messages = sum(comm.allgather(stats["messages"]))
                 late = sum(comm.allgather(stats["late"]))
                 if epoch:
-                    told.setdefault(mode, []).append(
+                    by_mode.setdefault(mode, []).append(
                         {
                             "epoch": epoch,
                             "seconds": seconds,
@@ -68,8 +68,8 @@ def main(text: str) -> None:
             loader.close()
         comm.close()
     if dist.get_rank() == 0:
-        apart = {name: told.pop(name) for name in ("made_per_s", "exchange")}
-        print(json.dumps({"nodes": names, "modes": told, **apart, **told_of}), flush=True)
+        apart = {name: by_mode.pop(name) for name in ("made_per_s", "exchange")}
+        print(json.dumps({"nodes": names, "modes": by_mode, **apart, **told_of}), flush=True)
     dist.destroy_process_group()
 
 
@@ -77,15 +77,15 @@ def _measured(comm: Communicator, model_s: float) -> dict[str, float]:
     """Bytes a second that a link takes each way, for messages as the shuffle has them: half a
     window to all others together, or to one, after a pause; and seconds of a step without data."""
     everybody = [rank for rank in range(comm.size) if rank != comm.rank]
-    found = {"link_rate": _rate(comm, everybody, everybody)}
+    figures = {"link_rate": _rate(comm, everybody, everybody)}
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    found["one_peer_rate"] = _rate(comm, [right], [left])
+    figures["one_peer_rate"] = _rate(comm, [right], [left])
     began = time.perf_counter()
     for _ in range(50):
         time.sleep(model_s)
         comm.barrier()
     step = (time.perf_counter() - began) / 50
-    return {**found, "step_s": max(comm.allgather(step))}
+    return {**figures, "step_s": max(comm.allgather(step))}
 
 
 def _rate(comm: Communicator, dests: list[int], sources: list[int]) -> float:
@@ -136,7 +136,7 @@ def _exchange(
 
 
 def _made_per_s(data: Any, batch_size: int, comm: Communicator, loaders: list[Any]) -> float:
-    """Samples a second that a rank makes of what its own tier holds."""
+    """Samples per second that a rank makes from its own tier."""
     loader = dlio.DataLoader(data, batch_size, shuffle=True, mode="local", num_workers=1)
     loaders.append(loader)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Epochs of real ranks in network namespaces with shaped links, beside what is forecast."""
+"""Epochs of real ranks in network namespaces with shaped links, compared with the forecast."""
 
 import contextlib
 import json
@@ -94,7 +94,7 @@ def link(
     from dlio_bench.machine import spread
     from dlio_staging.pack import pack
 
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="dlio-bench-") as scratch:
         data = np.random.default_rng(0).integers(0, 256, (samples, _SAMPLE_BYTES), np.uint8)
         np.save(os.path.join(scratch, "samples.npy"), data)
@@ -113,28 +113,28 @@ def link(
         with shaped(2, rate) as places:
             # Two ranks a node, which share its link.
             alone = _run([place for place in places for _ in range(2)], {**task, "modes": []})
-            found["4 ranks on 2 nodes, exchange alone"] = _exchange(alone)
+            results["4 ranks on 2 nodes, exchange alone"] = _exchange(alone)
         for count in counts:
             with shaped(count, rate) as places:
-                told = _run(places, task)
+                report = _run(places, task)
             # As measured before the epochs, over the same links.
             machine = Machine(
-                link_rate=told["link_rate"],
-                link_latency_s=(told["step_s"] - model_s) / 2,
+                link_rate=report["link_rate"],
+                link_latency_s=(report["step_s"] - model_s) / 2,
                 tier_rates=(4e9,),
-                decode_rate=told["made_per_s"],
-                model_s=told["step_s"],
+                decode_rate=report["made_per_s"],
+                model_s=report["step_s"],
                 ahead=2,
             )
-            found[f"{count} nodes"] = {
-                key: told[key] for key in ("link_rate", "one_peer_rate", "step_s", "made_per_s")
+            results[f"{count} nodes"] = {
+                key: report[key] for key in ("link_rate", "one_peer_rate", "step_s", "made_per_s")
             }
-            found[f"{count} nodes, exchange alone"] = _exchange(told)
-            named = tuple(Node(name, (1 << 30,)) for name in told["nodes"])
+            results[f"{count} nodes, exchange alone"] = _exchange(report)
+            named = tuple(Node(name, (1 << 30,)) for name in report["nodes"])
             for mode in modes:
                 job = job_over(reader, named, 1, batch_size, mode)
-                measured = told["modes"][mode]
-                rate_ = told["one_peer_rate" if mode == "ring" else "link_rate"]
+                measured = report["modes"][mode]
+                rate_ = report["one_peer_rate" if mode == "ring" else "link_rate"]
                 links = replace(machine, link_rate=rate_)
                 forecast = [run(job, links, epoch=each["epoch"]) for each in measured]
                 counted = [traffic(job, each["epoch"]) for each in measured]
@@ -142,7 +142,7 @@ def link(
                     each["seconds"] / line.seconds
                     for each, line in zip(measured, forecast, strict=True)
                 ]
-                found[f"{count} nodes, {mode}"] = {
+                results[f"{count} nodes, {mode}"] = {
                     "seconds": [each["seconds"] for each in measured],
                     "forecast_s": [line.seconds for line in forecast],
                     "ratio": spread(ratios),
@@ -156,14 +156,14 @@ def link(
                     "late": sum(each["late"] for each in measured),
                 }
         reader.close()
-    return found
+    return results
 
 
-def _exchange(told: dict[str, Any]) -> dict[str, Any]:
-    """Epochs in mode `global` without computing, beside all-to-alls of as many bytes."""
+def _exchange(report: dict[str, Any]) -> dict[str, Any]:
+    """Epochs in mode `global` without computing, compared with all-to-alls of as many bytes."""
     from dlio_bench.machine import ratio, spread
 
-    rates = told["exchange"]
+    rates = report["exchange"]
     return {
         "shuffle_MB_per_s": spread([each / 1e6 for each in rates["shuffle"]]),
         "alltoallv_MB_per_s": spread([each / 1e6 for each in rates["alltoallv"]]),
@@ -207,5 +207,5 @@ def _run(places: list[tuple[str, str, str]], task: dict[str, Any]) -> dict[str, 
                 said.seek(0)
                 raise UsageError(f"rank {rank} over a shaped link failed: {said.read()[-800:]}")
             output = output or out
-    told: dict[str, Any] = json.loads(output.splitlines()[-1])
-    return told
+    report: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return report

@@ -1,4 +1,4 @@
-"""`dlio bench loader`: loading alone, beside others' loaders, under its ceilings."""
+"""`dlio bench loader`: loading alone, compared with other loaders and with its ceilings."""
 
 import contextlib
 import json
@@ -132,12 +132,12 @@ def measure(case: Case) -> dict[str, Any]:
             for name in order if repeat % 2 == 0 else order[::-1]:
                 # Its memory may have been taken away while others had their turn.
                 running[name].one_pass()
-                told = running[name].one_pass()
+                timed = running[name].one_pass()
                 running[name].pause()
-                if not 0.99 * samples <= told["samples"] <= samples:
-                    raise UsageError(f"{name} gave {told['samples']} of {samples} samples")
-                rates.setdefault(name, []).append(told["samples"] / told["seconds"])
-                first.setdefault(name, []).append(told["first_batch_s"])
+                if not 0.99 * samples <= timed["samples"] <= samples:
+                    raise UsageError(f"{name} gave {timed['samples']} of {samples} samples")
+                rates.setdefault(name, []).append(timed["samples"] / timed["seconds"])
+                first.setdefault(name, []).append(timed["first_batch_s"])
         for name, contender in running.items():
             footprint[name] = contender.footprint()
     return {

@@ -1,4 +1,4 @@
-"""What a figure was measured on, and how figures are told."""
+"""The machine that figures were measured on, and their format."""
 
 import os
 import platform
@@ -39,7 +39,7 @@ def deviation(values: Sequence[float]) -> str:
 
 
 def ratio(values: Sequence[float], to: Sequence[float]) -> dict[str, float]:
-    """Of paired repeats: the median of their ratios, and the least and largest."""
+    """Median, least and largest ratio of paired repeats."""
     return spread([value / other for value, other in zip(values, to, strict=True)])
 
 

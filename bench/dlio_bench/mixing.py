@@ -1,4 +1,4 @@
-"""How random the samples are that each mode gives, and what a network learns from them."""
+"""Randomness of the samples of each mode, and accuracy of a network trained on them."""
 
 import json
 import math
@@ -21,7 +21,7 @@ def statistics() -> dict[str, dict[str, float]]:
     """For each mode, of a rank's stream and of the global batches, over some epochs:
 
     - `chi2_sigma`: chi-square of position in the epoch against sample number, over all ranks, in
-      standard deviations of what chance gives;
+      standard deviations of a uniformly random draw;
     - `serial_sigma`: serial correlation of one rank's sample numbers, likewise;
     - `repeated`: share of a rank's samples that it had in the epoch before, too (1 / nodes by
       chance);
@@ -32,7 +32,7 @@ def statistics() -> dict[str, dict[str, float]]:
     from dlio.plan.placement import Node
 
     nodes = tuple(Node(f"node{number}", (1 << 50,)) for number in range(_NODES))
-    found = {}
+    by_mode = {}
     for mode in MODES:
         job = job_of(_SAMPLES, 100_000, nodes, 1, 32, mode, seed=1)
         table = np.zeros((_BINS, _BINS))
@@ -57,25 +57,25 @@ def statistics() -> dict[str, dict[str, float]]:
         chi2 = float(((table - expected) ** 2 / expected).sum())
         # Each epoch's margins are fixed: each sample once, each place once.
         degrees = (_BINS - 1) ** 2
-        found[mode] = {
+        by_mode[mode] = {
             "chi2_sigma": (chi2 - degrees) / math.sqrt(2 * degrees),
             "serial_sigma": float(np.sum(serial) / math.sqrt(len(serial))),
             "repeated": float(np.mean(repeated)),
             "unevenness_sigma": float(np.mean(uneven)),
         }
-    return found
+    return by_mode
 
 
 def _unevenness(windows: Sequence[Any], steps: int) -> list[float]:
-    """Of some global batches: the root mean square deviation of the eighths' counts, over that of
+    """For some global batches, the root mean square deviation of the eighths' counts, over that of
     a uniformly random draw."""
-    told = []
+    deviations = []
     for step in range(0, steps - 1, max(1, steps // 16)):
         batch = np.concatenate([w.samples[w.starts[step] : w.starts[step + 1]] for w in windows])
         counts = np.bincount(batch * 8 // _SAMPLES, minlength=8)
         expected = len(batch) / 8
-        told.append(math.sqrt(((counts - expected) ** 2).mean() / (expected * 7 / 8)))
-    return told
+        deviations.append(math.sqrt(((counts - expected) ** 2).mean() / (expected * 7 / 8)))
+    return deviations
 
 
 def training(

@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 _OPERATORS: Final = 60
-"""Of torchvision's, at most."""
+"""Most operators of torchvision to stand in for."""
 
 
 def torch_pillow(task: Task, floats: bool = False) -> Pass:
@@ -292,18 +292,18 @@ def _read(path: str) -> bytes:
 
 
 def _let_torchvision_load() -> None:
-    """Its wheel from PyPI, beside a torch for CPUs, lacks its operators and stops at the first that
+    """With a torch for CPUs, its wheel from PyPI lacks its operators and stops at the first that
     it looks for; nothing here uses one, so they are given names."""
     for _ in range(_OPERATORS):
         try:
             importlib.import_module("torchvision")
         except RuntimeError as error:
-            told = re.search(r"operator torchvision::(\w+) does not exist", str(error))
-            if told is None:
+            missing = re.search(r"operator torchvision::(\w+) does not exist", str(error))
+            if missing is None:
                 raise
             library: Any = torch.library
             kept = library.Library("torchvision", "FRAGMENT")
-            kept.define(f"{told[1]}(Tensor x) -> Tensor")
+            kept.define(f"{missing[1]}(Tensor x) -> Tensor")
             _kept.append(kept)
             for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
                 del sys.modules[name]

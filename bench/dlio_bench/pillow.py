@@ -16,7 +16,7 @@ class PillowImages(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
 
     Args:
         floats: end in torchvision's ToTensor, as most scripts do; otherwise in its PILToTensor,
-            uint8, which is less work, and what dlio gives.
+            uint8, as dlio does, which is less work.
     """
 
     def __init__(self, files: list[str], labels: list[int], size: int, floats: bool) -> None:

@@ -1,4 +1,4 @@
-"""`dlio bench readers`: each reader beside the format's own library, reading the same file."""
+"""`dlio bench readers`: each reader compared with the format's own library on the same file."""
 
 import io
 import json
@@ -51,7 +51,7 @@ class Formats:
 
 @dataclass(frozen=True, slots=True)
 class _Peer:
-    """How a format's own library reads what was written."""
+    """Reads samples with the format's own library."""
 
     library: str
     path: str
@@ -69,7 +69,7 @@ def measure(formats: Sequence[str], case: Case) -> dict[str, Any]:
     from dlio_bench.machine import describe_machine, ratio, spread
     from dlio_staging.pack import pack
 
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     chosen = np.random.default_rng(1).integers(0, case.samples, case.random_reads)
     for name in formats:
         with tempfile.TemporaryDirectory(prefix="readers-bench-") as folder:
@@ -98,7 +98,7 @@ def measure(formats: Sequence[str], case: Case) -> dict[str, Any]:
             rates["pack"].append(case.samples / (time.perf_counter() - started))
             reader.close()
             peer.close()
-            found[name] = {
+            results[name] = {
                 "library": peer.library,
                 "bytes": size,
                 "mean_bytes": size / case.samples,
@@ -106,12 +106,12 @@ def measure(formats: Sequence[str], case: Case) -> dict[str, Any]:
                 "pass_over_library": ratio(rates["pass"], rates["library_pass"]),
                 "random_over_library": ratio(rates["random"], rates["library_random"]),
             }
-            print(f"{name}: {json.dumps(found[name])}", file=sys.stderr)
+            print(f"{name}: {json.dumps(results[name])}", file=sys.stderr)
     packages = ("dlio", "h5py", "zarr", "pyarrow", "numpy", "webdataset", "mosaicml-streaming")
     return {
         "benchmark": "readers",
         "case": asdict(case),
-        "formats": found,
+        "formats": results,
         "machine": describe_machine(packages),
     }
 
@@ -310,8 +310,8 @@ def _npy(folder: str, case: Case) -> _Peer:
 
 
 def _mds(folder: str, case: Case) -> _Peer:
-    """As MosaicML's writer writes; read beside by its own description, for it wants more packages
-    than it needs to read."""
+    """Shards as MosaicML's writer has them, compared with a reader written from their description:
+    MosaicML's own needs more packages than reading takes."""
     generator = np.random.default_rng(0)
     bodies = [_body(generator, case) for _ in range(case.samples)]
     parts = [

@@ -44,10 +44,13 @@ def plan(repeats: int) -> dict[str, Any]:
 
     nodes = tuple(Node(f"node{number}", (1 << 60,)) for number in range(128))
     job = job_of(1_280_000, 110_000, nodes, 8, 32)
-    found: dict[str, Any] = {"placement_s": _seconds(lambda: job.placement)}
+    results: dict[str, Any] = {"placement_s": _seconds(lambda: job.placement)}
     for mode in ("batch", "global"):
-        told = traffic(replace(job, mode=mode))
-        found[mode] = {"moved_share": told.moved / told.payload, "messages": told.messages}
+        measured = traffic(replace(job, mode=mode))
+        results[mode] = {
+            "moved_share": measured.moved / measured.payload,
+            "messages": measured.messages,
+        }
     for mode in ("batch", "global", "ring", "partial(0.1)", "local"):
         one = replace(job, mode=mode)
         # The placement is computed once for all epochs.
@@ -59,7 +62,7 @@ def plan(repeats: int) -> dict[str, Any]:
                 planner.window(window)
 
         seconds = [_seconds(whole) for _ in range(repeats)]
-        found.setdefault(mode, {})["seconds_a_rank"] = spread(seconds)
+        results.setdefault(mode, {})["seconds_a_rank"] = spread(seconds)
     large = job_of(10**9, 110_000, nodes, 8, 32, "global")
 
     def whole_large() -> None:
@@ -69,16 +72,16 @@ def plan(repeats: int) -> dict[str, Any]:
             planner.window(range(begin, min(begin + 32, steps)))
 
     large.placement  # noqa: B018 - once for all epochs
-    found["billion"] = {"seconds_a_rank": spread([_seconds(whole_large) for _ in range(repeats)])}
+    results["billion"] = {"seconds_a_rank": spread([_seconds(whole_large) for _ in range(repeats)])}
     tracemalloc.start()
     whole_large()
-    found["billion"]["peak_MiB"] = tracemalloc.get_traced_memory()[1] / (1 << 20)
+    results["billion"]["peak_MiB"] = tracemalloc.get_traced_memory()[1] / (1 << 20)
     tracemalloc.stop()
-    return found
+    return results
 
 
 def _seconds(work: Any) -> float:
-    """Of the processor: other processes' do not count."""
+    """Processor seconds of this process."""
     began = time.process_time()
     work()
     return time.process_time() - began
@@ -95,7 +98,7 @@ def exchange(repeats: int, samples: int = 4000) -> dict[str, Any]:
     from dlio_bench.machine import ratio, spread
     from dlio_staging.pack import pack
 
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="dlio-bench-") as scratch:
         generator = np.random.default_rng(0)
         data = generator.integers(0, 256, (samples, _SAMPLE_BYTES), np.uint8)
@@ -104,19 +107,19 @@ def exchange(repeats: int, samples: int = 4000) -> dict[str, Any]:
         packed = os.path.join(scratch, "packed")
         pack(os.path.join(scratch, "samples.npy"), packed, compress="none")
         for nodes, fabric in itertools.product((2, 4), FABRICS):
-            told = _ranks("exchange", packed, nodes, 32, repeats, fabric)
-            rates = told["rates"]
-            found[f"{nodes}_nodes_{fabric}"] = {
-                "moved_bytes": told["moved"],
-                "messages": told["messages"],
-                "late": told["late"],
+            measured = _ranks("exchange", packed, nodes, 32, repeats, fabric)
+            rates = measured["rates"]
+            results[f"{nodes}_nodes_{fabric}"] = {
+                "moved_bytes": measured["moved"],
+                "messages": measured["messages"],
+                "late": measured["late"],
                 "shuffle_MB_per_s": spread([rate / 1e6 for rate in rates["shuffle"]]),
                 "alltoallv_MB_per_s": spread([rate / 1e6 for rate in rates["alltoallv"]]),
                 "fed_alltoallv_MB_per_s": spread([r / 1e6 for r in rates["fed_alltoallv"]]),
                 "shuffle_over_alltoallv": ratio(rates["shuffle"], rates["alltoallv"]),
                 "shuffle_over_fed": ratio(rates["shuffle"], rates["fed_alltoallv"]),
             }
-    return found
+    return results
 
 
 def decode(source: str, repeats: int) -> dict[str, Any]:
@@ -124,15 +127,15 @@ def decode(source: str, repeats: int) -> dict[str, Any]:
     sends nothing."""
     from dlio_bench.machine import ratio, spread
 
-    found = {}
+    results = {}
     for nodes in (2, 4):
         rates = _ranks("decode", os.path.abspath(source), nodes, 16, repeats)["rates"]
-        found[f"{nodes}_nodes"] = {
+        results[f"{nodes}_nodes"] = {
             "global_per_s": spread(rates["global"]),
             "local_per_s": spread(rates["local"]),
             "global_over_local": ratio(rates["global"], rates["local"]),
         }
-    return found
+    return results
 
 
 def _ranks(
@@ -222,9 +225,9 @@ def command(options: Shuffling, output: Output) -> None:
         print(json.dumps(report))
 
 
-def _show(name: str, told: Any) -> None:
+def _show(name: str, measured: Any) -> None:
     """A line a row: names and figures."""
-    rows = told.items() if isinstance(told, dict) else enumerate(told)
+    rows = measured.items() if isinstance(measured, dict) else enumerate(measured)
     for key, value in rows:
         text = value if not isinstance(value, dict) else ", ".join(_told(value))
         label = name if isinstance(key, int) else f"{name}, {key}"

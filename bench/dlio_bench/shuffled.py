@@ -1,5 +1,5 @@
-"""Ranks of `dlio bench shuffle`, started by mpirun: what an exchange of samples reaches, beside an
-Alltoallv of the same bytes, and how much of its speed decoding keeps meanwhile.
+"""Ranks of `dlio bench shuffle`, started by mpirun: throughput of an exchange of samples,
+compared with an Alltoallv of the same bytes, and the speed that decoding keeps meanwhile.
 
 Usage: python -m dlio_bench.shuffled JSON. Rank 0 prints one line of JSON.
 """
@@ -26,14 +26,14 @@ def main(text: str) -> None:
     from dlio.comm import world
 
     comm = world()
-    found = _exchange(task, comm) if task["case"] == "exchange" else _decode(task, comm)
+    results = _exchange(task, comm) if task["case"] == "exchange" else _decode(task, comm)
     if comm.rank == 0:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(results), flush=True)
 
 
 def _exchange(task: dict[str, Any], comm: Communicator) -> dict[str, Any]:
-    """Epochs in mode `global`, of samples that nobody decodes, and Alltoallv of what each moved, in
-    turn."""
+    """Epochs in mode `global`, of samples that nobody decodes, and in turn Alltoallv of the
+    bytes that each moved."""
     import dlio
 
     rates: dict[str, list[float]] = {

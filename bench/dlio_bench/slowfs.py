@@ -3,9 +3,9 @@
     python -m dlio_bench.slowfs /data /mnt/slow --latency-ms 5 --bandwidth 200MiB
 
 Each read takes the latency, however many are under way at a time; so do opening a file, asking for
-its attributes and listing a folder. What all readers get together is bound by the bandwidth.
+its attributes and listing a folder. The bandwidth limits all readers together.
 Nothing is cached in the kernel: the second pass is as slow as the first. A seed decides which files
-fail with EIO, or hang, and at which reads. `.slowfs-stats` in the top folder tells what was asked.
+fail with EIO, or hang, and at which reads. `.slowfs-stats` in the top folder counts the requests.
 
 Needs libfuse (Debian: fuse3) and mfusepy (`pip install 'dlio[bench]'`).
 """
@@ -66,7 +66,7 @@ class Pace:
 
 
 class SlowFolder:
-    """What FUSE asks of the file system."""
+    """The file system's answers to FUSE."""
 
     use_ns = True
 
@@ -88,16 +88,16 @@ class SlowFolder:
     def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
         if path == f"/{STATS}":
             return {"st_mode": 0o100444, "st_nlink": 1, "st_size": 4096}
-        # Of a file that is open, the kernel asks for what opening has told.
+        # The kernel asks again, of an open file, for its attributes.
         if fh is None:
             self._count("attributes")
             self._pace.wait()
         status = os.lstat(self._path(path))
         keys = ("mode", "nlink", "uid", "gid", "size", "blocks", "ino")
-        found: dict[str, Any] = {f"st_{key}": getattr(status, f"st_{key}") for key in keys}
+        attributes: dict[str, Any] = {f"st_{key}": getattr(status, f"st_{key}") for key in keys}
         for key in ("atime", "mtime", "ctime"):
-            found[f"st_{key}"] = getattr(status, f"st_{key}_ns")
-        return found
+            attributes[f"st_{key}"] = getattr(status, f"st_{key}_ns")
+        return attributes
 
     def readdir(self, path: str, fh: int) -> list[tuple[str, dict[str, int], int]]:
         self._count("listings")
@@ -147,9 +147,9 @@ class SlowFolder:
     def _path(self, path: str) -> str:
         return self._root + path
 
-    def _count(self, what: str, count: int = 1) -> None:
+    def _count(self, kind: str, count: int = 1) -> None:
         with self._lock:
-            self._asked[what] += count
+            self._asked[kind] += count
 
 
 def _type(row: os.DirEntry[str]) -> int:
@@ -159,7 +159,7 @@ def _type(row: os.DirEntry[str]) -> int:
 
 
 def why_not() -> str | None:
-    """Why there is no FUSE here, in words; None when there is."""
+    """The reason why FUSE is missing here, in words; None if it is there."""
     if not os.path.exists("/dev/fuse"):
         return "there is no /dev/fuse"
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
@@ -191,7 +191,7 @@ def slow_mount(
         bandwidth: bytes a second, of all readers together.
         eio_rate, hang_rate: share of reads that fail, or hang, drawn from `seed`.
 
-    Raises UsageError where there is no FUSE.
+    Raises UsageError where FUSE is missing.
     """
     reason = why_not()
     if reason is not None:
@@ -236,10 +236,10 @@ def slow_mount(
 
 
 def stats(mountpoint: str) -> dict[str, int]:
-    """What was asked of a slowfs so far: `bytes`, `reads`, `opens`, `attributes`, `listings`."""
+    """Requests to a slowfs so far: `bytes`, `reads`, `opens`, `attributes`, `listings`."""
     with open(os.path.join(mountpoint, STATS), encoding="utf-8") as file:
-        told: dict[str, int] = json.loads(file.read(4096))
-    return told
+        counts: dict[str, int] = json.loads(file.read(4096))
+    return counts
 
 
 @dataclass(frozen=True, slots=True)

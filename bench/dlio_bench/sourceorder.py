@@ -1,4 +1,4 @@
-"""What `--source-order block` gains where samples are small and no tier holds them, and how random
+"""Gain of `--source-order block` where samples are small and no tier holds them, and how random
 its batches still are."""
 
 import math
@@ -26,7 +26,7 @@ def source_order(
 ) -> dict[str, Any]:
     """Samples a second of small ones, in shards behind slowfs, that no tier holds; requests
     a sample; and, of the order alone, how unevenly a global batch of 1,024 draws on eighths of the
-    data as they are stored, in units of what chance gives (1.0 is a uniformly random draw).
+    data as they are stored, in units of a random draw (1.0 is a uniformly random draw).
 
     Args:
         at_most: samples that are timed of each pass.
@@ -35,7 +35,7 @@ def source_order(
     from dlio_bench.slowfs import slow_mount, stats
     from dlio_staging.pack import pack
 
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="dlio-bench-") as scratch:
         data = np.random.default_rng(0).integers(0, 256, (samples, _SAMPLE_BYTES), np.uint8)
         np.save(os.path.join(scratch, "samples.npy"), data)
@@ -57,12 +57,12 @@ def source_order(
                     if seen >= at_most:
                         break
                 seconds = time.perf_counter() - began
-                found[order] = {
+                results[order] = {
                     "samples_per_s": seen / seconds,
                     "reads_a_sample": (stats(slow)["reads"] - before) / seen,
                     "unevenness": _unevenness(source.reader.layout, order),
                 }
-    return found
+    return results
 
 
 def _unevenness(layout: Any, source_order: str) -> float:

@@ -1,4 +1,4 @@
-"""`dlio bench staging`: staging against what its source can give, and against cp."""
+"""`dlio bench staging`: staging, compared with its source's bandwidth and with cp."""
 
 import ctypes
 import json
@@ -47,7 +47,7 @@ def measure(cases: Sequence[str], sizes: Sizes, folder: str) -> dict[str, Any]:
     """Run cases; every figure is of `dlio stage`, run as its users run it, unless it says so.
 
     Args:
-        folder: on the disk to be measured; what is made there is removed.
+        folder: on the disk to be measured; files made there are removed.
     """
     from dlio_bench.machine import describe_machine
 
@@ -59,16 +59,16 @@ def measure(cases: Sequence[str], sizes: Sizes, folder: str) -> dict[str, Any]:
         "two-jobs": _two_jobs,
         "memory": _memory,
     }
-    found = {}
+    results = {}
     for case in cases:
         with tempfile.TemporaryDirectory(prefix="staging-bench-", dir=folder) as inside:
-            found[case] = run[case](inside, sizes)
-            print(f"{case}: {json.dumps(found[case])}", file=sys.stderr)
+            results[case] = run[case](inside, sizes)
+            print(f"{case}: {json.dumps(results[case])}", file=sys.stderr)
     packages = ("dlio", "numpy", "mfusepy", "xxhash")
     return {
         "benchmark": "staging",
         "sizes": asdict(sizes),
-        "cases": found,
+        "cases": results,
         "machine": describe_machine(packages),
     }
 
@@ -208,7 +208,7 @@ def _local(folder: str, sizes: Sizes) -> dict[str, Any]:
 
 
 def _small_files(folder: str, sizes: Sizes) -> dict[str, Any]:
-    """Class folders of small files, 2 ms latency, beside cp -r into the same place."""
+    """Class folders of small files, 2 ms latency, compared with cp -r into the same place."""
     from dlio_bench.machine import ratio, spread
     from dlio_bench.slowfs import slow_mount, stats
 
@@ -249,7 +249,7 @@ def _small_files(folder: str, sizes: Sizes) -> dict[str, Any]:
 
 
 def _two_jobs(folder: str, sizes: Sizes) -> dict[str, Any]:
-    """Two jobs of one node want the same data at once: what the source is asked for in all."""
+    """Two jobs of one node stage the same data at once: bytes read from the source in all."""
     from dlio_bench.machine import spread
     from dlio_bench.slowfs import slow_mount, stats
 
@@ -356,7 +356,7 @@ def _dd(folder: str, copy: str | None = None, direct: bool = False) -> float:
     """Seconds that dd takes to read all files, or to write them into `copy` and to the disk.
 
     Args:
-        direct: past the page cache, as fio is commonly told to.
+        direct: past the page cache, as fio commonly does.
     """
     started = time.perf_counter()
     for name in sorted(os.listdir(folder)):
@@ -392,7 +392,7 @@ def _parallel_read(folder: str) -> float:
 
 @contextmanager
 def _memory_folder(size: int) -> Iterator[str]:
-    """A folder in memory: what is written there costs no disk."""
+    """A folder in memory, to which writing costs no disk access."""
     room = os.statvfs(SHARED_MEMORY)
     if room.f_bavail * room.f_frsize < 2 * size:
         raise UsageError(
@@ -408,7 +408,7 @@ def _empty(folder: str) -> None:
 
 
 def _drop(folder: str) -> None:
-    """Have the kernel forget what it holds of the files, so that they come from the disk."""
+    """Drop the files from the page cache, so that they come from the disk."""
     for inside, _, names in os.walk(folder):
         for name in names:
             descriptor = os.open(os.path.join(inside, name), os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""What every contender of `dlio bench loader` does."""
+"""The task that every contender of `dlio bench loader` performs."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

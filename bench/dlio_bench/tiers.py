@@ -66,7 +66,7 @@ def measure(read: Callable[[int, int], object], length: int, threads: int) -> di
 
 
 def measure_tier(root: str, size: int, threads: int) -> dict[str, float]:
-    """Of a folder on a disk or in memory: a file of `size` bytes is written there, and read as it
+    """Rates of a folder on a disk or in memory: a file of `size` bytes is written, and read as it
     comes from the device, where the system lets its cache be emptied."""
     descriptor, path = tempfile.mkstemp(prefix=".dlio-bench-", dir=root)
     try:
@@ -78,7 +78,7 @@ def measure_tier(root: str, size: int, threads: int) -> dict[str, float]:
 
         def read(offset: int, count: int) -> None:
             with contextlib.suppress(OSError):
-                # Whole pages; and what the kernel read ahead of an earlier one.
+                # Whole pages, and the read-ahead of earlier ones.
                 first = offset & -_PAGE
                 os.posix_fadvise(descriptor, first, count + 2 * _PAGE, os.POSIX_FADV_DONTNEED)
             os.pread(descriptor, count, offset)
@@ -94,7 +94,7 @@ def measure_tier(root: str, size: int, threads: int) -> dict[str, float]:
 
 
 def measure_source(source: str, threads: int) -> dict[str, float]:
-    """Of a data set: its samples, as its reader reads them."""
+    """Rate of a data set: its samples, as its reader reads them."""
     from dlio.data.reader import open_reader
 
     reader = open_reader(source)

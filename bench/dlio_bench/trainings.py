@@ -52,12 +52,12 @@ def trained(name: str, folder: str, ranks: int, options: Mapping[str, Any]) -> d
     if done.returncode:
         raise UsageError(f"training {name}: {done.stderr.strip()[-800:]}")
     with open(path, encoding="utf-8") as file:
-        told: dict[str, Any] = json.load(file)
-    return told
+        report: dict[str, Any] = json.load(file)
+    return report
 
 
 def first_at(goal: float, ends: Iterable[tuple[float, float]]) -> float | None:
-    """Seconds until an accuracy reached `goal`, on lines between what it was at the ends of epochs
+    """Seconds until an accuracy reached `goal`, interpolated linearly between the ends of epochs
     and nothing at the beginning; None where it never did.
 
     Args:

@@ -1,4 +1,4 @@
-"""`dlio bench exchange` measures what it says, on little data."""
+"""`dlio bench exchange` gives plausible figures on little data."""
 
 import json
 import xml.etree.ElementTree
@@ -24,8 +24,8 @@ def test_messages_are_counted_as_theory_has_them(
     picture = tmp_path / "model.svg"
     exchanges = ("allreduce", "tree", "parameter-server", "gossip", "asgd")
     options = replace(TINY, exchanges=exchanges, plot=str(picture), alpha_us=2.0, bandwidth_gbs=10)
-    found = messages.measure(options)
-    for row in found["rows"]:
+    results = messages.measure(options)
+    for row in results["rows"]:
         if row["exchange"] == "asgd":
             assert row["messages_counted"] <= row["messages_in_theory"]
         elif "messages_counted" in row:
@@ -35,12 +35,12 @@ def test_messages_are_counted_as_theory_has_them(
             if row["exchange"] != "allreduce":
                 assert row["messages_counted"] == row["messages_told"]
                 assert row["messages_counted"] == row["messages_in_theory"]
-    assert len(found["rows"]) == 2 * len(exchanges)
-    carried = {row["exchange"]: row for row in found["carried"]}
+    assert len(results["rows"]) == 2 * len(exchanges)
+    carried = {row["exchange"]: row for row in results["carried"]}
     assert carried["gossip"]["16"] == carried["gossip"]["4,096"]
     assert carried["parameter-server"]["4,096"] > 200 * carried["parameter-server"]["16"]
     assert xml.etree.ElementTree.parse(picture).getroot().tag.endswith("svg")
-    show("messages", found)
+    show("messages", results)
     assert "parameter-server" in capsys.readouterr().out
 
 
@@ -57,12 +57,12 @@ def test_a_slowed_rank_gets_less_and_the_ideal_is_told() -> None:
 
 @pytest.mark.mpi
 def test_overlap_is_of_steps_with_and_without() -> None:
-    found = overlap.measure(replace(TINY, exchanges=("allreduce", "gossip")))
-    for row in found["rows"]:
+    results = overlap.measure(replace(TINY, exchanges=("allreduce", "gossip")))
+    for row in results["rows"]:
         assert row["step_without_s"]["median"] > 0
         assert row["with_s"]["median"] > 0
         assert "hidden_percent" in row
-    assert found["overhead_of_one_rank_percent"]["median"] > -100
+    assert results["overhead_of_one_rank_percent"]["median"] > -100
 
 
 @pytest.mark.mpi
@@ -82,14 +82,14 @@ def test_steps_stand_beside_those_of_ddp() -> None:
 
 @pytest.mark.mpi
 def test_a_slow_rank_is_told_beside_none() -> None:
-    found = slow_rank.measure(replace(TINY, seconds=0.3))
-    assert [row["exchange"] for row in found["rows"]] == [
+    results = slow_rank.measure(replace(TINY, seconds=0.3))
+    assert [row["exchange"] for row in results["rows"]] == [
         "allreduce",
         "gossip",
         "local-sgd",
         "asgd",
     ]
-    assert all(row["kept_percent"]["median"] > 0 for row in found["rows"])
+    assert all(row["kept_percent"]["median"] > 0 for row in results["rows"])
 
 
 @pytest.mark.mpi
@@ -102,13 +102,13 @@ def test_a_training_goes_on_where_it_was_interrupted(pictures: Path, tmp_path: P
         epochs=1,
         keep=str(tmp_path / "kept"),
     )
-    found = training.measure(options)
+    results = training.measure(options)
     kept = sorted((tmp_path / "kept").iterdir())
     assert [path.name for path in kept] == ["allreduce-0.json", "gossip+bf16-0.json"]
-    exact, gossip = found["rows"]
+    exact, gossip = results["rows"]
     assert exact["sent_MB"] > 1.9 * gossip["sent_MB"] > 0
     written = [path.stat().st_mtime_ns for path in kept]
-    assert training.measure(options) == found
+    assert training.measure(options) == results
     assert [path.stat().st_mtime_ns for path in kept] == written
     with pytest.raises(UsageError, match="another training"):
         training.measure(replace(options, epochs=2))
@@ -156,6 +156,6 @@ def test_the_command_tells_and_writes(capsys: pytest.CaptureFixture[str], tmp_pa
         main(["bench", "exchange", *argv])
     assert ended.value.code in (0, None)
     assert "asgd" in capsys.readouterr().out
-    told = json.loads(report.read_text())
-    assert told["slow-rank"]["rows"][0]["exchange"] == "asgd"
-    assert told["machine"]["versions"]["torch"]
+    written = json.loads(report.read_text())
+    assert written["slow-rank"]["rows"][0]["exchange"] == "asgd"
+    assert written["machine"]["versions"]["torch"]

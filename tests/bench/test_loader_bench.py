@@ -1,4 +1,4 @@
-"""The benchmark runs, counts every sample, and tells what it is asked to."""
+"""The benchmark runs, counts every sample, and reports the requested figures."""
 
 from pathlib import Path
 
@@ -13,38 +13,38 @@ from dlio_staging.pack import pack
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 @pytest.mark.cold
 def test_its_small_form_measures_all_contenders_in_one_run(pictures: Path) -> None:
-    found = measure(Case(str(pictures), image_size=32, batch_size=5, workers=2, repeats=2))
-    assert found["samples"] == 12
+    report = measure(Case(str(pictures), image_size=32, batch_size=5, workers=2, repeats=2))
+    assert report["samples"] == 12
     for name in ("torch", "torch_floats", "dlio", "ceiling"):
-        rate = found["samples_per_s"][name]
+        rate = report["samples_per_s"][name]
         assert len(rate["all"]) == 2
         assert 0 < rate["min"] <= rate["median"] <= rate["max"]
-    assert found["footprint"]["torch"]["processes"] == 3
-    assert found["footprint"]["dlio"]["processes"] == 1
-    assert found["footprint"]["dlio"]["pss_MiB"] > 0
+    assert report["footprint"]["torch"]["processes"] == 3
+    assert report["footprint"]["dlio"]["processes"] == 1
+    assert report["footprint"]["dlio"]["pss_MiB"] > 0
     ratios = [
         mine / torch
         for mine, torch in zip(
-            found["samples_per_s"]["dlio"]["all"],
-            found["samples_per_s"]["torch"]["all"],
+            report["samples_per_s"]["dlio"]["all"],
+            report["samples_per_s"]["torch"]["all"],
             strict=True,
         )
     ]
-    assert found["dlio_over_torch"]["median"] == pytest.approx(sum(ratios) / 2)
-    assert found["machine"]["versions"]["torch"]
+    assert report["dlio_over_torch"]["median"] == pytest.approx(sum(ratios) / 2)
+    assert report["machine"]["versions"]["torch"]
 
 
 def test_what_is_not_installed_or_fails_is_told_and_left_out(pictures: Path) -> None:
     case = Case(str(pictures), 32, 5, 1, 1, ("ceiling", "ffcv"))
-    found = measure(case)
-    assert set(found["samples_per_s"]) | set(found["absent"]) == {"ceiling", "ffcv"}
-    assert "ceiling" in found["samples_per_s"]
+    report = measure(case)
+    assert set(report["samples_per_s"]) | set(report["absent"]) == {"ceiling", "ffcv"}
+    assert "ceiling" in report["samples_per_s"]
 
 
 def test_large_arrays_are_measured_beside_bare_reads(tmp_path: Path) -> None:
-    found = arrays(str(tmp_path), 1, 2, volumes=8)
+    report = arrays(str(tmp_path), 1, 2, volumes=8)
     for name in ("raw_ram", "raw_disk", "lz4_ram", "lz4_disk"):
-        assert found[name]["dlio_over_preadv"]["median"] > 0
+        assert report[name]["dlio_over_preadv"]["median"] > 0
     assert list(tmp_path.iterdir()) == []
 
 

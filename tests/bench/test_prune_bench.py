@@ -1,4 +1,4 @@
-"""`dlio bench prune` compares what can be compared."""
+"""`dlio bench prune` compares variants under equal conditions."""
 
 import json
 from pathlib import Path
@@ -26,20 +26,20 @@ def test_variants_of_a_perceptron_are_as_large_as_each_other(
     assert ended.value.code in (0, None)
     assert "narrow from the start" in capsys.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG")
-    told = json.loads(report.read_text())["tabular"]
-    last = {name: curves[0] for name, curves in told["raw"].items()}
+    results = json.loads(report.read_text())["tabular"]
+    last = {name: curves[0] for name, curves in results["raw"].items()}
     whole = last.pop("unpruned")
     assert whole["widths"][-1] == [128, 128, 128]
     assert whole["accuracy"][-1] > 0.3  # Of ten classes.
     assert len({curve["parameters"][-1] for curve in last.values()}) == 1
     assert len({tuple(curve["widths"][-1]) for curve in last.values()}) == 1
     assert last["apoptosis"]["parameters"][-1] < whole["parameters"][-1]
-    assert [row["variant"] for row in told["rows"]] == ["unpruned", *last]
+    assert [row["variant"] for row in results["rows"]] == ["unpruned", *last]
 
 
 def test_rows_that_are_left_out_are_not_read() -> None:
-    told = rows.measure(Options(seeds=1, epochs=6, shrunk_epochs=6, width=64, rows=6000))
-    curves = {name: found[0] for name, found in told["raw"].items()}
+    results = rows.measure(Options(seeds=1, epochs=6, shrunk_epochs=6, width=64, rows=6000))
+    curves = {name: runs[0] for name, runs in results["raw"].items()}
     whole, some = curves["unpruned"]["extra"], curves["samples left out"]["extra"]
     assert whole["trained_on"] == 6 * 6000
     assert some["trained_on"] < whole["trained_on"]
@@ -58,7 +58,7 @@ def test_rows_are_what_the_teacher_says_but_for_some() -> None:
     assert len(task.held_out_rows) == 1000
     counts = torch.bincount(task.labels, minlength=10)
     assert counts.min() > 40
-    # What a row says beyond the numbers that are read says nothing.
+    # Columns beyond those that are read carry no information.
     assert not torch.equal(task.labels, tabular.make_task(4, 4000).labels)
 
 
@@ -104,13 +104,13 @@ def test_variants_of_a_network_for_images(pictures: Path, tmp_path: Path) -> Non
         image_size=32,
         keep=str(tmp_path),
     )
-    told = images.measure(options)
-    last = {name: curves[0]["parameters"][-1] for name, curves in told["raw"].items()}
+    results = images.measure(options)
+    last = {name: curves[0]["parameters"][-1] for name, curves in results["raw"].items()}
     assert last["apoptosis"] == last["by chance, as apoptosis"] == last["magnitude, after training"]
     assert last["apoptosis"] <= last["unpruned"]
     assert abs(last["narrow from the start"] / last["apoptosis"] - 1) < 0.2
     written = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*-0.json")}
-    assert images.measure(options)["rows"] == told["rows"]
+    assert images.measure(options)["rows"] == results["rows"]
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*-0.json")} == written
 
 

@@ -1,4 +1,4 @@
-"""slowfs gives what lies behind it, slowly, fails as its seed says, and goes with its owner."""
+"""slowfs gives the files behind it, slowly, fails as its seed says, and goes with its owner."""
 
 import os
 import signal
@@ -31,9 +31,9 @@ def test_it_passes_everything_through_and_counts(source: Path) -> None:
         assert Path(mounted, "a").read_bytes() == (source / "a").read_bytes()
         assert Path(mounted, "deep", "b").read_bytes() == b"b" * 10
         assert os.readlink(f"{mounted}/link") == "a"
-        told = stats(mounted)
-        assert told["bytes"] == 3_000_010
-        assert told["opens"] == 2
+        counts = stats(mounted)
+        assert counts["bytes"] == 3_000_010
+        assert counts["opens"] == 2
         # Nothing is cached: a second pass reads again.
         Path(mounted, "a").read_bytes()
         assert stats(mounted)["bytes"] == 6_000_010
@@ -45,16 +45,16 @@ def test_it_passes_everything_through_and_counts(source: Path) -> None:
 @needs_fuse
 def test_errors_are_drawn_from_the_seed(source: Path) -> None:
     def failing(seed: int) -> list[int]:
-        found = []
+        failed = []
         with slow_mount(str(source), eio_rate=0.5, seed=seed) as mounted:
             descriptor = os.open(f"{mounted}/a", os.O_RDONLY)
             for k in range(40):
                 try:
                     os.pread(descriptor, 4096, k * 4096)
                 except OSError:
-                    found.append(k)
+                    failed.append(k)
             os.close(descriptor)
-        return found
+        return failed
 
     first = failing(1)
     assert 5 < len(first) < 35

@@ -1,4 +1,4 @@
-"""The staging and readers benchmarks measure what they say, on little data."""
+"""The staging and readers benchmarks give plausible figures on little data."""
 
 import json
 from pathlib import Path
@@ -16,20 +16,20 @@ TINY = Sizes(0.3, 1 << 22, 200, 4096, 20_000, 0.1, 1)
 
 @pytest.mark.skipif(why_not() is not None, reason=f"no FUSE: {why_not()}")
 def test_cases_over_slowfs(tmp_path: Path) -> None:
-    found = measure(["slow-200", "small-files", "two-jobs"], TINY, str(tmp_path))["cases"]
-    assert 0 < found["slow-200"]["share_of_bandwidth"]["median"] <= 1
+    cases = measure(["slow-200", "small-files", "two-jobs"], TINY, str(tmp_path))["cases"]
+    assert 0 < cases["slow-200"]["share_of_bandwidth"]["median"] <= 1
     # Each file is opened and read once, whoever is faster.
-    assert found["small-files"]["asked_of_the_source"]["opens"] == 200
-    assert found["small-files"]["asked_of_the_source"]["bytes"] == 200 * 4096
-    assert found["two-jobs"]["read_over_data"]["median"] <= 1.1
-    assert found["two-jobs"]["kept_over_data"]["median"] < 1.1
+    assert cases["small-files"]["asked_of_the_source"]["opens"] == 200
+    assert cases["small-files"]["asked_of_the_source"]["bytes"] == 200 * 4096
+    assert cases["two-jobs"]["read_over_data"]["median"] <= 1.1
+    assert cases["two-jobs"]["kept_over_data"]["median"] < 1.1
     assert list(tmp_path.iterdir()) == []
 
 
 def test_cases_on_the_local_disk(tmp_path: Path) -> None:
-    found = measure(["local", "memory"], TINY, str(tmp_path))["cases"]
-    assert found["local"]["into_memory_over_dd_read"]["median"] > 0
-    assert found["memory"]["peak_MiB"]["median"] < 256
+    cases = measure(["local", "memory"], TINY, str(tmp_path))["cases"]
+    assert cases["local"]["into_memory_over_dd_read"]["median"] > 0
+    assert cases["memory"]["peak_MiB"]["median"] < 256
     assert list(tmp_path.iterdir()) == []
 
 
@@ -41,7 +41,7 @@ def test_every_reader_beside_its_library(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as ended:
         main([*argv, "--report", str(report)])
     assert not ended.value.code
-    found = json.loads(report.read_text())["formats"]
-    for name, figures in found.items():
+    cases = json.loads(report.read_text())["formats"]
+    for name, figures in cases.items():
         assert figures["pass_over_library"]["median"] > 0, name
     assert measure_readers(["npy"], Case(64, 2000, 10, 1))["formats"]["npy"]["bytes"] == 128_000

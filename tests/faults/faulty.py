@@ -10,7 +10,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 Fault = Callable[[str, int, bytes], bytes]
-"""Called with path, offset and the true bytes; returns what is read, or raises."""
+"""Called with path, offset and the true bytes; returns the bytes to be read, or raises."""
 
 
 class FaultyFileSystem(LocalFileSystem):  # type: ignore[misc]
@@ -49,7 +49,7 @@ def install() -> None:
 
 
 def fails(number: int, times: int, below: int) -> Fault:
-    """The first `times` reads of what lies below a byte fail with an errno; later ones are sound.
+    """The first `times` reads below a byte fail with an errno; later ones are sound.
 
     Args:
         below: where a shard's blocks end, and its footer begins.

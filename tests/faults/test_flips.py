@@ -16,11 +16,11 @@ from dlio_staging.stage import StageOptions, stage
 def _batches(data: dlio.Dataset) -> tuple[dict[int, bytes], PassStats]:
     """(pixels of each sample, counts of the pass)."""
     with dlio.DataLoader(data, 5, shuffle=True) as loader:
-        found = {}
+        seen = {}
         for images, _ in loader:
             for sample, image in zip(loader.last_samples.tolist(), images, strict=True):
-                found[sample] = torch.clone(image).numpy().tobytes()
-        return found, loader.stats()
+                seen[sample] = torch.clone(image).numpy().tobytes()
+        return seen, loader.stats()
 
 
 @settings(max_examples=25, deadline=None)
@@ -45,8 +45,8 @@ def test_no_flipped_bit_reaches_a_batch(
         wanted, _ = _batches(data)
     victim.write_bytes(flipped)
     with dlio.open(str(pictures), tiers=tiers, image_size=32) as data:
-        found, counts = _batches(data)
-    assert found == wanted
+        seen, counts = _batches(data)
+    assert seen == wanted
     with dlio.open(str(pictures), tiers=tiers, image_size=32) as data:
         again, later = _batches(data)
     assert again == wanted

@@ -217,7 +217,7 @@ def _mounted(tmp_path: Path, size: str) -> Iterator[Path]:
 
 
 def test_what_is_published_survives_a_power_cut(pictures: Path, tmp_path: Path) -> None:
-    """FS_IOC_SHUTDOWN without flushing: what was not on the disk is gone."""
+    """FS_IOC_SHUTDOWN without flushing: all that was not on the disk is gone."""
     source = tmp_path / "packed"
     pack(str(pictures), str(source), restart_rows=False)
     with _mounted(tmp_path, "64M") as mount:
@@ -255,7 +255,7 @@ def test_a_disk_that_fills_up_is_told_and_leaves_whole_blocks(
         (mount / "tier").mkdir()
         with pytest.raises(TierError, match=r"room|free"):
             stage(str(imagenet), StageOptions(tiers=f"{mount}/tier:1GiB"))
-        # What else grows on it is not known before: it fills while blocks are written.
+        # Other growth on it is not known before: it fills while blocks are written.
         size = os.statvfs(mount).f_bavail * os.statvfs(mount).f_frsize
         done = stage(str(imagenet), StageOptions(tiers=f"{mount}/tier:{size - (2 << 20)}B"))
         assert 0 < done.kept_share < 1

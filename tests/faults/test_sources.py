@@ -1,4 +1,4 @@
-"""Sources that fail, lie, hang or change: what is wrong never reaches a tier, and is named."""
+"""Sources that fail, lie, hang or change: wrong bytes never reach a tier, and are named."""
 
 import errno
 import os

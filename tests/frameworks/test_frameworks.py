@@ -24,7 +24,7 @@ def _run(framework: str, ranks: int, folder: Path) -> list[dict[str, Any]]:
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    # Ranks share one output, with what frameworks write there: a line may begin in another.
+    # Ranks share one output with messages of frameworks: a line may begin in another.
     parts = done.stdout.split('{"seen"')[1:]
     return [json.JSONDecoder().raw_decode('{"seen"' + part)[0] for part in parts]
 
@@ -32,10 +32,10 @@ def _run(framework: str, ranks: int, folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("framework", ["lightning", "accelerate", "transformers"])
 def test_an_epoch_is_every_sample_once(framework: str, ranks: int, tmp_path: Path) -> None:
-    told = _run(framework, ranks, tmp_path)
-    assert len(told) == ranks
-    assert sorted(chain.from_iterable(each["seen"] for each in told)) == list(range(40))
-    for each in told:
+    reports = _run(framework, ranks, tmp_path)
+    assert len(reports) == ranks
+    assert sorted(chain.from_iterable(each["seen"] for each in reports)) == list(range(40))
+    for each in reports:
         assert each["class"] == "dlio.loader.dataloader.DataLoader"
         assert each["options"] == ["global", 5, "skip"]
         assert each["engine"] == "threads"

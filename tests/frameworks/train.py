@@ -1,6 +1,6 @@
 """One epoch with a framework's own loop; run as one process, or as ranks of torchrun.
 
-Prints a JSON line a rank: the samples that the model was given, and what became of the loader.
+Prints a JSON line a rank: the samples that the model was given, and the type of the loader.
 """
 
 import json

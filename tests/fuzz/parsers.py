@@ -1,4 +1,4 @@
-"""What takes bytes that nobody vouches for, as functions of bytes: for hypothesis and atheris."""
+"""Parsers of untrusted bytes, as functions of bytes: for hypothesis and atheris."""
 
 import os
 import tempfile
@@ -38,18 +38,18 @@ def footer(data: bytes) -> None:
     with tempfile.TemporaryFile() as file:
         file.write(data)
         file.flush()
-        found = read_footer(file.fileno(), "fuzzed")
-        assert len(found.sizes) == len(found.labels) == len(found.name_ends)
+        parsed = read_footer(file.fileno(), "fuzzed")
+        assert len(parsed.sizes) == len(parsed.labels) == len(parsed.name_ends)
 
 
 def manifest(data: bytes) -> None:
-    found = Manifest.decode(data, "fuzzed")
-    assert len(found.blocks) == len(found.digests)
+    parsed = Manifest.decode(data, "fuzzed")
+    assert len(parsed.blocks) == len(parsed.digests)
 
 
 def schema(data: bytes) -> None:
-    found = Schema.from_json(data)
-    assert Schema.from_json(found.to_json()) == found
+    parsed = Schema.from_json(data)
+    assert Schema.from_json(parsed.to_json()) == parsed
 
 
 def payload(data: bytes) -> None:
@@ -108,7 +108,9 @@ def sound() -> dict[str, bytes]:
             )
         with open(path, "rb") as file:
             shard = file.read()
-    told = Manifest({"source": "x"}, np.arange(3, dtype=np.uint64), np.arange(3, dtype=np.uint64))
+    example = Manifest(
+        {"source": "x"}, np.arange(3, dtype=np.uint64), np.arange(3, dtype=np.uint64)
+    )
     fields = (("a", "float32[?,3]"), ("b", "int64"), ("c", "bytes"), ("d", "uint8[2]"))
     values = {
         "a": np.zeros((2, 3), np.float32),
@@ -122,7 +124,7 @@ def sound() -> dict[str, bytes]:
         "block": made,
         "block_file": made,
         "footer": shard,
-        "manifest": told.encode(),
+        "manifest": example.encode(),
         "schema": Schema(fields).to_json().encode(),
         "payload": Schema(fields).join(values),
         "npy": array,
@@ -131,7 +133,7 @@ def sound() -> dict[str, bytes]:
 
 
 def survives(parser: Callable[[bytes], None], data: bytes) -> None:
-    """Run a parser; errors of ours are what it is to raise."""
+    """Run a parser, which may raise errors of dlio only."""
     try:
         parser(data)
     except DlioError:

@@ -1,4 +1,4 @@
-"""`dlio bench exchange`: what each exchange of gradients or weights sends, costs and is worth.
+"""`dlio bench exchange`: traffic, cost and benefit of each exchange of gradients or weights.
 
 | module | holds |
 |---|---|
@@ -6,6 +6,6 @@
 | `messages`, `overlap`, `step`, `training`, `slow_rank` | one case each |
 | `counted`, `timed`, `overlapped`, `stepped`, `slowed` | the programs of these ranks |
 | `fitting`, `drawing` | fit of the model `dlio.forecast.exchange` to messages, and its picture |
-| `monitor` | what the MPI library has really sent |
-| `variants`, `networks` | an exchange put around a training step; what is trained |
+| `monitor` | traffic that the MPI library has really sent |
+| `variants`, `networks` | an exchange put around a training step; the networks |
 """

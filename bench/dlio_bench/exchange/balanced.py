@@ -1,6 +1,6 @@
 """One rank of `--case balance`: `python -m dlio_bench.exchange.balanced JSON`.
 
-What it computes is almost all sleep, in proportion to its samples, so that a machine with fewer
+Its computation is almost all sleep, in proportion to its samples, so that a machine with fewer
 cores than ranks does not distort it.
 """
 

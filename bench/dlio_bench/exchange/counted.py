@@ -1,5 +1,5 @@
-"""Ranks of `dlio bench exchange --case messages`: what each exchange sends, as it says itself and
-as the MPI library has counted.
+"""Ranks of `dlio bench exchange --case messages`: traffic of each exchange, as reported by
+itself and as counted by the MPI library.
 
 Usage: python -m dlio_bench.exchange.counted JSON. Rank 0 prints one line of JSON.
 """
@@ -28,7 +28,7 @@ def main(text: str) -> None:
     except OSError as error:
         monitor, why = None, str(error)
     training = Training(task["network"], task["batch_size"], comm.rank)
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "parameter_bytes": training.bytes,
         "buckets": len(in_buckets(trainable(training.model))),
         "not_counted": why,
@@ -39,9 +39,9 @@ def main(text: str) -> None:
         steps = max(2, parse_exchange(name).period, task["steps"])
         mine = _sent(name, training, steps, task["nodes"], comm, monitor)
         ranks = comm.allgather(mine)
-        found["exchanges"][name] = {"steps": steps, "ranks": ranks}
+        figures["exchanges"][name] = {"steps": steps, "ranks": ranks}
     if comm.rank == 0:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(figures), flush=True)
 
 
 def _sent(
@@ -59,15 +59,15 @@ def _sent(
     for _ in range(steps):
         training.step(exchange)
     exchange.finish()
-    # What is counted has been handed to MPI: nothing of a later step can be among it.
+    # Counted messages have been handed to MPI: none of a later step is among them.
     after = (0, 0) if monitor is None else monitor.read()
-    told = exchange.statistics()
+    totals = exchange.statistics()
     comm.barrier()
     exchange.close()
-    found = {"told": [told["messages"] / steps, told["bytes"] / steps]}
+    figures = {"told": [totals["messages"] / steps, totals["bytes"] / steps]}
     if monitor is not None:
-        found["counted"] = [(b - a) / steps for a, b in zip(before, after, strict=True)]
-    return found
+        figures["counted"] = [(b - a) / steps for a, b in zip(before, after, strict=True)]
+    return figures
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ def draw(
     """
     with picture(path) as pyplot:
         _, axes = pyplot.subplots(figsize=(8, 5.5))
-        for (name, told), marker in zip(seconds.items(), "os^vDPX*<>", strict=False):
-            axes.plot(ranks, told, marker=marker, markersize=4, label=name)
+        for (name, times), marker in zip(seconds.items(), "os^vDPX*<>", strict=False):
+            axes.plot(ranks, times, marker=marker, markersize=4, label=name)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xticks(ranks, [f"{p:,}" for p in ranks])

@@ -1,4 +1,4 @@
-"""`--case messages`: what each exchange sends, on 2 to 16 ranks, and would take on 4,096."""
+"""`--case messages`: messages of each exchange on 2 to 16 ranks, and its time on up to 4,096."""
 
 from dataclasses import asdict, replace
 from typing import Any, Final
@@ -21,11 +21,11 @@ _CARRIED: Final = tuple(1 << power for power in range(1, 13))
 _PARAMETERS: Final = 25_600_000
 _PER_NODE: Final = 8
 _BUCKETS: Final = 56
-"""Of ResNet-50's parameters."""
+"""Bytes of ResNet-50's parameters."""
 
 
 def measure(options: Options) -> dict[str, Any]:
-    """Counted messages and bytes, the fitted model, its error, and what it gives."""
+    """Counted messages and bytes, the fitted model, its error, and its forecast."""
     from dlio.train.exchange import NAMES
 
     exchanges = options.exchanges or NAMES
@@ -39,7 +39,7 @@ def measure(options: Options) -> dict[str, Any]:
         for row in _checked(fabric, link, p, exchanges, options.repeats)
     ]
     carried = _carried(options, exchanges, {name: link for name, (link, _) in links.items()})
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "rows": rows,
         "links": [
             {
@@ -68,8 +68,8 @@ def measure(options: Options) -> dict[str, Any]:
         from dlio_bench.exchange.drawing import draw
 
         draw(carried["seconds"], _CARRIED, carried["link"], options.plot)
-        found["plot"] = options.plot
-    return found
+        results["plot"] = options.plot
+    return results
 
 
 def nodes_of(p: int) -> int:
@@ -85,14 +85,14 @@ def _counted(p: int, exchanges: tuple[str, ...]) -> list[dict[str, Any]]:
         "nodes": nodes_of(p),
         "exchanges": exchanges,
     }
-    told = run("dlio_bench.exchange.counted", task, p, environment=ENVIRONMENT)
-    work = Work(told["parameter_bytes"], told["buckets"], p // nodes_of(p))
+    report = run("dlio_bench.exchange.counted", task, p, environment=ENVIRONMENT)
+    work = Work(report["parameter_bytes"], report["buckets"], p // nodes_of(p))
     rows = []
-    for name, figures in told["exchanges"].items():
+    for name, figures in report["exchanges"].items():
         row: dict[str, Any] = {"ranks": p, "exchange": name}
         for who in ("counted", "told"):
             if who not in figures["ranks"][0]:
-                row["not_counted"] = told["not_counted"]
+                row["not_counted"] = report["not_counted"]
                 continue
             messages, size = zip(*(rank[who] for rank in figures["ranks"]), strict=True)
             row[f"messages_{who}"] = sum(messages) / p
@@ -110,15 +110,15 @@ def _counted(p: int, exchanges: tuple[str, ...]) -> list[dict[str, Any]]:
 
 def _fitted(fabric: str, repeats: int) -> tuple[Link, float]:
     task = {"what": "messages", "sizes": _SIZES, "repeats": 4 * repeats}
-    told = run("dlio_bench.exchange.timed", task, 2, fabric)
-    link, error = fit(_SIZES, told["crossing"])
-    return replace(link, gamma_s=told["gamma_s"]), error
+    report = run("dlio_bench.exchange.timed", task, 2, fabric)
+    link, error = fit(_SIZES, report["crossing"])
+    return replace(link, gamma_s=report["gamma_s"]), error
 
 
 def _checked(
     fabric: str, link: Link, p: int, exchanges: tuple[str, ...], repeats: int
 ) -> list[dict[str, Any]]:
-    """Measured exchanges beside the model's, of ranks that share this machine's cores."""
+    """Measured exchanges next to the model's, for ranks that share this machine's cores."""
 
     from dlio_bench.machine import spread
 
@@ -132,16 +132,16 @@ def _checked(
         "repeats": repeats,
         "exchanges": asked,
     }
-    told = run("dlio_bench.exchange.timed", task, p, fabric)
+    report = run("dlio_bench.exchange.timed", task, p, fabric)
     # Bytes cost the cores that ranks share; the link was measured between two, and all share it.
     cores = 2 if fabric == LINK else available_cores()
     here = model.shared(link, p, cores)
-    work = Work(told["parameter_bytes"], told["buckets"], p // nodes)
+    work = Work(report["parameter_bytes"], report["buckets"], p // nodes)
     rows = []
     for name, ask in zip(names, asked, strict=True):
         preset = "allreduce" if ask in _EVERY_STEP.values() else name
         predicted_s = model.seconds(preset, p, work, here)
-        measured = spread(told["seconds"][ask])
+        measured = spread(report["seconds"][ask])
         rows.append(
             {
                 "fabric": fabric,
@@ -162,7 +162,7 @@ def _carried(
     options: Options, exchanges: tuple[str, ...], links: dict[str, Link]
 ) -> dict[str, Any]:
     """The model's seconds for each preset on 2 to 4,096 ranks: within a node through memory,
-    between nodes through TCP, or what was measured instead."""
+    between nodes through TCP, or the substitute that was measured."""
     fitted = list(links.values())
     inside, link = links.get("memory", fitted[0]), links.get("tcp", fitted[-1])
     if options.alpha_us is not None:
@@ -175,8 +175,8 @@ def _carried(
         name: [model.seconds(name, p, work, link, inside) for p in _CARRIED] for name in names
     }
     rows = [
-        {"exchange": name, **{f"{p:,}": told[_CARRIED.index(p)] for p in (2, 16, 64, 256, 4096)}}
-        for name, told in seconds.items()
+        {"exchange": name, **{f"{p:,}": report[_CARRIED.index(p)] for p in (2, 16, 64, 256, 4096)}}
+        for name, report in seconds.items()
     ]
     said = (
         f"{link.alpha_s * 1e6:.3g} µs a message, {1e-9 / link.beta_s:.3g} GB/s, "

@@ -1,6 +1,6 @@
-"""What the MPI library has sent, counted where it leaves: by Open MPI's own monitoring.
+"""Messages and bytes that the MPI library has sent, by Open MPI's own monitoring.
 
-It also counts what collectives are made of, which their callers cannot see. It counts messages as
+It also counts the messages of collectives, which their callers cannot see. It counts messages as
 the point-to-point layer gets them, without the pieces and the handshakes that a transport makes of
 them, and is there when the ranks were started with ENVIRONMENT.
 """
@@ -27,7 +27,7 @@ class Monitor:
     """This rank's counters. Made in MPI, once; they last as long as the process."""
 
     def __init__(self) -> None:
-        """Raises OSError where the library has no such counters, or was not told to count."""
+        """Raises OSError where the library has no such counters, or does not count."""
         from mpi4py import MPI
 
         self._library = _loaded()
@@ -48,8 +48,8 @@ class _Counter:
     def __init__(self, library: ctypes.CDLL, name: str, world: ctypes.c_void_p) -> None:
         self._library = library
         index, length = ctypes.c_int(), ctypes.c_int()
-        found = library.MPI_T_pvar_get_index(name.encode(), _CLASS_SIZE, ctypes.byref(index))
-        _check(found)
+        status = library.MPI_T_pvar_get_index(name.encode(), _CLASS_SIZE, ctypes.byref(index))
+        _check(status)
         self._session, self._handle = ctypes.c_void_p(), ctypes.c_void_p()
         _check(library.MPI_T_pvar_session_create(ctypes.byref(self._session)))
         handle = ctypes.byref(self._handle)

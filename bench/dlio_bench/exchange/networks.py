@@ -1,4 +1,4 @@
-"""What is trained, and a batch for it."""
+"""Networks to train, and a batch for them."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""`--case overlap`: how much of an exchange's time backward hides, and what one process pays."""
+"""`--case overlap`: share of an exchange's time that backward hides, and overhead for one rank."""
 
 import math
 import statistics
@@ -29,7 +29,7 @@ _EXCHANGES: Final = (
 _STEPS: Final = 2
 _OVERHEAD_STEPS: Final = 40
 _OVERHEAD_BATCH: Final = 4
-"""Of short steps whatever is done once a step is the larger part."""
+"""Hidden units: in short steps, work done once a step would be the larger part."""
 _SURE: Final = 0.95
 
 
@@ -37,7 +37,7 @@ def measure(options: Options) -> dict[str, Any]:
     """On 2 ranks of one thread each: share of an exchange's time that is hidden, 1 - (T1 - T0) /
     Tx, with T0 seconds of a step without it, T1 with it, and Tx of the exchange alone, of the same
     repeat. On 1 rank: the processor's seconds under `dlio.distribute` over those of the plain loop,
-    less one; the median of neighbouring steps, and between what it lies in 95 of 100 such runs."""
+    less one; the median of neighbouring steps, and its 95 % confidence interval."""
     from dlio_bench.machine import spread
 
     rows, said = [], []
@@ -46,14 +46,14 @@ def measure(options: Options) -> dict[str, Any]:
         said.append(f"No link: {lacking}")
     for fabric in fabrics:
         for name in options.exchanges or _EXCHANGES:
-            told = _ranks(2, options.repeats, (name,), options, fabric)["exchanges"][name]
-            hidden = [1 - (t["with_s"] - t["without_s"]) / t["alone_s"] for t in told]
+            runs = _ranks(2, options.repeats, (name,), options, fabric)["exchanges"][name]
+            hidden = [1 - (t["with_s"] - t["without_s"]) / t["alone_s"] for t in runs]
             rows.append(
                 {
                     "fabric": fabric,
                     "exchange": name,
                     **{
-                        heading: spread([t[key] for t in told])
+                        heading: spread([t[key] for t in runs])
                         for heading, key in (
                             ("step_without_s", "without_s"),
                             ("with_s", "with_s"),
@@ -78,7 +78,7 @@ def measure(options: Options) -> dict[str, Any]:
 
 
 def fabrics_of(options: Options) -> tuple[list[str], str | None]:
-    """Those asked for, else all that can be had here; and why there is no link."""
+    """The fabrics asked for, else all that work here; and the reason why a link is missing."""
     if options.fabrics:
         return list(options.fabrics), None
     lacking = why_no_link()

@@ -23,17 +23,17 @@ def main(text: str) -> None:
     torch.set_num_threads(1)
     comm = world()
     training = Training(task["network"], task["batch_size"], comm.rank)
-    found: dict[str, Any] = {"parameter_bytes": training.bytes}
+    results: dict[str, Any] = {"parameter_bytes": training.bytes}
     if comm.size == 1:
-        found["overhead"] = _overhead(training, task["repeats"])
+        results["overhead"] = _overhead(training, task["repeats"])
     else:
-        found["exchanges"] = {name: [] for name in task["exchanges"]}
+        results["exchanges"] = {name: [] for name in task["exchanges"]}
         for _ in range(task["repeats"]):
             for name in task["exchanges"]:
-                told = _once(name, training, task["steps"], task["nodes"], comm)
-                found["exchanges"][name].append(told)
+                report = _once(name, training, task["steps"], task["nodes"], comm)
+                results["exchanges"][name].append(report)
     if comm.rank == 0:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(results), flush=True)
 
 
 def _once(
@@ -43,7 +43,7 @@ def _once(
     before = timed(lambda: training.step(None), steps, comm)
     exchange = training.distribute(name, nodes)
 
-    # Its memory is touched for the first time. What goes on behind a later step is under way when
+    # Its memory is touched for the first time. Background work of a later step is under way when
     # the time begins, and when it ends.
     training.step(exchange)
     training.step(exchange)
@@ -62,7 +62,7 @@ def _once(
 
 
 def _overhead(training: Training, repeats: int) -> list[float]:
-    """Of one process, seconds of a step under `dlio.distribute` over those of the same loop
+    """For one process, seconds of a step under `dlio.distribute` over those of the same loop
     without, less one; of neighbouring steps, each after one that finds out where memory is. Of the
     processor: other processes' do not count."""
     optimizer = torch.optim.SGD(training.model.parameters(), lr=1e-4)
@@ -73,13 +73,13 @@ def _overhead(training: Training, repeats: int) -> list[float]:
         training.step(None, optimizer=optimizer)
         return time.process_time() - began
 
-    found = []
+    results = []
     for number in range(repeats):
         before = seconds() if number % 2 else None
         with dlio.distribute(training.model, optimizer):
             ours = seconds()
-        found.append(ours / (before or seconds()) - 1)
-    return found
+        results.append(ours / (before or seconds()) - 1)
+    return results
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`--case slow-rank`: what a rank that computes four times as long leaves of the others' speed."""
+"""`--case slow-rank`: speed of ranks next to one that computes four times as long."""
 
 from typing import Any, Final
 
@@ -14,8 +14,8 @@ _FORWARD_S: Final = 0.02
 
 
 def measure(options: Options) -> dict[str, Any]:
-    """Of 4 ranks that mostly sleep: samples a second of each of the three others, beside a slow
-    rank and beside none."""
+    """Samples per second of each of three ranks that mostly sleep, with a fourth that is slow, and
+    with one that is not."""
     from dlio_bench.machine import spread
 
     task = {
@@ -25,18 +25,18 @@ def measure(options: Options) -> dict[str, Any]:
         "forward_s": _FORWARD_S,
         "seconds": options.seconds,
     }
-    told = run("dlio_bench.exchange.slowed", task, _RANKS)
+    report = run("dlio_bench.exchange.slowed", task, _RANKS)
     rows = []
-    for name, passes in told.items():
+    for name, passes in report.items():
         alike = [_mean(each["1.0"]["rates"][:-1]) for each in passes]
-        beside = [_mean(each[str(_FACTOR)]["rates"][:-1]) for each in passes]
+        slowed = [_mean(each[str(_FACTOR)]["rates"][:-1]) for each in passes]
         rows.append(
             {
                 "exchange": name,
                 "alike_per_s": spread(alike),
-                "beside_a_slow_rank_per_s": spread(beside),
+                "beside_a_slow_rank_per_s": spread(slowed),
                 "kept_percent": spread(
-                    [100 * b / a for a, b in zip(alike, beside, strict=True)],
+                    [100 * b / a for a, b in zip(alike, slowed, strict=True)],
                 ),
                 "slow_rank_per_s": spread([each[str(_FACTOR)]["rates"][-1] for each in passes]),
                 "close_s": spread([max(each[str(_FACTOR)]["close_s"]) for each in passes]),
@@ -45,7 +45,7 @@ def measure(options: Options) -> dict[str, Any]:
     return {
         "rows": rows,
         "said": [
-            "Samples a second of a rank; 100 % kept is the ceiling, a quarter what is left to "
+            "Samples a second of a rank; 100 % kept is the ceiling, a quarter is left to "
             "ranks that wait for the slow one."
         ],
     }

@@ -1,4 +1,4 @@
-"""Ranks of `dlio bench exchange --case slow-rank`: what an exchange leaves of ranks'
+"""Ranks of `dlio bench exchange --case slow-rank`: throughput that an exchange leaves of ranks'
 throughput where one of them computes more slowly.
 
 Usage: python -m dlio_bench.exchange.slowed JSON. Rank 0 prints one line of JSON.
@@ -24,7 +24,7 @@ _BATCH: Final = 8
 
 
 class Sleeping(nn.Module):
-    """A small network whose forward pass takes as long as it is told, most of it asleep, so that
+    """A small network whose forward pass takes a given time, most of it asleep, so that
     ranks that share cores do not slow each other."""
 
     def __init__(self, forward_s: float) -> None:
@@ -44,16 +44,16 @@ def main(text: str) -> None:
     task: dict[str, Any] = json.loads(text)
     torch.set_num_threads(1)
     comm = world()
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name in task["exchanges"]:
-        found[name] = []
+        results[name] = []
         for _ in range(task["repeats"]):
-            told = {}
+            by_factor = {}
             for factor in (1.0, task["factor"]):
-                told[str(factor)] = _throughput(name, factor, task, comm)
-            found[name].append(told)
+                by_factor[str(factor)] = _throughput(name, factor, task, comm)
+            results[name].append(by_factor)
     if comm.rank == 0:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(results), flush=True)
 
 
 def _throughput(

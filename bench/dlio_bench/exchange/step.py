@@ -1,4 +1,4 @@
-"""`--case step`: a step's time and bytes, compressed and not, beside torch's DDP over gloo."""
+"""`--case step`: time and bytes of a step, with and without compression, and of torch's DDP."""
 
 from dataclasses import replace
 from typing import Any, Final
@@ -58,11 +58,11 @@ def _rows(options: Options, steps: int, fabric: str) -> list[dict[str, Any]]:
     }
     # Gloo takes the interface that the host's name stands for; over a link there is but one.
     environment = {"GLOO_SOCKET_IFNAME": "lo"} if fabric == LINK else {}
-    told = run("dlio_bench.exchange.stepped", task, 2, fabric, environment, 3 * TIMEOUT_S)
-    bare, whole = told["seconds"]["none"], told["parameter_bytes"]
+    report = run("dlio_bench.exchange.stepped", task, 2, fabric, environment, 3 * TIMEOUT_S)
+    bare, whole = report["seconds"]["none"], report["parameter_bytes"]
     rows = []
-    for name, seconds in told["seconds"].items():
-        sent = told["sent"][name]
+    for name, seconds in report["seconds"].items():
+        sent = report["sent"][name]
         rows.append(
             {
                 "network": options.network,

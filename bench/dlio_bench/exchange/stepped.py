@@ -40,22 +40,22 @@ def main(text: str) -> None:
     sent: dict[str, float] = {}
     for repeat in range(task["repeats"]):
         for name in variants if repeat % 2 == 0 else variants[::-1]:
-            with _variant(name, training, comm) as (step, told):
+            with _variant(name, training, comm) as (step, bytes_sent):
                 for _ in range(_WARM):
                     step()
-                before, steps = told(), task["steps"]
+                before, steps = bytes_sent(), task["steps"]
                 seconds[name].append(timed(step, steps, comm))
-                sent[name] = (told() - before) / steps
+                sent[name] = (bytes_sent() - before) / steps
             gc.collect()  # DDP's reducer goes with its last reference, and its hooks with it.
     if comm.rank == 0:
-        found = {"parameter_bytes": training.bytes, "seconds": seconds, "sent": sent}
-        print(json.dumps(found), flush=True)
+        results = {"parameter_bytes": training.bytes, "seconds": seconds, "sent": sent}
+        print(json.dumps(results), flush=True)
     comm.barrier()
     dist.destroy_process_group()
 
 
 def _start_gloo(comm: Communicator) -> None:
-    """A group of gloo's over the loopback, beside MPI."""
+    """A gloo group over the loopback, in addition to MPI."""
     port = 0
     if comm.rank == 0:
         with socket.create_server(("127.0.0.1", 0)) as free:

@@ -25,16 +25,16 @@ def main(text: str) -> None:
     task: dict[str, Any] = json.loads(text)
     torch.set_num_threads(1)
     comm = world()
-    found = (_messages if task["what"] == "messages" else _exchanges)(task, comm)
+    results = (_messages if task["what"] == "messages" else _exchanges)(task, comm)
     if comm.rank == 0:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(results), flush=True)
 
 
 def _messages(task: dict[str, Any], comm: Communicator) -> dict[str, Any]:
     """By size, medians of a message's seconds between ranks 0 and 1: `crossing`, where both send
     at once, as exchanges do, and `alone`, half of there and back; and seconds to add a byte."""
     other = 1 - comm.rank
-    found: dict[str, list[float]] = {"crossing": [], "alone": []}
+    results: dict[str, list[float]] = {"crossing": [], "alone": []}
     for size in task["sizes"]:
         out, into = np.ones(size, np.uint8), np.ones(size, np.uint8)
 
@@ -55,8 +55,8 @@ def _messages(task: dict[str, Any], comm: Communicator) -> dict[str, Any]:
                 began = time.perf_counter()
                 work()
                 seconds.append((time.perf_counter() - began) / ways)
-            found[name].append(statistics.median(seconds[1:]))
-    return {**found, "gamma_s": _gamma(task["repeats"])}
+            results[name].append(statistics.median(seconds[1:]))
+    return {**results, "gamma_s": _gamma(task["repeats"])}
 
 
 def _gamma(repeats: int, entries: int = 1 << 22) -> float:
@@ -72,7 +72,7 @@ def _gamma(repeats: int, entries: int = 1 << 22) -> float:
 def _exchanges(task: dict[str, Any], comm: Communicator) -> dict[str, Any]:
     """Seconds of each exchange by step, without computing."""
     training = Training(task["network"], 2, comm.rank)
-    found: dict[str, Any] = {name: [] for name in task["exchanges"]}
+    results: dict[str, Any] = {name: [] for name in task["exchanges"]}
     for _ in range(task["repeats"]):
         for name in task["exchanges"]:
             bare = timed(lambda: training.alone(None), 4, comm)
@@ -80,10 +80,10 @@ def _exchanges(task: dict[str, Any], comm: Communicator) -> dict[str, Any]:
             alone = partial(training.alone, exchange)
             timed(alone, 2, comm)
             whole = timed(alone, 4, comm)
-            found[name].append(whole - bare)
+            results[name].append(whole - bare)
             exchange.close()
     buckets = len(in_buckets(trainable(training.model)))
-    return {"seconds": found, "parameter_bytes": training.bytes, "buckets": buckets}
+    return {"seconds": results, "parameter_bytes": training.bytes, "buckets": buckets}
 
 
 if __name__ == "__main__":

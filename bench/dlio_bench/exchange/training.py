@@ -1,4 +1,4 @@
-"""`--case training`: what each exchange makes of a network, and how soon."""
+"""`--case training`: accuracy with each exchange, and the time to it."""
 
 import itertools
 import os
@@ -54,12 +54,12 @@ def measure(options: Options) -> dict[str, Any]:
                         },
                     )
                 )
-    finals = {name: [final_accuracy(each) for each in told] for name, told in reports.items()}
+    finals = {name: [final_accuracy(each) for each in runs] for name, runs in reports.items()}
     goal = None
     if _YARDSTICK in finals:
         goal = statistics.mean(finals[_YARDSTICK]) - _POINT
     yardstick = reports.get(_YARDSTICK)
-    rows = [_row(name, told, finals[name], goal, yardstick) for name, told in reports.items()]
+    rows = [_row(name, runs, finals[name], goal, yardstick) for name, runs in reports.items()]
     said = [
         f"{options.ranks} ranks, {options.seeds} seed(s), {options.epochs} epoch(s): mean ± "
         "standard deviation. Accuracy lies on a line between the ends of epochs, for the time to "
@@ -76,7 +76,7 @@ def final_accuracy(report: dict[str, Any]) -> float:
 
 
 def seconds_to(goal: float, epochs: Sequence[dict[str, Any]]) -> float | None:
-    """Seconds of training until held-out accuracy reached `goal`, on lines between what it was at
+    """Seconds of training until held-out accuracy reached `goal`, interpolated linearly between
     the ends of epochs and nothing at the beginning; None where it never did."""
     ends = itertools.accumulate(float(epoch["seconds"]) for epoch in epochs)
     return first_at(goal, zip(ends, (epoch["val_accuracy"] for epoch in epochs), strict=True))

@@ -33,7 +33,7 @@ class Training:
 
     @property
     def bytes(self) -> int:
-        """Of all gradients as float32."""
+        """Bytes of all gradients as float32."""
         return 4 * sum(parameter.numel() for parameter in self._parameters)
 
     def distribute(self, exchange: str, nodes: int | None = None) -> Distributed:
@@ -51,7 +51,7 @@ class Training:
         """Forward, backward, step.
 
         Args:
-            model: what is called in the model's place, such as DDP around it.
+            model: called in place of the model, such as DDP around it.
             optimizer: in the place of this training's own.
         """
         optimizer = optimizer or self._optimizer
@@ -65,7 +65,7 @@ class Training:
             exchange.after_step()
 
     def alone(self, exchange: Distributed | None) -> None:
-        """What `step` does between ranks, with gradients that are there already; whatever of it
+        """The part of `step` between ranks, with gradients that are there already; whatever of it
         goes on behind a later step is waited for."""
         self._optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(self._parameters, self._gradients)
@@ -89,7 +89,7 @@ def timed(work: Callable[[], None], times: int, comm: Communicator) -> float:
 
 
 def _have_left(exchange: Asgd, comm: Communicator) -> None:
-    """What nobody waits for in a training is waited for, to know how long it takes: all ranks'
+    """Also wait for messages that a training would not wait for, to time them: all ranks'
     messages, as each leaves only when it is taken. Collective."""
     deadline = time.monotonic() + _TIMEOUT_S
     everybody: Request | None = None

@@ -1,4 +1,4 @@
-"""Trainings at the ends of their epochs, and what is said of several."""
+"""Trainings at the ends of their epochs, and summaries of several."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ class Curve:
     """A training, at the ends of its epochs."""
 
     seconds: list[float] = field(default_factory=list)
-    """Of training since the beginning, evaluation aside."""
+    """Seconds of training since the beginning, without evaluation."""
     accuracy: list[float] = field(default_factory=list)
     """Held out, as a part of 1."""
     parameters: list[int] = field(default_factory=list)
@@ -33,17 +33,17 @@ class Curve:
         return first_at(goal, zip(self.seconds, self.accuracy, strict=True))
 
 
-def summary(told: Mapping[str, Sequence[Curve]], tolerance: float) -> dict[str, Any]:
+def summary(variants: Mapping[str, Sequence[Curve]], tolerance: float) -> dict[str, Any]:
     """A row a variant, against the unpruned one of the same seed: final accuracy, parameters, and
     how much sooner it is as good as that one is in the end, and as good within the tolerance.
 
     Args:
-        told: by variant, a curve a seed.
+        variants: curves of each variant, one per seed.
         tolerance: points.
     """
-    unpruned = told[_YARDSTICK]
+    unpruned = variants[_YARDSTICK]
     rows = []
-    for name, curves in told.items():
+    for name, curves in variants.items():
         pairs = list(zip(curves, unpruned, strict=True))
         rows.append(
             {
@@ -62,7 +62,7 @@ def summary(told: Mapping[str, Sequence[Curve]], tolerance: float) -> dict[str, 
                 **{key: deviation([each.extra[key] for each in curves]) for key in curves[0].extra},
             }
         )
-    curves_told = {name: [asdict(each) for each in curves] for name, curves in told.items()}
+    curves_told = {name: [asdict(each) for each in curves] for name, curves in variants.items()}
     return {
         "rows": rows,
         "raw": curves_told,
@@ -76,8 +76,10 @@ def summary(told: Mapping[str, Sequence[Curve]], tolerance: float) -> dict[str, 
 
 
 def sooner(pairs: Sequence[tuple[Curve, Curve]], less: float) -> str:
-    """Of (curve, yardstick): the yardstick's seconds over the curve's, to the accuracy that the
-    yardstick ends with; the curve's to that accuracy less `less`."""
+    """Speed-up of pairs (curve, yardstick): the yardstick's seconds over the curve's.
+
+    The yardstick's are to its final accuracy, the curve's to that accuracy less `less`.
+    """
     ratios = []
     for curve, whole in pairs:
         first, reached = (

@@ -11,15 +11,15 @@ __all__ = ["draw"]
 
 def draw(curves: Mapping[str, Sequence[Curve]], title: str, path: str) -> None:
     """Accuracy and parameters against seconds, a line a training and a colour a variant; and how
-    wide each layer is in the end, beside the widths of the first variant. PNG or SVG by the name's
+    wide each layer is in the end, next to the widths of the first variant. PNG or SVG by the name's
     ending.
 
     Raises UsageError without matplotlib.
     """
     with picture(path) as pyplot:
         figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(16, 5))
-        for number, (name, told) in enumerate(curves.items()):
-            for again, curve in enumerate(told):
+        for number, (name, runs) in enumerate(curves.items()):
+            for again, curve in enumerate(runs):
                 look = {"color": f"C{number}", "label": None if again else name}
                 accuracy = [100 * each for each in curve.accuracy]
                 if len(accuracy) == 1:
@@ -37,8 +37,8 @@ def draw(curves: Mapping[str, Sequence[Curve]], title: str, path: str) -> None:
 
 def _widths(axes: Any, curves: Mapping[str, Sequence[Curve]]) -> None:
     drawn, labelled = set(), set()
-    for number, (name, told) in enumerate(curves.items()):
-        for curve in told:
+    for number, (name, runs) in enumerate(curves.items()):
+        for curve in runs:
             widths = curve.widths[-1]
             if widths and widths not in drawn:
                 label = None if name in labelled else name

@@ -1,4 +1,4 @@
-"""`--case images`: an over-wide convolutional network, and `--case samples`: what is not read."""
+"""`--case images`: an over-wide convolutional network, and `--case samples`: skipped samples."""
 
 import os
 import tempfile
@@ -27,7 +27,7 @@ _SHRUNK_EPOCHS: Final = 7
 """Steps of a small network are cheap: a part of the time that they save goes into more of them."""
 _SAMPLES_EPOCHS: Final = 40
 _SAMPLES_CROP: Final = 0.5
-"""Least area of crops: with less, a network of this size stays unsure of what it is trained on."""
+"""Least area of crops: with less, a network of this size stays unsure of its training samples."""
 _SAMPLES: Final[dict[str, dict[str, Any]]] = {
     "unpruned": {},
     "samples left out": {"skip_samples": True},
@@ -37,17 +37,17 @@ _SAMPLES: Final[dict[str, dict[str, Any]]] = {
 
 def measure(options: Options) -> dict[str, Any]:
     """Runs of `dlio train` by seed: the wide network, as it is and with apoptosis; and, of the
-    widths that apoptosis came to: what is left of the wide one after training, by magnitude;
+    widths that apoptosis came to: the rest of the wide one after training, by magnitude;
     neurons removed by chance at the steps at which apoptosis did; and a network about as large from
     the start. Those that are or become small are trained for more epochs."""
     with ExitStack() as stack:
         runs = _Runs(options, "images", stack, options.epochs or _EPOCHS)
         width = options.width or _WIDTH
-        told: dict[str, list[Curve]] = {}
+        by_name: dict[str, list[Curve]] = {}
         for seed in range(options.seeds):
             for name, curve in _variants(runs, seed, width):
-                told.setdefault(name, []).append(curve)
-    return summary(told, options.tolerance)
+                by_name.setdefault(name, []).append(curve)
+    return summary(by_name, options.tolerance)
 
 
 def measure_samples(options: Options) -> dict[str, Any]:
@@ -56,15 +56,15 @@ def measure_samples(options: Options) -> dict[str, Any]:
     with ExitStack() as stack:
         runs = _Runs(options, "samples", stack, options.epochs or _SAMPLES_EPOCHS, _SAMPLES_CROP)
         width = options.width or _WIDTH // 2
-        told: dict[str, list[Curve]] = {}
+        by_name: dict[str, list[Curve]] = {}
         for seed in range(options.seeds):
             for name, more in _SAMPLES.items():
-                told.setdefault(name, []).append(runs.curve(name, seed, width, **more))
-            work = told["samples left out"][-1].extra["trained_on"]
-            fewer = max(1, round(work / told["unpruned"][-1].extra["trained_on"] * runs.epochs))
+                by_name.setdefault(name, []).append(runs.curve(name, seed, width, **more))
+            work = by_name["samples left out"][-1].extra["trained_on"]
+            fewer = max(1, round(work / by_name["unpruned"][-1].extra["trained_on"] * runs.epochs))
             shorter = runs.curve(f"{fewer} epochs", seed, width, epochs=fewer)
-            told.setdefault("fewer epochs", []).append(shorter)
-    return summary(told, options.tolerance)
+            by_name.setdefault("fewer epochs", []).append(shorter)
+    return summary(by_name, options.tolerance)
 
 
 class _Runs:
@@ -86,7 +86,7 @@ class _Runs:
         return make_model(f"resnet(width={width})", classes, self.options.image_size)
 
     def report(self, name: str, seed: int, width: int, **more: Any) -> dict[str, Any]:
-        """Of the run, which is not made again where its report is kept."""
+        """The report of a run, which is not repeated where its report is there."""
         return trained(
             f"{name.replace(' ', '-')}-{seed}",
             self.folder,
@@ -112,7 +112,7 @@ class _Runs:
 
 def _variants(runs: _Runs, seed: int, width: int) -> Iterator[tuple[str, Curve]]:
     weights = os.path.join(runs.folder, f"weights-{seed}.pt")
-    # The weights are wanted beside the report.
+    # The weights are needed in addition to the report.
     report = runs.report("unpruned", seed, width, save=weights)
     unpruned = runs.curve_of(report, width)
     yield "unpruned", unpruned
@@ -145,7 +145,7 @@ def _variants(runs: _Runs, seed: int, width: int) -> Iterator[tuple[str, Curve]]
 def _cut(
     runs: _Runs, weights: str, width: int, rounds: Sequence[Mapping[str, Any]], trained_: Curve
 ) -> Curve:
-    """The trained wide network, cut by magnitude to what rounds came to."""
+    """The trained wide network, cut by magnitude to the widths that rounds came to."""
     model = runs.model(width)
     model.load_state_dict(torch.load(weights, weights_only=True))
     size = runs.options.image_size
@@ -179,13 +179,13 @@ def _as_large(runs: _Runs, parameters: int, widest: int) -> int:
 
 
 def widths_of(model: torch.nn.Module, image_size: int) -> dict[str, int]:
-    """Of layers whose neurons can go, in the model's order; those that share neurons count once."""
+    """Widths of prunable layers, in the model's order; those that share neurons count once."""
     example = torch.zeros(2, 3, image_size, image_size)
     return {group.name: group.width for group in find_groups(model, example).groups}
 
 
 def curve_of(report: Mapping[str, Any], model: torch.nn.Module, image_size: int) -> Curve:
-    """Of a report of `dlio train`, and the model before it was trained."""
+    """The curve of a report of `dlio train`, and of the model before training."""
     curve = Curve(extra={"read_MB": 0.0, "trained_on": 0.0})
     widths, parameters = widths_of(model, image_size), count_parameters(model)
     seconds = 0.0

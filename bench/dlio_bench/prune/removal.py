@@ -57,7 +57,7 @@ class ByChance:
 
     Args:
         rounds: with `step`, and `widths` by group after it.
-        told: called with what has been cut.
+        told: called with the cuts.
     """
 
     def __init__(

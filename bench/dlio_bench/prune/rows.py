@@ -1,4 +1,4 @@
-"""`--case rows`: a wide perceptron that does not read what it knows already."""
+"""`--case rows`: a wide perceptron that skips rows that it has learnt."""
 
 import os
 import tempfile
@@ -27,7 +27,7 @@ _ROWS: Final = 400_000
 _WIDTH: Final = 128
 _EPOCHS: Final = 10
 _SKIPPING_EPOCHS: Final = 12
-"""Of trainings that leave rows out: a part of the time that they save goes into more epochs."""
+"""Epochs of trainings that leave rows out: they spend a part of the saved time on more epochs."""
 
 
 def measure(options: Options) -> dict[str, Any]:
@@ -65,9 +65,9 @@ class _Read:
     def _batches(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         for batch in self._loader:
             yield batch["rows"], batch["labels"]
-        told = self._loader.stats()
-        self.extra["read_MB"] += sum(told["bytes"].values()) / 1e6
-        self.extra["trained_on"] += told["samples"]
+        statistics = self._loader.stats()
+        self.extra["read_MB"] += sum(statistics["bytes"].values()) / 1e6
+        self.extra["trained_on"] += statistics["samples"]
 
     @property
     def lr_factor(self) -> float:
@@ -93,12 +93,12 @@ def _variants(seed: int, widths: Sequence[int], epochs: int, options: Options) -
             curve.extra.update(feed.extra)
             return curve
 
-        found = {
+        by_name = {
             "unpruned": run(epochs, skip=False, prune=False),
             "samples left out": run(more, skip=True, prune=False),
             "both": run(more, skip=True, prune=True),
         }
-        work = found["samples left out"].extra["trained_on"]
-        fewer = max(1, round(work / found["unpruned"].extra["trained_on"] * epochs))
-        found["fewer epochs"] = run(fewer, skip=False, prune=False)
-    return found
+        work = by_name["samples left out"].extra["trained_on"]
+        fewer = max(1, round(work / by_name["unpruned"].extra["trained_on"] * epochs))
+        by_name["fewer epochs"] = run(fewer, skip=False, prune=False)
+    return by_name

@@ -1,4 +1,4 @@
-"""`--case tabular`: a wide perceptron that learns what a small one says of rows of numbers."""
+"""`--case tabular`: a wide perceptron that learns the labels of a small one for rows of numbers."""
 
 import math
 import time
@@ -36,7 +36,7 @@ _CLASSES: Final = 10
 _TEACHER: Final = 24
 """Neurons of the teacher's only hidden layer."""
 _FLIPPED: Final = 0.05
-"""Of the training labels, which are drawn anew."""
+"""Share of the training labels that are drawn anew."""
 BATCH: Final = 128
 _ROWS: Final = 40_000
 _WIDTH: Final = 1024
@@ -101,10 +101,10 @@ class Feed(Protocol):
 
     @property
     def lr_factor(self) -> float:
-        """What the epoch's learning rate is multiplied by."""
+        """Factor of the epoch's learning rate."""
 
     def weigh(self, losses: torch.Tensor) -> torch.Tensor:
-        """Losses of the last batch, shape (n,), times what they count."""
+        """Losses of the last batch, shape (n,), times their weights."""
 
 
 class Shuffled:
@@ -199,7 +199,7 @@ def hidden_widths(model: nn.Module) -> tuple[int, ...]:
 
 def measure(options: Options) -> dict[str, Any]:
     """By seed, one after another on one thread: the wide network, as it is and with apoptosis;
-    and, of the widths that apoptosis came to: what is left of the wide one after training, by
+    and, of the widths that apoptosis came to: the rest of the wide one after training, by
     magnitude; neurons removed by chance at the steps at which apoptosis did; and a network of these
     widths from the start. Those that are or become small are trained for more epochs."""
     return by_seed(options, _variants, _WIDTH, _EPOCHS)
@@ -211,23 +211,23 @@ def by_seed(
     width: int,
     epochs: int,
 ) -> dict[str, Any]:
-    """What `variants` gives of each seed, of the widths of the hidden layers and of epochs, told
+    """Results of `variants` for each seed, for the widths of hidden layers and for epochs, told
     together.
 
     Args:
         width, epochs: where the options give none.
     """
     widths, epochs = [options.width or width] * _LAYERS, options.epochs or epochs
-    told: dict[str, list[Curve]] = {}
+    by_variant: dict[str, list[Curve]] = {}
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         for seed in range(options.seeds):
             for name, curve in variants(seed, widths, epochs, options).items():
-                told.setdefault(name, []).append(curve)
+                by_variant.setdefault(name, []).append(curve)
     finally:
         torch.set_num_threads(before)
-    return summary(told, options.tolerance)
+    return summary(by_variant, options.tolerance)
 
 
 def _variants(seed: int, whole: Sequence[int], epochs: int, options: Options) -> dict[str, Curve]:
@@ -238,28 +238,28 @@ def _variants(seed: int, whole: Sequence[int], epochs: int, options: Options) ->
 
     more = options.longer(epochs, _SHRUNK_EPOCHS / _EPOCHS)
     wide = fresh(whole)
-    found = {"unpruned": train(wide, task, epochs, Shuffled(task, seed), lr)[0]}
+    by_name = {"unpruned": train(wide, task, epochs, Shuffled(task, seed), lr)[0]}
     model = fresh(whole)
 
     pruning = pruned_by(model, task, options.tolerance)
-    found["apoptosis"], pruned = train(
+    by_name["apoptosis"], pruned = train(
         model, task, more, Shuffled(task, seed), lr, apoptosis=pruning
     )
-    found["magnitude, after training"] = _cut(wide, task, found["unpruned"], pruned.groups)
+    by_name["magnitude, after training"] = _cut(wide, task, by_name["unpruned"], pruned.groups)
     model = fresh(whole)
     chance = removal.ByChance(model, task.rows[:2], pruned.rounds, seed)
-    found["by chance, as apoptosis"] = train(
+    by_name["by chance, as apoptosis"] = train(
         model, task, more, Shuffled(task, seed), lr, after_step=chance.step
     )[0]
-    narrow = fresh(found["apoptosis"].widths[-1])
-    found["narrow from the start"] = train(narrow, task, more, Shuffled(task, seed), lr)[0]
-    return found
+    narrow = fresh(by_name["apoptosis"].widths[-1])
+    by_name["narrow from the start"] = train(narrow, task, more, Shuffled(task, seed), lr)[0]
+    return by_name
 
 
 def pruned_by(
     model: nn.Module, task: Task, tolerance: float
 ) -> Callable[[torch.optim.Optimizer, int], dlio.Apoptosis]:
-    """What `train` makes an Apoptosis with."""
+    """Options of the Apoptosis that `train` creates."""
 
     def make(optimizer: torch.optim.Optimizer, steps: int) -> dlio.Apoptosis:
         return dlio.Apoptosis(
