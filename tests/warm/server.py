@@ -39,7 +39,10 @@ _PRELOADED = (
     "xxhash",
     "simplejpeg",
 )
-_SELF_FORKED = ("net", "mnt", "pid", "user", "ipc")
+_NAMESPACES = ("net", "mnt", "pid", "user", "ipc")
+_READ_AT_IMPORT = (b"PYTHON", b"TORCH", b"MKL", b"KMP", b"NUMPY", b"OPENCV")
+"""Prefixes of variables that the interpreter or a preloaded module reads when it starts."""
+_TAKEN_OVER = (b"PYTHONPATH", b"PYTHONUNBUFFERED")
 _LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 _REQUEST_TIMEOUT_S = 10
 
@@ -142,16 +145,15 @@ def _receive(connection: socket.socket) -> _Command | None:
 
 def _is_alike(client: int, environment: dict[bytes, bytes]) -> bool:
     """True if a child of this process can stand in for the client."""
-    for kind in _SELF_FORKED:
+    for kind in _NAMESPACES:
         if os.readlink(f"/proc/{client}/ns/{kind}") != os.readlink(f"/proc/self/ns/{kind}"):
             return False
     if os.stat(f"/proc/{client}").st_uid != os.geteuid():
         return False
-    known = (b"PYTHONPATH", b"PYTHONUNBUFFERED", b"PYTHONHASHSEED")
     return all(
-        os.environb.get(name) == value or name in known
+        os.environb.get(name) == value
         for name, value in environment.items()
-        if name.startswith(b"PYTHON")
+        if name.startswith(_READ_AT_IMPORT) and name not in _TAKEN_OVER
     )
 
 
