@@ -170,7 +170,7 @@ def test_most_holes_in_a_jpeg_are_found_and_hide_no_truncation(options: dict[str
     """A lost sector desynchronises the Huffman decoder, which ends too early or too late."""
     noise = np.random.default_rng(0).integers(0, 256, (300, 300, 3), np.uint8)
     image = _encoded(Image.fromarray(noise), **options)
-    found = 0
+    results = 0
     for percent in range(10, 90, 4):
         holed = bytearray(image)
         at = len(image) * percent // 100
@@ -180,8 +180,8 @@ def test_most_holes_in_a_jpeg_are_found_and_hide_no_truncation(options: dict[str
         try:
             decode_whole(bytes(holed), "x")
         except DecodeError:
-            found += 1
-    assert found >= 14
+            results += 1
+    assert results >= 14
 
 
 def test_restart_markers_are_decoded_and_cut_short_as_other_jpegs() -> None:

@@ -1,4 +1,4 @@
-"""What is cut out of a JPEG decodes to the pixels that it has in the whole."""
+"""A part cut out of a JPEG decodes to the same pixels as in the whole image."""
 
 import io
 from pathlib import Path
@@ -183,11 +183,11 @@ def test_where_rows_begin_is_kept_in_the_file(height: int, width: int, sampling:
     assert frame is not None
     assert unkept is not None
     assert frame.starts_at == unkept.scan_header_at
-    starts, found = interval_starts(image, frame), interval_starts(plain, unkept)
+    starts, results = interval_starts(image, frame), interval_starts(plain, unkept)
     assert starts is not None
-    assert found is not None
-    assert np.array_equal(starts - frame.scan_at, found - unkept.scan_at)
-    assert cut(image, frame, starts, first) == cut(plain, unkept, found, first)
+    assert results is not None
+    assert np.array_equal(starts - frame.scan_at, results - unkept.scan_at)
+    assert cut(image, frame, starts, first) == cut(plain, unkept, results, first)
 
 
 @settings(deadline=None)

@@ -21,8 +21,8 @@ def main(source: str) -> None:
             right &= bool((values.numpy() == first[:, None] + np.repeat(np.arange(50), 40)).all())
             samples += (first // 50).tolist()
         stats = loader.stats()
-    told = {"samples": samples, "right": right, "sent": stats["sent"], "late": stats["late"]}
-    print(json.dumps({**told, "peer": stats["bytes"]["peer"]}), flush=True)
+    reports = {"samples": samples, "right": right, "sent": stats["sent"], "late": stats["late"]}
+    print(json.dumps({**reports, "peer": stats["bytes"]["peer"]}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What ranks do together; run under mpirun with a folder, a mode, and how nodes are pretended.
+"""Epochs of several ranks; run under mpirun with a folder, a mode and the pretended nodes.
 
-Prints one JSON line a rank: its samples a step, a digest of each sample's pixels, its counts.
+Prints one JSON line per rank: its samples per step, a digest of each sample's pixels, its counts.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ def main(
         ) as loader,
     ):
         if leave_at:
-            # All ranks leave; some of what was sent for later steps is never consumed.
+            # All ranks leave; some samples sent for later steps are never consumed.
             for step, _ in enumerate(loader):
                 if step == leave_at:
                     break

@@ -29,7 +29,7 @@ CASES = (
 
 
 def main(folder: str) -> None:
-    told: list[dict[str, Any]] = []
+    reports: list[dict[str, Any]] = []
     for tiers, mode, source_order in CASES:
         with dlio.open(folder, tiers=tiers, image_size=32, seed=3) as data:
             keep = np.random.default_rng(5).random(len(data)) < 0.5
@@ -67,7 +67,7 @@ def main(folder: str) -> None:
                 parts += [loader.last_samples.tolist() for _ in loader]
                 # The next epoch is of all samples again.
                 after = sum(len(loader.last_samples) for _ in loader)
-            told.append(
+            reports.append(
                 {
                     "steps": steps,
                     "whole": whole,
@@ -78,7 +78,7 @@ def main(folder: str) -> None:
                     "late": stats["late"],
                 }
             )
-    print(json.dumps({"rank": world().rank, "cases": told}), flush=True)
+    print(json.dumps({"rank": world().rank, "cases": reports}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What ranks with uneven shares do together; run under mpirun with a folder and a mode.
+"""Epochs of ranks with uneven shares; run under mpirun with a folder and a mode.
 
 Each pass has other shares; the last goes on, with others again, in the middle of one before.
 Each pass is begun ahead, and dropped for its new shares. Prints one JSON line a rank: its samples

@@ -1,4 +1,4 @@
-"""torchvision's folders are read through tiers, and give what they themselves would."""
+"""torchvision's folders are read through tiers, and their samples stay the same."""
 
 import sys
 import types

@@ -16,19 +16,17 @@ from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
     Subset,
     TensorDataset,
     WeightedRandomSampler,
-    get_worker_info,
 )
 from torch.utils.data import DataLoader as Theirs
 
-import dlio
 from dlio import DataLoader as Ours
 from dlio.errors import UsageError
+from tests.loader.datasets import Numbers, Stream, plain
 
 Point = namedtuple("Point", "x y")
 
@@ -40,26 +38,13 @@ def _nothing_is_left() -> Iterator[None]:
     assert [t.name for t in threading.enumerate() if t.name.startswith("dlio")] == []
 
 
-class Numbers(torch.utils.data.Dataset[Any]):
-    def __init__(self, count: int = 23) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> Any:
-        if not 0 <= index < self.count:
-            raise IndexError(index)
-        return {"index": index, "square": torch.tensor([index * index]), "name": f"n{index}"}
-
-
 class Together(Numbers):
     def __getitems__(self, indices: list[int]) -> list[Any]:
         return [self[index] for index in indices]
 
 
 class Kinds(Numbers):
-    """What default_collate has a rule for."""
+    """Samples of all types that default_collate has a rule for."""
 
     def __getitem__(self, index: int) -> Any:
         return (
@@ -70,16 +55,6 @@ class Kinds(Numbers):
         )
 
 
-class Stream(IterableDataset[Any]):
-    def __init__(self, count: int = 10) -> None:
-        self.count = count
-
-    def __iter__(self) -> Iterator[int]:
-        info = get_worker_info()
-        first, step = (0, 1) if info is None else (info.id, info.num_workers)
-        return iter(range(first, self.count, step))
-
-
 class Failing(Numbers):
     def __getitem__(self, index: int) -> Any:
         if index in (2, 3):
@@ -87,34 +62,21 @@ class Failing(Numbers):
         return index
 
 
-def plain(value: Any) -> Any:
-    """Tensors as lists, so that batches compare."""
-    if isinstance(value, torch.Tensor):
-        return (str(value.dtype), value.tolist())
-    if isinstance(value, np.ndarray):
-        return ("array", value.tolist())
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value).__name__, [plain(item) for item in value]
-    return value
-
-
 def passes(loader: Any, count: int = 2) -> list[Any]:
-    """Batches of several passes, exceptions in their places, and what is drawn after them."""
+    """Batches of several passes, exceptions in their places, and the numbers drawn after them."""
     torch.manual_seed(11)
-    found: list[Any] = []
+    results: list[Any] = []
     for _ in range(count):
         iterator = iter(loader)
         while True:
             try:
-                found.append(plain(next(iterator)))
+                results.append(plain(next(iterator)))
             except StopIteration:
                 break
             except Exception as error:
-                found.append(type(error).__name__)
-        found.append(torch.rand(1).item())
-    return found
+                results.append(type(error).__name__)
+        results.append(torch.rand(1).item())
+    return results
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -158,8 +120,8 @@ def test_the_same_batches_as_torch(kind: Any, workers: int, options: dict[str, A
 def test_samplers_are_followed(sampler: Callable[[Any], dict[str, Any]], workers: int) -> None:
     theirs, ours = Numbers(), Numbers()
     wanted = passes(Theirs(theirs, **sampler(theirs)))
-    found = passes(Ours(ours, num_workers=workers, **sampler(ours)))
-    assert found == wanted
+    results = passes(Ours(ours, num_workers=workers, **sampler(ours)))
+    assert results == wanted
     assert len(Ours(ours, **sampler(ours))) == len(Theirs(theirs, **sampler(theirs)))
 
 
@@ -295,7 +257,7 @@ def test_out_of_order_a_slow_sample_delays_no_other() -> None:
 
 
 def test_workers_processes_are_torchs_own() -> None:
-    """What only means something in processes takes them: seeds, worker_init_fn, get_worker_info."""
+    """Options that mean something only in processes use them: worker_init_fn and its seeds."""
     started: list[int] = []
     loader = Ours(Numbers(6), 3, num_workers=1, worker_init_fn=started.append)
     assert len(list(loader)) == 2
@@ -341,174 +303,3 @@ def test_loaders_can_be_copied_and_pickled_and_an_early_end_stops_the_work() -> 
 def test_batches_are_pinned_only_where_there_is_an_accelerator() -> None:
     loader = Ours(Numbers(), 4, num_workers=2, pin_memory=True)
     assert not next(iter(loader))["square"].is_pinned() or torch.accelerator.is_available()
-
-
-def test_batches_come_on_the_device_that_is_asked_for() -> None:
-    loader = Ours(Numbers(), 4, num_workers=2, device="meta")
-    assert {batch["square"].device.type for batch in loader} == {"meta"}
-
-
-def test_a_path_is_no_data_set() -> None:
-    with pytest.raises(UsageError, match=r"dlio\.open"):
-        Ours("/data/imagenet")
-
-
-def test_tiers_keep_what_a_data_set_returns() -> None:
-    class Counted(Numbers):
-        asked = 0
-
-        def __getitem__(self, index: int) -> Any:
-            type(self).asked += 1
-            return {"index": index, "square": torch.tensor([index * index])}
-
-    with Ours(Counted(), 4, tiers="ram:16MiB", shuffle=True) as loader:
-        seen = [int(n) for batch in loader for n in batch["index"]]
-        before = Counted.asked
-        again = [int(n) for batch in loader for n in batch["index"]]
-        assert sorted(seen) == sorted(again) == list(range(23))
-        assert seen != again
-        assert Counted.asked == before
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"shuffle": True},
-        {"shuffle": False},
-        {"shuffle": True, "generator": 7},
-        {"shuffle": True, "seed": 9},
-        {"sampler": "weighted"},
-        {"batch_sampler": "own"},
-    ],
-)
-@pytest.mark.parametrize("taken", [0, 1, 3, 6])
-def test_a_resumed_pass_is_exactly_the_rest(
-    options: dict[str, Any], workers: int, taken: int
-) -> None:
-    data = Numbers()
-
-    def make(workers: int) -> Any:
-        made = dict(options)
-        if "generator" in made:
-            made["generator"] = torch.Generator().manual_seed(made["generator"])
-        if "sampler" in made:
-            made["sampler"] = WeightedRandomSampler([1.0] * 23, 23)
-        if "batch_sampler" in made:
-            made["batch_sampler"] = BatchSampler(RandomSampler(data), 4, False)
-        else:
-            made["batch_size"] = 4
-        return Ours(data, num_workers=workers, **made)
-
-    torch.manual_seed(21)
-    loader = make(workers)
-    iterator = iter(loader)
-    for _ in range(taken):
-        next(iterator)
-    state = loader.state_dict()
-    rest = [batch["index"].tolist() for batch in iterator]
-    following = [batch["index"].tolist() for batch in loader] if "seed" in options else None
-    torch.manual_seed(99)  # What is drawn elsewhere must not matter.
-    other = make(2 - workers)
-    other.load_state_dict(pickle.loads(pickle.dumps(state)))
-    assert len(other) == 6
-    assert [batch["index"].tolist() for batch in other] == rest
-    if following is not None:
-        assert [batch["index"].tolist() for batch in other] == following
-
-
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 4), (2, 2)])
-def test_a_distributed_samplers_pass_goes_on_with_other_ranks(before: int, after: int) -> None:
-    data = Numbers(41)
-    done: list[int] = []
-    state: dict[str, Any] = {}
-    for rank in range(before):
-        sampler: Any = DistributedSampler(data, before, rank, shuffle=True, seed=4)
-        loader = Ours(data, 3, sampler=sampler, num_workers=1)
-        loader.set_epoch(2)
-        iterator = iter(loader)
-        for _ in range(2):
-            done += next(iterator)["index"].tolist()
-        assert not state or state == loader.state_dict()  # The same on all ranks.
-        state = loader.state_dict()
-    rest: list[int] = []
-    for rank in range(after):
-        sampler = DistributedSampler(data, after, rank, shuffle=True, seed=4)
-        loader = Ours(data, 5, sampler=sampler, num_workers=1)
-        loader.load_state_dict(state)
-        rest += [n for batch in loader for n in batch["index"].tolist()]
-    assert len(done) == len(set(done)) == 6 * before
-    assert set(rest) == set(range(41)) - set(done) | (set(rest) & set(done))
-    padding = len(rest) - (41 - len(done))
-    assert 0 <= padding < after
-
-
-def test_a_state_of_another_kind_is_refused() -> None:
-    by_formula = Ours(Numbers(), 4, seed=1)
-    with pytest.raises(UsageError):
-        by_formula.load_state_dict(Ours(Numbers(), 4).state_dict())
-    with pytest.raises(UsageError):
-        Ours(Numbers(), 4).load_state_dict(by_formula.state_dict())
-    with pytest.raises(UsageError):
-        Ours(Numbers(), 4).load_state_dict({"kind": "sampler", "format": 2, "epoch": -1})
-
-
-def test_an_iterables_state_counts_its_batches() -> None:
-    loader = Ours(Stream(10), 2)
-    iterator = iter(loader)
-    next(iterator)
-    state = loader.state_dict()
-    other = Ours(Stream(10), 2)
-    other.load_state_dict(state)
-    assert [batch.tolist() for batch in other] == [[2, 3], [4, 5], [6, 7], [8, 9]]
-
-
-def test_what_a_pass_cost_is_told(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
-    class Writer:
-        def __init__(self) -> None:
-            self.scalars: dict[str, float] = {}
-
-        def add_scalar(self, name: str, value: float, step: int) -> None:
-            self.scalars[name] = value
-
-    writer = Writer()
-    trace = tmp_path / "trace.json"
-    loader = Ours(Numbers(), 4, num_workers=2, trace=str(trace), writer=writer)
-    with caplog.at_level("INFO", "dlio"):
-        assert len(list(loader)) == 6
-    assert "bottleneck" in caplog.text or "remedy" in caplog.text
-    assert writer.scalars["dlio/samples_per_s"] > 0
-    import json
-
-    events = json.loads(trace.read_text())["traceEvents"]
-    assert sum(event["args"].get("samples", 0) for event in events if event["ph"] == "X") == 23
-    stats = loader.stats()
-    assert (stats["samples"], stats["batches"], stats["threads"]) == (23, 6, 2)
-    assert dlio.DataLoader is Ours
-
-
-@pytest.mark.parametrize("tiers", ["ram:64MiB", "none"])
-@pytest.mark.parametrize("compress", ["none", "lz4"])
-def test_arrays_are_read_into_the_batch_itself(tmp_path: Any, tiers: str, compress: str) -> None:
-    from dlio_staging.pack import pack
-
-    class Volumes(Numbers):
-        def __getitem__(self, index: int) -> Any:
-            volume = torch.full((40, 33, 17), float(index))
-            volume[0, 0, :3] = torch.tensor([1.5, 2.5, -index])
-            return {"flag": index % 2 == 0, "volume": volume, "index": index, "x": index / 2}
-
-    pack(Volumes(), str(tmp_path / "packed"), compress=compress)
-    with (
-        dlio.open(str(tmp_path / "packed"), tiers=tiers) as data,
-        Ours(data, 4, shuffle=True, num_workers=2, seed=2) as loader,
-    ):
-        for _ in range(2):
-            seen = []
-            for batch in loader:
-                samples = batch["index"].tolist()
-                wanted = torch.utils.data.default_collate([Volumes()[k] for k in samples])
-                assert plain(batch) == plain(wanted)
-                seen += samples
-            assert sorted(seen) == list(range(23))
-        assert loader.stats()["thread_s"]["decode"] == 0  # Nothing was copied a second time.

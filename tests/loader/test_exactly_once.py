@@ -27,7 +27,7 @@ def _case(at: list[int], random: random.Random) -> None:
     for last in (False, random.random() < 0.5, True):
         ranks, batch = random.randint(1, 7), random.randint(1, 40)
         workers, drop = random.choice([0, 0, 1, 2, 3]), last and random.random() < 0.3
-        steps, states, found = set(), [], []
+        steps, states, results = set(), [], []
         stop = None
         for rank in range(ranks):
             at[:] = [rank, ranks]
@@ -45,12 +45,12 @@ def _case(at: list[int], random: random.Random) -> None:
             if last:
                 assert next(iterator, None) is None
             steps.add((left, len(mine)))
-            found += list(chain.from_iterable(mine))
+            results += list(chain.from_iterable(mine))
             iterator.close()  # type: ignore[attr-defined]
         assert len(steps) == 1  # Every rank has as many steps: none waits for another.
         assert all(each == states[0] for each in states)
         state, dropped = states[0], drop
-        done += found
+        done += results
         if last:
             break
     assert len(done) == len(set(done))

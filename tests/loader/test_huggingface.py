@@ -1,4 +1,4 @@
-"""Hugging Face data sets of images are read through tiers, and give what they themselves would."""
+"""Hugging Face data sets of images are read through tiers, and their samples stay the same."""
 
 from pathlib import Path
 from typing import Any
@@ -61,10 +61,10 @@ def test_its_samples_come_from_the_tiers(images: Any, kind: str) -> None:
         "joined": ConcatDataset([transformed, Subset(transformed, [3])]),
     }[kind]
     with dlio.DataLoader(data, 5, num_workers=2, tiers="ram:32MiB") as loader:
-        found = _samples(loader)
+        results = _samples(loader)
         assert loader.stats()["engine"] == "planned"
-        assert len(found) == len(data)
-        for k, sample in enumerate(found):
+        assert len(results) == len(data)
+        for k, sample in enumerate(results):
             wanted = data[k]
             assert sample.keys() == wanted.keys()
             assert torch.equal(sample["pixels"], wanted["pixels"])
@@ -77,9 +77,9 @@ def test_its_samples_come_from_the_tiers(images: Any, kind: str) -> None:
 
 def test_without_a_transform_pictures_are_pillows(images: Any) -> None:
     with dlio.DataLoader(images, 4, num_workers=1, collate_fn=list, tiers="ram:32MiB") as loader:
-        found = [sample for batch in loader for sample in batch]
+        results = [sample for batch in loader for sample in batch]
         assert loader.stats()["engine"] == "planned"
-    for sample, wanted in zip(found, images, strict=True):
+    for sample, wanted in zip(results, images, strict=True):
         assert np.array_equal(np.array(sample.pop("image")), np.array(wanted.pop("image")))
         assert sample == wanted
 

@@ -127,7 +127,7 @@ def test_the_source_is_read_once_and_then_the_tiers(folder: Path, tmp_path: Path
             assert counted["ram"] + counted["disk"] == size
             assert 0.25 * size < counted["ram"] < 0.34 * size
         assert loader.stats()["samples"] == N
-    # The disk tier stays: another job reads nothing from the source but what RAM is to hold.
+    # The disk tier stays: another job reads only the blocks of RAM from the source.
     with (
         dlio.open(str(folder), tiers=tiers, image_size=32) as data,
         dlio.DataLoader(data, 8, True) as loader,

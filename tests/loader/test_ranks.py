@@ -56,34 +56,34 @@ def run(
         before = set(os.listdir(ours)) if os.path.isdir(ours) else set()
         done = mpirun(ranks, "-W", "error", BODY, *arguments, env=env)
         assert done.returncode == 0, done.stderr
-        told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
         def left() -> set[str]:
             return set(os.listdir(ours)) - before - {"sweep"} if os.path.isdir(ours) else set()
 
         assert soon(lambda: not left())
-        return sorted(told, key=lambda each: int(each["rank"]))
+        return sorted(reports, key=lambda each: int(each["rank"]))
 
     return run
 
 
-def _global_batches(told: list[dict[str, Any]], epoch: int) -> list[list[int]]:
+def _global_batches(reports: list[dict[str, Any]], epoch: int) -> list[list[int]]:
     """Each step's samples over all ranks, sorted."""
-    steps = [rank["epochs"][epoch]["steps"] for rank in told]
+    steps = [rank["epochs"][epoch]["steps"] for rank in reports]
     assert len({len(each) for each in steps}) == 1
     return [sorted(chain(*parts)) for parts in zip(*steps, strict=True)]
 
 
-def _pixels(told: list[dict[str, Any]], epoch: int) -> dict[str, str]:
+def _pixels(reports: list[dict[str, Any]], epoch: int) -> dict[str, str]:
     merged: dict[str, str] = {}
-    for rank in told:
+    for rank in reports:
         assert not merged.keys() & rank["epochs"][epoch]["digests"].keys()
         merged.update(rank["epochs"][epoch]["digests"])
     return merged
 
 
-def _bytes(told: list[dict[str, Any]], epoch: int, place: str) -> int:
-    return sum(int(rank["epochs"][epoch]["stats"]["bytes"][place]) for rank in told)
+def _bytes(reports: list[dict[str, Any]], epoch: int, place: str) -> int:
+    return sum(int(rank["epochs"][epoch]["stats"]["bytes"][place]) for rank in reports)
 
 
 def test_any_number_of_ranks_sees_the_same_batches_and_pixels(run: Run) -> None:
@@ -97,10 +97,10 @@ def test_any_number_of_ranks_sees_the_same_batches_and_pixels(run: Run) -> None:
     for epoch in (0, 1):
         expected = Order(N, 3, epoch).samples(np.arange(N)).tolist()
         batches = [sorted(expected[k : k + 8]) for k in range(0, N, 8)]
-        for told in runs:
-            assert _global_batches(told, epoch) == batches
-            assert len(_pixels(told, epoch)) == N
-            assert _pixels(told, epoch) == _pixels(runs[0], epoch)
+        for reports in runs:
+            assert _global_batches(reports, epoch) == batches
+            assert len(_pixels(reports, epoch)) == N
+            assert _pixels(reports, epoch) == _pixels(runs[0], epoch)
 
 
 @pytest.mark.parametrize(("ranks", "nodes"), [(2, 2), (4, 2), (3, 3)])
@@ -109,13 +109,13 @@ def test_the_job_reads_the_source_once_and_peers_move_what_the_mode_says(
     run: Run, folder: Path, ranks: int, nodes: int, mode: str
 ) -> None:
     size = int(open_reader(str(folder)).sizes.sum())
-    told = run(ranks, "ram:64MiB", mode=mode, nodes=nodes)
-    assert size <= _bytes(told, 0, "source") <= 1.02 * size
-    assert _bytes(told, 1, "source") == 0
-    peer = _bytes(told, 1, "peer")
-    assert peer + _bytes(told, 1, "ram") == size
-    assert sum(rank["epochs"][1]["stats"]["sent"] for rank in told) == peer
-    assert sum(rank["epochs"][1]["stats"]["late"] for rank in told) == 0
+    reports = run(ranks, "ram:64MiB", mode=mode, nodes=nodes)
+    assert size <= _bytes(reports, 0, "source") <= 1.02 * size
+    assert _bytes(reports, 1, "source") == 0
+    peer = _bytes(reports, 1, "peer")
+    assert peer + _bytes(reports, 1, "ram") == size
+    assert sum(rank["epochs"][1]["stats"]["sent"] for rank in reports) == peer
+    assert sum(rank["epochs"][1]["stats"]["late"] for rank in reports) == 0
     share = 1 - 1 / nodes
     if mode == "global":
         # Homes are drawn anew with the files' times: four standard deviations of 203 samples.
@@ -129,14 +129,14 @@ def test_inexact_modes_give_each_sample_once_and_move_their_fraction(
     run: Run, folder: Path, mode: str, moved: float
 ) -> None:
     size = int(open_reader(str(folder)).sizes.sum())
-    told = run(4, "ram:64MiB", mode=mode, nodes=2)
+    reports = run(4, "ram:64MiB", mode=mode, nodes=2)
     for epoch in (0, 1):
-        assert sorted(chain(*_global_batches(told, epoch))) == list(range(N))
-        assert len({len(rank["epochs"][epoch]["steps"]) for rank in told}) == 1
-    assert _bytes(told, 1, "source") == 0
-    peer = _bytes(told, 1, "peer")
-    assert sum(rank["epochs"][1]["stats"]["sent"] for rank in told) == peer
-    assert sum(rank["epochs"][1]["stats"]["late"] for rank in told) == 0
+        assert sorted(chain(*_global_batches(reports, epoch))) == list(range(N))
+        assert len({len(rank["epochs"][epoch]["steps"]) for rank in reports}) == 1
+    assert _bytes(reports, 1, "source") == 0
+    peer = _bytes(reports, 1, "peer")
+    assert sum(rank["epochs"][1]["stats"]["sent"] for rank in reports) == peer
+    assert sum(rank["epochs"][1]["stats"]["late"] for rank in reports) == 0
     # Of two nodes' exchanges half are with their own; homes are even to about a block.
     assert peer / size == pytest.approx(moved / 2, abs=0.06)
 
@@ -148,36 +148,36 @@ def test_inexact_modes_give_each_sample_once_and_move_their_fraction(
 def test_messages_and_bytes_are_those_that_were_forecast(
     run: Run, folder: Path, ranks: int, nodes: int, mode: str
 ) -> None:
-    told = run(ranks, "ram:64MiB", mode=mode, nodes=nodes)
-    named = tuple(Node(name, (64 << 20,)) for name in told[0]["nodes"])
+    reports = run(ranks, "ram:64MiB", mode=mode, nodes=nodes)
+    named = tuple(Node(name, (64 << 20,)) for name in reports[0]["nodes"])
     reader = open_reader(str(folder))
-    assert told[0]["key"] == reader.fingerprint
+    assert reports[0]["key"] == reader.fingerprint
     job = job_over(reader, named, ranks // nodes, BATCH, mode, seed=3)
     for epoch in (0, 1):
         expected = traffic(job, epoch)
-        stats = [rank["epochs"][epoch]["stats"] for rank in told]
+        stats = [rank["epochs"][epoch]["stats"] for rank in reports]
         assert sum(each["messages"] for each in stats) == expected.messages
         assert sum(each["sent"] for each in stats) == expected.moved
         assert sum(each["bytes"]["peer"] for each in stats) == expected.moved
         # One for each pair of ranks and window, at the most.
         assert expected.messages <= ranks * expected.peers * expected.windows
     assert expected.source == 0
-    assert _bytes(told, 1, "ram") + _bytes(told, 1, "peer") == sum(expected.tiers)
+    assert _bytes(reports, 1, "ram") + _bytes(reports, 1, "peer") == sum(expected.tiers)
 
 
 def test_ranks_of_a_node_share_its_tiers_and_send_nothing(run: Run, folder: Path) -> None:
     size = int(open_reader(str(folder)).sizes.sum())
-    told = run(4, "ram:64MiB", mode="global")
-    assert _bytes(told, 0, "source") <= 1.02 * size
-    assert _bytes(told, 1, "ram") == size
-    assert _bytes(told, 0, "peer") == 0
+    reports = run(4, "ram:64MiB", mode="global")
+    assert _bytes(reports, 0, "source") <= 1.02 * size
+    assert _bytes(reports, 1, "ram") == size
+    assert _bytes(reports, 0, "peer") == 0
 
 
 def test_half_the_capacity_leaves_half_to_the_source(run: Run, folder: Path) -> None:
     size = int(open_reader(str(folder)).sizes.sum())
-    told = run(2, f"ram:{size // 4}B", nodes=2)
-    assert _bytes(told, 1, "source") / size == pytest.approx(0.5, abs=0.04)
-    assert sum(_bytes(told, 1, place) for place in ("source", "peer", "ram")) == size
+    reports = run(2, f"ram:{size // 4}B", nodes=2)
+    assert _bytes(reports, 1, "source") / size == pytest.approx(0.5, abs=0.04)
+    assert sum(_bytes(reports, 1, place) for place in ("source", "peer", "ram")) == size
 
 
 @pytest.mark.parametrize(("tiers", "share"), [("none", 1.0), ("ram:half", 0.5)])
@@ -188,20 +188,20 @@ def test_blocks_that_no_tier_holds_are_read_once_by_one_rank_of_the_job(
     reader = open_reader(str(folder))
     size = int(reader.sizes.sum())
     tiers = tiers.replace("half", f"{size // 4}B")
-    told = run(4, tiers, mode, nodes=2, batch=2, source_order="block(8)")
+    reports = run(4, tiers, mode, nodes=2, batch=2, source_order="block(8)")
     for epoch in (0, 1):
-        assert sorted(chain(*_global_batches(told, epoch))) == list(range(N))
-        assert _pixels(told, epoch).keys() == _pixels(told, 0).keys()
-        assert sum(rank["epochs"][epoch]["stats"]["late"] for rank in told) == 0
+        assert sorted(chain(*_global_batches(reports, epoch))) == list(range(N))
+        assert _pixels(reports, epoch).keys() == _pixels(reports, 0).keys()
+        assert sum(rank["epochs"][epoch]["stats"]["late"] for rank in reports) == 0
     # Ranks that wait for nobody leave each other's blocks to the next pass.
-    first, second = (_bytes(told, epoch, "source") / size for epoch in (0, 1))
+    first, second = (_bytes(reports, epoch, "source") / size for epoch in (0, 1))
     assert 0.9 < first < 1.06
     assert first + second < 2.06 * share + (0 if tiers == "none" else 1 - share)
-    moved = _bytes(told, 1, "peer") / size
+    moved = _bytes(reports, 1, "peer") / size
     assert moved == pytest.approx(0.5, abs=0.16) if mode == "global" else moved < 0.3
     order = BlockOrder(N, 3, 1, True, reader.layout, 8)
     expected = order.samples(np.arange(N)).tolist()
-    assert _global_batches(told, 1) == [sorted(expected[k : k + 8]) for k in range(0, N, 8)]
+    assert _global_batches(reports, 1) == [sorted(expected[k : k + 8]) for k in range(0, N, 8)]
 
 
 def test_what_tiers_hold_compressed_travels_compressed(
@@ -213,10 +213,10 @@ def test_what_tiers_hold_compressed_travels_compressed(
     body = str(Path(__file__).with_name("compressed_checks.py"))
     done = mpirun(2, "-W", "error", body, str(tmp_path / "packed"))
     assert done.returncode == 0, done.stderr
-    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert sorted(chain(*(rank["samples"] for rank in told))) == list(range(400))
-    assert all(rank["right"] and rank["late"] == 0 for rank in told)
-    sent, received = (sum(rank[key] for rank in told) for key in ("sent", "peer"))
+    reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert sorted(chain(*(rank["samples"] for rank in reports))) == list(range(400))
+    assert all(rank["right"] and rank["late"] == 0 for rank in reports)
+    sent, received = (sum(rank[key] for rank in reports) for key in ("sent", "peer"))
     assert received == pytest.approx(values.nbytes / 2, rel=0.2)
     assert 0 < sent < received / 8
 
@@ -224,16 +224,16 @@ def test_what_tiers_hold_compressed_travels_compressed(
 @pytest.mark.parametrize("level", ["funneled", "serialized"])
 def test_mpi_with_fewer_threads_brings_the_same(run: Run, level: str) -> None:
     env = {"MPI4PY_RC_THREAD_LEVEL": level}
-    told = run(3, "ram:64MiB", "global", nodes=3, leave=2, env=env)
+    reports = run(3, "ram:64MiB", "global", nodes=3, leave=2, env=env)
     plain = run(3, "ram:64MiB", "global", nodes=3)
     for epoch in (0, 1):
-        assert _pixels(told, epoch) == _pixels(plain, epoch)
-        assert sum(rank["epochs"][epoch]["stats"]["late"] for rank in told) == 0
+        assert _pixels(reports, epoch) == _pixels(plain, epoch)
+        assert sum(rank["epochs"][epoch]["stats"]["late"] for rank in reports) == 0
 
 
 @pytest.mark.parametrize("mode", ["batch", "global", "partial(0.5)"])
 def test_leaving_early_leaves_no_message_behind(run: Run, mode: str) -> None:
-    told = run(2, "ram:64MiB", mode=mode, nodes=2, batch=2, leave=3)
+    reports = run(2, "ram:64MiB", mode=mode, nodes=2, batch=2, leave=3)
     for epoch in (0, 1):
-        assert sorted(chain(*_global_batches(told, epoch))) == list(range(N))
-    assert sum(rank["epochs"][0]["stats"]["late"] for rank in told) == 0
+        assert sorted(chain(*_global_batches(reports, epoch))) == list(range(N))
+    assert sum(rank["epochs"][0]["stats"]["late"] for rank in reports) == 0

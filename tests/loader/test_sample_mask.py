@@ -33,8 +33,8 @@ def test_every_mode_gives_each_kept_sample_once_and_reads_no_other(
 ) -> None:
     done = mpirun(ranks, "-W", "error", BODY, str(folder))
     assert done.returncode == 0, done.stderr
-    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(told) == ranks
+    reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(reports) == ranks
     with dlio.open(str(folder)) as data:
         keep = np.random.default_rng(5).random(N) < 0.5
         keep[data.reader.layout.samples_of(1)] = False
@@ -42,7 +42,7 @@ def test_every_mode_gives_each_kept_sample_once_and_reads_no_other(
     kept = np.flatnonzero(keep).tolist()
     steps = -(-len(kept) // (BATCH * ranks))
     for number, (tiers, mode, source_order) in enumerate(CASES):
-        cases = [rank["cases"][number] for rank in told]
+        cases = [rank["cases"][number] for rank in reports]
         assert sorted(chain(*(s for case in cases for s in case["whole"]))) == kept, mode
         assert sorted(chain(*(s for case in cases for s in case["parts"]))) == kept, mode
         assert {case["steps"] for case in cases} == {len(case["whole"]) for case in cases}
@@ -70,8 +70,8 @@ def test_any_data_set_in_an_order_of_dlios_takes_a_bitmap() -> None:
     loader = dlio.DataLoader(list(range(50)), 4, True, seed=1)
     loader.set_epoch(2, keep)
     assert len(loader) == 5
-    found = [batch.tolist() for batch in loader]
-    assert sorted(chain(*found)) == np.flatnonzero(keep).tolist()
+    results = [batch.tolist() for batch in loader]
+    assert sorted(chain(*results)) == np.flatnonzero(keep).tolist()
     # Of that epoch alone.
     assert sorted(chain(*(batch.tolist() for batch in loader))) == list(range(50))
     assert len(loader) == 13
@@ -85,8 +85,8 @@ def test_persistent_workers_work_ahead_of_the_next_epoch_of_all_and_drop_it(fold
     ):
         for epoch in range(3):
             loader.set_epoch(epoch, keep if epoch == 1 else None)
-            found = [int(s) for _ in loader for s in loader.last_samples]
-            assert sorted(found) == np.flatnonzero(keep | (epoch != 1)).tolist()
+            results = [int(s) for _ in loader for s in loader.last_samples]
+            assert sorted(results) == np.flatnonzero(keep | (epoch != 1)).tolist()
 
 
 def test_orders_that_are_not_dlios_own_are_refused() -> None:

@@ -29,9 +29,9 @@ def test_shares_may_change_between_passes_and_on_resume(
     draw_dataset(str(tmp_path / "pictures"), images=N, validation=3, classes=3)
     done = mpirun(3, "-W", "error", BODY, str(tmp_path / "pictures" / "train"), mode)
     assert done.returncode == 0, done.stderr
-    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    told.sort(key=lambda rank: int(rank["rank"]))
-    for rank in told:
+    reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    reports.sort(key=lambda rank: int(rank["rank"]))
+    for rank in reports:
         # Nothing is under way once passes have been dropped, and no peer was waited for in vain.
         calls = rank["calls"]
         assert "leave" not in calls
@@ -41,7 +41,7 @@ def test_shares_may_change_between_passes_and_on_resume(
         # The last goes on after five steps of the one before.
         epoch, begin = min(number, 3), 60 * (number == 4)
         expected = Order(N, 3, epoch).samples(np.arange(begin, N)).tolist()
-        steps = list(zip(*(rank["passes"][number] for rank in told), strict=True))
+        steps = list(zip(*(rank["passes"][number] for rank in reports), strict=True))
         for step, parts in enumerate(steps):
             batch = expected[12 * step : 12 * step + 12]
             assert sorted(chain(*parts)) == sorted(batch)

@@ -43,9 +43,9 @@ def test_a_peer_that_stops_delays_a_batch_by_its_deadline(
     waiting.join()
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    told = {each["rank"]: each for each in lines}
-    assert sorted(chain(*told[0]["steps"], *told[1]["steps"])) == list(range(N))
-    assert told[0]["late"] > 0
-    assert DEADLINE_S <= told[0]["longest_s"] <= DEADLINE_S + 2.0
-    # Once given up, the peer is not waited for again: what it owed came from the source.
-    assert told[1]["late"] == 0
+    reports = {each["rank"]: each for each in lines}
+    assert sorted(chain(*reports[0]["steps"], *reports[1]["steps"])) == list(range(N))
+    assert reports[0]["late"] > 0
+    assert DEADLINE_S <= reports[0]["longest_s"] <= DEADLINE_S + 2.0
+    # Once given up, the peer is not waited for again: its samples came from the source.
+    assert reports[1]["late"] == 0

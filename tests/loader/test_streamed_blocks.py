@@ -1,4 +1,4 @@
-"""Blocks that no tier holds pass through: read once, whole, and gone when they are used up."""
+"""Blocks that no tier holds are streamed: read once, whole, and removed when they are used up."""
 
 import os
 from pathlib import Path
@@ -47,7 +47,7 @@ def test_each_block_is_read_once_and_does_not_stay(packed: Path) -> None:
                 most = max(most, len(data.mounted.hierarchy.targets.streamed_blocks()))
             assert sorted(seen) == list(range(N))
             assert seen != sorted(seen)
-            # What the last steps of a pass left may serve the next one.
+            # Blocks that the last steps of a pass left may serve the next one.
             read = loader.stats()["bytes"]["source"]
             # On a busy machine a few samples that wait too long are read on their own.
             assert 0.9 * blocks < read < 1.2 * blocks

@@ -25,25 +25,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_ranks_of_torch_share_the_data(torchrun: TorchRun, folder: Path) -> None:
     outputs = torchrun(4, BODY, str(folder), "ram:64MiB", "batch", "4", "4", "2")
     lines = [[json.loads(line) for line in text.splitlines()] for text in outputs]
-    told = [each[0] for each in lines]
+    reports = [each[0] for each in lines]
     for epoch in range(2):
-        steps = [chain.from_iterable(each["epochs"][epoch]["steps"]) for each in told]
+        steps = [chain.from_iterable(each["epochs"][epoch]["steps"]) for each in reports]
         assert sorted(chain.from_iterable(steps)) == list(range(N))
-    # Four pretended nodes: what moved went from rank to rank, not from the source again.
-    later = [each["epochs"][1]["stats"] for each in told]
+    # Four pretended nodes: samples went from rank to rank, not from the source again.
+    later = [each["epochs"][1]["stats"] for each in reports]
     assert sum(stats["bytes"]["peer"] for stats in later) > 0
     assert sum(stats["sent"] for stats in later) == sum(stats["bytes"]["peer"] for stats in later)
     assert sum(stats["bytes"]["source"] for stats in later) == 0
     _check_numbers([each[1] for each in lines])
 
 
-def _check_numbers(told: list[dict[str, Any]]) -> None:
-    by_rank = [list(chain.from_iterable(each["numbers"])) for each in told]
+def _check_numbers(reports: list[dict[str, Any]]) -> None:
+    by_rank = [list(chain.from_iterable(each["numbers"])) for each in reports]
     assert sorted(chain.from_iterable(by_rank)) == list(range(43))
-    assert len({len(each["numbers"]) for each in told}) == 1  # As many steps on every rank.
+    assert len({len(each["numbers"]) for each in reports}) == 1  # As many steps on every rank.
     # Two data-parallel groups of two: the ranks of one model have the same samples.
     for key, count in (("mesh", 43), ("images", N)):
-        assert told[0][key] == told[1][key]
-        assert told[2][key] == told[3][key]
-        both = chain.from_iterable(told[0][key] + told[2][key])
+        assert reports[0][key] == reports[1][key]
+        assert reports[2][key] == reports[3][key]
+        both = chain.from_iterable(reports[0][key] + reports[2][key])
         assert sorted(both) == list(range(count))

@@ -1,4 +1,4 @@
-"""What ranks of torch.distributed do together, without MPI; run as torchrun would.
+"""Epochs of ranks of torch.distributed, without MPI; run as torchrun would.
 
 Prints JSON lines: those of ranks_checks, and who had which numbers of a list, alone and in a mesh.
 """

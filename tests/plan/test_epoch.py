@@ -170,7 +170,7 @@ def test_a_ring_hands_each_ranks_samples_to_one_other_until_all_have_had_all() -
         for rank in range(nodes):
             window = plan_epoch(EpochPlan(**{**values, "rank": rank})).window(range(plan.steps))
             seen[rank].append(set(window.samples.tolist()))
-            # One partner at a time: the node that holds what the rank has now.
+            # One partner at a time: the node that holds the samples of the rank's turn.
             assert len(np.unique(window.senders)) == 1
             assert len(window.sends) <= 1
     for epoch in range(59):
@@ -195,7 +195,7 @@ def test_inexact_epochs_differ_and_are_well_mixed(mode: str) -> None:
     assert not np.array_equal(first, second)
     shared = np.intersect1d(first, second).size / first.size
     assert shared > 0.6 if mode != "local" else shared == 1.0
-    # No run of positions prefers a part of what the node holds.
+    # No run of positions prefers some of the node's samples.
     ranks = np.argsort(np.argsort(first))
     assert abs(np.corrcoef(ranks[:-1], ranks[1:])[0, 1]) < 0.03
     counts = np.histogram2d(np.arange(len(ranks)), ranks, bins=10)[0]

@@ -32,7 +32,7 @@ def test_no_tier_holds_more_than_its_capacity(sizes: list[int], tiers: list[list
             held = int(block_bytes[(placed.home == number) & (placed.tier == tier)].sum())
             assert held <= capacity
             free.append(capacity - held)
-    # What stays in the source would not have fitted anywhere.
+    # Blocks that stay in the source would not have fitted anywhere.
     left = block_bytes[placed.home < 0]
     if len(left):
         assert left.min() > max(free)

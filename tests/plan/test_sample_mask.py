@@ -83,9 +83,9 @@ def test_blocks_that_an_epoch_does_not_use_are_filled_last() -> None:
     mask[[5, 33]] = True
     kept = SampleMask.of(mask, 40)
     order = MaskedOrder(2, 1, 0, True, kept)
-    found = list(blocks_in_order(layout, order, np.array([True, True, False, True])))
-    assert sorted(found[:2]) == [0, 3]
-    assert found[2:] == [1]
+    results = list(blocks_in_order(layout, order, np.array([True, True, False, True])))
+    assert sorted(results[:2]) == [0, 3]
+    assert results[2:] == [1]
 
 
 def test_a_bitmap_that_is_none_is_refused() -> None:

@@ -118,20 +118,22 @@ def test_the_slowest_rank_could_not_be_done_sooner(
 ) -> None:
     """No other rank could take a sample off the slowest one's hands and be done before it."""
     fixed, per_sample = zip(*costs, strict=True)
-    found = fastest_shares(len(costs) + more, fixed, per_sample)
-    assert found.global_batch == len(costs) + more
-    assert found == fastest_shares(len(costs) + more, fixed, per_sample)
-    ends = [a + b * n for a, b, n in zip(fixed, per_sample, found.counts, strict=True)]
+    results = fastest_shares(len(costs) + more, fixed, per_sample)
+    assert results.global_batch == len(costs) + more
+    assert results == fastest_shares(len(costs) + more, fixed, per_sample)
+    ends = [a + b * n for a, b, n in zip(fixed, per_sample, results.counts, strict=True)]
     slowest = int(np.argmax(ends))
-    if found.counts[slowest] > 1:
-        others = [a + b * (n + 1) for a, b, n in zip(fixed, per_sample, found.counts, strict=True)]
+    if results.counts[slowest] > 1:
+        others = [
+            a + b * (n + 1) for a, b, n in zip(fixed, per_sample, results.counts, strict=True)
+        ]
         assert all(end >= ends[slowest] * (1 - 1e-9) for end in others)
 
 
 def test_three_times_as_slow_takes_a_third_as_much() -> None:
     assert fastest_shares(64, [0, 0], [0.002, 0.006]).counts == (48, 16)
     assert fastest_shares(96, [0, 0, 0], [1, 1, 3]).counts == (42, 41, 13)
-    # What a step costs whatever its size is no reason to give samples away.
+    # A rank with a large constant cost per step gets fewer samples.
     assert fastest_shares(64, [0.064, 0.0], [0.002, 0.002]).counts == (16, 48)
     # A rank that would be behind with any still has one: all take part in each step.
     assert fastest_shares(8, [0, 100], [1, 1]).counts == (7, 1)
@@ -140,12 +142,12 @@ def test_three_times_as_slow_takes_a_third_as_much() -> None:
 def test_a_thousand_ranks_get_shares_that_sum_up() -> None:
     generator = np.random.default_rng(0)
     cost = generator.uniform(0.001, 0.1, 1000)
-    found = fastest_shares(64_000, np.zeros(1000).tolist(), cost.tolist())
-    assert found.global_batch == 64_000
+    results = fastest_shares(64_000, np.zeros(1000).tolist(), cost.tolist())
+    assert results.global_batch == 64_000
     ideal_s = 64_000 / (1 / cost).sum()
     # A slow rank's fraction of a sample is given to the fast ones, whom it costs next to nothing.
-    assert (np.array(found.counts) >= np.floor(ideal_s / cost)).all()
-    assert (np.array(found.counts) * cost).max() < 1.02 * ideal_s
+    assert (np.array(results.counts) >= np.floor(ideal_s / cost)).all()
+    assert (np.array(results.counts) * cost).max() < 1.02 * ideal_s
 
 
 @pytest.mark.parametrize(
