@@ -27,7 +27,7 @@ from dlio.storage.intake import Intake
 from dlio.storage.inventory import Use, make_room, stored_data
 from dlio.storage.places import find_place
 from dlio.storage.spec import TierSpec, choose_tiers, decoded_spec
-from dlio.storage.streamed import Progress
+from dlio.storage.streamed import StreamProgress
 from dlio.storage.tier import Tier
 from dlio.util.shared import SHARED_MEMORY
 from dlio.util.units import format_bytes
@@ -73,7 +73,7 @@ class Mount:
     _filler: Filler | None = None
     decoded_spec: TierSpec | None = None
     """The tier of decoded images, None if none is specified."""
-    _progress: Progress | None = None
+    _progress: StreamProgress | None = None
     _decoded: DecodedTier | None = None
 
     def __enter__(self) -> Self:
@@ -97,7 +97,7 @@ class Mount:
             )
         return self._filler
 
-    def let_pass(self) -> None:
+    def open_stream(self) -> None:
         """Make the tier for streamed blocks in this node's memory, unless there is one.
 
         It belongs to this job alone. Collective.
@@ -111,15 +111,15 @@ class Mount:
         tier = Tier(spec, name, fingerprint=reader.fingerprint)
         self.hierarchy.targets.add_stream_tier(tier)
         local = self.ranks.local(self.nodes.here).tolist()
-        self._progress = Progress(tier.path, len(local), local.index(self.comm.rank))
+        self._progress = StreamProgress(tier.path, len(local), local.index(self.comm.rank))
 
     @property
-    def progress(self) -> Progress:
-        """Positions of this node's ranks in streamed blocks; available after `let_pass`."""
+    def stream_progress(self) -> StreamProgress:
+        """Positions of this node's ranks in streamed blocks; available after `open_stream`."""
         assert self._progress is not None
         return self._progress
 
-    def passing_home(self, order: BlockOrder) -> npt.NDArray[np.int32]:
+    def streamed_home(self, order: BlockOrder) -> npt.NDArray[np.int32]:
         """Return the home node of each block for an epoch; shape (blocks,).
 
         Blocks that are pinned nowhere are dealt to the ranks in turn, and so to their nodes.

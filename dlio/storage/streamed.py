@@ -17,13 +17,13 @@ from dlio.plan.block_order import BlockOrder
 from dlio.storage.hierarchy import Hierarchy
 from dlio.util.threads import Workers
 
-__all__ = ["Passing", "Progress"]
+__all__ = ["BlockStream", "StreamProgress"]
 
 _WAIT_S: Final = 0.5
 _CLOSE_TIMEOUT_S: Final = 10.0
 
 
-class Progress:
+class StreamProgress:
     """The position of each rank of a node in its pass, in memory that they share.
 
     Args:
@@ -56,7 +56,7 @@ class Progress:
         return int(everyone[:, 1].min()), int(everyone[:, 1].max())
 
 
-class Passing:
+class BlockStream:
     """Brings the streamed blocks of a pass and removes them. Owner: the pass, which closes it.
 
     Args:
@@ -76,7 +76,7 @@ class Passing:
         here: npt.NDArray[np.bool_],
         position: int,
         ahead: int,
-        progress: Progress,
+        progress: StreamProgress,
         generation: int,
         threads: int,
     ) -> None:

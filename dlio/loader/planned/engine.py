@@ -30,7 +30,7 @@ from dlio.shuffle.shuffle import Shuffle, windows_of
 from dlio.shuffle.wire import MessageMemory
 from dlio.storage.fill import filler_threads
 from dlio.storage.mount import Mount
-from dlio.storage.streamed import Passing
+from dlio.storage.streamed import BlockStream
 from dlio.util.cores import available_cores
 
 __all__ = ["PlannedEngine", "decode_threads"]
@@ -120,7 +120,7 @@ class PlannedEngine:
         """
         mounted = self.mount(options, data)
         if isinstance(batches.order, BlockOrder):
-            mounted.let_pass()
+            mounted.open_stream()
         homes = None
         if not is_exact(options.mode):
             homes = xxhash.xxh3_64_hexdigest(mounted.placement.home.tobytes())
@@ -231,7 +231,7 @@ def _epoch_plan(planned: _Pass) -> EpochPlan:
     batches, mounted = planned.batches, planned.mounted
     home = mounted.placement.home
     if isinstance(batches.order, BlockOrder):
-        home = mounted.passing_home(batches.order)
+        home = mounted.streamed_home(batches.order)
     layout = mounted.hierarchy.reader.layout
     if batches.mask is not None:
         layout = masked_layout(layout, batches.mask)
@@ -277,7 +277,7 @@ def _work(planned: _Pass) -> Work:
 
 
 @contextmanager
-def _streamed(planned: _Pass, epoch: EpochPlan, order: BlockOrder) -> Iterator[Passing]:
+def _streamed(planned: _Pass, epoch: EpochPlan, order: BlockOrder) -> Iterator[BlockStream]:
     """Bring the blocks of this pass that no tier pins, ahead of their use."""
     hierarchy, ranks = planned.mounted.hierarchy, planned.mounted.ranks
     steps = planned.ahead
@@ -286,13 +286,13 @@ def _streamed(planned: _Pass, epoch: EpochPlan, order: BlockOrder) -> Iterator[P
         steps += 2 * max(map(len, windows_of(epoch, float(hierarchy.reader.sizes.mean()))))
     window = int(np.diff(order.edges).max(initial=1))
     here = (epoch.home == planned.mounted.nodes.here) & (planned.mounted.placement.home < 0)
-    streamed = Passing(
+    streamed = BlockStream(
         hierarchy,
         order,
         here,
         epoch.position,
         ahead=steps * epoch.global_batch + window,
-        progress=planned.mounted.progress,
+        progress=planned.mounted.stream_progress,
         generation=planned.generation,
         threads=filler_threads(planned.mounted.block_bytes, planned.mounted.requests),
     )
