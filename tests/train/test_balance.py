@@ -85,7 +85,7 @@ def test_noisy_times_converge_to_the_ideal_within_one_sample(ranks: int, slower:
 @settings(max_examples=50)
 @given(st.floats(0.0, 0.03), st.floats(0.001, 0.01))
 def test_a_wrong_calibration_is_made_good(fixed: float, per_sample: float) -> None:
-    """Of a rank that is slower than it was, in whichever part: what is measured counts."""
+    """Measurements count, even if a rank became slower in another part than the model has."""
     true = [Cost(fixed, per_sample), Cost(3 * fixed, 3 * per_sample)]
     ranks = [_Rank(cost) for cost in true]
     ranks[1].believed = Cost(0.0, 0.004)

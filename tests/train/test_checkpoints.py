@@ -1,4 +1,4 @@
-"""Checkpoints: whole whenever a run ends, and a run that goes on is the one that was stopped."""
+"""Checkpoints are complete whenever a run ends, and a resumed run equals an uninterrupted one."""
 
 import json
 import os
@@ -75,8 +75,8 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch_as_if_it_had_not_been_stopped(
     )
     same += ("--exchange", exchange, "--model", model, "--precision", precision)
     same += ("--checkpoint-every", "4", "--keep", "99")
-    told = ("--report", "r.json", "--trace", "t.jsonl")
-    whole = dlio("train", *same, "--checkpoint", "c", "--save", "whole.pt", *told)
+    record = ("--report", "r.json", "--trace", "t.jsonl")
+    whole = dlio("train", *same, "--checkpoint", "c", "--save", "whole.pt", *record)
     assert whole.returncode == 0, whole.stderr
     names = sorted(path.name for path in (here / "c").glob("step-*"))
     assert names == [f"step-{step:08d}" for step in (4, 6, 8, 12)]
@@ -84,7 +84,7 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch_as_if_it_had_not_been_stopped(
     epochs = json.loads((here / "r.json").read_text())["epochs"]
     _forget_after(here / "c", 3)
 
-    again = dlio("train", *same, "--checkpoint", "c", "--resume", "--save", "again.pt", *told)
+    again = dlio("train", *same, "--checkpoint", "c", "--resume", "--save", "again.pt", *record)
     assert again.returncode == 0, again.stderr
     assert "step-00000008: epoch 2, step 8" in again.stdout
     assert _equal(here / "whole.pt", here / "again.pt")
@@ -179,8 +179,8 @@ def _killed_at_random(
             open_checkpoint(str(path))
         with Checkpoints(str(here / "c"), SingleCommunicator(), 99) as checkpoints:
             newest = sorted(path.name for path in (here / "c").glob("step-*"))[-1:]
-            found = checkpoints.newest()
-            assert ([] if found is None else [Path(found.path).name]) == newest
+            checkpoint = checkpoints.newest()
+            assert ([] if checkpoint is None else [Path(checkpoint.path).name]) == newest
     return hits, [here / f"log.{rank}" for rank in range(ranks)]
 
 
@@ -265,10 +265,10 @@ def test_a_damaged_checkpoint_is_told_of_and_an_older_one_taken(
     data[place + 5] ^= 4
     file.write_bytes(data)
     with Checkpoints(str(tmp_path / "c"), SingleCommunicator()) as checkpoints:
-        found = checkpoints.newest()
-    assert found is not None
-    assert found.about["at"] == 0
-    assert not found.read("all/")["model/w"].any()
+        checkpoint = checkpoints.newest()
+    assert checkpoint is not None
+    assert checkpoint.about["at"] == 0
+    assert not checkpoint.read("all/")["model/w"].any()
     assert "step-00000001" in capsys.readouterr().err
 
 
@@ -356,9 +356,9 @@ def test_what_is_copied_is_what_was_there_when_it_was_asked_for(tmp_path: Path) 
             weights += 100  # Training goes on.
             weights -= 100
         checkpoints.wait()
-        found = checkpoints.newest()
-    assert found is not None
-    assert torch.equal(found.read("all/")["w"], torch.full((1_000_000,), 3.0))
+        checkpoint = checkpoints.newest()
+    assert checkpoint is not None
+    assert torch.equal(checkpoint.read("all/")["w"], torch.full((1_000_000,), 3.0))
 
 
 def test_a_run_does_not_go_on_with_another_runs_checkpoints(

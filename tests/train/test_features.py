@@ -1,4 +1,4 @@
-"""What `dlio train` offers besides: optimizers, precision, accumulation, callbacks, own models."""
+"""Further options of `dlio train`: optimizers, precision, accumulation, callbacks, models."""
 
 import json
 import subprocess
@@ -214,9 +214,9 @@ def test_tensorboard_gets_curves_and_summaries(dlio: Dlio, pictures: Path, here:
         *tags["scalars"]
     }
     assert {"weights/1.weight", "gradients/1.weight"} <= {*tags["histograms"]}
-    told = [event.value for event in events.Scalars("epoch/val_accuracy")]
+    written = [event.value for event in events.Scalars("epoch/val_accuracy")]
     report = json.loads((here / "r.json").read_text())
-    assert told == pytest.approx([epoch["val_accuracy"] for epoch in report["epochs"]])
+    assert written == pytest.approx([epoch["val_accuracy"] for epoch in report["epochs"]])
 
 
 @pytest.mark.mpi

@@ -34,10 +34,10 @@ def test_a_run_prunes_tells_of_it_saves_and_goes_on_around_its_rounds(
         *SHAPE,
     )
     same += (*PRUNE, "--optimizer", "adam", "--val", str(pictures / "val"))
-    told = ("--report", "r.json", "--tensorboard", "tb")
+    record = ("--report", "r.json", "--tensorboard", "tb")
     # Of 26 steps an epoch the first two rounds are after 48 and 96.
     saved = ("--checkpoint", "c", "--checkpoint-every", "47", "--keep", "99")
-    whole = dlio("train", *same, *saved, "--save", "whole.pt", *told)
+    whole = dlio("train", *same, *saved, "--save", "whole.pt", *record)
     assert whole.returncode == 0, whole.stderr
     names = [path.name for path in sorted((here / "c").glob("step-*"))]
     assert names == [f"step-{at:08d}" for at in (26, 47, 52, 78, 94, 104, 130, 141, 156)]

@@ -23,7 +23,7 @@ SAME += ("--model", "nets:mlp", "--epochs", str(EPOCHS), "--skip-samples", "--sk
 
 
 def _samples(path: Path) -> dict[int, list[int]]:
-    """Of each epoch, over all ranks and steps."""
+    """Samples of each epoch, over all ranks and steps."""
     found: dict[int, list[int]] = defaultdict(list)
     for line in path.read_text().splitlines():
         row = json.loads(line)

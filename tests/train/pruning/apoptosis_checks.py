@@ -1,4 +1,4 @@
-"""What pruning promises on however many ranks run this file: `apoptosis_checks.py CHECK`."""
+"""Checks of pruning on any number of ranks: `mpirun ... apoptosis_checks.py CHECK`."""
 
 import hashlib
 import sys
@@ -81,10 +81,10 @@ def shapes(net: nn.Module) -> list[list[int]]:
 
 
 def digest(net: nn.Module) -> str:
-    found = hashlib.sha256()
+    digested = hashlib.sha256()
     for tensor in net.state_dict().values():
-        found.update(tensor.contiguous().numpy().tobytes())
-    return found.hexdigest()
+        digested.update(tensor.contiguous().numpy().tobytes())
+    return digested.hexdigest()
 
 
 def check_exchanges(comm: Communicator) -> None:
@@ -121,9 +121,9 @@ def check_exchanges(comm: Communicator) -> None:
             ranks.finish()
             if ranks.alike or name.startswith(("local", "diloco")):
                 assert len(set(comm.allgather(digest(net)))) == 1, name
-            told = ranks.statistics()["bytes"]
+            record = ranks.statistics()["bytes"]
             train(net, optimizer, None, range(4), comm.rank)
-            small = ranks.statistics()["bytes"] - told
+            small = ranks.statistics()["bytes"] - record
             if comm.size > 1 and name == "allreduce":
                 size = sum(p.numel() for p in net.parameters()) + 1
                 assert small == 4 * 4 * size * 2 * (comm.size - 1) / comm.size
@@ -133,8 +133,8 @@ def check_exchanges(comm: Communicator) -> None:
 
 
 def check_residuals(comm: Communicator) -> None:
-    """What compressed exchanges owe is cut with the parameters: sums given out and residuals are
-    all gradients, of the neurons that are left."""
+    """Residuals of compressed exchanges are cut with the parameters: for the remaining neurons,
+    the sums given out and the residuals add up to all gradients."""
     for name in ("allreduce+adaptive", "tree+onebit", "allreduce+int8", "gossip+adaptive"):
         net = make_net()
         groups = find_groups(net, samples(0, 2)[0]).groups
@@ -173,13 +173,13 @@ def _by_parameter(
     if not owed:
         return {}
     (flat,) = owed.values()
-    found, at = {}, 0
+    parts, at = {}, 0
     for name, parameter in reversed(named):
         count = parameter.numel()
-        found[name] = flat[at : at + count].view(parameter.shape).clone()
+        parts[name] = flat[at : at + count].view(parameter.shape).clone()
         at += count
     assert at == len(flat)
-    return found
+    return parts
 
 
 def check_reduced(comm: Communicator) -> None:

@@ -185,7 +185,7 @@ def test_a_network_that_overfits_later_is_looked_at_again() -> None:
 
 @pytest.mark.parametrize("how", ["clipped", "scaled"])
 def test_scores_are_of_gradients_neither_clipped_nor_scaled(how: str) -> None:
-    found = []
+    prunable = []
     for is_changed in (False, True):
         net = make_net()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01, fused=how == "scaled")
@@ -210,8 +210,8 @@ def test_scores_are_of_gradients_neither_clipped_nor_scaled(how: str) -> None:
                 if how == "clipped":
                     # The weights of both go the same way.
                     net.load_state_dict(make_net(step).state_dict())
-            found.append(apoptosis.tensors())
-    before, after = found
+            prunable.append(apoptosis.tensors())
+    before, after = prunable
     assert before["steps"].tolist() == after["steps"].tolist() == [3, 3]
     for name, value in before.items():
         torch.testing.assert_close(after[name], value, rtol=1e-3, atol=1e-9, msg=name)
@@ -419,10 +419,10 @@ def test_asgd_drops_messages_of_another_layout() -> None:
     before = digest(net)
     for _ in range(8):
         exchange.after_step()
-    told = exchange.statistics()
-    assert told["dropped"] == 2
-    assert told["accepted"] + told["refused"] == 1
-    if not told["accepted"]:
+    record = exchange.statistics()
+    assert record["dropped"] == 2
+    assert record["accepted"] + record["refused"] == 1
+    if not record["accepted"]:
         assert digest(net) == before
     # What this rank sends says which layout it is of, and how long it is.
     assert {(version, count) for _, version, count in comm.notices} == {(1, 4 * small)}

@@ -55,11 +55,11 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tens
     optimizer.step()
 
 
-def _random_plan(found: PrunableGroups, seed: int) -> RemovalPlan:
+def _random_plan(prunable: PrunableGroups, seed: int) -> RemovalPlan:
     rng = np.random.default_rng(seed)
     keep = {
         group.name: np.sort(rng.permutation(group.width)[: rng.integers(1, group.width)])
-        for group in found.groups
+        for group in prunable.groups
         if rng.random() < 0.8
     }
     return RemovalPlan(keep)
@@ -82,19 +82,19 @@ def _by_hand(model: nn.Module, small: nn.Module, cuts: Sequence[Cut]) -> None:
 def test_a_cut_model_gives_what_the_whole_one_gives_without_what_is_read_of_the_cut_neurons(
     kind: str, seed: int
 ) -> None:
-    found = _found(kind)
+    prunable = _found(kind)
     model, inputs = make(kind, "relu", seed)
     model.eval()
-    what = _random_plan(found, seed)
+    what = _random_plan(prunable, seed)
     whole = copy.deepcopy(model)
     with torch.no_grad():
-        for group in found.groups:
+        for group in prunable.groups:
             if group.name in what.keep:
                 gone = np.setdiff1d(np.arange(group.width), what.keep[group.name])
                 for member in group.consumers:
                     weight = whole.get_submodule(member.module).get_parameter("weight")
                     weight.movedim(member.dim, 0)[member.channels[gone].ravel()] = 0
-        apply(model, found.groups, what)
+        apply(model, prunable.groups, what)
         torch.testing.assert_close(model(inputs), whole(inputs), rtol=1e-5, atol=1e-6)
 
 
@@ -103,7 +103,7 @@ def test_a_cut_model_gives_what_the_whole_one_gives_without_what_is_read_of_the_
 def test_steps_after_a_cut_are_those_of_a_small_net_started_from_the_sliced_state(
     kind: str, name: str
 ) -> None:
-    found = _found(kind)
+    prunable = _found(kind)
     model, inputs = make(kind, "relu", 1)
     optimizer = OPTIMIZERS[name](model.parameters())
     for _ in range(3):
@@ -111,7 +111,7 @@ def test_steps_after_a_cut_are_those_of_a_small_net_started_from_the_sliced_stat
     whole, saved = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())
     names = {id(p): name for name, p in model.named_parameters()}
     ordered = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
-    applied = apply(model, found.groups, _random_plan(found, 7), [optimizer])
+    applied = apply(model, prunable.groups, _random_plan(prunable, 7), [optimizer])
 
     small, _ = make(kind, "relu", 2)
     shrink_to(small, PrunedLayout.from_json(json.loads(json.dumps(applied.layout.to_json()))))
@@ -135,7 +135,7 @@ def test_steps_after_a_cut_are_those_of_a_small_net_started_from_the_sliced_stat
 
 
 def test_parameters_hooks_and_attributes_are_the_same_objects_after_a_cut() -> None:
-    found = _found("convolutional")
+    prunable = _found("convolutional")
     model, inputs = make("convolutional", "relu", 1)
     fired: list[tuple[int, ...]] = []
     seen: list[int] = []
@@ -151,7 +151,7 @@ def test_parameters_hooks_and_attributes_are_the_same_objects_after_a_cut() -> N
     before = list(model.parameters())
     mean = model.get_buffer("1.running_mean")
     keep = np.arange(16, dtype=np.int64)
-    applied = apply(model, found.groups, RemovalPlan({"0": keep}), [optimizer])
+    applied = apply(model, prunable.groups, RemovalPlan({"0": keep}), [optimizer])
     assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
     assert model.get_buffer("1.running_mean") is mean
     assert {cut.name for cut in applied.cuts} == {
@@ -173,7 +173,7 @@ def test_parameters_hooks_and_attributes_are_the_same_objects_after_a_cut() -> N
 
 
 def test_aligned_tensors_are_cut_with_the_parameters() -> None:
-    found = _found("mlp")
+    prunable = _found("mlp")
     model, _ = make("mlp", "relu", 1)
     residuals = {name: p.detach().clone() for name, p in model.named_parameters()}
 
@@ -181,41 +181,41 @@ def test_aligned_tensors_are_cut_with_the_parameters() -> None:
         for one in cuts:
             residuals[one.name] = one.of(residuals[one.name])
 
-    apply(model, found.groups, _random_plan(found, 3), aligned=[cut])
+    apply(model, prunable.groups, _random_plan(prunable, 3), aligned=[cut])
     for name, parameter in model.named_parameters():
         assert torch.equal(residuals[name], parameter)
 
 
 def test_what_cannot_be_cut_leaves_everything_as_it_was() -> None:
-    found = _found("mlp")
+    prunable = _found("mlp")
     model, inputs = make("mlp", "relu", 1)
     before = copy.deepcopy(model.state_dict())
     what = RemovalPlan({"0": np.arange(8)}, shifts={"2.bias": np.ones(16)})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model.get_parameter("2.weight")]["flat"] = torch.zeros(384)
     with pytest.raises(DlioError, match=r"'flat' of 2\.weight has shape \(384,\)"):
-        apply(model, found.groups, what, [optimizer])
+        apply(model, prunable.groups, what, [optimizer])
     optimizer.state[model.get_parameter("2.weight")] = {"sides": [torch.eye(24), torch.eye(16)]}
     with pytest.raises(DlioError, match=r"'sides' of 2\.weight is a list of tensors"):
-        apply(model, found.groups, what, [optimizer])
+        apply(model, prunable.groups, what, [optimizer])
     output = model(inputs)
     with pytest.raises(DlioError, match="cannot be shrunk while something else refers"):
-        apply(model, found.groups, what)
+        apply(model, prunable.groups, what)
     del output
     with pytest.raises(DlioError, match="a different width of"):
-        apply(model, found.groups, RemovalPlan({"0": np.arange(25)}))
+        apply(model, prunable.groups, RemovalPlan({"0": np.arange(25)}))
     after = model.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    apply(model, found.groups, what)
+    apply(model, prunable.groups, what)
     assert model.get_parameter("0.weight").shape == (8, 7)
 
 
 def test_weights_keep_their_memory_format() -> None:
-    found = _found("convolutional")
+    prunable = _found("convolutional")
     model, inputs = make("convolutional", "relu", 1)
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     _step(model, torch.optim.SGD(model.parameters(), lr=0.1), inputs)
-    apply(model, found.groups, RemovalPlan({"0": np.arange(8)}))
+    apply(model, prunable.groups, RemovalPlan({"0": np.arange(8)}))
     for name in ("0.weight", "3.weight"):
         weight = model.get_parameter(name)
         assert weight.grad is not None
@@ -232,7 +232,7 @@ def test_fused_optimizers_find_their_state_where_the_weights_format_has_it(
 
     A large eps for Adam: it makes a whole step of what is rounding of a gradient of 0.
     """
-    found = _found("convolutional")
+    prunable = _found("convolutional")
     weights = []
     for fused in (True, False):
         model, inputs = make("convolutional", "relu", 1)
@@ -241,26 +241,26 @@ def test_fused_optimizers_find_their_state_where_the_weights_format_has_it(
         optimizer = kind(model.parameters(), lr=0.01, fused=fused, **options)  # type: ignore[call-arg]
         for step in range(6):
             if step == 3:
-                apply(model, found.groups, RemovalPlan({"0": np.arange(8)}), [optimizer])
+                apply(model, prunable.groups, RemovalPlan({"0": np.arange(8)}), [optimizer])
             _step(model, optimizer, inputs)
         weights.append(model.get_parameter("3.weight").detach())
     torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)
 
 
 def test_nothing_to_remove_keeps_the_layout() -> None:
-    found = _found("mlp")
+    prunable = _found("mlp")
     model, _ = make("mlp", "relu", 1)
     layout = PrunedLayout(3)
-    assert apply(model, found.groups, RemovalPlan(), layout=layout).layout is layout
+    assert apply(model, prunable.groups, RemovalPlan(), layout=layout).layout is layout
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_rounds_of_cuts_are_one_layout_that_a_fresh_model_and_an_export_take(
     kind: str, tmp_path: Path
 ) -> None:
-    found = _found(kind)
+    prunable = _found(kind)
     model, inputs = make(kind, "relu", 1)
-    groups, layout = found.groups, PrunedLayout()
+    groups, layout = prunable.groups, PrunedLayout()
     rng = np.random.default_rng(5)
     for version in (1, 2, 3):
         keep = {
@@ -300,9 +300,9 @@ def test_rounds_of_cuts_are_one_layout_that_a_fresh_model_and_an_export_take(
 def test_a_whole_round_keeps_what_a_net_computes() -> None:
     """Statistics, plan and cut together, on a net with much to spare."""
     model, inputs = make("residual", "relu", 4)
-    found = find_groups(model, inputs)
+    prunable = find_groups(model, inputs)
     with torch.no_grad():
-        for group in found.groups:
+        for group in prunable.groups:
             for member in group.producers + group.through:
                 layer: Any = model.get_submodule(member.module)
                 layer.weight[8:] = layer.weight[:8].repeat(2, *[1] * (layer.weight.ndim - 1))
@@ -314,17 +314,20 @@ def test_a_whole_round_keeps_what_a_net_computes() -> None:
                 if getattr(layer, "bias", None) is not None:
                     layer.bias[20:] = 0
     optimizer = OPTIMIZERS["sgd"](model.parameters())
-    with Collector(model, found.groups, every=1) as collector:
+    with Collector(model, prunable.groups, every=1) as collector:
         model.train()(inputs).square().mean().backward()
         collector.step()
         optimizer.zero_grad()
     what = plan_removals(
-        found.groups, weights_of(model, found.groups), collector.statistics(), Limits(loss=0.0)
+        prunable.groups,
+        weights_of(model, prunable.groups),
+        collector.statistics(),
+        Limits(loss=0.0),
     )
     model.eval()
     with torch.no_grad():
         before = model(inputs)
-        applied = apply(model, found.groups, what, [optimizer])
+        applied = apply(model, prunable.groups, what, [optimizer])
         assert all(group.width % 8 == 0 for group in applied.groups)
         assert sum(group.width for group in applied.groups) < 3 * 24
         torch.testing.assert_close(model(inputs), before, rtol=1e-4, atol=1e-4)

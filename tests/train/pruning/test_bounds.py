@@ -1,4 +1,4 @@
-"""What a removal changes is within the bound that it carries, measured in double precision."""
+"""Removals change outputs by at most their bounds, measured in double precision."""
 
 import copy
 from typing import Any
@@ -81,7 +81,7 @@ def _observed(model: nn.Module, groups: tuple[Group, ...], inputs: torch.Tensor)
 
 
 def _inputs(model: nn.Module, names: set[str], inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What layers are given."""
+    """Record the inputs of layers."""
     seen: dict[str, torch.Tensor] = {}
     handles = [
         model.get_submodule(name).register_forward_pre_hook(
@@ -156,15 +156,15 @@ def _change(
 def test_each_removal_changes_the_next_layers_within_its_bound(
     kind: str, activation: str, seed: int, noise: float
 ) -> None:
-    found = _found(kind, activation)
+    prunable = _found(kind, activation)
     model, inputs = make(kind, activation, seed)
     rng = np.random.default_rng(seed)
-    for group in found.groups:
+    for group in prunable.groups:
         _spoil(model, group, rng, noise)
-    statistics = _observed(model, found.groups, inputs)
+    statistics = _observed(model, prunable.groups, inputs)
     limits = Limits(constant=0.1, twin=0.2, loss=1e-2, share=1.0, multiple=1)
     # One group at a time: a bound holds for the net with the removals before it done.
-    for group in found.groups:
+    for group in prunable.groups:
         what = plan_removals([group], weights_of(model, [group]), statistics, limits)
         exact = copy.deepcopy(model).double()
         wide = inputs.double() if inputs.is_floating_point() else inputs
@@ -185,14 +185,14 @@ def test_each_removal_changes_the_next_layers_within_its_bound(
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
 @pytest.mark.parametrize("kind", ["mlp", "convolutional", "branches", "transformer"])
 def test_twins_and_constants_are_found_where_there_are(kind: str, activation: str) -> None:
-    found = _found(kind, activation)
+    prunable = _found(kind, activation)
     model, inputs = make(kind, activation, 3)
     rng = np.random.default_rng(3)
-    for group in found.groups:
+    for group in prunable.groups:
         _spoil(model, group, rng, 0.0)
-    statistics = _observed(model, found.groups, inputs)
+    statistics = _observed(model, prunable.groups, inputs)
     limits = Limits(share=1.0, multiple=1, loss=0.0)
-    what = plan_removals(found.groups, weights_of(model, found.groups), statistics, limits)
+    what = plan_removals(prunable.groups, weights_of(model, prunable.groups), statistics, limits)
     kinds = {removal.kind for removal in what.removals}
     assert "twin" in kinds
     assert {"constant", "dead"} & kinds
@@ -203,17 +203,19 @@ def test_twins_and_constants_are_found_where_there_are(kind: str, activation: st
 
 
 def test_a_neuron_that_goes_is_nobodys_twin() -> None:
-    found = _found("mlp", "relu")
+    prunable = _found("mlp", "relu")
     model, inputs = make("mlp", "relu", 5)
     with torch.no_grad():
         layer: Any = model.get_submodule("0")
         layer.weight[:] = layer.weight[0] * torch.linspace(0.5, 2, 24)[:, None]
         layer.bias[:] = layer.bias[0] * torch.linspace(0.5, 2, 24)
-    statistics = _observed(model, found.groups, inputs)
+    statistics = _observed(model, prunable.groups, inputs)
     limits = Limits(share=1.0, multiple=1, loss=0.0, constant=0.0)
-    what = plan_removals(found.groups[:1], weights_of(model, found.groups), statistics, limits)
+    what = plan_removals(
+        prunable.groups[:1], weights_of(model, prunable.groups), statistics, limits
+    )
     assert what.keep["0"].tolist() == [r for r in range(24) if r == what.removals[0].twin]
     with torch.no_grad():
         before = model(inputs)
-        apply(model, found.groups, what)
+        apply(model, prunable.groups, what)
         torch.testing.assert_close(model(inputs), before, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""What can be pruned is found, and what cannot is named."""
+"""The search for groups: finds all that can be pruned, and gives reasons for the rest."""
 
 import threading
 from typing import Any
@@ -13,8 +13,8 @@ from dlio.train.pruning import PrunableGroups, find_groups
 from tests.train.pruning.networks import ACTIVATIONS, make
 
 
-def _reasons(found: PrunableGroups) -> dict[str, str]:
-    return {one.module: one.reason for one in found.left_alone}
+def _reasons(prunable: PrunableGroups) -> dict[str, str]:
+    return {one.module: one.reason for one in prunable.left_alone}
 
 
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
@@ -25,8 +25,8 @@ def test_the_way_from_a_neuron_to_its_readers_is_known(activation: str) -> None:
         ("branches", "up"),
         ("transformer", "blocks.0.mlp.0"),
     ):
-        found = find_groups(*make(kind, activation, 0))
-        group = next(group for group in found.groups if group.name == name)
+        prunable = find_groups(*make(kind, activation, 0))
+        group = next(group for group in prunable.groups if group.name == name)
         assert group.activation is not None
         assert group.activation.kind == activation
         assert group.norm == ("1" if kind == "convolutional" else "")
@@ -45,15 +45,15 @@ def test_no_activation_is_steeper_than_its_lipschitz_constant(activation: str) -
 
 
 def test_the_nets_of_dlio_train_are_pruned_but_for_their_outputs() -> None:
-    found = find_groups(SmallResNet(5, 64, 8), torch.randn(2, 3, 64, 64))
+    prunable = find_groups(SmallResNet(5, 64, 8), torch.randn(2, 3, 64, 64))
     convolutions = {
         name for name, m in SmallResNet(5, 64, 8).named_modules() if isinstance(m, nn.Conv2d)
     }
-    made = [member.module for group in found.groups for member in group.producers]
+    made = [member.module for group in prunable.groups for member in group.producers]
     assert set(made) == convolutions
     assert len(made) == len(convolutions)
-    assert _reasons(found) == {"head": "no layer reads it: it is the model's output"}
-    constants = {m.module: m.constant for group in found.groups for m in group.consumers}
+    assert _reasons(prunable) == {"head": "no layer reads it: it is the model's output"}
+    constants = {m.module: m.constant for group in prunable.groups for m in group.consumers}
     assert constants["head"] == "head.bias"
     assert constants["stages.0.conv2"] == "stages.0.norm2.running_mean"
 
@@ -73,16 +73,16 @@ def test_channels_of_concatenated_and_flattened_outputs_are_told_apart() -> None
             out: torch.Tensor = self.head(c.flatten(1))
             return out
 
-    found = find_groups(Dense(), torch.randn(2, 3, 2, 2))
-    last = {group.name: group.consumers[-1] for group in found.groups}
+    prunable = find_groups(Dense(), torch.randn(2, 3, 2, 2))
+    last = {group.name: group.consumers[-1] for group in prunable.groups}
     assert last["a"].channels.tolist() == [[n] for n in range(8)]
     assert last["b"].channels.tolist() == [[8 + n] for n in range(8)]
     assert last["c"].channels.tolist() == [[4 * n + k for k in range(4)] for n in range(8)]
 
 
 def test_heads_of_attention_go_whole() -> None:
-    found = find_groups(*make("transformer", "gelu", 0))
-    heads = {g.name: g for g in found.groups if "attention" in g.name}
+    prunable = find_groups(*make("transformer", "gelu", 0))
+    heads = {g.name: g for g in prunable.groups if "attention" in g.name}
     separate = heads["blocks.0.attention.query"]
     assert (separate.width, separate.unit) == (4, 8)
     assert [m.module.rpartition(".")[2] for m in separate.producers] == ["query", "key", "value"]
@@ -135,9 +135,9 @@ class _Odd(nn.Module):
 
 def test_what_cannot_be_followed_is_left_alone_and_named() -> None:
     model = _Odd()
-    found = find_groups(model, torch.randn(3, 5, 8))
-    assert [group.name for group in found.groups] == ["good"]
-    reasons = _reasons(found)
+    prunable = find_groups(model, torch.randn(3, 5, 8))
+    assert [group.name for group in prunable.groups] == ["good"]
+    reasons = _reasons(prunable)
     expected = {
         "before_norm": "normalises over several channels",
         "attention": "its heads, its input and its output share one width",
@@ -203,9 +203,9 @@ def test_a_model_that_cannot_be_traced_at_all_is_named() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.from_numpy(self.head(self.layer(x)).detach().numpy())
 
-    found = find_groups(Numbers(), torch.randn(2, 4))
-    assert found.groups == ()
-    assert {"layer", "head"} <= set(_reasons(found))
+    prunable = find_groups(Numbers(), torch.randn(2, 4))
+    assert prunable.groups == ()
+    assert {"layer", "head"} <= set(_reasons(prunable))
 
 
 def test_finding_changes_nothing_and_calls_no_hooks() -> None:
@@ -213,7 +213,7 @@ def test_finding_changes_nothing_and_calls_no_hooks() -> None:
     calls: list[object] = []
 
     class Owner:
-        """Of what no copy can be made of."""
+        """An object that cannot be copied."""
 
         def __init__(self) -> None:
             self.lock = threading.Lock()
