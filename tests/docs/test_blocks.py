@@ -162,11 +162,19 @@ def test_every_block_says_how_it_is_tested() -> None:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_blocks_of_a_page_run(
-    path: Path, runner: Runner, drawn: Path, request: pytest.FixtureRequest
-) -> None:
-    nightly = request.config.getoption("--slow")
-    place = runner.page(PAGES.index(path), drawn)
+def test_blocks_of_a_page_run(path: Path, runner: Runner, drawn: Path) -> None:
+    _run_page(path, runner, runner.page(PAGES.index(path), drawn), nightly=False)
+
+
+@pytest.mark.nightly
+def test_blocks_that_take_minutes_run(runner: Runner, drawn: Path) -> None:
+    for number, path in enumerate(PAGES):
+        if any("runs" in block.markers for block in blocks_of(path)):
+            _run_page(path, runner, runner.page(len(PAGES) + number, drawn), nightly=True)
+
+
+def _run_page(path: Path, runner: Runner, place: Path, nightly: bool) -> None:
+    """Run a page's blocks, those that take minutes only if `nightly`."""
     given: set[str] = set()
     for block in blocks_of(path):
         if block.language not in RUNNABLE or "needs" in block.markers:
