@@ -21,7 +21,7 @@ def describe(path: str) -> dict[str, Any]:
     frequent class's count, divided by the same mean for random choices of as many samples. 1 is
     well mixed, sorted data is far above; None without classes.
 
-    Raises SourceError when there is no data set at the path.
+    Raises SourceError when the path holds none.
     """
     import numpy as np
 

@@ -245,3 +245,10 @@ def test_a_record_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) 
     config = TrainConfig("x", replica=tuple(f"/replica/{number:05d}" for number in range(9000)))
     with pytest.raises(UsageError, match="characters long"):
         on_ranks(2, train_rank, config)
+
+
+def test_completion_knows_commands_and_options() -> None:
+    from dlio.cli.app import make_app
+
+    script = make_app().generate_completion(shell="bash")
+    assert all(word in script for word in ("simulate", "--skip-samples", "--bwlimit", "-n"))
