@@ -1,112 +1,39 @@
-"""What torch's documentation promises of torch.distributed, on MPI; run under mpirun.
+"""Checks of torch.distributed's documented behaviour on MPI; run under mpirun.
 
-python process_group_checks.py CHECK... runs the named checks on one default group. What each rank
-gives to a collective is drawn from its number, so that every rank can compute what must come out.
+python process_group_checks.py CHECK... runs the named checks on one default group.
 """
 
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import reduce
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from mpi4py import MPI
 
 from dlio.comm.process_group import init_process_group
 from dlio.errors import CommError, CommTimeout, UsageError
-
-OP = dist.ReduceOp
-RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
-WHOLE = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
-UNSIGNED = [torch.uint16, torch.uint32, torch.uint64]
-SHAPES = [(), (0,), (1,), (7, 3), (50_001,)]
-# float8 has no arithmetic of its own in torch: it is reduced in float32.
-NARROW = [torch.float8_e4m3fn, torch.float8_e5m2]
-
-
-def drawn(rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """What `rank` gives; small numbers, so that sums and products of whole ones are exact."""
-    source = torch.Generator().manual_seed(1000 * rank + sum(shape))
-    if dtype == torch.bool:
-        return torch.rand(list(shape), generator=source) < 0.5
-    if dtype.is_complex:
-        parts = torch.randn([*shape, 2], generator=source, dtype=torch.float64)
-        return torch.view_as_complex(parts).to(dtype)
-    if dtype.is_floating_point:
-        return torch.randn(list(shape), generator=source).to(dtype)
-    return torch.randint(0, 4, list(shape), generator=source).to(dtype)
-
-
-def everyone(shape: Sequence[int], dtype: torch.dtype, size: int = SIZE) -> list[torch.Tensor]:
-    return [drawn(rank, shape, dtype) for rank in range(size)]
-
-
-def expected(tensors: list[torch.Tensor], op: Any) -> torch.Tensor:
-    """The reduction as torch's documentation has it, in more digits than the type."""
-    dtype = tensors[0].dtype
-    wide = torch.float64 if dtype.is_floating_point else torch.int64
-    if dtype == torch.bool:
-        wide = torch.bool
-    if dtype.is_complex:
-        wide = torch.complex128
-    values = [tensor.to(wide) for tensor in tensors]
-    folds: dict[Any, Callable[[Any, Any], Any]] = {
-        OP.SUM: torch.add,
-        OP.AVG: torch.add,
-        OP.PRODUCT: torch.mul,
-        OP.MIN: torch.minimum,
-        OP.MAX: torch.maximum,
-        OP.BAND: torch.bitwise_and,
-        OP.BOR: torch.bitwise_or,
-        OP.BXOR: torch.bitwise_xor,
-    }
-    total = reduce(folds[op], values)
-    if op == OP.AVG:
-        whole = not (dtype.is_floating_point or dtype.is_complex)
-        total = torch.div(total, len(tensors), rounding_mode="trunc" if whole else None)
-    return total.to(dtype)
-
-
-def close(got: torch.Tensor, wanted: torch.Tensor) -> bool:
-    if got.dtype in NARROW:
-        got, wanted = got.float(), wanted.float()
-        return torch.allclose(got, wanted, rtol=0.26, atol=0.05)
-    if not (got.dtype.is_floating_point or got.dtype.is_complex):
-        return torch.equal(got, wanted)
-    # One unit in the last place, and no more: sums in half precision are not half as precise.
-    digits = torch.finfo(got.dtype).eps * (1 if got.dtype.itemsize == 2 else 16)
-    return torch.allclose(got, wanted, rtol=digits, atol=digits)
-
-
-def same_everywhere(tensor: torch.Tensor) -> bool:
-    """Whether all ranks hold the same bytes; asked without the group under test."""
-    return len(set(MPI.COMM_WORLD.allgather(bytes(_bytes(tensor).tolist())))) == 1
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
-
-
-def strided(tensor: torch.Tensor) -> torch.Tensor:
-    """An equal tensor whose elements do not lie one behind the other."""
-    room = torch.zeros([*tensor.shape, 2], dtype=tensor.dtype)
-    room[..., 0] = tensor
-    return room[..., 0]
-
-
-def raises(kind: type[Exception], words: str, call: Callable[[], Any]) -> None:
-    try:
-        call()
-    except kind as error:
-        assert words in str(error), error  # noqa: PT017 - runs without pytest
-    else:
-        raise AssertionError(f"no {kind.__name__} with {words!r}")
+from tests.comm.process_group.values import (
+    FLOATS,
+    NARROW,
+    OP,
+    RANK,
+    SHAPES,
+    SIZE,
+    UNSIGNED,
+    WHOLE,
+    close,
+    drawn,
+    equal,
+    everyone,
+    expected,
+    raises,
+    ring,
+    same_everywhere,
+    strided,
+)
 
 
 def check_reductions() -> None:
@@ -196,29 +123,25 @@ def check_movement() -> None:
                 for form in (torch.clone, strided):
                     tensor = form(mine)
                     dist.broadcast(tensor, root)
-                    assert _equal(tensor, inputs[root]), (dtype, shape, root)
+                    assert equal(tensor, inputs[root]), (dtype, shape, root)
             outputs = [torch.zeros_like(mine) for _ in range(SIZE)]
             dist.all_gather(outputs, mine)
-            assert all(map(_equal, outputs, inputs)), (dtype, shape)
+            assert all(map(equal, outputs, inputs)), (dtype, shape)
             outputs = [strided(torch.zeros_like(mine)) for _ in range(SIZE)]
             dist.all_gather(outputs, strided(mine))
-            assert all(map(_equal, outputs, inputs)), (dtype, shape)
+            assert all(map(equal, outputs, inputs)), (dtype, shape)
             root = SIZE - 1
             outputs = [torch.zeros_like(mine) for _ in range(SIZE)]
             dist.gather(mine, outputs if root == RANK else None, root)
-            assert root != RANK or all(map(_equal, outputs, inputs)), (dtype, shape)
+            assert root != RANK or all(map(equal, outputs, inputs)), (dtype, shape)
             tensor = torch.zeros_like(mine)
             dist.scatter(tensor, inputs if root == RANK else None, root)
-            assert _equal(tensor, mine), (dtype, shape)
+            assert equal(tensor, mine), (dtype, shape)
             # Row k of rank r's table goes to rank k.
             tables = [[drawn(10 * r + k, shape, dtype) for k in range(SIZE)] for r in range(SIZE)]
             outputs = [torch.zeros_like(mine) for _ in range(SIZE)]
             dist.all_to_all(outputs, tables[RANK])
-            assert all(_equal(outputs[r], tables[r][RANK]) for r in range(SIZE)), (dtype, shape)
-
-
-def _equal(got: torch.Tensor, wanted: torch.Tensor) -> bool:
-    return got.shape == wanted.shape and torch.equal(_bytes(got), _bytes(wanted))
+            assert all(equal(outputs[r], tables[r][RANK]) for r in range(SIZE)), (dtype, shape)
 
 
 def check_single_tensors() -> None:
@@ -289,28 +212,16 @@ def check_coalesced() -> None:
     for out, each in zip(outputs, rows, strict=True):
         assert close(out, expected(each, OP.SUM).chunk(SIZE)[RANK])
     with dist._coalescing_manager(group, torch.device("cpu"), async_ops=True) as both:  # type: ignore[attr-defined]
-        ring = _ring(torch.full((5,), RANK))
+        passed_on = ring(torch.full((5,), RANK))
     both.wait()
-    assert ring.tolist() == [(RANK - 1) % SIZE] * 5
-
-
-def _ring(given: torch.Tensor) -> torch.Tensor:
-    """Start sending to the right and receiving from the left."""
-    got = torch.zeros_like(given)
-    ops = [
-        dist.P2POp(dist.irecv, got, (RANK - 1) % SIZE),
-        dist.P2POp(dist.isend, given, (RANK + 1) % SIZE),
-    ]
-    for work in dist.batch_isend_irecv(ops):
-        work.wait()
-    return got
+    assert passed_on.tolist() == [(RANK - 1) % SIZE] * 5
 
 
 def check_messages() -> None:
     for dtype in [torch.float32, torch.bfloat16, torch.complex64, torch.bool]:
         for form in (torch.clone, strided):
             left = (RANK - 1) % SIZE
-            assert _equal(_ring(form(drawn(RANK, (9, 2), dtype))), drawn(left, (9, 2), dtype))
+            assert equal(ring(form(drawn(RANK, (9, 2), dtype))), drawn(left, (9, 2), dtype))
     if RANK == 0:
         # Tags choose; messages of one tag keep their order.
         for peer in range(1, SIZE):
