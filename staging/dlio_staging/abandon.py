@@ -78,7 +78,7 @@ def _wait(child: int) -> int:
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether a process's first thread is over, though others may keep the process."""
+    """True if a process's first thread has ended, even if others keep the process alive."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[0] == "Z"

@@ -45,7 +45,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """What a packing wrote."""
+    """Result of packing."""
 
     samples: int
     data_bytes: int
@@ -372,12 +372,12 @@ def _publish(folder: str, destination: str, plan: Plan) -> None:
 
 
 def packed_path(path: str, format_: str) -> str:
-    """What to open of a folder that was packed."""
+    """Path to open in a packed folder."""
     return os.path.join(path, "data.zarr") if format_ == "zarr" else path
 
 
 def describe(source: Any, options: PackOptions) -> dict[str, Any]:
-    """What would be written; what `dlio pack --dry-run` tells."""
+    """Describe the plan, for `dlio pack --dry-run`."""
     plan = Plan(source, options)
     parts = [
         {

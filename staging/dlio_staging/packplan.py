@@ -125,7 +125,7 @@ class Part:
 
 
 class Plan:
-    """What is written where, the same in every process that works on it."""
+    """Assignment of samples to files, equal in every process that takes part."""
 
     def __init__(self, source: Any, options: PackOptions) -> None:
         self.options = options

@@ -139,7 +139,7 @@ class Staging:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one node would bring."""
+    """Blocks that one node would stage."""
 
     tier: str
     blocks: int
@@ -151,7 +151,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Staged:
-    """What staging did, over all ranks; what `--report` writes."""
+    """Result of staging over all ranks; written by `--report`."""
 
     source: str
     format: str

@@ -15,7 +15,7 @@ _BLOCK: Final = re.compile(r"(\d{8,20})\.blk")
 
 @dataclass(slots=True)
 class Verified:
-    """What a verification read, and found."""
+    """Result of a verification."""
 
     samples: int = 0
     bytes: int = 0
@@ -66,7 +66,7 @@ def _manifest(folder: str, found: Verified) -> Manifest | None:
 def _damage(
     folder: str, name: str | None, block: int, digest: int | None, found: Verified
 ) -> str | None:
-    """What is wrong with a block, in words."""
+    """Describe the damage of a block; None if it is intact."""
     from dlio.storage.block import Scratch, read_info
 
     if name is None:

@@ -75,7 +75,7 @@ class Shard:
 
     @property
     def lz4(self) -> bool:
-        """Whether payloads are worth compressing: images are not."""
+        """True if payloads are compressed; by default images are not."""
         images = any(kind.text in IMAGES for kind in self.schema.kinds.values())
         return self.compress == "lz4" or (self.compress == "auto" and not images)
 
@@ -381,7 +381,7 @@ WRITERS: Final[dict[str, Callable[[str, Shard], Writer]]] = {
 
 
 def file_name(format_: str, number: int, compress: str) -> str:
-    """What shard `number` is called."""
+    """File name of shard `number`."""
     if format_ == "zarr":
         return "data.zarr"
     suffix = {"native": SUFFIX, "hdf5": ".h5"}.get(format_, ".tar")
