@@ -20,8 +20,8 @@ from hypothesis import HealthCheck, settings
 
 from tests.warm.pool import WarmPython
 
-# On a busy machine hypothesis draws examples slowly, which is not a fault of the code.
-settings.register_profile("dlio", suppress_health_check=[HealthCheck.too_slow])
+# On a busy machine hypothesis draws and runs examples slowly, which is not a fault of the code.
+settings.register_profile("dlio", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("dlio")
 
 ROOT = Path(__file__).resolve().parent.parent
