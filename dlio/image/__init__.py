@@ -1,1 +1,3 @@
 """JPEGs and crops: decoding, encoding, transforms."""
+
+__all__: list[str] = []

@@ -1,1 +1,3 @@
 """torch's DataLoader, fed from the hierarchy."""
+
+__all__: list[str] = []

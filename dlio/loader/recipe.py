@@ -13,7 +13,7 @@ from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError
 from dlio.image.crop import Crop
 from dlio.image.decode import Decoder
-from dlio.image.transforms import fused
+from dlio.image.fusion import fused
 from dlio.loader.contract import Sample, Transform
 from dlio.loader.sample import decode_sample, image_and_label
 from dlio.storage.decoded import DecodedTier
@@ -35,7 +35,7 @@ class Recipe:
         image_size: side of square crops of labelled images, in pixels; None for no crops.
         train: random crops and flips; otherwise the middle of the image.
         transform: the user's. What it begins with is fused into the crop, see
-            `dlio.image.transforms.fused`.
+            `dlio.image.fusion.fused`.
         seed: of the crops.
         through_decoded: crops are cut out of images that a tier keeps decoded.
         finish: replaces everything else, for data sets of other libraries.

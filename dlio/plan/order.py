@@ -16,7 +16,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -114,7 +113,7 @@ class Cursor:
         return {"format": 1, **asdict(self)}
 
     @classmethod
-    def from_dict(cls, state: Mapping[str, Any]) -> "Cursor":
+    def from_dict(cls, state: Mapping[str, object]) -> "Cursor":
         """Read the result of `as_dict`.
 
         Raises UsageError that names a value which is missing or out of range.
@@ -124,14 +123,16 @@ class Cursor:
                 f"loader state of format {state.get('format')!r}: this version of dlio reads 1"
             )
         limits = {"seed": _MASK, "epoch": _MASK, "samples": MAX_SAMPLES, "position": MAX_SAMPLES}
+        values: dict[str, int] = {}
         for name, limit in limits.items():
             value = state.get(name)
-            if type(value) is not int or not 0 <= value <= limit:
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= limit:
                 raise UsageError(
                     f"loader state with {name} {value!r}: a whole number from 0 to {limit} is "
                     "expected; was it written by state_dict()?"
                 )
-        cursor = cls(**{name: state[name] for name in limits})
+            values[name] = value
+        cursor = cls(**values)
         if cursor.position > cursor.samples:
             raise UsageError(
                 f"loader state at position {cursor.position} of only {cursor.samples} samples: "

@@ -1,1 +1,3 @@
 """Other libraries' data sets and trainers, adapted."""
+
+__all__: list[str] = []

@@ -1,1 +1,3 @@
 """The engine that reads data sets of dlio along a plan."""
+
+__all__: list[str] = []
