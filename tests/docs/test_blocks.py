@@ -7,6 +7,7 @@ import select
 import shlex
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -113,7 +114,7 @@ class Runner:
         return {
             **os.environ,
             **RULES["variables"],
-            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]]),
             "PYTHONPATH": os.pathsep.join(paths),
             "OMP_NUM_THREADS": "1",
             "OMPI_MCA_btl_sm_backing_directory": str(self._folder),

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def run(tmp_path: Path) -> Run:
     paths = [str(ROOT), *(str(ROOT / room) for room in ("readers", "staging", "bench"))]
     environment = {
         **os.environ,
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]]),
         "PYTHONPATH": os.pathsep.join(paths),
         "OMP_NUM_THREADS": "1",
         "DLIO_CACHE": str(tmp_path / "cache"),
