@@ -45,6 +45,7 @@ _OPERATORS: Final = 60
 
 
 def torch_pillow(task: Task, floats: bool = False) -> Pass:
+    """Return a pass of torch's loader, which decodes with Pillow in its processes."""
     data = PillowImages(task.files, task.labels, task.size, floats)
     return _counted(
         torch.utils.data.DataLoader(
@@ -58,6 +59,7 @@ def torch_pillow(task: Task, floats: bool = False) -> Pass:
 
 
 def torch_floats(task: Task) -> Pass:
+    """Return a pass of torch's loader that also normalises samples to float32."""
     return torch_pillow(task, floats=True)
 
 
@@ -79,6 +81,7 @@ def torch_dlio_data(task: Task) -> Pass:
 
 
 def webdataset(task: Task) -> Pass:
+    """Return a pass of WebDataset over tar files."""
     import tarfile
 
     import webdataset as wds
@@ -108,6 +111,7 @@ def webdataset(task: Task) -> Pass:
 
 
 def mosaic(task: Task) -> Pass:
+    """Return a pass of MosaicML Streaming over its shards."""
     _let_torchvision_load()
     from streaming import MDSWriter, StreamingDataset
 
@@ -132,6 +136,7 @@ def mosaic(task: Task) -> Pass:
 
 
 def litdata(task: Task) -> Pass:
+    """Return a pass of LitData over its chunks."""
     import litdata as ld
 
     pairs = list(zip(task.files, task.labels, strict=True))
@@ -162,6 +167,7 @@ def _of_item(size: int, item: dict[str, Any]) -> tuple[torch.Tensor, int]:
 
 
 def spdl(task: Task) -> Pass:
+    """Return a pass of SPDL: a pipeline of threads, decoding with FFmpeg."""
     import spdl.io
     from spdl.pipeline import PipelineBuilder
 
@@ -193,6 +199,7 @@ def spdl(task: Task) -> Pass:
 
 
 def grain(task: Task) -> Pass:
+    """Return a pass of Grain over the files."""
     import grain.python as gp
 
     class Source:
@@ -227,6 +234,11 @@ def grain(task: Task) -> Pass:
 
 
 def ffcv(task: Task, resize: int | None = None) -> Pass:
+    """Return a pass of FFCV over its file of images, encoded anew.
+
+    Args:
+        resize: length of the shorter edge to which larger images are reduced; None leaves them.
+    """
     _let_torchvision_load()
     from ffcv.fields import IntField, RGBImageField
     from ffcv.fields.basics import IntDecoder
@@ -275,6 +287,7 @@ def ffcv(task: Task, resize: int | None = None) -> Pass:
 
 
 def ffcv_256(task: Task) -> Pass:
+    """Return a pass of FFCV over images reduced to a shorter edge of 256 pixels."""
     return ffcv(task, 256)
 
 

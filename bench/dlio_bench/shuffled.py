@@ -22,6 +22,7 @@ _ROUNDS: Final = 2
 
 
 def main(text: str) -> None:
+    """Run this rank's part of the task in `text`, JSON; rank 0 prints the results."""
     task = json.loads(text)
     from dlio.comm import world
 

@@ -21,7 +21,16 @@ from dlio.cli.command import Command, CommandFunction, describe, is_command
 from dlio.cli.help import TwoColumns
 from dlio.errors import DlioError, UsageError
 
-__all__ = ["CORE", "Group", "all_commands", "make_app", "places"]
+__all__ = [
+    "CORE",
+    "Group",
+    "all_commands",
+    "find_command",
+    "make_app",
+    "places",
+    "run_app",
+    "run_function",
+]
 
 CORE: Final[Mapping[str, str]] = {
     "train": "dlio.cli.train:command",

@@ -4,6 +4,7 @@
 |---|---|
 | `protocol` | `Communicator` and `Request`, the contract |
 | `mpi`, `single`, `torchdist` | its implementations: mpi4py, one process, torch.distributed |
+| `torch_mail` | messages over TCP for `torchdist` |
 | `world` | selects the implementation for this process |
 | `nodes`, `environment`, `devices` | facts about the job: nodes, launcher, MPI on GPU memory |
 | `waiting`, `progress`, `funnel` | deadlines, progress in the background, MPI_THREAD_FUNNELED |

@@ -1,1 +1,3 @@
 """Sources, readers and their indexes: where samples come from."""
+
+__all__: list[str] = []

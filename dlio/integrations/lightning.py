@@ -33,6 +33,8 @@ from dlio.train.exchange import parse_exchange
 from dlio.train.exchange.buckets import averaged_state
 from dlio.train.exchange.distribute import Distributed, distribute
 
+__all__ = ["DlioEnvironment", "DlioStrategy"]
+
 
 def _package() -> str:
     """The package that Lightning is imported from."""

@@ -14,6 +14,8 @@ from dlio.loader.foreign.adapt import adapted
 from dlio.plan.shares import Shares
 from dlio.train.balance import Clock, Cost, balanced_shares
 
+__all__ = ["Context", "SharingLoader", "use"]
+
 
 class Context:
     """Facts about the run that loaders need. One per process."""

@@ -1,1 +1,3 @@
 """Samples on their way between ranks."""
+
+__all__: list[str] = []

@@ -26,7 +26,7 @@ from dlio.comm.protocol import Buffer
 from dlio.errors import CommError, CommTimeout
 from dlio.testing.promises import run_promises
 
-__all__ = ["CommunicatorTests", "main"]
+__all__ = ["CommunicatorTests", "main", "start_torch", "stop_torch"]
 
 _DEADLINE_S: Final = 30.0
 _LATE_S: Final = 0.2

@@ -16,6 +16,7 @@ from typing import Final
 import pytest
 import torch
 from torch import nn
+from torch.autograd import backward
 
 from dlio.comm import Communicator, world
 from dlio.plan.order import share
@@ -68,7 +69,7 @@ class ExchangeTests:
             mine = share(planned, comm.size, comm.rank)
             _step(net, exchange, optimizer, inputs[mine], labels[mine], planned, comm.size)
             reference.zero_grad()
-            _loss(whole, inputs, labels).div(planned).backward()  # type: ignore[no-untyped-call]
+            backward(_loss(whole, inputs, labels).div(planned))
             reference.step()
         exchange.finish()
         assert _difference(net, whole) < _NEAR
@@ -83,9 +84,9 @@ class ExchangeTests:
         first = sum(counts[: comm.rank])
         mine = slice(first, first + counts[comm.rank])
         exchange.weigh(counts[comm.rank])
-        nn.functional.cross_entropy(net(inputs[mine]), labels[mine]).backward()  # type: ignore[no-untyped-call]
+        backward(nn.functional.cross_entropy(net(inputs[mine]), labels[mine]))
         exchange.before_step()
-        _loss(whole, inputs, labels).div(len(inputs)).backward()  # type: ignore[no-untyped-call]
+        backward(_loss(whole, inputs, labels).div(len(inputs)))
         assert _gradients_differ(net, whole) < _NEAR
         exchange.close()
 
@@ -99,10 +100,10 @@ class ExchangeTests:
             mine = share(planned, comm.size, comm.rank)
             exchange.weigh(len(mine))
             exchange.hold(part < 2)
-            nn.functional.cross_entropy(net(inputs[mine]), labels[mine]).backward()  # type: ignore[no-untyped-call]
+            backward(nn.functional.cross_entropy(net(inputs[mine]), labels[mine]))
             if part < 2:
                 assert exchange.statistics()["messages"] == 0, "a held backward sent messages"
-            _loss(whole, inputs, labels).div(planned).backward()  # type: ignore[no-untyped-call]
+            backward(_loss(whole, inputs, labels).div(planned))
         exchange.before_step()
         assert _gradients_differ(net, whole) < _NEAR
         exchange.close()
@@ -231,8 +232,8 @@ class ExchangeTests:
         exchange = self.make(net, comm)
         inputs, labels = _samples(0, _BATCH)
         exchange.before_backward(_BATCH, _BATCH)
-        _loss(net, inputs, labels).div(_BATCH).backward()  # type: ignore[no-untyped-call]
-        _loss(alone, inputs, labels).div(_BATCH).backward()  # type: ignore[no-untyped-call]
+        backward(_loss(net, inputs, labels).div(_BATCH))
+        backward(_loss(alone, inputs, labels).div(_BATCH))
         gradients = [parameter.grad for parameter in net.parameters()]
         exchange.before_step()
         exchange.after_step()
@@ -247,7 +248,7 @@ class ExchangeTests:
         self.make(net, comm).close()
         inputs, labels = _samples(comm.rank, _BATCH)
         for each in (net, alone):
-            _loss(each, inputs, labels).backward()  # type: ignore[no-untyped-call]
+            backward(_loss(each, inputs, labels))
         assert _gradients_differ(net, alone) == 0, "gradients are exchanged after close()"
 
     def test_the_communicator_that_it_was_given_stays_open(self, comm: Communicator) -> None:
@@ -322,7 +323,7 @@ def _step(
     exchange.before_backward(len(inputs), planned)
     optimizer.zero_grad()
     if len(inputs):
-        _loss(net, inputs, labels).div(planned / ranks).backward()  # type: ignore[no-untyped-call]
+        backward(_loss(net, inputs, labels).div(planned / ranks))
     exchange.before_step()
     optimizer.step()
     exchange.after_step()
@@ -337,7 +338,7 @@ def _train_apart(
         inputs, labels = _samples(1000 * (comm.rank + 1) + step, _BATCH)
         if exchange is None:
             optimizer.zero_grad()
-            _loss(net, inputs, labels).div(_BATCH).backward()  # type: ignore[no-untyped-call]
+            backward(_loss(net, inputs, labels).div(_BATCH))
             optimizer.step()
         else:
             _step(net, exchange, optimizer, inputs, labels, comm.size * _BATCH, comm.size)

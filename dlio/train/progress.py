@@ -7,6 +7,8 @@ from dlio.comm.environment import shows_terminal
 from dlio.train.report import EpochReport
 from dlio.util.progress import Bar
 
+__all__ = ["TrainingProgress"]
+
 _LINE_EVERY_S = 10.0
 _REFRESH_S = 0.1
 

@@ -1,1 +1,3 @@
 """Units, files, private folders, shared memory, threads: what every room may use."""
+
+__all__: list[str] = []

@@ -4,7 +4,7 @@ import re
 
 from dlio.errors import UsageError
 
-__all__ = ["format_bytes", "format_seconds", "parse_bytes", "parse_seconds"]
+__all__ = ["exact_bytes", "format_bytes", "format_seconds", "parse_bytes", "parse_seconds"]
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 

@@ -1,1 +1,3 @@
 """Readers: one file a format, found through the entry-point group `dlio.readers`."""
+
+__all__: list[str] = []

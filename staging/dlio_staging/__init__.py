@@ -1,1 +1,3 @@
 """The staging tool: `dlio pack`, `dlio stage`, `dlio verify`."""
+
+__all__: list[str] = []

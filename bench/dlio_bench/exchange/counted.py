@@ -20,6 +20,7 @@ __all__ = ["main"]
 
 
 def main(text: str) -> None:
+    """Run this rank's part of the task in `text`, JSON; rank 0 prints the results."""
     task: dict[str, Any] = json.loads(text)
     torch.set_num_threads(1)
     comm = world()

@@ -30,6 +30,7 @@ _RANK: Final = 4
 
 
 def main(text: str) -> None:
+    """Run this rank's part of the task in `text`, JSON; rank 0 prints the results."""
     task: dict[str, Any] = json.loads(text)
     torch.set_num_threads(1)
     comm = world()

@@ -57,7 +57,7 @@ class Training:
         optimizer = optimizer or self._optimizer
         optimizer.zero_grad(set_to_none=True)
         logits = (model or self.model)(self._inputs)
-        cross_entropy(logits, self._labels).backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward(cross_entropy(logits, self._labels))
         if exchange is not None:
             exchange.before_step()
         optimizer.step()

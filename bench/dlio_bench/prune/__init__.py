@@ -9,3 +9,5 @@
 | `removal.py`, `chance.py`  | other ways to remove neurons, to compare with            |
 | `curves.py`, `drawing.py`  | tables and pictures of trainings                         |
 """
+
+__all__: list[str] = []

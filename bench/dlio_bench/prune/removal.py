@@ -10,6 +10,8 @@ from torch import nn
 from dlio.train.pruning import Cut, Group, RemovalPlan, apply, find_groups, weights_of
 from dlio.train.pruning.rounds import Round
 
+__all__ = ["ByChance", "by_chance", "by_magnitude", "cut_by_magnitude"]
+
 
 def by_magnitude(
     model: nn.Module, groups: Sequence[Group], widths: Mapping[str, int]

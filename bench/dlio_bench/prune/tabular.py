@@ -86,6 +86,7 @@ def make_task(seed: int, samples: int) -> Task:
 
 
 def perceptron(widths: Sequence[int], seed: int) -> nn.Sequential:
+    """Return a perceptron with hidden layers of `widths`, its weights drawn from `seed`."""
     torch.manual_seed(seed)
     layers: list[nn.Module] = []
     for inputs, outputs in zip((_FEATURES, *widths), widths, strict=False):
@@ -119,7 +120,7 @@ class Shuffled:
         rows, labels = self._task.rows, self._task.labels
         order = torch.randperm(len(rows), generator=self._generator)
         whole = len(rows) // BATCH
-        parts = order[: whole * BATCH].split(BATCH)  # type: ignore[no-untyped-call]
+        parts = torch.split(order[: whole * BATCH], BATCH)
         return whole, ((rows[part], labels[part]) for part in parts)
 
     def weigh(self, losses: torch.Tensor) -> torch.Tensor:
@@ -161,7 +162,7 @@ def train(
             logits = model(rows)
             losses = cross_entropy(logits, labels, reduction="none")
             known += float((logits.detach().argmax(1) == labels).double().mean()) / batches
-            feed.weigh(losses).mean().backward()  # type: ignore[no-untyped-call]
+            torch.autograd.backward(feed.weigh(losses).mean())
             optimizer.step()
             done += 1
             if pruning is not None:
@@ -193,6 +194,7 @@ def _chunks(rows: torch.Tensor) -> list[torch.Tensor]:
 
 
 def hidden_widths(model: nn.Module) -> tuple[int, ...]:
+    """Return the number of neurons in each hidden layer."""
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
     return tuple(layer.out_features for layer in layers[:-1])
 

@@ -55,6 +55,7 @@ def typed(flat: torch.Tensor, kind: MPI.Datatype) -> MpiBuffer:
 
 
 def offsets(counts: Sequence[int]) -> list[int]:
+    """Return where each of consecutive parts begins, for parts of `counts` elements."""
     starts, at = [], 0
     for count in counts:
         starts.append(at)

@@ -11,7 +11,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ from dlio.comm.process_group.buffers import Scratch, Staging, typed
 from dlio.comm.process_group.progress import Progress, in_callback
 from dlio.comm.process_group.work import JointWork, Lane, Members, MpiWork, Step
 from dlio.errors import CommError, UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import GroupName
 
 __all__ = ["BACKEND", "CHECKED_STEPS", "STEPS", "MpiGroup", "Start", "Tensors", "devices"]
 
@@ -69,8 +72,8 @@ class MpiGroup(dist.ProcessGroup):
         return self._name
 
     @property
-    def group_name(self) -> Any:
-        return self._name
+    def group_name(self) -> "GroupName":
+        return cast("GroupName", self._name)
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
@@ -247,4 +250,5 @@ def _close_progress(group: MpiGroup) -> None:
 
 
 def devices() -> list[str]:
+    """Return the types of devices whose tensors the group moves."""
     return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]

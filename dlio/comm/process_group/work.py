@@ -36,6 +36,8 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Step:
+    """A non-blocking call of MPI, and the lane on which it starts."""
+
     lane: Lane
     start: Callable[[MPI.Intracomm], MPI.Request]
 
@@ -190,6 +192,7 @@ class MpiWork(Work):
 
 
 def late(work: MpiWork, limit_s: float) -> CommTimeout:
+    """Return the error for an operation that has passed its deadline."""
     return CommTimeout(
         f"{work.members.who} waited {limit_s:.0f} s for {work.what}: another rank is stopped, far "
         "behind, left the run, or called something else (DLIO_TIMEOUT sets the deadline)"
