@@ -1,9 +1,9 @@
-"""Check the prose of docstrings, comments and messages against the house's rules.
+"""Check the prose of docstrings, comments and messages against the rules of CONTRIBUTING.md.
 
     python .ci/language.py            # the whole tree
     python .ci/language.py dlio/comm  # some folders or files
 
-Rules (CONTRIBUTING.md has the reasons):
+Rules:
 
 - a docstring begins with a noun phrase or an imperative, not with Of, What, That, Whether or Who;
 - "is not a ..." or "invalid", not "is no ..."; "next to" or "compared with", not "beside";
@@ -35,14 +35,14 @@ _NAMES = {"told", "found"}
 
 @dataclass(slots=True)
 class Prose:
-    """Words and complaints of the files that were read."""
+    """Word counts and complaints of the files read so far."""
 
     words: int = 0
     whats: int = 0
     complaints: list[str] = field(default_factory=list)
 
     def read(self, path: Path) -> None:
-        """Add one file of Python."""
+        """Check a file of Python and add its counts."""
         text = path.read_text(encoding="utf-8")
         for line, prose in _prose(text):
             self.words += len(re.findall(r"[A-Za-z']+", prose))
@@ -76,7 +76,7 @@ class Prose:
 
 
 def _prose(text: str) -> Iterator[tuple[int, str]]:
-    """(line, text) of comments and of strings that stand as statements."""
+    """Yield (line, text) of comments and of strings that are statements."""
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string
@@ -90,7 +90,7 @@ def _prose(text: str) -> Iterator[tuple[int, str]]:
 
 
 def main(arguments: list[str]) -> int:
-    """Print complaints; return 1 when there are any."""
+    """Print complaints; return 1 if there are any."""
     places = [Path(each) for each in arguments] or [Path(each) for each in ROOMS]
     prose = Prose()
     for place in places:

@@ -14,7 +14,7 @@ _REPORT = Path(__file__).with_name("coverage.json")
 
 
 def main() -> None:
-    """Print the share of branches that the tests take, and write it with commit and date."""
+    """Print the share of branches that the tests cover, and write it with commit and date."""
     coverage = Coverage(messages=False)
     coverage.combine()
     coverage.save()

@@ -1,4 +1,4 @@
-"""Check that public modules say what is public: `__all__`, docstrings, signatures without `Any`.
+"""Check public modules: `__all__`, docstrings, and signatures without `Any`.
 
     python .ci/public.py            # print complaints
     python .ci/public.py --write    # add `__all__` where it is missing
@@ -25,7 +25,7 @@ _ASSIGNED = re.compile(r"[A-Za-z]\w*$")
 
 
 def public_files() -> Iterator[Path]:
-    """Files of public modules."""
+    """Yield the files of public modules."""
     for room in ROOMS:
         for path in sorted(Path(room).rglob("*.py")):
             parts = [part for part in path.with_suffix("").parts if part != "__init__"]
@@ -34,7 +34,7 @@ def public_files() -> Iterator[Path]:
 
 
 def declared(tree: ast.Module) -> list[str] | None:
-    """The names in `__all__`; None where there is none."""
+    """Return the names in `__all__`; None if it is missing."""
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and any(each.name == "__all__" for each in node.names):
             return []
@@ -46,7 +46,7 @@ def declared(tree: ast.Module) -> list[str] | None:
 
 
 def defined(tree: ast.Module) -> list[str]:
-    """Public functions, classes, constants and aliases that a module defines."""
+    """Return the public functions, classes, constants and aliases that a module defines."""
     names = []
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -59,7 +59,7 @@ def defined(tree: ast.Module) -> list[str]:
 
 
 def complaints(path: Path) -> Iterator[str]:
-    """Complaints about one module."""
+    """Yield complaints about one module."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     names = declared(tree)
     if names is None:
@@ -113,7 +113,7 @@ def _is_type_variable(value: ast.expr) -> bool:
 
 
 def write(path: Path) -> bool:
-    """Add `__all__` behind the imports of a module that has none. True if the file has changed."""
+    """Add `__all__` behind the imports of a module that lacks it. True if the file has changed."""
     text = path.read_text(encoding="utf-8")
     tree = ast.parse(text)
     names = defined(tree)
@@ -140,7 +140,7 @@ def main(arguments: list[str]) -> int:
         print("\n".join(str(path) for path in public_files() if path in wanted and write(path)))
         return 0
     wrong = [each for path in public_files() for each in complaints(path)]
-    print("\n".join(wrong) or "public modules say what is public")
+    print("\n".join(wrong) or "public modules declare their public names")
     return bool(wrong)
 
 

@@ -12,7 +12,7 @@ from dlio import transforms as T
 
 
 class AddNoise:
-    """Adds noise that depends on the pixels, so that a sample looks alike on any worker."""
+    """Add noise seeded by the pixels, so that a sample is the same on every worker."""
 
     def __call__(self, image: torch.Tensor) -> torch.Tensor:
         generator = torch.Generator().manual_seed(int(image.sum()))

@@ -1,4 +1,4 @@
-"""Train on many ranks: the loop of drop_in.py and one line more.
+"""Train on many ranks: the loop of drop_in.py with one more line.
 
 mpirun -n 2 python examples/distributed.py pictures
 """

@@ -1,4 +1,4 @@
-"""Fixtures that several rooms' tests share."""
+"""Fixtures and helpers for the tests of several packages."""
 
 import fcntl
 import os
@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.warm.pool import WarmPython
 
-# On a busy machine hypothesis draws and runs examples slowly, which is not a fault of the code.
+# On a busy machine hypothesis draws and runs examples slowly; the code is not at fault.
 settings.register_profile("dlio", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("dlio")
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 _STAND_IN = "DLIO_TEST_PYTHON"
-"""Names, to the workers of pytest-xdist, the stand-in for Python that their controller made."""
+"""Environment variable with the stand-in for Python that the controller of pytest-xdist made."""
 _WARM = pytest.StashKey[WarmPython]()
 
 
@@ -43,11 +43,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell starts background jobs with SIGINT ignored, and children inherit that.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Ranks that wait would otherwise spin, on the cores that other ranks and tests need.
+    # Otherwise waiting ranks spin on cores that other ranks and tests need.
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     if config.getoption("--cold") or config.getoption("--collect-only"):
         return
-    # Before test modules are imported, some of which keep the command line of `dlio`.
+    # Before test modules are imported: some build the command line of `dlio` at import.
     if _STAND_IN not in os.environ:
         warm = config.stash[_WARM] = WarmPython()
         os.environ[_STAND_IN] = warm.executable
@@ -78,12 +78,12 @@ def _starts_processes(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Let a test that is marked `alone` run while none of the other workers of xdist does."""
+    """Run a test that is marked `alone` while all other workers of xdist are idle."""
     if "PYTEST_XDIST_WORKER" not in os.environ or _STAND_IN not in os.environ:
         return (yield)
     alone = item.get_closest_marker("alone") is not None
     folder = os.path.dirname(os.environ[_STAND_IN])
-    # Whoever waits to run alone holds the turn, so that no other test begins meanwhile.
+    # A test that waits to run alone holds the turn, so that no other test begins meanwhile.
     with open(f"{folder}/running", "w") as running:
         with open(f"{folder}/turn", "w") as turn:
             fcntl.flock(turn, fcntl.LOCK_EX)
@@ -91,7 +91,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         try:
             return (yield)
         finally:
-            # Not left to closing: a process that the test forked may hold the file open.
+            # Closing the file is not enough: a process that the test forked may hold it open.
             fcntl.flock(running, fcntl.LOCK_UN)
 
 
@@ -119,10 +119,9 @@ def in_time(condition: Callable[[], bool], seconds: float = 20) -> bool:
 
 
 def is_running(pid: int) -> bool:
-    """True if a process exists and has not ended.
+    """True if a process exists and is not a zombie.
 
-    A process that nobody waits for stays as a zombie where the first process of a container does
-    not reap.
+    Orphans stay zombies in a container whose first process does not reap them.
     """
     try:
         status = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
@@ -131,14 +130,29 @@ def is_running(pid: int) -> bool:
     return status.rpartition(")")[2].split()[0] not in "ZX"
 
 
+def shared_folders_of(fingerprint: str) -> set[Path]:
+    """Return the folders in shared memory that hold a data set.
+
+    Other jobs of this user may have folders next to them, and come and go at any time.
+
+    Args:
+        fingerprint: of the data set, with which the names of its folders begin.
+    """
+    from dlio.util.shared import SHARED_MEMORY, user_folder
+
+    return set(Path(SHARED_MEMORY, user_folder()).glob(f"{fingerprint}*"))
+
+
 class TorchRun(Protocol):
     def __call__(self, ranks: int, *argv: str) -> list[str]: ...
 
 
 @pytest.fixture(scope="session")
 def torchrun() -> TorchRun:
-    """Runs a Python script as ranks of torch.distributed, as torchrun starts them, without MPI;
-    their standard outputs, by rank. Fails when one of them does."""
+    """Run a Python script as ranks of torch.distributed, as torchrun starts them, without MPI.
+
+    Returns the ranks' standard outputs, by rank. Fails when a rank fails.
+    """
 
     def run(ranks: int, *argv: str) -> list[str]:
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -183,7 +197,7 @@ class FullDisk(Protocol):
 
 @pytest.fixture
 def full_disk() -> FullDisk:
-    """A disk that is full, for as long as a `with` lasts: pytest's own files must still grow."""
+    """Simulate a full disk within a `with` block: outside it, pytest's own files must grow."""
 
     @contextmanager
     def limited(count: int) -> Iterator[None]:
@@ -211,7 +225,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def real_images() -> Path:
-    """The folder with the real-image archives; skips where it is not there."""
+    """The folder with archives of real images; skips the test if there is none."""
     folder = Path(os.environ.get("DLIO_TEST_DATA", ROOT.parent / "shared" / "data"))
     if not (folder / "tiny-imagenet-40.tar").exists():
         pytest.skip(f"no real images in {folder} (set DLIO_TEST_DATA)")
@@ -239,8 +253,8 @@ def imagenet(real_images: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def open_mpi_segments(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Point Open MPI's segments at a temporary folder.
 
-    A process that uses Open MPI without mpirun, as Lightning does to learn whether it is a rank,
-    leaves them behind.
+    A process that uses Open MPI without mpirun leaves them behind. Lightning does so to find out
+    if its process is a rank.
     """
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("segments")
@@ -288,7 +302,8 @@ def mpirun() -> MpiRun:
                 text=True,
                 check=False,
             )
-            # mpirun says so, before any rank runs, when an interface goes as it lists them.
+            # mpirun fails with this message, before any rank runs, when a network interface
+            # vanishes while it lists them.
             if "listener thread failed to start" not in done.stderr:
                 return done
 

@@ -1,4 +1,4 @@
-"""The command as a user has it: what it lists, what it says when something is wrong."""
+"""The command as users run it: its listings, its results and its one-line errors."""
 
 import json
 import os
@@ -85,12 +85,12 @@ def test_importing_dlio_starts_nothing() -> None:
 
 
 @pytest.mark.parametrize("command", ["ls", "verify", "train", "stage"])
-def test_a_path_that_is_none_is_said_to_be_none(dlio: Dlio, command: str, tmp_path: Path) -> None:
+def test_a_missing_path_is_named(dlio: Dlio, command: str, tmp_path: Path) -> None:
     more = ["--tiers", f"{tmp_path}:1GiB"] if command == "stage" else []
     assert _is_one_clear_line(dlio(command, "no/where", *more), "no/where", "no such file")
 
 
-def test_an_empty_folder_is_said_to_be_empty(dlio: Dlio, tmp_path: Path) -> None:
+def test_an_empty_folder_is_refused(dlio: Dlio, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert _is_one_clear_line(dlio("train", "empty", "-n", "2"), "empty", "no class folders")
 
@@ -127,10 +127,10 @@ def test_tiers_that_cannot_be_used_are_named(
 
 
 @pytest.mark.cold
-def test_ranks_without_an_mpirun_are_said_to_need_one(
+def test_a_missing_mpirun_is_named_with_its_remedy(
     dlio: Dlio, pictures: Path, tmp_path: Path
 ) -> None:
-    # An environment whose Python has no mpirun beside it, nor on PATH.
+    # An environment without mpirun, both next to Python and on PATH.
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
     python.symlink_to(sys.executable)
@@ -164,7 +164,7 @@ def test_a_wrong_option_is_named_with_the_nearest_valid_one(dlio: Dlio, pictures
     assert _is_one_clear_line(dlio("--versoin"), "--versoin", "--version")
 
 
-def test_an_invalid_variable_is_named_and_an_unknown_one_is_warned_of(
+def test_an_invalid_variable_is_an_error_and_an_unknown_one_a_warning(
     dlio: Dlio, pictures: Path
 ) -> None:
     assert _is_one_clear_line(dlio("ls", str(pictures), DLIO_TIMEOUT="soon"), "DLIO_TIMEOUT=soon")
@@ -174,13 +174,13 @@ def test_an_invalid_variable_is_named_and_an_unknown_one_is_warned_of(
     assert done.stderr.splitlines() == [warning]
 
 
-def test_ls_tells_what_is_there(dlio: Dlio, pictures: Path) -> None:
+def test_ls_prints_samples_and_classes(dlio: Dlio, pictures: Path) -> None:
     said = dlio("ls", str(pictures)).stdout
     assert "folder, 12 samples" in said
     assert "checkers, crosses, dots" in said
-    told = json.loads(dlio("ls", str(pictures), "--json").stdout)
-    assert told["samples"] == 12
-    assert told["classes"] == {"checkers": 4, "crosses": 4, "dots": 4}
+    summary = json.loads(dlio("ls", str(pictures), "--json").stdout)
+    assert summary["samples"] == 12
+    assert summary["classes"] == {"checkers": 4, "crosses": 4, "dots": 4}
 
 
 def test_pack_verify_stage_and_train_work_on_one_another(
@@ -200,7 +200,7 @@ def test_pack_verify_stage_and_train_work_on_one_another(
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["epochs"][0]["bytes"]["source"] == 0
     assert report["epochs"][0]["bytes"]["disk"] == report["dataset"]["bytes"]
-    # A flipped bit in the tier is found, and heals from the source.
+    # A flipped bit in the tier is detected, and its block is read again from the source.
     block = max((tmp_path / "scratch").rglob("*.blk"), key=lambda file: file.stat().st_size)
     data = bytearray(block.read_bytes())
     data[-200] ^= 1

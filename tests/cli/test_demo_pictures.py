@@ -1,4 +1,4 @@
-"""The demonstration's pictures are drawn once, whole, and the same for the same seed."""
+"""Drawn pictures of the demonstration: drawn once, complete, and determined by the seed."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from dlio.errors import UsageError
 from dlio.image.decode import decode_whole, opencv
 
 
-def test_pictures_are_as_large_and_many_as_asked(tmp_path: Path) -> None:
+def test_pictures_have_the_requested_number_and_size(tmp_path: Path) -> None:
     folder = tmp_path / "drawn"
     calls: list[tuple[int, int]] = []
     draw_dataset(
@@ -57,11 +57,11 @@ def test_a_picture_is_a_function_of_its_seed(name: str) -> None:
     one, two, other = (draw(name, np.random.default_rng(seed)) for seed in (3, 3, 4))
     assert np.array_equal(one, two)
     assert one.shape != other.shape or not np.array_equal(one, other)
-    # Neither empty nor noise alone: ground and ink are both there.
+    # Both background and ink appear: the picture is neither empty nor pure noise.
     assert one.std() > 20
 
 
-def test_a_ground_never_wraps_around(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_background_never_wraps_around(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PAINTERS, "dots", lambda image, random, ink: None)
     for seed in range(30):
         ground = draw("dots", np.random.default_rng(seed)).astype(int)

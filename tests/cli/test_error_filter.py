@@ -1,4 +1,4 @@
-"""What a user sees of ranks that were started for them."""
+"""The filter of the ranks' standard error: errors are shown once, banners are left out."""
 
 import os
 import stat
@@ -29,14 +29,14 @@ def test_an_error_in_the_middle_of_a_banner_is_shown() -> None:
     assert _sort([*BANNER[:2], error, BANNER[2]]) == [error]
 
 
-def test_an_error_that_a_banner_is_joined_to_is_told_from_it() -> None:
+def test_an_error_on_one_line_with_a_banner_is_separated_from_it() -> None:
     error = "dlio: error: x.jpg cannot be decoded\n"
     assert _sort([error, error[:-1] + RULE, *BANNER[1:]]) == [error]
     assert _sort([RULE[:-1] + error, *BANNER[1:]]) == [error]
     assert _sort([*BANNER[:2], error[:-1] + RULE]) == [error]
 
 
-def test_banners_are_shown_when_no_rank_has_explained_itself() -> None:
+def test_banners_are_shown_when_no_rank_reports_an_error() -> None:
     assert _sort(["Killed\n", *BANNER]) == ["Killed\n", *BANNER]
 
 

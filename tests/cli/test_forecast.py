@@ -1,4 +1,4 @@
-"""`dlio plan` and `dlio simulate`, as users call them."""
+"""`dlio plan` and `dlio simulate`, as users run them."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def _refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().err
 
 
-def test_a_plan_of_a_data_set_that_is_there(
+def test_a_plan_of_a_data_set_on_disk(
     pictures: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     argv = ("plan", str(pictures), "--nodes", "2", "--ranks-per-node", "1", "--batch-size", "2")
@@ -31,21 +31,21 @@ def test_a_plan_of_a_data_set_that_is_there(
     assert "12 samples" in said
     assert "2 ranks of 2: 3 steps an epoch, mode batch" in said
     report = tmp_path / "plan.json"
-    told = json.loads(_said(capsys, *argv, "--json", "--report", str(report)))
-    assert told == json.loads(report.read_text())
-    assert told["samples"] == 12
-    assert told["source_bytes"] == 0
-    assert told["later_epoch"]["bottleneck"] == "model"
+    plan = json.loads(_said(capsys, *argv, "--json", "--report", str(report)))
+    assert plan == json.loads(report.read_text())
+    assert plan["samples"] == 12
+    assert plan["source_bytes"] == 0
+    assert plan["later_epoch"]["bottleneck"] == "model"
 
 
-def test_a_plan_of_an_imagined_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_of_a_hypothetical_data_set(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["plan", "--samples", "100000", "--sample-size", "100KiB", "--nodes", "4"]
-    told = json.loads(_said(capsys, *argv, "--tiers", "ram:1GiB,/nvme:1GiB", "--json"))
-    assert told["ranks"] == 32
-    assert told["held_bytes"] / told["bytes"] == pytest.approx(8 / 9.54, rel=0.02)
-    assert told["source_bytes"] == pytest.approx(told["bytes"] - told["held_bytes"], rel=0.02)
-    assert len(told["tier_bytes"]) == 2
-    assert any("hold it all" in line for line in told["remedies"])
+    plan = json.loads(_said(capsys, *argv, "--tiers", "ram:1GiB,/nvme:1GiB", "--json"))
+    assert plan["ranks"] == 32
+    assert plan["held_bytes"] / plan["bytes"] == pytest.approx(8 / 9.54, rel=0.02)
+    assert plan["source_bytes"] == pytest.approx(plan["bytes"] - plan["held_bytes"], rel=0.02)
+    assert len(plan["tier_bytes"]) == 2
+    assert any("hold it all" in line for line in plan["remedies"])
 
 
 def test_a_sweep_is_a_table_and_a_picture(
@@ -62,14 +62,14 @@ def test_a_sweep_is_a_table_and_a_picture(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "a.svg"]
 
 
-def test_a_simulation_tells_each_epoch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_simulation_reports_each_epoch(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["simulate", "--samples", "20000", "--nodes", "2", "--model-time", "10ms"]
     more = ["--jitter", "0.1", "--slow", "3:2", "--fail", "5:1", "--epochs", "3"]
     said = _said(capsys, *argv, *more)
     assert [line.split(":")[0] for line in said.splitlines()] == ["epoch 0", "epoch 1", "epoch 2"]
-    told = json.loads(_said(capsys, *argv, "--json"))
-    assert [each["epoch"] for each in told] == [0, 1]
-    assert told[0]["stall_s"] > told[1]["stall_s"]
+    epochs = json.loads(_said(capsys, *argv, "--json"))
+    assert [each["epoch"] for each in epochs] == [0, 1]
+    assert epochs[0]["stall_s"] > epochs[1]["stall_s"]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_simulation_tells_each_epoch(capsys: pytest.CaptureFixture[str]) -> No
         (["simulate", "--samples", "5", "--fail", "1:99"], "no rank 99 among 8"),
     ],
 )
-def test_wrong_input_is_told_in_one_line(
+def test_invalid_input_is_refused_in_one_line(
     capsys: pytest.CaptureFixture[str], argv: list[str], said: str
 ) -> None:
     error = _refused(capsys, *argv)

@@ -1,4 +1,4 @@
-"""However a job ends, nothing of it is left: no process, no shared memory, no half-written file."""
+"""A job leaves no process, shared memory or half-written file behind, however it ends."""
 
 import os
 import signal
@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from dlio.data.reader import open_reader
 from dlio.util.shared import SHARED_MEMORY, sweep_shared_memory, user_folder
+from tests.conftest import shared_folders_of
 
-# cold: processes are recognised by their command line, which a fork does not change.
+# cold: the tests recognise processes by their command line, which a fork does not change.
 pytestmark = [pytest.mark.mpi, pytest.mark.cold]
 ROOT = Path(__file__).resolve().parents[2]
 Soon = Callable[[Callable[[], bool]], bool]
@@ -21,7 +23,7 @@ OURS = Path(SHARED_MEMORY, user_folder())
 
 @pytest.fixture
 def job(pictures: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A training job on 2 ranks, in the middle of its work."""
+    """A training job on 2 ranks that has trained for one epoch of 5,000."""
     sweep_shared_memory()
     paths = [str(ROOT), *(str(ROOT / room) for room in ("readers", "staging", "bench"))]
     options = ["-n", "2", "--pretend-nodes", "2", "--epochs", "5000", "--batch-size", "2"]
@@ -39,7 +41,8 @@ def job(pictures: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         assert run.stdout is not None
         try:
             assert "epoch 1/5000" in run.stdout.readline()
-            assert list(OURS.glob("*/*.blk"))
+            tiers_in_ram = shared_folders_of(open_reader(str(pictures)).fingerprint)
+            assert any(list(tier.glob("*.blk")) for tier in tiers_in_ram)
             assert list(scratch.rglob("*.blk"))
             assert len(_processes(tmp_path)) >= 4
             holdings = _shared_memory(_processes(tmp_path))
@@ -52,7 +55,7 @@ def job(pictures: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def _processes(tmp_path: Path) -> list[int]:
-    """Launcher, mpirun and ranks of the job, by what they inherit from it."""
+    """Find the job's launcher, mpirun and ranks by an environment variable that they inherit."""
     inherited = f"DLIO_CACHE={tmp_path}\0".encode()
     processes = []
     for entry in os.listdir("/proc"):
@@ -68,7 +71,7 @@ def _processes(tmp_path: Path) -> list[int]:
 
 
 def _shared_memory(processes: list[int]) -> set[str]:
-    """Files and folders in shared memory that processes have open or mapped."""
+    """Return the files and folders in shared memory that processes have open or mapped."""
     paths: list[str] = []
     for process in processes:
         for descriptor in os.listdir(f"/proc/{process}/fd"):
@@ -76,7 +79,7 @@ def _shared_memory(processes: list[int]) -> set[str]:
                 paths.append(os.readlink(f"/proc/{process}/fd/{descriptor}"))
         maps = Path(f"/proc/{process}/maps").read_text(encoding="utf-8").splitlines()
         paths += ["/" + line.partition("/")[2] for line in maps]
-    # The lock of the user's folder is shared with other jobs.
+    # All jobs of a user share the folder and the lock in it.
     return {
         path
         for path in paths
@@ -89,7 +92,7 @@ def _nothing_is_left(tmp_path: Path) -> bool:
     halves = [*tmp_path.rglob("*.tmp"), *tmp_path.rglob("tmp.*")]
     holdings = (tmp_path / "holdings").read_text(encoding="utf-8").splitlines()
     shared = any(os.path.lexists(path) for path in holdings)
-    # The user's folder goes with the last job's: other jobs may have theirs in it.
+    # The last job removes the user's folder; other jobs may still have folders in it.
     jobs = [name for name in os.listdir(OURS) if name != "sweep"] if OURS.is_dir() else None
     return not (_processes(tmp_path) or halves or shared or jobs == [])
 
@@ -116,7 +119,7 @@ def test_a_rank_that_is_killed_ends_the_job(
     os.kill(ranks[0], signal.SIGKILL)
     job.communicate(timeout=30)
     assert job.returncode not in (0, 2)
-    # What the trace had so far stays beside its name: rank 0 may be the one that was killed.
+    # If rank 0 was killed, the unfinished trace stays under its temporary name.
     for file in tmp_path.glob("t.json.*.tmp"):
         file.unlink()
     assert soon(lambda: _nothing_is_left(tmp_path))
@@ -128,9 +131,9 @@ def test_a_launcher_that_is_killed_takes_its_ranks_along(
     job.kill()
     job.communicate(timeout=30)
     assert soon(lambda: _nothing_is_left(tmp_path))
-    # The disk tier that it leaves serves no wrong byte: every block is whole.
+    # Every block in the disk tier that it leaves is whole.
     from dlio_staging.verify import verify
 
-    found = verify(str(tmp_path / "scratch"))
-    assert found.samples > 0
-    assert found.damaged == []
+    check = verify(str(tmp_path / "scratch"))
+    assert check.samples > 0
+    assert check.damaged == []

@@ -1,4 +1,4 @@
-"""Ranks that the command starts, and how errors of theirs come out."""
+"""The launcher: it starts ranks, reports their errors and ends with them; and plug-in commands."""
 
 import os
 import signal
@@ -32,12 +32,12 @@ def _python(text: str, **env: str) -> subprocess.Popen[str]:
 @pytest.mark.mpi
 @pytest.mark.parametrize("failing", ["last rank", "all ranks"])
 @pytest.mark.parametrize("debug", ["", "1"])
-def test_a_rank_that_fails_ends_those_that_wait_for_it(
+def test_a_failed_rank_ends_the_ranks_that_wait_for_it(
     tmp_path: Path, failing: str, debug: str
 ) -> None:
-    """In one line and with its exit code; with --debug, its traceback comes before."""
+    """The job ends with its error in one line and its exit code; --debug adds the traceback."""
     find_mpirun()
-    # The ranks run `python -m dlio.cli`: a plug-in command is how a test gets into them.
+    # The ranks run `python -m dlio.cli`; a plug-in command runs the test's code in them.
     info = tmp_path / "failing-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: failing\nVersion: 1\n")
@@ -89,7 +89,7 @@ def test_a_rank_ends_when_its_launcher_is_gone(with_pidfd: bool) -> None:
             process.communicate()
 
 
-def test_only_ranks_of_a_launcher_watch_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_ranks_of_a_launcher_watch_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith(("OMPI_", "PMI", "MPI_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("DLIO_LAUNCHER_PID", "1")
@@ -100,7 +100,7 @@ def test_only_ranks_of_a_launcher_watch_it(monkeypatch: pytest.MonkeyPatch) -> N
     assert launched()
 
 
-def test_mpirun_beside_python_comes_before_the_one_on_path(
+def test_mpirun_next_to_python_is_preferred_to_the_one_on_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("venv", "site"):
@@ -113,7 +113,7 @@ def test_mpirun_beside_python_comes_before_the_one_on_path(
     assert find_mpirun() == str(site)
     ours = tmp_path / "venv" / "mpirun"
     ours.write_text("")
-    assert find_mpirun() == str(site), "what cannot be executed is no mpirun"
+    assert find_mpirun() == str(site), "a file without the right to execute it is ignored"
     ours.chmod(0o700)
     assert find_mpirun() == str(ours)
     monkeypatch.setenv("PATH", "")
@@ -128,7 +128,7 @@ def _plug_in(monkeypatch: pytest.MonkeyPatch, **places: str) -> None:
 
 
 def _ended(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[object, str, str]:
-    """Exit code, standard output and standard error of `dlio argv...` in this process."""
+    """Run `dlio argv...` in this process; return (exit code, standard output, standard error)."""
     with pytest.raises(SystemExit) as ended:
         main(argv)
     return ended.value.code or 0, *capsys.readouterr()
@@ -212,7 +212,7 @@ def test_a_demo_folder_that_cannot_be_used_is_named(tmp_path: Path, folder: str,
     assert why in said
 
 
-def test_errors_are_found_where_users_look_for_them() -> None:
+def test_errors_are_public() -> None:
     import dlio.errors
 
     for name, value in vars(dlio.errors).items():

@@ -1,4 +1,4 @@
-"""Options: each is stated once, in a record, and means the same in every place it comes from."""
+"""Options: each is stated once, in a record that command line, file and variables fill."""
 
 import ast
 import dataclasses
@@ -34,7 +34,7 @@ def test_all_commands_take_records_of_options() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=lambda command: command.name)
-def test_every_option_has_a_help_that_is_a_sentence(command: Command) -> None:
+def test_the_help_of_every_option_is_a_sentence(command: Command) -> None:
     assert command.help.split("\n")[0].endswith(".")
     for field in command.fields:
         text = field.option.help
@@ -53,7 +53,7 @@ def test_names_of_a_command_are_distinct(command: Command) -> None:
 
 
 def test_no_default_is_stated_in_two_places() -> None:
-    """Neither the function of a command nor its help states a default: the record does."""
+    """Only the record states a default; the function of a command and its help do not."""
     for command in COMMANDS.values():
         for parameter in inspect.signature(command.function).parameters.values():
             assert parameter.default is parameter.empty, command.name
@@ -66,7 +66,7 @@ def test_no_default_is_stated_in_two_places() -> None:
 
 
 def _modules() -> dict[str, tuple[Any, ast.Module]]:
-    """Modules that state options, and their syntax trees."""
+    """Return the modules that state options, with their syntax trees."""
     modules = {record.__module__ for record, _ in FIELDS}
     return {
         name: (sys.modules[name], ast.parse(inspect.getsource(sys.modules[name])))
@@ -75,8 +75,11 @@ def _modules() -> dict[str, tuple[Any, ast.Module]]:
 
 
 def _stated(tree: ast.Module, module: Any) -> list[tuple[type, str, int]]:
-    """Return (record, field, places with a default) of a module: annotated fields, and parameters
-    of functions with the same name. Where a default is None or False, the option is absent."""
+    """Return (record, field, number of places with a default) for each option of a module.
+
+    Such places are annotated fields, and parameters of functions with the same name. A default of
+    None or False does not count: it means that the option is absent.
+    """
     parameters: dict[str, int] = defaultdict(int)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
@@ -117,7 +120,7 @@ def test_records_survive_json() -> None:
         try:
             made = record(**required)
         except UsageError:
-            continue  # It needs more than its required options.
+            continue  # It is invalid with its required options alone.
         assert from_mapping(record, json.loads(json.dumps(as_mapping(made)))) == made
 
 
@@ -142,7 +145,7 @@ def _ended(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[object, str,
         ["pack", "data", "packed", "--no-restart-rows", "--format", "tar", "--workers", "3"],
     ],
 )
-def test_a_configuration_that_is_printed_is_read_back(
+def test_a_printed_configuration_is_read_back(
     argv: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     code, printed, _ = _ended(capsys, *argv, "--print-config")
@@ -182,7 +185,7 @@ def test_the_command_line_overrides_the_file(
         ("!!python/object/apply:os.getcwd []", ("run.yaml", "YAML")),
     ],
 )
-def test_a_wrong_file_is_refused_in_one_line(
+def test_an_invalid_file_is_refused_in_one_line(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, words: tuple[str, ...]
 ) -> None:
     file = tmp_path / "run.yaml"
@@ -199,7 +202,7 @@ def test_a_missing_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no/such.yaml" in errors
 
 
-def test_the_arguments_of_a_script_stay_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_after_the_script_are_passed_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from dlio.cli import run
 
     seen: list[dict[str, Any]] = []
@@ -216,7 +219,7 @@ def test_the_arguments_of_a_script_stay_its_own(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_launcher_of_ranks_does_not_import_torch(pictures: Path, tmp_path: Path) -> None:
-    """It checks options, model, data and tiers, and hands the record to a stub."""
+    """The launcher checks options, model, data and tiers; a stub takes the record."""
     text = (
         "import json, os, sys\n"
         "from dlio.cli import launch, main\n"

@@ -1,4 +1,4 @@
-"""Ranks find their nodes; each rank runs this file under mpirun."""
+"""Checks of the nodes that ranks detect; each rank runs this file under mpirun."""
 
 from dlio.comm import Communicator, world
 from dlio.comm.nodes import find_nodes
@@ -6,7 +6,7 @@ from dlio.errors import UsageError
 
 
 def check(comm: Communicator) -> None:
-    """One machine is one node, or as many as are pretended; never more than there are ranks."""
+    """One machine is one node, or as many as are pretended, up to the number of ranks."""
     assert len(find_nodes(comm).names) == 1
     pretended = find_nodes(comm, comm.size)
     assert pretended.node_of.tolist() == list(range(comm.size))

@@ -1,4 +1,4 @@
-"""Every communicator keeps the contract: one process, ranks of MPI, ranks of torch.distributed."""
+"""The conformance suite of communicators: one process, ranks of MPI and of torch.distributed."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def test_mpi_keeps_the_contract(mpirun: MpiRun, ranks: int) -> None:
 
 
 @pytest.mark.mpi
-def test_mpi_that_takes_one_call_at_a_time_keeps_it_too(mpirun: MpiRun) -> None:
+def test_mpi_with_serialised_threads_keeps_the_contract(mpirun: MpiRun) -> None:
     done = mpirun(2, *SUITE, env={"MPI4PY_RC_THREAD_LEVEL": "serialized"})
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(KEPT) == 2
@@ -37,7 +37,7 @@ def test_mpi_that_takes_one_call_at_a_time_keeps_it_too(mpirun: MpiRun) -> None:
 
 
 @pytest.mark.mpi
-def test_mpi_for_one_thread_keeps_it_with_a_word(mpirun: MpiRun) -> None:
+def test_mpi_with_a_single_thread_keeps_the_contract_and_warns(mpirun: MpiRun) -> None:
     done = mpirun(2, *SUITE, env={"MPI4PY_RC_THREAD_LEVEL": "funneled"})
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(KEPT) == 2

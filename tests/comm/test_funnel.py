@@ -1,4 +1,4 @@
-"""One thread makes the calls of all."""
+"""The funnel: one thread makes the calls of all threads."""
 
 import threading
 
@@ -36,7 +36,7 @@ def test_calls_are_made_by_the_owner_while_it_waits(monkeypatch: pytest.MonkeyPa
     assert not waiting(threading.Event().wait, 0.01)
 
 
-def test_what_is_handed_over_waits_for_the_owner() -> None:
+def test_calls_that_are_handed_over_wait_for_the_owner() -> None:
     made = Funnel()
     done = threading.Event()
     thread = threading.Thread(target=lambda: made.call(done.set))

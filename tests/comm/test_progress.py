@@ -1,4 +1,4 @@
-"""A thread that moves messages on lives as long as it is of use."""
+"""The progress thread runs only while it has messages to move on."""
 
 import threading
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from dlio.comm.single import SingleCommunicator
 
 
 class _Poked(SingleCommunicator):
-    """Two ranks, of a library that moves when it is called."""
+    """Two ranks of a library that makes progress only when it is called."""
 
     size = 2
 
@@ -32,7 +32,7 @@ def test_a_library_is_called_while_something_is_under_way(soon: Callable[..., bo
     progress.go()
     assert soon(lambda: comm.pokes > 5)
     progress.rest()
-    # One call may be on its way.
+    # One more call may be under way.
     assert soon(lambda: progress._thread is not None and _rests(comm))
     before = comm.pokes
     progress.go()
@@ -49,7 +49,7 @@ def _rests(comm: _Poked) -> bool:
     return comm.pokes == before
 
 
-def test_no_thread_where_it_is_of_no_use() -> None:
+def test_no_thread_is_started_where_it_does_not_help() -> None:
     for comm in (SingleCommunicator(), _Poked(helps=False)):
         progress = Progress(comm)
         progress.go()

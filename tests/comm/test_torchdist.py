@@ -1,4 +1,4 @@
-"""Communicators over torch.distributed: the contract, and what sockets of our own add to it."""
+"""Communicators over torch.distributed: the contract, and messages over sockets of their own."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def test_a_closed_duplicate_leaves_no_thread_and_no_socket(torchrun: TorchRun) -
 
 
 @pytest.mark.parametrize("check", ["deadline", "bereaved"])
-def test_ranks_that_stay_away_are_not_waited_for_without_end(
+def test_waiting_for_absent_ranks_ends_at_the_deadline(
     torchrun: TorchRun, monkeypatch: pytest.MonkeyPatch, check: str
 ) -> None:
     monkeypatch.setenv("DLIO_TIMEOUT", "1.5")

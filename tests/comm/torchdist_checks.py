@@ -24,7 +24,7 @@ def contract(comm: Communicator) -> None:
 
 
 def lengths(comm: Communicator) -> None:
-    """A message may be shorter than its receiver's memory, or empty; never longer."""
+    """A message may be empty or shorter than the receiver's memory; a longer one is refused."""
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for early in (False, True):
         inbox, nothing = bytearray(b"." * 9), bytearray()
@@ -45,8 +45,7 @@ def lengths(comm: Communicator) -> None:
 
 
 def order(comm: Communicator) -> None:
-    """Messages of one tag come in the order in which they were sent; tags do not wait for
-    each other. Many at once, into arrays."""
+    """Many messages at once arrive in order within a tag; tags do not wait for each other."""
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     sent = [np.full(1 + 997 * k, k, np.uint8) for k in range(60)]
     got = [np.zeros_like(array) for array in sent]
@@ -59,7 +58,7 @@ def order(comm: Communicator) -> None:
 
 
 def cancelled(comm: Communicator) -> None:
-    """What nobody sends can be given up; the next receive of that tag gets the next message."""
+    """A receive can be cancelled; the next receive of that tag gets the next message."""
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     unwanted, wanted = bytearray(3), bytearray(3)
     assert comm.irecv(unwanted, left, 1).cancel()
@@ -70,7 +69,7 @@ def cancelled(comm: Communicator) -> None:
 
 
 def threads(comm: Communicator) -> None:
-    """Threads with a communicator each do not disturb one another."""
+    """Threads with a communicator each are independent."""
     failures: list[BaseException] = []
 
     def work(mine: Communicator, number: int) -> None:
@@ -99,7 +98,7 @@ def threads(comm: Communicator) -> None:
 
 
 def types(comm: Communicator) -> None:
-    """Sums are of numbers that every implementation knows; broadcasts, of any."""
+    """Reductions take types that every implementation knows; broadcasts take any type."""
     try:
         comm.iallreduce(np.zeros(4, np.float16))
     except CommError as error:
@@ -129,7 +128,7 @@ def deadline(comm: Communicator) -> None:
 
 
 def bereaved(comm: Communicator) -> None:
-    """A send to a rank that has ended fails; what it owes is waited for until the deadline."""
+    """Sending to a rank that has ended fails; receiving from it ends at the deadline."""
     last = comm.size - 1
     inbox = bytearray(1)
     if comm.rank < last:
@@ -152,13 +151,13 @@ def bereaved(comm: Communicator) -> None:
     requests = [comm.isend(inbox, rank, 1) for rank in range(last)]
     requests += [comm.irecv(bytearray(1), rank, 1) for rank in range(last)]
     comm.wait(requests, "greetings")
-    time.sleep(0.2)  # The greetings are on their way.
+    time.sleep(0.2)  # Greetings of new connections may be in transit.
     print("kept the promise", flush=True)
     os._exit(0)
 
 
 def closed(comm: Communicator) -> None:
-    """A duplicate takes its threads, sockets and group with it, whatever is still awaited."""
+    """Closing a duplicate ends its threads, sockets and group, with receives pending too."""
     before = _held()
     for _ in range(2):
         other = comm.dup()
@@ -171,12 +170,12 @@ def closed(comm: Communicator) -> None:
         comm.barrier()
     end = time.monotonic() + 5
     while (after := _held()) != before and time.monotonic() < end:
-        time.sleep(0.05)  # torch takes its own threads down behind our back.
+        time.sleep(0.05)  # torch ends its own threads later.
     assert after == before, (before, after)
 
 
 def _held() -> tuple[list[str], int]:
-    """This process's threads by name, and its sockets."""
+    """Return the names of this process's threads, and the number of its sockets."""
     files = "/proc/self/fd"
     kinds = [os.readlink(f"{files}/{name}") for name in os.listdir(files) if _is_open(name)]
     names = sorted(thread.name for thread in threading.enumerate())
@@ -188,7 +187,7 @@ def _is_open(name: str) -> bool:
 
 
 UNFINISHED = (deadline, bereaved)
-"""Checks after which the ranks no longer meet."""
+"""Checks after which the ranks cannot communicate any more."""
 CHECKS = {
     check.__name__: check
     for check in (contract, lengths, order, cancelled, threads, types, closed, *UNFINISHED)
@@ -208,7 +207,7 @@ def main(names: list[str]) -> None:
     assert left == [], left
     print("kept the promise", flush=True)
     if CHECKS[names[-1]] in UNFINISHED:
-        os._exit(0)  # torch would wait for the ranks that have ended.
+        os._exit(0)  # torch would wait for ranks that have ended.
     dist.destroy_process_group()
 
 

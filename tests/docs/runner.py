@@ -1,8 +1,8 @@
 """A process that runs code blocks one after another, so that torch is imported once.
 
-Reads one JSON object a line from standard input: {"kind": "python", "text", "place"} or {"kind":
-"dlio", "arguments"}, with {"folder", "variables"}; {"kind": "page"} begins a new namespace. Answers
-each with {"status", "output"}.
+It reads requests from standard input, one JSON object a line: {"kind": "python", "text", "place"}
+or {"kind": "dlio", "arguments"}, each with "folder" and "variables"; {"kind": "page"} begins a new
+namespace. It answers each request with {"status", "output"}.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ def _run(request: dict[str, Any], namespace: dict[str, Any]) -> dict[str, Any]:
 
 
 def _close(namespace: dict[str, Any]) -> None:
-    """Close data sets and loaders that a page has left open."""
+    """Close the data sets and loaders that a page leaves open."""
     for name in list(namespace):
         close = getattr(namespace.pop(name), "close", None)
         if callable(close):
@@ -66,7 +66,7 @@ def _close(namespace: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    # Commands and their ranks write to standard output, too: the answers have a pipe of their own.
+    # Commands and ranks write to standard output too, so answers have a pipe of their own.
     with os.fdopen(os.dup(1), "w") as own:
         os.dup2(2, 1)
         main(sys.stdin, own)

@@ -1,4 +1,4 @@
-"""Every code block of README.md and docs/ runs, or names a requirement that tests lack."""
+"""Every code block of README.md and docs/ runs, or names a requirement that tests cannot meet."""
 
 import json
 import os
@@ -26,11 +26,11 @@ PAGES = [
 ]
 _DEADLINE_S = 300
 _SHELL = re.compile(r"[|<>;&`]|\$\(|^(?!dlio )")
-"""A command that needs a shell; the others are run by the process that has imported torch."""
+"""A command that needs a shell; the runner, which has imported torch, runs all others."""
 
 
 class Runner:
-    """The process that runs blocks, and the folders that they see."""
+    """The process that runs blocks, and the folders that they run in."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -122,7 +122,7 @@ class Runner:
 
 
 def _placed(text: str, place: Path) -> str:
-    """Have absolute paths of the documentation lie in the page's folder."""
+    """Move absolute paths of the documentation into the page's folder."""
     for name in RULES["places"]:
         text = re.sub(rf"(?<![\w.]){re.escape(name)}(?=[/:\"' ,)]|$)", f"{place}{name}", text)
     return text
@@ -175,7 +175,7 @@ def test_blocks_that_take_minutes_run(runner: Runner, drawn: Path) -> None:
 
 
 def _run_page(path: Path, runner: Runner, place: Path, nightly: bool) -> None:
-    """Run a page's blocks, those that take minutes only if `nightly`."""
+    """Run a page's blocks; those that take minutes run only if `nightly`."""
     given: set[str] = set()
     for block in blocks_of(path):
         if block.language not in RUNNABLE or "needs" in block.markers:

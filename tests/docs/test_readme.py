@@ -1,4 +1,4 @@
-"""README: short, its links lead somewhere, its figures are those of a committed report."""
+"""README: it is short, its links work, and its figures come from a committed report."""
 
 import re
 from pathlib import Path
@@ -27,7 +27,7 @@ def test_links_of_files_outside_the_site_exist() -> None:
     assert not missing
 
 
-def test_its_table_is_that_of_the_committed_report() -> None:
+def test_its_table_comes_from_the_committed_report() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert benchmarks.readme_part() in text
 
@@ -62,7 +62,7 @@ def test_commands_in_pages_have_the_options_that_they_name() -> None:
                 wrong.append(f"{place}: {command}: no such command")
                 continue
             own = command.split(" #")[0][start.end() :]
-            if name == "dlio run":  # The script's own options follow it.
+            if name == "dlio run":  # Options after the script are the script's own.
                 own = own.split(".py")[0]
             options = re.findall(r"(?<=\s)--?[a-z][\w-]*", own)
             wrong += [

@@ -1,4 +1,4 @@
-"""The guide to writing a reader is followed to the letter: its package is built and tested."""
+"""The guide to writing a reader: its package is built and tested as written there."""
 
 import os
 import re
@@ -17,7 +17,7 @@ _FILE = re.compile(
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the guide's files, and the entry points that installing them makes."""
+    """A folder with the guide's files, and the entry points that installing them creates."""
     folder = tmp_path_factory.mktemp("guide")
     for name, text in _FILE.findall(GUIDE.read_text(encoding="utf-8")):
         (folder / name).write_text(text, encoding="utf-8")
@@ -32,7 +32,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    (folder / "dlio_records.py").unlink()  # The installed one is tested.
+    (folder / "dlio_records.py").unlink()  # The installed copy is tested.
     return folder
 
 

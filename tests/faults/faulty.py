@@ -1,4 +1,4 @@
-"""A file system of fsspec's with faults: `faulty:///path` is /path, but for what a plan says."""
+"""A file system for fsspec with faults: `faulty:///path` reads /path through a `Fault`."""
 
 import errno
 import threading
@@ -14,7 +14,7 @@ Fault = Callable[[str, int, bytes], bytes]
 
 
 class FaultyFileSystem(LocalFileSystem):  # type: ignore[misc]
-    """The local file system, read through a fault."""
+    """The local file system, whose reads pass through a fault."""
 
     protocol = "faulty"
     cachable = False
@@ -41,7 +41,7 @@ class FaultyFileSystem(LocalFileSystem):  # type: ignore[misc]
 
 
 def install() -> None:
-    """Make `faulty://` known to fsspec, without faults and with nothing read."""
+    """Register `faulty://` with fsspec, without faults and with its counts at zero."""
     fsspec.register_implementation("faulty", FaultyFileSystem, clobber=True)
     FaultyFileSystem.fault = staticmethod(lambda path, offset, data: data)
     FaultyFileSystem.listing = staticmethod(lambda path: None)
@@ -49,10 +49,10 @@ def install() -> None:
 
 
 def fails(number: int, times: int, below: int) -> Fault:
-    """The first `times` reads below a byte fail with an errno; later ones are sound.
+    """Let the first `times` reads that begin below a byte fail with the error `number`.
 
     Args:
-        below: where a shard's blocks end, and its footer begins.
+        below: the end of a shard's blocks, where its footer begins.
     """
     left = [times]
     lock = threading.Lock()
@@ -68,7 +68,7 @@ def fails(number: int, times: int, below: int) -> Fault:
 
 
 def hangs(event: threading.Event) -> Fault:
-    """Reads wait until the event."""
+    """Let reads wait for the event."""
 
     def fault(path: str, offset: int, data: bytes) -> bytes:
         event.wait(60)

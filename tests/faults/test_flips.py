@@ -1,4 +1,4 @@
-"""A flipped bit anywhere in a tier: found, counted, healed, and never in a batch."""
+"""A flipped bit anywhere in a tier is detected, counted and healed, and is never in a batch."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from dlio_staging.stage import StageOptions, stage
 
 
 def _batches(data: dlio.Dataset) -> tuple[dict[int, bytes], PassStats]:
-    """(pixels of each sample, counts of the pass)."""
+    """Read a pass; return (pixels of each sample, statistics of the pass)."""
     with dlio.DataLoader(data, 5, shuffle=True) as loader:
         seen = {}
         for images, _ in loader:
@@ -50,7 +50,7 @@ def test_no_flipped_bit_reaches_a_batch(
     with dlio.open(str(pictures), tiers=tiers, image_size=32) as data:
         again, later = _batches(data)
     assert again == wanted
-    # Found and counted once, and healed by then; or it fell on zeros that nothing is made of.
+    # It was detected, counted and healed once; or it fell on padding, which no sample uses.
     harmless = later["healed"] == 0 and counts["healed"] == 0
     assert counts["healed"] > 0 or harmless
     assert later["healed"] == 0

@@ -1,4 +1,4 @@
-"""Killed at any system call, cut off from power, out of room: whole or absent, never half."""
+"""Kills at any system call, power cuts and full disks: files are whole or absent."""
 
 import fcntl
 import itertools
@@ -36,13 +36,13 @@ CALLS = (
     "mkdirat",
     "unlinkat",
 )
-# strace and kills must reach the program itself.
+# cold: strace and signals must reach the program itself.
 pytestmark = pytest.mark.cold
 ENV = {"DLIO_TEST_COLD": "1", **os.environ, "DLIO_NO_FORK": "1", "OMP_NUM_THREADS": "1"}
 
 
 def _points(count: int, seed: int, argv: list[str], tmp_path: Path) -> list[tuple[str, int]]:
-    """Moments at which to be killed: the n-th call of a kind, of those that a run makes."""
+    """Draw moments at which to kill a run: (system call, n) for the n-th call of that kind."""
     if not shutil.which("strace"):
         return [(f"moment{k}", k) for k in range(count)]
     log = tmp_path / "calls"
@@ -55,13 +55,13 @@ def _points(count: int, seed: int, argv: list[str], tmp_path: Path) -> list[tupl
     points = []
     for _ in range(count):
         call = next(calls)
-        # Most files are opened by imports: the last ones are ours.
+        # Imports open most of the files; the last ones are those of the command.
         points.append((call, generator.randrange(max(0, made[call] - 60), made[call]) + 1))
     return points
 
 
 def _run_and_kill(argv: list[str], call: str, number: int) -> int:
-    """Run a command; kill it at its n-th call of a kind, or at a random moment without strace."""
+    """Run a command; kill it at its n-th call of a kind, or without strace at a random moment."""
     command = [sys.executable, "-m", "dlio.cli", *argv]
     if shutil.which("strace"):
         inject = f"inject={call}:signal=KILL:when={number}"
@@ -103,7 +103,7 @@ def _check_stage_kills(pictures: Path, tmp_path: Path, count: int, seed: int) ->
     whole = _content(tmp_path / "whole")
     killed = 0
     for k, (call, number) in enumerate(points):
-        # A thread of its own may make fewer of the calls than all together: then it lives.
+        # Points count the calls of all threads: one thread may make fewer and survive.
         if killed == count:
             break
         tier = tmp_path / f"tier{k}"
@@ -115,7 +115,7 @@ def _check_stage_kills(pictures: Path, tmp_path: Path, count: int, seed: int) ->
         again = stage(str(source), StageOptions(tiers=f"{tier}:1GiB", workers=2))
         assert again.complete
         assert _content(tier) == whole
-        # Nothing that was published is read again.
+        # Published blocks are not read again.
         missing = sum(len(data) for name, data in whole.items() if name not in some)
         assert again.read_bytes == missing
         assert [path.name for path in tier.rglob("tmp.*")] == []
@@ -133,7 +133,7 @@ def _check_pack_kills(pictures: Path, tmp_path: Path, count: int, seed: int) -> 
     whole = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
     killed = 0
     for k, (call, number) in enumerate(points):
-        # A thread of its own may make fewer of the calls than all together: then it lives.
+        # Points count the calls of all threads: one thread may make fewer and survive.
         if killed == count:
             break
         inside = tmp_path / f"out{k}"
@@ -149,7 +149,7 @@ def _check_pack_kills(pictures: Path, tmp_path: Path, count: int, seed: int) -> 
                 text=True,
                 check=False,
             )
-            # Killed after the last rename, it is there already.
+            # It was killed after the last rename: the result is complete.
             assert again.returncode == 0 or "exists" in again.stderr, again.stderr
         assert {path.name: path.read_bytes() for path in out.iterdir()} == whole
         left = [name for name in os.listdir(inside) if name != "packed"]
@@ -181,7 +181,7 @@ def test_a_hundred_kills_of_packing(pictures: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [1, 2, 5])
-def test_eviction_that_is_killed_is_finished_by_the_next(
+def test_a_killed_eviction_is_finished_by_the_next_one(
     pictures: Path, tmp_path: Path, number: int
 ) -> None:
     (tmp_path / "tier").mkdir()
@@ -198,7 +198,7 @@ def test_eviction_that_is_killed_is_finished_by_the_next(
 
 @contextmanager
 def _mounted(tmp_path: Path, size: str) -> Iterator[Path]:
-    """A small ext4 on a loop device."""
+    """Mount a small ext4 on a loop device."""
     if os.geteuid() != 0 or not shutil.which("mkfs.ext4") or not shutil.which("mount"):
         pytest.skip("mounting a file system needs root, mkfs.ext4 and mount")
     image, mount = tmp_path / "image", tmp_path / "mount"
@@ -216,8 +216,8 @@ def _mounted(tmp_path: Path, size: str) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(mount)], check=False)
 
 
-def test_what_is_published_survives_a_power_cut(pictures: Path, tmp_path: Path) -> None:
-    """FS_IOC_SHUTDOWN without flushing: all that was not on the disk is gone."""
+def test_published_blocks_survive_a_power_cut(pictures: Path, tmp_path: Path) -> None:
+    """FS_IOC_SHUTDOWN without flushing drops everything that is not yet on the disk."""
     source = tmp_path / "packed"
     pack(str(pictures), str(source), restart_rows=False)
     with _mounted(tmp_path, "64M") as mount:
@@ -248,14 +248,14 @@ def test_what_is_published_survives_a_power_cut(pictures: Path, tmp_path: Path) 
         assert verify(f"{mount}/tier").samples == 12
 
 
-def test_a_disk_that_fills_up_is_told_and_leaves_whole_blocks(
+def test_a_disk_that_fills_up_is_reported_and_leaves_whole_blocks(
     imagenet: Path, tmp_path: Path
 ) -> None:
     with _mounted(tmp_path, "16M") as mount:
         (mount / "tier").mkdir()
         with pytest.raises(TierError, match=r"room|free"):
             stage(str(imagenet), StageOptions(tiers=f"{mount}/tier:1GiB"))
-        # Other growth on it is not known before: it fills while blocks are written.
+        # Other files grow on the disk, so it fills up while blocks are written.
         size = os.statvfs(mount).f_bavail * os.statvfs(mount).f_frsize
         done = stage(str(imagenet), StageOptions(tiers=f"{mount}/tier:{size - (2 << 20)}B"))
         assert 0 < done.kept_share < 1

@@ -1,4 +1,4 @@
-"""Sources that fail, lie, hang or change: wrong bytes never reach a tier, and are named."""
+"""Sources that fail, corrupt data, hang or change: wrong bytes are named and reach no tier."""
 
 import errno
 import os
@@ -38,7 +38,7 @@ def options(tmp_path: Path) -> StageOptions:
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
-def test_a_read_that_fails_costs_its_block_and_the_next_run_brings_it(
+def test_a_failed_read_skips_its_block_and_the_next_run_stages_it(
     packed: str, options: StageOptions, tmp_path: Path, number: int
 ) -> None:
     reader = open_reader(packed)
@@ -53,7 +53,7 @@ def test_a_read_that_fails_costs_its_block_and_the_next_run_brings_it(
 
 
 @pytest.mark.parametrize("folder", [False, True])
-def test_short_reads_are_no_data(
+def test_short_reads_are_refused(
     packed: str, pictures: Path, options: StageOptions, tmp_path: Path, folder: bool
 ) -> None:
     source = f"faulty://{pictures}" if folder else packed
@@ -75,10 +75,10 @@ def _blocks(tmp_path: Path) -> list[Path]:
     return list((tmp_path / "tier").rglob("*.blk"))
 
 
-def test_bytes_that_differ_are_found_by_their_checksums(
+def test_wrong_bytes_are_detected_by_their_checksums(
     packed: str, options: StageOptions, tmp_path: Path
 ) -> None:
-    """The same name, size and time: only checksums can tell."""
+    """Name, size and time stay the same: only checksums detect the change."""
     reader = open_reader(packed)
     _, start, length = reader.file_of(2)  # type: ignore[attr-defined]
 
@@ -95,7 +95,7 @@ def test_bytes_that_differ_are_found_by_their_checksums(
     assert verify(f"{tmp_path}/tier").damaged == []
 
 
-def test_a_file_that_changed_under_the_same_name_size_and_time_is_told(
+def test_a_file_that_changed_under_the_same_name_size_and_time_is_named(
     pictures: Path, options: StageOptions, tmp_path: Path
 ) -> None:
     copy = tmp_path / "copy"
@@ -130,7 +130,7 @@ def test_a_listing_that_fails_deletes_nothing(
     assert {path: path.read_bytes() for path in _blocks(tmp_path)} == before
 
 
-def test_a_source_that_hangs_is_given_up_after_a_while(
+def test_reading_from_a_source_that_hangs_ends_at_the_deadline(
     packed: str, options: StageOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     end = int(open_reader(packed).block_bytes.sum())  # type: ignore[attr-defined]
@@ -140,7 +140,7 @@ def test_a_source_that_hangs_is_given_up_after_a_while(
     wait = hangs(answered)
 
     def hang(path: str, offset: int, data: bytes) -> bytes:
-        # The index, behind the blocks, is read before.
+        # The index lies behind the blocks and has been read before.
         return wait(path, offset, data) if offset < end else data
 
     FaultyFileSystem.fault = staticmethod(hang)

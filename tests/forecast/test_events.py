@@ -1,4 +1,4 @@
-"""Forecasts obey what links, sources and computing allow, and say what is in the way."""
+"""Forecasts: limits of links, sources and computing hold, and the bottleneck is named."""
 
 from dataclasses import replace
 from typing import Any
@@ -50,21 +50,21 @@ def test_traffic_adds_up(
     samples: int, nodes: int, local: int, batch: int, mode: str, share: float
 ) -> None:
     job = _job(samples, nodes, local, batch, mode, int(share * samples * SIZE / nodes))
-    found = traffic(job)
-    assert found.samples == samples
-    assert found.payload == samples * SIZE
-    assert found.source + sum(found.tiers) == found.payload
-    assert found.link_out.sum() == found.link_in.sum() == found.wire
-    assert found.moved <= found.wire
-    assert found.messages <= job.ranks.size * found.peers * found.windows
-    assert found.windows == len(job.windows())
+    counts = traffic(job)
+    assert counts.samples == samples
+    assert counts.payload == samples * SIZE
+    assert counts.source + sum(counts.tiers) == counts.payload
+    assert counts.link_out.sum() == counts.link_in.sum() == counts.wire
+    assert counts.moved <= counts.wire
+    assert counts.messages <= job.ranks.size * counts.peers * counts.windows
+    assert counts.windows == len(job.windows())
     pinned = job.placement.home[job.layout.block_of(np.arange(samples))] >= 0
-    assert sum(found.tiers) == pinned.sum() * SIZE
+    assert sum(counts.tiers) == pinned.sum() * SIZE
     line = run(job, FAST)
-    assert (line.moved, line.messages) == (found.moved, found.messages)
+    assert (line.moved, line.messages) == (counts.moved, counts.messages)
 
 
-def test_a_job_that_waits_for_nothing_takes_its_computing() -> None:
+def test_a_job_that_never_waits_takes_its_computing_time() -> None:
     for mode in ("batch", "global", "local"):
         job = _job(mode=mode)
         line = run(job, FAST)
@@ -73,7 +73,7 @@ def test_a_job_that_waits_for_nothing_takes_its_computing() -> None:
         assert line.bottleneck == "model"
 
 
-def test_a_slow_source_takes_its_time_for_what_tiers_do_not_hold() -> None:
+def test_a_slow_source_delays_blocks_outside_the_tiers() -> None:
     job = _job(capacity=20_000 * SIZE // 8)
     away = traffic(job).source
     assert away == pytest.approx(20_000 * SIZE / 2, rel=0.02)
@@ -85,17 +85,17 @@ def test_a_slow_source_takes_its_time_for_what_tiers_do_not_hold() -> None:
     assert cold.seconds == pytest.approx((away + whole) / 20e6, rel=0.02)
 
 
-def test_slow_links_take_their_time_for_what_moves() -> None:
+def test_slow_links_delay_samples_that_move() -> None:
     job = _job(mode="global")
-    found = traffic(job)
-    busiest = max(found.link_out.max(), found.link_in.max())
+    counts = traffic(job)
+    busiest = max(counts.link_out.max(), counts.link_in.max())
     line = run(job, replace(FAST, link_rate=50e6, model_s=0.001))
     assert busiest / 50e6 <= line.seconds <= 1.35 * busiest / 50e6
     assert line.bottleneck == "link"
     assert run(_job(), replace(FAST, link_rate=50e6, model_s=0.001)).seconds < line.seconds / 4
 
 
-def test_slow_decoding_and_slow_ranks_hold_everybody_up() -> None:
+def test_slow_decoding_and_slow_ranks_delay_all_ranks() -> None:
     job = _job()
     decode = run(job, replace(FAST, decode_rate=100.0, model_s=0.001))
     assert decode.seconds == pytest.approx(job.samples / 8 / 100, rel=0.02)
@@ -104,14 +104,14 @@ def test_slow_decoding_and_slow_ranks_hold_everybody_up() -> None:
     assert slow.seconds == pytest.approx(2 * job.steps * 0.1, rel=1e-2)
     once, again = (run(job, replace(FAST, jitter=0.1), seed=5) for _ in range(2))
     assert once == again
-    # The slowest of eight normal draws, each step.
+    # Each step takes as long as the slowest of eight normal draws.
     assert once.seconds / (job.steps * 0.1) == pytest.approx(1.14, abs=0.03)
 
 
-def test_the_rest_of_an_epoch_goes_on_without_the_dead() -> None:
+def test_the_rest_of_an_epoch_is_trained_without_dead_ranks() -> None:
     job = _job(nodes=4, local=1, batch=25)
     line = run(job, FAST, failures=[(100, 2)])
-    # 200 steps of 4 ranks; what is left after the window of step 100 takes 4/3 as many.
+    # 200 steps of 4 ranks; the steps left after the window of step 100 become 4/3 as many.
     assert 200 * 0.1 + 1 < line.seconds < 240 * 0.1 + 1
     assert line.stall_s >= 1
     both = run(job, FAST, failures=[(50, 0), (120, 1)])
@@ -128,25 +128,27 @@ def test_the_rest_of_an_epoch_goes_on_without_the_dead() -> None:
         ({"source_rate": 10e6}, 1 << 40, "`dlio stage`"),
     ],
 )
-def test_what_is_in_the_way_is_named(machine: dict[str, Any], capacity: int, said: str) -> None:
-    found = forecast(_job(capacity=capacity), replace(FAST, **machine))
-    assert any(said in line for line in remedies(found)), remedies(found)
+def test_the_bottleneck_is_named(machine: dict[str, Any], capacity: int, said: str) -> None:
+    result = forecast(_job(capacity=capacity), replace(FAST, **machine))
+    assert any(said in line for line in remedies(result)), remedies(result)
 
 
-def test_the_nodes_that_are_named_do_hold_it_all() -> None:
-    found = forecast(_job(capacity=1 << 27), FAST)
-    (line,) = [line for line in remedies(found) if "hold it all" in line]
+def test_the_number_of_nodes_in_a_remedy_holds_the_whole_data_set() -> None:
+    result = forecast(_job(capacity=1 << 27), FAST)
+    (line,) = [line for line in remedies(result) if "hold it all" in line]
     nodes = int(line.split("source. ")[1].split(" nodes")[0])
-    assert traffic(resized(found.job, nodes)).source == 0
-    assert traffic(resized(found.job, nodes - 2)).source > 0
+    assert traffic(resized(result.job, nodes)).source == 0
+    assert traffic(resized(result.job, nodes - 2)).source > 0
 
 
 def test_a_thousand_ranks_move_two_and_a_half_per_cent() -> None:
-    """128 nodes of 8 ranks, batches of 32, 1.28 million samples: design, 'train a sample where it
-    lives'. The batches are those of `global`."""
+    """128 nodes of 8 ranks, batches of 32 and 1.28 million samples, in the mode `global`.
+
+    docs/design derives the figure, under 'Train a sample where it lives'.
+    """
     job = _job(1_280_000, 128, 8, 32)
-    found = traffic(job)
-    assert found.moved / found.payload <= 0.0275
+    counts = traffic(job)
+    assert counts.moved / counts.payload <= 0.0275
     windows = job.windows()[:2]
     for steps, batch, whole in zip(
         windows, job.dealt(1), replace(job, mode="global").dealt(1), strict=False

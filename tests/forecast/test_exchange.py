@@ -1,4 +1,4 @@
-"""The model of what exchanges send and take, against sums that are done by hand."""
+"""The cost model of exchanges, compared with sums done by hand."""
 
 import math
 
@@ -12,7 +12,7 @@ from dlio_bench.exchange.fitting import fit
 LINK = Link(alpha_s=1e-5, beta_s=1e-9, gamma_s=1e-10)
 
 
-def test_a_fit_gives_back_the_link_that_made_the_figures() -> None:
+def test_a_fit_recovers_the_link_that_generated_the_figures() -> None:
     sizes = [1 << power for power in range(10, 26)]
     link, error = fit(sizes, [LINK.message(size) for size in sizes])
     assert link.alpha_s == pytest.approx(1e-5)
@@ -23,18 +23,18 @@ def test_a_fit_gives_back_the_link_that_made_the_figures() -> None:
     assert error == pytest.approx(0.1, rel=0.1)
 
 
-def test_rings_and_halvings_send_the_least_bytes() -> None:
+def test_rings_and_recursive_halving_send_the_fewest_bytes() -> None:
     work = Work(8e6)
     for p in (2, 4, 8, 4096):
         by_bytes = 2 * (p - 1) / p * 8e6 * 1e-9 + (p - 1) / p * 8e6 * 1e-10
         assert exchange.ring(p, work, LINK) == pytest.approx(2 * (p - 1) * 1e-5 + by_bytes)
         assert exchange.halving(p, work, LINK) == pytest.approx(2 * math.log2(p) * 1e-5 + by_bytes)
-    # Five ranks: the fifth hands its gradients to another one and gets the sum.
+    # Five ranks: the fifth sends its gradients to another rank and receives the sum.
     more = exchange.halving(5, work, LINK) - exchange.halving(4, work, LINK)
     assert more == pytest.approx(2 * 1e-5 + 8e6 * 2.1e-9)
 
 
-def test_a_server_hears_from_everybody_and_a_tree_from_some() -> None:
+def test_a_server_receives_from_all_ranks_and_a_tree_from_some() -> None:
     work = Work(8e6, buckets=8)
     hop = 8 * 1e-5 * 2 + 8e6 * (2e-9 + 1e-10)
     assert exchange.star(16, work, LINK) == pytest.approx(15 * hop)
@@ -66,7 +66,7 @@ def test_some_presets_cost_the_same_on_any_number_of_ranks() -> None:
     assert exchange.seconds("local-sgd", 64, work, LINK) == pytest.approx(eighth)
 
 
-def test_cores_that_are_shared_slow_bytes_and_not_messages() -> None:
+def test_shared_cores_slow_bytes_and_not_messages() -> None:
     slow = exchange.shared(LINK, 8, 2)
     assert slow.alpha_s == 1e-5
     assert slow.beta_s == pytest.approx(4e-9)

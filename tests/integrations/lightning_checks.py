@@ -1,6 +1,7 @@
-"""What the strategy "dlio" promises, on however many ranks run this: `lightning_checks.py FOLDER`.
+"""Checks of the strategy "dlio" on any number of ranks: `lightning_checks.py FOLDER`.
 
-Trains as many samples a step on one rank as on several, and writes what came of it to FOLDER.
+A step trains on the same number of samples on one rank and on several. Each rank writes its results
+to FOLDER.
 """
 
 import json
@@ -27,7 +28,7 @@ _GLOBAL_BATCH = 8
 
 
 class Module(lightning.LightningModule):  # type: ignore[misc, unused-ignore]
-    """A small net that learns by automatic optimisation, and tells what it has seen."""
+    """A small net, trained by automatic optimisation, that records the samples it has seen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +61,7 @@ class Module(lightning.LightningModule):  # type: ignore[misc, unused-ignore]
 
 
 class ByHand(Module):
-    """Two optimizers, stepped by hand."""
+    """The net with two optimizers and manual optimisation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +86,7 @@ def _data(count: int) -> TensorDataset:
 
 
 class Pairs(Dataset[Any]):
-    """The same samples, for a loader that shares them itself."""
+    """The same samples, for a loader that distributes them over ranks itself."""
 
     def __init__(self) -> None:
         self._data = _data(44)
@@ -115,13 +116,13 @@ def _loader(ranks: int, count: int = 48) -> DataLoader[Any]:
 
 
 def check_values(strategy: DlioStrategy, rank: int, ranks: int) -> None:
-    """What Lightning asks a strategy for, between ranks."""
+    """Check the communication between ranks that Lightning asks of a strategy."""
     said = {"path": Path("a"), "many": [1, (2.5, None)], 3: "text"}
     assert strategy.broadcast(said if rank == 0 else None) == said
     assert strategy.broadcast(rank, src=ranks - 1) == ranks - 1
-    told = strategy.broadcast(torch.full((2, 2), float(rank), dtype=torch.bfloat16))
-    assert told.dtype == torch.bfloat16
-    assert not told.any()
+    tensor = strategy.broadcast(torch.full((2, 2), float(rank), dtype=torch.bfloat16))
+    assert tensor.dtype == torch.bfloat16
+    assert not tensor.any()
     try:
         strategy.broadcast(object() if rank == 0 else None)
     except UsageError as error:
@@ -155,7 +156,7 @@ class Values(lightning.Callback):  # type: ignore[misc, unused-ignore]
 
 def main(folder: Path) -> None:
     ranks = int(os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
 
     module = Module()
     callback = lightning.pytorch.callbacks.ModelCheckpoint(str(folder / "saved"), "last")
@@ -173,13 +174,13 @@ def main(folder: Path) -> None:
     trainer.fit(module, in_order, _loader(ranks, 16))
     assert trainer.world_size == ranks
     assert trainer.global_step == 6
-    told["weights"] = torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
-    told["largest"] = module.largest
-    told["seen"] = module.seen
-    told["val"] = float(trainer.callback_metrics["val"])
-    told["metric"] = float(trainer.callback_metrics["metric"])
-    # Another entry point, after the first one's teardown.
-    told["again"] = trainer.validate(module, _loader(ranks, 16), verbose=False)[0]["val"]
+    results["weights"] = torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
+    results["largest"] = module.largest
+    results["seen"] = module.seen
+    results["val"] = float(trainer.callback_metrics["val"])
+    results["metric"] = float(trainer.callback_metrics["metric"])
+    # A second entry point, after the teardown of the first.
+    results["again"] = trainer.validate(module, _loader(ranks, 16), verbose=False)[0]["val"]
     saved = torch.load(folder / "saved" / "last.ckpt", weights_only=False)
     for name, tensor in module.state_dict().items():
         assert torch.equal(saved["state_dict"][name], tensor), name
@@ -188,8 +189,8 @@ def main(folder: Path) -> None:
     trainer = _trainer(DlioStrategy("hierarchical"), ranks)
     loader = dlio.DataLoader(Pairs(), _GLOBAL_BATCH // ranks, shuffle=True, seed=5, num_workers=2)
     trainer.fit(module, loader)
-    told["by_hand"] = torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
-    told["seen_by_hand"] = module.seen
+    results["by_hand"] = torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
+    results["seen_by_hand"] = module.seen
     assert trainer.train_dataloader is loader
     loader.close()
 
@@ -206,10 +207,15 @@ def main(folder: Path) -> None:
         trainer.callbacks.append(Counts())
         trainer.fit(module, _loader(ranks), _loader(ranks, 16))
         weights = torch.cat([p.detach().flatten() for p in module.parameters()])
-        told[exchange] = [weights.tolist(), counted["messages"], trainer.global_step, module.seen]
+        results[exchange] = [
+            weights.tolist(),
+            counted["messages"],
+            trainer.global_step,
+            module.seen,
+        ]
         assert not strategy.statistics()
 
-    (folder / f"{rank}.json").write_text(json.dumps(told))
+    (folder / f"{rank}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

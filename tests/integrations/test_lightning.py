@@ -1,4 +1,4 @@
-"""Lightning's strategy "dlio": as one process trains, by mpirun and by torchrun."""
+"""Lightning's strategy "dlio", under mpirun and torchrun: it trains as one process does."""
 
 import importlib.util
 import json
@@ -24,7 +24,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What one process makes of the same global batches."""
+    """Results of one process with the same global batches."""
     folder = tmp_path_factory.mktemp("alone")
     done = subprocess.run(
         [sys.executable, BODY, str(folder)],
@@ -35,34 +35,34 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return _told(folder, 1)[0]
+    return _results(folder, 1)[0]
 
 
-def _told(folder: Path, ranks: int) -> list[dict[str, Any]]:
+def _results(folder: Path, ranks: int) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def _check(alone: dict[str, Any], told: list[dict[str, Any]], folder: Path) -> None:
-    for each in told:
-        # Accumulated over two batches, clipped, and in the mean over ranks.
+def _check(alone: dict[str, Any], results: list[dict[str, Any]], folder: Path) -> None:
+    for each in results:
+        # The gradient is accumulated over two batches, averaged over ranks, and clipped.
         assert each["weights"] == pytest.approx(alone["weights"], abs=1e-5)
         assert each["largest"] == pytest.approx(0.3, abs=1e-4)
-        # Two optimizers by hand, on a loader that shares its data, the last batch a smaller one.
+        # Two optimizers stepped by hand; the loader distributes its data; the last batch is small.
         assert each["by_hand"] == pytest.approx(alone["by_hand"], abs=1e-5)
         for key in ("val", "metric", "again"):
             assert each[key] == pytest.approx(alone[key], abs=1e-5), key
         for exchange in ("gossip", "gossip(gradient)", "local-sgd(2)+int8", "asgd"):
             weights, messages, steps, _ = each[exchange]
-            assert weights == pytest.approx(told[0][exchange][0], abs=1e-6)
+            assert weights == pytest.approx(results[0][exchange][0], abs=1e-6)
             assert weights != alone[exchange][0]
             if exchange.startswith("gossip"):
                 assert messages == steps
             assert messages > 0
-    # The sampler that Lightning puts into torch's loaders knows the ranks.
-    shares = [each["gossip"][3] for each in told]
+    # Lightning's sampler in torch's loaders distributes the samples over the ranks.
+    shares = [each["gossip"][3] for each in results]
     for parts, whole in (
-        ([each["seen"] for each in told], alone["seen"]),
-        ([each["seen_by_hand"] for each in told], alone["seen_by_hand"]),
+        ([each["seen"] for each in results], alone["seen"]),
+        ([each["seen_by_hand"] for each in results], alone["seen_by_hand"]),
         (shares, alone["gossip"][3]),
     ):
         assert sorted(chain.from_iterable(parts)) == sorted(whole)
@@ -75,11 +75,11 @@ def test_ranks_of_mpi_train_as_one_process(
 ) -> None:
     done = mpirun(2, BODY, str(tmp_path), timeout_s=240)
     assert done.returncode == 0, done.stderr[-4000:]
-    _check(alone, _told(tmp_path, 2), tmp_path)
+    _check(alone, _results(tmp_path, 2), tmp_path)
 
 
 def test_ranks_of_torchrun_train_as_one_process(
     torchrun: TorchRun, alone: dict[str, Any], tmp_path: Path
 ) -> None:
     torchrun(2, BODY, str(tmp_path))
-    _check(alone, _told(tmp_path, 2), tmp_path)
+    _check(alone, _results(tmp_path, 2), tmp_path)

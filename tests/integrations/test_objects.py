@@ -1,4 +1,4 @@
-"""What is told to other ranks without pickle."""
+"""Values that are broadcast to other ranks without pickle."""
 
 import json
 from pathlib import Path
@@ -23,13 +23,13 @@ VALUES = st.recursive(
 
 
 @given(VALUES)
-def test_values_come_as_they_went_types_included(value: Any) -> None:
-    told = unpacked(json.loads(json.dumps(packed(value))))
-    assert told == value
-    assert repr(told) == repr(value)
+def test_values_are_restored_with_their_types(value: Any) -> None:
+    restored = unpacked(json.loads(json.dumps(packed(value))))
+    assert restored == value
+    assert repr(restored) == repr(value)
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, b"bytes", [1, [lambda: 0]]])
-def test_what_has_no_such_form_is_refused(value: Any) -> None:
+def test_values_without_a_form_in_json_are_refused(value: Any) -> None:
     with pytest.raises(UsageError, match="cannot broadcast a value of type"):
         packed(value)

@@ -1,7 +1,6 @@
 """Two jobs of one node that train on the same data read it once, and keep one copy."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from dlio.data.reader import open_reader
-from dlio.util.shared import SHARED_MEMORY, user_folder
-from tests.conftest import in_time
+from tests.conftest import in_time, shared_folders_of
 
 BODY = """
 import json, os, sys, time
@@ -31,15 +29,11 @@ with (
 """
 
 
-def _ours() -> set[str]:
-    path = os.path.join(SHARED_MEMORY, user_folder())
-    return set(os.listdir(path)) if os.path.isdir(path) else set()
-
-
 @pytest.mark.parametrize("place", ["ram", "disk"])
 def test_two_jobs_read_once_and_share_one_copy(pictures: Path, tmp_path: Path, place: str) -> None:
     tiers = "ram:64MiB" if place == "ram" else f"{tmp_path}:64MiB"
-    before = _ours()
+    reader = open_reader(str(pictures))
+    before = shared_folders_of(reader.fingerprint)
     jobs = [
         subprocess.Popen(
             [sys.executable, "-W", "error", "-c", BODY, str(pictures), tiers, str(seed)],
@@ -49,7 +43,6 @@ def test_two_jobs_read_once_and_share_one_copy(pictures: Path, tmp_path: Path, p
         )
         for seed in range(2)
     ]
-    reader = open_reader(str(pictures))
     try:
         for job in jobs:
             assert job.stdout is not None
@@ -61,8 +54,7 @@ def test_two_jobs_read_once_and_share_one_copy(pictures: Path, tmp_path: Path, p
         # Samples that were read on their own while their block came: half a percent each.
         assert sum(read) <= 1.02 * reader.sizes.sum()
         if place == "ram":
-            (folder,) = {name for name in _ours() - before if name.startswith(reader.fingerprint)}
-            kept = Path(SHARED_MEMORY, user_folder(), folder)
+            (kept,) = shared_folders_of(reader.fingerprint) - before
         else:
             kept = tmp_path
         assert len(list(kept.rglob("*.blk"))) == reader.layout.blocks
@@ -74,4 +66,4 @@ def test_two_jobs_read_once_and_share_one_copy(pictures: Path, tmp_path: Path, p
         for job in jobs:
             job.kill()
             job.communicate()
-    assert in_time(lambda: _ours() <= before)
+    assert in_time(lambda: shared_folders_of(reader.fingerprint) <= before)

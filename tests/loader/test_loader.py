@@ -15,7 +15,7 @@ import torch
 import dlio
 from dlio.errors import DecodeError, DlioError, SourceError, UsageError
 from dlio.loader.planned.makers import BatchMemory
-from dlio.util.shared import SHARED_MEMORY, user_folder
+from dlio.util.shared import SharedFolder
 
 N = 90
 
@@ -30,21 +30,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left(soon: Callable[[Callable[[], bool]], bool]) -> Iterator[None]:
-    ours = os.path.join(SHARED_MEMORY, user_folder())
+def _nothing_is_left(
+    soon: Callable[[Callable[[], bool]], bool], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    # Other jobs of this user have folders in shared memory too: check those of this test.
+    folders: list[str] = []
+    make = SharedFolder.__init__
 
-    def entries() -> set[str]:
-        try:
-            return set(os.listdir(ours))
-        except FileNotFoundError:  # The last user of the folder removes it.
-            return set()
+    def make_and_note(self: SharedFolder, name: str) -> None:
+        make(self, name)
+        folders.append(self.path)
 
-    before = entries()
+    monkeypatch.setattr(SharedFolder, "__init__", make_and_note)
     yield
     names = [thread.name for thread in threading.enumerate() if thread.name.startswith("dlio")]
     assert names == []
 
-    assert soon(lambda: not entries() - before - {"sweep"})
+    assert soon(lambda: not any(os.path.exists(folder) for folder in folders))
 
 
 def _epoch(loader: dlio.DataLoader) -> tuple[list[int], dict[int, bytes], list[int]]:

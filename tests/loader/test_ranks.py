@@ -1,7 +1,6 @@
 """Several ranks: one order, one set of pixels, few bytes between nodes."""
 
 import json
-import os
 import subprocess
 from collections.abc import Callable
 from itertools import chain
@@ -16,8 +15,8 @@ from dlio.forecast.traffic import job_over, traffic
 from dlio.plan.block_order import BlockOrder
 from dlio.plan.order import Order
 from dlio.plan.placement import Node
-from dlio.util.shared import SHARED_MEMORY, user_folder
 from dlio_staging.pack import pack
+from tests.conftest import shared_folders_of
 
 pytestmark = pytest.mark.mpi
 BODY = str(Path(__file__).with_name("ranks_checks.py"))
@@ -41,6 +40,8 @@ def run(
     folder: Path,
     soon: Callable[[Callable[[], bool]], bool],
 ) -> Run:
+    fingerprint = open_reader(str(folder)).fingerprint
+
     def run(
         ranks: int,
         tiers: str,
@@ -52,16 +53,11 @@ def run(
         env: dict[str, str] | None = None,
     ) -> list[dict[str, Any]]:
         arguments = [str(folder), tiers, mode, source_order, str(nodes), str(batch), str(leave)]
-        ours = os.path.join(SHARED_MEMORY, user_folder())
-        before = set(os.listdir(ours)) if os.path.isdir(ours) else set()
         done = mpirun(ranks, "-W", "error", BODY, *arguments, env=env)
         assert done.returncode == 0, done.stderr
         reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
-        def left() -> set[str]:
-            return set(os.listdir(ours)) - before - {"sweep"} if os.path.isdir(ours) else set()
-
-        assert soon(lambda: not left())
+        assert soon(lambda: not shared_folders_of(fingerprint))
         return sorted(reports, key=lambda each: int(each["rank"]))
 
     return run

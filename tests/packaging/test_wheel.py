@@ -1,4 +1,4 @@
-"""The sdist is complete; the wheel made of it, installed by itself, finds readers and commands."""
+"""The sdist is complete; the wheel built from it, once installed, has readers and commands."""
 
 import json
 import os
@@ -17,7 +17,7 @@ COMMANDS = ("pack", "stage", "ls", "verify", "train", "demo", "bench")
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with an sdist, and with the wheel that is built from that sdist."""
+    """A folder with an sdist and the wheel that is built from it."""
     out = tmp_path_factory.mktemp("built")
     subprocess.run(
         [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out)],
@@ -36,7 +36,7 @@ def wheel(built: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A virtual environment with the wheel, and this one's other packages but not this dlio."""
+    """A virtual environment with the wheel and this environment's packages except for dlio."""
     home = tmp_path_factory.mktemp("venv")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True)
     (site,) = home.glob("lib/python*/site-packages")
@@ -48,7 +48,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ],
         check=True,
     )
-    # A plain path entry: the editable install's own .pth files are not followed from there.
+    # A plain path entry: Python ignores .pth files there, such as that of the editable install.
     others = [path for path in sys.path if path.endswith("site-packages")]
     (site / "others.pth").write_text("\n".join(others) + "\n")
     return home
@@ -107,7 +107,9 @@ def test_the_wheel_names_its_licence(wheel: Path) -> None:
     assert any(name.endswith("/licenses/LICENSE") for name in names)
 
 
-def test_it_lists_all_commands_and_loads_its_readers(installed: Path, tmp_path: Path) -> None:
+def test_the_wheel_lists_all_commands_and_loads_its_readers(
+    installed: Path, tmp_path: Path
+) -> None:
     said = _run(installed, "dlio", "--help", cwd=tmp_path).stdout
     assert all(f"\n  {command} " in said for command in COMMANDS)
     assert "cannot be loaded" not in said
@@ -121,7 +123,7 @@ def test_it_lists_all_commands_and_loads_its_readers(installed: Path, tmp_path: 
     assert readers == str(sorted(READERS))
 
 
-def test_a_users_own_folders_next_to_the_script_break_nothing(
+def test_folders_next_to_a_script_do_not_shadow_packages(
     installed: Path, tmp_path: Path, pictures: Path
 ) -> None:
     for name in ("readers", "staging", "bench", "tests"):

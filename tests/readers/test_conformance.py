@@ -1,4 +1,4 @@
-"""Every format's reader keeps the contract of readers."""
+"""The conformance suite of readers, for every format."""
 
 import io
 import json
@@ -31,7 +31,7 @@ def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
 
 
 def image(k: int) -> bytes:
-    """Bytes that begin as a JPEG does."""
+    """Return bytes that begin like a JPEG."""
     return b"\xff\xd8\xff\xe0" + bytes([k]) * (200 + k)
 
 
@@ -40,7 +40,7 @@ def numbers(k: int) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
 
 
 def cut_off(folder: Path) -> None:
-    """Leave the first third of each file of a data set."""
+    """Truncate each file of a data set to its first third."""
     for path in folder.rglob("*"):
         if path.is_file() and path.suffix != ".json":
             os.truncate(path, path.stat().st_size // 3)
@@ -50,7 +50,7 @@ class FormatTests(ReaderTests):
     """A data set of one format, in a folder of its own."""
 
     def write(self, data: Path, shift: int = 0) -> str:
-        """Write samples; `shift` makes their values others. Returns the path to open."""
+        """Write samples, whose values depend on `shift`; return the path to open."""
         raise NotImplementedError
 
     def make(self, folder: Path) -> Reader:
@@ -66,7 +66,7 @@ class FormatTests(ReaderTests):
         for path in files:
             path.unlink()
         self.write(folder / "data", shift=1)
-        for path, changed in old.items():  # A file system's clock may be coarse.
+        for path, changed in old.items():  # The file system's clock may be coarse.
             if path.exists() and path.stat().st_mtime_ns == changed:
                 os.utime(path, (time.time() + 5, time.time() + 5))
 
@@ -187,7 +187,7 @@ class TestTables(FormatTests):
 
 
 class TestMds(FormatTests):
-    """Shards as MosaicML's MDSWriter has them."""
+    """Shards as MosaicML's MDSWriter writes them."""
 
     def write(self, data: Path, shift: int = 0) -> str:
         bodies = []

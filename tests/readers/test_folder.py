@@ -1,4 +1,4 @@
-"""Class folders are read in torchvision's order, listed once, and never silently wrong."""
+"""Class folders: read in torchvision's order, listed once; changed files are errors."""
 
 import os
 import time
@@ -35,7 +35,7 @@ def _make(root: Path, files: list[str]) -> Path:
 
 
 def _age(root: Path) -> None:
-    """Folders that changed a moment ago are not cached: make them old."""
+    """Make the folders old, since listings of recently changed folders are not cached."""
     for path, _, _ in os.walk(root):
         os.utime(path, (OLD, OLD))
 
@@ -45,7 +45,7 @@ def _names(reader: Reader) -> list[str]:
 
 
 def _image_folder(root: Path) -> tuple[list[str], list[int]]:
-    """What torchvision.datasets.ImageFolder does (folder.py, make_dataset)."""
+    """List files and labels as torchvision.datasets.ImageFolder does (folder.py, make_dataset)."""
     extensions = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
     classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
     samples, labels = [], []
@@ -78,7 +78,7 @@ def test_payloads_are_the_files_with_their_labels(folder: Path) -> None:
         assert len(payload) == reader.sizes[sample]
 
 
-def test_a_listing_is_used_again_until_a_folder_changes(folder: Path, cache: Path) -> None:
+def test_a_listing_is_reused_until_a_folder_changes(folder: Path, cache: Path) -> None:
     first = open_reader(str(folder))
     (kept,) = cache.glob("*/kept")
     when = kept.stat().st_mtime_ns
@@ -91,7 +91,7 @@ def test_a_listing_is_used_again_until_a_folder_changes(folder: Path, cache: Pat
 
 
 @pytest.mark.parametrize("damage", [b"", b"no array", None])
-def test_a_damaged_cache_is_made_anew(folder: Path, cache: Path, damage: bytes | None) -> None:
+def test_a_damaged_cache_is_rebuilt(folder: Path, cache: Path, damage: bytes | None) -> None:
     names = _names(open_reader(str(folder)))
     for kept in cache.glob("*/kept/*"):
         data = bytearray(kept.read_bytes())
@@ -100,7 +100,7 @@ def test_a_damaged_cache_is_made_anew(folder: Path, cache: Path, damage: bytes |
         assert _names(open_reader(str(folder))) == names
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(
+def test_a_cache_that_cannot_be_written_is_ignored(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DLIO_CACHE", "/proc/nowhere")
@@ -126,7 +126,7 @@ def test_a_file_that_vanished_is_named(folder: Path) -> None:
         reader.read(np.array([0]))
 
 
-def test_what_is_no_data_set_is_said_to_be_none(tmp_path: Path) -> None:
+def test_paths_without_a_data_set_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="no such file"):
         open_reader(str(tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
@@ -152,7 +152,7 @@ def test_blocks_mix_classes_and_are_even_in_bytes(tmp_path: Path) -> None:
     assert np.array_equal(np.sort(seen), np.arange(400))
 
 
-def test_urls_of_fsspec_are_read_too() -> None:
+def test_urls_of_fsspec_are_read() -> None:
     import fsspec
 
     files = fsspec.filesystem("memory")
@@ -195,7 +195,7 @@ def test_a_flat_folder_takes_its_labels_from_a_table(tmp_path: Path, table: str,
         open_reader(str(flat))
 
 
-def test_a_file_that_changed_behind_its_size_is_refused(folder: Path) -> None:
+def test_a_file_that_changed_at_the_same_size_is_refused(folder: Path) -> None:
     reader = open_reader(str(folder))
     (folder / "C" / "1.jpg").write_bytes(b"x" * 15)
     with pytest.raises(SourceError, match="has changed"):

@@ -1,4 +1,4 @@
-"""Every format gives the samples that its own library wrote, alone and in blocks, from anywhere."""
+"""Every format returns the samples that its own library wrote, alone and in blocks."""
 
 import csv
 import io
@@ -30,7 +30,7 @@ JPEG = b"\xff\xd8\xff\xe0"
 
 
 def sample(i: int) -> dict[str, Any]:
-    """What sample i holds, in every format that can hold it."""
+    """Return the fields of sample i; a format holds those that it can."""
     return {
         "image": JPEG + bytes([i % 251]) * (20 + i % 17),
         "label": i % 7,
@@ -153,7 +153,7 @@ def write_csv(folder: Path) -> str:
 
 
 def write_mds(folder: Path, packed: str | None = None) -> str:
-    """As MosaicML's MDSWriter has it."""
+    """Write shards as MosaicML's MDSWriter does."""
     columns = [("image", "jpeg", None), ("label", "int", 8), ("words", "str", None)]
     columns += [("x", "ndarray:float32:2,3", 24), ("y", "ndarray:uint16", None)]
     columns.sort()
@@ -201,7 +201,7 @@ def write_mds_gz(folder: Path) -> str:
 
 
 FORMATS: dict[str, tuple[Writer, dict[str, str]]] = {
-    # What the format calls the fields that it has.
+    # Each format's names of the fields that it holds.
     "tar": (write_tar, {"image.jpg": "image", "cls": "label", "x.npy": "x", "txt": "words"}),
     "tar-lz4": (write_lz4, {"image.jpg": "image", "cls": "label", "x.npy": "x", "txt": "words"}),
     "hdf5": (write_hdf5, {"image": "image", "label": "label", "group/x": "x", "words": "words"}),
@@ -231,10 +231,10 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Reader, dict[s
 
 def _check(reader: Reader, fields: dict[str, str], i: int, payload: Any) -> None:
     assert len(payload) == reader.sizes[i]
-    found = reader.schema.split(payload)
+    fields_read = reader.schema.split(payload)
     wanted = sample(i)
     for name, same in fields.items():
-        value = found[name]
+        value = fields_read[name]
         if isinstance(value, memoryview):
             value = bytes(value)
             value = value.decode() if same == "words" else value
@@ -274,7 +274,7 @@ def test_many_threads_read_at_once(case: tuple[Reader, dict[str, str]]) -> None:
         list(pool.map(work, range(4)))
 
 
-def test_a_reader_is_the_same_again_and_in_another_process(
+def test_a_reader_is_the_same_when_opened_again_and_in_another_process(
     case: tuple[Reader, dict[str, str]],
 ) -> None:
     reader, fields = case
@@ -329,12 +329,12 @@ def test_a_chained_url_leads_into_an_archive(tmp_path: Path) -> None:
     assert reader.labels[5] == 5
 
 
-def test_tables_of_text_keep_their_words(tmp_path: Path) -> None:
+def test_tables_of_text_are_read_with_quotes_and_line_breaks(tmp_path: Path) -> None:
     reader = open_reader(write_csv(tmp_path))
-    found = [reader.schema.split(payload) for payload in reader.read(np.arange(N))]
+    rows = [reader.schema.split(payload) for payload in reader.read(np.arange(N))]
     for i in range(N):
         words = sample(i)["words"] + ('"\n,\u2028' if i % 9 == 0 else "")
-        assert (bytes(found[i]["words"]).decode(), found[i]["label"]) == (words, i % 7)
+        assert (bytes(rows[i]["words"]).decode(), rows[i]["label"]) == (words, i % 7)
     (tmp_path / "b.csv").write_text("label,x\ncat,1.5\ndog,2\ncat,3\n")
     reader = open_reader(f"{tmp_path}/b.csv")
     assert (list(reader.classes), reader.labels.tolist()) == (["cat", "dog"], [0, 1, 0])
@@ -343,7 +343,7 @@ def test_tables_of_text_keep_their_words(tmp_path: Path) -> None:
         open_reader(f"{tmp_path}/c.csv")
 
 
-def test_a_slab_of_every_sample_is_all_that_is_read(tmp_path: Path) -> None:
+def test_only_the_selected_slab_of_each_sample_is_read(tmp_path: Path) -> None:
     volumes = np.random.default_rng(0).random((20, 16, 8, 4), np.float32)
     with h5py.File(tmp_path / "v.h5", "w") as file:
         file["v"] = volumes
@@ -403,14 +403,14 @@ def test_a_chunk_is_decoded_once_for_a_block(tmp_path: Path) -> None:
     column.rows = counted
     for block in range(reader.layout.blocks):
         reader.read(reader.layout.samples_of(block))
-    assert sum(high - low for low, high in asked) == 8  # As many as there are chunks.
+    assert sum(high - low for low, high in asked) == 8  # There are as many chunks.
     asked.clear()
     for i in np.random.default_rng(1).permutation(512)[:200].tolist():
         reader.read(np.array([i]))
     assert len(asked) == 8
 
 
-def test_what_leads_out_of_an_hdf5_file_is_refused(tmp_path: Path) -> None:
+def test_links_out_of_an_hdf5_file_are_refused(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "secret.h5", "w") as file:
         file["x"] = np.arange(5)
     (tmp_path / "raw").write_bytes(bytes(40))
@@ -431,7 +431,7 @@ def test_what_leads_out_of_an_hdf5_file_is_refused(tmp_path: Path) -> None:
             open_reader(f"{tmp_path}/a.h5::{name}")
 
 
-def test_a_chunk_that_is_lost_can_be_an_error(tmp_path: Path) -> None:
+def test_a_missing_chunk_can_be_an_error(tmp_path: Path) -> None:
     path = write_zarr(tmp_path, chunks=(32, 2, 3))
     chunk = next(p for p in Path(path, "x").rglob("*") if p.is_file() and p.name != "zarr.json")
     chunk.unlink()
@@ -466,7 +466,7 @@ def test_nulls_and_unknown_columns_are_named(tmp_path: Path) -> None:
         open_reader(f"{tmp_path}/b.parquet")
 
 
-def test_a_tar_whose_samples_differ_is_told(tmp_path: Path) -> None:
+def test_a_tar_whose_samples_differ_is_refused(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "a.tar", "w") as archive:
         for name in ("a.jpg", "a.cls", "b.jpg"):
             info = tarfile.TarInfo(name)
@@ -478,10 +478,10 @@ def test_a_tar_whose_samples_differ_is_told(tmp_path: Path) -> None:
         archive.addfile(link)
     with pytest.raises(SourceError, match="sample 'b' has no cls"):
         open_reader(f"{tmp_path}/a.tar")
-    assert len(open_reader(f"{tmp_path}/a.tar", fields=("jpg",))) == 2  # No link among them.
+    assert len(open_reader(f"{tmp_path}/a.tar", fields=("jpg",))) == 2  # Links are not samples.
 
 
-def test_what_is_no_data_set_says_what_was_tried(tmp_path: Path) -> None:
+def test_the_error_for_a_path_without_a_data_set_lists_the_formats_tried(tmp_path: Path) -> None:
     (tmp_path / "x.bin").write_bytes(b"hello")
     with pytest.raises(SourceError) as caught:
         open_reader(f"{tmp_path}/x.bin")

@@ -1,4 +1,4 @@
-"""Any map-style data set of torch's is kept without pickle, and comes out as it went in."""
+"""Map-style data sets of torch: samples are stored without pickle and restored unchanged."""
 
 from collections import namedtuple
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from dlio.errors import SourceError, UsageError
 
 
 class Made(torch.utils.data.Dataset[Any]):
-    """Samples that a function makes of their numbers; counts how often each was asked for."""
+    """Samples made by a function of the index; counts the reads of each."""
 
     def __init__(self, make: Callable[[int], Any], count: int = 50) -> None:
         self.make = make
@@ -43,7 +43,7 @@ Pair = namedtuple("Pair", "x y")
         lambda i: f"only text {i}",
     ],
 )
-def test_samples_come_out_as_they_went_in(make: Callable[[int], Any]) -> None:
+def test_samples_are_restored_unchanged(make: Callable[[int], Any]) -> None:
     def plain(value: Any) -> Any:
         if isinstance(value, Pair):
             value = value._asdict()
@@ -59,7 +59,7 @@ def test_samples_come_out_as_they_went_in(make: Callable[[int], Any]) -> None:
         assert [len(payload) for payload in payloads] == data.reader.sizes.tolist()
 
 
-def test_pictures_are_kept_losslessly_and_can_be_cropped() -> None:
+def test_pictures_are_stored_losslessly_and_can_be_cropped() -> None:
     def make(i: int) -> tuple[Image.Image, int]:
         pixels = np.random.default_rng(i).integers(0, 255, (20 + i % 3, 30, 3), np.uint8)
         return Image.fromarray(pixels), i % 2
@@ -74,7 +74,7 @@ def test_pictures_are_kept_losslessly_and_can_be_cropped() -> None:
         assert data.targets == [i % 2 for i in range(50)]
 
 
-def test_each_sample_is_asked_for_once_when_tiers_hold_it() -> None:
+def test_each_sample_is_read_once_when_tiers_hold_it() -> None:
     made = Made(lambda i: (torch.full((100,), float(i)), i))
     with (
         dlio.open(made, tiers="ram:16MiB") as data,
@@ -101,14 +101,14 @@ def test_each_sample_is_asked_for_once_when_tiers_hold_it() -> None:
         (lambda i: None, UsageError, "NoneType"),
     ],
 )
-def test_what_cannot_be_kept_is_refused(
+def test_values_that_cannot_be_stored_are_refused(
     make: Callable[[int], Any], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
         open_reader(Made(make))
 
 
-def test_a_sample_that_differs_from_those_that_were_looked_at_is_an_error_of_its_own() -> None:
+def test_a_sample_whose_fields_differ_from_the_inspected_ones_is_an_error() -> None:
     reader = open_reader(Made(lambda i: np.zeros(3 if i == 12 else 2, np.float32)))
     with pytest.raises(SourceError, match=r"\[12\] differs from"):
         reader.read(np.array([12]))

@@ -1,4 +1,4 @@
-"""Formats are read from S3 as from anywhere: against a real server process, on loopback."""
+"""Formats are read from S3: tests with a real server process on the loopback interface."""
 
 import os
 import socket
@@ -26,7 +26,7 @@ SECRET = "wJalrXUtnFEMIsecret"
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:
-    """An empty bucket of a server that lives as long as the tests of this file."""
+    """URL of an empty bucket, on a server that runs as long as this file's tests."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -35,14 +35,14 @@ def bucket() -> Iterator[str]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    told = {
+    variables = {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
         "AWS_ACCESS_KEY_ID": "testing",
         "AWS_SECRET_ACCESS_KEY": SECRET,
         "AWS_DEFAULT_REGION": "us-east-1",
     }
     before = dict(os.environ)
-    os.environ.update(told)
+    os.environ.update(variables)
     try:
         deadline = time.monotonic() + 60
         while True:
@@ -63,7 +63,7 @@ def bucket() -> Iterator[str]:
         server.wait(20)
 
 
-# aiobotocore leaves its sockets to the garbage collector when the process ends.
+# aiobotocore leaves closing its sockets to the garbage collector at the end of the process.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
 
 
@@ -91,7 +91,7 @@ def test_class_folders_shards_and_hdf5_are_staged_from_s3(
     assert remote.name(3) == local.name(3)
 
 
-def test_what_is_not_there_is_named_without_secrets(bucket: str) -> None:
+def test_a_missing_object_is_named_without_secrets(bucket: str) -> None:
     with pytest.raises(SourceError, match="no such file") as caught:
         open_reader(f"{bucket}/nowhere")
     assert SECRET not in str(caught.value)

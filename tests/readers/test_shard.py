@@ -1,4 +1,4 @@
-"""Packing writes what it read, in shards that are whole, found, and never believed."""
+"""Shards: packing writes the samples unchanged; damaged or incomplete shards are refused."""
 
 import os
 import shutil
@@ -108,22 +108,22 @@ def test_packing_mixes_classes(tmp_path: Path) -> None:
     assert describe(str(tmp_path / "sorted"))["class_mix"] > 1.4
 
 
-def test_a_flipped_bit_is_found_and_named(packed: Path) -> None:
+def test_a_flipped_bit_is_detected_and_named(packed: Path) -> None:
     content = _content(open_reader(str(packed)))
     file = packed / "shard-00001.dlio"
     good = file.read_bytes()
     generator = np.random.default_rng(1)
-    found = 0
+    detected = 0
     for at in generator.integers(0, len(good), 120).tolist():
         data = bytearray(good)
         data[at] ^= 1 << int(generator.integers(8))
         file.write_bytes(data)
         try:
-            assert _content(open_reader(str(packed))) == content  # It fell on padding.
+            assert _content(open_reader(str(packed))) == content  # The flip was in padding.
         except CorruptBlock as error:
             assert "shard-00001.dlio" in str(error)  # noqa: PT017 - it may also be no error
-            found += 1
-    assert found > 110
+            detected += 1
+    assert detected > 110
 
 
 def test_verify_lists_all_that_is_damaged(packed: Path, pictures: Path, tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_verify_lists_all_that_is_damaged(packed: Path, pictures: Path, tmp_path
     damaged = verify(str(tmp_path / "good")).damaged
     assert len(damaged) == 2
     assert all("shard-00000.dlio" in line and "checksum" in line for line in damaged)
-    # Sound bytes that are no pictures are damage too.
+    # Intact bytes that are not a picture count as damage too.
     assert len(verify(str(packed)).damaged) == len(open_reader(str(packed)))
 
 
@@ -159,7 +159,7 @@ def test_shards_that_are_cut_off_or_missing_are_refused(packed: Path, tmp_path: 
         open_reader(str(packed))
 
 
-def test_a_destination_that_exists_is_kept(packed: Path, source: Path) -> None:
+def test_an_existing_destination_is_kept(packed: Path, source: Path) -> None:
     with pytest.raises(UsageError, match="exists"):
         pack(str(source), str(packed))
     with pytest.raises(UsageError, match="no folder"):
@@ -213,6 +213,6 @@ pack({str(source)!r}, {str(tmp_path / "out")!r}, progress=slowly)
         run.wait(20)
     assert not (tmp_path / "out").exists()
     left = [path.name for path in tmp_path.iterdir() if path.name != "source"]
-    assert left in ([], [".out.packing"])  # To go on with.
+    assert left in ([], [".out.packing"])  # For a later run to continue.
     pack(str(source), str(tmp_path / "out"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]

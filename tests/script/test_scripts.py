@@ -1,4 +1,4 @@
-"""Scripts for one process, unchanged, on many ranks: the same weights."""
+"""Unmodified scripts for one process, run on several ranks, train the same weights."""
 
 import os
 import re
@@ -34,15 +34,15 @@ def _flat(saved: Any) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, str]]:
-    """What each script saves and prints when Python itself runs it."""
+    """(saved tensors, standard output) of each script when plain Python runs it."""
     folder = tmp_path_factory.mktemp("alone")
-    found = {}
+    results = {}
     for name in NAMES:
         out = str(folder / f"{name}.pt")
         done = _run(str(SCRIPTS / f"{name}.py"), *(["--out"] if name == "clipping" else []), out)
         assert done.returncode == 0, done.stderr
-        found[name] = (_flat(torch.load(out)), done.stdout)
-    return found
+        results[name] = (_flat(torch.load(out)), done.stdout)
+    return results
 
 
 @pytest.mark.mpi
@@ -57,11 +57,11 @@ def test_a_script_gets_the_weights_that_one_process_gets(
     done = _run("-m", "dlio.cli", "run", "-n", str(ranks), script, *option, out)
     assert done.returncode == 0, done.stderr
     expected, printed = alone[name]
-    found = _flat(torch.load(out))
-    assert found.keys() == expected.keys()
+    trained = _flat(torch.load(out))
+    assert trained.keys() == expected.keys()
     for key, tensor in expected.items():
-        assert torch.allclose(found[key], tensor, atol=1e-5, rtol=0), key
-    # Once, by rank 0, and right: of all that is held out, not of a share.
+        assert torch.allclose(trained[key], tensor, atol=1e-5, rtol=0), key
+    # Rank 0 alone prints, and its figures count all held-out samples, not a rank's share.
     assert re.sub(r"\d+\.\d+", "#", done.stdout) == re.sub(r"\d+\.\d+", "#", printed)
     if name == "plain":
         assert done.stdout == printed
@@ -80,7 +80,7 @@ def test_other_exchanges_train_a_script_too(exchange: str, tmp_path: Path) -> No
 
 
 @pytest.mark.mpi
-def test_a_slow_rank_gets_less_and_the_weights_stay_the_same(tmp_path: Path) -> None:
+def test_a_slow_rank_gets_fewer_samples_and_the_weights_stay_the_same(tmp_path: Path) -> None:
     script = tmp_path / "slow.py"
     script.write_text(
         """
@@ -102,23 +102,23 @@ for epoch in range(4):
 torch.save(model.state_dict(), sys.argv[1])
 """
     )
-    found = {}
+    trained = {}
     for ranks in ("1", "2"):
         out = str(tmp_path / f"{ranks}.pt")
         done = _run("-m", "dlio.cli", "run", "-n", ranks, "--balance", str(script), out)
         assert done.returncode == 0, done.stderr
-        found[ranks] = _flat(torch.load(out))
-    told = re.search(r"ranks had (\d+), (\d+) samples of a batch", done.stderr)
-    assert told is not None
-    fast, slow = map(int, told.groups())
+        trained[ranks] = _flat(torch.load(out))
+    shares = re.search(r"ranks had (\d+), (\d+) samples of a batch", done.stderr)
+    assert shares is not None
+    fast, slow = map(int, shares.groups())
     assert fast + slow == 16
     assert fast > slow
-    for key, tensor in found["1"].items():
-        assert torch.allclose(found["2"][key], tensor, atol=1e-5, rtol=0), key
+    for key, tensor in trained["1"].items():
+        assert torch.allclose(trained["2"][key], tensor, atol=1e-5, rtol=0), key
 
 
 @pytest.mark.mpi
-def test_batches_of_each_rank_make_steps_fewer(tmp_path: Path) -> None:
+def test_batches_per_rank_make_fewer_steps(tmp_path: Path) -> None:
     out = str(tmp_path / "out.pt")
     argv = ["-m", "dlio.cli", "run", "-n", "2", "--batch", "per-rank"]
     script = tmp_path / "count.py"
@@ -143,7 +143,7 @@ print(sizes)
 
 
 @pytest.mark.mpi
-def test_ranks_agree_as_often_as_the_exchange_says(tmp_path: Path) -> None:
+def test_ranks_have_equal_weights_as_often_as_the_exchange_averages(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         """
@@ -180,7 +180,7 @@ tell()
 
 
 @pytest.mark.mpi
-def test_what_gains_nothing_or_cannot_be_is_said(tmp_path: Path) -> None:
+def test_options_without_effect_are_reported_and_impossible_ones_refused(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         """
@@ -206,7 +206,7 @@ for _ in range(3):
     assert "KeyError: 'mine'" in done.stderr
 
 
-def test_a_script_that_is_not_there_and_an_exchange_that_is_none() -> None:
+def test_a_missing_script_and_an_unknown_exchange_are_refused() -> None:
     done = _run("-m", "dlio.cli", "run", "nowhere.py")
     assert done.returncode == 2
     assert "nowhere.py: no such script" in done.stderr
@@ -238,7 +238,7 @@ print("skipped", skipped)
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("exchange", ["allreduce", "gossip", "local-sgd(1)"])
-def test_steps_that_a_scaler_leaves_out_on_one_rank_hold_nobody_up(
+def test_steps_that_a_scaler_skips_on_one_rank_block_no_other(
     exchange: str, tmp_path: Path
 ) -> None:
     (tmp_path / "scaled.py").write_text(SCALED)
@@ -250,7 +250,7 @@ def test_steps_that_a_scaler_leaves_out_on_one_rank_hold_nobody_up(
 
 @pytest.mark.mpi
 def test_groups_of_parameters_do_not_hold_messages_back(tmp_path: Path) -> None:
-    """Weights in one group and biases in another: what backward comes to first leaves first."""
+    """Weights and biases in two groups are sent in the order in which backward computes them."""
     script = tmp_path / "script.py"
     script.write_text(
         """

@@ -1,4 +1,4 @@
-"""Messages between ranks arrive whole, or say which samples did not."""
+"""Messages between ranks: every sample arrives intact or is reported as missing."""
 
 import lz4.block
 import numpy as np
@@ -53,7 +53,7 @@ def test_payloads_that_are_stored_compressed_travel_compressed(sent: list[bytes 
 
 
 @given(st.lists(st.binary(min_size=1, max_size=20), min_size=1, max_size=5), st.data())
-def test_a_flipped_bit_loses_its_sample_and_no_other_byte_is_believed(
+def test_a_flipped_bit_loses_its_sample_and_yields_no_wrong_byte(
     sent: list[bytes], data: st.DataObject
 ) -> None:
     message, sizes = _packed(list(sent))
@@ -62,21 +62,21 @@ def test_a_flipped_bit_loses_its_sample_and_no_other_byte_is_believed(
     received = _received(message, sizes)
     for arrived, payload in zip(received, sent, strict=True):
         assert arrived is None or arrived == payload
-    # A length that is wrong hides where those behind it begin.
+    # A wrong length hides where the following payloads begin.
     in_lengths = bit // 8 < 16 * len(sent) and bit // 8 % 16 < 8
     assert received.count(None) == 1 or (in_lengths and None in received)
 
 
 @given(st.binary(min_size=40, max_size=60).map(lambda b: b * 40), st.data())
-def test_a_flipped_bit_of_compressed_data_is_found(sent: bytes, data: st.DataObject) -> None:
+def test_a_flipped_bit_of_compressed_data_is_detected(sent: bytes, data: st.DataObject) -> None:
     message, sizes = _packed([sent], compress=True)
     bit = data.draw(st.integers(0, 8 * len(message) - 1))
     message[bit // 8] ^= 1 << (bit % 8)
-    # LZ4 has bits that change nothing, in what its matches refer to.
+    # Some flips in LZ4 decode to the same bytes: a match may refer to another copy of them.
     assert _received(message, sizes) in ([None], [sent])
 
 
-def test_memory_is_used_again_when_nobody_refers_to_it() -> None:
+def test_memory_is_reused_when_nothing_refers_to_it() -> None:
     memory = MessageMemory()
     first = memory.take(1000)
     address = first.ctypes.data
@@ -86,7 +86,7 @@ def test_memory_is_used_again_when_nobody_refers_to_it() -> None:
     assert second.ctypes.data != address
     del view
     assert memory.take(900).ctypes.data == address
-    # Not for something much smaller, which would hold it.
+    # A much smaller message gets memory of its own, not to occupy a large one.
     assert memory.take(10).ctypes.data not in (address, second.ctypes.data)
     held = [memory.take(100) for _ in range(200)]
     assert len({each.ctypes.data for each in held}) == 200

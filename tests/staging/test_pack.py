@@ -1,4 +1,4 @@
-"""What is packed comes out again, from each format into each; it appears whole or not at all."""
+"""Packing: samples survive from any format into any; the result appears complete or not at all."""
 
 import json
 import os
@@ -33,7 +33,7 @@ CLI = [sys.executable, "-m", "dlio.cli"]
 
 
 class MadeReader:
-    """Samples of any schema, in memory."""
+    """A reader of samples in memory, of any schema."""
 
     format, path, objects = "made", "made", False
 
@@ -138,7 +138,7 @@ def test_samples_survive_every_pair_of_formats(
 
 @pytest.mark.parametrize("format_", FORMATS)
 @pytest.mark.parametrize("workers", [1, 3])
-def test_all_is_there_once_however_many_work(
+def test_every_sample_is_packed_once_by_any_number_of_workers(
     pictures: Path, tmp_path: Path, format_: str, workers: int
 ) -> None:
     options = PackOptions(format=format_, workers=workers, shard_bytes=1 << 17, restart_rows=False)
@@ -150,7 +150,7 @@ def test_all_is_there_once_however_many_work(
     assert sorted(packed.labels.tolist()) == sorted(source.labels.tolist())
     assert list(packed.classes) == list(source.classes)
     assert os.listdir(tmp_path) == ["out"]
-    # Another number of processes writes the very same.
+    # Any number of processes writes the same bytes.
     again = PackOptions(format=format_, shard_bytes=1 << 17, restart_rows=False)
     pack(str(pictures), str(tmp_path / "again"), options=again)
     assert _content(open_reader(packed_path(str(tmp_path / "again"), format_))) == _content(packed)
@@ -170,14 +170,14 @@ def test_images_are_resized_and_restart_at_rows(pictures: Path, tmp_path: Path) 
         assert frame.intervals_a_row
 
 
-def test_a_split_gives_each_sample_to_one(pictures: Path, tmp_path: Path) -> None:
+def test_a_split_puts_each_sample_into_one_part(pictures: Path, tmp_path: Path) -> None:
     split = (("train", 0.7), ("val", 0.3))
     pack(str(pictures), str(tmp_path / "out"), split=split, restart_rows=False)
     parts = [open_reader(str(tmp_path / "out" / name)) for name, _ in split]
     assert [len(part) for part in parts] == [8, 4]
     assert parts[0].fingerprint != parts[1].fingerprint
-    found = [payload for part in parts for payload in _content(part)]
-    assert sorted(found) == sorted(_content(open_reader(str(pictures))))
+    payloads = [payload for part in parts for payload in _content(part)]
+    assert sorted(payloads) == sorted(_content(open_reader(str(pictures))))
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_a_split_gives_each_sample_to_one(pictures: Path, tmp_path: Path) -> Non
         ({"resize": 0}, "--resize 0"),
     ],
 )
-def test_wrong_options_are_refused_and_leave_nothing(
+def test_invalid_options_are_refused_and_leave_no_file(
     pictures: Path, tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(UsageError, match=words):
@@ -199,7 +199,7 @@ def test_wrong_options_are_refused_and_leave_nothing(
     assert os.listdir(tmp_path) == []
 
 
-def test_places_that_cannot_be_are_refused(pictures: Path, tmp_path: Path) -> None:
+def test_invalid_destinations_are_refused(pictures: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="outside of it"):
         pack(str(pictures), str(pictures / "packed"))
     made = MadeReader(Schema((("x", "int8"),)), [{"x": 1}])
@@ -208,7 +208,7 @@ def test_places_that_cannot_be_are_refused(pictures: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.cold
-def test_a_killed_packing_is_gone_on_with(pictures: Path, tmp_path: Path) -> None:
+def test_a_killed_packing_is_continued(pictures: Path, tmp_path: Path) -> None:
     body = (
         "import os, sys, time\n"
         "from dlio_staging.pack import pack\n"
@@ -241,7 +241,7 @@ def test_a_killed_packing_is_gone_on_with(pictures: Path, tmp_path: Path) -> Non
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-def test_other_options_begin_afresh(pictures: Path, tmp_path: Path) -> None:
+def test_other_options_start_packing_again(pictures: Path, tmp_path: Path) -> None:
     staging = tmp_path / ".out.packing"
     (staging / "done").mkdir(parents=True)
     (staging / "plan.json").write_text('{"key": "of something else"}')
@@ -271,7 +271,7 @@ def test_ranks_write_files_of_their_own(pictures: Path, tmp_path: Path, mpirun: 
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
 
 
-def test_the_command_tells_what_it_did(pictures: Path, tmp_path: Path) -> None:
+def test_the_command_prints_its_result(pictures: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     argv = [*CLI, "pack", str(pictures), str(out), "--format", "tar"]
     said = subprocess.run([*argv, "--dry-run"], capture_output=True, text=True, check=True).stdout

@@ -1,4 +1,4 @@
-"""Staging reads the source once, whoever asks and however often; what it leaves can be trusted."""
+"""Staging reads each byte of the source once, for any number of jobs; its blocks are verified."""
 
 import json
 import os
@@ -57,12 +57,12 @@ def test_the_source_is_read_once_and_never_again(
     first = stage(source, _options(scratch))
     assert first.complete
     assert first.read_bytes >= first.data_bytes
-    assert first.read_bytes <= 1.2 * first.data_bytes  # Twelve pictures: headers count.
+    assert first.read_bytes <= 1.2 * first.data_bytes  # With twelve pictures, headers matter.
     before = _blocks(scratch)
     again = stage(source, _options(scratch, verify="all"))
     assert (again.read_bytes, again.healed_blocks) == (0, 0)
     assert _blocks(scratch) == before
-    # A job with the same tiers reads no byte of the source.
+    # A job with the same tiers reads nothing from the source.
     with (
         dlio.open(source, tiers=f"{scratch}:1GiB", image_size=32) as data,
         dlio.DataLoader(data, 5, shuffle=True) as loader,
@@ -79,19 +79,21 @@ def test_a_dry_run_moves_nothing(pictures: Path, scratch: Path) -> None:
     assert not _blocks(scratch)
 
 
-def test_the_report_says_what_moved(pictures: Path, scratch: Path, tmp_path: Path) -> None:
+def test_the_report_counts_samples_and_blocks(
+    pictures: Path, scratch: Path, tmp_path: Path
+) -> None:
     done = _dlio(
         "stage", pictures, "--tiers", f"{scratch}:1GiB", "--report", tmp_path / "r.json", "--json"
     )
-    told = json.loads((tmp_path / "r.json").read_text())
-    assert told == json.loads(done.stdout.splitlines()[-1])
-    assert told["complete"]
-    assert told["samples"] == 12
-    (plans,) = told["planned"].values()
-    assert plans[0]["missing_blocks"] == told["blocks"] == len(_blocks(scratch))
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report == json.loads(done.stdout.splitlines()[-1])
+    assert report["complete"]
+    assert report["samples"] == 12
+    (plans,) = report["planned"].values()
+    assert plans[0]["missing_blocks"] == report["blocks"] == len(_blocks(scratch))
 
 
-def test_what_does_not_match_is_not_brought(pictures: Path, scratch: Path) -> None:
+def test_samples_that_do_not_match_are_not_staged(pictures: Path, scratch: Path) -> None:
     reader = open_reader(str(pictures))
     name = reader.name(3)
     stage(str(pictures), _options(scratch, include=[name]))
@@ -100,7 +102,9 @@ def test_what_does_not_match_is_not_brought(pictures: Path, scratch: Path) -> No
         stage(str(pictures), _options(scratch, exclude=["*"]))
 
 
-def test_a_deadline_stops_and_the_next_run_goes_on(imagenet: Path, scratch: Path) -> None:
+def test_a_run_ends_at_its_deadline_and_the_next_one_continues(
+    imagenet: Path, scratch: Path
+) -> None:
     tiers = f"{scratch}:1GiB"
     stopped = _dlio("stage", imagenet, "--tiers", tiers, "--bwlimit", "1MiB", "--deadline", "0.5")
     assert stopped.returncode == 3, stopped.stderr
@@ -112,12 +116,12 @@ def test_a_deadline_stops_and_the_next_run_goes_on(imagenet: Path, scratch: Path
 
 
 def test_a_bandwidth_limit_holds(imagenet: Path, scratch: Path) -> None:
-    """Of 20 MB, what passes in a second at 2 MB/s: not all of it."""
+    """In one second at 2 MB/s, only a part of 20 MB is staged."""
     stage(str(imagenet), _options(scratch, bandwidth=2 << 20, deadline_s=1.0))
     assert sum(map(len, _blocks(scratch).values())) < 8 << 20
 
 
-def test_every_flipped_byte_is_found_and_healed_without_reading_the_rest(
+def test_every_flipped_byte_is_detected_and_healed_without_reading_the_rest(
     pictures: Path, scratch: Path
 ) -> None:
     stage(str(pictures), _options(scratch))
@@ -128,20 +132,22 @@ def test_every_flipped_byte_is_found_and_healed_without_reading_the_rest(
         Path(path).write_bytes(
             data[:place] + bytes([data[place] ^ (1 << generator.randrange(8))]) + data[place + 1 :]
         )
-    found = verify(str(scratch))
-    # A flip in the zeros between payloads changes nothing that is ever used.
-    assert len(sound) - 3 <= len(found.damaged) <= len(sound)
+    check = verify(str(scratch))
+    # A flip in the padding between payloads changes no sample.
+    assert len(sound) - 3 <= len(check.damaged) <= len(sound)
     healed = verify(str(scratch), heal=True)
-    assert healed.healed == len(found.damaged)
+    assert healed.healed == len(check.damaged)
     assert verify(str(scratch)).damaged == []
 
 
-def test_the_manifest_tells_what_is_missing_and_what_is_old(pictures: Path, scratch: Path) -> None:
+def test_missing_and_outdated_blocks_are_detected_by_the_manifest(
+    pictures: Path, scratch: Path
+) -> None:
     stage(str(pictures), _options(scratch))
     blocks = sorted(scratch.rglob("*.blk"))
     blocks[0].unlink()
-    (found,) = verify(str(scratch)).damaged
-    assert "block 0 is missing" in found
+    (damage,) = verify(str(scratch)).damaged
+    assert "block 0 is missing" in damage
     assert verify(str(scratch), heal=True).healed == 1
     folder = str(blocks[0].parent)
     manifest = read_manifest(folder)
@@ -220,7 +226,7 @@ def test_a_dead_jobs_lease_expires_and_its_data_is_evicted_by_its_number(
     assert not _blocks(scratch)
 
 
-def test_room_is_made_by_evicting_what_was_used_longest_ago(
+def test_room_is_made_by_evicting_the_least_recently_used_data_set(
     pictures: Path, scratch: Path, tmp_path: Path
 ) -> None:
     sources = []
@@ -239,10 +245,10 @@ def test_room_is_made_by_evicting_what_was_used_longest_ago(
     assert {entry.source for entry in stored_data(str(scratch))} == set(sources[1:])
 
 
-def test_status_shows_who_uses_what(pictures: Path, scratch: Path) -> None:
+def test_status_shows_pins_and_uses(pictures: Path, scratch: Path) -> None:
     done = stage(str(pictures), _options(scratch, pin=True))
-    told = json.loads(_dlio("status", "--tiers", scratch, "--json").stdout)
-    (entry,) = told["tiers"][0]["data_sets"]
+    status = json.loads(_dlio("status", "--tiers", scratch, "--json").stdout)
+    (entry,) = status["tiers"][0]["data_sets"]
     assert entry["fingerprint"] == done.fingerprint
     assert entry["pinned"]
     assert not entry["in_use"]
@@ -252,15 +258,15 @@ def test_status_shows_who_uses_what(pictures: Path, scratch: Path) -> None:
 
 
 @pytest.mark.cold
-def test_a_reader_that_hangs_is_left_behind(pictures: Path, scratch: Path, tmp_path: Path) -> None:
-    """The source is a pipe that nobody writes to: opening it blocks for ever."""
+def test_a_reader_that_hangs_is_abandoned(pictures: Path, scratch: Path, tmp_path: Path) -> None:
+    """The source is a pipe without a writer: opening it blocks for ever."""
     folder = tmp_path / "hanging"
     for path in pictures.rglob("*"):
         if path.is_file():
             into = folder / path.relative_to(pictures)
             into.parent.mkdir(parents=True, exist_ok=True)
             into.write_bytes(path.read_bytes())
-    time.sleep(2.1)  # The listing is kept when the folders are settled.
+    time.sleep(2.1)  # A listing is cached when the folders are no longer recent.
     env = {**os.environ, "DLIO_TIMEOUT": "1"}
     assert open_reader(str(folder))
     victim = next(path for path in folder.rglob("*") if path.is_file())
@@ -275,7 +281,7 @@ def test_a_reader_that_hangs_is_left_behind(pictures: Path, scratch: Path, tmp_p
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.cold
-def test_interrupted_it_ends_leaves_whole_blocks_and_no_process(
+def test_an_interrupted_run_leaves_whole_blocks_and_no_process(
     imagenet: Path, scratch: Path, number: signal.Signals
 ) -> None:
     argv = [*CLI, "stage", str(imagenet), "--tiers", f"{scratch}:1GiB", "--bwlimit", "2MiB"]
@@ -301,16 +307,16 @@ def test_nodes_share_the_source_and_copy_from_each_other(
     argv += ["--layout", layout, "--pretend-nodes", "3", "--report", str(report)]
     done = mpirun(3, *argv)
     assert done.returncode == 0, done.stderr
-    told = json.loads(report.read_text())
+    summary = json.loads(report.read_text())
     copies = 3 if layout == "replicate" else 1
-    assert len(_blocks(scratch)) == copies * told["blocks"]
-    assert told["read_bytes"] == told["data_bytes"]  # Once, however many nodes want it.
-    assert (told["copied_bytes"] > 0) == (layout == "replicate")
-    found = verify(str(scratch))
-    assert (found.damaged, found.samples) == ([], copies * 12)
+    assert len(_blocks(scratch)) == copies * summary["blocks"]
+    assert summary["read_bytes"] == summary["data_bytes"]  # Once for any number of nodes.
+    assert (summary["copied_bytes"] > 0) == (layout == "replicate")
+    check = verify(str(scratch))
+    assert (check.damaged, check.samples) == ([], copies * 12)
 
 
-def test_wrong_use_is_told_in_one_line(pictures: Path, scratch: Path, tmp_path: Path) -> None:
+def test_wrong_usage_is_refused_in_one_line(pictures: Path, scratch: Path, tmp_path: Path) -> None:
     for argv, words in (
         (["stage", pictures, "--tiers", "ram:1GiB"], "nothing to stage into"),
         (["stage", tmp_path / "none", "--tiers", f"{scratch}:1GiB"], "no such file"),
@@ -326,7 +332,7 @@ def test_wrong_use_is_told_in_one_line(pictures: Path, scratch: Path, tmp_path: 
         assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_staging_process_that_is_killed_ends_its_command_alike() -> None:
+def test_a_killed_staging_process_ends_its_command_with_the_same_status() -> None:
     body = "import os; from dlio_staging.abandon import abandonable; abandonable(); "
     body += "os.kill(os.getpid(), 9)"
     done = subprocess.run(

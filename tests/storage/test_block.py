@@ -1,4 +1,4 @@
-"""A block gives back what was put in, or says that it cannot; nothing in it is believed."""
+"""Blocks: a payload comes back unchanged or raises an error; no field of a file is trusted."""
 
 import os
 from pathlib import Path
@@ -55,13 +55,13 @@ def test_lz4_is_used_only_where_it_pays() -> None:
     assert len(_encode([noise], compress=True)) == len(_encode([noise]))
 
 
-def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
+def test_every_flipped_bit_is_detected(tmp_path: Path) -> None:
     payloads = [b"first", b"", bytes(60)]
     data = bytearray(_encode(payloads))
     padding = _padding(tmp_path / "p", bytes(data))
     for bit in range(8 * len(data)):
         data[bit // 8] ^= 1 << (bit % 8)
-        if bit // 8 in padding:  # Carries nothing, so nothing is lost.
+        if bit // 8 in padding:  # Padding carries no data.
             assert _read(tmp_path / "b", bytes(data)) == payloads
         else:
             with pytest.raises(CorruptBlock):
@@ -76,7 +76,7 @@ def test_no_flipped_bit_in_lz4_gives_a_wrong_byte(tmp_path: Path) -> None:
     for bit in range(8 * len(data)):
         data[bit // 8] ^= 1 << (bit % 8)
         try:
-            # Some flips say the same in other words, such as a match one period further back.
+            # Some flips decode to the same bytes, such as a match one period further back.
             assert _read(tmp_path / "b", bytes(data)) == payloads
         except CorruptBlock:
             detected += 1
@@ -93,7 +93,7 @@ def test_a_block_cut_off_anywhere_is_refused(tmp_path: Path) -> None:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
 @given(st.data())
-def test_any_bytes_are_a_block_or_a_clear_error(tmp_path: Path, data: st.DataObject) -> None:
+def test_arbitrary_bytes_are_a_block_or_a_clear_error(tmp_path: Path, data: st.DataObject) -> None:
     good = bytearray(_encode([b"first", bytes(500)], compress=True))
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, 8 + len(good) // 2))
@@ -121,7 +121,7 @@ def test_scratch_keeps_earlier_payloads_from_being_resized() -> None:
 
 
 @given(st.integers(-(2**63), 2**63 - 1), st.binary(max_size=50))
-def test_fields_make_a_payload_and_come_back(label: int, image: bytes) -> None:
+def test_fields_are_joined_into_a_payload_and_split_again(label: int, image: bytes) -> None:
     payload = IMAGE_LABEL.join({"image": image, "label": label})
     assert len(payload) == len(image) + IMAGE_LABEL.overhead
     values = IMAGE_LABEL.split(payload)
@@ -140,13 +140,13 @@ def test_several_variable_fields_keep_their_bounds(bodies: list[bytes]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "5", "[]", '[["a","jpeg"],["a","jpeg"]]', '[["a","pickle"]]'])
-def test_schemas_that_make_no_sense_are_refused(text: str) -> None:
+def test_invalid_schemas_are_refused(text: str) -> None:
     with pytest.raises(CorruptBlock):
         Schema.from_json(text)
 
 
 def _padding(path: Path, data: bytes) -> set[int]:
-    """Bytes of a block behind its table that no payload covers."""
+    """Return the positions of bytes behind a block's table that no payload covers."""
     path.write_bytes(data)
     descriptor = os.open(path, os.O_RDONLY)
     info = read_info(descriptor, str(path))

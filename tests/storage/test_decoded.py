@@ -1,4 +1,4 @@
-"""A tier of decoded images gives back what was put there, and only what pays."""
+"""Tiers of decoded images: images come back unchanged, and are kept only where that saves time."""
 
 import os
 from pathlib import Path
@@ -27,7 +27,7 @@ def _name() -> str:
     return f"test-decoded-{os.getpid()}"
 
 
-def test_an_image_is_there_for_every_process_that_opens_the_tier() -> None:
+def test_every_process_that_opens_the_tier_reads_its_images() -> None:
     notes: list[str] = []
     with_room = 16 << 20
     one, other = (DecodedTier(_name(), 100, with_room, notes.append) for _ in range(2))
@@ -48,7 +48,7 @@ def test_an_image_is_there_for_every_process_that_opens_the_tier() -> None:
     assert not os.path.exists(path)
 
 
-def test_it_holds_what_there_is_room_for_and_no_more() -> None:
+def test_the_capacity_is_used_and_not_exceeded() -> None:
     tier = DecodedTier(_name(), 1000, 4 << 20, lambda note: None)
     size = _noise(0).nbytes
     for sample in range(1000):
@@ -61,13 +61,13 @@ def test_it_holds_what_there_is_room_for_and_no_more() -> None:
     tier.close()
 
 
-def test_images_that_shrink_are_kept_compressed_where_room_is_short() -> None:
+def test_compressible_images_are_kept_compressed_when_room_is_short() -> None:
     notes: list[str] = []
     tier = DecodedTier(_name(), 1000, 2 << 20, notes.append)
     for sample in range(1000):
         tier.put(sample, _flat(sample % 256), 0, 0.01)
     assert "kept as LZ4" in notes[0]
-    # Those that were tried first lie there raw.
+    # The images that were measured first are stored raw.
     held = [sample for sample in range(1000) if (image := tier.get(sample)) is not None]
     assert len(held) > 4 * (2 << 20) / _flat(0).nbytes
     for sample in held:
@@ -77,7 +77,7 @@ def test_images_that_shrink_are_kept_compressed_where_room_is_short() -> None:
     tier.close()
 
 
-def test_images_that_decode_faster_than_they_are_brought_back_are_not_kept() -> None:
+def test_images_that_decode_faster_than_the_tier_returns_them_are_not_kept() -> None:
     notes: list[str] = []
     tier = DecodedTier(_name(), 100, 16 << 20, notes.append)
     for sample in range(60):
@@ -87,7 +87,7 @@ def test_images_that_decode_faster_than_they_are_brought_back_are_not_kept() -> 
     tier.close()
 
 
-def test_damage_is_found() -> None:
+def test_damage_is_detected() -> None:
     tier = DecodedTier(_name(), 10, 16 << 20, lambda note: None)
     tier.put(0, _noise(0), 1, 0.01)
     path = os.path.join(tier._folder.path, "slab.1")
@@ -102,7 +102,7 @@ def test_damage_is_found() -> None:
     tier.close()
 
 
-def test_specifications_that_users_write() -> None:
+def test_specifications_as_users_write_them_are_parsed() -> None:
     decoded, blocks = parse_tiers("ram:1GiB:decoded,ram:2GiB")
     assert decoded == TierSpec("ram", "/dev/shm", 1 << 30, True)
     assert not blocks.decoded
@@ -151,7 +151,7 @@ def test_pixels_are_the_same_with_and_without_the_tier(imagenet: Path, train: bo
         assert plain[0] == whole[0]
 
 
-def test_it_wants_images_to_crop(tmp_path: Path) -> None:
+def test_data_without_images_to_crop_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "values.npy", np.zeros((10, 4)))
     with pytest.raises(UsageError, match="labelled images"):
         dlio.open(str(tmp_path / "values.npy"), tiers="ram:1GiB:decoded")

@@ -1,4 +1,4 @@
-"""The hierarchy reads from the fastest place, the source once, and never a wrong byte."""
+"""The hierarchy: the fastest tier is read, the source once, and every byte is right."""
 
 import errno
 import functools
@@ -70,7 +70,7 @@ Make = Callable[[MemoryReader], Hierarchy]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
-    """Hierarchies over two disk tiers, opened as if by different processes of a node."""
+    """Make hierarchies over two disk tiers, as different processes of a node open them."""
     (tmp_path / "fast").mkdir()
     (tmp_path / "slow").mkdir()
 
@@ -145,9 +145,9 @@ def test_damage_in_a_tier_is_healed_from_the_source_and_counted(make: Make) -> N
                 file.write_bytes(data)
                 damaged += 1
     with make(reader) as hierarchy:
-        _read_all(hierarchy)  # Compares every byte.
+        _read_all(hierarchy)  # It compares every byte.
         assert hierarchy.counters.healed == damaged
-        # At its next use it is replaced, and then there is nothing left to heal.
+        # The damaged block is replaced at its next use; then nothing is left to heal.
         _read_all(hierarchy)
         read = hierarchy.counters.bytes["source"]
         _read_all(hierarchy)
@@ -178,7 +178,7 @@ def test_a_block_that_vanishes_is_read_from_the_source(make: Make) -> None:
         _read_all(hierarchy)
 
 
-def test_a_sample_that_cannot_be_read_spoils_no_other(make: Make) -> None:
+def test_an_unreadable_sample_does_not_affect_others(make: Make) -> None:
     reader = MemoryReader()
     with make(reader) as hierarchy:
         blocks, places = reader.layout.locate(np.arange(N, dtype=np.int64))
@@ -206,12 +206,12 @@ def test_a_tier_that_fills_up_degrades_to_the_source(
         assert len([note for note in hierarchy.notes() if "full" in note]) == 1
 
 
-def test_one_who_fills_too_long_is_not_waited_for(make: Make) -> None:
+def test_waiting_for_a_slow_filler_ends(make: Make) -> None:
     reader = MemoryReader()
     with make(reader) as one, make(reader) as two:
         two._arrivals.fill_timeout_s = 0.1
         block = int(np.flatnonzero(one.pins.tier == 0)[0])
-        assert one.tiers[0].claim(block)  # And then hangs.
+        assert one.tiers[0].claim(block)  # And never fills it.
         two._reads.budget_bytes = 0
         samples = reader.layout.samples_of(block)
         payload, where = two.read(int(samples[0]), block, 0)
@@ -233,7 +233,7 @@ def test_blocks_come_in_the_order_of_their_first_use() -> None:
 
 
 def _two_jobs(reader: MemoryReader, folder: Path) -> list[Hierarchy]:
-    """Make two jobs that fill the same tier, with several requests in flight each."""
+    """Make two jobs that fill the same tier, each with several requests in flight."""
     jobs = []
     for _ in range(2):
         tier = Tier(TierSpec("disk", str(folder), 1 << 30), "x", fingerprint=reader.fingerprint)
@@ -243,7 +243,7 @@ def _two_jobs(reader: MemoryReader, folder: Path) -> list[Hierarchy]:
 
 
 def test_a_first_batch_is_read_before_its_blocks_and_nothing_twice(tmp_path: Path) -> None:
-    """Two jobs fill one tier; each has a first batch that it cannot wait for."""
+    """Two jobs fill one tier; each reads its first batch ahead of the blocks."""
     reader = MemoryReader()
     jobs = _two_jobs(reader, tmp_path)
     batches = [Order(N, seed).samples(np.arange(40)) for seed in range(2)]
@@ -262,14 +262,14 @@ def test_a_first_batch_is_read_before_its_blocks_and_nothing_twice(tmp_path: Pat
             assert bytes(job.read(sample, block, place)[0]) == reader.payloads[sample]
     assert in_time(lambda: len(fillers) == 2)
     assert all(filler.join(20) for filler in fillers)
-    # Each job may read half a percent of the samples on their own.
+    # Each job may read half a percent of the samples individually.
     assert N <= reader.reads.sum() <= N + 4
     for job in jobs:
         job.close()
 
 
 def test_the_work_after_a_first_batch_is_done_by_one_thread_at_a_time(tmp_path: Path) -> None:
-    """A second pass may begin meanwhile; and the tiers may be closed."""
+    """A second pass may begin, and the tiers may be closed, while that work is under way."""
     job, other = _two_jobs(MemoryReader(), tmp_path)
     begun, go = threading.Event(), threading.Event()
     events = []
@@ -295,7 +295,7 @@ def test_the_work_after_a_first_batch_is_done_by_one_thread_at_a_time(tmp_path: 
     other.close()
 
 
-def test_blocks_that_were_claimed_for_a_first_batch_are_let_go_again(tmp_path: Path) -> None:
+def test_blocks_that_were_claimed_for_a_first_batch_are_released(tmp_path: Path) -> None:
     reader = MemoryReader()
     jobs = _two_jobs(reader, tmp_path)
     read = threading.Event()

@@ -13,7 +13,7 @@ from dlio_staging.pack import pack
 
 
 class _Counted:
-    """A shard's reader that notes what is asked of its file."""
+    """A shard's reader that records the requests to its file."""
 
     def __init__(self, reader: Any) -> None:
         self._reader = reader
@@ -42,7 +42,7 @@ def test_on_lustre_no_request_touches_two_stripes(
             with intake.block(block) as read:
                 assert sum(len(memoryview(piece)) for piece in read.pieces) == read.source_bytes
                 reader.check_stored(block, memoryview(read.pieces[0]))
-    # A stripe is whole, or several small ones are.
+    # A request is one whole stripe, or several small stripes that are whole.
     unit = stripe if stripe > 1 << 20 else piece_bytes(stripe)
     assert len(reader.asked) > len(reader.block_bytes)
     assert all(start // unit == (end - 1) // unit for start, end in reader.asked)

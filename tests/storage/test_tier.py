@@ -1,4 +1,4 @@
-"""A tier shows whole blocks only, stays private, and leaves nothing behind."""
+"""A tier: only whole blocks are visible, its folder is private, and its files are removed."""
 
 import os
 import secrets
@@ -16,6 +16,7 @@ from dlio.errors import CorruptBlock, TierError, TierFull, UsageError
 from dlio.storage.block import encode_block
 from dlio.storage.spec import TierSpec
 from dlio.storage.tier import Tier
+from dlio.util import shared
 from dlio.util.folders import open_private
 from dlio.util.shared import SHARED_MEMORY, sweep_shared_memory, user_folder
 
@@ -44,7 +45,9 @@ def test_a_published_block_is_read_by_another_process_of_the_node(disk: Tier) ->
             other.read(4, 0)
 
 
-def test_folders_are_private_and_a_strangers_are_refused(disk: Tier, tmp_path: Path) -> None:
+def test_folders_are_private_and_those_of_another_user_are_refused(
+    disk: Tier, tmp_path: Path
+) -> None:
     for folder, _, _ in os.walk(tmp_path / user_folder()):
         assert os.stat(folder).st_mode & 0o077 == 0
     (tmp_path / user_folder()).chmod(0o777)
@@ -59,7 +62,7 @@ def test_a_link_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
         Tier(TierSpec("disk", str(tmp_path), 1), "data")
 
 
-def test_a_folder_that_its_last_user_removes_meanwhile_is_made_again(
+def test_a_folder_that_its_last_user_removes_during_opening_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mkdir = os.mkdir
@@ -105,9 +108,9 @@ def test_a_flipped_bit_is_an_error_and_the_block_can_be_discarded(disk: Tier) ->
     assert not disk.has(0)
 
 
-@pytest.mark.parametrize(("share", "found"), [("1", 20), ("0.5", 10), ("0", 0)])
+@pytest.mark.parametrize(("share", "detected"), [("1", 20), ("0.5", 10), ("0", 0)])
 def test_a_share_of_the_payloads_is_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: str, found: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: str, detected: int
 ) -> None:
     monkeypatch.setenv("DLIO_CHECK", share)
     with Tier(TierSpec("disk", str(tmp_path), 1 << 20), "data", "node") as tier:
@@ -122,7 +125,7 @@ def test_a_share_of_the_payloads_is_checked(
                 tier.read(7, 4)
             except CorruptBlock:
                 errors += 1
-        assert errors == found
+        assert errors == detected
     monkeypatch.setenv("DLIO_CHECK", "often")
     with pytest.raises(UsageError, match="DLIO_CHECK=often"):
         Tier(TierSpec("disk", str(tmp_path), 1 << 20), "data", "node")
@@ -161,7 +164,7 @@ def test_a_full_disk_leaves_nothing_half_written(disk: Tier, full_disk: FullDisk
 def test_files_of_a_killed_writer_are_removed(disk: Tier) -> None:
     left = Path(disk.path) / "tmp.00000009.1.1"
     left.write_bytes(b"half")
-    assert disk.claim(9)  # Somebody lives who is writing it: hands off.
+    assert disk.claim(9)  # While a live process fills the block, its file is left alone.
     Tier(disk.spec, "data", "node").close()
     assert left.exists()
     disk.release(9)
@@ -181,13 +184,13 @@ def _ram(job: str) -> Tier:
 Soon = Callable[[Callable[[], bool]], bool]
 
 
-def test_a_ram_tier_goes_with_its_last_process(job: str, soon: Soon) -> None:
+def test_a_ram_tier_is_removed_with_its_last_process(job: str, soon: Soon) -> None:
     one, two = _ram(job), _ram(job)
     one.publish(0, _pieces(0))
     one.close()
     assert bytes(two.read(0, 1)) == b"\1" * 100
     two.close()
-    # The reaper may be as fast as the last holder, and does what it would have done.
+    # If the reaper gets the lock first, it removes the folder instead of the last holder.
     assert soon(lambda: not os.path.exists(two.path))
 
 
@@ -195,20 +198,24 @@ _JOB = """
 import sys, time
 sys.path.insert(0, {root!r})
 from dlio.storage import tier as t
-if {orphan!r}:
-    from dlio.util import shared
-    shared._start_reaper = lambda *_: None
 from dlio.storage.spec import TierSpec
-from dlio.util.shared import SHARED_MEMORY
-tier = t.Tier(TierSpec("ram", SHARED_MEMORY, 1 << 20), {job!r})
+from dlio.util import shared
+if {unreaped!r}:
+    shared.SHARED_MEMORY = {unreaped!r}
+    shared._start_reaper = lambda *_: None
+tier = t.Tier(TierSpec("ram", shared.SHARED_MEMORY, 1 << 20), {job!r})
 print(tier.path, flush=True)
 time.sleep(60)
 """
 
 
-def _killed_job(job: str, orphan: bool) -> str:
-    """Path of the RAM tier of a process that was killed."""
-    text = _JOB.format(root=str(ROOT), orphan=orphan, job=job)
+def _killed_job(job: str, unreaped: str | None = None) -> str:
+    """Kill a process that has a RAM tier, and return the tier's path.
+
+    Args:
+        unreaped: a folder to use instead of shared memory, without a reaper.
+    """
+    text = _JOB.format(root=str(ROOT), unreaped=unreaped, job=job)
     with subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
         path = run.stdout.readline().strip()
@@ -220,20 +227,25 @@ def _killed_job(job: str, orphan: bool) -> str:
 
 @pytest.mark.cold
 def test_a_killed_jobs_shared_memory_is_freed_by_its_reaper(job: str, soon: Soon) -> None:
-    path = _killed_job(job, orphan=False)
+    path = _killed_job(job)
     assert soon(lambda: not os.path.exists(path))
 
 
 @pytest.mark.cold
-def test_and_without_one_by_the_next_start(job: str) -> None:
-    path = _killed_job(job, orphan=True)
+def test_a_killed_jobs_shared_memory_without_a_reaper_is_freed_by_the_next_start(
+    job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # In shared memory itself, any other dlio process that starts meanwhile frees it first.
+    monkeypatch.setattr(shared, "SHARED_MEMORY", str(tmp_path))
+    monkeypatch.setattr(shared, "_start_reaper", lambda *_: None)
+    path = _killed_job(job, unreaped=str(tmp_path))
     assert os.path.isdir(path)
     _ram(f"{job}-next").close()
     assert not os.path.exists(path)
 
 
 @pytest.mark.alone
-def test_an_idle_machine_has_nothing_of_us_in_shared_memory(job: str, soon: Soon) -> None:
+def test_an_idle_machine_has_no_folder_of_ours_in_shared_memory(job: str, soon: Soon) -> None:
     sweep_shared_memory()
     ours = os.path.join(SHARED_MEMORY, user_folder())
     if os.path.exists(ours):

@@ -1,4 +1,4 @@
-"""Tiers on disk and in shared memory keep the contract of tiers."""
+"""The conformance suite of tiers, on disk and in shared memory."""
 
 import secrets
 from pathlib import Path
@@ -20,7 +20,7 @@ class TestRam(TierTests):
     persistent = False
 
     def make(self, folder: Path, fingerprint: str | None = FINGERPRINT) -> Tier:
-        # The test's folder names the job, so that tests that run at once do not meet.
+        # Named after the test's folder, so that concurrent tests have tiers of their own.
         name = folder / "job"
         if not name.exists():
             name.write_text(f"test-{secrets.token_hex(4)}")

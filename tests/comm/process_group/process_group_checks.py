@@ -1,6 +1,6 @@
 """Checks of torch.distributed's documented behaviour on MPI; run under mpirun.
 
-python process_group_checks.py CHECK... runs the named checks on one default group.
+Usage: python process_group_checks.py CHECK... runs the named checks on one default group.
 """
 
 import os
@@ -67,14 +67,14 @@ def check_reductions() -> None:
             out = torch.zeros(4, dtype=dtype)
             dist.reduce_scatter(out, list(rows[RANK].view(SIZE, 4)), op)
             assert close(out, expected(rows, op).view(SIZE, 4)[RANK]), (dtype, op)
-    # Through torch, complex products are refused; DDP's C++ asks the group itself.
+    # torch refuses complex products; DDP's C++ calls the group directly.
     inputs = everyone((20_000,), torch.complex64)
     tensor = inputs[RANK].clone()
     opts: Any = dist.AllreduceOptions()
     opts.reduceOp = OP.PRODUCT
     group.allreduce([tensor], opts).wait()
     assert torch.allclose(tensor, expected(inputs, OP.PRODUCT), rtol=1e-4)
-    # Each rank's own factor.
+    # Each rank has a factor of its own.
     for dtype, count in [(torch.float32, 9), (torch.bfloat16, 9), (torch.bfloat16, 40_000)]:
         inputs = everyone((count,), dtype)
         tensor = inputs[RANK].clone()
@@ -153,12 +153,12 @@ def check_single_tensors() -> None:
     ]:
         dist.all_gather_into_tensor(out, inputs[RANK])
         assert torch.equal(out.reshape(SIZE, 2, 3), torch.stack(inputs))
-    # As FSDP does: a rank's input lies where its output will.
+    # As in FSDP, a rank's input is a part of its output.
     out = torch.zeros(SIZE, 6)
     out[RANK] = inputs[RANK].flatten()
     dist.all_gather_into_tensor(out.view(-1), out[RANK])
     assert torch.equal(out.view(SIZE, 2, 3), torch.stack(inputs))
-    # The documentation's uneven gathering, and its examples of all_to_all_single.
+    # Uneven gathering and the examples of all_to_all_single from torch's documentation.
     sizes = [rank + 1 for rank in range(SIZE)]
     outputs = [torch.zeros(size) for size in sizes]
     dist.all_gather(outputs, torch.full((sizes[RANK],), float(RANK)))
@@ -223,7 +223,7 @@ def check_messages() -> None:
             left = (RANK - 1) % SIZE
             assert equal(ring(form(drawn(RANK, (9, 2), dtype))), drawn(left, (9, 2), dtype))
     if RANK == 0:
-        # Tags choose; messages of one tag keep their order.
+        # A receive takes messages of its tag only, in the order in which they were sent.
         for peer in range(1, SIZE):
             for tag, value in [(7, 1), (8, 2), (7, 3)]:
                 dist.send(torch.tensor([value, peer]), peer, tag=tag)
@@ -240,7 +240,7 @@ def check_messages() -> None:
             assert dist.recv(got, 0, tag=tag) == 0
             assert got.tolist() == [value, RANK]
         dist.send(torch.tensor([RANK]), 0, tag=5)
-    # To oneself, which isend and irecv allow.
+    # isend and irecv allow messages to the own rank.
     got = torch.zeros(3)
     works = [dist.irecv(got, RANK), dist.isend(torch.ones(3), RANK)]
     assert all(work is not None and work.wait() for work in works)
@@ -261,9 +261,9 @@ def check_objects() -> None:
     values: list[Any] = [None] * SIZE
     dist.all_gather_object(values, {"rank": RANK, "text": "x" * (1000 * RANK)})
     assert [len(value["text"]) for value in values] == [1000 * rank for rank in range(SIZE)]
-    told = [RANK, "hello"] if RANK == 1 else [None, None]
-    dist.broadcast_object_list(told, src=1)
-    assert told == [1, "hello"]
+    objects = [RANK, "hello"] if RANK == 1 else [None, None]
+    dist.broadcast_object_list(objects, src=1)
+    assert objects == [1, "hello"]
     gathered: list[Any] | None = [None] * SIZE if RANK == 0 else None
     dist.gather_object((RANK,), gathered)
     assert gathered is None or gathered == [(rank,) for rank in range(SIZE)]
@@ -287,7 +287,7 @@ def check_groups() -> None:
         dist.broadcast(tensor, max(members), group=group)
         assert tensor.item() == max(members)
         dist.destroy_process_group(group)
-    # Only members call, each pair of neighbours for itself, in orders that differ.
+    # Only members make the call: pairs of neighbours, in an order that differs by rank.
     if SIZE > 2:
         pairs = [(k, (k + 1) % SIZE) for k in range(SIZE)]
         for pair in sorted(pairs):
@@ -296,7 +296,7 @@ def check_groups() -> None:
                 tensor = torch.tensor([10**RANK])
                 dist.all_reduce(tensor, group=group)
                 assert tensor.item() == sum(10**rank for rank in pair)
-    # Two groups of the same ranks do not meet, whatever their order.
+    # Messages of two groups with the same ranks are kept apart, whatever the order.
     first, second = dist.new_group(), dist.new_group()
     a, b = torch.ones(5), torch.full((5,), 10.0)
     order = [(a, first), (b, second)]
@@ -324,7 +324,7 @@ def check_functional() -> None:
 
 
 def check_async() -> None:
-    # Several under way at once, awaited in another order; and the works that futures give.
+    # Several at once, awaited in another order; then through futures.
     tensors = [torch.full((30_000,), float(RANK + k), dtype=torch.bfloat16) for k in range(6)]
     works: list[Any] = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
     works.append(dist.barrier(async_op=True))
@@ -336,14 +336,14 @@ def check_async() -> None:
         assert (tensor == k * SIZE + SIZE * (SIZE - 1) // 2).all()
         assert works[k].get_future().wait()[0] is tensor
         assert works[k].result()[0] is tensor
-    # Nobody waits, and it is done all the same: the thread sees to it.
+    # The thread completes it although no rank waits.
     tensor = torch.ones(30_000, dtype=torch.bfloat16)
     done = threading.Event()
     work = dist.all_reduce(tensor, async_op=True)
     work.get_future().add_done_callback(lambda _: done.set())
     assert done.wait(20)
     assert tensor[0] == SIZE
-    # It is also done for others while a rank is busy with something else.
+    # It completes on other ranks while one rank is busy.
     other = torch.ones(30_000, dtype=torch.bfloat16)
     dist.barrier()
     began = time.monotonic()
@@ -353,7 +353,7 @@ def check_async() -> None:
     assert work is not None
     work.wait()
     assert RANK == 0 or time.monotonic() - began < 2
-    # One rank comes late; the others' calls return at once.
+    # One rank is late; the others' calls return at once.
     if RANK == 0:
         time.sleep(0.5)
     began = time.monotonic()
@@ -367,14 +367,14 @@ def check_async() -> None:
 
 
 def check_callbacks() -> None:
-    """Callbacks that start collectives and wait for them, run late or early by rank."""
+    """Callbacks start collectives and wait for them; some ranks run them late, some early."""
     results = []
     for k in range(8):
         if k % SIZE == RANK:
             time.sleep(0.02)
         work: Any = dist.all_reduce(torch.full((4,), float(k)), async_op=True)
         if (k + RANK) % 2:
-            work.wait()  # On these ranks it is over before the callback is attached.
+            work.wait()  # On these ranks it completes before the callback is attached.
 
         def again(future: Any, k: int = k) -> Any:
             if (k * 7 + RANK) % 3 == 0:
@@ -397,7 +397,7 @@ def check_callbacks() -> None:
 
 
 def check_unfinished() -> None:
-    """A program that ends with operations under way ends, and is not held up by its callbacks."""
+    """A program with operations under way can end; their callbacks do not delay it."""
     init_process_group(timeout_s=600)
     if RANK == 0:
         work: Any = dist.all_reduce(torch.ones(3), async_op=True)
@@ -406,7 +406,7 @@ def check_unfinished() -> None:
 
 
 def check_absent() -> None:
-    """A rank that stays away is waited for up to the deadline; then all that follows fails."""
+    """Waiting for an absent rank ends at the deadline; then all further operations fail."""
     waiting: Any = None
     if RANK == 0:
         waiting = dist.all_reduce(torch.ones(50_000, dtype=torch.bfloat16), async_op=True)
@@ -422,7 +422,7 @@ def check_absent() -> None:
 
 
 def check_member() -> None:
-    """A member that does not come to the making of a group, once it has come before."""
+    """Making a group fails when a member is absent, although it took part before."""
     dist.new_group([0, 1])
     if RANK == 0:
         raises(CommTimeout, "1 of 2 never came", lambda: dist.new_group([0, 1]))
@@ -431,7 +431,7 @@ def check_member() -> None:
 
 
 def check_bereaved() -> None:
-    """DDP's gradients wait in C++; what they learn is the deadline, in words."""
+    """DDP waits for gradients in C++, and its error names the deadline."""
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
     if RANK == 1:
         time.sleep(4)
@@ -441,7 +441,7 @@ def check_bereaved() -> None:
 
 
 def check_mismatch() -> None:
-    """Ranks that do not agree are told so, with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL reports ranks that call different operations."""
     dist.all_reduce(torch.ones(100))
     odd = dist.new_group()
     size = 100 + RANK
@@ -452,7 +452,7 @@ def check_mismatch() -> None:
 
 
 def check_again() -> None:
-    """Ended and made anew; as if each rank were on a machine of its own."""
+    """A group is made again after its end, also as if each rank had a machine of its own."""
     raises(UsageError, "initialised already", init_process_group)
     dist.destroy_process_group()
     raises(UsageError, "for all devices or none", lambda: init_process_group("cpu:dlio-mpi"))
@@ -464,7 +464,7 @@ def check_again() -> None:
     group: Any = dist.new_group()
     assert group.timeout_s == 7
     dist.destroy_process_group()
-    # Any of torch's backends, without environment variables.
+    # Any of torch's backends can be made without environment variables.
     init_process_group("gloo")
     dist.all_reduce(total)
     assert total.item() == SIZE * SIZE

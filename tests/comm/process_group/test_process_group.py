@@ -1,4 +1,4 @@
-"""torch.distributed on MPI: what torch promises of each operation, and its own trainers."""
+"""torch.distributed on MPI: the operations as torch documents them, and torch's trainers."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def _kept(mpirun: MpiRun, ranks: int, body: Path, *checks: str, **env: str) -> s
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_operations_do_what_torch_promises(mpirun: MpiRun, ranks: int) -> None:
+def test_operations_do_what_torch_documents(mpirun: MpiRun, ranks: int) -> None:
     _kept(mpirun, ranks, CHECKS, *OPERATIONS)
 
 
@@ -47,33 +47,33 @@ def test_one_rank_is_a_group_too(mpirun: MpiRun) -> None:
     _kept(mpirun, 1, CHECKS, "reductions_to_one", "movement", "async", "callbacks")
 
 
-def test_mpi_that_takes_one_call_at_a_time_serves_too(mpirun: MpiRun) -> None:
+def test_mpi_with_serialised_threads_is_supported(mpirun: MpiRun) -> None:
     _kept(mpirun, 2, CHECKS, "messages", "async", "callbacks", MPI4PY_RC_THREAD_LEVEL="serialized")
 
 
-def test_mpi_for_one_thread_is_refused(mpirun: MpiRun) -> None:
+def test_mpi_with_a_single_thread_is_refused(mpirun: MpiRun) -> None:
     done = mpirun(1, str(CHECKS), "async", env={"MPI4PY_RC_THREAD_LEVEL": "funneled"})
     assert done.returncode != 0
     assert "lets only one thread call it" in done.stderr
 
 
-def test_a_rank_that_stays_away_is_waited_for_up_to_the_deadline(mpirun: MpiRun) -> None:
+def test_waiting_for_an_absent_rank_ends_at_the_deadline(mpirun: MpiRun) -> None:
     _kept(mpirun, 2, CHECKS, "absent", DLIO_TIMEOUT="2")
 
 
-def test_a_group_whose_member_does_not_come_is_not_made(mpirun: MpiRun) -> None:
+def test_making_a_group_without_one_of_its_members_fails(mpirun: MpiRun) -> None:
     _kept(mpirun, 2, CHECKS, "member", DLIO_TIMEOUT="2")
 
 
-def test_a_program_that_ends_too_early_ends(mpirun: MpiRun) -> None:
+def test_a_program_ends_with_operations_under_way(mpirun: MpiRun) -> None:
     _kept(mpirun, 2, CHECKS, "unfinished")
 
 
-def test_ddp_tells_in_words_that_a_rank_is_gone(mpirun: MpiRun) -> None:
+def test_ddp_raises_a_clear_error_when_a_rank_has_ended(mpirun: MpiRun) -> None:
     _kept(mpirun, 2, CHECKS, "bereaved", DLIO_TIMEOUT="2")
 
 
-def test_ranks_that_do_not_agree_are_told_so(mpirun: MpiRun) -> None:
+def test_ranks_that_call_different_operations_are_reported(mpirun: MpiRun) -> None:
     _kept(mpirun, 2, CHECKS, "callbacks", "mismatch", TORCH_DISTRIBUTED_DEBUG="DETAIL")
 
 

@@ -1,6 +1,6 @@
-"""torch's own trainers on MPI: each must do what one process does alone; run under mpirun.
+"""torch's trainers on MPI, compared with training in one process; run under mpirun.
 
-python training_checks.py CHECK... [FOLDER]
+Usage: python training_checks.py CHECK... [FOLDER]
 """
 
 import copy
@@ -23,7 +23,7 @@ from dlio.comm.process_group import init_process_group
 
 STEPS = 6
 BATCH = 24
-"""Of all ranks together."""
+"""Samples in a batch of all ranks together."""
 
 
 def model() -> torch.nn.Module:
@@ -34,7 +34,7 @@ def model() -> torch.nn.Module:
 
 
 def train(net: Any, optimizer: Any, rank: int, ranks: int) -> None:
-    """On this rank's share of each global batch."""
+    """Train on this rank's share of each global batch."""
     source = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
         inputs = torch.randn(BATCH, 16, generator=source)
@@ -53,7 +53,7 @@ def alone() -> torch.nn.Module:
 
 
 def distance(first: Any, second: Any) -> float:
-    """The largest difference between two models' weights."""
+    """Return the largest difference between two models' weights."""
     pairs = zip(first.parameters(), second.parameters(), strict=True)
     return max(float((_full(a) - _full(b)).detach().abs().max()) for a, b in pairs)
 
@@ -63,7 +63,7 @@ def _full(weights: Any) -> Any:
 
 
 def check_ddp() -> None:
-    for size_mb in (25, 0.01):  # One bucket; several, whose sums are under way at once.
+    for size_mb in (25, 0.01):  # One bucket; several, which are reduced concurrently.
         net = DistributedDataParallel(model(), bucket_cap_mb=size_mb)
         train(
             net, torch.optim.SGD(net.parameters(), 0.1, 0.9), dist.get_rank(), dist.get_world_size()
@@ -73,7 +73,7 @@ def check_ddp() -> None:
 
 
 def check_unused() -> None:
-    """Parameters that take no part are asked about, by an operation of the reducer's own."""
+    """With unused parameters, DDP's reducer makes an additional operation of its own."""
     branches = DistributedDataParallel(_Branches(), find_unused_parameters=True)
     branches(torch.ones(1, 2), dist.get_rank() % 2).sum().backward()
     assert all(p.grad is not None for p in branches.parameters())
@@ -90,7 +90,7 @@ class _Branches(torch.nn.Module):
 
 def check_hooks() -> None:
     plain = alone()
-    # Not torch's bfloat16 hook, which it allows with NCCL alone.
+    # torch allows its bfloat16 hook with NCCL only.
     for name in ("fp16", "powersgd"):
         net = DistributedDataParallel(model(), bucket_cap_mb=0.01)
         if name == "powersgd":
@@ -120,7 +120,7 @@ def check_fsdp() -> None:
     fully_shard(net, mesh=mesh)
     train(net, torch.optim.SGD(net.parameters(), 0.1, 0.9), dist.get_rank(), dist.get_world_size())
     assert distance(net, alone()) < 1e-6
-    # In half precision: gathered as bfloat16, reduced as bfloat16.
+    # In half precision: gathered and reduced as bfloat16.
     half: Any = model()
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, output_dtype=torch.float32)
     fully_shard(half, mesh=mesh, mp_policy=policy)
@@ -131,7 +131,7 @@ def check_fsdp() -> None:
 
 
 def check_mesh() -> None:
-    """Two by two: each row and each column is a group."""
+    """A mesh of two by two ranks, in which each row and each column is a group."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "column"))
     rank = dist.get_rank()
     for name, others in (("row", {rank, (rank + 2) % 4}), ("column", {rank, rank ^ 1})):
@@ -176,7 +176,7 @@ def check_load(folder: str) -> None:
 
 
 def main() -> None:
-    warnings.simplefilter("ignore")  # torch's own, about its own deprecations.
+    warnings.simplefilter("ignore")  # torch warns of its own deprecated functions.
     torch.set_num_threads(1)
     init_process_group()
     folder = [argument for argument in sys.argv[1:] if "/" in argument]

@@ -17,12 +17,12 @@ FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 WHOLE = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 UNSIGNED = [torch.uint16, torch.uint32, torch.uint64]
 SHAPES = [(), (0,), (1,), (7, 3), (50_001,)]
-# float8 has no arithmetic of its own in torch: it is reduced in float32.
+# torch has no arithmetic for float8: it is reduced in float32.
 NARROW = [torch.float8_e4m3fn, torch.float8_e5m2]
 
 
 def drawn(rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """What `rank` gives; small numbers, so that sums and products of whole ones are exact."""
+    """Draw the values of `rank`, small so that sums and products of integers are exact."""
     source = torch.Generator().manual_seed(1000 * rank + sum(shape))
     if dtype == torch.bool:
         return torch.rand(list(shape), generator=source) < 0.5
@@ -39,7 +39,7 @@ def everyone(shape: Sequence[int], dtype: torch.dtype, size: int = SIZE) -> list
 
 
 def expected(tensors: list[torch.Tensor], op: Any) -> torch.Tensor:
-    """The reduction as torch's documentation has it, in more digits than the type."""
+    """Compute the reduction that torch documents, in a more precise type."""
     dtype = tensors[0].dtype
     wide = torch.float64 if dtype.is_floating_point else torch.int64
     if dtype == torch.bool:
@@ -70,13 +70,13 @@ def close(got: torch.Tensor, wanted: torch.Tensor) -> bool:
         return torch.allclose(got, wanted, rtol=0.26, atol=0.05)
     if not (got.dtype.is_floating_point or got.dtype.is_complex):
         return torch.equal(got, wanted)
-    # One unit in the last place, and no more: sums in half precision are not half as precise.
+    # At most one unit in the last place, also in half precision.
     digits = torch.finfo(got.dtype).eps * (1 if got.dtype.itemsize == 2 else 16)
     return torch.allclose(got, wanted, rtol=digits, atol=digits)
 
 
 def same_everywhere(tensor: torch.Tensor) -> bool:
-    """Whether all ranks hold the same bytes; asked without the group under test."""
+    """True if all ranks hold the same bytes. Compares them without the group under test."""
     return len(set(MPI.COMM_WORLD.allgather(bytes(bytes_of(tensor).tolist())))) == 1
 
 
@@ -85,7 +85,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def strided(tensor: torch.Tensor) -> torch.Tensor:
-    """An equal tensor whose elements do not lie one behind the other."""
+    """Return an equal tensor that is not contiguous."""
     room = torch.zeros([*tensor.shape, 2], dtype=tensor.dtype)
     room[..., 0] = tensor
     return room[..., 0]

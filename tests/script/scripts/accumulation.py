@@ -1,4 +1,4 @@
-"""Gradients accumulated over 3 batches, mixed precision's scaler, a sampler of one's own."""
+"""Gradients accumulated over 3 batches, a gradient scaler, and a sampler of its own."""
 
 import sys
 

@@ -1,5 +1,7 @@
-"""An autoencoder: convolutions, tied weights, a parameter of its own, TensorBoard, print and files
-as scripts have them."""
+"""An autoencoder with convolutions, tied weights and a bare parameter.
+
+It writes to TensorBoard, to standard output and to files, as typical scripts do.
+"""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Adam, clipping by norm, a scheduler, weight decay groups, the last batch smaller."""
+"""Adam, clipping by norm, a scheduler, groups with weight decay, and a smaller last batch."""
 
 import argparse
 

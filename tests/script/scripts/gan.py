@@ -1,5 +1,7 @@
-"""A generator and a discriminator, as in the tutorials: two backwards of the discriminator, one
-through both."""
+"""A generator and a discriminator, as in tutorials.
+
+Each step has two backward passes through the discriminator and one through both networks.
+"""
 
 import sys
 

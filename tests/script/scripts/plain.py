@@ -1,4 +1,4 @@
-"""A plain loop: SGD, a DataLoader that shuffles, an evaluation."""
+"""A plain loop: SGD, a shuffling DataLoader and an evaluation."""
 
 import sys
 

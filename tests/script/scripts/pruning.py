@@ -1,4 +1,4 @@
-"""Neurons that die while the network trains; the script asks for it, and for nothing of ranks."""
+"""A network that is pruned while it trains; the script asks for pruning and ignores ranks."""
 
 import sys
 

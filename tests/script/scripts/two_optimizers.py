@@ -1,5 +1,7 @@
-"""Two optimizers over parts of one model, one of which steps every second time; a shared layer
-that is frozen half of the time."""
+"""Two optimizers over parts of one model, with a shared layer that is frozen half of the time.
+
+One of the optimizers makes only every second step.
+"""
 
 import sys
 
