@@ -1,9 +1,10 @@
-"""Other people's training loops.
+"""Use dlio in other frameworks' training loops.
 
-PyTorch Lightning takes a `dlio.DataLoader` as any other: what it re-creates in distributed runs
-keeps its options. Hugging Face Accelerate's `prepare` leaves it as it is: it shares the data
-itself. Hugging Face's Trainer makes loaders of its own; with the mixin it makes ours. Lightning's
-strategy "dlio" is in `dlio.integrations.lightning`.
+- PyTorch Lightning accepts a `dlio.DataLoader` like any other loader; when it re-creates the loader
+  in a distributed run, the options are kept. `dlio.integrations.lightning` adds a strategy, "dlio".
+- Hugging Face Accelerate's `prepare` returns a `dlio.DataLoader` unchanged, because the loader
+  divides the data among ranks itself.
+- Hugging Face's Trainer creates its own loaders; with `TrainerMixin` it creates dlio's.
 """
 
 from typing import Any
@@ -14,26 +15,26 @@ __all__ = ["TrainerMixin"]
 
 
 class TrainerMixin:
-    """Feeds Hugging Face's Trainer from dlio.
+    """Make Hugging Face's Trainer load its data with dlio.
 
         class Trainer(dlio.integrations.TrainerMixin, transformers.Trainer):
             loader_options = {"tiers": "ram:8GiB"}
 
-    The loaders share the data among the ranks themselves. `loader_options` are further options of
+    The loaders divide the data among the ranks themselves. `loader_options` are passed on to
     `dlio.DataLoader`.
     """
 
     loader_options: dict[str, Any] = {}  # noqa: RUF012 - the subclass's own
 
     def get_train_dataloader(self) -> DataLoader:
-        """The training data, shuffled by (seed, epoch)."""
+        """Return a loader of the training data, shuffled by (seed, epoch)."""
         trainer: Any = self
         if trainer.train_dataset is None:
             raise ValueError("Trainer: training requires a train_dataset")
         return self._loader(trainer.train_dataset, trainer._train_batch_size, shuffle=True)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """The evaluation data, in their own order; on every rank the same number of samples."""
+        """Return a loader of the evaluation data, in order; all ranks get as many samples."""
         trainer: Any = self
         data = trainer.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(data, str):

@@ -1,4 +1,4 @@
-"""Where a launcher has put this process: what a framework asks its cluster for."""
+"""Rank, local rank and machine of this process, which a framework's cluster environment needs."""
 
 import os
 import socket
@@ -12,19 +12,20 @@ __all__ = ["Launched", "launched"]
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """This process's place."""
+    """Place of this process among the ranks."""
 
     by: str
-    """`mpi`, `torchrun`, or `nobody`."""
+    """The launcher: `mpi`, `torchrun`, or `nobody` for a process started by itself."""
     rank: int
     ranks: int
     local_rank: int
-    """Among the ranks of this machine."""
+    """Number of this rank among those of its machine."""
     machine: int
+    """Number of its machine, in the order of ranks."""
 
 
 def launched() -> Launched:
-    """Where this process is. Collective under MPI; torch.distributed need not be initialised."""
+    """Return this process's place. Collective under MPI; torch.distributed need not be set up."""
     if under_mpi() or mpi_ranks() > 1:
         comm = world()
         hosts = comm.allgather(socket.gethostname())

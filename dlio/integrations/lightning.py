@@ -5,9 +5,9 @@
     lightning.Trainer(strategy="dlio", devices=4)
     lightning.Trainer(strategy=DlioStrategy(exchange="gossip+adaptive"))
 
-Started by mpirun, srun or torchrun, each process as a rank. Lightning knows no way to register a
-strategy that it finds by itself: importing this module does. Both packages that Lightning comes in
-do, `lightning` and `pytorch_lightning`; where both are installed, the one that is imported first.
+Start one process per rank with mpirun, srun or torchrun. Importing this module registers the
+strategy; Lightning has no plug-in mechanism to find it. Works with both of Lightning's packages,
+`lightning` and `pytorch_lightning`; if both are installed, with the one that was imported first.
 """
 
 import atexit
@@ -37,7 +37,7 @@ __all__ = ["DlioEnvironment", "DlioStrategy"]
 
 
 def _package() -> str:
-    """The package that Lightning is imported from."""
+    """Return the name of the Lightning package in use. Raises UsageError if there is none."""
     here = [name for name in ("lightning", "pytorch_lightning") if find_spec(name) is not None]
     if not here:
         raise UsageError("Lightning is not installed: pip install lightning")
@@ -54,7 +54,7 @@ _seed: Any = import_module(f"{_FABRIC}.utilities.seed")
 
 
 class DlioEnvironment(_environments.ClusterEnvironment):  # type: ignore[misc]
-    """Ranks as their launcher has made them."""
+    """The ranks as numbered by their launcher (mpirun, srun or torchrun)."""
 
     def __init__(self, place: Launched) -> None:
         self._place = place
@@ -63,15 +63,15 @@ class DlioEnvironment(_environments.ClusterEnvironment):  # type: ignore[misc]
 
     @property
     def main_address(self) -> str:
-        raise UsageError("dlio's ranks have found each other: no address is asked for")
+        raise UsageError("strategy 'dlio' has no main address: its ranks are already connected")
 
     @property
     def main_port(self) -> int:
-        raise UsageError("dlio's ranks have found each other: no port is asked for")
+        raise UsageError("strategy 'dlio' has no main port: its ranks are already connected")
 
     @staticmethod
     def detect() -> bool:
-        return False  # It comes with the strategy.
+        return False  # The strategy brings its environment; Lightning need not look for it.
 
     def world_size(self) -> int:
         return self._place.ranks
@@ -93,25 +93,26 @@ class DlioEnvironment(_environments.ClusterEnvironment):  # type: ignore[misc]
 
 
 class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
-    """Trains on all ranks, with one of dlio's exchanges.
+    """Train on all ranks with one of dlio's exchanges.
 
-    How many ranks there are is the launcher's word: `devices` and `num_nodes` only say which
-    devices a machine's ranks take, in turn. Ranks count by the samples of their batches. While
-    Lightning accumulates gradients nothing is exchanged.
+    The launcher determines the number of ranks. `devices` and `num_nodes` only select the devices,
+    which the ranks of a machine take in turn. A rank's gradients are weighted by the number of
+    samples in its batch. Nothing is exchanged while Lightning accumulates gradients.
 
-    Of exchanges that let ranks differ, `gossip` and `asgd`, the mean of all ranks is what is saved,
-    and what the model holds after `fit`.
+    With `gossip` and `asgd`, weights differ between ranks. Checkpoints, and the model after `fit`,
+    hold the mean over all ranks.
 
-    A `dlio.DataLoader` shares its data itself; torch's get Lightning's DistributedSampler. With
-    MPI torch.distributed runs on it from set-up to teardown, for metrics that use it.
+    A `dlio.DataLoader` divides its data among the ranks itself; torch's loaders get Lightning's
+    DistributedSampler. Under MPI, torch.distributed is initialised from set-up to teardown, for
+    metrics that use it.
 
     Args:
-        exchange: as `dlio train --exchange` has it.
-        seed: seeds the choice of partners (gossip, asgd).
-        pretend_nodes: behave as if the ranks were on that many nodes.
-        options: ParallelStrategy's.
+        exchange: name of an exchange, as for `dlio train --exchange`.
+        seed: seed for the choice of partners (gossip, asgd).
+        pretend_nodes: divide the ranks into this many groups and treat each as a node.
+        options: arguments of Lightning's ParallelStrategy.
 
-    Raises UsageError for an exchange that is none. To be made on all ranks alike.
+    Raises UsageError for an invalid exchange. Create it on all ranks with the same arguments.
     """
 
     strategy_name = "dlio"
@@ -155,18 +156,18 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
         return {"num_replicas": self._place.ranks, "rank": self._place.rank}
 
     def set_world_ranks(self) -> None:
-        """Asked for by Lightning as soon as there is a trainer."""
+        """Called by Lightning when it creates the trainer."""
         _rank_zero.rank_zero_only.rank = self._place.rank
         devices: Any = self.parallel_devices or []
         if self._place.by == "nobody" and len(devices) > 1 and devices[0].type == "cpu":
             warnings.warn(
-                f"one process, though devices={len(devices)}: strategy 'dlio' starts none; start "
-                f"the script with mpirun -n {len(devices)}, srun or torchrun",
+                f"devices={len(devices)}, but this is the only process: strategy 'dlio' starts "
+                f"none; start the script with mpirun -n {len(devices)}, srun or torchrun",
                 stacklevel=2,
             )
 
     def statistics(self) -> dict[str, float]:
-        """Totals of this rank, as of `dlio.distribute`: `wait_s`, `messages`, `bytes` and more."""
+        """Totals of this rank by name, such as `wait_s` and `bytes`; see `Distributed.statistics`."""
         return {} if self._ranks is None else self._ranks.statistics()
 
     # Set-up and teardown.
@@ -182,8 +183,8 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
             try:
                 check_threads()
             except CommError as error:
-                # The exchange needs none; metrics of torchmetrics would.
-                _rank_zero.rank_zero_warn(f"metrics of torchmetrics see one rank only: {error}")
+                # The exchange does not need a process group, but torchmetrics does.
+                _rank_zero.rank_zero_warn(f"torchmetrics will not average over ranks: {error}")
                 return
             init_process_group()
             self._owns_group = True
@@ -192,7 +193,7 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
             if on_gpu:
                 torch.cuda.set_device(self.root_device)
             dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
-            # Until the end: torchrun's meeting place serves one group.
+            # Not in teardown: torchrun's store serves only one initialisation per process.
             atexit.register(_destroy_group)
 
     def setup(self, trainer: Any) -> None:
@@ -224,7 +225,7 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
     # Training.
 
     def finish(self) -> None:
-        """Complete messages under way: weights are then as the next step uses them. Collective."""
+        """Complete pending messages, so that weights are those of the next step. Collective."""
         if self._ranks is not None:
             self._ranks.finish()
 
@@ -234,7 +235,7 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
 
     def training_step(self, *args: Any, **options: Any) -> Any:
         if any(True for _ in self.lightning_module.parameters(recurse=False)):
-            self.finish()  # Its own weights are used without its forward being called.
+            self.finish()  # The module's own parameters are read without a forward hook being run.
         return super().training_step(*args, **options)
 
     @contextlib.contextmanager
@@ -251,8 +252,11 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **options: Any
     ) -> Any:
-        """Lightning's closure runs forward and backward, so the exchange comes in behind it, before
-        gradients are clipped; and after the step whether or not a scaler has left it out."""
+        """Step an optimizer, with the exchange between backward and gradient clipping.
+
+        Lightning's closure runs forward and backward, so the exchange is called at its end. It is
+        also called after the step, even if a gradient scaler has skipped the step.
+        """
         exchange = None if self._ranks is None else self._ranks.exchange_of(optimizer)
         if exchange is None:
             return super().optimizer_step(optimizer, closure, model, **options)
@@ -290,7 +294,7 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
     # Between ranks.
 
     def _comm(self) -> Communicator | None:
-        """None with one rank, and before torchrun's ranks have met."""
+        """Return the ranks' communicator; None if this process is (still) the only rank."""
         comm = world()
         return comm if comm.size > 1 else None
 
@@ -299,13 +303,25 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
             comm.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """`src`'s object: a tensor, or what `dlio.integrations.objects` tells without pickle."""
+        """Return rank `src`'s object. Collective.
+
+        Args:
+            obj: a tensor, or plain values and containers (see `objects.broadcast_object`).
+
+        Raises UsageError for any other type.
+        """
         comm = self._comm()
         return obj if comm is None else broadcast_object(obj, comm, src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """The mean of all ranks, `sum`, `max`, `min` or `product`; in the tensor, where it can hold
-        it, as Lightning's own has it."""
+        """Reduce a tensor over all ranks, in place as Lightning's own strategies do. Collective.
+
+        Args:
+            reduce_op: `mean`, `sum`, `max`, `min` or `product`. The mean of integers is a new float
+                tensor.
+
+        Raises UsageError for any other `reduce_op`.
+        """
         comm = self._comm()
         if comm is None or not isinstance(tensor, torch.Tensor):
             return tensor
@@ -341,7 +357,7 @@ _REDUCED: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
 
 
 class _Gather(torch.autograd.Function):
-    """An all-gather whose gradients return to the rank that each tensor came from."""
+    """An all-gather with gradients: backward sums each tensor's gradients on its own rank."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, comm: Communicator) -> torch.Tensor:
@@ -357,7 +373,7 @@ class _Gather(torch.autograd.Function):
 def _leave_loaders_of_ours(trainer: Any) -> None:
     """Keep Lightning from adding a sampler to a loader that shares its data itself.
 
-    A Lightning version without this hook adds one, and the loader follows the sampler.
+    Lightning versions without the hook that this replaces do add a sampler, and the loader uses it.
     """
     connector = trainer._data_connector
     asked = getattr(connector, "_requires_distributed_sampler", None)
@@ -366,7 +382,7 @@ def _leave_loaders_of_ours(trainer: Any) -> None:
 
     def requires(loader: Any) -> bool:
         ours = isinstance(loader, DataLoader) and not loader.follows_sampler
-        # Predictions are put in order by a sampler that Lightning knows.
+        # For predictions Lightning needs its own sampler, to restore the order of samples.
         return not (ours and not trainer.predicting) and bool(asked(loader))
 
     requires.of_dlio = True  # type: ignore[attr-defined]
@@ -374,7 +390,7 @@ def _leave_loaders_of_ours(trainer: Any) -> None:
 
 
 def _samples_in(batch: Any) -> float:
-    """Samples of a batch: the length of its first tensor; 1 where there is none."""
+    """Number of samples in a batch: the length of its first tensor, or 1 without a tensor."""
     for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.ndim:
             return float(len(leaf))

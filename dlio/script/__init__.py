@@ -1,7 +1,7 @@
-"""`dlio run`: a script that was written for one process, on many ranks, unchanged.
+"""`dlio run`: run an unmodified single-process training script on many ranks.
 
-What a script makes of torch's is taken over where it is made: optimizers get an exchange, loaders
-give each rank its share of every batch, rank 0 alone prints and writes. See `dlio.script.runner`.
+While the script runs, parts of torch are replaced: optimizers get an exchange, loaders give each
+rank its share of every batch, and only rank 0 prints and saves. See `dlio.script.runner`.
 """
 
 __all__: list[str] = []

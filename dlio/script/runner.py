@@ -33,7 +33,7 @@ _PLACE: Final = "_dlio_place"
 
 
 def run_script(path: str, arguments: Sequence[str], options: RunOptions) -> None:
-    """Run a script as this rank's part of it. Collective. Errors of the script propagate.
+    """Run a script on this rank. Collective. Errors of the script propagate.
 
     Raises UsageError if the script does not exist, or for an invalid option.
     """
@@ -61,11 +61,11 @@ def run_script(path: str, arguments: Sequence[str], options: RunOptions) -> None
 
 
 def _seed(seed: int) -> None:
-    """The same on all ranks, for scripts that do not seed: they draw the same weights and order."""
+    """Seed all generators alike on all ranks, so that an unseeded script draws the same numbers."""
     import numpy as np
 
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 - the one that scripts draw from
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - scripts draw from the global generator
     torch.manual_seed(seed)
 
 
@@ -79,13 +79,16 @@ class _Takeover:
         self._modules: dict[nn.Module, tuple[RunningExchange, ...]] = {}
         self._of_parameter: dict[torch.Tensor, RunningExchange] = {}
         self._made = 0
-        """Parameters so far. Each bears its number, which is the same on all ranks, as addresses of
-        memory that is used again are not, and which it keeps when it is cut."""
+        """Number of parameters registered so far; each keeps its number as an attribute.
+
+        The number identifies a parameter on all ranks and survives pruning; a memory address does
+        neither.
+        """
         self._buffers: dict[int, torch.Tensor] = {}
-        """Those that are rank 0's, by `id`, which holds as long as they are kept."""
+        """Buffers that were broadcast from rank 0, by `id`. Keeping them keeps their ids unique."""
         self._watched: set[tuple[nn.Module, RunningExchange]] = set()
         self._steps = 0
-        """Steps that optimizers have made."""
+        """Number of optimizer steps so far."""
         self._had_optimizers = False
         context.waited = self._waited
 
@@ -94,7 +97,7 @@ class _Takeover:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """While the script runs."""
+        """Replace parts of torch inside the `with` block; do nothing with one rank."""
         if self._comm.size == 1:
             yield
             return
@@ -120,7 +123,7 @@ class _Takeover:
             yield
 
     def finish(self) -> None:
-        """Complete messages under way: weights are then as the next step would use them."""
+        """Complete pending messages, so that weights are those of the next step. Collective."""
         self._ranks.finish()
 
     def close(self) -> None:
@@ -135,13 +138,13 @@ class _Takeover:
         notes = list(context.notes)
         if context.last_shares is not None:
             counts = ", ".join(map(str, context.last_shares.counts))
-            notes.append(f"ranks had {counts} samples of a batch in the last pass that trained")
+            notes.append(f"samples per batch on each rank in the last training pass: {counts}")
         if self._comm.size > 1 and not self._had_optimizers:
-            notes.append("the script made no optimizer of torch's: every rank did all of it")
+            notes.append("the script created no torch optimizer: every rank did all of the work")
         elif self._comm.size > 1 and self._steps and not context.shared:
             notes.append(
-                "the script trained on no batch of a torch DataLoader: every rank computed all of "
-                "its samples, which is right but gains nothing"
+                "the script trained without a torch DataLoader: every rank computed all samples; "
+                "the result is correct, but no faster than one process"
             )
         return notes
 
@@ -160,9 +163,9 @@ class _Takeover:
             self._made += 1
 
     def _adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep an optimizer's parameters together from here on. Collective."""
+        """Synchronise an optimizer's parameters from now on, starting from rank 0's. Collective."""
         parameters = [p for p in parameters_of(optimizer) if p.requires_grad]
-        # As backward will come to them, whatever groups an optimizer has.
+        # In the order of the model, in which backward reaches them, not that of parameter groups.
         parameters.sort(key=lambda p: getattr(p, _PLACE, -1))
         fresh = [p for p in parameters if p not in self._of_parameter]
         broadcast_tensors(fresh, self._comm)
@@ -178,8 +181,11 @@ class _Takeover:
         self._steps += 1
 
     def _scaled_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A GradScaler's, which leaves out steps of gradients that overflowed. Where ranks send
-        weights, each finds that for itself: what it sends then, others wait for."""
+        """Wrap GradScaler.step so that the exchange runs even when it skips the optimizer's step.
+
+        Each rank may skip on its own when gradients overflow; in exchanges of weights, other ranks
+        would otherwise wait for its message.
+        """
 
         def step(scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
             before = self._steps
@@ -195,14 +201,15 @@ class _Takeover:
     def _forward(self, module: nn.Module, _: object) -> None:
         """Prepare a module's forward pass.
 
-        At its first pass, its buffers become rank 0's. Gradients count by the samples of this
-        rank's batch. Evaluation uses the weights on which ranks have agreed.
+        At a module's first pass, its buffers are overwritten with rank 0's. Every pass sets the
+        weight of its gradients: the number of samples in this rank's batch. In evaluation, pending
+        messages are completed first.
 
         The weight is set here, not when the loader returns the batch: a script may ask for the next
         batch before it calls backward on this one.
         """
         if is_bare_copy(module):
-            return  # A copy on which pruning tries a plan.
+            return  # Pruning tries its plan on this copy; it is not trained.
         exchanges = self._modules.get(module)
         if exchanges is None:
             exchanges = self._look_at(module)
@@ -218,8 +225,8 @@ class _Takeover:
             self._buffers.update((id(buffer), buffer) for buffer in buffers)
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             self._context.note(
-                "batch norms take the statistics of each rank's share of a batch, and rank 0's are "
-                "kept: a curve differs a little from one process's"
+                "batch norm uses the statistics of each rank's share of a batch, and rank 0's are "
+                "saved: the loss curve differs slightly from that of one process"
             )
         own = {self._of_parameter.get(p) for p in module.parameters(recurse=False)}
         exchanges = tuple(exchange for exchange in own if exchange is not None)
@@ -227,7 +234,7 @@ class _Takeover:
             if (module, exchange) not in self._watched:
                 self._watched.add((module, exchange))
                 exchange.watch(module)
-                exchange.finish()  # Its hook comes too late for this pass.
+                exchange.finish()  # The hook just registered does not run in this pass.
         self._modules[module] = exchanges
         return exchanges
 
@@ -243,7 +250,7 @@ class _Takeover:
             self.finish()
             if self._comm.rank == 0:
                 original(*args, **options)
-            # Who reads it next finds it whole.
+            # Other ranks may read the file next: wait until it is complete.
             self._comm.barrier()
 
         return save
@@ -258,7 +265,7 @@ def _putter(stack: contextlib.ExitStack) -> Callable[[Any, str, Any], None]:
 
 
 class _Silent(io.TextIOBase):
-    """Standard output of ranks that are not to be heard."""
+    """Standard output of all ranks but 0: discards everything."""
 
     encoding = "utf-8"
 
@@ -268,13 +275,13 @@ class _Silent(io.TextIOBase):
 
 def _refused(*_: object, **__: object) -> None:
     raise UsageError(
-        "the script calls torch.distributed.init_process_group: it distributes itself; start it "
-        "with mpirun or torchrun, or leave that to `dlio run`"
+        "the script calls torch.distributed.init_process_group, so it is distributed already: "
+        "start it with mpirun or torchrun, or remove that call and use `dlio run`"
     )
 
 
 class _Writer:
-    """TensorBoard's SummaryWriter where nothing is to be written."""
+    """A stand-in for TensorBoard's SummaryWriter that writes nothing, for all ranks but 0."""
 
     def __init__(self, *_: object, **__: object) -> None:
         self.log_dir = os.devnull
@@ -292,7 +299,7 @@ class _Writer:
 
 
 def _without_writers(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`import`, after which TensorBoard's writers write nothing."""
+    """Wrap `__import__` so that an imported TensorBoard SummaryWriter is replaced by `_Writer`."""
 
     def imported(name: str, *args: Any, **options: Any) -> Any:
         imported_module = original(name, *args, **options)

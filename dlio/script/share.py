@@ -1,4 +1,4 @@
-"""Batches shared among ranks: each gets its part of every batch that one process would have."""
+"""A DataLoader that divides the batches of a single-process script among the ranks."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,23 +18,23 @@ __all__ = ["Context", "SharingLoader", "use"]
 
 
 class Context:
-    """Facts about the run that loaders need. One per process."""
+    """State of a `dlio run` that its loaders share. One per process."""
 
     def __init__(self, comm: Communicator, batch: str, tiers: str | None) -> None:
         self.comm = comm
         self.batch = batch
-        """`global`, a batch of the script's is shared; or `per-rank`, each rank has one."""
+        """`global`: ranks divide each batch of the script. `per-rank`: each rank gets a batch."""
         self.tiers = tiers
         self.evaluating = False
-        """Whether the script's last word to a model was `eval()`."""
+        """True if the script last called `eval()` on a module, False if `train()`."""
         self.weight = 1.0
-        """Samples of the batch that this rank was given last."""
+        """Number of samples in this rank's latest batch: the weight of its gradients."""
         self.balance = False
-        """Whether faster ranks get larger shares."""
+        """True if faster ranks get larger shares."""
         self.waited: Callable[[], float] = lambda: 0.0
         """Seconds that this rank has waited for others so far."""
         self.last_shares: Shares | None = None
-        """Of a pass that was balanced."""
+        """Shares of the latest balanced pass."""
         self.shared = self.loaders = 0
         self.notes: list[str] = []
 
@@ -52,7 +52,7 @@ _context: Context | None = None
 
 
 def use(context: Context | None) -> None:
-    """Have loaders that are made from now on share their batches."""
+    """Set the context that loaders created from now on use; None for none."""
     global _context
     _context = context
 
@@ -71,7 +71,7 @@ class _Balance:
         self._shares: Shares | None = None
 
     def step(self, samples: int) -> contextlib.AbstractContextManager[None]:
-        """Around what the script does with a batch of this rank's."""
+        """Measure the time that the script spends on a batch inside the `with` block."""
         return self._clock.step(samples) if self._context.balance else contextlib.nullcontext()
 
     def shares(self, most: int) -> Shares:
@@ -95,7 +95,7 @@ class _Balance:
 
 
 class SharingLoader(DataLoader):
-    """torch's DataLoader as the script sees it.
+    """The DataLoader that a script gets in place of torch's.
 
     A training pass yields this rank's share of each batch. An evaluation pass (`eval()`, or without
     gradients) yields whole batches, so that the script's metrics are correct on every rank.
@@ -127,9 +127,9 @@ class SharingLoader(DataLoader):
         return self._shares()
 
     def __len__(self) -> int:
-        """Batches of a pass, as the script is given them: those of one process; of `per-rank`, as
-        many at a time as there are ranks."""
-        self.follows_sampler = True  # As in each pass.
+        """Number of batches that a pass yields: as in one process, or that divided by the number of
+        ranks (rounded up) if each rank gets batches of its own (`per-rank`)."""
+        self.follows_sampler = True  # As `_alone` sets it: the length must agree with a pass.
         count = super().__len__()
         shared = not isinstance(self.dataset, IterableDataset) and self._context.training
         if self._context.batch == "per-rank" and shared:
@@ -141,10 +141,10 @@ class SharingLoader(DataLoader):
         return _alone(self)
 
     def _shares(self) -> Iterator[Any]:
-        """This rank's parts of a pass that rank 0 draws."""
+        """Yield this rank's shares of the batches that rank 0's sampler draws."""
         context = self._context
         comm = context.comm
-        # As torch's loader draws: a seed for workers, then what the sampler wants.
+        # torch's loader draws a seed for its workers before the sampler draws: do the same.
         torch.empty((), dtype=torch.int64).random_(generator=self.generator)
         assert self.batch_sampler is not None
         batches = _batches_of_root(self.batch_sampler, comm, context.batch)
@@ -154,7 +154,7 @@ class SharingLoader(DataLoader):
             shares = self._balance.shares(max(map(len, batches), default=0))
         for batch in batches:
             part = shares.part(len(batch), comm.rank)
-            # A batch of fewer samples than ranks: whoever has none computes on one, for nothing.
+            # With fewer samples than ranks, a rank without one computes on a sample of weight 0.
             weights.append(float(len(part)))
             mine.append(batch[part.start : part.stop] if len(part) else batch[:1])
         inner = _with_batches(self, mine)
@@ -168,7 +168,7 @@ class SharingLoader(DataLoader):
 
 
 def _alone(loader: DataLoader) -> Iterator[Any]:
-    """A pass whose order is the sampler's, as in a single process."""
+    """Start a pass over whole batches in the sampler's order, as in a single process."""
     loader.follows_sampler = True
     return DataLoader.__iter__(loader)
 
@@ -184,7 +184,7 @@ def _set_random_states(generator: torch.Generator | None, states: list[torch.Ten
 
 
 def _with_batches(loader: DataLoader, batches: list[list[int]]) -> DataLoader:
-    """A loader like another one, of these batches."""
+    """Return a loader with the options of another one that yields the given batches of indices."""
     made = DataLoader(
         loader.dataset,
         batch_sampler=batches,
@@ -199,7 +199,7 @@ def _with_batches(loader: DataLoader, batches: list[list[int]]) -> DataLoader:
         tiers=loader.tiers,
         workers=loader.workers,
     )
-    made._data = loader._data  # Its tiers are opened once.
+    made._data = loader._data  # Share its open tiers.
     return made
 
 
@@ -208,7 +208,7 @@ def _batches_of_root(
 ) -> list[list[int]]:
     """Return the batches of a pass that rank 0's sampler draws. Collective.
 
-    With `per-rank`, each entry joins as many batches as there are ranks.
+    With `batch="per-rank"`, each entry joins as many batches as there are ranks.
     """
     drawn: list[list[int]] = []
     if comm.rank == 0:

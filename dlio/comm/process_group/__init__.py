@@ -1,4 +1,4 @@
-"""torch.distributed over MPI, without a torch that was built with it.
+"""torch.distributed over MPI, with torch's ordinary wheel (which is built without MPI).
 
 `init_process_group()` makes MPI's ranks the default group of torch.distributed: DDP, FSDP,
 DeviceMesh and torch.distributed.checkpoint then run on MPI. Importing this module is enough for
@@ -39,9 +39,9 @@ _LEAST_TAG_UB: Final = 32767
 def init_process_group(backend: str = BACKEND, timeout_s: float | None = None) -> None:
     """Initialise torch.distributed's default group on all ranks of MPI. Collective.
 
-    Needs no environment variables: rank 0 serves the store, and MPI tells its address.
+    Needs no environment variables: rank 0 serves the store and broadcasts its address over MPI.
     `torch.distributed.destroy_process_group()` ends the group and its threads. With
-    TORCH_DISTRIBUTED_DEBUG=DETAIL ranks see before each operation whether they agree on it.
+    TORCH_DISTRIBUTED_DEBUG=DETAIL, ranks check before each operation that they all called it.
 
     Args:
         backend: "dlio-mpi", or one of torch's, such as "nccl" or "cpu:gloo,cuda:nccl".
@@ -80,7 +80,7 @@ def _create(options: Any, _: Any) -> MpiProcessGroup:
         )
     timeout_s = options.timeout.total_seconds()
     if options.timeout == dist.distributed_c10d.default_pg_timeout:
-        # Nobody has said one: torch fills in its own.
+        # The caller gave no timeout, and torch filled in its default.
         whole = dist.group.WORLD
         timeout_s = whole.timeout_s if isinstance(whole, MpiProcessGroup) else default_timeout_s()
     steps = CHECKED_STEPS if get_debug_level() == DebugLevel.DETAIL else STEPS
@@ -88,7 +88,7 @@ def _create(options: Any, _: Any) -> MpiProcessGroup:
     _meet(store, name, len(ranks), timeout_s)
     with one_at_a_time:
         group = MPI.COMM_WORLD.group.Incl(ranks)
-        # Groups with common members that are made at once must not take each other's messages.
+        # The tag keeps apart groups that share members and are created at the same time.
         comm = MPI.COMM_WORLD.Create_group(group, zlib.crc32(name.encode()) % _LEAST_TAG_UB)
         comms = [comm, *(comm.Dup() for _ in range(2 * steps - 1))]
         group.Free()
@@ -96,10 +96,10 @@ def _create(options: Any, _: Any) -> MpiProcessGroup:
 
 
 def _meeting_place(options: Any, ranks: list[int]) -> tuple[Store, str]:
-    """A store and a name in it on which all members of a group to be made agree.
+    """Return the store and a key prefix for a new group, the same on all of its members.
 
-    torch's own name for a group that only its members make depends on how many groups a rank is
-    in, and is not the same on all. How often these ranks have made a group is.
+    torch's own name of a group that only its members create differs between ranks, because it
+    counts the groups that a rank is in. The prefix counts the groups of exactly these ranks.
     """
     whole = dist.group.WORLD if options.global_ranks_in_group else None
     if not isinstance(whole, MpiProcessGroup):
@@ -110,7 +110,7 @@ def _meeting_place(options: Any, ranks: list[int]) -> tuple[Store, str]:
 
 
 def _meet(store: Store, name: str, size: int, timeout_s: float) -> None:
-    """Wait until all members are here: MPI itself would wait for good.
+    """Wait until all members have called this; MPI itself would wait without a deadline.
 
     Raises CommTimeout after the deadline.
     """
@@ -122,24 +122,27 @@ def _meet(store: Store, name: str, size: int, timeout_s: float) -> None:
         store.wait([everyone], timedelta(seconds=timeout_s))
     except RuntimeError as error:
         raise CommTimeout(
-            f"rank {MPI.COMM_WORLD.rank} waited {timeout_s:.0f} s for the other ranks that make a "
-            f"process group with it: {size - store.add(arrived, 0)} of {size} never came "
+            f"rank {MPI.COMM_WORLD.rank} waited {timeout_s:.0f} s to create a process group: "
+            f"{size - store.add(arrived, 0)} of its {size} ranks did not join "
             "(DLIO_TIMEOUT sets the deadline)"
         ) from error
 
 
 def check_threads() -> None:
-    """Raises CommError where MPI cannot serve the threads of a process group."""
+    """Raise CommError if MPI does not support the thread of a process group."""
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise CommError(
             "this MPI library lets only one thread call it (it gives less than "
-            "MPI_THREAD_SERIALIZED), and a process group has one of its own: use Open MPI 5 "
+            "MPI_THREAD_SERIALIZED), but a process group needs a thread of its own: use Open MPI 5 "
             "(pip install 'dlio[mpi]') or an MPI built with thread support"
         )
 
 
 def _store(timeout_s: float) -> Store:
-    """A store that rank 0 serves; its address goes over MPI. Collective."""
+    """Start a store on rank 0 and connect every rank to it. Collective over MPI.
+
+    Raises CommError if this rank cannot reach rank 0.
+    """
     comm = world()
     if MPI.COMM_WORLD.size == 1:
         return HashStore()
@@ -161,7 +164,7 @@ def _store(timeout_s: float) -> Store:
 
 
 def _own_names() -> list[str]:
-    """Names and addresses at which other machines may reach this one, best first."""
+    """Names and addresses by which other machines may reach this one, the likeliest first."""
     names = [socket.gethostname(), socket.getfqdn()]
     with contextlib.suppress(OSError):
         addresses = [str(entry[4][0]) for entry in socket.getaddrinfo(names[0], None)]

@@ -1,4 +1,4 @@
-"""Tensors as runs of bytes in host memory, for MPI.
+"""Present tensors to MPI as contiguous host memory.
 
 Tensors that are consecutive in host memory, such as the chunks of one tensor, are used in place;
 all others are copied through reused scratch memory. An accelerator's tensors go through pinned
@@ -18,25 +18,25 @@ from dlio.errors import UsageError
 __all__ = ["MpiBuffer", "Scratch", "Staging", "offsets", "size_of", "split", "typed", "whole"]
 
 _MOST_COUNT: Final = 2**31 - 1
-"""Largest count of MPI, an int."""
+"""Largest element count of one MPI call: counts are C ints."""
 _WORD: Final = 8
 _MOST_KEPT: Final = 4
 _MOST_WASTE: Final = 4
-"""A kept buffer is used for what fills at least a fourth of it."""
+"""Largest ratio of a reused buffer's size to the size asked for."""
 
 MpiBuffer = list[Any]
-"""Memory, count or counts with offsets, and type, as mpi4py takes them."""
+"""mpi4py's description of a buffer: [memory, count or (counts, offsets), datatype]."""
 
 
 def whole(flat: torch.Tensor) -> MpiBuffer:
-    """All bytes of a flat tensor, to be moved and not computed with."""
+    """Describe a flat tensor to MPI as bytes, for operations that only move them."""
     size = size_of(flat)
     kind, width = _unit([size])
     return [_memory(flat), size // width, kind]
 
 
 def split(flat: torch.Tensor, sizes: Sequence[int]) -> MpiBuffer:
-    """The bytes of a flat tensor in consecutive parts of `sizes` bytes."""
+    """Describe a flat tensor to MPI as consecutive parts of `sizes` bytes."""
     assert sum(sizes) == size_of(flat), "MPI would read or write outside the memory"
     kind, width = _unit(sizes)
     counts = [size // width for size in sizes]
@@ -44,9 +44,9 @@ def split(flat: torch.Tensor, sizes: Sequence[int]) -> MpiBuffer:
 
 
 def typed(flat: torch.Tensor, kind: MPI.Datatype) -> MpiBuffer:
-    """A flat tensor as MPI's numbers.
+    """Describe a flat tensor to MPI as elements of type `kind`, for reductions.
 
-    Raises UsageError when there are more than MPI counts.
+    Raises UsageError for more elements than an MPI count can express.
     """
     count = size_of(flat) // kind.Get_size()
     if count > _MOST_COUNT:
@@ -69,14 +69,14 @@ def size_of(tensor: torch.Tensor) -> int:
 
 
 class Scratch:
-    """Host memory that is used again: a first touch of pages costs more than a copy."""
+    """A pool of host memory. Reuse pays: touching new pages costs more than copying."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free: list[torch.Tensor] = []
 
     def take(self, size: int) -> torch.Tensor:
-        """At least `size` bytes; shape (>= size,), uint8."""
+        """Take a buffer of at least `size` bytes; shape (>= size,), uint8."""
         with self._lock:
             for k, buffer in enumerate(self._free):
                 if size <= len(buffer) <= _MOST_WASTE * size:
@@ -91,10 +91,10 @@ class Scratch:
 
 
 class Staging:
-    """The host memory of one operation: `source` fills it, `finish` copies results back.
+    """Host memory of one operation: `source` copies inputs in, `finish` copies results out.
 
     Args:
-        device: device of all of the operation's tensors.
+        device: device of all tensors of the operation.
     """
 
     def __init__(self, scratch: Scratch, device: torch.device) -> None:
@@ -107,9 +107,9 @@ class Staging:
 
     @torch.inference_mode()
     def source(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The elements of all tensors, one behind the other; shape (bytes,), uint8.
+        """Return all tensors as contiguous bytes, copied if necessary; shape (bytes,), uint8.
 
-        On an accelerator they are there when `ready`.
+        For an accelerator's tensors, the copy is complete once `ready()` is true.
         """
         flat = self._as_one(tensors)
         if flat is not None:
@@ -126,22 +126,23 @@ class Staging:
 
     @torch.inference_mode()
     def sink(self, tensors: Sequence[torch.Tensor], apart: bool = False) -> torch.Tensor:
-        """Memory whose bytes `finish` puts into the tensors; shape (bytes,), uint8.
+        """Return memory that `finish` copies into the tensors; shape (bytes,), uint8.
 
         Args:
-            apart: never the tensors' own memory, which MPI reads meanwhile.
+            apart: return separate memory even where the tensors' own could be used, because MPI
+                still reads the tensors.
         """
         flat = None if apart else self._as_one(tensors)
         if flat is None:
             flat = self.spare(sum(size_of(tensor) for tensor in tensors))
             self._homeward.append((tensors, flat))
             if self.device.type == "cuda":
-                # Results are written after what the caller's stream does with the tensors now.
+                # Results are written once the caller's stream has finished with the tensors.
                 self._loaded = torch.cuda.current_stream(self.device).record_event()
         return flat
 
     def spare(self, size: int) -> torch.Tensor:
-        """Memory until `finish`; shape (size,), uint8."""
+        """Return scratch memory that is valid until `finish`; shape (size,), uint8."""
         if self.device.type == "cuda":
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
         buffer = self._scratch.take(size)
@@ -149,12 +150,12 @@ class Staging:
         return buffer[:size]
 
     def ready(self) -> bool:
-        """True if sources hold their tensors' elements."""
+        """True once the copies started by `source` are complete."""
         return self._loaded is None or self._loaded.query()
 
     @torch.inference_mode()
     def finish(self) -> None:
-        """Put results into their tensors; on an accelerator, enqueue that."""
+        """Copy results into their tensors; on an accelerator, enqueue the copies."""
         if self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         with self.on_stream():
@@ -179,7 +180,7 @@ class Staging:
 
     @contextlib.contextmanager
     def on_stream(self) -> Iterator[None]:
-        """On the stream on which results come home, where there is one."""
+        """Make the stream that copies results current; without effect on the CPU."""
         if self._stream is None:
             yield
         else:
@@ -187,7 +188,7 @@ class Staging:
                 yield
 
     def _as_one(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """The tensors' own memory, where it is one run of bytes of the host."""
+        """Return the tensors' own memory if it is contiguous host memory, else None."""
         if self.device.type != "cpu":
             return None
         filled = [tensor for tensor in tensors if tensor.numel()]
@@ -222,8 +223,8 @@ def _unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's bytes; shape (bytes,), uint8."""
-    # Not by reshape: a tensor of one element may have any stride.
+    """View a contiguous tensor as bytes; shape (bytes,), uint8."""
+    # reshape would not do: a tensor of one element may have any stride.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
@@ -232,7 +233,10 @@ def _memory(flat: torch.Tensor) -> Any:
 
 
 def _unit(sizes: Sequence[int]) -> tuple[MPI.Datatype, int]:
-    """The type and its bytes in which parts of `sizes` bytes are counted."""
+    """Return the MPI datatype in which parts of `sizes` bytes are counted, and its size in bytes.
+
+    Words instead of bytes allow longer messages. Raises UsageError for parts that are too long.
+    """
     if sum(sizes) <= _MOST_COUNT:
         return MPI.BYTE, 1
     if sum(sizes) // _WORD <= _MOST_COUNT and not any(size % _WORD for size in sizes):

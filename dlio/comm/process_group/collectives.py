@@ -1,6 +1,6 @@
 # mypy: disable-error-code="override, assignment"
-# torch's stubs overload each operation; a subclass gets the form with options only.
-"""The operations of torch.distributed in calls of MPI."""
+# torch's stubs overload each operation; torch calls a subclass only in the form with options.
+"""The operations of torch.distributed, implemented by MPI calls."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -17,15 +17,15 @@ from dlio.errors import CommError, UsageError
 __all__ = ["MpiProcessGroup"]
 
 _SMALL_BYTES: Final = 1 << 15
-"""Up to here, a reduction that MPI cannot compute is sent as float32 in one step: what counts is
-the number of messages, and exchanging pieces takes one to every rank."""
+"""Size up to which a reduction in a type unknown to MPI is converted to float32 and reduced by MPI
+in one step. Small reductions cost mainly messages, and exchanging pieces takes one per rank."""
 
 
 class MpiProcessGroup(MpiGroup):
-    """The operations of a process group of torch on ranks of MPI.
+    """The operations of a torch process group whose ranks are MPI's.
 
-    Their arguments are those of torch's C++ ProcessGroup. Each raises UsageError for tensors that
-    do not fit, and CommError when the group has failed before.
+    Arguments are those of torch's C++ ProcessGroup. Each operation raises UsageError for tensors of
+    the wrong size, type or device, and CommError if the group has failed before.
     """
 
     # Collectives.
@@ -52,7 +52,7 @@ class MpiProcessGroup(MpiGroup):
         return self._reduce("reduce", tensors, opts, opts.rootRank)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> MpiWork:
-        # Of several inputs, the i-th is gathered into the i-th list.
+        # With several inputs, the i-th is gathered into the i-th list.
         rows = list(zip(*outputs, strict=True))
         return self._all_gather("all_gather", rows, inputs, outputs, opts)
 
@@ -107,7 +107,7 @@ class MpiProcessGroup(MpiGroup):
         return self._collective(what, [start], staging, outputs, opts)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> MpiWork:
-        # Of several outputs, the i-th gets its sum from the i-th list.
+        # With several outputs, the i-th receives the sum of the i-th list.
         return self._reduce_scatter(outputs, list(zip(*inputs, strict=True)), opts)
 
     def reduce_scatter_single(
@@ -137,7 +137,7 @@ class MpiProcessGroup(MpiGroup):
         inputs = self._rows(what, value, input_sizes)
         return self._all_to_all(what, outputs, inputs, [output], opts)
 
-    # The names of torch before 2.13.
+    # Names of these operations before torch 2.13.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
@@ -174,10 +174,10 @@ class MpiProcessGroup(MpiGroup):
     def recv_anysource(self, tensors: Tensors, tag: int) -> MpiWork:
         return self.recv(tensors, MPI.ANY_SOURCE, tag)
 
-    # How they are done.
+    # Shared by the operations above.
 
     def _reduce(self, what: str, tensors: Tensors, opts: Any, root: int | None) -> MpiWork:
-        """Reduce to all ranks, or to `root`."""
+        """Reduce to rank `root`, or to all ranks for None."""
         reduction = self._reduction(what, tensors, opts)
         native = reduction.native()
         staging = self._staging(tensors)
@@ -187,7 +187,7 @@ class MpiProcessGroup(MpiGroup):
         if native is None and size_of(flat) > _SMALL_BYTES:
             steps = self._in_pieces(reduction, staging, flat, tensors if keeps else None)
             return self._collective(what, steps, staging, tensors, opts)
-        # Open MPI has its best algorithms where input and output lie apart.
+        # Open MPI's fastest algorithms need input and output in separate memory.
         total = staging.sink(tensors, apart=True).view(reduction.dtype) if keeps else None
         wide = None if native else Reduction(reduction.kind, torch.float32)
         kind, op = native or wide.native()  # type: ignore[misc, union-attr]
@@ -216,7 +216,7 @@ class MpiProcessGroup(MpiGroup):
     def _in_pieces(
         self, reduction: Reduction, staging: Staging, flat: torch.Tensor, into: Tensors | None
     ) -> list[Start]:
-        """Each rank reduces its piece of all ranks' numbers, and tells it to all."""
+        """Reduce in two steps: each rank reduces one piece of the tensors, then sends it to all."""
         width = reduction.dtype.itemsize
         share, more = divmod(flat.numel(), self._size)
         sizes = [(share + (rank < more)) * width for rank in range(self._size)]
@@ -237,7 +237,7 @@ class MpiProcessGroup(MpiGroup):
         return [exchange, tell]
 
     def _reduce_scatter(self, outputs: Tensors, rows: Sequence[Tensors], opts: Any) -> MpiWork:
-        """Reduce `rows[rank]` of all ranks to `rank`: every rank gets its row of all, and sums."""
+        """Reduce row k of all ranks to rank k: an all-to-all, after which each rank adds up."""
         what = "reduce_scatter"
         given = [tensor for row in rows for tensor in row]
         reduction = self._reduction(what, [*outputs, *given], opts)
@@ -267,7 +267,7 @@ class MpiProcessGroup(MpiGroup):
     def _all_gather(
         self, what: str, rows: Sequence[Tensors], inputs: Tensors, value: Any, opts: Any
     ) -> MpiWork:
-        """Every rank's inputs into `rows[rank]`; ranks may give different sizes."""
+        """Gather each rank's inputs into `rows[rank]`; sizes may differ between ranks."""
         self._fit_ranks(what, rows)
         self._fit(what, [size_of(t) for t in rows[self._rank]], [size_of(t) for t in inputs])
         staging = self._staging(inputs)
@@ -276,7 +276,7 @@ class MpiProcessGroup(MpiGroup):
         sizes = [sum(size_of(tensor) for tensor in row) for row in rows]
 
         def start(comm: MPI.Intracomm) -> MPI.Request:
-            # An input may lie where its output will, as FSDP's do.
+            # FSDP's inputs lie in the output, at the position of this rank's part.
             inplace = mine.data_ptr() == everything.data_ptr() + offsets(sizes)[self._rank]
             given = MPI.IN_PLACE if inplace and len(mine) else whole(mine)
             return comm.Iallgatherv(given, split(everything, sizes))
@@ -287,7 +287,7 @@ class MpiProcessGroup(MpiGroup):
     def _all_to_all(
         self, what: str, outputs: Tensors, inputs: Tensors, value: Any, opts: Any
     ) -> MpiWork:
-        """inputs[k] to rank k; outputs[k] from rank k."""
+        """Send `inputs[k]` to rank k and receive `outputs[k]` from it, for every k."""
         self._fit_ranks(what, outputs)
         self._fit_ranks(what, inputs)
         staging = self._staging(inputs)
@@ -315,8 +315,8 @@ class MpiProcessGroup(MpiGroup):
         return Reduction.of(opts.reduceOp, dtypes.pop())
 
     def _pieces(self, what: str, tensor: torch.Tensor) -> Tensors:
-        """A tensor cut into equal parts, one a rank, in the order of its elements."""
-        # Where possible as numbers in a row: what is gathered flat may be stacked or concatenated.
+        """Cut a tensor into equal parts, one per rank, in the order of its elements."""
+        # Flat where possible: outputs may be stacked or concatenated, and both have flat parts.
         flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach()
         if len(flat) % self._size:
             raise UsageError(
@@ -325,7 +325,10 @@ class MpiProcessGroup(MpiGroup):
         return flat.tensor_split(self._size)
 
     def _rows(self, what: str, tensor: torch.Tensor, counts: Sequence[int]) -> Tensors:
-        """A tensor cut along its first dimension, one part a rank: equal ones without counts."""
+        """Cut a tensor along its first dimension into one part per rank, of `counts` rows each.
+
+        Without counts, the parts are equal.
+        """
         if not counts:
             counts = [len(tensor) // self._size] * self._size
         self._fit_ranks(what, counts)

@@ -1,9 +1,9 @@
-"""A process group of torch.distributed on MPI: its communicators, and how operations start.
+"""A torch.distributed process group on MPI: its communicators, and how operations start.
 
-Every operation (`collectives`) is one or two non-blocking calls of MPI (`progress`) on bytes in
-host memory (`buffers`). Each of an operation's two steps has a communicator, and operations that
-callbacks start have two others. With TORCH_DISTRIBUTED_DEBUG=DETAIL a first step checks that all
-ranks have called the same operation with the same sizes.
+Every operation (`collectives`) is one or two non-blocking MPI calls (`progress`) on bytes in host
+memory (`buffers`). The first and the second call use different communicators, and operations that
+callbacks start use two more. With TORCH_DISTRIBUTED_DEBUG=DETAIL, an additional first call checks
+that all ranks have called the same operation with the same sizes.
 """
 
 import contextlib
@@ -31,18 +31,18 @@ __all__ = ["BACKEND", "CHECKED_STEPS", "STEPS", "MpiGroup", "Start", "Tensors", 
 
 BACKEND: Final = "dlio-mpi"
 STEPS: Final = 2
-"""Communicators that an operation takes."""
+"""Largest number of MPI calls of one operation, each on a communicator of its own."""
 CHECKED_STEPS: Final = 3
-"""Communicators of an operation with the check that ranks agree."""
+"""The same, with the call that checks that ranks agree."""
 
 Tensors = Sequence[torch.Tensor]
 Start = Callable[[MPI.Intracomm], MPI.Request]
 
 
 class MpiGroup(dist.ProcessGroup):
-    """Ranks of MPI as a process group of torch.
+    """A torch process group whose ranks are MPI's.
 
-    Owns its communicators: twice STEPS, or twice CHECKED_STEPS for operations that are checked.
+    Owns its communicators: 2 * STEPS of them, or 2 * CHECKED_STEPS if operations are checked.
     """
 
     def __init__(
@@ -55,15 +55,15 @@ class MpiGroup(dist.ProcessGroup):
         self._checked = len(comms) == 2 * CHECKED_STEPS
         half = len(comms) // 2
         self._lanes = [[Lane(comm) for comm in part] for part in (comms[:half], comms[half:])]
-        """Of what is called, and of what callbacks call."""
+        """[0]: lanes of operations that the program starts; [1]: of those that callbacks start."""
         self._mail = Lane(comms[0])
         self._members = Members(f"rank {rank} of {size} of the group {name!r}", timeout_s)
         self._progress, self._scratch = _open_progress(self)
         self._coalesced: list[MpiWork] | None = None
         self.made: Counter[str] = Counter()
-        """How often this rank has made a group of the ranks of each key, if this is the world."""
+        """Number of groups that this rank has created, by their ranks. Used in the world only."""
 
-    # What torch asks about a group.
+    # Properties that torch reads.
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's
         return BACKEND
@@ -101,7 +101,7 @@ class MpiGroup(dist.ProcessGroup):
 
     @property
     def timeout_s(self) -> float:
-        """How long an operation may take that is given no timeout of its own."""
+        """Deadline in seconds for operations without a timeout of their own."""
         return self._members.timeout_s
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -114,20 +114,20 @@ class MpiGroup(dist.ProcessGroup):
         for work in list(self._members.pending):
             if work.collective:
                 with contextlib.suppress(CommError):
-                    work.wait()  # Who waits for it is told.
+                    work.wait()  # Its error goes to the thread that waits for it.
         broken = self._members.broken
         self._progress.give_up(
             self._members, CommError(f"{self._members.who} was destroyed before this was over")
         )
         if broken is None:
-            # With a rank that is gone or astray, MPI could wait here for good.
+            # After a failure Free could wait for ever for a missing rank.
             for comm in self._comms:
                 with one_at_a_time:
                     comm.Free()
         _close_progress(self)
 
     def abort(self) -> None:
-        """Fail what is under way, without waiting for other ranks."""
+        """Fail all pending operations, without waiting for other ranks."""
         self._progress.give_up(self._members, CommError(f"{self._members.who} was aborted"))
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -153,9 +153,9 @@ class MpiGroup(dist.ProcessGroup):
         return self._submit(what, steps, staging, value, opts, finish)
 
     def _agreed(self, what: str, starts: Sequence[Start]) -> list[Start]:
-        """Before an operation starts, see that all ranks have called the same.
+        """Prepend a step that checks that all ranks have called the same operation.
 
-        Open MPI may crash, or give wrong numbers, where they have not.
+        If they have not, Open MPI may crash or return wrong numbers.
         """
         code = zlib.crc32(what.encode())
         mine, least = torch.tensor([code, -code]), torch.zeros(2, dtype=torch.int64)
@@ -186,7 +186,8 @@ class MpiGroup(dist.ProcessGroup):
         members = self._members
         if members.broken is not None:
             raise CommError(
-                f"{members.who}: no {what} after a failure; destroy the group: {members.broken}"
+                f"{members.who}: cannot start {what} after a failure; destroy the group: "
+                f"{members.broken}"
             )
         timeout_s = opts.timeout.total_seconds() if opts is not None else 0.0
         work = MpiWork(
@@ -208,7 +209,7 @@ class MpiGroup(dist.ProcessGroup):
     def _staging(self, tensors: Tensors) -> Staging:
         places = {tensor.device for tensor in tensors} or {torch.device("cpu")}
         if len(places) > 1:
-            raise UsageError(f"tensors of one operation lie on several devices: {places}")
+            raise UsageError(f"the tensors of one operation are on several devices: {places}")
         device = places.pop()
         if device.type not in devices():
             raise UsageError(f"{BACKEND} takes tensors on {devices()}, not on {device}")

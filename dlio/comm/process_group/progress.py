@@ -1,12 +1,12 @@
 """Drive operations of torch.distributed that are under way on MPI.
 
-A thread that waits in `MpiWork.wait` drives all operations. One background thread, which sleeps
-between its looks, drives those that no thread waits for; it ends after one idle second.
+A thread that waits in `MpiWork.wait` drives all operations. While no thread waits, a background
+thread polls them, sleeping in between; it ends after one idle second.
 
-A callback that is attached in Python (`future.then`) may start collectives of its own, as
-PowerSGD's does. When it runs differs from rank to rank, so its collectives could meet others.
-Therefore such callbacks run one at a time on one thread, in the order in which they were attached,
-and what they start takes other lanes.
+A callback attached in Python (`future.then`) may start collectives, as PowerSGD's hook does. Ranks
+run it at different times, so its collectives could be matched with the wrong ones elsewhere.
+Therefore callbacks run one at a time on one thread, in the order in which they were attached, and
+the operations that they start use separate lanes.
 """
 
 import contextlib
@@ -25,10 +25,10 @@ from dlio.util.threads import Workers
 __all__ = ["Progress", "in_callback"]
 
 _LINGER_S: Final = 1.0
-"""How long the thread stays when there is nothing to move."""
+"""Idle time after which the background thread ends."""
 _here = threading.local()
 _abandoned: list[MpiWork] = []
-"""Failed within MPI, which may write to their memory until the process ends."""
+"""Operations that failed inside MPI. MPI may write to their memory until the process ends."""
 
 
 def _workers(name: str, run: Callable[[int], None], end: Callable[[], None]) -> Workers:
@@ -43,8 +43,8 @@ def in_callback() -> bool:
 class Progress:
     """Moves the operations of all process groups of this process.
 
-    Invariant: only the holder of `_turn` touches lanes, pending works and their requests. Nobody
-    waits for the turn: who does not get it leaves what is to be done to its holder or a later look.
+    Invariant: only the holder of the lock `_turn` touches lanes, pending works and their requests.
+    No thread waits for the lock: if it is taken, the work is left to its holder or the next poll.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Progress:
         """Start an operation.
 
         Args:
-            watched: the caller is about to wait for it, so that the thread is not needed.
+            watched: the caller is about to wait for it, so the background thread is not needed.
         """
         work.members.pending.add(work)
         self._arrived.append(work)
@@ -73,14 +73,14 @@ class Progress:
             self.wake()
 
     def advance(self) -> bool:
-        """Look at all operations once; whether one of them moved. Waits for nothing."""
+        """Poll all operations once, without waiting; return True if one of them progressed."""
         if not self._turn.acquire(blocking=False):
             return False
         try:
             moved = self._move()
         finally:
             self._turn.release()
-        # Without the turn: what is told here may start and await other operations.
+        # After releasing the lock: a notified thread may start and await other operations.
         while True:
             try:
                 work = self._over.popleft()
@@ -90,7 +90,7 @@ class Progress:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """While somebody waits and moves things on, the thread takes longer naps."""
+        """Let the background thread sleep longer while the calling thread drives operations."""
         with self._news:
             self._watchers += 1
         try:
@@ -100,7 +100,7 @@ class Progress:
                 self._watchers -= 1
 
     def wake(self) -> None:
-        """Have the thread look after what is pending."""
+        """Have the background thread drive pending operations."""
         with self._news:
             if self._thread is None and not self._closing:
                 self._thread = _workers("dlio-process-group", self._run, self._end_program)
@@ -108,7 +108,7 @@ class Progress:
             self._news.notify_all()
 
     def call(self, run: Callable[[], None]) -> None:
-        """Run a future's callback after all that were attached before it."""
+        """Queue a future's callback to run after all that were attached before it."""
         if in_callback():
             run()
             return
@@ -120,7 +120,7 @@ class Progress:
             self._news.notify_all()
 
     def give_up(self, members: Members, error: CommError) -> None:
-        """Fail what is pending in a group, and what will be called."""
+        """Fail a group's pending operations and all that it starts later."""
         members.broken = error
         for work in list(members.pending):
             work.error = work.error or error
@@ -128,7 +128,7 @@ class Progress:
             time.sleep(SHORTEST_SLEEP_S)
 
     def close(self) -> None:
-        """End both threads. Collectives must be over."""
+        """End both threads. All collectives must be complete."""
         with self._news:
             self._closing = True
             self._news.notify_all()
@@ -138,7 +138,7 @@ class Progress:
                 thread.wait()
 
     def _end_program(self) -> None:
-        """End the threads at the end of the program, which operations under way do not hold up."""
+        """End the threads when the program ends, without waiting for pending operations."""
         with self._news:
             self._closing = self._program_ends = True
             self._news.notify_all()
@@ -157,7 +157,7 @@ class Progress:
                 longest_s = LONGEST_SLEEP_S
                 sleep_s = SHORTEST_SLEEP_S if moved else min(1.5 * sleep_s, longest_s)
                 self._news.wait(longest_s if self._watchers else sleep_s)
-        # A program that ends with operations under way is not held up, nor are its callbacks.
+        # The program ends: fail pending operations instead of waiting for other ranks.
         while self._busy():
             for work in list(self._pending):
                 work.error = work.error or CommError(
@@ -198,7 +198,7 @@ class Progress:
         return moved
 
     def _look(self, work: MpiWork) -> None:
-        """Take the steps of an operation that can be taken now."""
+        """Start and test the steps of an operation as far as possible without waiting."""
         try:
             while work.error is None and work.at < len(work.steps):
                 step = work.steps[work.at]
@@ -216,7 +216,7 @@ class Progress:
                 if work.at == len(work.steps):
                     work.finish(work.status)
                     return
-        except Exception as error:  # Whatever it is, it is for whoever waits.
+        except Exception as error:  # Raised again in the thread that waits.
             if not isinstance(error, CommError):
                 error = CommError(f"{work.members.who}: {work.what} failed: {error}")
             work.error = error

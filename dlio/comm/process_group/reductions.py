@@ -1,8 +1,8 @@
-"""Reductions of tensors over ranks: what MPI computes, and what is computed here.
+"""Reductions of tensors over ranks, computed by MPI or, for types unknown to MPI, here.
 
-MPI knows C's numbers. Open MPI sums types that it does not know, float16 and bfloat16 above all,
-into garbage. They are exchanged as they are and summed here, in float32 and in the order of ranks:
-half the bytes of float32 on the wire, and one rounding instead of one for each hop.
+MPI reduces C's number types. Open MPI returns garbage for others, notably float16 and bfloat16.
+Those are exchanged as they are and summed here, in float32 and in the order of ranks. This sends
+half the bytes of float32 and rounds once instead of at each hop.
 """
 
 from collections.abc import Callable
@@ -51,25 +51,25 @@ _TRUTH: Final[dict[Kind, tuple[MPI.Op, Fold]]] = {
     **dict.fromkeys((_Op.PRODUCT, _Op.MIN, _Op.BAND), _OPS[_Op.BAND]),
     _Op.BXOR: _OPS[_Op.BXOR],
 }
-"""For bool, whose bytes are 0 and 1: a sum is whether any is true, a product whether all are."""
+"""Reductions of bool, stored as bytes 0 and 1: a sum is a logical or, a product a logical and."""
 _PARTS: Final = {torch.complex64: MPI.FLOAT, torch.complex128: MPI.DOUBLE}
 _WIDER: Final = {torch.uint16: torch.int32, torch.uint32: torch.int64}
-"""torch computes little with unsigned numbers; these hold all of theirs."""
+"""Signed types that hold all values of unsigned ones, for which torch lacks arithmetic."""
 _BLOCK: Final = 1 << 16
-"""Numbers that are folded at a time: in float32, what a core's cache holds."""
+"""Elements summed at a time: 256 KiB of float32 fit into a core's cache."""
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """One of torch's reductions for tensors of one type.
+    """One of torch's reductions, for tensors of one type.
 
-    Raises UsageError when torch defines none for it.
+    Raises UsageError if torch does not define this reduction for the type.
     """
 
     kind: Kind
     dtype: torch.dtype
     factor: float | torch.Tensor = 1.0
-    """What each rank multiplies its own input by (PREMUL_SUM)."""
+    """Factor by which each rank multiplies its input before the sum (PREMUL_SUM)."""
 
     def __post_init__(self) -> None:
         if self.dtype == torch.bool:
@@ -98,7 +98,7 @@ class Reduction:
         return cls(kind, dtype, factor.cpu() if isinstance(factor, torch.Tensor) else factor)
 
     def native(self) -> tuple[MPI.Datatype, MPI.Op] | None:
-        """How MPI computes it; None when it cannot."""
+        """Return MPI's datatype and operation, or None if MPI cannot compute the reduction."""
         if self.dtype == torch.bool:
             return MPI.UINT8_T, _TRUTH[self.kind][0]
         if self.dtype in _PARTS:
@@ -107,21 +107,21 @@ class Reduction:
 
     @torch.inference_mode()
     def scaled(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's input, times the factor, if there is one."""
+        """Return this rank's input multiplied by the factor; the input itself if that is 1."""
         if self.kind != _Op.PREMUL_SUM:
             return tensor
         return (tensor.to(self._wide()) * self.factor).to(self.dtype)
 
     @torch.inference_mode()
     def widened(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of this rank's input, in the type in which it is summed."""
+        """Copy this rank's input, converted to the type in which it is summed."""
         return self.scaled(tensor).to(self._wide())
 
     @torch.inference_mode()
     def averaged(self, tensor: torch.Tensor, ranks: int) -> torch.Tensor:
-        """A sum over ranks divided in place by their number, if that is the reduction.
+        """Divide a sum in place by the number of ranks if the reduction is AVG; return it.
 
-        Whole numbers are rounded towards zero.
+        Integers are rounded towards zero.
         """
         if self.kind == _Op.AVG:
             whole = not (self.dtype.is_floating_point or self.dtype.is_complex)
@@ -130,15 +130,15 @@ class Reduction:
 
     @torch.inference_mode()
     def fold(self, rows: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-        """Reduce each rank's `scaled` numbers, in the order of ranks.
+        """Reduce the ranks' `scaled` inputs, in the order of ranks.
 
         Args:
-            rows: shape (ranks, n), this reduction's type.
-            into: shape (n,), the same type; returned.
+            rows: the inputs; shape (ranks, n), this reduction's dtype.
+            into: the result; shape (n,), the same dtype. Returned.
         """
         fold: Any = (_TRUTH if self.dtype == torch.bool else _OPS)[self.kind][1]
         if self.dtype == torch.uint64:
-            # With the first bit turned, signed numbers have the order of unsigned ones.
+            # Flipping the highest bit gives signed numbers the order of unsigned ones.
             turn = torch.iinfo(torch.int64).min if self.kind in (_Op.MIN, _Op.MAX) else 0
             whole = fold_left(fold, torch.bitwise_xor(rows.view(torch.int64), turn))
             into.view(torch.int64).copy_(torch.bitwise_xor(whole, turn))
@@ -152,7 +152,7 @@ class Reduction:
         return into
 
     def _wide(self) -> torch.dtype:
-        """The type in which it is computed."""
+        """Dtype in which the reduction is computed."""
         if self.dtype.is_floating_point and self.dtype not in _TYPES:
             return torch.float32
         return _WIDER.get(self.dtype, self.dtype)

@@ -1,9 +1,9 @@
-"""Operations of torch.distributed under way on MPI, as seen by callers that wait for them.
+"""Pending operations of torch.distributed on MPI: the `Work` objects that callers wait for.
 
-An operation is one or two steps, each a non-blocking call of MPI on a lane: a communicator on which
-steps start in the order in which their operations were called, so that all ranks call MPI in one
-order. An operation's second step has a lane of its own; it starts when the first is done and all
-second steps of earlier operations have started.
+An operation has one or two steps, each a non-blocking MPI call on a lane. A lane is a communicator
+that starts steps in the order in which the program called their operations, so that all ranks call
+MPI in one order. Second steps have a lane of their own: one starts when the first step is done and
+the second steps of all earlier operations have started.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ __all__ = ["JointWork", "Lane", "Members", "Mover", "MpiWork", "Promise", "Step"
 
 
 class Lane:
-    """A communicator, and the operations that will start a step on it, in the order of calls."""
+    """A communicator and a queue of the operations that will start a step on it."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm = comm
@@ -44,13 +44,13 @@ class Step:
 
 @dataclass(eq=False)
 class Members:
-    """State that the operations of one process group share."""
+    """State shared by the operations of one process group."""
 
     who: str
-    """This rank and its group, for messages."""
+    """Name of this rank and its group in messages."""
     timeout_s: float
     broken: CommError | None = None
-    """Why no collective can work any more: the ranks no longer agree on what comes next."""
+    """Failure after which collectives are refused: the ranks no longer agree on the next one."""
     pending: set["MpiWork"] = field(default_factory=set)
 
 
@@ -58,28 +58,29 @@ class Mover(Protocol):
     """Drives operations forward; see `progress`."""
 
     def advance(self) -> bool:
-        """Look at all operations once, without waiting; True if one of them moved."""
+        """Poll all operations once, without waiting; return True if one of them progressed."""
 
     def wake(self) -> None:
-        """See that they are moved while nobody waits."""
+        """Have a background thread drive operations while no thread waits for them."""
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
-        """While somebody waits, and moves them."""
+        """Let the background thread sleep longer while the calling thread drives operations."""
 
     def call(self, run: Callable[[], None]) -> None:
-        """Run a future's callback after all that were attached before it."""
+        """Queue a future's callback to run after all that were attached before it."""
 
 
 class MpiWork(Work):
-    """One operation.
+    """One pending operation.
 
     Args:
-        what: the operation, for messages; a collective's is the same on all ranks that agree.
-        steps: to be taken one after the other.
-        staging: the host memory in which MPI reads and writes.
-        value: what the future gives.
-        timeout_s: for a collective, from now on; for a message, from `wait` on.
-        finish: called with the last step's status when it is done, to bring results home.
+        what: description for messages; for a collective, the same on all ranks that agree.
+        steps: steps to take one after the other.
+        staging: host memory that MPI reads and writes.
+        value: value of the operation's future.
+        timeout_s: deadline in seconds, counted from now for a collective and from `wait` for a
+            message.
+        finish: called with the last step's status, to copy results into the caller's tensors.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class MpiWork(Work):
         self.deadline = time.monotonic() + timeout_s if collective else float("inf")
         self.finish = finish
         self.at = 0
-        """Steps done."""
+        """Number of completed steps."""
         self.request: MPI.Request | None = None
         self.status = MPI.Status()
         self.error: CommError | None = None
@@ -112,12 +113,12 @@ class MpiWork(Work):
         self._future: Promise | None = None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait until it is done; on an accelerator, make the current stream wait for its results.
+        """Wait for completion; on an accelerator, make the current stream wait for the results.
 
         Args:
-            timeout: for this wait; zero means up to the operation's own deadline.
+            timeout: limit of this wait; zero for the operation's own deadline.
 
-        Raises CommTimeout after the deadline, CommError when the operation failed.
+        Raises CommTimeout after the deadline, CommError if the operation failed.
         """
         limit_s = timeout.total_seconds()
         if limit_s <= 0:
@@ -128,7 +129,7 @@ class MpiWork(Work):
             while not self.is_completed():
                 if time.monotonic() > deadline:
                     if not self.collective:
-                        self.deadline = 0.0  # Given up by the next look.
+                        self.deadline = 0.0  # The next poll gives the operation up.
                     raise late(self, limit_s)
                 self._over.wait(sleep_s)
                 sleep_s = min(1.5 * sleep_s, LONGEST_SLEEP_S)
@@ -138,7 +139,7 @@ class MpiWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """True if it is over, done or failed; each call also drives it forward."""
+        """True if the operation has succeeded or failed. Each call also drives it forward."""
         if not self._over.is_set():
             self._progress.advance()
         return self._over.is_set()
@@ -157,7 +158,7 @@ class MpiWork(Work):
         return self._value
 
     def source_rank(self) -> int:
-        """Where a received message came from. Raises CommError before it has come."""
+        """Return the rank that sent a received message. Raises CommError before its arrival."""
         if not self.is_success():
             raise CommError(f"{self.members.who}: {self.what}: nothing has been received yet")
         return int(self.status.Get_source())
@@ -165,7 +166,7 @@ class MpiWork(Work):
     _source_rank = source_rank
 
     def get_future(self) -> "Promise":
-        """Its future, done when the operation is over; its value is the output that was given."""
+        """Return a future that completes with the operation; its value is the output tensors."""
         with self._lock:
             if self._future is None:
                 self._future = Promise(self._progress, self.staging.device)
@@ -176,7 +177,7 @@ class MpiWork(Work):
             return self._future
 
     def settle(self) -> None:
-        """Tell everyone who waits that it is over."""
+        """Notify waiting threads and complete the futures: the operation is over."""
         with self._lock:
             self._over.set()
             future = self._future
@@ -200,7 +201,7 @@ def late(work: MpiWork, limit_s: float) -> CommTimeout:
 
 
 class JointWork(Work):
-    """Several operations as one."""
+    """Several coalesced operations as one `Work`."""
 
     def __init__(self, works: Sequence[MpiWork]) -> None:
         super().__init__()
@@ -235,7 +236,7 @@ class Promise(torch.futures.Future[Any]):
                     stack.enter_context(torch.cuda.device(self._device))
                 try:
                     value = callback(self)
-                except Exception as error:  # Whatever it is, it is for whoever waits.
+                except Exception as error:  # Raised again in the thread that waits.
                     later.fail(error)
                 else:
                     later.set_result(value)
@@ -254,8 +255,8 @@ class Promise(torch.futures.Future[Any]):
 class _Failure:
     """The value of a failed operation's future.
 
-    torch's own code (DDP's reducer) looks for tensors in a future's value by pickling it, and
-    would take a plain exception for a value: this one raises.
+    torch's C++ code (DDP's reducer) pickles a future's value to find tensors in it, and would
+    accept a plain exception as a value. Pickling this object raises the error.
     """
 
     def __init__(self, error: Exception) -> None:

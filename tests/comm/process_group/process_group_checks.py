@@ -425,7 +425,7 @@ def check_member() -> None:
     """Making a group fails when a member is absent, although it took part before."""
     dist.new_group([0, 1])
     if RANK == 0:
-        raises(CommTimeout, "1 of 2 never came", lambda: dist.new_group([0, 1]))
+        raises(CommTimeout, "1 of its 2 ranks did not join", lambda: dist.new_group([0, 1]))
     else:
         time.sleep(4)
 
