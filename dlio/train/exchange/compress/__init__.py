@@ -1,32 +1,32 @@
 """Gradient compressors with error feedback, selected by one word.
 
-| name        | bits an entry  | what is sent                                              |
-|-------------|----------------|-----------------------------------------------------------|
-| `onebit`    | about 1.02     | the sign along turned axes; a size for every 1,024        |
-| `threshold` | about 0.27     | place and sign of entries beyond a threshold              |
-| `adaptive`  | about 0.27     | place and sign of the largest, and the mean of each sign  |
-| `int8`      | 8.03           | whole multiples of a power of two per 256 entries         |
-| `bf16`      | 16             | bfloat16                                                  |
-| `fp16`      | 16             | float16, scaled by a power of two per 32,768 entries      |
+| name        | bits per entry | content of a message                                       |
+|-------------|----------------|------------------------------------------------------------|
+| `onebit`    | about 1.02     | signs after a random rotation; a magnitude per 1,024 signs |
+| `threshold` | about 0.27     | index and sign of entries beyond a threshold               |
+| `adaptive`  | about 0.27     | index and sign of the largest entries; a mean per sign     |
+| `int8`      | 8.03           | integer multiples of a power of two per 256 entries        |
+| `bf16`      | 16             | bfloat16                                                   |
+| `fp16`      | 16             | float16, scaled by a power of two per 32,768 entries       |
 
-A residual keeps the rest. Let v = values + residual in float32, q the decoded message and r the new
-residual: then q + r = v exactly, as real numbers, for every entry. r is then a
-float32 number, so that float32 addition gives v back to the last bit. It holds because q is chosen
-for it: v - q is a float32 number when q/2 <= v <= 2q (Sterbenz), and when q is v's smaller and its
-last bit is at least as coarse as v's. Each module explains how it ensures this.
+The residual keeps the error of compression. Let v = values + residual in float32, q the decoded
+message and r the new residual. Then q + r = v exactly, as real numbers, for every entry: r is a
+float32 number, and adding q and r in float32 gives v to the last bit. For this, q must be chosen
+suitably: v - q is a float32 number if q/2 <= v <= 2q (Sterbenz), or if |q| < |v| and the last bit
+of q is at least as coarse as that of v. Each module explains how it ensures this.
 
-`onebit` is the exception, and cannot be otherwise. It has two numbers for each entry to choose
-from; where v is much nearer to zero than both, v - q needs more than the 24 bits of a float32,
-whatever q is. So where |v| < |q|/2 or q has the other sign, r is the float32 number nearest to
-v - q, and |q + r - v| <= 2^-24 (|q| + |v|): what float32 addition loses when it adds q to anything.
+`onebit` is an unavoidable exception. It chooses between two values per entry; if v is much nearer
+to zero than both, v - q needs more than the 24 bits of a float32. So if |v| < |q|/2 or q has the
+other sign, r is the float32 number nearest to v - q, and |q + r - v| <= 2^-24 (|q| + |v|), which is
+the rounding error of a float32 addition.
 
--0 counts as 0. Denormal numbers are kept exactly, too, unless the process flushes them to zero.
-A compressor raises DlioError, with the tensor's name, for an entry that is not finite: kept in a
-residual, it would spoil that entry of every step to come. The residual is then undefined.
+-0 counts as 0. Denormal numbers are exact, too, unless the process flushes them to zero. For a NaN
+or infinite entry a compressor raises DlioError with the tensor's name, because a residual would
+carry it into all later steps. The residual is undefined after such an error.
 
-Parameters whose means and thresholds would say nothing, biases and norms above all, travel as
-`int8` in the messages of `onebit`, `threshold` and `adaptive`: see `layout.is_small`. Their bytes
-count. Of somewhat larger ones `threshold` and `adaptive` send more than of others: see `sparse`.
+Tensors too small for useful means and thresholds, mainly biases and norms, travel as `int8` in the
+messages of `onebit`, `threshold` and `adaptive` (see `layout.is_small`); the bits above include
+them. Of the next larger tensors, `threshold` and `adaptive` send a larger share (see `sparse`).
 """
 
 from collections.abc import Sequence
@@ -45,11 +45,11 @@ NAMES: Final = COMPRESSORS
 
 
 class Compressor(Protocol):
-    """Turns a region of float32 gradients into short messages, and messages into numbers.
+    """Encodes a region of float32 gradients into short messages, and decodes messages.
 
-    It may keep state that decides what is sent, but never what a message stands for: any
-    compressor made with the same name and pieces reads it. For one thread at a time; the caller
-    owns all arrays. `dlio.testing.CompressorTests` checks these promises.
+    State may influence which message is encoded, but decoding needs none: any compressor created
+    with the same name and pieces can decode it. Not thread-safe. The caller owns all arrays.
+    `dlio.testing.CompressorTests` checks these promises.
     """
 
     entries: int
@@ -85,8 +85,8 @@ class Compressor(Protocol):
     def add(self, message: npt.NDArray[np.uint8], into: npt.NDArray[np.float32]) -> None:
         """Add the decoded message to `into`, shape (entries,), contiguous.
 
-        Raises CommError for a message that cannot have been written for this region, where that
-        shows: it may then have been added in part.
+        Raises CommError if the message is recognisably not one for this region; a part of it may
+        have been added by then.
         """
 
 

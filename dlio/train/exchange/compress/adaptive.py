@@ -1,4 +1,4 @@
-"""The largest entries, one in 32, sent as the mean of those of the same sign (Dryden et al.,
+"""The largest entries, one in 32, each sent as the mean of those with the same sign (Dryden et al.,
 "Communication quantization for data-parallel training of deep neural networks", MLHPC 2016)."""
 
 import numpy as np
@@ -10,7 +10,8 @@ __all__ = ["Adaptive"]
 
 
 class Adaptive:
-    """The level is an order statistic of a sample of a tensor's entries, another one each step."""
+    """A rule whose level is an order statistic of a tensor's entries, estimated from a new random
+    sample at each step."""
 
     def __init__(self) -> None:
         self.steps: dict[int, int] = {}

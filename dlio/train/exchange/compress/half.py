@@ -1,7 +1,7 @@
-"""Sixteen bits an entry: bfloat16 as it is, and float16 with a power of two for each chunk.
+"""Sixteen bits per entry: plain bfloat16, or float16 with a power of two as scale for each chunk.
 
-Both round to the nearest, so that q/2 <= v <= 2q or q = 0, and v - q is exact. torch converts;
-numpy knows no bfloat16.
+Both round to nearest, so that q/2 <= v <= 2q or q = 0, and v - q is exact. torch converts, because
+numpy does not have bfloat16.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,20 +23,23 @@ from dlio.train.exchange.compress.layout import (
 __all__ = ["Bfloat16", "Float16"]
 
 _CHUNK: Final = 1 << 15
-"""The most that torch does in the calling thread."""
+"""Number of entries up to which torch works in the calling thread."""
 _MOST_BFLOAT16: Final = float(torch.finfo(torch.bfloat16).max)
 _MOST_FLOAT16: Final = 32752.0
-"""The largest float16 below 2^15: a chunk's largest entry is brought to [2^14, 2^15)."""
+"""The largest float16 below 2^15: a chunk's largest entry is scaled to [2^14, 2^15)."""
 _LOWEST: Final = 15
-"""Biased exponent of a chunk's largest entry, at least: its scale is to be no denormal number."""
+"""Minimum biased exponent of a chunk: below it, scales would be denormal."""
 _HIGHEST: Final = 254
-"""Biased exponent of the largest finite numbers."""
+"""Biased exponent of the largest finite float32 numbers."""
 _TO_SCALE: Final = 14
 _TO_INVERSE: Final = 268
 
 
 class Bfloat16(Memoryless):
-    """Message: bfloat16 (entries,). Entries beyond its largest number leave a residual."""
+    """A compressor to bfloat16. Message: bfloat16 (entries,).
+
+    Entries beyond the largest bfloat16 number are clamped, and leave a residual.
+    """
 
     def __init__(self, pieces: Sequence[Piece], scratch: Scratch) -> None:
         self._pieces = pieces
@@ -71,7 +74,7 @@ class Bfloat16(Memoryless):
 
 
 class Float16(Memoryless):
-    """Message: float16 (entries,), then the chunks' exponents uint8 (chunks,)."""
+    """A compressor to float16. Message: float16 (entries,), then exponents uint8 (chunks,)."""
 
     def __init__(self, pieces: Sequence[Piece], scratch: Scratch) -> None:
         self._pieces = pieces
@@ -108,7 +111,7 @@ class Float16(Memoryless):
         halves = _typed(message[: 2 * self.entries], torch.float16)
         exponents = message[2 * self.entries : self.max_bytes]
         if len(exponents) and not _LOWEST <= exponents.min() <= exponents.max() <= _HIGHEST:
-            raise CommError("a message has a scale that no gradient has: it is damaged")
+            raise CommError("a message is damaged: it has an invalid scale")
         for number, (start, stop) in enumerate(_chunks(self.entries)):
             w = self._scratch.floats[: stop - start]
             torch.from_numpy(w).copy_(halves[start:stop])
@@ -123,12 +126,12 @@ def _chunks(size: int) -> Iterator[tuple[int, int]]:
 
 
 def _typed(message: npt.NDArray[np.uint8], dtype: torch.dtype) -> torch.Tensor:
-    """A message's bytes as numbers; the same memory."""
+    """View a message's bytes as a tensor of numbers."""
     if not len(message):
         return torch.empty(0, dtype=dtype)
     return torch.from_numpy(message).view(dtype)
 
 
 def _power(biased: int) -> np.float32:
-    """2^(biased - 127)."""
+    """Return 2^(biased - 127)."""
     return np.uint32(biased << 23).view(np.float32)

@@ -1,12 +1,12 @@
-"""Eight bits an entry, as whole multiples of a power of two for each 256 entries.
+"""Eight bits per entry: integer multiples of a scale, one power of two per 256 entries.
 
-Rounded to the nearest multiple, not at random: error feedback already sends what rounding left
-out, so that random rounding would add noise and remove no bias; the nearest has half the largest
-error, needs no random numbers, gives the same bytes in every run, and keeps v - q exact. For v
-rounds to q = ks with k != 0 only when s/2 <= |v|, so that q/2 <= v <= 2q.
+Entries are rounded to the nearest multiple, not stochastically. Error feedback sends rounding
+errors later, so stochastic rounding would remove no bias and add noise. Rounding to nearest halves
+the largest error, needs no random numbers, gives the same bytes in every run, and keeps v - q
+exact: v rounds to q = k s with k != 0 only if |v| >= s/2, which implies q/2 <= v <= 2q.
 
-Scales are powers of two, at the price of up to one of the eight bits, so that dividing by them is
-exact and a block's scale is one byte.
+A scale that is a power of two costs up to one of the eight bits, but makes division exact, and is
+stored in one byte.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,19 +28,19 @@ __all__ = ["Int8", "SmallTensors"]
 _BLOCK: Final = 256
 _MOST: Final = 127
 _LOWEST: Final = 7
-"""Exponents as float32 has them, biased by 127: of a block's largest entry, at least this. Below
-it, 2^-120, scales would be denormal; smaller entries mostly stay in the residual."""
+"""Minimum exponent of a block, biased by 127 as in float32. Below it, 2^-120, scales would be
+denormal; smaller entries mostly stay in the residual."""
 _HIGHEST: Final = 254
 _ROOM: Final = 1 << 17
-"""Added to the bits of a block's largest entry, this raises its exponent from 127/128 of the next
-power of two on: it would be rounded to 128 units."""
+"""Added to the bits of a block's largest entry, this raises its exponent if the entry is at least
+127/128 of the next power of two: it would otherwise be rounded to 128, which int8 cannot hold."""
 _TO_SCALE: Final = 6
-"""A block whose largest entry is in [2^e, 2^(e+1)) counts in units of 2^(e-6)."""
+"""A block whose largest entry is in [2^e, 2^(e+1)) has the scale 2^(e-6)."""
 _TO_INVERSE: Final = 260
 
 
 class Int8(Memoryless):
-    """Message: exponents uint8 (blocks,), then numbers int8 (entries,)."""
+    """A compressor to int8. Message: exponents uint8 (blocks,), then multiples int8 (entries,)."""
 
     def __init__(self, pieces: Sequence[Piece], scratch: Scratch) -> None:
         self._pieces = pieces
@@ -91,7 +91,7 @@ class Int8(Memoryless):
             np.add(into[start:stop], w, out=into[start:stop])
 
     def _tiles(self) -> Iterator[tuple[int, int, int]]:
-        """(start, blocks, entries a block) of each chunk; the last block may be a short one."""
+        """Yield (start, blocks, entries per block), chunk by chunk; the last block may be short."""
         for start, stop in chunks(self.entries):
             rows, rest = divmod(stop - start, _BLOCK)
             if rows:
@@ -131,5 +131,5 @@ class SmallTensors:
 
 
 def _power(biased: npt.NDArray[np.uint32]) -> npt.NDArray[np.float32]:
-    """2^(biased - 127) as a column: shape (n,) to (n, 1)."""
+    """Return 2^(biased - 127) as a column; shape (n,) to (n, 1)."""
     return (biased << 23).astype(np.uint32).view(np.float32)[:, None]

@@ -1,21 +1,22 @@
-"""One bit per entry: signs of the gradient after a random rotation, and one size per 1,024 signs
+"""One bit per entry: signs of the gradient after a random rotation, one magnitude per 1,024 signs
 (Vargaftik et al., "DRIVE: One-bit Distributed Mean Estimation", NeurIPS 2021).
 
-Signs of the gradient itself, with the mean of each sign (Seide et al., "1-Bit Stochastic Gradient
-Descent", Interspeech 2014), say little where a few entries are large and most are not: every small
-one is sent as the mean. Turned, all entries of a block are about alike, whatever they were, and
-0.64 of the gradient's square arrives. With what is left kept for the next step, a network then
-learns as from exact gradients, which it did not quite before (docs/LOG.md).
+Signs of the gradient itself, with one mean per sign (Seide et al., "1-Bit Stochastic Gradient
+Descent", Interspeech 2014), approximate it badly if few entries are large: all small ones are sent
+as the mean, too. After a rotation all entries of a block have similar magnitudes, and the message
+holds 0.64 of the gradient's energy. With error feedback, networks then train as with exact
+gradients; with signs of the gradient itself, they did not quite (docs/LOG.md).
 
-A block of W entries v is turned by w = H D v: D flips the signs of a fixed, arbitrary half of the
-entries, H is Walsh's matrix of +1 and -1 (H H = W). Sent are the signs of w and s, the mean of |w|
-over W as bfloat16; they stand for q = s D H sign(w), the entries of which are whole multiples of s.
-A tensor's last entries go in smaller blocks, fewer than 64 unturned.
+A block of W entries v is rotated by w = H D v, where D flips the signs of a fixed pseudo-random
+half of the entries and H is the Walsh-Hadamard matrix of +1 and -1 (H H = W). The message has the
+signs of w and, as bfloat16, s = mean(|w|) / W. It is decoded as q = s D H sign(w), whose entries
+are integer multiples of s. A tensor's last entries form smaller blocks; blocks of fewer than 64
+entries are not rotated.
 
-What is exact: D H sign(w) has at most 11 bits and s has 8, so that q is computed without rounding;
-and no |v| exceeds W s by more than s was rounded, so that v - q is exact where q has v's sign and
-|v| >= |q|/2. Else it may be rounded, by at most 2^-24 (|v| + |q|): no q could serve all, see
-`compress`.
+Exactness: D H sign(w) has at most 11 bits and s has 8, so q is computed without rounding. |v| does
+not exceed W s, up to the rounding of s, so v - q is exact if q has the sign of v and |v| >= |q|/2.
+Otherwise it may be rounded, by at most 2^-24 (|v| + |q|); `compress` explains why this is
+unavoidable.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,9 +44,9 @@ _F32 = npt.NDArray[np.float32]
 _U8 = npt.NDArray[np.uint8]
 _BLOCK: Final = 1 << 10
 _LEAST: Final = 1 << 6
-"""Entries of the smallest block that is turned."""
+"""Number of entries of the smallest block that is rotated."""
 _LARGEST: Final = np.float32(2.0**120)
-"""Limit of q. Larger blocks are not sent: the sum of two such gradients would overflow."""
+"""Maximum of q. Blocks beyond it are sent as zeros: the sum of two of them would overflow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +56,10 @@ class _Tile:
     start: int
     blocks: int
     width: int
-    """Entries of a block."""
+    """Number of entries of a block."""
     first_block: int
     first_byte: int
-    """First byte of its signs in the message; the last byte may be partly used."""
+    """Offset of its signs in the message; the last byte may be partly used."""
 
     @property
     def stop(self) -> int:
@@ -70,7 +71,10 @@ class _Tile:
 
 
 class OneBit(Memoryless):
-    """Message: s of each block, bfloat16; small tensors; signs, a bit each."""
+    """A compressor to signs.
+
+    A message has each block's s as bfloat16, the small tensors as int8, and one bit per sign.
+    """
 
     def __init__(self, pieces: Sequence[Piece], scratch: Scratch) -> None:
         self._pieces = pieces
@@ -97,7 +101,7 @@ class OneBit(Memoryless):
                 if not all_finite(v.reshape(-1)):
                     refuse_not_finite(v.reshape(-1), tile.start, self._pieces)
                 w = self._numbers(tile)
-                # By W less at once: no sum of numbers is then larger than all of them.
+                # Divide by W before, not after the rotation: its sums can then not overflow.
                 np.multiply(v, _flips(tile.width) / np.float32(_turned(tile.width)), out=w)
                 self._turn(w)
                 signs = np.signbit(w, out=self._scratch.mask[: v.size].reshape(v.shape))
@@ -126,8 +130,12 @@ class OneBit(Memoryless):
         return np.multiply(q, _flips(tile.width), out=q)
 
     def _turn(self, w: _F32) -> None:
-        """Each row times Walsh's matrix, in place. Row by row of a block laid out as a matrix, then
-        column by column: 64 multiplications an entry, as small products that one thread does."""
+        """Multiply each row by the Walsh-Hadamard matrix, in place.
+
+        A row of W entries is laid out as a matrix and multiplied from both sides by the matrices of
+        about sqrt(W) rows whose Kronecker product the Walsh-Hadamard matrix is. This takes up to 64
+        multiplications per entry, in products small enough to stay in the calling thread.
+        """
         if _turned(w.shape[1]) == 1:
             return
         left, right = _walsh(w.shape[1])
@@ -137,12 +145,12 @@ class OneBit(Memoryless):
         np.matmul(left, between, out=blocks)
 
     def _numbers(self, tile: _Tile) -> _F32:
-        """Scratch memory for a tile's entries."""
+        """Return scratch memory for a tile's entries; shape (blocks, width)."""
         return self._scratch.floats[: tile.blocks * tile.width].reshape(tile.blocks, tile.width)
 
 
 def _blocks(piece: Piece) -> Iterator[tuple[int, int, int]]:
-    """(start, blocks, entries a block) of tiles of at most a chunk."""
+    """Yield (start, blocks, entries per block) of tiles of at most a chunk."""
     start, left, width = piece.start, piece.size, _BLOCK
     while left >= _LEAST:
         while width > left:
@@ -155,20 +163,21 @@ def _blocks(piece: Piece) -> Iterator[tuple[int, int, int]]:
 
 
 def _turned(width: int) -> int:
-    """How many entries of a block are mixed: all, or one where the block is too small to turn."""
+    """Number of entries that the rotation combines: `width`, or 1 if the block is not rotated."""
     return width if width >= _LEAST else 1
 
 
 @cache
 def _flips(width: int) -> _F32:
-    """+1 or -1 of each entry of a block."""
+    """The diagonal of D: +1 or -1 for each entry of a block; shape (width,)."""
     odd = mix(np.arange(width, dtype=np.uint64), np.uint64(0)) & np.uint64(1)
     return 1 - 2 * odd.astype(np.float32)
 
 
 @cache
 def _walsh(width: int) -> tuple[_F32, _F32]:
-    """Walsh's matrix of a power of two, as one for the columns and one for the rows of a block."""
+    """Return two matrices, for columns and rows, whose Kronecker product is the Walsh-Hadamard
+    matrix of `width` rows, a power of two."""
     bits = width.bit_length() - 1
     matrices = [np.ones((1, 1), np.float32)]
     for _ in range(bits - bits // 2):
@@ -178,6 +187,6 @@ def _walsh(width: int) -> tuple[_F32, _F32]:
 
 
 def _to_bfloat16(values: _F32) -> npt.NDArray[np.uint16]:
-    """The nearest bfloat16 numbers, as bits, of numbers that are 0 or more and finite."""
+    """Round to the nearest bfloat16 numbers and return their bits. Values are finite and >= 0."""
     bits = values.view(np.uint32)
     return np.asarray((bits + 0x7FFF + (bits >> 16 & 1)) >> 16, np.uint16)

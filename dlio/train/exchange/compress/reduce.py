@@ -9,16 +9,16 @@ is added uncompressed.
 Both hops have error feedback, in one residual as long as the region: in other ranks' parts it holds
 the unsent part of this rank's shares, in the own part the unsent part of the sum. So at any time
 
-    sums given out so far + residuals of all ranks = all gradients so far,
+    all sums returned so far + residuals of all ranks = all gradients so far,
 
 up to the rounding of float32 additions (and of `onebit`, see `compress`).
 
-Two ranks send each other their messages of the whole region, and add both in the order of ranks:
-as many bytes, in one hop, which leaves things out once and not twice.
+Two ranks need only one hop: they exchange messages of the whole region, and both add them in the
+order of ranks. This sends as many bytes, and compresses once instead of twice.
 
-With more ranks, p of them, and messages of b bytes for the whole region, a rank sends 2 (p - 1)
-messages and about 2 (p - 1) / p b bytes: their number grows with p, their bytes do not. It decodes
-and sums in the order of ranks as messages come.
+With p > 2 ranks and messages of b bytes for the whole region, a rank sends 2 (p - 1) messages and
+about 2 b (p - 1) / p bytes: the number of messages grows with p, their bytes hardly. Shares are
+decoded and added as they arrive, in the order of ranks.
 """
 
 import time
@@ -42,8 +42,8 @@ TAGS = 2
 
 
 _ONE_HOP = 2
-"""Ranks that send each other messages of the whole region: as many bytes, p - 1 times b, as
-2 (p - 1) / p times b; with more ranks it would be more."""
+"""Number of ranks for which one hop is used. It sends (p - 1) b bytes instead of 2 b (p - 1) / p:
+the same for 2 ranks, more for others."""
 
 
 class _Phase(Enum):
@@ -51,37 +51,39 @@ class _Phase(Enum):
     SHARES = auto()
     """Waiting for the next rank's share of the own part."""
     SUMS = auto()
-    """Waiting for the sums of the other parts, and for what was sent to leave."""
+    """Waiting for the sums of the other parts, and for this rank's messages to leave."""
 
 
 class _Part:
-    """One rank's part of the region, as this rank sees it."""
+    """One rank's part of the region, with this rank's buffers for it."""
 
     def __init__(self, pieces: Sequence[Piece], begin: int, name: str, scratch: Scratch) -> None:
         self.compressor = make_compressor(name, pieces, scratch)
         self.span = slice(begin, begin + self.compressor.entries)
-        # What this rank sends to the owner, or, of its own part, the sum that it sends to all.
         self.outgoing = np.empty(self.compressor.max_bytes, np.uint8)
-        # The owner's sum; not used of the own part.
+        """This rank's share, sent to the owner; in its own part, the sum, sent to all."""
         self.incoming = np.empty(self.compressor.max_bytes, np.uint8)
+        """The owner's sum; unused in the own part."""
         self.request: Request | None = None
-        """Receive of the owner's sum."""
+        """Pending receive of the owner's sum."""
 
 
 class QuantisedAllreduce:
-    """Sums one flat float32 region over all ranks, again and again, without blocking.
+    """Repeated non-blocking sums of one flat float32 region over all ranks, compressed.
 
-    `start` sends; `advance`, called now and then, moves it on; `wait` joins it. All ranks start
-    the same regions in the same order and then wait for them in the same order; several may be
-    under way, each with tags of its own. One rank: nothing is compressed, copied or sent.
+    `start` sends this rank's shares, `advance` drives the sum forward, `wait` completes it. All
+    ranks start and complete regions in the same order. Several regions may be pending at a time if
+    their tags differ. With one rank nothing is compressed, copied or sent.
 
-    For one thread at a time. Owns its buffers, not the communicator.
+    Not thread-safe. Owns its buffers, not the communicator.
 
     Args:
-        tensors: (name, shape) of what lies in the region, one after the other.
-        compressor: one of `compress.NAMES`; UsageError for any other.
-        tag: the first of TAGS that nothing else on this communicator uses.
-        scratch: memory that other regions of the same thread may use, too.
+        tensors: (name, shape) of the consecutive tensors in the region.
+        compressor: one of `compress.NAMES`.
+        tag: the first of `TAGS` tags that nothing else on the communicator uses.
+        scratch: working memory, which other regions of the same thread may share.
+
+    Raises UsageError for an unknown compressor.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class QuantisedAllreduce:
         scratch = scratch or Scratch()
         alone = comm.size == 1
         self.residual = np.zeros(0 if alone else self.entries, np.float32)
-        """Values that this rank has not sent yet, shape (entries,): part of a checkpoint."""
+        """Values that this rank has not sent yet; shape (entries,). Part of a checkpoint."""
         self._one_hop = comm.size == _ONE_HOP
         self._parts: list[_Part] = []
         begin = 0
@@ -108,7 +110,7 @@ class QuantisedAllreduce:
             self._parts.append(_Part([] if alone else part, begin, compressor, scratch))
             begin = self._parts[-1].span.stop
         self._own = self._parts[0 if self._one_hop else comm.rank]
-        """The part whose shares other ranks send to this one."""
+        """The part that this rank sums: other ranks send it their shares."""
         own = self._own.compressor
         self._shares = {
             rank: np.empty(own.max_bytes, np.uint8)
@@ -126,16 +128,18 @@ class QuantisedAllreduce:
         self._bytes = 0
 
     def start(self, region: npt.NDArray[np.float32]) -> None:
-        """Begin to sum `region`, shape (entries,), contiguous; it holds the sum when `done`, and
-        must not be touched before.
+        """Start summing `region` in place. Do not touch it before the sum is complete.
 
-        Raises DlioError, naming the tensor, where it is not finite; UsageError for another length
-        or when the last sum has not been joined.
+        Args:
+            region: shape (entries,), contiguous.
+
+        Raises DlioError, naming the tensor, if an entry is NaN or infinite; UsageError for a region
+        of another length, or if the last sum is not complete.
         """
         if len(region) != self.entries:
-            raise UsageError(f"a region of {len(region)} entries where {self.entries} are summed")
+            raise UsageError(f"cannot sum {len(region)} entries: the region has {self.entries}")
         if self._phase is not _Phase.IDLE:
-            raise UsageError("a sum was started before the last one was joined: call wait()")
+            raise UsageError("cannot start a sum before the last one is complete: call wait()")
         if self._comm.size == 1:
             return
         self._region = region
@@ -148,7 +152,7 @@ class QuantisedAllreduce:
                 self._send(self._own, region, list(self._shares), self._tag)
                 self._total = region
             return
-        # From the next rank on, so that not all send to the same one first.
+        # Start with the next rank, so that ranks do not all send to the same one first.
         for step in range(1, self._comm.size):
             rank = (self._comm.rank + step) % self._comm.size
             part = self._parts[rank]
@@ -170,14 +174,14 @@ class QuantisedAllreduce:
         return self.done()
 
     def done(self) -> bool:
-        """True if no sum is under way; drives nothing forward."""
+        """True if no sum is pending. Unlike `advance`, does not drive it forward."""
         return self._phase is _Phase.IDLE
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return when the sum is there.
+        """Return once the sum is complete.
 
-        Raises CommTimeout when that takes longer than `timeout_s` seconds, or, by default, when
-        any one message takes longer than the communicator's own deadline.
+        Raises CommTimeout after `timeout_s` seconds; for None, if a single message takes longer
+        than the communicator's deadline.
         """
         started = time.perf_counter()
         try:
@@ -192,12 +196,12 @@ class QuantisedAllreduce:
     def flush(self, region: npt.NDArray[np.float32]) -> None:
         """Overwrite `region` with the sum of all ranks' residuals, and clear them. Collective.
 
-        At an epoch's end: the sum is applied once, so that nothing of the epoch is lost.
+        Call it at the end of an epoch and apply the sum, so that no gradient of the epoch is lost.
 
-        Raises UsageError while a sum is under way, CommTimeout.
+        Raises UsageError while a sum is pending, CommTimeout after the communicator's deadline.
         """
         if not self.done():
-            raise UsageError("residuals were asked for while a sum was under way: call wait()")
+            raise UsageError("cannot flush residuals while a sum is pending: call wait()")
         if self._comm.size == 1:
             region[:] = 0
             return
@@ -210,7 +214,7 @@ class QuantisedAllreduce:
         self.residual[:] = 0
 
     def state(self) -> dict[str, torch.Tensor]:
-        """For a checkpoint, between two sums."""
+        """Return the residual and the compressors' states for a checkpoint, between two sums."""
         return {
             "owed": torch.from_numpy(self.residual),
             **{
@@ -228,8 +232,10 @@ class QuantisedAllreduce:
                 part.compressor.load_state(state[f"part{number}"].numpy())
 
     def statistics(self) -> dict[str, float]:
-        """Since the beginning: `wait_s` seconds in wait and flush, `messages` and `bytes` sent; a
-        flush counts as one message of the region's length."""
+        """Totals since the start: seconds `wait_s` in `wait` and `flush`, `messages`, `bytes` sent.
+
+        A flush counts as one message of the region's length.
+        """
         return {
             "wait_s": self._wait_s,
             "messages": float(self._messages),
@@ -237,7 +243,7 @@ class QuantisedAllreduce:
         }
 
     def close(self) -> None:
-        """Give up what is under way. Nobody may be waiting for this rank any more."""
+        """Cancel a pending sum. No other rank may still be waiting for this one."""
         receives = [(each, self._shares[rank]) for rank, each in self._share_requests.items()]
         receives += [(part.request, part.incoming) for part in self._parts if part.request]
         for request, memory in receives:
@@ -262,7 +268,7 @@ class QuantisedAllreduce:
         self._bytes += len(ranks) * used
 
     def _add_shares(self) -> bool:
-        """Add arrived shares to the own part's total, in rank order; True once all are added."""
+        """Add arrived shares to this rank's part, in rank order; return True once all are added."""
         own = self._own
         if not own.compressor.entries:
             return True
@@ -276,7 +282,7 @@ class QuantisedAllreduce:
             elif rank == self._comm.rank:
                 self._total += self._region[own.span]
             elif self._share_requests[rank].done():
-                with np.errstate(over="ignore"):  # Found and named when the sum is compressed.
+                with np.errstate(over="ignore"):  # Compressing the sum reports it, with its tensor.
                     own.compressor.add(self._shares[rank], self._total)
                 del self._share_requests[rank]
             else:
@@ -302,7 +308,7 @@ class QuantisedAllreduce:
         part.compressor.add(message, here)
 
     def _awaited(self) -> Request:
-        """One of the requests that the sum still waits for."""
+        """Return one of the requests that the sum still waits for."""
         if self._phase is _Phase.SHARES:
             return self._share_requests[self._next_rank]
         for part in self._parts:

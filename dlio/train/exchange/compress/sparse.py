@@ -1,23 +1,26 @@
-"""Entries beyond a level, sent as index and sign; the rest stays in the residual.
+"""Sparse compression: entries that reach a level are sent as index and sign.
 
-A tensor's level and what its entries are sent as come from a rule (`threshold`, `adaptive`). A
-message has about a byte for 32 entries, and each tensor a part of it by the square root of its
-size, for one entry in 4 to one in 64: small ones (the classifier, convolutions of 1x1) have entries
-with by far the larger gradients, and take few bytes.
+The other entries stay in the residual. A rule (`threshold`, `adaptive`) chooses each tensor's level
+and the value that its sent entries stand for.
 
-Of small tensors two fifths are sent, whatever the rule, as the mean of their sign: these are
-written whole, each entry as one of three numbers, five entries in a byte, for at most half of a
-message's bytes. They have by far the most of a gradient's energy, of which a threshold would leave
-much to later.
+Budget: a message has about one byte per 32 entries. Tensors share it in proportion to the square
+roots of their sizes, within one sent entry in 4 and one in 64. Small tensors (the classifier, 1x1
+convolutions) therefore send a larger fraction: their gradients are much larger, and they cost few
+bytes.
 
-Of others an entry that is sent takes a byte: a sign, and how many entries it goes over since the
-one before it. Where these are more than 126, bytes that go over 127 each stand before it. A tensor
-has room for about a sixth more bytes than entries that are to be sent; those that find none are
-first in the next message, so that none can be kept waiting by those before it.
+Dense tensors: the smallest tensors, in up to half of a message's bytes, send two fifths of their
+entries under every rule, as the mean of the entries of the same sign. Each entry is a ternary digit
+(zero, positive, negative), five of them in a byte. These tensors have most of the gradient's
+energy, and a threshold would delay much of it.
 
-What is exact: an entry is sent as q with |q| <= 2|v|, and where |v| > 2|q|, q's last bit is no
-finer than v's, because rules give few bits to q, and send only the largest where one entry is far
-beyond the others. What is not sent is in the residual as it is.
+Other tensors: a sent entry takes one byte, its sign and the number of entries skipped since the
+previous one. If that number exceeds 126, escape bytes that skip 127 entries each precede it. A
+tensor has room for a sixth more bytes than it should send entries. Entries that do not fit come
+first in the next message, so that none waits for ever.
+
+Exactness: an entry v is sent as q with |q| <= 2|v|, and if |v| > 2|q|, the last bit of q is at
+least as coarse as that of v. Rules ensure this by giving q few bits, and by sending only the
+largest entries if one is far beyond the others. The residual of an unsent entry is the entry.
 """
 
 import math
@@ -56,53 +59,62 @@ ROOM: Final = 27
 SHARE: Final = 32
 """Number of entries per entry to send, over the whole region."""
 _DENSEST: Final = 4
-"""Minimum number of entries per entry to send, in a tensor that is not written whole."""
+"""Minimum number of entries per entry to send, in a tensor that is not dense."""
 _SPARSEST: Final = 64
 """Maximum number of entries per entry to send, in any tensor."""
 _WHOLE: Final = 12
-"""A tensor with at most this many entries per entry to send is written whole."""
+"""A tensor with at most this many entries per entry to send may be sent dense."""
 WHOLE_RATIO: Final = 2.5
-"""Number of entries per entry to send, in a tensor that is written whole."""
+"""Number of entries per entry to send, in a dense tensor."""
 _TRITS: Final = 5
-"""Entries in a byte of a tensor that is written whole."""
+"""Entries per byte of a dense tensor."""
 _POWERS: Final = np.array([1, 3, 9, 27, 81], np.uint8)
 _READ: Final = (np.arange(3**_TRITS, dtype=np.uint8)[:, None] // _POWERS) % 3
 _SAMPLE: Final = 1024
 _LONGEST: Final = 127
-"""Entries that one byte goes on by, at most."""
+"""Maximum number of entries that one byte advances by."""
 _ESCAPE: Final = 127
 _SIGN: Final = 128
 _NONE: Final = np.iinfo(np.int64).min
 _REACH: Final = 2.0**15
+"""Maximum ratio of the largest to the smallest entry sent: half of 2^(24 - n) for the n = 8
+significant bits of a bfloat16."""
 _HEAD: Final = 3
-"""Words of 32 bits that a tensor has in the head."""
+"""Words of 32 bits per tensor in a message's head."""
 
 
 class Rule(Protocol):
-    """Selects the entries of a tensor to send, and the value that they are sent as."""
+    """Selects the entries of a tensor to send, and the value that stands for them."""
 
     steps: dict[int, int]
     """State per tensor, by number."""
 
     def level(self, tensor: int, sample: npt.NDArray[np.float32], ratio: float) -> float:
-        """The |v| from which on entries are sent, so that one in `ratio` is, from magnitudes of at
-        most 1,024 of them, shape (n,), which may be overwritten. 0 when they do not tell."""
-
-    def cut(self, sizes: npt.NDArray[np.float32], level: float) -> tuple[float, float]:
-        """For the entries of one sign: (least, q).
-
-        Those that are smaller than `least` are not sent after all, the others as q, which is cut
-        to a bfloat16 number. So that v - q is exact: q <= 2 least and, for the largest v,
-        v <= 2^(24 - n) q where q has n significant bits.
+        """Return the magnitude from which entries are sent, so that about one in `ratio` is.
 
         Args:
-            sizes: magnitudes, all at least `level`, shape (n > 0,).
+            sample: magnitudes of at most 1,024 entries, shape (n,); may be overwritten.
+
+        Returns 0 if the sample is all zeros and the rule has no other level.
+        """
+
+    def cut(self, sizes: npt.NDArray[np.float32], level: float) -> tuple[float, float]:
+        """Return (least, q) for the entries of one sign.
+
+        Entries smaller than `least` are not sent. The others are sent as q, which the caller
+        truncates to bfloat16. For v - q to be exact, q <= 2 least, and the largest v is at most
+        2^(24 - n) q, where n is the number of significant bits of q.
+
+        Args:
+            sizes: magnitudes, all at least `level`; not empty, shape (n,).
         """
 
 
 def order_statistic(sample: npt.NDArray[np.float32], ratio: float) -> float:
-    """The magnitude that one in `ratio` reaches, or, of mostly zeros, the smallest of the others;
-    0 where all are zero. The sample is overwritten."""
+    """Return the magnitude that one entry in `ratio` reaches. Overwrites the sample.
+
+    If that is zero, return the smallest magnitude above zero; 0 if there is none.
+    """
     place = len(sample) - max(1, int(len(sample) / ratio))
     sample.partition(place)
     level = float(sample[place])
@@ -113,11 +125,11 @@ def order_statistic(sample: npt.NDArray[np.float32], ratio: float) -> float:
 
 
 def mean_beyond(sizes: npt.NDArray[np.float32], level: float) -> tuple[float, float]:
-    """(least, q) as `Rule.cut` wants them, with q the mean.
+    """Return (least, q) for `Rule.cut`, with q the mean of the sent entries.
 
-    So that v - q is exact for the smallest entries sent, too: where their mean is more than twice
-    the level, only those beyond half the mean are sent, as at most twice their smallest. That
-    takes a distribution with a tail as heavy as that of 1/v^3, or single entries far beyond all.
+    For v - q to be exact for the smallest entries, too: if the mean exceeds twice the level, only
+    entries beyond half the mean are sent, as at most twice the smallest of them. This occurs only
+    if the distribution's tail is as heavy as 1/v^3, or if a few entries are far beyond the others.
     """
     mean = float(sizes.mean(dtype=np.float64))
     least = max(level, float(sizes.max()) / _REACH)
@@ -135,16 +147,21 @@ class _Tensor:
     ratio: float
     """Number of entries per entry to send."""
     room: int
-    """Maximum bytes of its entries."""
+    """Maximum number of bytes for its entries."""
     whole: bool
+    """True if the tensor is dense: all of its entries are sent as ternary digits."""
     begin: int = 0
     """Entry at which the search for entries to send begins."""
 
 
 class Sparse:
-    """Message: for each large tensor three words, uint32: two bfloat16 numbers, for positive and
-    (above) for negative entries; the entry that it begins at; its bytes. Then small tensors, whose
-    length is fixed, and the bytes, tensor by tensor."""
+    """A compressor that sends the entries selected by a rule.
+
+    A message has three parts: the head, which holds three uint32 per large tensor; the small
+    tensors as int8, of fixed length; and the bytes of the large tensors' entries, tensor by tensor.
+    The words of the head are: two bfloat16 numbers, for positive (lower half) and negative entries;
+    the index of the entry from which distances count; the length of the tensor's bytes.
+    """
 
     def __init__(
         self, pieces: Sequence[Piece], scratch: Scratch, rule: Rule, seed: int = 0
@@ -201,12 +218,12 @@ class Sparse:
 
     def add(self, message: npt.NDArray[np.uint8], into: npt.NDArray[np.float32]) -> None:
         if len(message) < self._steps_at:
-            raise CommError(f"a message of {len(message)} bytes is damaged: it has no whole head")
+            raise CommError(f"a message of {len(message)} bytes is damaged: its head is incomplete")
         head = message[: self._small_at].view(np.uint32).reshape(-1, _HEAD)
         at = self._steps_at
         total = int(head[:, 2].sum(dtype=np.int64))
         if at + total > len(message):
-            raise CommError(f"a message says that it holds {total} steps: it is damaged")
+            raise CommError(f"a message is damaged: it announces {total} bytes of entries")
         self._small.add(message[self._small_at :], into)
         for tensor, (bits, begin, length) in zip(self._tensors, head.tolist(), strict=True):
             size = tensor.piece.size
@@ -217,7 +234,7 @@ class Sparse:
             at += length
             if begin >= size or (len(ahead) and int(ahead[-1]) >= size):
                 raise CommError(
-                    f"a message has an entry beyond the end of {tensor.piece.name}: it is damaged"
+                    f"a message is damaged: it has an entry beyond the end of {tensor.piece.name}"
                 )
             q = np.where(negative, *(_from_bfloat16(each) for each in (bits >> 16, bits & 0xFFFF)))
             into[tensor.piece.start : tensor.piece.stop][_around(ahead, begin, size)] += q
@@ -255,7 +272,7 @@ class Sparse:
                 float(np.abs(v[start : start + CHUNK] + values[start : start + CHUNK]).max())
                 for start in range(0, len(v), CHUNK)
             )
-            # The power of two below it: `threshold` sends the level itself.
+            # The power of two below the largest: `threshold` derives the sent value from the level.
             level = math.ldexp(0.5, math.frexp(largest)[1]) if largest else math.inf
         return level
 
@@ -307,8 +324,12 @@ def _send(
     level: float,
     cut: Callable[[npt.NDArray[np.float32], float], tuple[float, float]],
 ) -> tuple[int, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Take out of v what is sent of some entries; the bits of both signs' numbers, which entries
-    are sent, and which of those are negative."""
+    """Subtract from v the values sent for the entries at `places`.
+
+    Returns:
+        Both signs' values as bfloat16 bits, the lower half for positive entries; a mask over
+        `places` of the entries that are sent; a mask over those of negative ones.
+    """
     sent = v[places]
     negative = np.signbit(sent)
     sizes = np.abs(sent)
@@ -330,8 +351,12 @@ def _send(
 def plan(
     sizes: npt.NDArray[np.int64],
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]:
-    """For tensors of such sizes: which are written whole, for at most half of the bytes; and of
-    entries to those that are to be sent of the others, so that it is a byte for `SHARE` of all."""
+    """Divide a message among tensors of these sizes.
+
+    Returns:
+        A mask of the dense tensors, which take at most half of the bytes, and the number of entries
+        per entry to send of the others, such that the message has a byte per `SHARE` entries.
+    """
     order = np.argsort(sizes, kind="stable")
     bytes_whole = -(-sizes // _TRITS)
     whole = ratios_of(sizes, sizes.sum() / SHARE) <= _WHOLE
@@ -362,21 +387,21 @@ def ratios_of(sizes: npt.NDArray[np.int64], wanted: float) -> npt.NDArray[np.flo
 
 
 def _around(ahead: npt.NDArray[np.int64], begin: int, size: int) -> npt.NDArray[np.int64]:
-    """Places in a tensor of what lies so far ahead of `begin`: behind its end comes its start."""
+    """Convert distances from `begin` to indices into a tensor, wrapping around at its end."""
     places = ahead + begin
     places[places >= size] -= size
     return places
 
 
 def _escapes(ahead: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """How many bytes stand before each entry's own, to come near enough to it."""
+    """Number of escape bytes before each entry's own byte."""
     escapes: npt.NDArray[np.int64] = (np.diff(ahead, prepend=-1) - 1) // _LONGEST
     return escapes
 
 
 def _steps(ahead: npt.NDArray[np.int64], negative: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint8]:
-    """A byte for each entry: how many entries it goes over, and the sign above; and before it,
-    where these are too many, bytes that go on by 127 without an entry."""
+    """Encode distances and signs: escape bytes, then a byte with the number of skipped entries and
+    the sign in its highest bit, for each entry."""
     escapes = _escapes(ahead)
     steps = np.full(len(ahead) + int(escapes.sum()), _ESCAPE, np.uint8)
     over = (np.diff(ahead, prepend=-1) - 1) - _LONGEST * escapes
@@ -397,8 +422,8 @@ def _entries(
 def _trits(
     places: npt.NDArray[np.int64], negative: npt.NDArray[np.bool_], size: int
 ) -> npt.NDArray[np.uint8]:
-    """A third of a byte and less for each of a tensor's entries: 0, or 1 for positive ones that are
-    sent and 2 for negative ones."""
+    """Encode all entries of a tensor as ternary digits, five per byte: 0 for entries that are not
+    sent, 1 for positive and 2 for negative ones."""
     digits = np.zeros(-(-size // _TRITS) * _TRITS, np.uint8)
     digits[places] = 1 + negative
     return digits.reshape(-1, _TRITS) @ _POWERS
@@ -409,7 +434,7 @@ def _entries_of_trits(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
     """Decode `_trits`: (places, signs)."""
     if len(trits) != -(-size // _TRITS) or (size and int(trits.max()) >= len(_READ)):
-        raise CommError(f"a message has {len(trits)} bytes for {size} entries: it is damaged")
+        raise CommError(f"a message is damaged: it has {len(trits)} bytes for {size} entries")
     digits = _READ[trits].reshape(-1)
     places = np.flatnonzero(digits)
     return places, digits[places] == 2

@@ -1,8 +1,8 @@
 """Entries beyond a threshold, all sent as one size (Strom, "Scalable distributed DNN training using
 commodity GPU cloud computing", Interspeech 2015).
 
-Strom sends them as the threshold, which leaves something of each to later messages. Here it is a
-quarter more, about what they are in the mean, as entries go when they have just passed it.
+Strom sends the threshold itself, so that a part of each entry is left to later messages. Here 1.25
+times the threshold is sent, about the mean of the entries, most of which have just passed it.
 """
 
 import math
@@ -17,23 +17,24 @@ from dlio.train.exchange.compress.sparse import order_statistic
 __all__ = ["Threshold"]
 
 _SENT: Final = 1.25
-"""Value that entries are sent as, in multiples of the threshold."""
+"""Value sent for an entry, in multiples of the threshold."""
 _REACH: Final = 2.0**17
-"""Of numbers of seven significant bits: four of a threshold's, and three of `_SENT`."""
+"""Largest entry in multiples of the level for which v - q is exact, 2^(24 - n): q has n = 7
+significant bits, four of the threshold's and three of `_SENT`."""
 _STEPS: Final = 8
-"""Of thresholds in an octave: 1, 1.125, and so on to 1.875."""
+"""Number of thresholds per power of two: 1, 1.125, and so on to 1.875."""
 _LOWEST, _HIGHEST = -126 * _STEPS, 127 * _STEPS
 
 
 class Threshold:
-    """One threshold per tensor, which follows the magnitude that the desired share of entries
-    exceeds, by a sixteenth to an eighth per message.
+    """One threshold per tensor, adapted so that the desired share of entries exceeds it.
 
-    A constant threshold, as in Strom's paper, would need tuning for each network, and would send
-    ever less as gradients shrink, or let residuals grow.
+    It changes by a sixteenth to an eighth per message. A constant threshold, as in Strom's paper,
+    needs tuning for each network; as gradients shrink it sends less and less, or residuals grow.
 
     Args:
-        threshold: the same for all tensors and messages, instead; rounded to four bits.
+        threshold: constant threshold for all tensors and messages, rounded to four bits; None to
+            adapt it.
 
     Raises UsageError for a threshold that is not above 0.
     """
@@ -62,7 +63,7 @@ class Threshold:
 
 
 def _step(value: float) -> int:
-    """The number of the nearest threshold."""
+    """Return the number of the threshold nearest to a value."""
     fraction, exponent = math.frexp(value)
     step = (exponent - 1) * _STEPS + round((2 * fraction - 1) * _STEPS)
     return min(max(step, _LOWEST), _HIGHEST)
