@@ -43,7 +43,7 @@ def test_a_script_may_end_without_closing_its_loader(pictures: Path, kind: str, 
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_300_scripts_end_well_on_a_busy_machine(pictures: Path) -> None:
     cases = [KINDS[k % len(KINDS)] for k in range(300)]
     with busy(4), ThreadPoolExecutor(2) as pool:

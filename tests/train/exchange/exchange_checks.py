@@ -1,6 +1,6 @@
-"""Checks of exchanges, run by each of any number of ranks: `exchange_checks.py CHECK...`.
+"""Checks of exchanges, on any number of ranks: `exchange_checks.py CHECK...`.
 
-Those of exchanges that send weights are in `gossip_checks`.
+The checks of exchanges that send weights are in `gossip_checks`.
 """
 
 import copy
@@ -33,13 +33,13 @@ from tests.train.exchange.training import (
 
 
 def check_allreduce(comm: Communicator) -> None:
-    """Training on shares equals training on the whole, uneven and empty shares included."""
+    """Training on shares of a batch, also uneven and empty ones, equals training on the batch."""
     net, whole = make_net(comm.rank + 1), make_net(1)
     broadcast_state(net, comm)
     exchange = started("allreduce", net, comm, seed=0)
     optimizer, reference = make_optimizer(net), make_optimizer(whole)
     full = comm.size * BATCH
-    # Full batches, then smaller ones, down to a single sample: the other ranks have none.
+    # Full batches, then smaller ones, down to one sample in the whole batch.
     for step, planned in enumerate([full, full, full - 1, comm.size, 1, full]):
         inputs, labels = samples(step, planned)
         mine = share(planned, comm.size, comm.rank)
@@ -54,7 +54,7 @@ def check_allreduce(comm: Communicator) -> None:
     assert all(each == checksums[0] for each in checksums)
     counted = exchange.statistics()
     if comm.size > 1:
-        # As a ring has them, of 3 buckets.
+        # The counts of a ring with 3 buckets.
         hops = 2 * (comm.size - 1)
         assert counted["messages"] == 6 * 3 * hops
         whole_bytes = 6 * 4 * (3 + sum(p.numel() for p in parameters_of(net)))
@@ -63,7 +63,7 @@ def check_allreduce(comm: Communicator) -> None:
 
 
 def check_shares(comm: Communicator) -> None:
-    """Shares by speed change no gradient: training on them equals training on the whole."""
+    """Training on shares by speed equals training on the whole batch."""
     full = comm.size * BATCH
     cost = [1.0 + 2 * (rank == comm.size - 1) for rank in range(comm.size)]
     shares = fastest_shares(full, [0.0] * comm.size, cost)
@@ -93,7 +93,7 @@ def check_shares(comm: Communicator) -> None:
 
 
 def check_skipped(comm: Communicator) -> None:
-    """Samples that were planned but could not be read do not weaken the others' gradient."""
+    """Unreadable samples of a batch do not change the weight of the others in the gradient."""
     net, whole = make_net(1), make_net(1)
     exchange = started("allreduce", net, comm, seed=0)
     planned = comm.size * BATCH
@@ -111,7 +111,7 @@ def check_skipped(comm: Communicator) -> None:
 
 
 def check_half(comm: Communicator) -> None:
-    """bfloat16 weights travel as float32."""
+    """Gradients of bfloat16 weights are sent as float32."""
     for name in ("allreduce", "gossip"):
         net = make_net(1).to(torch.bfloat16)
         exchange = started(name, net, comm, seed=0)
@@ -124,7 +124,7 @@ def check_half(comm: Communicator) -> None:
 
 
 def check_mean(comm: Communicator) -> None:
-    """The mean of models leaves them alone, and keeps types."""
+    """The mean of models does not change them, and has their types."""
     net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     with torch.no_grad():
         for tensor in net.state_dict().values():
@@ -143,7 +143,7 @@ SUMS: Final = ("allreduce", "hierarchical", "tree", "parameter-server", "local-s
 
 
 def check_sums(comm: Communicator) -> None:
-    """Every way to sum trains as one process does, and leaves identical bytes on all ranks."""
+    """Every exchange that sums trains as one process does; all ranks hold identical bytes."""
     for name in SUMS:
         net, whole = make_net(1), make_net(1)
         exchange = started(name, net, comm, seed=0, pretend_nodes=max(1, comm.size // 2))
@@ -164,7 +164,7 @@ def check_sums(comm: Communicator) -> None:
 
 
 def check_compressed(comm: Communicator) -> None:
-    """Whatever is left out, all ranks hold identical bytes; and bytes are as few as promised."""
+    """With compression, all ranks hold identical bytes, and the bytes sent keep their bound."""
     size = 4 * sum(p.numel() for p in parameters_of(make_net(1)))
     for name in (*SUMS, "diloco(2)"):
         for compressor, fewer in _FEWER.items():
@@ -180,23 +180,25 @@ def check_compressed(comm: Communicator) -> None:
             exchange.finish()
             assert all(p.isfinite().all() for p in net.parameters())
             assert identical(net, comm), spec
-            told = exchange.statistics()
+            counts = exchange.statistics()
             sums = 2 if name == "diloco(2)" else 4
             most = sums * size * (comm.size if name == "parameter-server" else 2 * comm.size)
-            assert 0 < told["bytes"] < most / fewer, f"{spec}: {told['bytes']} of {most}"
+            assert 0 < counts["bytes"] < most / fewer, f"{spec}: {counts['bytes']} of {most}"
             exchange.close()
 
 
 _FEWER: Final = {"onebit": 20, "threshold": 50, "adaptive": 50, "int8": 3, "bf16": 1.9, "fp16": 1.9}
-"""Times fewer bytes, at least, of layers as narrow as these."""
+"""Factor by which each compressor at least reduces the bytes, for layers as narrow as these."""
 
 
 def check_distribute(comm: Communicator) -> None:
-    """A hand-written loop with two optimizers, accumulation, clipping and uneven shares trains as
-    one process does."""
+    """A loop with two optimizers, accumulation, clipping and uneven shares.
+
+    It trains as one process does.
+    """
 
     def train(net: Net, together: bool) -> None:
-        # With the usual eps, gradients of next to nothing turn rounding into steps.
+        # With the usual eps, rounding of tiny gradients would become whole steps.
         first = torch.optim.Adam(net.first.parameters(), lr=1e-3, eps=1e-5)
         rest = [p for p in parameters_of(net) if all(p is not q for q in net.first.parameters())]
         optimizers = [first, torch.optim.SGD(rest, lr=0.05, momentum=0.9)]
@@ -226,14 +228,14 @@ def check_distribute(comm: Communicator) -> None:
     for (name, a), b in zip(net.named_parameters(), whole.named_parameters(), strict=True):
         error = difference(a, b[1])
         assert error < 1e-5, f"{name} differs by {error}"
-    # Hooks are gone.
+    # The hooks have been removed.
     before = net.last.weight.detach().clone()
     nn.functional.cross_entropy(net(torch.ones(1, FEATURES)), torch.tensor([0])).backward()  # type: ignore[no-untyped-call]
     assert torch.equal(before, net.last.weight)
 
 
 def check_presets(comm: Communicator) -> None:
-    """Every preset trains a hand-written loop, and those that sum leave identical bytes."""
+    """Every preset trains a hand-written loop; with those that sum, ranks hold identical bytes."""
     names = ("allreduce", "hierarchical", "tree+int8", "parameter-server", "gossip", "asgd")
     for name in (*names, "gossip(gradient)+int8", "local-sgd(2)+adaptive", "diloco(2)"):
         net = make_net(comm.rank)
@@ -252,8 +254,10 @@ def check_presets(comm: Communicator) -> None:
 
 
 def check_parts(comm: Communicator) -> None:
-    """Losses of one step that reach different parameters, one after the other, and backwards that
-    are held until the last: all gradients are the mean's."""
+    """Several losses of one step that reach different parameters have the mean's gradients.
+
+    Their backward passes come one after another, or are held until the last.
+    """
     for held in (False, True):
         torch.manual_seed(3)
         net = nn.Sequential(nn.Linear(4, 3), nn.Linear(4, 3))

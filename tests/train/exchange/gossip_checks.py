@@ -1,4 +1,4 @@
-"""Checks of exchanges of weights, on any number of ranks: see `exchange_checks`."""
+"""Checks of exchanges that send weights, on any number of ranks; run by `exchange_checks`."""
 
 import math
 import time
@@ -26,7 +26,7 @@ from tests.train.exchange.training import (
 
 
 def check_gossip(comm: Communicator) -> None:
-    """Without gradients, one round of gossip brings the weights to their mean."""
+    """Without gradients, one round of gossip averages the weights."""
     net = make_net(comm.rank)
     exchange = started("gossip", net, comm, seed=3)
     mean = averaged_state(net, comm)
@@ -35,7 +35,7 @@ def check_gossip(comm: Communicator) -> None:
     total = {name: float(tensor.double().sum()) for name, tensor in mean.items()}
     period = math.ceil(math.log2(comm.size))
     for _ in range(period):
-        # As on a rank without samples: no forward pass joins what is under way.
+        # As on a rank without samples: no forward pass completes the messages under way.
         exchange.before_backward(0, comm.size)
         exchange.before_step()
         exchange.after_step()
@@ -53,7 +53,7 @@ def check_gossip(comm: Communicator) -> None:
 
 
 def check_gossip_trains(comm: Communicator) -> None:
-    """Ranks that train on different samples stay together, idle ranks included."""
+    """Ranks that train on different samples stay close, also when some are idle."""
     net, alone = make_net(1), make_net(1)
     exchange = started("gossip", net, comm, seed=0)
     optimizer, optimizer_alone = make_optimizer(net), make_optimizer(alone)
@@ -76,7 +76,7 @@ def check_gossip_trains(comm: Communicator) -> None:
 
 
 def check_gossips(comm: Communicator) -> None:
-    """Variants of gossip keep ranks together that train on different samples."""
+    """With every variant of gossip, ranks that train on different samples stay close."""
     apart = None
     for name in (
         "gossip",
@@ -99,13 +99,13 @@ def check_gossips(comm: Communicator) -> None:
         together = consensus_distance(net, averaged_state(net, comm), comm)
         nearer = 1.0 if name in _DRIFT else 0.5
         assert together < nearer * apart, f"{name}: distance {together}, {apart} without"
-        told = exchange.statistics()
-        assert told["messages"] <= 70 * 3
+        counts = exchange.statistics()
+        assert counts["messages"] <= 70 * 3
         exchange.close()
 
 
 _DRIFT: Final = ("gossip(gradient)", "gossip(gradient)+int8", "gossip+adaptive", "gossip+onebit")
-"""Where ranks are nearer than alone, not more."""
+"""Variants for which ranks need only be closer together than without gossip."""
 
 
 def _train_apart(net: Net, exchange: RunningExchange | None, comm: Communicator) -> None:
@@ -121,7 +121,7 @@ def _train_apart(net: Net, exchange: RunningExchange | None, comm: Communicator)
 
 
 def check_asgd(comm: Communicator) -> None:
-    """Ranks wait for nobody, one of them slow; nothing is left under way."""
+    """No rank waits, although one is slow; no message is left under way."""
     alone = make_net(1)
     optimizer = torch.optim.SGD(parameters_of(alone), lr=0.05)
     for step in range(70):
@@ -139,17 +139,17 @@ def check_asgd(comm: Communicator) -> None:
                 time.sleep(0.01)
             inputs, labels = _taught(1000 * comm.rank + step)
             train_step(net, exchange, optimizer, inputs, labels, comm.size * len(inputs), comm.size)
-        told = exchange.statistics()
+        counts = exchange.statistics()
         exchange.close()
         together = consensus_distance(net, averaged_state(net, comm), comm)
         assert together < 1.5 * apart, f"{name}: distance {together}, {apart} without"
-        assert told["wait_s"] == 0
-        assert sum(comm.allgather(told["accepted"] + told["refused"])) > 0
-        assert 0 < told["messages"] <= 2 * 70
+        assert counts["wait_s"] == 0
+        assert sum(comm.allgather(counts["accepted"] + counts["refused"])) > 0
+        assert 0 < counts["messages"] <= 2 * 70
 
 
 def _taught(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples whose labels a linear teacher gives, so that ranks' steps have a common direction."""
+    """Draw samples labelled by a linear teacher, so that ranks' steps have a common direction."""
     inputs, _ = samples(seed, 64)
     teacher = torch.randn(FEATURES, 5, generator=torch.Generator().manual_seed(7))
     return inputs, (inputs @ teacher).argmax(1)

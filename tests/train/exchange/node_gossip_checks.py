@@ -1,4 +1,4 @@
-"""What gossip of nodes promises, on real ranks: `node_gossip_checks.py NODES CHECK...`."""
+"""Checks of gossip between nodes, on real ranks: `node_gossip_checks.py NODES CHECK...`."""
 
 import hashlib
 import math
@@ -22,7 +22,7 @@ _RATE: Final = 0.1
 
 
 class Line(nn.Module):
-    """Squared errors of a plane, whose gradient numpy knows, too."""
+    """A linear model, whose gradient of squared errors is easy to compute in numpy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Line(nn.Module):
 
 
 class Deep(nn.Module):
-    """Three buckets, attention that reads a child's weights, and a layer that is used at times."""
+    """A net with three buckets, attention that reads a child's weights, and an optional layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,12 +59,12 @@ def _samples(step: int, rank: int, count: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def _counts(step: int, ranks: int) -> list[int]:
-    """Samples of each rank: uneven, and none now and then."""
+    """Return the samples of each rank: uneven numbers, sometimes 0."""
     return [(3 * step + 2 * rank) % 5 for rank in range(ranks)]
 
 
 def check_oracle(comm: Communicator, nodes: int) -> None:
-    """Nodes' weights are those of gossip between nodes, each stepping by its samples' gradient."""
+    """Compare weights with gossip between nodes in numpy; a node steps by its samples' gradient."""
     for means in (False, True):
         torch.manual_seed(5)
         net = Line()
@@ -93,7 +93,7 @@ def check_oracle(comm: Communicator, nodes: int) -> None:
             exchange.before_step()
             optimizer.step()
             exchange.after_step()
-            # The same in numpy.
+            # The same step in numpy.
             for node in range(nodes):
                 members = [rank for rank in range(comm.size) if node_of[rank] == node]
                 slope, count = np.zeros(_FEATURES), 0
@@ -127,8 +127,10 @@ VARIANTS: Final = (
 
 
 def check_nodes(comm: Communicator, nodes: int) -> None:
-    """The ranks of a node hold identical bytes, in every variant; messages are counted, and each
-    step has as many."""
+    """In every variant, the ranks of a node hold identical bytes.
+
+    Messages are counted, and their number is the same in every step.
+    """
     node = comm.rank * nodes // comm.size
     leader = all(other * nodes // comm.size != node for other in range(comm.rank))
     on_node = sum(other * nodes // comm.size == node for other in range(comm.size))
@@ -142,7 +144,7 @@ def check_nodes(comm: Communicator, nodes: int) -> None:
                 net = net.to(torch.bfloat16)
             exchange = started(name, net, comm, seed=0, pretend_nodes=nodes)
             optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-            told = []
+            counts = []
             for step in range(6):
                 count = _counts(step, comm.size)[comm.rank]
                 inputs, labels = _samples(step, comm.rank, count)
@@ -151,37 +153,37 @@ def check_nodes(comm: Communicator, nodes: int) -> None:
                 exchange.before_backward(count, 2 * comm.size)
                 optimizer.zero_grad(set_to_none=True)
                 if count:
-                    # A layer that a node's first rank does not use, nor hand on as it comes by.
+                    # The node's first rank does not use the optional layer.
                     loss = (net(inputs, comm.rank % 2 == 1) - labels).square().sum()
                     loss.div(2).backward()
                 exchange.before_step()
                 optimizer.step()
                 exchange.after_step()
-                told.append(exchange.statistics())
+                counts.append(exchange.statistics())
             exchange.finish()
             raw = b"".join(p.detach().float().numpy().tobytes() for p in net.parameters())
             assert all(p.isfinite().all() for p in net.parameters())
             hashes = comm.allgather([node, hashlib.sha256(raw).hexdigest()])
             assert len({tuple(each) for each in hashes}) == nodes, name
             if nodes > 2 or "gradient" in name:
-                # Nodes are apart, or nothing would be shown.
+                # The nodes differ; otherwise equal ranks would prove nothing.
                 assert len({each[1] for each in hashes}) == nodes, name
             if name == "gossip":
-                told = [*told, exchange.statistics()]
+                counts = [*counts, exchange.statistics()]
                 buckets = len(in_buckets(trainable(net)))
                 assert buckets > 2
                 between = buckets if leader else 0
                 ring = 2 * (on_node - 1) * buckets
                 hand_on = buckets * (on_node - 1) if leader else 0
-                assert told[-1]["between_messages"] == 6 * between
-                assert told[-1]["messages"] == 6 * (between + ring + hand_on)
+                assert counts[-1]["between_messages"] == 6 * between
+                assert counts[-1]["messages"] == 6 * (between + ring + hand_on)
                 size = 4 * sum(p.numel() for p in net.parameters())
-                assert told[-1]["between_bytes"] == (6 * size if leader else 0)
+                assert counts[-1]["between_bytes"] == (6 * size if leader else 0)
             exchange.close()
 
 
 def check_flat(comm: Communicator, nodes: int) -> None:
-    """Nodes are passed over when asked, when there is one, and when each has one rank."""
+    """Gossip ignores nodes if asked to, if there is only one, or if each has one rank."""
     for name, pretend in (("gossip(flat)", nodes), ("gossip", 1), ("gossip", comm.size)):
         net = Line()
         with torch.no_grad():
@@ -200,8 +202,10 @@ def check_flat(comm: Communicator, nodes: int) -> None:
 
 
 def check_late(comm: Communicator, nodes: int) -> None:
-    """A node's first rank hands on what comes when it has no use for it itself, and is about to
-    wait for those that have."""
+    """A node's first rank forwards a late bucket, although it does not use the layer itself.
+
+    It does so before it waits for the ranks that use it.
+    """
     net = Deep()
     exchange = started("gossip", net, comm, seed=0, pretend_nodes=nodes)
     assert isinstance(exchange.exchange, NodeGossip)
@@ -212,7 +216,7 @@ def check_late(comm: Communicator, nodes: int) -> None:
         send = between.isend
 
         def late(data: Buffer, dest: int, tag: int) -> Request:
-            if tag == 1:  # The last bucket to leave: that of `at_times`.
+            if tag == 1:  # The last bucket to be sent, that of `at_times`.
                 time.sleep(0.3)
             return send(data, dest, tag)
 
@@ -231,7 +235,7 @@ def check_late(comm: Communicator, nodes: int) -> None:
 
 
 def check_unfinished(comm: Communicator, nodes: int) -> None:
-    """Closed in the middle of a step, nothing is left that a wait would hang on."""
+    """Closing in the middle of a step leaves no message that a rank would wait for."""
     net = Deep()
     exchange = started("gossip", net, comm, seed=0, pretend_nodes=nodes)
     exchange.before_step()

@@ -1,4 +1,4 @@
-"""Parameters in buckets, and means over ranks."""
+"""Buckets of parameters, and means of models over ranks."""
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ def test_buckets_hold_each_trainable_parameter_once_last_first(
     sizes: list[tuple[int, bool]],
 ) -> None:
     model = nn.ParameterList(
-        # Memory that is never touched costs nothing.
+        # Untouched memory is not allocated by the kernel.
         [nn.Parameter(torch.empty(size), requires_grad=trained) for size, trained in sizes]
     )
     buckets = [[p for _, p in bucket] for bucket in in_buckets(trainable(model))]
@@ -31,13 +31,13 @@ def test_buckets_hold_each_trainable_parameter_once_last_first(
     assert [id(p) for p in flat] == [id(p) for p in reversed(expected)]
     for bucket in buckets:
         assert bucket
-        # Full, but not before its last parameter.
+        # A bucket is full with its last parameter, not before.
         assert sum(4 * parameter.numel() for parameter in bucket[:-1]) < BUCKET_BYTES
     for bucket in buckets[:-1]:
         assert sum(4 * parameter.numel() for parameter in bucket) >= BUCKET_BYTES
 
 
-def test_views_array_and_bytes_are_one_memory() -> None:
+def test_views_array_and_bytes_share_memory() -> None:
     parameters = [
         nn.Parameter(torch.empty(2, 3)),
         nn.Parameter(torch.empty(())),
@@ -55,7 +55,7 @@ def test_views_array_and_bytes_are_one_memory() -> None:
     assert [view.shape for view in bucket.views] == [p.shape for p in parameters]
 
 
-def test_a_model_alone_is_its_own_mean_and_the_mean_is_a_copy() -> None:
+def test_the_mean_of_one_model_is_a_copy_of_it() -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)).to(
         memory_format=torch.channels_last  # type: ignore[call-overload]
     )

@@ -1,4 +1,4 @@
-"""One body of checks of the exchanges, on real ranks."""
+"""Exchanges: the checks of `exchange_checks` on real ranks, and tests in one process."""
 
 import runpy
 import subprocess
@@ -45,7 +45,7 @@ def test_ranks_keep_the_promises(mpirun: MpiRun, ranks: int, checks: tuple[str, 
         assert done.stdout.splitlines().count(f"kept {check}") == ranks
 
 
-def test_ranks_of_torch_distributed_keep_them_without_mpi(torchrun: TorchRun) -> None:
+def test_ranks_of_torch_distributed_keep_the_promises_without_mpi(torchrun: TorchRun) -> None:
     checks = ("allreduce", "distribute", "parts", "presets")
     for said in torchrun(2, str(BODY), *checks):
         assert said.splitlines() == [f"kept {check}" for check in checks]
@@ -71,8 +71,8 @@ def test_one_process_neither_copies_nor_communicates(name: str) -> None:
     assert model.weight.grad is gradient
     assert gradient.data_ptr() == before[0]
     assert torch.equal(gradient, before[1])
-    told = exchange.statistics()
-    assert (told["wait_s"], told["messages"], told["bytes"]) == (0, 0, 0)
+    counts = exchange.statistics()
+    assert (counts["wait_s"], counts["messages"], counts["bytes"]) == (0, 0, 0)
     exchange.close()
 
 
@@ -82,7 +82,7 @@ def test_an_unknown_exchange_names_the_known_ones() -> None:
 
 
 class _Counting(SingleCommunicator):
-    """Two ranks, of which the other one has nothing but zeros."""
+    """Two ranks; all values of the other one are zero."""
 
     size = 2
 
@@ -105,7 +105,7 @@ def _two_buckets() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, side), nn.Linear(side, side), nn.Linear(side, 1))
 
 
-def test_reductions_start_while_backward_goes_on() -> None:
+def test_reductions_start_during_backward() -> None:
     model, comm = _two_buckets(), _Counting()
     exchange = started("allreduce", model, comm, 0)
     started_at_first_layer: list[int] = []
@@ -144,7 +144,7 @@ def test_closing_removes_the_hooks() -> None:
 
 
 class _Alone(SingleCommunicator):
-    """One of two ranks, whose peer says nothing."""
+    """One of two ranks, whose peer sends nothing."""
 
     size = 2
 
@@ -167,7 +167,7 @@ def _setting() -> Setting:
     return Setting(parse_exchange("asgd"), _Alone(), np.zeros(2, np.int32))
 
 
-def test_asgd_averages_with_what_lies_ahead() -> None:
+def test_asgd_merges_only_weights_that_lie_ahead() -> None:
     model = nn.Linear(2, 1, bias=False)
     exchange = Asgd(trainable(model), _setting())
     ahead, behind = (np.array(each, np.float32) for each in ([3.0, 0.1], [-3.0, 0.0]))
@@ -180,13 +180,13 @@ def test_asgd_averages_with_what_lies_ahead() -> None:
         assert model.weight.tolist() == [[1.0, 0.0]]
         exchange._merge([ahead.view(np.uint8), behind.view(np.uint8)])
     assert model.weight[0].tolist() == pytest.approx([2.0, 0.05])
-    told = exchange.statistics()
-    assert (told["accepted"], told["refused"]) == (1, 2)
-    # From here on it has not moved, so nobody lies ahead.
+    counts = exchange.statistics()
+    assert (counts["accepted"], counts["refused"]) == (1, 2)
+    # Since the last merge this rank has not moved, so no weights lie ahead.
     with torch.no_grad():
         exchange._merge([ahead.view(np.uint8)])
         assert model.weight[0].tolist() == pytest.approx([2.0, 0.05])
-        # A step sideways, as a batch's noise makes them, leads away from who is a little ahead.
+        # A noisy step leads sideways, away from weights that are a little ahead.
         model.weight.add_(torch.tensor([[0.2, 3.0]]))
         exchange._read()
         exchange._merge([np.array([2.3, 0.06], np.float32).view(np.uint8)])
@@ -199,6 +199,6 @@ def test_asgd_sends_less_often_when_its_queue_is_full() -> None:
     for _ in range(300):
         exchange.before_step()
         exchange.after_step()
-    told = exchange.statistics()
-    assert told["messages"] == 2 * 2  # Two of a notice and weights; nothing has left.
-    assert told["interval"] == 64
+    counts = exchange.statistics()
+    assert counts["messages"] == 2 * 2  # Two notices, two sends of weights; none is complete.
+    assert counts["interval"] == 64

@@ -1,4 +1,4 @@
-"""Who gossips with whom."""
+"""Partners of gossip and the mixing of a round."""
 
 import math
 
@@ -23,7 +23,7 @@ def test_every_rank_sends_once_and_receives_once(step: int, ranks: int, seed: in
 
 
 def _mixing(first_step: int, ranks: int, seed: int) -> np.ndarray:
-    """What one round of merges makes of the ranks' weights, as a matrix."""
+    """Return the matrix by which one round of merges multiplies the ranks' weights."""
     product = np.eye(ranks)
     period = max(1, math.ceil(math.log2(ranks))) if ranks > 1 else 1
     for step in range(first_step, first_step + period):
@@ -41,7 +41,7 @@ def test_a_round_gives_the_exact_mean_for_powers_of_two(power: int, turn: int, s
 
 
 @given(ranks=st.integers(2, 40), turn=st.integers(0, 1000), seed=SEEDS)
-def test_a_round_reaches_everyone_and_keeps_the_mean(ranks: int, turn: int, seed: int) -> None:
+def test_a_round_reaches_all_ranks_and_keeps_the_mean(ranks: int, turn: int, seed: int) -> None:
     mixing = _mixing(turn * math.ceil(math.log2(ranks)), ranks, seed)
     assert (mixing > 0).all()
     assert np.allclose(mixing.sum(axis=0), 1)

@@ -1,4 +1,4 @@
-"""Gossip between nodes of several ranks, and what joins weights before they are used."""
+"""Gossip between nodes of several ranks, and merging weights before they are used."""
 
 import subprocess
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ def test_nodes_of_several_ranks_gossip_as_one(
         assert done.stdout.splitlines().count(f"kept {check}") == ranks
 
 
-def test_weights_are_joined_before_anything_reads_them() -> None:
+def test_weights_are_merged_before_they_are_read() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.MultiheadAttention(8, 2), nn.Linear(8, 1))
     groups = [[each] for each in trainable(model)]
     joined: list[int] = []
@@ -46,7 +46,7 @@ def test_weights_are_joined_before_anything_reads_them() -> None:
     assert isinstance(attention, nn.MultiheadAttention)
     hidden = model[0](x)
     assert joined == [0, 1]
-    # Its output layer, which it reads and does not call, as well.
+    # Also the output layer, whose weights attention reads without calling it.
     attention(hidden, hidden, hidden)
     assert joined == [0, 1, 2, 3, 4, 5]
     model[2](hidden)

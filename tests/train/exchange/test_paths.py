@@ -1,4 +1,4 @@
-"""How gradients get from where they are to their sum; a GPU's streams are stood in for."""
+"""Paths of gradients from their device to the sum and back, with fakes of a GPU's streams."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -35,13 +35,13 @@ CPU, GPU, OTHER = torch.device("cpu"), torch.device("cuda:0"), torch.device("cud
         ([GPU], True, True, True, "pinned"),
     ],
 )
-def test_the_path_follows_from_where_parameters_are_and_who_can_sum(
+def test_the_path_follows_from_the_parameters_device_and_the_library(
     devices: list[torch.device], on_host: bool, nccl: bool, mpi: bool, path: str
 ) -> None:
     assert choose(devices, on_host, nccl, mpi) == path
 
 
-def test_ranks_of_different_kinds_meet_on_the_host() -> None:
+def test_ranks_with_different_paths_sum_on_the_host() -> None:
     assert agreed(["nccl", "nccl"]) is None
     assert agreed(["nccl", "host"]) == "pinned"
     assert agreed(["mpi", "pinned"]) == "pinned"
@@ -60,14 +60,14 @@ def test_ranks_of_different_kinds_meet_on_the_host() -> None:
         (None, "MPICH Version: 4.1", "mpi,system", False, False),
     ],
 )
-def test_mpi_gets_gpu_memory_only_where_it_can_sum_it(
+def test_mpi_reads_gpu_memory_only_where_it_can_sum_it(
     override: bool | None, library: str, kinds: str, asked: bool, takes: bool
 ) -> None:
     assert supports_device_buffers(override, library, kinds, lambda: asked) is takes
 
 
 class _Copies:
-    """Copies that arrive when they are told to."""
+    """Copies that complete when the test says so."""
 
     def __init__(self, log: list[str]) -> None:
         self.log = log
@@ -95,7 +95,7 @@ class _Copies:
 
 
 class _Doubles:
-    """A sum with a rank that has the same."""
+    """A sum with a rank that has the same values."""
 
     def __init__(self, log: list[str]) -> None:
         self.log = log
@@ -129,7 +129,7 @@ class _Doubles:
 
 
 @pytest.mark.parametrize("arrives_early", [True, False])
-def test_pinned_memory_is_sent_when_the_copy_is_there_and_goes_back_when_it_is_summed(
+def test_pinned_memory_is_sent_after_its_copy_and_copied_back_after_the_sum(
     arrives_early: bool,
 ) -> None:
     log: list[str] = []
@@ -158,7 +158,7 @@ def test_pinned_memory_is_sent_when_the_copy_is_there_and_goes_back_when_it_is_s
 
 
 class _Twin(SingleCommunicator):
-    """Two ranks that have the same."""
+    """Two ranks that have the same values."""
 
     size = 2
 
@@ -177,7 +177,7 @@ class _Twin(SingleCommunicator):
         return super().iallreduce(array)
 
 
-def test_a_thread_that_may_not_send_leaves_it_to_the_one_that_waits_for_backward(
+def test_a_thread_that_may_not_send_leaves_sending_to_the_one_that_waits_for_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     log: list[str] = []
@@ -194,7 +194,7 @@ def test_a_thread_that_may_not_send_leaves_it_to_the_one_that_waits_for_backward
         in_autograd = False
 
     end = after_backward(returned)
-    # In the order in which they were asked for; this one before the exchange's.
+    # Tasks run in the order of their submission: this one before that of the exchange.
     backward._called.reverse()
     exchange.weigh(1.0)
     model(torch.ones(1, 2)).sum().backward()

@@ -1,4 +1,4 @@
-"""What users write of an exchange."""
+"""Specifications of exchanges, and their routes."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ from dlio.train.exchange_spec import NAMES, parse_exchange
         ("asgd+bf16", "weight", "random", 1, "bf16"),
     ],
 )
-def test_names_mean_what_they_say(
+def test_specifications_are_parsed(
     text: str, payload: str, topology: str, period: int, compressor: str | None
 ) -> None:
     spec = parse_exchange(text)
@@ -56,12 +56,12 @@ def test_names_mean_what_they_say(
         ("", "choose one of"),
     ],
 )
-def test_what_does_not_compose_is_refused_with_a_reason(text: str, why: str) -> None:
+def test_combinations_that_do_not_compose_are_refused_with_a_reason(text: str, why: str) -> None:
     with pytest.raises(UsageError, match=why):
         parse_exchange(text)
 
 
-def test_everything_else_composes() -> None:
+def test_all_other_combinations_compose() -> None:
     for name in NAMES:
         for compressor in COMPRESSORS:
             if name != "asgd" or compressor in ("bf16", "fp16", "int8"):
@@ -73,11 +73,13 @@ def test_everything_else_composes() -> None:
     st.sampled_from(["hierarchical", "tree", "star"]),
     st.booleans(),
 )
-def test_routes_bring_the_sum_to_all(nodes: list[int], topology: str, compressed: bool) -> None:
+def test_routes_deliver_the_sum_to_all_ranks(
+    nodes: list[int], topology: str, compressed: bool
+) -> None:
     node_of = np.array(nodes, np.int32)
     ranks = len(nodes)
     lists = [route(topology, rank, node_of, compressed) for rank in range(ranks)]
-    # Every number is a set of ranks, so that nothing is added twice.
+    # A value is the set of ranks that it sums, which shows if a rank is added twice.
     held = [{rank} for rank in range(ranks)]
     wires: dict[tuple[int, int], list[set[int]]] = {}
     at, posted = [0] * ranks, [False] * ranks
@@ -113,7 +115,7 @@ def test_routes_bring_the_sum_to_all(nodes: list[int], topology: str, compressed
     assert not any(wires.values())
 
 
-def test_a_tree_is_as_deep_as_a_logarithm_and_a_star_has_one_server() -> None:
+def test_a_tree_has_logarithmic_depth_and_a_star_has_one_server() -> None:
     node_of = np.arange(16, dtype=np.int32)
     assert max(len(route("tree", rank, node_of)) for rank in range(16)) == 8
     assert len(route("star", 0, node_of)) == 30

@@ -1,4 +1,4 @@
-"""A network, its steps and its exchange, for checks that run on real ranks."""
+"""A network, its training steps and its exchange, for checks on real ranks."""
 
 import hashlib
 import os
@@ -21,8 +21,10 @@ BATCH = 4
 
 
 class Net(nn.Module):
-    """Three buckets of parameters; a layer that is never used, one that is not trained, and a
-    parameter of the whole."""
+    """A net with three buckets of parameters.
+
+    One layer is never used, one is frozen, and one parameter belongs to the net itself.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +75,7 @@ def train_step(
     planned: int,
     ranks: int,
 ) -> None:
-    """One step as the trainer makes it."""
+    """Make one training step as the trainer does."""
     exchange.before_backward(len(inputs), planned)
     optimizer.zero_grad(set_to_none=True)
     if len(inputs):
@@ -92,7 +94,7 @@ def identical(net: nn.Module, comm: Communicator) -> bool:
 def started(
     name: str, model: nn.Module, comm: Communicator, seed: int = 0, pretend_nodes: int | None = None
 ) -> RunningExchange:
-    """Start the exchange of a model. Collective."""
+    """Start an exchange for a model. Collective."""
     spec = parse_exchange(name)
     return start_exchange(spec, trainable(model), model.modules(), comm, seed, pretend_nodes)
 
@@ -107,5 +109,5 @@ def run(checks: Mapping[str, Callable[[Communicator], None]]) -> None:
         print(f"kept {name}", flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
-        assert world().size == 1  # The old world is closed.
+        assert world().size == 1  # The former world is closed.
         assert not [thread.name for thread in threading.enumerate() if "dlio" in thread.name]

@@ -1,4 +1,4 @@
-"""Gradients of many kinds, and what a compressor makes of them."""
+"""Gradients of many kinds, and their round trip through a compressor."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ def make(name: str, layout: Layout) -> Compressor:
 
 
 def encoded(compressor: Compressor, values: Floats, residual: Floats) -> tuple[Floats, int]:
-    """What a message stands for, and its length."""
+    """Encode values; return (the decoded message, the message's bytes)."""
     message = np.full(compressor.max_bytes, 0xA5, np.uint8)
     used = compressor.encode(values, residual, message)
     assert used <= compressor.max_bytes
@@ -28,7 +28,7 @@ def encoded(compressor: Compressor, values: Floats, residual: Floats) -> tuple[F
 
 
 def drawn(kind: str, count: int, seed: int) -> Floats:
-    """Gradients of many kinds, none beyond half of the largest float32."""
+    """Draw gradients of a kind; no entry exceeds half of the largest float32."""
     rng = np.random.default_rng(seed)
     match kind:
         case "heavy":
@@ -48,7 +48,7 @@ def drawn(kind: str, count: int, seed: int) -> Floats:
         case "one beyond all":
             values = rng.normal(size=count)
             values[rng.integers(count)] = 1e30
-        case "small beside large":
+        case "small next to large":
             values = rng.normal(size=count) * np.where(rng.random(count) < 0.5, 1, 1e-9)
         case _:
             values = np.zeros(count)
@@ -57,5 +57,5 @@ def drawn(kind: str, count: int, seed: int) -> Floats:
 
 KINDS = (
     *("heavy", "huge range", "denormal", "large", "constant", "one sign"),
-    *("mostly zero", "one beyond all", "small beside large", "zero"),
+    *("mostly zero", "one beyond all", "small next to large", "zero"),
 )

@@ -1,5 +1,4 @@
-"""What sums of compressed gradients promise, on however many ranks run this file:
-`quantised_checks.py CHECK`."""
+"""Checks of sums of compressed gradients, on any number of ranks: `quantised_checks.py CHECK`."""
 
 import hashlib
 import sys
@@ -29,7 +28,7 @@ _TAG = 7
 
 
 def check_sums(comm: Communicator) -> None:
-    """All ranks get the same bytes, and what they did not get is in residuals, for every step."""
+    """All ranks get the same bytes, and the residuals hold the rest of the sum, at every step."""
     for name in NAMES:
         reduction = QuantisedAllreduce(comm, LAYOUT, name, _TAG)
         applied, inputs = np.zeros(ENTRIES), np.zeros(ENTRIES)
@@ -56,7 +55,7 @@ def check_sums(comm: Communicator) -> None:
 
 
 def check_counts(comm: Communicator) -> None:
-    """Messages and bytes are as many as the parts of a region ask for."""
+    """The counts of messages and bytes follow from the parts of a region."""
     for name in NAMES:
         reduction = QuantisedAllreduce(comm, LAYOUT, name, _TAG)
         for step in range(3):
@@ -78,7 +77,7 @@ def check_counts(comm: Communicator) -> None:
             assert 0 < counted["bytes"] <= most
         else:
             assert counted["bytes"] == most
-        # A ring allreduce of float32 sends so much.
+        # The bytes of a ring allreduce of float32.
         assert most <= 3 * (2 * others / comm.size) * 4 * ENTRIES / _ratio(name) * 1.1
         reduction.flush(np.empty(ENTRIES, np.float32))
         after = reduction.statistics()
@@ -88,10 +87,10 @@ def check_counts(comm: Communicator) -> None:
 
 
 def check_feedback(comm: Communicator) -> None:
-    """Gradients that repeat arrive, on average, as they are: residuals do not grow."""
+    """Constant gradients are exact on average over steps: residuals do not grow."""
 
     def gradient(rank: int) -> npt.NDArray[np.float32]:
-        # An entry that is always far beyond its row would take one-bit thousands of steps.
+        # One-bit would need thousands of steps for an entry that is far larger than its row.
         return np.clip(_gradient(0, rank)[:9000], -0.02, 0.02)
 
     mean = sum(gradient(rank).astype(np.float64) for rank in range(comm.size))
@@ -112,8 +111,10 @@ def check_feedback(comm: Communicator) -> None:
 
 
 def check_interleaved(comm: Communicator) -> None:
-    """Several regions under way at once, moved on by advance alone, some smaller than the number
-    of ranks: the sums are those that each region has on its own."""
+    """Several regions reduced at once, by `advance` alone, have the sums that each has alone.
+
+    Some regions have fewer entries than there are ranks.
+    """
     layouts = [LAYOUT, [("w", (1,))], [("w", (2, 5000))], [], [("b", (3,))]]
     names = ("onebit", "adaptive", "bf16", "int8", "fp16")
 
@@ -145,7 +146,7 @@ def check_interleaved(comm: Communicator) -> None:
 
 
 def check_deadline(comm: Communicator) -> None:
-    """A rank that is far behind is named, waited for again, and nothing is lost."""
+    """The error names a late rank; waiting again succeeds and loses nothing."""
     reduction = QuantisedAllreduce(comm, LAYOUT, "onebit", _TAG)
     region = _gradient(0, comm.rank)
     last = comm.size - 1
@@ -171,7 +172,7 @@ def check_deadline(comm: Communicator) -> None:
 
 
 def check_given_up(comm: Communicator) -> None:
-    """What nobody will answer is given up, and its memory may go."""
+    """A reduction that the other ranks abandoned is closed, and its memory can be freed."""
     reduction = QuantisedAllreduce(comm, LAYOUT, "adaptive", _TAG)
     if comm.rank == 0:
         reduction.start(_gradient(0, 0))
@@ -181,7 +182,7 @@ def check_given_up(comm: Communicator) -> None:
 
 
 def check_training(comm: Communicator) -> None:
-    """Least squares: compressed gradients reach what exact ones do."""
+    """On least squares, compressed gradients converge as exact ones do."""
     generator = torch.Generator().manual_seed(0)
     truth = torch.randn(8, 200, generator=generator)
     inputs = torch.randn(comm.size * 400, 200, generator=generator)
@@ -218,7 +219,7 @@ CHECKS: Final[dict[str, Callable[[Communicator], None]]] = {
 
 
 def _gradient(step: int, rank: int) -> npt.NDArray[np.float32]:
-    """Heavy-tailed, different on each rank."""
+    """Draw a heavy-tailed gradient that differs by rank."""
     rng = np.random.default_rng([step, rank])
     values = rng.standard_t(3, ENTRIES) * 1e-2
     values[:1000] += 0.01

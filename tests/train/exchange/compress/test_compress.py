@@ -1,4 +1,4 @@
-"""Compressors: nothing is lost, nothing is longer than promised, and all is counted."""
+"""Compressors: message and residual add up to the gradient, and lengths keep their bounds."""
 
 import math
 from fractions import Fraction
@@ -58,9 +58,9 @@ MLP: Layout = [
 
 
 def assert_nothing_is_lost(name: str, v: Floats, q: Floats, r: Floats) -> None:
-    """The promise of the package: q + r = v, in float32 and as real numbers."""
+    """Check the package's promise: q + r = v, in float32 and as real numbers."""
     if name == "onebit":
-        # In float64, which holds all but what is lost far below the bound.
+        # In float64, whose rounding is far below the bound.
         lost = np.abs((v - q.astype(np.float64)) - r)
         assert (lost <= 2.0**-24 * (np.abs(v).astype(np.float64) + np.abs(q))).all()
         near = rounded(v, q)
@@ -68,13 +68,13 @@ def assert_nothing_is_lost(name: str, v: Floats, q: Floats, r: Floats) -> None:
     assert np.array_equal(q + r, v)
     total = q.astype(np.float64) + r
     assert np.array_equal(total, v.astype(np.float64))
-    # What adding in float64 rounded away: nothing (Knuth's TwoSum).
+    # The sum in float64 has no rounding error (Knuth's TwoSum).
     taken = total - q
     assert not ((q - (total - taken)) + (r - taken)).any()
 
 
 def rounded(v: Floats | float, q: Floats | float) -> npt.NDArray[np.bool_]:
-    """Where `onebit` may lose a number's last bit: below half of what is sent, or across zero."""
+    """True where `onebit` may lose the last bit of v: below half of q, or with the other sign."""
     v, q = np.asarray(v, np.float64), np.asarray(q, np.float64)
     return (np.sign(v) * q < 0) | (np.abs(v) < np.abs(q) / 2)
 
@@ -94,7 +94,7 @@ layouts = st.lists(shapes, min_size=1, max_size=5).map(
 @pytest.mark.parametrize("name", NAMES)
 @settings(deadline=None, max_examples=30)
 @given(layouts, st.lists(st.sampled_from(KINDS), min_size=2, max_size=4), st.integers(0, 2**32))
-def test_what_is_sent_and_what_is_kept_make_up_the_whole(
+def test_message_and_residual_add_up_to_the_gradient(
     name: str, layout: Layout, kinds: list[str], seed: int
 ) -> None:
     compressor = make(name, layout)
@@ -120,7 +120,7 @@ def test_what_is_sent_and_what_is_kept_make_up_the_whole(
     )
 )
 def test_nothing_is_lost_of_any_floats(name: str, values: Floats) -> None:
-    """As rational numbers, which round nothing; beside tensors that are not small."""
+    """Computed in rational numbers, without rounding; a larger tensor is in the same region."""
     flat = values.reshape(-1)
     rows = -(-1025 // len(flat))
     compressor = make(name, [("few", values.shape), ("many", (rows, len(flat)))])
@@ -134,7 +134,7 @@ def test_nothing_is_lost_of_any_floats(name: str, values: Floats) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_error_feedback_delivers_everything_in_the_end(name: str) -> None:
+def test_error_feedback_delivers_everything_over_time(name: str) -> None:
     layout: Layout = [("w", (60, 100)), ("b", (60,))]
     compressor = make(name, layout)
     rng = np.random.default_rng(0)
@@ -150,7 +150,7 @@ def test_error_feedback_delivers_everything_in_the_end(name: str) -> None:
         delivered += q
         errors.append(float(np.abs(residual).max()))
     assert np.allclose(delivered + residual, whole, rtol=1e-4, atol=1e-2)
-    # The residual does not grow any more.
+    # The residual no longer grows.
     assert max(errors[-200:]) <= 1.3 * max(errors[600:800])
     assert np.abs(delivered / 1200 - mean).max() < (3 if name in ("threshold", "adaptive") else 0.2)
 
@@ -204,7 +204,7 @@ def test_a_sum_with_the_residual_that_overflows_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_largest_floats_are_no_error(name: str) -> None:
+def test_the_largest_floats_are_accepted(name: str) -> None:
     compressor = make(name, [("w", (40, 2000)), ("b", (10,))])
     values = np.full(compressor.entries, np.finfo(np.float32).max)
     values[::3] *= -1
@@ -215,7 +215,7 @@ def test_the_largest_floats_are_no_error(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_region_of_nothing_has_an_empty_message(name: str) -> None:
+def test_an_empty_region_has_an_empty_message(name: str) -> None:
     compressor = make(name, [("nothing", (0, 3))])
     assert compressor.entries == compressor.max_bytes == 0
     empty = np.empty(0, np.float32)
@@ -249,7 +249,7 @@ def test_the_same_gradients_give_the_same_bytes(name: str) -> None:
 
 
 def test_one_bit_sends_signs_along_turned_axes() -> None:
-    """Against Walsh's matrix written out: of each block's entries there, the mean size is sent."""
+    """Compared with an explicit Walsh matrix: per block, signs and the mean size are sent there."""
     compressor = make("onebit", [("w", (70, 1000)), ("b", (3, 700))])
     values = drawn("heavy", compressor.entries, 1)
     q, _ = encoded(compressor, values, np.zeros(compressor.entries, np.float32))
@@ -301,7 +301,7 @@ def test_biases_and_norms_travel_in_eight_bits(name: str) -> None:
     assert np.abs(q - values)[small].max() <= np.abs(values[small]).max() / 64
 
 
-def test_what_does_not_exist_names_what_does() -> None:
+def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(UsageError, match="onebit, threshold, adaptive"):
         make("zip", MLP)
     with pytest.raises(UsageError, match="threshold of 0"):

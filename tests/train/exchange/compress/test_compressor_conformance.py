@@ -1,4 +1,4 @@
-"""Every compressor keeps the contract of compressors."""
+"""The conformance suite of compressors."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""One body of checks of sums of compressed gradients, on real ranks."""
+"""Sums of compressed gradients: the checks of `quantised_checks` on real ranks."""
 
 import runpy
 import subprocess

@@ -1,4 +1,4 @@
-"""Entries beyond a level: shares, rules, and messages that may be damaged."""
+"""Sparse compressors: shares, rules for levels, and damaged messages."""
 
 import contextlib
 import math
@@ -52,7 +52,7 @@ def test_shares_of_tensors_add_up(drawn_sizes: list[int]) -> None:
 
 
 @pytest.mark.parametrize("name", ["threshold", "adaptive"])
-def test_small_tensors_are_sent_more_of_within_the_same_bytes(name: str) -> None:
+def test_larger_shares_of_small_tensors_are_sent_within_the_same_bytes(name: str) -> None:
     layout: Layout = [("head", (40, 256)), ("conv", (256, 256, 3, 3)), ("other", (256, 128, 3, 3))]
     compressor = make(name, layout)
     residual = np.zeros(compressor.entries, np.float32)
@@ -71,7 +71,9 @@ def test_small_tensors_are_sent_more_of_within_the_same_bytes(name: str) -> None
 
 
 @pytest.mark.parametrize("rule", [Threshold(0.25), Adaptive()], ids=["threshold", "adaptive"])
-def test_where_not_all_can_be_sent_each_entry_has_its_turn(rule: Threshold | Adaptive) -> None:
+def test_every_entry_is_sent_in_turn_when_the_share_is_too_small_for_all(
+    rule: Threshold | Adaptive,
+) -> None:
     count = 3 * CHUNK + 64
     compressor = Sparse(pieces_of([("w", (64, count // 64))]), Scratch(), rule)
     residual = np.zeros(count, np.float32)
@@ -84,7 +86,7 @@ def test_where_not_all_can_be_sent_each_entry_has_its_turn(rule: Threshold | Ada
     assert times.max() <= 5
 
 
-def test_what_is_beyond_a_threshold_is_sent_as_one_size_and_the_rest_waits() -> None:
+def test_entries_beyond_the_threshold_are_sent_at_one_size_and_the_rest_is_residual() -> None:
     compressor = Sparse(pieces_of([("w", (300, 1000))]), Scratch(), Threshold(4.2))
     values = drawn("heavy", 300_000, 0) * np.float32(1000)
     residual = np.zeros_like(values)
@@ -99,7 +101,7 @@ def test_what_is_beyond_a_threshold_is_sent_as_one_size_and_the_rest_waits() -> 
 
 @pytest.mark.parametrize("change", [8, 1 / 4])
 def test_thresholds_follow_their_share_up_and_down(change: float) -> None:
-    """In steps of few bits, for each tensor by itself; what is sent is a quarter more."""
+    """Each tensor's threshold moves by a few bits per step; a quarter more may be sent."""
     compressor = make("threshold", [("w", (300, 1000)), ("v", (300, 1000))])
     zero, residual = np.zeros(600_000, np.float32), np.zeros(600_000, np.float32)
     assert not encoded(compressor, zero, residual)[0].any()
@@ -151,7 +153,7 @@ def test_trits_are_read_as_they_were_written(size: int, share: float, seed: int)
 
 @settings(deadline=None, max_examples=20)
 @given(st.integers(0, 2**32))
-def test_adaptive_sends_the_largest_as_the_mean_of_their_sign(seed: int) -> None:
+def test_adaptive_sends_the_largest_entries_as_the_mean_of_their_sign(seed: int) -> None:
     count = 250_000
     compressor = Sparse(pieces_of([("w", (250, 1000))]), Scratch(), Adaptive(), seed)
     values = drawn("heavy", count, seed)
@@ -179,7 +181,7 @@ def test_one_entry_far_beyond_the_others_goes_first() -> None:
     q, _ = encoded(compressor, values, residual)
     assert np.flatnonzero(q > 0).tolist() == [12_345]
     assert 0 <= residual[12_345] <= 1e4
-    # Its residual is 8 bits shorter each time.
+    # Each message shortens its residual by 8 bits.
     for _ in range(12):
         q, _ = encoded(compressor, np.zeros_like(values), residual)
     assert np.count_nonzero(q > 0) > 100
@@ -190,7 +192,7 @@ def test_one_entry_far_beyond_the_others_goes_first() -> None:
     ("word", "damage"), [(1, 2000), (2, 1000), (2, 2**32 - 1), (None, 127)], ids=str
 )
 def test_a_damaged_message_is_refused(name: str, word: int | None, damage: int) -> None:
-    """A beginning beyond the end, more bytes than there are, entries beyond the end."""
+    """A start beyond the end, more bytes than the message has, entries beyond the end."""
     compressor = make(name, [("w", (40, 50))])
     values = drawn("heavy", 2000, 0)
     message = np.empty(compressor.max_bytes, np.uint8)
@@ -234,7 +236,7 @@ def test_a_message_that_is_cut_off_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["threshold", "adaptive"])
 @given(st.binary(max_size=2000))
-def test_noise_writes_nothing_outside_of_the_region(name: str, noise: bytes) -> None:
+def test_random_messages_write_nothing_outside_of_the_region(name: str, noise: bytes) -> None:
     compressor = make(name, [("w", (40, 50)), ("b", (3,)), ("v", (40, 50))])
     message = np.zeros(compressor.max_bytes, np.uint8)
     message[: len(noise)] = np.frombuffer(noise, np.uint8)[: len(message)]
