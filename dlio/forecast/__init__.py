@@ -1,3 +1,3 @@
-"""Forecasts: the planning code of real runs, run for jobs of any size, and what it would cost."""
+"""Forecasts of a job's traffic and time, by running the planning code for jobs of any size."""
 
 __all__: list[str] = []

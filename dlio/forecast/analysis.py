@@ -1,4 +1,4 @@
-"""What stands in a job's way, and what would remove it."""
+"""Find a job's bottleneck and suggest remedies."""
 
 import math
 from dataclasses import dataclass, replace
@@ -12,12 +12,12 @@ from dlio.util.units import format_bytes
 __all__ = ["Forecast", "forecast", "remedies", "resized"]
 
 _NEGLIGIBLE: Final = 0.02
-"""Share of an epoch that may be stalled without a word."""
+"""Share of an epoch up to which waiting is not worth a remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """A job's first epoch and those after."""
+    """Traffic and times of a job: its first epoch, and the later ones."""
 
     job: Job
     traffic: Traffic
@@ -27,7 +27,7 @@ class Forecast:
     """Bytes of the data set that tiers hold."""
 
     def as_dict(self) -> dict[str, object]:
-        """For reports: bytes, seconds and counts by name."""
+        """Return bytes, seconds and counts by name, for reports."""
         moved, whole = self.traffic.moved, max(1, self.traffic.payload)
         return {
             "nodes": len(self.job.nodes),
@@ -56,7 +56,7 @@ class Forecast:
 
 
 def forecast(job: Job, machine: Machine, seed: int = 0) -> Forecast:
-    """Plan and time a job's first epoch and its second, which stands for the others."""
+    """Plan and simulate a job's first epoch, and its second as an example of all later ones."""
     held = int(job.block_bytes[job.placement.home >= 0].sum())
     return Forecast(
         job,
@@ -68,52 +68,56 @@ def forecast(job: Job, machine: Machine, seed: int = 0) -> Forecast:
 
 
 def resized(job: Job, nodes: int) -> Job:
-    """The same job on another number of nodes, alike."""
+    """Return the same job on another number of nodes, all like its first one."""
     first = job.nodes[0]
     named = tuple(Node(f"node{number}", first.capacities) for number in range(nodes))
     return replace(job, nodes=named, gone=())
 
 
-def remedies(found: Forecast) -> list[str]:
-    """What holds an epoch up, in words, and how many nodes or bytes would end that."""
-    job, later = found.job, found.later
+def remedies(result: Forecast) -> list[str]:
+    """Return sentences that name the bottleneck and the nodes or bytes that would remove it."""
+    job, later = result.job, result.later
     said = []
     whole = int(job.block_bytes.sum())
     capacity = sum(sum(node.capacities) for node in job.nodes)
-    if found.traffic.source:
-        # Whole blocks are kept, so the last one's room stays empty.
+    if result.traffic.source:
+        # A tier keeps whole blocks: space for less than a block stays empty.
         largest = int(job.block_bytes.max())
         each = capacity // len(job.nodes) // largest * largest
-        lacking = whole - found.held
+        lacking = whole - result.held
         line = (
-            f"The tiers hold {found.held / max(1, job.data_bytes):.0%} of the data; each epoch "
-            f"reads {format_bytes(found.traffic.source)} from the source."
+            f"The tiers hold {result.held / max(1, job.data_bytes):.0%} of the data; each epoch "
+            f"reads {format_bytes(result.traffic.source)} from the source."
         )
         if each:
-            line += f" {math.ceil(whole / each)} nodes like these would hold it all, or"
-        line += f" {format_bytes(-(-lacking // len(job.nodes)))} more of tiers on each."
+            line += f" To hold it all, use {math.ceil(whole / each)} such nodes, or add"
+        else:
+            line += " To hold it all, add"
+        line += f" {format_bytes(-(-lacking // len(job.nodes)))} of tiers to each node."
         said.append(line)
     if later.stall_s <= _NEGLIGIBLE * later.seconds:
-        said.append("From the second epoch on the model is what takes the time.")
+        said.append("From the second epoch on, computing limits the speed, not data.")
     elif later.bottleneck == "source":
-        said.append("Later epochs wait for the source: see above, or a faster one.")
+        said.append("Later epochs wait for the source: enlarge the tiers (see above).")
     elif later.bottleneck == "link":
         said.append(
             "Later epochs wait for the network between nodes: "
-            + ("mode batch moves far less" if job.mode == "global" else "a larger batch moves less")
+            + ("mode batch sends far less" if job.mode == "global" else "a larger batch sends less")
             + "."
         )
     elif later.bottleneck == "decode":
-        said.append("Later epochs wait for decoding: more threads a rank, or `dlio pack --resize`.")
+        said.append(
+            "Later epochs wait for decoding: use more threads per rank, or `dlio pack --resize`."
+        )
     else:
         said.append(
-            f"Later epochs wait {later.stall_s:.2g} s for data: the tiers' own bandwidth, or "
-            "the first batch of each."
+            f"Later epochs wait {later.stall_s:.2g} s for data, because of the tiers' bandwidth "
+            "or the first batch of each epoch."
         )
-    if found.first.stall_s > found.first.seconds / 2:
+    if result.first.stall_s > result.first.seconds / 2:
         said.append(
-            f"The first epoch waits {found.first.stall_s:.3g} s for the source: `dlio stage` "
-            "beforehand takes that out of the job."
+            f"The first epoch waits {result.first.stall_s:.3g} s for the source: to avoid that, "
+            "run `dlio stage` before the job."
         )
     return said
 

@@ -1,9 +1,9 @@
-"""Events of an epoch: when data arrives, is decoded and consumed on every rank.
+"""Simulate an epoch: when data arrives, is decoded and is consumed on every rank.
 
-The messages, reads and steps are those that real runs plan; only their durations are modelled.
-Links send and receive one message after another, each way on its own; the source serves one
-request after another with the bandwidth of all; a node's tiers are shared by its ranks; ranks
-decode batches ahead of their use, and compute in step, as synchronous training does.
+Messages, reads and steps are planned by the code of real runs; only durations are modelled. A link
+carries one message at a time in each direction. The source serves one request at a time at its full
+bandwidth. The ranks of a node share its tiers. Ranks decode batches ahead of their use, and start
+each step together, as in synchronous training.
 """
 
 from collections.abc import Sequence
@@ -21,32 +21,32 @@ __all__ = ["Machine", "Timeline", "run"]
 
 _F64 = npt.NDArray[np.float64]
 _DETECTED_S: Final = 1.0
-"""From a rank's death until the others go on."""
+"""Time from a rank's death until the other ranks continue."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a job runs on. Rates in bytes/s, times in seconds."""
+    """The machine that a job runs on. Bandwidths in bytes/s, times in seconds."""
 
     source_rate: float = 10e9
-    """Of all nodes together."""
+    """Bandwidth of the source for all nodes together."""
     source_latency_s: float = 0.005
     link_rate: float = 12.5e9
-    """Of a node's network, each way."""
+    """Bandwidth of a node's network in each direction."""
     link_latency_s: float = 20e-6
-    """Of a message, its software included."""
+    """Latency of a message, including software."""
     tier_rates: tuple[float, ...] = (8e9, 2e9)
-    """Of a node's tiers, fastest first."""
+    """Bandwidth of each tier of a node, fastest first."""
     decode_rate: float = 4000.0
-    """Samples/s of a rank, all its threads together."""
+    """Samples per second that all threads of a rank decode together."""
     model_s: float = 0.1
-    """Computing of a step."""
+    """Computing time of a step."""
     ahead: int = 4
-    """Batches that a rank has under way."""
+    """Number of batches that a rank prepares ahead."""
     jitter: float = 0.0
-    """Relative standard deviation of decoding and computing, drawn for each step and rank."""
+    """Relative standard deviation of decoding and computing times, drawn per step and rank."""
     slow: dict[int, float] = field(default_factory=dict)
-    """How many times as long some ranks take to decode and to compute."""
+    """Factor by which decoding and computing take longer, by rank."""
 
     @property
     def link(self) -> Link:
@@ -56,21 +56,22 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """An epoch as it would go."""
+    """Times of a simulated epoch."""
 
     seconds: float
     first_batch_s: float
-    """Until every rank has its first batch."""
+    """Time until every rank has its first batch."""
     stall_s: float
-    """That the job waits for data: all but computing, in step with the slowest rank."""
+    """Time that the job waits for data: all time but the slowest rank's computing."""
     busy: dict[str, float]
-    """Share of the epoch that each resource is in use, the busiest of its kind."""
+    """Share of the epoch in which a resource is in use, by kind, for the busiest of its kind."""
     moved: int
+    """Payload bytes sent between nodes."""
     messages: int
 
     @property
     def bottleneck(self) -> str:
-        """What is in use the most."""
+        """Kind of the resource that is in use for the largest share of the epoch."""
         return max(self.busy, key=lambda name: self.busy[name])
 
 
@@ -87,7 +88,7 @@ class _State:
         self.decode_busy = np.zeros(ranks)
         self.step_end = self.computing = 0.0
         self.started: list[_F64] = []
-        """When each rank began each step."""
+        """Per step, the time at which each rank began it; shape (ranks,)."""
         self.moved = self.messages = 0
 
 
@@ -100,12 +101,12 @@ def run(
     failures: Sequence[tuple[int, int]] = (),
     seed: int = 0,
 ) -> Timeline:
-    """An epoch of a job on a machine.
+    """Simulate one epoch of a job.
 
     Args:
-        cold: the tiers are empty at first: the first epoch of a job.
-        failures: (step, rank) at which ranks die, steps ascending; the others shrink and go on.
-        seed: of the jitter.
+        cold: start with empty tiers, as in the first epoch of a job.
+        failures: (step, rank) of deaths, by ascending step; the other ranks shrink and continue.
+        seed: seed of the jitter.
     """
     generator = np.random.default_rng(seed)
     state = _State(job)
@@ -115,7 +116,7 @@ def run(
     before: list[range] = []
     for dealt in job.dealt(epoch):
         died = next((f for f in failures if f[0] in dealt.steps), None)
-        # Planned when the last step of the window but one before has been handed out.
+        # A rank plans a window once it has started all steps of the window before the last.
         planned = np.zeros(job.ranks.size)
         if len(before) >= 2:
             planned = state.started[before[-1].start - 1]
@@ -135,7 +136,10 @@ def _after(
     failures: Sequence[tuple[int, int]],
     seed: int,
 ) -> Timeline:
-    """What is left after a death at the end of a window: the rest of the epoch, re-dealt."""
+    """Simulate the rest of an epoch, re-dealt among the ranks that survive a death.
+
+    The death takes effect at the end of its window. Returns the times of the whole epoch.
+    """
     consumed = job.position + len(state.started) * job.batch_size * job.ranks.size
     rest = replace(
         job, position=min(consumed, job.samples), gone=tuple(sorted({*job.gone, died[1]}))
@@ -191,7 +195,8 @@ def _window(
     """Move a window's samples, then decode and consume its steps.
 
     Args:
-        planned: when each rank planned it; shape (ranks,).
+        planned: time at which each rank planned the window; shape (ranks,).
+        fills: time at which each block arrives in its tier, shape (blocks,); None if all are there.
     """
     ranks = job.ranks
     sizes = job.bytes_of(dealt.samples)
@@ -201,8 +206,8 @@ def _window(
     filled = np.zeros(len(sizes)) if fills is None else fills[block]
     step = dealt.step - dealt.steps.start
     rates: _F64 = np.array([*machine.tier_rates[: int(tier.max(initial=0)) + 1], np.inf])
-    # What peers send: read from their tiers, through both nodes' links.
-    found = messages_of(job, dealt)
+    # Samples from peers: read from their tiers, sent over the links of both nodes.
+    messages = messages_of(job, dealt)
     sent = dealt.sender >= 0
     arrival = np.zeros(ranks.size)
     if sent.any():
@@ -211,8 +216,8 @@ def _window(
         latest = np.zeros(ranks.size)
         np.maximum.at(latest, dealt.sender[sent], filled[sent])
         ready = np.maximum(planned + packed, latest)
-        _send(found, ready, machine, job, state, arrival)
-    # What ranks read themselves: from their node's tiers, or from the source.
+        _send(messages, ready, machine, job, state, arrival)
+    # Samples that ranks read themselves: from their node's tiers, or from the source.
     local = ~sent & (home == node) & (tier >= 0)
     available = np.zeros((ranks.size, len(dealt.steps)))
     reading = np.zeros((ranks.size, len(dealt.steps)))
@@ -257,46 +262,52 @@ def _window(
 
 
 def _send(
-    found: Messages,
+    messages: Messages,
     ready: _F64,
     machine: Machine,
     job: Job,
     state: _State,
     arrival: _F64,
 ) -> None:
-    """Put messages through links, in the order in which they are ready; `arrival` becomes the
-    latest of each rank."""
+    """Send messages over links in the order in which they are ready.
+
+    Args:
+        ready: time at which each rank's messages are ready; shape (ranks,).
+        arrival: overwritten with the time of each rank's last arrival; shape (ranks,).
+    """
     node_of = job.ranks.node_of
     link = machine.link
-    durations = found.wire * link.beta_s
-    order = np.argsort(ready[found.sender], kind="stable")
+    durations = messages.wire * link.beta_s
+    order = np.argsort(ready[messages.sender], kind="stable")
     out, into = state.link_out.tolist(), state.link_in.tolist()
     latest = arrival.tolist()
     rows = zip(
-        node_of[found.sender][order].tolist(),
-        node_of[found.receiver][order].tolist(),
-        found.receiver[order].tolist(),
-        ready[found.sender][order].tolist(),
+        node_of[messages.sender][order].tolist(),
+        node_of[messages.receiver][order].tolist(),
+        messages.receiver[order].tolist(),
+        ready[messages.sender][order].tolist(),
         durations[order].tolist(),
         strict=True,
     )
     for origin, target, receiver, at, seconds in rows:
-        # A message leaves while it arrives: both links are taken for as long as it lasts.
+        # A message arrives while it is being sent: it occupies both links for its whole duration.
         sent = max(at, out[origin])
         came = max(sent, into[target])
         out[origin], into[target] = sent + seconds, came + seconds
         latest[receiver] = max(latest[receiver], came + seconds + link.alpha_s)
     state.link_out[:], state.link_in[:], arrival[:] = out, into, latest
     nodes = len(job.nodes)
-    state.out_busy += np.bincount(node_of[found.sender], durations, nodes)
-    state.in_busy += np.bincount(node_of[found.receiver], durations, nodes)
-    state.moved += int(found.payload.sum())
-    state.messages += len(found.sender)
+    state.out_busy += np.bincount(node_of[messages.sender], durations, nodes)
+    state.in_busy += np.bincount(node_of[messages.receiver], durations, nodes)
+    state.moved += int(messages.payload.sum())
+    state.messages += len(messages.sender)
 
 
 def _filled(job: Job, machine: Machine, epoch: int) -> _F64:
-    """When each block has arrived in its tier, where all nodes begin to fill theirs at once, in the
-    order of their first use; shape (blocks,)."""
+    """Return the time at which each block arrives in its tier; shape (blocks,).
+
+    All nodes start filling their tiers at the same time, in the order of first use.
+    """
     nodes = len(job.nodes)
     blocks = job.layout.blocks
     first = np.full(blocks, np.iinfo(np.int64).max)

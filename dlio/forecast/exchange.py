@@ -83,9 +83,11 @@ def ring(p: int, work: Work, link: Link) -> float:
 
 
 def halving(p: int, work: Work, link: Link) -> float:
-    """Rabenseifner's algorithm: reduce-scatter by halving, allgather by doubling: 2 log2 p a, bytes
-    as in a ring. Unless p is a power of two, each surplus rank first sends its values to another
-    rank, and finally receives the sum from it: 2 (a + n b) more."""
+    """Rabenseifner's algorithm: reduce-scatter by halving, then allgather by doubling.
+
+    Latency 2 log2 p a; bytes as in a ring. Unless p is a power of two, each surplus rank first
+    sends its values to another rank and finally receives the sum from it: 2 (a + n b) more.
+    """
     whole = 1 << (p.bit_length() - 1)
     share = (whole - 1) / whole * work.size
     hops = 2 * round(math.log2(whole)) * work.buckets
@@ -102,8 +104,10 @@ def allreduce(p: int, work: Work, link: Link) -> float:
 
 
 def binomial(p: int, work: Work, link: Link) -> float:
-    """A tree up and down: the root receives whole buckets from ceil(log2 p) ranks and sends to as
-    many: 2 log2 p (a + n b) + log2 p n g."""
+    """A binomial tree, up and down: 2 log2 p (a + n b) + log2 p n g.
+
+    The root receives whole buckets from ceil(log2 p) ranks and sends to as many.
+    """
     return _bucketwise(work, math.ceil(math.log2(p)), link)
 
 
@@ -131,17 +135,17 @@ def hierarchical(p: int, work: Work, link: Link, inside: Link | None = None) -> 
 
 
 def gossip(p: int, work: Work, link: Link) -> float:
-    """Weights to one rank while receiving from another: a + n b + n g."""
+    """Send weights to one rank while receiving from another: a + n b + n g."""
     return 0.0 if p == 1 else work.buckets * link.added(work.size / work.buckets)
 
 
 def asgd(p: int, work: Work, link: Link) -> float:
-    """A notice and the weights to one rank, at most once per step: 2 a + n b + n g."""
+    """Send a notice and the weights to one rank, at most once per step: 2 a + n b + n g."""
     return 0.0 if p == 1 else link.alpha_s + link.added(work.size)
 
 
 def every(steps: int, exchange: "Formula") -> "Formula":
-    """Seconds per step of an exchange that runs once in `steps` steps."""
+    """Return the formula for an exchange that runs once in `steps` steps, in seconds per step."""
     return lambda p, work, link: exchange(p, work, link) / steps
 
 
@@ -169,7 +173,7 @@ def seconds(preset: str, p: int, work: Work, link: Link, inside: Link | None = N
 
 
 def shared(link: Link, ranks: int, cores: int) -> Link:
-    """The link of ranks that share cores: processors move bytes, one rank at a time."""
+    """Return the link as seen by ranks that share cores, which then move bytes in turn."""
     factor = max(1.0, ranks / cores)
     return replace(link, beta_s=link.beta_s * factor, gamma_s=link.gamma_s * factor)
 
@@ -193,7 +197,7 @@ def counts(preset: str, p: int, work: Work) -> Counts:
     if preset == "asgd":
         return Counts(2, size, 2, size)
     if preset in ("tree", "parameter-server"):
-        # Each rank but the root sends up once and receives once; the root sends most.
+        # Every rank but the root sends its values up once; the root sends the sum to most ranks.
         most = math.ceil(math.log2(p)) if preset == "tree" else p - 1
         mean = 2 * (p - 1) / p
         return Counts(mean * buckets, mean * size, most * buckets, most * size)

@@ -1,4 +1,4 @@
-"""What every rank of a job would read, send and receive, from the code that plans real runs."""
+"""Count the data that ranks of a job would read and send, using the planning code of real runs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -28,16 +28,21 @@ SOURCE: Final = -1
 
 @dataclass(frozen=True)
 class Job:
-    """A job that is planned and not run.
+    """A job to plan without running it.
 
     Args:
+        layout: blocks of the data set.
         sizes: payload bytes of each sample; shape (samples,), or a single number for all.
-        block_bytes: of each block in a tier; shape (blocks,).
-        nodes: with the capacities of their tiers, fastest first; names decide homes, as hosts' do.
-        ranks_per_node: of each node alike.
-        batch_size: per rank.
-        key: of the data set: its fingerprint.
-        window_bytes: payload bytes of a rank's window, about.
+        block_bytes: bytes of each block in a tier; shape (blocks,).
+        nodes: names of the nodes and capacities of their tiers, fastest first. As in a real run,
+            names determine which node is a block's home.
+        ranks_per_node: number of ranks on each node.
+        batch_size: samples per rank and step.
+        mode: shuffle mode: batch, global, ring, local or partial(q).
+        seed: seed of the sample order.
+        key: fingerprint of the data set.
+        window_bytes: approximate payload bytes of a rank's window.
+        position: number of the epoch's samples that are consumed already.
     """
 
     layout: Layout
@@ -52,7 +57,7 @@ class Job:
     window_bytes: int = WINDOW_BYTES
     position: int = 0
     gone: tuple[int, ...] = field(default=())
-    """Ranks that have died, by number."""
+    """Numbers of the ranks that have died."""
 
     @property
     def samples(self) -> int:
@@ -81,13 +86,13 @@ class Job:
         return int(self.mean_bytes * self.samples)
 
     def bytes_of(self, samples: _I64) -> _I64:
-        """Payload bytes; same shape."""
+        """Return the payload bytes of each of these samples; same shape."""
         if np.ndim(self.sizes) == 0:
             return np.full(len(samples), int(self.sizes), np.int64)
         return np.asarray(self.sizes, np.int64)[samples]
 
     def plan(self, epoch: int, rank: int) -> EpochPlan:
-        """What rank `rank` would plan with."""
+        """Return the inputs from which a rank would plan an epoch."""
         return EpochPlan(
             Order(self.samples, self.seed, epoch),
             self.position,
@@ -102,11 +107,11 @@ class Job:
         )
 
     def windows(self) -> list[range]:
-        """As every rank of a real run cuts the epoch."""
+        """Cut an epoch into windows as the ranks of a real run do."""
         return windows_of(self.plan(0, 0), self.mean_bytes)
 
     def dealt(self, epoch: int) -> Iterator[Assignment]:
-        """What all ranks do, window by window."""
+        """Yield, for each window, who consumes each sample and who sends it, over all ranks."""
         home = self.placement.home
         if is_exact(self.mode):
             plan = self.plan(epoch, 0)
@@ -144,7 +149,7 @@ def job_over(
     mode: str = "batch",
     seed: int = 0,
 ) -> Job:
-    """Over a data set that is there; nothing of it is read but its index."""
+    """Return a job over an existing data set. Only the data set's index is read."""
     return Job(
         reader.layout,
         np.asarray(reader.sizes, np.int64),
@@ -167,7 +172,7 @@ def job_of(
     mode: str = "batch",
     seed: int = 0,
 ) -> Job:
-    """Over an imagined data set of files of one size, in blocks as a folder of files has them."""
+    """Return a job over an imagined data set: a folder of files of the same size."""
     a_block = max(
         1, min(MAX_BLOCK_BYTES, max(samples * size // MIN_BLOCKS, MIN_BLOCK_BYTES)) // size
     )
@@ -180,22 +185,23 @@ def job_of(
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """The messages of a window, one for each pair of ranks; shape (messages,) each."""
+    """Messages of one window, at most one per pair of ranks; arrays of shape (messages,)."""
 
     sender: _I64
     receiver: _I64
     payload: _I64
-    """Bytes of samples."""
+    """Bytes of the samples in each message."""
     samples: _I64
+    """Number of samples in each message."""
 
     @property
     def wire(self) -> _I64:
-        """Bytes with their tables."""
+        """Bytes of each message: its samples, and the table that lists them."""
         return self.payload + ENTRY_BYTES * self.samples
 
 
 def messages_of(job: Job, dealt: Assignment) -> Messages:
-    """What ranks send each other in a window."""
+    """Return the messages that ranks send each other in a window."""
     moved = np.flatnonzero(dealt.sender >= 0)
     size = job.ranks.size
     pair = dealt.sender[moved].astype(np.int64) * size + dealt.consumer[moved]
@@ -207,33 +213,34 @@ def messages_of(job: Job, dealt: Assignment) -> Messages:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Totals of an epoch after the first."""
+    """Totals of an epoch after the first, over all ranks."""
 
     steps: int
     windows: int
     samples: int
     payload: int
-    """Bytes of all samples consumed."""
+    """Payload bytes of all samples consumed."""
     moved: int
-    """Of them, sent between nodes."""
+    """Payload bytes sent between nodes."""
     messages: int
     wire: int
-    """Bytes of those messages."""
+    """Bytes of all messages, including their tables."""
     source: int
-    """Read from the source."""
+    """Payload bytes read from the source."""
     tiers: tuple[int, ...]
-    """Read from each tier, for oneself or to be sent."""
+    """Payload bytes read from each tier, fastest first, for local use or for sending."""
     link_out: _I64
-    """Wire bytes that each node sends; shape (nodes,)."""
+    """Message bytes that each node sends; shape (nodes,)."""
     link_in: _I64
+    """Message bytes that each node receives; shape (nodes,)."""
     peers: int
-    """Ranks that the busiest rank gets messages from."""
+    """Number of ranks that send to the rank with the most senders."""
     window_bytes: int
-    """The most that a rank holds of one window's messages."""
+    """Largest number of message bytes that a rank receives in one window."""
 
 
 def traffic(job: Job, epoch: int = 1) -> Traffic:
-    """Count an epoch, as every rank of a real run would plan it."""
+    """Count the traffic of an epoch, planned as in a real run."""
     nodes = len(job.nodes)
     out, into = np.zeros(nodes, np.int64), np.zeros(nodes, np.int64)
     count, payload, moved, wire, messages, source = 0, 0, 0, 0, 0, 0
@@ -249,16 +256,16 @@ def traffic(job: Job, epoch: int = 1) -> Traffic:
         held = np.where((home == job.ranks.node_of[dealt.consumer]) | (dealt.sender >= 0), tier, -1)
         tiers += np.bincount(held[held >= 0], sizes[held >= 0], len(tiers)).astype(np.int64)
         source += int(sizes[held < 0].sum())
-        found = messages_of(job, dealt)
+        sent = messages_of(job, dealt)
         count, payload = count + len(sizes), payload + int(sizes.sum())
-        moved, wire = moved + int(found.payload.sum()), wire + int(found.wire.sum())
-        messages += len(found.sender)
-        out += np.bincount(job.ranks.node_of[found.sender], found.wire, nodes).astype(np.int64)
-        into += np.bincount(job.ranks.node_of[found.receiver], found.wire, nodes).astype(np.int64)
-        if len(found.sender):
-            each = np.bincount(found.receiver, found.wire, job.ranks.size)
+        moved, wire = moved + int(sent.payload.sum()), wire + int(sent.wire.sum())
+        messages += len(sent.sender)
+        out += np.bincount(job.ranks.node_of[sent.sender], sent.wire, nodes).astype(np.int64)
+        into += np.bincount(job.ranks.node_of[sent.receiver], sent.wire, nodes).astype(np.int64)
+        if len(sent.sender):
+            each = np.bincount(sent.receiver, sent.wire, job.ranks.size)
             largest = max(largest, int(each.max()))
-            pairs.append(found.sender * job.ranks.size + found.receiver)
+            pairs.append(sent.sender * job.ranks.size + sent.receiver)
     met = np.unique(np.concatenate(pairs)) if pairs else np.empty(0, np.int64)
     peers = int(np.bincount(met % job.ranks.size, minlength=1).max())
     return Traffic(

@@ -121,10 +121,10 @@ def test_the_rest_of_an_epoch_is_trained_without_dead_ranks() -> None:
 @pytest.mark.parametrize(
     ("machine", "capacity", "said"),
     [
-        ({"source_rate": 10e6, "model_s": 0.001}, 1 << 27, "nodes like these would hold it all"),
+        ({"source_rate": 10e6, "model_s": 0.001}, 1 << 27, "such nodes, or add"),
         ({"link_rate": 1e6, "model_s": 0.001}, 1 << 40, "network between nodes"),
         ({"decode_rate": 50.0, "model_s": 0.001}, 1 << 40, "wait for decoding"),
-        ({}, 1 << 40, "the model is what takes the time"),
+        ({}, 1 << 40, "computing limits the speed"),
         ({"source_rate": 10e6}, 1 << 40, "`dlio stage`"),
     ],
 )
@@ -136,7 +136,7 @@ def test_the_bottleneck_is_named(machine: dict[str, Any], capacity: int, said: s
 def test_the_number_of_nodes_in_a_remedy_holds_the_whole_data_set() -> None:
     result = forecast(_job(capacity=1 << 27), FAST)
     (line,) = [line for line in remedies(result) if "hold it all" in line]
-    nodes = int(line.split("source. ")[1].split(" nodes")[0])
+    nodes = int(line.split("hold it all, use ")[1].split(" such nodes")[0])
     assert traffic(resized(result.job, nodes)).source == 0
     assert traffic(resized(result.job, nodes - 2)).source > 0
 
