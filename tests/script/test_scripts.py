@@ -108,7 +108,7 @@ torch.save(model.state_dict(), sys.argv[1])
         done = _run("-m", "dlio.cli", "run", "-n", ranks, "--balance", str(script), out)
         assert done.returncode == 0, done.stderr
         trained[ranks] = _flat(torch.load(out))
-    shares = re.search(r"ranks had (\d+), (\d+) samples of a batch", done.stderr)
+    shares = re.search(r"on each rank in the last training pass: (\d+), (\d+)", done.stderr)
     assert shares is not None
     fast, slow = map(int, shares.groups())
     assert fast + slow == 16
@@ -195,11 +195,11 @@ for _ in range(3):
     )
     done = _run("-m", "dlio.cli", "run", "-n", "2", str(script))
     assert done.returncode == 0
-    assert "no batch of a torch DataLoader" in done.stderr
+    assert "without a torch DataLoader" in done.stderr
     script.write_text("import torch.distributed as d\nd.init_process_group('gloo')\n")
     done = _run("-m", "dlio.cli", "run", "-n", "2", str(script))
     assert done.returncode == 2
-    assert "distributes itself" in done.stderr
+    assert "is distributed already" in done.stderr
     script.write_text("raise KeyError('mine')\n")
     done = _run("-m", "dlio.cli", "run", "-n", "2", str(script))
     assert done.returncode == 1
