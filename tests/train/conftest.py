@@ -1,4 +1,4 @@
-"""A data set that a run of a second or two trains on."""
+"""A small data set for short runs, and `dlio` in a process of its own."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ from dlio.cli.demo_pictures import draw_dataset
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with train/ and val/: 101 and 23 pictures in 4 classes.
 
-    101 is a multiple of nothing: the last global batch is a small one.
+    101 is a prime: the last global batch is always smaller.
     """
     folder = tmp_path_factory.mktemp("drawn") / "pictures"
     draw_dataset(str(folder), images=101, validation=23, classes=4)
@@ -50,6 +50,6 @@ def dlio(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
 @pytest.fixture
 def here(tmp_path: Path) -> Path:
-    """The folder that commands run in, with the models and callbacks that they name."""
+    """The folder that commands run in, with a module of models and callbacks."""
     shutil.copy(Path(__file__).with_name("nets.py"), tmp_path)
     return tmp_path

@@ -12,7 +12,7 @@ from dlio.train.report import EpochReport
 
 
 def mlp(classes: int, image_size: int, width: int = 8) -> nn.Module:
-    """Without batch norms or dropout: the same on any number of ranks."""
+    """Make an MLP without batch norm and dropout: it trains the same on any number of ranks."""
     pixels = 3 * image_size * image_size
     return nn.Sequential(
         nn.Flatten(), nn.Linear(pixels, width), nn.Tanh(), nn.Linear(width, classes)
@@ -24,7 +24,7 @@ def dropping(classes: int, image_size: int) -> nn.Module:
 
 
 def louder(classes: int, image_size: int) -> nn.Module:
-    """Whose gradients are much larger on other ranks than the first."""
+    """Make an MLP whose gradients are 64 times as large on all ranks but the first."""
     first = os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0"
     return _Louder(mlp(classes, image_size), 1.0 if first else 2.0**6)
 
@@ -40,7 +40,7 @@ class _Louder(nn.Module):
 
 
 def exploding(classes: int, image_size: int, at: int) -> nn.Module:
-    """Whose outputs are no numbers at one of its training steps."""
+    """Make an MLP whose outputs are NaN at one training step."""
     return _Exploding(mlp(classes, image_size), at)
 
 
@@ -62,8 +62,11 @@ def no_module(classes: int) -> list[int]:
 
 
 class Log(Callback):
-    """Appends, to PATH.<rank>, a line for each step of the optimizer: its number, epoch, samples
-    and learning rate. A line is written at once, so it outlives a kill."""
+    """Append a line to PATH.<rank> for each step of the optimizer.
+
+    A line has the step's number, epoch, samples and learning rate. It is written at once, so that
+    it survives a kill.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -82,7 +85,7 @@ class Log(Callback):
 
 
 class Stop(Callback):
-    """Ends a run after its first epoch, as a user's own rule would."""
+    """End a run after its first epoch, as a user's own rule may do."""
 
     def epoch_ends(self, run: Run, report: EpochReport) -> None:
         Path("seen.txt").write_text(f"{report.epoch} {os.getpid()}", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Balancing: simulated ranks get the split in which all are done together, and keep it."""
+"""Balancing: simulated ranks converge to the split in which all finish together."""
 
 import random
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _BATCH = 32
 
 
 class _Rank:
-    """A simulated one, whose steps take `true` seconds, give or take `noise`."""
+    """A simulated rank, whose steps take `true` seconds with a relative error of `noise`."""
 
     def __init__(self, true: Cost, noise: float = 0.0) -> None:
         self._true, self._noise = true, noise
@@ -37,15 +37,15 @@ class _Rank:
 
 
 def _trained(ranks: Sequence[_Rank], epochs: int) -> list[Shares]:
-    """Shares of each epoch."""
+    """Train for some epochs; return the shares of each epoch."""
     shares = balanced_shares(Shares.even(_BATCH, len(ranks)), [rank.believed for rank in ranks])
-    found = [shares]
+    history = [shares]
     for _ in range(epochs):
         for rank, count in zip(ranks, shares.counts, strict=True):
             rank.epoch(count)
         shares = balanced_shares(shares, [rank.believed for rank in ranks])
-        found.append(shares)
-    return found
+        history.append(shares)
+    return history
 
 
 def _ideal(costs: Sequence[Cost]) -> Shares:
@@ -64,10 +64,10 @@ costs = st.lists(
 
 @given(costs)
 def test_the_first_epoch_already_has_the_ideal_split(true: list[Cost]) -> None:
-    (found,) = _trained([_Rank(cost) for cost in true], 0)
+    (first,) = _trained([_Rank(cost) for cost in true], 0)
     slowest = [
         max(cost.of(n) for cost, n in zip(true, shares.counts, strict=True))
-        for shares in (found, _ideal(true))
+        for shares in (first, _ideal(true))
     ]
     assert slowest[0] <= 1.011 * slowest[1]
 
@@ -78,54 +78,54 @@ def test_noisy_times_converge_to_the_ideal_within_one_sample(ranks: int, slower:
     true = [Cost(0.004, 0.002)] * (ranks - 1) + [Cost(0.004 * slower, 0.002 * slower)]
     shares = _trained([_Rank(cost, noise=0.1) for cost in true], 12)
     assert _apart(shares[-1], _ideal(true)) <= 1
-    # And they rest there.
+    # The shares no longer change.
     assert len(set(shares[-4:])) == 1
 
 
 @settings(max_examples=50)
 @given(st.floats(0.0, 0.03), st.floats(0.001, 0.01))
-def test_a_wrong_calibration_is_made_good(fixed: float, per_sample: float) -> None:
-    """Measurements count, even if a rank became slower in another part than the model has."""
+def test_measurements_correct_a_wrong_calibration(fixed: float, per_sample: float) -> None:
+    """They do so even if a rank became slower in a part that the calibration does not model."""
     true = [Cost(fixed, per_sample), Cost(3 * fixed, 3 * per_sample)]
     ranks = [_Rank(cost) for cost in true]
     ranks[1].believed = Cost(0.0, 0.004)
-    found = _trained(ranks, 25)[-1]
-    ends = [cost.of(n) for cost, n in zip(true, found.counts, strict=True)]
+    last = _trained(ranks, 25)[-1]
+    ends = [cost.of(n) for cost, n in zip(true, last.counts, strict=True)]
     best = [cost.of(n) for cost, n in zip(true, _ideal(true).counts, strict=True)]
     assert max(ends) <= 1.03 * max(best) + max(cost.per_sample_s for cost in true)
 
 
-def test_a_fit_stays_within_what_can_be() -> None:
+def test_a_fit_has_no_negative_part() -> None:
     fitted = Cost.fitted((16, 0.26), (32, 0.42))
     assert (fitted.fixed_s, fitted.per_sample_s) == pytest.approx((0.1, 0.01))
-    # Twice the samples in more than twice the time: no negative part.
+    # Twice the samples take more than twice the time; the fixed part stays 0.
     assert Cost.fitted((16, 0.1), (32, 0.4)) == Cost(0.0, 0.4 / 32)
-    # Noise alone: some of it still grows with the samples.
+    # With noise alone, the time per sample stays positive.
     noisy = Cost.fitted((16, 0.5), (32, 0.4))
     assert noisy.per_sample_s > 0
     assert noisy.of(32) == pytest.approx(0.4)
 
 
-def test_a_step_without_samples_says_nothing() -> None:
+def test_a_step_without_samples_is_ignored() -> None:
     cost = Cost(0.1, 0.01)
     assert cost.corrected([(0, 5.0)]) == cost
     assert cost.corrected([]) == cost
 
 
-def test_a_clock_leaves_out_what_was_waited() -> None:
+def test_a_clock_excludes_waiting() -> None:
     waited = iter([10.0, 10.0 + 1e6])
     clock = Clock(lambda: next(waited))
     assert clock.rate() is None
     with clock.step(4):
         pass
-    # A million seconds of waiting are none of computing.
+    # A million seconds of waiting do not count as computing.
     assert clock.steps[0][1] < 1
     clock.steps = [(4, 0.5), (8, 1.0), (1, 50.0)]
     assert clock.rate() == 8
 
 
 class _Ranks(SingleCommunicator):
-    """Rank 0 of two that do not know of each other: the other needs three times as long."""
+    """Rank 0 of two; the other one is simulated and takes three times as long."""
 
     size = 2
 
@@ -168,17 +168,17 @@ def test_without_the_option_ranks_are_measured_and_nothing_changes() -> None:
     balancer.agree([speed, speed])
     assert balancer.shares == [32, 32]
     assert loader.shares is None
-    # Each epoch's rates are its own.
+    # Each epoch measures its own rates.
     assert balancer.measured()["computed_per_s"] is None
 
 
-def test_balancing_goes_with_exact_modes_alone() -> None:
+def test_balancing_requires_an_exact_mode() -> None:
     assert TrainConfig("pictures", shuffle="global", balance=True).balance
     with pytest.raises(UsageError, match="choose mode batch or global"):
         TrainConfig("pictures", shuffle="ring", balance=True)
 
 
-def test_a_gpu_is_waited_for_only_where_shares_are_made_of_it() -> None:
+def test_a_gpu_is_synchronised_only_when_shares_follow_its_speed() -> None:
     clock = Clock(lambda: pytest.fail("steps are timed"), torch.device("cuda", 0))
     balancer = Balancer(_Ranks(), [], 32, clock, chosen=False)
     with balancer.step(32):

@@ -1,4 +1,4 @@
-"""Checkpoints are complete whenever a run ends, and a resumed run equals an uninterrupted one."""
+"""Checkpoints: complete whenever a run is killed; a resumed run equals an uninterrupted one."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def _equal(one: Path, other: Path) -> bool:
 
 
 def _forget_after(folder: Path, count: int) -> None:
-    """As if the run had been killed when it had written `count` checkpoints."""
+    """Remove all but the first `count` checkpoints, as if the run had been killed after them."""
     for path in sorted(folder.glob("step-*"))[count:]:
         shutil.rmtree(path)
 
@@ -60,7 +60,7 @@ def _forget_after(folder: Path, count: int) -> None:
         ("gossip+threshold", "nets:mlp", "fp32"),
     ],
 )
-def test_a_run_goes_on_in_the_middle_of_an_epoch_as_if_it_had_not_been_stopped(
+def test_a_run_resumed_within_an_epoch_equals_an_uninterrupted_one(
     dlio: Dlio, pictures: Path, here: Path, exchange: str, model: str, precision: str
 ) -> None:
     same: Args = (
@@ -99,7 +99,7 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch_as_if_it_had_not_been_stopped(
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_a_run_goes_on_with_another_number_of_ranks(
+def test_a_run_is_resumed_with_another_number_of_ranks(
     dlio: Dlio, pictures: Path, here: Path, ranks: int
 ) -> None:
     same: Args = (
@@ -128,18 +128,18 @@ def test_a_run_goes_on_with_another_number_of_ranks(
     for name, value in mine.items():
         assert torch.allclose(value, theirs[name], rtol=0, atol=1e-5), name
     rows = [json.loads(line) for line in (here / "t.jsonl").read_text().splitlines()]
-    # 8 of the run's 12 steps are done: 2 of this epoch's 6, of 20 samples.
+    # 8 of the run's 12 steps are done, and so 2 of this epoch's 6, each of 20 samples.
     assert len([s for row in rows for s in row["samples"]]) == 101 - 40
 
 
 def _killed_at_random(
     pictures: Path, here: Path, ranks: int, kills: int, seed: int
 ) -> tuple[int, list[Path]]:
-    """Run until the end, killed again and again; kills that hit, and the logs of the ranks."""
+    """Run to the end with kills in between; return (kills that hit the run, logs of the ranks)."""
     draws = random.Random(seed)
     paths = [str(ROOT), *(str(ROOT / room) for room in ("readers", "staging", "bench"))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "DLIO_CACHE": str(here)}
-    # What Open MPI cannot clear up when it is killed goes with the test's folder.
+    # The test's folder is removed, and with it the files that a killed Open MPI leaves.
     environment["PRTE_MCA_prte_tmpdir_base"] = str(here)
     environment["OMPI_MCA_btl_sm_backing_directory"] = str(here)
     command = [sys.executable, "-m", "dlio.cli", "train", str(pictures / "train")]
@@ -158,7 +158,7 @@ def _killed_at_random(
             text=True,
         ) as run:
             if turn < kills:
-                # From when it trains on, at any moment of the work of some checkpoints.
+                # Kill at a random moment while it trains and writes some checkpoints.
                 assert in_time(
                     lambda: _lines(here / "log.0") > 0 or run.poll() is not None, _START_TIMEOUT_S
                 )
@@ -185,7 +185,7 @@ def _killed_at_random(
 
 
 def _kill(run: "subprocess.Popen[str]") -> None:
-    """The launcher, mpirun and all ranks, at once: they are in one session, or its children."""
+    """Kill the launcher, mpirun and all ranks at once: its session and their children."""
     family = {run.pid}
     for _ in range(3):
         for entry in filter(str.isdigit, os.listdir("/proc")):
@@ -225,7 +225,7 @@ def _check_killed_run(dlio: Dlio, pictures: Path, here: Path, ranks: int, kills:
         seen = set()
         for line in log.read_text().splitlines():
             number, *rest = json.loads(line)
-            # A step that was done again, after a kill, was the same.
+            # A step that was repeated after a kill had the same samples.
             assert rest == expected[number]
             seen.add(number)
         assert seen == expected.keys()
@@ -234,7 +234,7 @@ def _check_killed_run(dlio: Dlio, pictures: Path, here: Path, ranks: int, kills:
 
 
 @pytest.mark.cold
-def test_a_run_that_is_killed_goes_on_from_a_whole_checkpoint_and_ends_the_same(
+def test_a_killed_run_resumes_from_a_whole_checkpoint_and_has_the_same_result(
     dlio: Dlio, pictures: Path, here: Path
 ) -> None:
     assert _check_killed_run(dlio, pictures, here, ranks=1, kills=3) >= 1
@@ -255,7 +255,7 @@ def _saved(folder: Path, steps: int = 2) -> None:
         assert not checkpoints.failures
 
 
-def test_a_damaged_checkpoint_is_told_of_and_an_older_one_taken(
+def test_a_damaged_checkpoint_is_reported_and_an_older_one_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _saved(tmp_path / "c")
@@ -278,7 +278,7 @@ class _Evil:
 
 
 class _Attribute:
-    """As Python before 3.11.4 writes members of enumerations, of something else."""
+    """Pickled by getattr, as Python before 3.11.4 pickles members of enumerations."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (Metadata, "__init__")
@@ -288,7 +288,7 @@ class _Attribute:
     "what",
     [b"", b"garbage", pickle.dumps([1]), pickle.dumps(_Evil()), pickle.dumps(_Attribute())],
 )
-def test_a_table_of_contents_is_read_without_running_what_is_in_it(
+def test_a_table_of_contents_is_read_without_running_pickled_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: bytes
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -311,7 +311,7 @@ def test_two_runs_do_not_write_to_one_folder(tmp_path: Path) -> None:
         pass
 
 
-def test_what_a_killed_run_was_writing_is_removed_and_as_many_as_wanted_are_kept(
+def test_unfinished_checkpoints_are_removed_and_the_wanted_number_is_kept(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "c" / ".unfinished-00000007").mkdir(parents=True)
@@ -347,13 +347,13 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(
     assert names == [".lock", "step-00000001", "step-00000003"]
 
 
-def test_what_is_copied_is_what_was_there_when_it_was_asked_for(tmp_path: Path) -> None:
+def test_a_checkpoint_holds_the_values_at_the_moment_of_the_request(tmp_path: Path) -> None:
     weights = torch.zeros(1_000_000)
     with Checkpoints(str(tmp_path / "c"), SingleCommunicator()) as checkpoints:
         for step in range(3):
             weights += 1
             checkpoints.save(step, {"all/w": weights}, {})
-            weights += 100  # Training goes on.
+            weights += 100  # Training continues meanwhile.
             weights -= 100
         checkpoints.wait()
         checkpoint = checkpoints.newest()
@@ -361,11 +361,11 @@ def test_what_is_copied_is_what_was_there_when_it_was_asked_for(tmp_path: Path) 
     assert torch.equal(checkpoint.read("all/")["w"], torch.full((1_000_000,), 3.0))
 
 
-def test_a_run_does_not_go_on_with_another_runs_checkpoints(
+def test_a_run_does_not_resume_from_checkpoints_of_another_run(
     dlio: Dlio, pictures: Path, here: Path
 ) -> None:
     same = ("train", str(pictures / "train"), "--epochs", "1", *SHAPE, "--checkpoint", "c")
-    assert dlio(*same, *MLP, "--resume").returncode == 0  # Nothing is there: it begins.
+    assert dlio(*same, *MLP, "--resume").returncode == 0  # Without a checkpoint it starts anew.
     again = dlio(*same, *MLP)
     assert again.returncode == 2
     assert "add --resume to continue it" in again.stderr

@@ -1,4 +1,4 @@
-"""`dlio train`, as a user types it."""
+"""`dlio train`, as users run it."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def test_two_ranks_train_on_every_sample_once(
     exchange: str,
 ) -> None:
     files = ("--report", "r.json", "--trace", "t.jsonl", "--save", "w.pt")
-    # The last global batch holds one sample: a rank has none.
+    # The last global batch has one sample, so one rank has none.
     shape = ("--epochs", "2", "--batch-size", "10", "--image-size", "32", "--pretend-nodes", "2")
     tiers = ("--tiers", f"{tmp_path}:100MiB")
     done = dlio("train", str(pictures), "-n", "2", "--exchange", exchange, *files, *shape, *tiers)
@@ -79,7 +79,7 @@ def test_two_ranks_train_on_every_sample_once(
         assert 0 <= epoch["val_accuracy"] <= 1
         assert 0 <= epoch["stall_fraction"] <= 1
         assert epoch["skipped"] == []
-        # Two ranks that gossip are at their mean after every step, up to rounding.
+        # After each step, two ranks that gossip have their mean weights, up to rounding.
         assert epoch["consensus_distance"] < 1e-6
     assert 0.98 * stored < first["bytes"]["source"] <= 1.02 * report["dataset"]["bytes"]
     assert second["bytes"]["source"] == 0
@@ -98,7 +98,7 @@ def test_two_ranks_train_on_every_sample_once(
     assert not [name for name in left if ".tmp" in name]
 
 
-def test_a_picture_that_is_cut_off_stops_or_is_skipped(
+def test_a_truncated_picture_ends_the_run_or_is_skipped(
     dlio: Callable[..., subprocess.CompletedProcess[str]], pictures: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(pictures / "train", tmp_path / "mine")
@@ -132,7 +132,7 @@ def test_a_picture_that_is_cut_off_stops_or_is_skipped(
         (["--image-size", "8"], "at least 32"),
     ],
 )
-def test_mistakes_are_found_before_ranks_are_started(
+def test_mistakes_are_reported_before_ranks_are_started(
     pictures: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -152,19 +152,19 @@ def test_mistakes_are_found_before_ranks_are_started(
     assert said in capsys.readouterr().err
 
 
-def test_a_folder_of_train_and_val_stands_for_the_two(tmp_path: Path) -> None:
+def test_a_folder_with_train_and_val_names_both_parts(tmp_path: Path) -> None:
     for name in ("train", "test", "val"):
         (tmp_path / name).mkdir()
     path = str(tmp_path)
     assert find_parts(path, None) == (f"{path}/train", f"{path}/val")
     assert find_parts(path, "mine") == (f"{path}/train", "mine")
     (tmp_path / "cats").mkdir()
-    # Now it is a data set of four classes.
+    # With four folders it is a data set of four classes.
     assert find_parts(path, None) == (path, None)
     assert find_parts("memory://x", None) == ("memory://x", None)
 
 
-def test_ranks_are_handed_the_record_that_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_get_the_record_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     config = TrainConfig(
         source="pictures",
         val="held out",
@@ -194,7 +194,7 @@ def test_ranks_are_handed_the_record_that_was_given(monkeypatch: pytest.MonkeyPa
 
 
 def _handed(monkeypatch: pytest.MonkeyPatch, config: TrainConfig) -> TrainConfig:
-    """Return the record that a rank gets of `config`."""
+    """Return the record that a rank reads when the launcher is given `config`."""
     from dlio.cli import launch, ranks, train
 
     seen: list[TrainConfig] = []
@@ -244,9 +244,7 @@ def test_a_configuration_that_cannot_work_names_its_option(wrong: dict[str, Any]
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_crops_to_train_on_have_the_least_area_that_was_asked_for(
-    pictures: Path, training: bool
-) -> None:
+def test_training_crops_have_at_least_the_requested_area(pictures: Path, training: bool) -> None:
     config = TrainConfig("x", image_size=48, crop_scale=0.5)
     crop = open_data(SingleCommunicator(), str(pictures / "train"), config, "none", training).crop
     same = Crop(48, training, (0.5, 1.0), across=48) if training else Crop(48, training)

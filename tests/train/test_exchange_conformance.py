@@ -1,4 +1,4 @@
-"""Exchanges between real ranks keep the contract of exchanges; between threads: tests/testing."""
+"""The conformance suite of exchanges on real ranks; tests/testing runs it between threads."""
 
 import pytest
 

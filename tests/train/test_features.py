@@ -80,7 +80,7 @@ def test_accumulated_batches_are_one_large_batch(
     for name, value in one.items():
         assert torch.allclose(value, other[name], rtol=0, atol=1e-5), name
     report = json.loads((here / "r.json").read_text())
-    # Gradients are sent once for three batches.
+    # Three batches are accumulated into one exchange of gradients.
     assert [epoch["exchange_bytes"] for epoch in report["epochs"]] == sent
 
 
@@ -107,9 +107,7 @@ def test_mixed_precision_learns_as_float32_does(
     assert losses[precision] == pytest.approx(losses["fp32"], rel=0.05)
 
 
-def test_a_loss_that_is_no_number_stops_the_run_or_the_step(
-    dlio: Dlio, pictures: Path, here: Path
-) -> None:
+def test_a_nan_loss_ends_the_run_or_skips_the_step(dlio: Dlio, pictures: Path, here: Path) -> None:
     same: Args = (
         "train",
         str(pictures / "train"),
@@ -134,9 +132,9 @@ def test_a_loss_that_is_no_number_stops_the_run_or_the_step(
     assert not all(value.isfinite().all() for value in _weights(here / "w.pt").values())
 
 
-def test_ranks_with_one_model_leave_a_step_out_together() -> None:
+def test_ranks_with_one_model_skip_a_step_together() -> None:
     class Other(SingleCommunicator):
-        """Beside this rank there is one whose loss is no number."""
+        """One of two ranks; the loss of the other one is NaN."""
 
         size = 2
 
@@ -158,7 +156,7 @@ def test_ranks_with_one_model_leave_a_step_out_together() -> None:
     assert not NanGuard(skip=True).before_step(run)
 
 
-def test_epochs_in_which_neurons_went_do_not_end_a_run() -> None:
+def test_epochs_with_pruning_do_not_count_towards_early_stopping() -> None:
     ended: list[str] = []
     run: Any = SimpleNamespace(history=[], stop=ended.append)
     for accuracy, removed in ((0.5, {}), (0.4, {"dead": 3}), (0.4, {}), (0.4, {})):
@@ -171,10 +169,10 @@ def test_epochs_in_which_neurons_went_do_not_end_a_run() -> None:
 
 
 @pytest.mark.mpi
-def test_a_run_that_gets_no_better_ends_on_all_ranks(
+def test_a_run_that_does_not_improve_ends_on_all_ranks(
     dlio: Dlio, pictures: Path, here: Path
 ) -> None:
-    # At such a rate nothing is learnt: the held-out accuracy stays what it is.
+    # At such a low rate nothing is learnt: the held-out accuracy stays the same.
     done = dlio(
         *("train", str(pictures), "-n", "2", "--epochs", "9", *SHAPE, "--model", "nets:mlp"),
         *("--lr", "1e-12", "--early-stopping", "2", "--report", "r.json"),
@@ -186,7 +184,7 @@ def test_a_run_that_gets_no_better_ends_on_all_ranks(
     assert "has not been better" in done.stdout
 
 
-def test_matrices_are_dumped_as_they_are(dlio: Dlio, pictures: Path, here: Path) -> None:
+def test_matrices_are_dumped_unchanged(dlio: Dlio, pictures: Path, here: Path) -> None:
     done = dlio(
         *("train", str(pictures / "train"), "--epochs", "2", *SHAPE, "--model", "nets:mlp"),
         *("--dump-matrices", "dump", "--save", "w.pt"),
@@ -244,7 +242,7 @@ def test_a_users_own_callback_and_model(dlio: Dlio, pictures: Path, here: Path) 
         (["--early-stopping", "3"], "--val"),
     ],
 )
-def test_mistakes_say_what_there_is(
+def test_errors_list_the_valid_names(
     dlio: Dlio, pictures: Path, here: Path, options: list[str], said: str
 ) -> None:
     done = dlio("train", str(pictures / "train"), *SHAPE, *options)
@@ -253,7 +251,7 @@ def test_mistakes_say_what_there_is(
     assert said in line
 
 
-def test_a_factory_gets_what_it_has_parameters_for() -> None:
+def test_a_factory_gets_the_options_that_it_has_parameters_for() -> None:
     offered = ((("classes", "num_classes"), 7), (("image_size",), 32))
 
     def both(num_classes: int, image_size: int) -> tuple[int, int]:
@@ -264,7 +262,7 @@ def test_a_factory_gets_what_it_has_parameters_for() -> None:
 
     assert call_with("--model", "x", both, {}, offered) == (7, 32)
     assert call_with("--model", "x", both, {"image_size": 5}, offered) == (7, 5)
-    # As torchvision's: it hands on what it does not know, and num_classes is understood there.
+    # Like torchvision's factories, it passes unknown options on, num_classes among them.
     assert call_with("--model", "x", anything, {"width": 2}, offered) == {
         "num_classes": 7,
         "width": 2,

@@ -1,4 +1,4 @@
-"""Files that appear whole, or not at all."""
+"""Reports and traces appear complete or not at all."""
 
 import json
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_writer_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+def test_a_writer_that_fails_leaves_the_former_file(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     path.write_text("before")
 
@@ -85,7 +85,7 @@ def test_a_run_that_ends_early_leaves_no_trace(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "match"), [("", "is a folder"), ("missing/report.json", "does not exist")]
 )
-def test_a_place_that_cannot_be_written_is_found_before_the_run(
+def test_a_place_that_cannot_be_written_is_reported_before_the_run(
     tmp_path: Path, name: str, match: str
 ) -> None:
     with pytest.raises(UsageError, match=match):

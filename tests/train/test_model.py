@@ -1,4 +1,4 @@
-"""The models of --model."""
+"""The models that --model names."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def test_a_model_is_small_and_every_weight_learns(name: str, image_size: int) ->
     assert 0.5e6 < sum(parameter.numel() for parameter in model.parameters()) < 3e6
 
 
-def test_a_model_learns_a_batch_by_heart() -> None:
+def test_a_model_overfits_one_batch() -> None:
     torch.manual_seed(0)
     model = make_model("resnet", 4, 32)
     images, labels = torch.randn(16, 3, 32, 32), torch.arange(16) % 4
@@ -33,7 +33,7 @@ def test_a_model_learns_a_batch_by_heart() -> None:
     assert float(loss.detach()) < 0.1
 
 
-def test_a_residual_block_begins_as_its_shortcut() -> None:
+def test_a_new_residual_block_equals_its_shortcut() -> None:
     model = make_model("resnet", 2, 64)
     for block in model.get_submodule("stages").children():
         assert not block.get_parameter("norm2.weight").any()

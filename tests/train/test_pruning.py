@@ -1,4 +1,4 @@
-"""`dlio train --prune apoptosis`: smaller networks on all ranks, saved, seen and resumed."""
+"""`dlio train --prune apoptosis`: networks shrink on all ranks, and are saved and resumed."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ PRUNE = ("--prune", "apoptosis", "--prune-tolerance", "20", "--model", "nets:mlp
 
 
 @pytest.mark.mpi
-def test_a_run_prunes_tells_of_it_saves_and_goes_on_around_its_rounds(
+def test_a_run_prunes_reports_saves_and_resumes_around_its_rounds(
     dlio: Dlio, pictures: Path, here: Path
 ) -> None:
     same: tuple[str, ...] = (
@@ -35,7 +35,7 @@ def test_a_run_prunes_tells_of_it_saves_and_goes_on_around_its_rounds(
     )
     same += (*PRUNE, "--optimizer", "adam", "--val", str(pictures / "val"))
     record = ("--report", "r.json", "--tensorboard", "tb")
-    # Of 26 steps an epoch the first two rounds are after 48 and 96.
+    # An epoch has 26 steps; the first two rounds are after steps 48 and 96.
     saved = ("--checkpoint", "c", "--checkpoint-every", "47", "--keep", "99")
     whole = dlio("train", *same, *saved, "--save", "whole.pt", *record)
     assert whole.returncode == 0, whole.stderr
@@ -54,7 +54,7 @@ def test_a_run_prunes_tells_of_it_saves_and_goes_on_around_its_rounds(
     for epoch in epochs:
         seen = epoch["pruning"]
         assert sum(seen["layers"].values()) == seen["parameters"]
-        # Of an MLP without the biases, twice.
+        # Two operations per weight of an MLP, without its biases.
         hidden = seen["layers"]["1"] // (3 * 32 * 32 + 1)
         assert seen["flops_per_sample"] == 2 * hidden * (3 * 32 * 32 + 4)
         assert hidden % 8 == 0
@@ -66,7 +66,7 @@ def test_a_run_prunes_tells_of_it_saves_and_goes_on_around_its_rounds(
     net = library.load_pruned(mlp(4, 32, 64), str(here / "whole.pt"))
     assert sum(p.numel() for p in net.parameters()) == counts[-1]
 
-    # Just before a round, the batches that it is tried with at hand; and after it.
+    # Resume just before a round, with the batches that the round is tried on, and after it.
     for kept in (names[:2], names[:5], names[:3]):
         shutil.copytree(here / "c", here / "again")
         for path in (here / "again").glob("step-*"):

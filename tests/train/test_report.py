@@ -1,4 +1,4 @@
-"""Reports of a run: JSON with the agreed names, and sentences that fit the figures."""
+"""Reports of a run: the names in JSON, and sentences that match the figures."""
 
 import json
 from dataclasses import replace
@@ -77,7 +77,7 @@ def test_an_epoch_whose_samples_were_all_skipped_has_no_loss() -> None:
     assert _run(epoch).sentences()
 
 
-def test_json_has_the_agreed_names() -> None:
+def test_json_has_the_documented_names() -> None:
     written = json.loads(_run(_epoch()).to_json())
     assert {"dataset", "ranks", "nodes", "epochs", "config", "versions", "machine"} <= set(written)
     assert written["dataset"] == {"samples": 20, "bytes": DATA_BYTES}
@@ -89,7 +89,7 @@ def test_json_has_the_agreed_names() -> None:
     assert set(epoch["bytes"]) == {"source", "peer", "ram", "disk"}
 
 
-def test_sentences_say_whether_the_tiers_hold_it_all() -> None:
+def test_sentences_report_if_the_tiers_hold_the_whole_data_set() -> None:
     none = {"source": 0, "peer": 0, "ram": DATA_BYTES, "disk": 0}
     half = {"source": 500, "peer": 0, "ram": 500, "disk": 0}
     held = " ".join(_run(_epoch(), _epoch(bytes=none)).sentences())
@@ -104,7 +104,7 @@ def test_sentences_name_skipped_samples_and_repairs() -> None:
     assert "2 damaged copies" in said
 
 
-def test_sentences_tell_how_many_samples_were_skipped_as_known() -> None:
+def test_sentences_report_the_share_of_samples_skipped_as_learnt() -> None:
     ranks = [_rank(skip_share=0.4), _rank(skip_share=0.4)]
     skipping = EpochReport.of_ranks(1, ranks, 0.5, 0.0, 0.1)
     assert skipping.skip_share == 0.4
@@ -114,7 +114,7 @@ def test_sentences_tell_how_many_samples_were_skipped_as_known() -> None:
     assert "had stayed low" not in " ".join(_run(_epoch()).sentences())
 
 
-def test_sentences_compare_what_moved_between_nodes() -> None:
+def test_sentences_compare_the_bytes_between_nodes() -> None:
     moved = {"source": 0, "peer": 70, "ram": 930, "disk": 0}
     said = " ".join(_run(_epoch(bytes=moved), nodes=2).sentences())
     assert "7.0% of the bytes moved" in said

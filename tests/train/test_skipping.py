@@ -1,4 +1,4 @@
-"""`dlio train --skip-samples`: each kept sample once, fewer bytes, the same run on any ranks."""
+"""`dlio train --skip-samples`: kept samples come once, and any number of ranks trains the same."""
 
 import json
 import math
@@ -23,12 +23,12 @@ SAME += ("--model", "nets:mlp", "--epochs", str(EPOCHS), "--skip-samples", "--sk
 
 
 def _samples(path: Path) -> dict[int, list[int]]:
-    """Samples of each epoch, over all ranks and steps."""
-    found: dict[int, list[int]] = defaultdict(list)
+    """Read a trace; return the samples of each epoch, over all ranks and steps."""
+    samples: dict[int, list[int]] = defaultdict(list)
     for line in path.read_text().splitlines():
         row = json.loads(line)
-        found[row["epoch"]] += row["samples"]
-    return found
+        samples[row["epoch"]] += row["samples"]
+    return samples
 
 
 def _weights(path: Path) -> dict[str, torch.Tensor]:
@@ -37,11 +37,13 @@ def _weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.mpi
-def test_kept_samples_are_trained_on_once_for_the_bytes_of_those_alone(
+def test_only_kept_samples_are_read_and_each_is_trained_on_once(
     dlio: Dlio, pictures: Path, here: Path
 ) -> None:
-    """The same run, to rounding, on 1 rank as on 4, and with batches accumulated; the learning rate
-    as much larger as samples are fewer."""
+    """The run is the same, up to rounding, on 1, 2 and 4 ranks and with accumulated batches.
+
+    The learning rate grows in proportion as the number of samples falls.
+    """
     runs = {
         "one": ("--batch-size", "8", "--callback", "nets:Log(path='log')"),
         "two": ("-n", "2", "--batch-size", "2", "--accumulate", "2", "--shuffle", "global"),
@@ -49,8 +51,8 @@ def test_kept_samples_are_trained_on_once_for_the_bytes_of_those_alone(
     }
     kept: dict[int, int] = {}
     for name, options in runs.items():
-        told = ("--report", f"{name}.json", "--trace", f"{name}.jsonl", "--save", f"{name}.pt")
-        done = dlio("train", str(pictures / "train"), *SAME, *options, *told)
+        outputs = ("--report", f"{name}.json", "--trace", f"{name}.jsonl", "--save", f"{name}.pt")
+        done = dlio("train", str(pictures / "train"), *SAME, *options, *outputs)
         assert done.returncode == 0, done.stderr
         assert "of the samples were skipped" in " ".join(done.stdout.split())
         samples = _samples(here / f"{name}.jsonl")
@@ -64,7 +66,7 @@ def test_kept_samples_are_trained_on_once_for_the_bytes_of_those_alone(
             assert 0 < epoch["loss"] < 10
             if 0 < number < EPOCHS - 1:
                 assert 0.3 < epoch["skip_share"] < 0.7
-        # What is not in the plan is not read: as in an epoch of all, but for the samples' sizes.
+        # Skipped samples are not read: bytes are proportional to samples, up to their sizes.
         whole, few = (epochs[k]["bytes"] for k in (-1, 2))
         assert whole["source"] == few["source"] == 0
         read, of = (each["ram"] + each["peer"] for each in (few, whole))
@@ -85,24 +87,24 @@ def test_kept_samples_are_trained_on_once_for_the_bytes_of_those_alone(
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("ranks", [2, 1])
-def test_a_run_goes_on_in_the_middle_of_an_epoch_that_skips(
+def test_a_run_is_resumed_within_an_epoch_that_skips(
     dlio: Dlio, pictures: Path, here: Path, ranks: int
 ) -> None:
     same: Args = ("train", str(pictures / "train"), *SAME, "--optimizer", "adam")
     same += ("--checkpoint-every", "3", "--keep", "99")
     two = ("-n", "2", "--batch-size", "4")
-    told = ("--trace", "t.jsonl", "--report", "r.json")
-    whole = dlio(*same, *two, "--checkpoint", "c", "--save", "whole.pt", *told)
+    outputs = ("--trace", "t.jsonl", "--report", "r.json")
+    whole = dlio(*same, *two, "--checkpoint", "c", "--save", "whole.pt", *outputs)
     assert whole.returncode == 0, whole.stderr
     samples = _samples(here / "t.jsonl")
     epochs = json.loads((here / "r.json").read_text())["epochs"]
-    # Of 13 steps in the first epoch: the 18th is the fifth of the second, which skips.
-    found = sorted(path.name for path in (here / "c").glob("step-*"))
-    assert "step-00000018" in found
-    for name in found[found.index("step-00000018") + 1 :]:
+    # The first epoch has 13 steps: the 18th is the fifth of the second epoch, which skips.
+    names = sorted(path.name for path in (here / "c").glob("step-*"))
+    assert "step-00000018" in names
+    for name in names[names.index("step-00000018") + 1 :]:
         shutil.rmtree(here / "c" / name)
     batch = ("-n", str(ranks), "--batch-size", str(8 // ranks))
-    again = dlio(*same, *batch, "--checkpoint", "c", "--resume", "--save", "again.pt", *told)
+    again = dlio(*same, *batch, "--checkpoint", "c", "--resume", "--save", "again.pt", *outputs)
     assert again.returncode == 0, again.stderr
     resumed = _samples(here / "t.jsonl")
     assert sorted(samples[1][40:]) == sorted(resumed[1])
@@ -135,7 +137,7 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch_that_skips(
         ("--balance", "--shuffle", "batch", "--source-order", "block(2)"),
     ],
 )
-def test_it_goes_with_other_exchanges_shuffles_and_shares(
+def test_skipping_works_with_other_exchanges_shuffles_and_shares(
     dlio: Dlio, pictures: Path, here: Path, options: Args
 ) -> None:
     rest = ("-n", "2", "--batch-size", "4", "--trace", "t.jsonl", "--report", "r.json")
@@ -149,7 +151,7 @@ def test_it_goes_with_other_exchanges_shuffles_and_shares(
     assert min(epoch["samples"] for epoch in epochs) < 0.7 * N
 
 
-def test_options_that_make_no_sense_are_refused() -> None:
+def test_invalid_options_are_refused() -> None:
     with pytest.raises(UsageError, match="--skip-share needs --skip-samples"):
         TrainConfig("x", skip_share=0.3)
     for share in (0.0, 0.9, float("nan")):

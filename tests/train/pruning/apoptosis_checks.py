@@ -88,8 +88,10 @@ def digest(net: nn.Module) -> str:
 
 
 def check_exchanges(comm: Communicator) -> None:
-    """After each round all ranks have the same shapes, and under exchanges of gradients the same
-    bytes; messages get shorter; training goes on."""
+    """After each round all ranks have equal shapes, and messages get shorter.
+
+    With exchanges of gradients the ranks hold identical bytes. Training continues.
+    """
     names = ("allreduce", "gossip", "asgd", "allreduce+adaptive", "gossip+int8", "asgd+bf16")
     for name in (*names, "tree+int8", "local-sgd(3)", "diloco(2)+int8", "gossip(gradient)"):
         net = make_net(comm.rank + 1)
@@ -127,14 +129,16 @@ def check_exchanges(comm: Communicator) -> None:
             if comm.size > 1 and name == "allreduce":
                 size = sum(p.numel() for p in net.parameters()) + 1
                 assert small == 4 * 4 * size * 2 * (comm.size - 1) / comm.size
-        # DiLoCo at every second step overshoots, without pruning, too.
+        # DiLoCo at every second step overshoots, also without pruning.
         loss = float(probe(net).detach())
         assert loss < 0.9 or name.startswith("diloco"), f"{name}: {loss}"
 
 
 def check_residuals(comm: Communicator) -> None:
-    """Residuals of compressed exchanges are cut with the parameters: for the remaining neurons,
-    the sums given out and the residuals add up to all gradients."""
+    """Residuals of compressed exchanges are cut with the parameters.
+
+    For the remaining neurons, delivered sums and residuals add up to all gradients.
+    """
     for name in ("allreduce+adaptive", "tree+onebit", "allreduce+int8", "gossip+adaptive"):
         net = make_net()
         groups = find_groups(net, samples(0, 2)[0]).groups
@@ -169,7 +173,7 @@ def check_residuals(comm: Communicator) -> None:
 def _by_parameter(
     owed: dict[str, torch.Tensor], named: list[tuple[str, nn.Parameter]]
 ) -> dict[str, torch.Tensor]:
-    """These nets fit in one bucket, which holds parameters last first."""
+    """Split a flat array into parameters: one bucket holds them all, the last parameter first."""
     if not owed:
         return {}
     (flat,) = owed.values()
@@ -183,7 +187,7 @@ def _by_parameter(
 
 
 def check_reduced(comm: Communicator) -> None:
-    """Statistics reduced over ranks are those merged in one place; the first one's word counts."""
+    """Statistics reduced over ranks equal those merged in one place."""
     net = make_net()
     groups = find_groups(net, samples(0, 2)[0]).groups
 
@@ -214,7 +218,7 @@ def check_reduced(comm: Communicator) -> None:
 
 
 def check_layout(comm: Communicator) -> None:
-    """A run that goes on from just before, or just after, a round is the one that did not stop."""
+    """A run resumed just before or just after a round equals the uninterrupted run."""
     total = 40
     whole, _, _ = _run(comm, range(total))
     for stop in (15, 16, 17):

@@ -1,4 +1,4 @@
-"""Networks of each kind that can be pruned, with an example of what they take."""
+"""Networks of each kind that can be pruned, with examples of their inputs."""
 
 from collections.abc import Callable
 
@@ -26,7 +26,7 @@ def mlp(activation: str, width: int = 24) -> tuple[nn.Module, torch.Tensor]:
 
 
 def convolutional(activation: str, width: int = 24) -> tuple[nn.Module, torch.Tensor]:
-    """Padding, a stride, batch norms, pooling, a flattened reader, and one without a bias."""
+    """Make a net with padding, a stride, batch norms, pooling and a layer without bias."""
     act = ACTIVATIONS[activation]
     net = nn.Sequential(
         nn.Conv2d(3, width, 3, padding=1, bias=False),
@@ -159,7 +159,7 @@ def transformer(activation: str, width: int = 24) -> tuple[nn.Module, torch.Tens
 
 
 class Branches(nn.Module):
-    """A net that goes down and up again, with a concatenation and a gate on channels."""
+    """A net that downsamples and upsamples, with a concatenation and a gate on channels."""
 
     def __init__(self, activation: str, width: int) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ KINDS = {
 
 
 def make(kind: str, activation: str, seed: int, width: int = 24) -> tuple[nn.Module, torch.Tensor]:
-    """A net with running statistics that are not those of a net just made."""
+    """Make a net whose running statistics differ from those of a new net."""
     torch.manual_seed(seed)
     net, example = KINDS[kind](activation, width)
     for module in net.modules():

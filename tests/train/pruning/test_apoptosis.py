@@ -1,4 +1,4 @@
-"""Networks that shrink while they train, by `dlio.Apoptosis`, and exchanges with them."""
+"""Networks that `dlio.Apoptosis` prunes while they train, alone and with exchanges."""
 
 import copy
 import json
@@ -73,7 +73,7 @@ def _made(
 
 def test_a_round_that_hurts_is_undone_to_the_last_byte() -> None:
     def worse(model: nn.Module) -> float:
-        # Of a smaller model always worse.
+        # A smaller model always has a larger loss.
         return 1e9 / count_parameters(model)
 
     net, alone = make_net(), make_net()
@@ -96,13 +96,13 @@ def test_a_round_that_hurts_is_undone_to_the_last_byte() -> None:
     assert undone
     assert not any(each.removed for each in apoptosis.rounds)
     assert apoptosis.layout.version == 0
-    # The window goes on: nothing that was seen is lost.
+    # The window continues with all that was measured.
     counts = [int(seen["2/counts"][1]) for seen in looks]
     assert counts == sorted(set(counts))
 
 
-def test_parts_of_a_round_that_do_not_hurt_are_done() -> None:
-    """A probe that misses neurons of one layer only."""
+def test_harmless_parts_of_a_round_are_applied() -> None:
+    """The probe's loss grows only when neurons of one layer are removed."""
 
     def probing(model: nn.Module) -> float:
         first = model.get_submodule("0")
@@ -126,7 +126,7 @@ def test_parts_of_a_round_that_do_not_hurt_are_done() -> None:
     assert any(each.undone == ("0",) and set(each.widths) == {"2"} for each in apoptosis.rounds)
 
 
-def test_a_pruned_run_goes_on_as_a_small_network_does_that_starts_from_the_sliced_state() -> None:
+def test_a_pruned_run_continues_like_a_small_network_with_the_sliced_state() -> None:
     for kind in (torch.optim.Adam, torch.optim.SGD):
         options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
         net = make_net()
@@ -147,13 +147,13 @@ def test_a_pruned_run_goes_on_as_a_small_network_does_that_starts_from_the_slice
             assert float((a - b).detach().abs().max()) < 1e-6
 
 
-def test_few_steps_are_looked_at_and_none_after_the_last_round() -> None:
+def test_few_steps_are_measured_and_none_after_the_last_round() -> None:
     net = make_net()
     apoptosis, optimizer = _made(net, Schedule(every=4, looks=2, end=0.5, begin=0.0), steps=80)
     with apoptosis:
         train(net, optimizer, apoptosis, range(40), 0)
         looked = apoptosis.overhead()["steps"]
-        # Two to a window, and no window after the last round.
+        # Two steps of each window are measured, and none after the last round.
         assert looked in (2, 4, 6, 8, 10)
         train(net, optimizer, apoptosis, range(40, 80), 0)
         assert apoptosis.overhead()["steps"] == looked
@@ -161,12 +161,12 @@ def test_few_steps_are_looked_at_and_none_after_the_last_round() -> None:
     assert not any(module._forward_pre_hooks for module in net.modules())
 
 
-def test_a_network_that_overfits_later_is_looked_at_again() -> None:
+def test_a_network_that_overfits_later_is_measured_again() -> None:
     net = make_net()
     schedule = Schedule(every=1, looks=2, begin=0.0, end=0.7, allowed=0.0, patience=64)
     apoptosis, optimizer = _made(net, schedule, steps=100)
     with apoptosis:
-        # Nothing may go, so that rounds are ever further apart, until none is left.
+        # No neuron may be removed, so rounds become rarer until none is left.
         train(net, optimizer, apoptosis, range(64), 0)
         assert not any(each.removed for each in apoptosis.rounds)
         assert [each.step for each in apoptosis.rounds] == [2, 6, 14, 30, 62]
@@ -184,7 +184,7 @@ def test_a_network_that_overfits_later_is_looked_at_again() -> None:
 
 
 @pytest.mark.parametrize("how", ["clipped", "scaled"])
-def test_scores_are_of_gradients_neither_clipped_nor_scaled(how: str) -> None:
+def test_scores_use_gradients_before_clipping_and_scaling(how: str) -> None:
     prunable = []
     for is_changed in (False, True):
         net = make_net()
@@ -208,7 +208,7 @@ def test_scores_are_of_gradients_neither_clipped_nor_scaled(how: str) -> None:
                     optimizer.step()
                 apoptosis.step()
                 if how == "clipped":
-                    # The weights of both go the same way.
+                    # Reset the weights, so that clipping does not make the two runs diverge.
                     net.load_state_dict(make_net(step).state_dict())
             prunable.append(apoptosis.tensors())
     before, after = prunable
@@ -217,7 +217,7 @@ def test_scores_are_of_gradients_neither_clipped_nor_scaled(how: str) -> None:
         torch.testing.assert_close(after[name], value, rtol=1e-3, atol=1e-9, msg=name)
 
 
-def test_a_model_that_keeps_what_it_computes_is_pruned_all_the_same() -> None:
+def test_a_model_that_stores_its_activations_is_pruned() -> None:
     class Keeping(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -246,7 +246,7 @@ def test_a_model_that_keeps_what_it_computes_is_pruned_all_the_same() -> None:
     assert any(each.removed for each in apoptosis.rounds)
 
 
-def test_what_cannot_go_well_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_that_cannot_work_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     net = make_net()
     with pytest.raises(UsageError, match="LBFGS"):
         dlio.Apoptosis(net, torch.optim.LBFGS(net.parameters()), example=EXAMPLE)
@@ -264,10 +264,10 @@ def test_what_cannot_go_well_is_refused_at_once(monkeypatch: pytest.MonkeyPatch)
         dlio.Apoptosis(net, optimizer, example=EXAMPLE)
 
 
-def test_without_a_probe_what_goes_is_within_its_bounds() -> None:
+def test_without_a_probe_removals_are_within_their_bounds() -> None:
     net = make_net()
     with torch.no_grad():
-        net.get_submodule("0").get_parameter("bias")[:8] = -1e3  # Dead, whatever comes.
+        net.get_submodule("0").get_parameter("bias")[:8] = -1e3  # Dead for any input.
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     with dlio.Apoptosis(
         net,
@@ -284,7 +284,7 @@ def test_without_a_probe_what_goes_is_within_its_bounds() -> None:
     assert done.widths == {"0": 56}
 
 
-def test_tensors_beside_the_model_are_cut_with_it() -> None:
+def test_tensors_outside_the_model_are_cut_with_it() -> None:
     net = make_net()
     average = {name: p.detach().clone() for name, p in net.named_parameters()}
 
@@ -301,7 +301,7 @@ def test_tensors_beside_the_model_are_cut_with_it() -> None:
     }
 
 
-def test_what_cannot_be_pruned_is_said() -> None:
+def test_layers_that_cannot_be_pruned_are_named() -> None:
     single = nn.Linear(12, 4)
     with pytest.raises(UsageError, match="nothing in the model can be pruned"):
         dlio.Apoptosis(single, torch.optim.SGD(single.parameters(), lr=0.1), example=EXAMPLE)
@@ -351,7 +351,7 @@ def test_parameters_and_flops_are_counted() -> None:
 
 
 class _Message:
-    """Arrives at once; written when it is asked for."""
+    """A message that arrives at once and is written when the receiver asks for it."""
 
     def done(self) -> bool:
         return True
@@ -377,7 +377,7 @@ class _Mailbox(SingleCommunicator):
         self._listening: object = None
 
     def deliver(self, version: int, weights: torch.Tensor) -> None:
-        """The other rank has sent these weights."""
+        """Put weights of the other rank into the mail."""
         message = weights.numpy().view(np.uint8).copy()
         self.mail.append((np.array([1, version, len(message)], np.int64), message))
 
@@ -424,5 +424,5 @@ def test_asgd_drops_messages_of_another_layout() -> None:
     assert record["accepted"] + record["refused"] == 1
     if not record["accepted"]:
         assert digest(net) == before
-    # What this rank sends says which layout it is of, and how long it is.
+    # A notice of this rank names the layout and the length of its weights.
     assert {(version, count) for _, version, count in comm.notices} == {(1, 4 * small)}

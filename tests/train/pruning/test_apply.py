@@ -1,4 +1,4 @@
-"""A model that was cut in place is the smaller model, its optimizer included."""
+"""A model cut in place, with its optimizer, equals a smaller model."""
 
 import copy
 import json
@@ -66,7 +66,7 @@ def _random_plan(prunable: PrunableGroups, seed: int) -> RemovalPlan:
 
 
 def _by_hand(model: nn.Module, small: nn.Module, cuts: Sequence[Cut]) -> None:
-    """Load a small model with slices of the whole one's tensors."""
+    """Load slices of the whole model's tensors into a small model."""
     state = model.state_dict()
     for cut in cuts:
         tensor = state[cut.name]
@@ -79,7 +79,7 @@ def _by_hand(model: nn.Module, small: nn.Module, cuts: Sequence[Cut]) -> None:
 @pytest.mark.parametrize("kind", list(KINDS))
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 2**16))
-def test_a_cut_model_gives_what_the_whole_one_gives_without_what_is_read_of_the_cut_neurons(
+def test_a_cut_model_equals_the_whole_one_with_the_cut_neurons_ignored(
     kind: str, seed: int
 ) -> None:
     prunable = _found(kind)
@@ -100,7 +100,7 @@ def test_a_cut_model_gives_what_the_whole_one_gives_without_what_is_read_of_the_
 
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_steps_after_a_cut_are_those_of_a_small_net_started_from_the_sliced_state(
+def test_steps_after_a_cut_equal_those_of_a_small_net_with_the_sliced_state(
     kind: str, name: str
 ) -> None:
     prunable = _found(kind)
@@ -186,7 +186,7 @@ def test_aligned_tensors_are_cut_with_the_parameters() -> None:
         assert torch.equal(residuals[name], parameter)
 
 
-def test_what_cannot_be_cut_leaves_everything_as_it_was() -> None:
+def test_a_refused_cut_changes_nothing() -> None:
     prunable = _found("mlp")
     model, inputs = make("mlp", "relu", 1)
     before = copy.deepcopy(model.state_dict())
@@ -225,12 +225,12 @@ def test_weights_keep_their_memory_format() -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
-def test_fused_optimizers_find_their_state_where_the_weights_format_has_it(
+def test_the_state_of_fused_optimizers_has_the_weights_memory_format(
     kind: type[torch.optim.Optimizer],
 ) -> None:
-    """They walk memory, and trust that it lies alike.
+    """Fused optimizers assume that weights and state are laid out alike in memory.
 
-    A large eps for Adam: it makes a whole step of what is rounding of a gradient of 0.
+    Adam has a large eps: otherwise rounding of a gradient of 0 becomes a whole step.
     """
     prunable = _found("convolutional")
     weights = []
@@ -255,7 +255,7 @@ def test_nothing_to_remove_keeps_the_layout() -> None:
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_rounds_of_cuts_are_one_layout_that_a_fresh_model_and_an_export_take(
+def test_rounds_of_cuts_are_one_layout_for_a_new_model_and_an_export(
     kind: str, tmp_path: Path
 ) -> None:
     prunable = _found(kind)
@@ -297,8 +297,8 @@ def test_rounds_of_cuts_are_one_layout_that_a_fresh_model_and_an_export_take(
         shrink_to(wide, layout)
 
 
-def test_a_whole_round_keeps_what_a_net_computes() -> None:
-    """Statistics, plan and cut together, on a net with much to spare."""
+def test_a_whole_round_keeps_the_outputs_of_a_net() -> None:
+    """Statistics, plan and cut together, on a net with many redundant neurons."""
     model, inputs = make("residual", "relu", 4)
     prunable = find_groups(model, inputs)
     with torch.no_grad():
@@ -358,6 +358,6 @@ def test_the_readmes_example_runs_and_prunes() -> None:
     apoptosis = names["apoptosis"]
     assert isinstance(apoptosis, dlio.Apoptosis)
     assert apoptosis.steps == 130
-    # A quarter of 16 neurons is no multiple of 8, so that the first rounds find nothing to do.
+    # A quarter of 16 neurons is not a multiple of 8, so the first rounds remove nothing.
     assert [each.step for each in apoptosis.rounds][:1] == [48]
     assert model.get_parameter("3.weight").shape[0] in (8, 16)

@@ -1,4 +1,4 @@
-"""Removals change outputs by at most their bounds, measured in double precision."""
+"""Removals change outputs by at most their bounds, as measured in double precision."""
 
 import copy
 from typing import Any
@@ -68,7 +68,7 @@ def _spoil(model: nn.Module, group: Group, rng: np.random.Generator, noise: floa
 
 
 def _observed(model: nn.Module, groups: tuple[Group, ...], inputs: torch.Tensor) -> Any:
-    """Statistics of the very inputs, and gradients, of the net in evaluation."""
+    """Collect statistics of inputs and gradients, with the net in evaluation mode."""
     with Collector(model, groups, every=1, values=1 << 30) as collector:
         model.eval()
         for group in groups:
@@ -97,7 +97,7 @@ def _inputs(model: nn.Module, names: set[str], inputs: torch.Tensor) -> dict[str
 
 
 def _lengths(layer: nn.Module, inputs: torch.Tensor) -> float:
-    """The greatest |(x, 1)| that a producer sees at one place."""
+    """Return the largest norm |(x, 1)| of a producer's input at one position."""
     if isinstance(layer, nn.Conv2d):
         assert isinstance(layer.padding, tuple)
         patches = unfold(
@@ -108,13 +108,13 @@ def _lengths(layer: nn.Module, inputs: torch.Tensor) -> float:
             layer.stride,
         )
         return float((patches.square().sum(1) + 1).sqrt().max())
-    # Of a transposed convolution without overlap, each output sees one place.
+    # In a transposed convolution without overlap, each output depends on one position.
     channel = 1 if isinstance(layer, nn.ConvTranspose2d) else -1
     return float((inputs.square().sum(channel) + 1).sqrt().max())
 
 
 def _output(layer: Any, inputs: torch.Tensor) -> torch.Tensor:
-    """Channels last."""
+    """Return a layer's outputs with the channels as the last axis."""
     with torch.no_grad():
         out: torch.Tensor = layer(inputs)
     return out if isinstance(layer, nn.Linear) else out.movedim(1, -1)
@@ -128,7 +128,7 @@ def _change(
     inputs: torch.Tensor,
     mean: Any,
 ) -> float:
-    """How far a next layer's outputs move by one removal, made up for as the plan does."""
+    """Return how much one removal, compensated as planned, changes a next layer's outputs."""
     layer: Any = model.get_submodule(member.module)
     small = copy.deepcopy(layer)
     weight = small.weight.detach().movedim(member.dim, 0)
@@ -163,7 +163,7 @@ def test_each_removal_changes_the_next_layers_within_its_bound(
         _spoil(model, group, rng, noise)
     statistics = _observed(model, prunable.groups, inputs)
     limits = Limits(constant=0.1, twin=0.2, loss=1e-2, share=1.0, multiple=1)
-    # One group at a time: a bound holds for the net with the removals before it done.
+    # One group at a time: a bound assumes that the removals before it are applied.
     for group in prunable.groups:
         what = plan_removals([group], weights_of(model, [group]), statistics, limits)
         exact = copy.deepcopy(model).double()
@@ -178,13 +178,13 @@ def test_each_removal_changes_the_next_layers_within_its_bound(
             for member in group.consumers:
                 mean = statistics.moments[member.module].mean
                 change = _change(exact, member, what, removal, seen[member.module], mean)
-                # What single precision says of weights and means is exact to about 1e-6.
+                # Weights and means in single precision are exact to about 1e-6.
                 assert change <= bound * (1 + 1e-5) + 2e-5, (group.name, removal)
 
 
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
 @pytest.mark.parametrize("kind", ["mlp", "convolutional", "branches", "transformer"])
-def test_twins_and_constants_are_found_where_there_are(kind: str, activation: str) -> None:
+def test_twins_and_constants_are_detected(kind: str, activation: str) -> None:
     prunable = _found(kind, activation)
     model, inputs = make(kind, activation, 3)
     rng = np.random.default_rng(3)
@@ -202,7 +202,7 @@ def test_twins_and_constants_are_found_where_there_are(kind: str, activation: st
         assert scales == {1.0}
 
 
-def test_a_neuron_that_goes_is_nobodys_twin() -> None:
+def test_a_removed_neuron_is_not_a_twin_of_another() -> None:
     prunable = _found("mlp", "relu")
     model, inputs = make("mlp", "relu", 5)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The search for groups: finds all that can be pruned, and gives reasons for the rest."""
+"""The search for groups finds all layers that can be pruned, and gives reasons for the rest."""
 
 import threading
 from typing import Any
@@ -18,7 +18,7 @@ def _reasons(prunable: PrunableGroups) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
-def test_the_way_from_a_neuron_to_its_readers_is_known(activation: str) -> None:
+def test_the_path_from_a_neuron_to_its_readers_is_known(activation: str) -> None:
     for kind, name in (
         ("mlp", "0"),
         ("convolutional", "0"),
@@ -44,7 +44,7 @@ def test_no_activation_is_steeper_than_its_lipschitz_constant(activation: str) -
         torch.testing.assert_close(act(2.5 * x), 2.5 * act(x))
 
 
-def test_the_nets_of_dlio_train_are_pruned_but_for_their_outputs() -> None:
+def test_all_but_the_outputs_of_dlio_trains_models_can_be_pruned() -> None:
     prunable = find_groups(SmallResNet(5, 64, 8), torch.randn(2, 3, 64, 64))
     convolutions = {
         name for name, m in SmallResNet(5, 64, 8).named_modules() if isinstance(m, nn.Conv2d)
@@ -58,7 +58,7 @@ def test_the_nets_of_dlio_train_are_pruned_but_for_their_outputs() -> None:
     assert constants["stages.0.conv2"] == "stages.0.norm2.running_mean"
 
 
-def test_channels_of_concatenated_and_flattened_outputs_are_told_apart() -> None:
+def test_channels_of_concatenated_and_flattened_outputs_are_distinguished() -> None:
     class Dense(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -80,7 +80,7 @@ def test_channels_of_concatenated_and_flattened_outputs_are_told_apart() -> None
     assert last["c"].channels.tolist() == [[4 * n + k for k in range(4)] for n in range(8)]
 
 
-def test_heads_of_attention_go_whole() -> None:
+def test_heads_of_attention_are_removed_as_a_whole() -> None:
     prunable = find_groups(*make("transformer", "gelu", 0))
     heads = {g.name: g for g in prunable.groups if "attention" in g.name}
     separate = heads["blocks.0.attention.query"]
@@ -96,7 +96,7 @@ def test_heads_of_attention_go_whole() -> None:
 
 
 class _Odd(nn.Module):
-    """Layers of every kind that has to be left alone, one after the other."""
+    """A chain of layers of every kind that cannot be pruned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class _Odd(nn.Module):
         return out
 
 
-def test_what_cannot_be_followed_is_left_alone_and_named() -> None:
+def test_layers_that_cannot_be_traced_are_kept_and_named() -> None:
     model = _Odd()
     prunable = find_groups(model, torch.randn(3, 5, 8))
     assert [group.name for group in prunable.groups] == ["good"]
@@ -158,7 +158,7 @@ def test_what_cannot_be_followed_is_left_alone_and_named() -> None:
     } == dict.fromkeys(expected, True), reasons
 
 
-def test_heads_that_are_counted_beside_their_reader_are_found() -> None:
+def test_head_counts_outside_of_the_reader_are_found() -> None:
     class Self(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""When a round is, and how much it may take, as a pure function of what the last ones did."""
+"""The pace of pruning: when rounds are and how much they remove, given former rounds."""
 
 import json
 
@@ -12,7 +12,7 @@ SCHEDULE = Schedule(every=4, looks=2, begin=0.1, end=0.5, share=0.1, most=0.4, p
 
 
 def _rounds(pace: Pace, until: int, goes: str) -> list[int]:
-    """Steps of the rounds, all of which end alike."""
+    """Return the steps of the rounds when all rounds have the same outcome."""
     steps = []
     for step in range(1, until + 1):
         if pace.due(step):
@@ -33,11 +33,11 @@ def test_rounds_are_a_window_apart_while_they_succeed_and_none_is_in_the_last_pa
     assert Pace(SCHEDULE, 120).over(60)
 
 
-def test_rounds_that_find_nothing_become_rare() -> None:
+def test_rounds_that_remove_nothing_become_rare() -> None:
     assert _rounds(Pace(SCHEDULE, 400), 400, "nothing") == [40, 56, 88, 120, 152, 184]
 
 
-def test_success_makes_bold_and_harm_makes_shy() -> None:
+def test_success_raises_boldness_and_harm_lowers_it() -> None:
     pace = Pace(SCHEDULE, None)
     before = pace.limits(Limits(), 0.1)
     assert (before.loss, before.share) == (0.1, 0.1)
@@ -55,7 +55,7 @@ def test_success_makes_bold_and_harm_makes_shy() -> None:
     for step in (48, 56, 64, 72, 80):
         pace.nothing(step, hurt=True)
     assert pace.limits(Limits(), 0.1).loss == pytest.approx(0.1 * 16 / 4**5)
-    # Without a probe nobody would see what boldness does.
+    # Without a probe boldness has no effect, since its harm cannot be measured.
     assert Pace(SCHEDULE, None, boldness=8.0).limits(Limits(loss=0.3), None).loss == 0.3
 
 
@@ -114,7 +114,7 @@ def test_a_network_that_overfits_has_neurons_to_spare() -> None:
     assert (pace.keep, pace.spent) == (0.2, 0.0)
 
 
-def test_a_pace_goes_on_from_json() -> None:
+def test_a_pace_is_restored_from_json() -> None:
     pace = Pace(SCHEDULE, 400)
     _rounds(pace, 60, "badly")
     again = Pace.from_json(SCHEDULE, 400, json.loads(json.dumps(pace.to_json())))
@@ -128,6 +128,6 @@ def test_a_pace_goes_on_from_json() -> None:
     "wrong",
     [{"tolerance": -1}, {"every": 0}, {"begin": 0.7, "end": 0.3}, {"share": 0}, {"most": 2}],
 )
-def test_what_is_no_schedule_is_refused(wrong: dict[str, float]) -> None:
+def test_invalid_schedules_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(UsageError, match=f"{next(iter(wrong))}="):
         Schedule(**wrong)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Plans keep to their limits, are pure and the same for the same arrays."""
+"""Plans of removals: they keep their limits and are pure functions of their arrays."""
 
 import copy
 import json
@@ -96,7 +96,7 @@ def test_frozen_groups_stay_as_they_are() -> None:
     assert set(plan_removals(groups, weights, statistics, limits).keep) == {groups[1].name}
 
 
-def test_a_width_that_is_no_multiple_becomes_one_or_stays() -> None:
+def test_a_width_that_is_not_a_multiple_becomes_one_or_stays() -> None:
     groups, weights, statistics = _case("mlp", 1)
     for share, kept in ((0.0, 24), (0.1, 16), (0.4, 16), (0.9, 8)):
         limits = Limits(loss=1e9, share=share)
@@ -104,14 +104,14 @@ def test_a_width_that_is_no_multiple_becomes_one_or_stays() -> None:
         assert len(what.keep.get("0", range(24))) == kept
 
 
-def test_as_many_neurons_stay_as_are_asked_for() -> None:
+def test_at_least_the_requested_number_of_neurons_stays() -> None:
     groups, weights, statistics = _case("mlp", 1)
     limits = Limits(loss=1e9, share=1.0, multiple=1, least={groups[0].name: 9})
     what = plan_removals(groups, weights, statistics, limits)
     assert [len(what.keep[group.name]) for group in groups] == [9, 1]
 
 
-def test_without_statistics_only_twins_go() -> None:
+def test_without_statistics_only_twins_are_removed() -> None:
     groups, weights, statistics = _case("mlp", 1)
     weights["0.weight"][3] = 2 * weights["0.weight"][5]
     weights["0.bias"][3] = 2 * weights["0.bias"][5]
@@ -153,7 +153,7 @@ def test_twins_do_not_depend_on_the_size_of_blocks(
         assert twin.distance <= 1e-3 * np.linalg.norm(vectors[twin.of])
 
 
-def test_twins_are_judged_by_what_the_removals_before_them_leave() -> None:
+def test_twins_are_judged_after_the_removals_before_them() -> None:
     model, inputs = make("mlp", "relu", 2)
     groups = find_groups(model, inputs).groups
     with torch.no_grad():
@@ -177,7 +177,7 @@ def test_twins_are_judged_by_what_the_removals_before_them_leave() -> None:
     assert not [r for r in alone.removals if r.kind == "twin"]
 
 
-def test_behind_an_activation_that_is_not_known_only_the_very_same_neurons_are_merged() -> None:
+def test_before_an_unknown_activation_only_identical_neurons_are_merged() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 16), nn.ELU(1.5), nn.Linear(16, 3))
     inputs = torch.randn(32, 5)
@@ -200,6 +200,6 @@ def test_behind_an_activation_that_is_not_known_only_the_very_same_neurons_are_m
 @pytest.mark.parametrize(
     "options", [{"multiple": 0}, {"share": 1.5}, {"loss": -1.0}, {"twin": float("nan")}]
 )
-def test_limits_that_are_none_are_refused(options: dict[str, Any]) -> None:
+def test_invalid_limits_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(options))):
         Limits(**options)

@@ -1,4 +1,4 @@
-"""Statistics are those of the values and gradients that were there, and add up over ranks."""
+"""Statistics match the values and gradients of training, and add up over ranks."""
 
 import copy
 from typing import Any
@@ -18,7 +18,7 @@ def _run(collector: Collector, model: nn.Module, inputs: torch.Tensor) -> None:
     collector.step()
 
 
-def test_moments_are_those_of_what_the_next_layer_reads() -> None:
+def test_moments_match_the_inputs_of_the_next_layer() -> None:
     model, _ = make("convolutional", "relu", 0)
     groups = find_groups(model, torch.randn(2, 3, 8, 8)).groups
     seen: list[torch.Tensor] = []
@@ -56,7 +56,7 @@ def test_the_score_is_the_loss_by_a_factor_on_the_neuron(kind: str) -> None:
     np.testing.assert_allclose(score, factor.grad.abs(), rtol=1e-3, atol=1e-7)
 
 
-def test_only_some_steps_some_samples_and_training_are_looked_at() -> None:
+def test_only_some_steps_and_samples_of_training_are_measured() -> None:
     model, inputs = make("mlp", "relu", 0)
     groups = find_groups(model, inputs).groups
     with Collector(model, groups, every=4, values=10 * 24) as collector:
@@ -72,7 +72,7 @@ def test_only_some_steps_some_samples_and_training_are_looked_at() -> None:
     assert collector.statistics().moments["2"].count == 0
 
 
-def test_sums_and_peaks_of_ranks_are_those_of_all_their_samples() -> None:
+def test_sums_and_peaks_of_ranks_match_those_of_all_their_samples() -> None:
     model, inputs = make("mlp", "relu", 0)
     groups = find_groups(model, inputs).groups
 
@@ -93,7 +93,7 @@ def test_sums_and_peaks_of_ranks_are_those_of_all_their_samples() -> None:
             np.testing.assert_allclose(getattr(mine, row), getattr(moments, row), atol=1e-6)
 
 
-def test_a_collector_that_saw_nothing_says_so_in_numbers_that_reduce() -> None:
+def test_statistics_of_no_samples_can_be_reduced() -> None:
     model, inputs = make("mlp", "relu", 0)
     nothing = Collector(model, find_groups(model, inputs).groups)
     nothing.close()
@@ -104,28 +104,28 @@ def test_a_collector_that_saw_nothing_says_so_in_numbers_that_reduce() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_step_that_is_not_finite_counts_nowhere(bad: float) -> None:
+def test_a_step_that_is_not_finite_is_ignored(bad: float) -> None:
     model, inputs = make("mlp", "relu", 0)
     groups = find_groups(model, inputs).groups
     wrong = inputs.clone()
     wrong[0] = bad
-    found = []
+    statistics = []
     for steps in ([inputs, wrong, inputs], [inputs, inputs]):
         with Collector(model, groups, every=1) as collector:
             for each in steps:
                 _run(collector, model, each)
-        found.append(collector.statistics())
-    assert np.array_equal(found[0].sums(), found[1].sums())
-    assert np.array_equal(found[0].peaks(), found[1].peaks())
+        statistics.append(collector.statistics())
+    assert np.array_equal(statistics[0].sums(), statistics[1].sums())
+    assert np.array_equal(statistics[0].peaks(), statistics[1].peaks())
 
 
-def test_a_copy_of_the_model_is_not_looked_at() -> None:
+def test_a_copy_of_the_model_is_not_measured() -> None:
     model, inputs = make("mlp", "relu", 0)
     groups = find_groups(model, inputs).groups
     with Collector(model, groups, every=1) as collector:
         _run(collector, model, inputs)
         before = collector.statistics().sums()
-        # With the hooks, as whoever averages weights makes one.
+        # The copy has the hooks too, as one that averages weights has.
         copy.deepcopy(model)(100 * inputs)
         collector.step()
     after = collector.statistics().moments

@@ -162,7 +162,7 @@ def test_draws_are_the_same_in_any_stretch_and_other_ones_in_another_epoch() -> 
         assert other.digest != one.digest
 
 
-def test_the_first_epoch_and_the_last_see_all() -> None:
+def test_the_first_and_the_last_epoch_keep_all_samples() -> None:
     assert [SkipRule(8).sees_all(epoch) for epoch in range(8)] == [True] + [False] * 6 + [True]
     assert SkipRule(100).ending == 12
     first_two = SkipRule(4, last=0, first=2)

@@ -1,4 +1,4 @@
-"""Skipping in a user's own loop: gradients are unbiased, and a resumed run is the same."""
+"""Skipping in a user's own loop: gradients are unbiased, and a resumed run continues exactly."""
 
 import math
 from itertools import chain
@@ -25,7 +25,7 @@ def _losses(ids: np.ndarray[tuple[int], np.dtype[np.int64]]) -> torch.Tensor:
     return torch.from_numpy(np.exp((ids % 40) / 8.0 - 4).astype(np.float32))
 
 
-def test_kept_samples_come_once_and_in_the_requested_share() -> None:
+def test_each_kept_sample_comes_once_and_the_share_is_as_requested() -> None:
     with _loader() as loader:
         skipper = dlio.SampleSkipper(loader, 12, 0.5, easy=math.inf)
         seen = []
@@ -47,7 +47,7 @@ def test_kept_samples_come_once_and_in_the_requested_share() -> None:
                 assert skipper.sample_mask is not None
                 kept = np.flatnonzero(skipper.sample_mask.holds(np.arange(N)))
                 assert sorted(ids) == kept.tolist()
-                # Samples of low loss have larger weights when they are kept.
+                # Kept samples of low loss have larger weights.
                 low = [weight for sample, weight in consumed if sample % 40 < 10]
                 high = [weight for sample, weight in consumed if sample % 40 >= 36]
                 assert min(low) < max(low) > max(high)
@@ -57,7 +57,7 @@ def test_kept_samples_come_once_and_in_the_requested_share() -> None:
         skipper.close()
 
 
-def test_gradients_are_those_of_all_samples_on_average() -> None:
+def test_gradients_are_unbiased() -> None:
     """The mean gradient of a frozen network is within 4 standard errors, which are small."""
     with _loader(16) as loader:
         skipper = dlio.SampleSkipper(loader, 400, 0.5, last=0, easy=math.inf)
@@ -141,7 +141,7 @@ def test_losses_of_another_shape_or_data_set_are_refused() -> None:
 
 
 def test_waiting_losses_are_recorded_in_time() -> None:
-    """Consume more batches than may wait at a time."""
+    """The loop has more batches than may wait at a time."""
     with _loader(1) as loader:
         skipper = dlio.SampleSkipper(loader, 5)
         skipper.begin(0)
