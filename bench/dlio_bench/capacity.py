@@ -8,11 +8,11 @@ import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 
 import numpy as np
 
-__all__ = ["SHARES", "capacity"]
+__all__ = ["SHARES", "Row", "capacity"]
 
 SHARES: Final = (0.1, 0.25, 0.5, 0.75, 0.9)
 _CGROUP: Final = "/sys/fs/cgroup/memory"
@@ -44,7 +44,23 @@ print(json.dumps(found))
 """
 
 
-def capacity(source: str, shares: tuple[float, ...] = SHARES) -> list[dict[str, Any]]:
+class Row(TypedDict):
+    """Bytes that a second epoch reads from the source, as shares of the data set."""
+
+    share: float
+    """Size of the tiers, as a share of the stored data set."""
+    held: float
+    """Share of the data set that the tiers hold."""
+    dlio: float
+    bound: float
+    """Largest share that dlio may read."""
+    evenness_sigma: float
+    lru: float
+    page_cache: float | None
+    """None where it cannot be measured."""
+
+
+def capacity(source: str, shares: tuple[float, ...] = SHARES) -> list[Row]:
     """Bytes that the second epoch reads from the source, as shares of the data set, where tiers
     hold a share of it: dlio's, an LRU of samples that is simulated, the page cache in a control
     group of that size (None where there is none); and how evenly dlio's hits fall."""
@@ -60,7 +76,7 @@ def capacity(source: str, shares: tuple[float, ...] = SHARES) -> list[dict[str, 
     stored = int(block_bytes_of(reader).sum())
     reader.close()
     whole = int(sizes.sum())
-    results = []
+    results: list[Row] = []
     for share in shares:
         room = int(share * stored)
         with (

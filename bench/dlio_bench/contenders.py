@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, Final, Self
 
@@ -235,7 +235,7 @@ class Contender:
             "threads": sum(_threads(pid) for pid in pids),
         }
 
-    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, question: Mapping[str, object]) -> dict[str, float]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         watch = threading.Timer(_START_TIMEOUT_S, self._process.kill)
@@ -245,7 +245,7 @@ class Contender:
             self._process.stdin.flush()
             while line := self._process.stdout.readline():
                 if line.startswith('{"dlio":'):
-                    answer: dict[str, Any] = json.loads(line)["dlio"]
+                    answer: dict[str, float] = json.loads(line)["dlio"]
                     return answer
         except OSError:
             pass

@@ -19,7 +19,7 @@ _BANDWIDTH: Final = 50e6
 _CONSUMED_PER_S: Final = 200.0
 
 
-def arrays(folder: str, repeats: int, workers: int, volumes: int = 1152) -> dict[str, Any]:
+def arrays(folder: str, repeats: int, workers: int, volumes: int = 1152) -> dict[str, object]:
     """Volumes of 2 MiB, raw and LZ4, from the RAM tier and from a disk tier that the page cache
     does not hold, compared with a bare loop that reads the same bytes of the same files by
     preadv, in the same order, in as many threads, into batch memory that is used again.
@@ -162,7 +162,7 @@ def _bare_reads(stretches: list[tuple[str, int, int]], workers: int) -> None:
         running.wait()
 
 
-def slow(source: str, repeats: int, workers: int, batch_size: int = 64) -> dict[str, Any]:
+def slow(source: str, repeats: int, workers: int, batch_size: int = 64) -> dict[str, object]:
     """Class folders behind slowfs (50 MB/s, 5 ms a request), and a consumer that computes for
     `batch_size` / 200 s a batch: seconds to the first batch, compared with only reading its
     files; share of the second epoch that the consumer computes; both for torch's loader as well."""
@@ -190,7 +190,7 @@ def slow(source: str, repeats: int, workers: int, batch_size: int = 64) -> dict[
 
 def decoded(
     source: str, repeats: int, workers: int, image_size: int, batch_size: int
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Epochs after the first, from a RAM tier of blocks alone, and with decoded images above
     it, in turn: samples a second, for training and for evaluation; and the decision of the tier."""
     import dlio

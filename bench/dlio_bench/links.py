@@ -82,7 +82,7 @@ def link(
     model_s: float = 0.03,
     epochs: int = 3,
     rate: float = _GBIT,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """For each number of nodes and mode: seconds and stall of epochs after the first, measured
     and forecast, and whether bytes and messages are those forecast."""
     import numpy as np

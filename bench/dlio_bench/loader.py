@@ -84,7 +84,7 @@ class Choice:
         return chosen
 
 
-def measure(case: Case) -> dict[str, Any]:
+def measure(case: Case) -> dict[str, object]:
     """Passes over the data per contender, in turn within each repeat, each after one that
     is not timed.
 

@@ -6,14 +6,13 @@ import statistics
 import subprocess
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 from dlio.util.cores import available_cores
 
 __all__ = ["describe_machine", "deviation", "ratio", "spread"]
 
 
-def describe_machine(packages: Sequence[str]) -> dict[str, Any]:
+def describe_machine(packages: Sequence[str]) -> dict[str, object]:
     """Processor, memory, versions and, in a checkout, the commit."""
     return {
         "processor": _field("/proc/cpuinfo", "model name") or platform.machine(),

@@ -2,7 +2,7 @@
 
 import math
 import random
-from typing import Any
+from typing import IO
 
 import torch
 
@@ -51,7 +51,7 @@ class PillowImages(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
         return (height - side) // 2, (width - side) // 2, side, side
 
 
-def cropped(file: Any, size: int) -> torch.Tensor:
+def cropped(file: str | IO[bytes], size: int) -> torch.Tensor:
     """A file, or a stream, through Pillow: uint8, shape (3, size, size)."""
     import numpy as np
     from PIL import Image

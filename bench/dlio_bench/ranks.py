@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from dlio.errors import UsageError
 
@@ -31,12 +31,12 @@ TIMEOUT_S: Final = 600.0
 
 def run(
     module: str,
-    task: Mapping[str, Any],
+    task: Mapping[str, object],
     ranks: int,
     fabric: str = "memory",
     environment: Mapping[str, str] | None = None,
     timeout_s: float = TIMEOUT_S,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Run `python -m module TASK` on `ranks` ranks and return the answer of rank 0.
 
     Args:
@@ -68,7 +68,7 @@ def run(
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
         raise UsageError(f"the ranks of {module} failed: {done.stderr.strip()[-800:]}")
-    answer: dict[str, Any] = json.loads(lines[-1])
+    answer: dict[str, object] = json.loads(lines[-1])
     return answer
 
 

@@ -62,7 +62,7 @@ class _Peer:
     close: Callable[[], None] = lambda: None
 
 
-def measure(formats: Sequence[str], case: Case) -> dict[str, Any]:
+def measure(formats: Sequence[str], case: Case) -> dict[str, object]:
     """For each format: samples/s and MB/s of a pass in blocks and of `read` of random samples, of
     dlio and of the library, in turn within each repeat; and of `dlio pack` to native shards."""
     from dlio.data.reader import open_reader
@@ -128,7 +128,7 @@ def command(case: Case, formats: Formats, output: Output) -> None:
 
     output.check_writable()
     case = replace(case, random_reads=min(case.random_reads, case.samples))
-    report = measure(formats.formats, case)
+    report: dict[str, Any] = measure(formats.formats, case)
     table = Table(box=SIMPLE_HEAD, title="samples/s, median", title_justify="left")
     for title in ("format", "library", "pass", "its", "ratio", "random", "its", "ratio", "pack"):
         table.add_column(title, justify="left" if title in ("format", "library") else "right")

@@ -33,7 +33,7 @@ _RANKS: Final = 4
 _SAMPLE_BYTES: Final = 100_000
 
 
-def plan(repeats: int) -> dict[str, Any]:
+def plan(repeats: int) -> dict[str, object]:
     """128 nodes of 8 ranks, batches of 32, 1.28 million samples: shares of the bytes that move, and
     seconds that one rank takes to plan a whole epoch; 10^9 samples in mode `global`: seconds and
     bytes of memory."""
@@ -87,7 +87,7 @@ def _seconds(work: Any) -> float:
     return time.process_time() - began
 
 
-def exchange(repeats: int, samples: int = 4000) -> dict[str, Any]:
+def exchange(repeats: int, samples: int = 4000) -> dict[str, object]:
     """4 ranks on 2 and on 4 pretended nodes, mode `global`, samples of 100 kB that nobody decodes:
     bytes a second that peers get, over those of an MPI Alltoallv of as many bytes, and over those
     of one a window that is fed from the same tier and emptied into batches. The nodes are
@@ -122,7 +122,7 @@ def exchange(repeats: int, samples: int = 4000) -> dict[str, Any]:
     return results
 
 
-def decode(source: str, repeats: int) -> dict[str, Any]:
+def decode(source: str, repeats: int) -> dict[str, dict[str, dict[str, float]]]:
     """4 ranks that decode `source`: images a second in mode `global` over those in `local`, which
     sends nothing."""
     from dlio_bench.machine import ratio, spread

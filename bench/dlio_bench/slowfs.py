@@ -85,7 +85,7 @@ class SlowFolder:
         self._lock = threading.Lock()
         self._asked = dict.fromkeys(("bytes", "reads", "opens", "attributes", "listings"), 0)
 
-    def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
+    def getattr(self, path: str, fh: int | None = None) -> dict[str, int]:
         if path == f"/{STATS}":
             return {"st_mode": 0o100444, "st_nlink": 1, "st_size": 4096}
         # The kernel asks again, of an open file, for its attributes.
@@ -94,7 +94,7 @@ class SlowFolder:
             self._pace.wait()
         status = os.lstat(self._path(path))
         keys = ("mode", "nlink", "uid", "gid", "size", "blocks", "ino")
-        attributes: dict[str, Any] = {f"st_{key}": getattr(status, f"st_{key}") for key in keys}
+        attributes: dict[str, int] = {f"st_{key}": getattr(status, f"st_{key}") for key in keys}
         for key in ("atime", "mtime", "ctime"):
             attributes[f"st_{key}"] = getattr(status, f"st_{key}_ns")
         return attributes

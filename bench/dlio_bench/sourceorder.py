@@ -23,7 +23,7 @@ def source_order(
     samples: int = 60_000,
     at_most: int = 12_000,
     latency_s: float = 0.002,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Samples a second of small ones, in shards behind slowfs, that no tier holds; requests
     a sample; and, of the order alone, how unevenly a global batch of 1,024 draws on eighths of the
     data as they are stored, in units of a random draw (1.0 is a uniformly random draw).

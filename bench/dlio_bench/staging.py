@@ -43,7 +43,7 @@ class Sizes:
     repeats: int = 3
 
 
-def measure(cases: Sequence[str], sizes: Sizes, folder: str) -> dict[str, Any]:
+def measure(cases: Sequence[str], sizes: Sizes, folder: str) -> dict[str, object]:
     """Run cases; every figure is of `dlio stage`, run as its users run it, unless it says so.
 
     Args:
@@ -112,7 +112,7 @@ def command(choice: Choice, output: Output) -> None:
     from rich.table import Table
 
     output.check_writable()
-    report = measure(choice.cases, choice.sizes(), choice.folder or os.getcwd())
+    report: dict[str, Any] = measure(choice.cases, choice.sizes(), choice.folder or os.getcwd())
     table = Table(box=SIMPLE_HEAD)
     table.add_column("case")
     table.add_column("figure")

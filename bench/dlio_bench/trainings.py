@@ -6,16 +6,40 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final, TypedDict
 
 from dlio.errors import UsageError
 
-__all__ = ["first_at", "trained"]
+if TYPE_CHECKING:
+    from dlio.train.report import PruningReport
+
+__all__ = ["TrainedEpoch", "TrainingReport", "first_at", "trained"]
 
 _TIMEOUT_S: Final = 7200.0
 
 
-def trained(name: str, folder: str, ranks: int, options: Mapping[str, Any]) -> dict[str, Any]:
+class TrainedEpoch(TypedDict, total=False):
+    """An epoch in the report of `dlio train`."""
+
+    samples: int
+    seconds: float
+    val_accuracy: float
+    exchange_bytes: int
+    consensus_distance: float
+    bytes: dict[str, int]
+    """Bytes read, by place."""
+    pruning: "PruningReport | None"
+
+
+class TrainingReport(TypedDict):
+    """The report of `dlio train`; benchmarks read these fields."""
+
+    config: dict[str, object]
+    ranks: int
+    epochs: list[TrainedEpoch]
+
+
+def trained(name: str, folder: str, ranks: int, options: Mapping[str, object]) -> TrainingReport:
     """The report of a run; the one in `folder`, where that is of the same run.
 
     Args:
@@ -30,14 +54,14 @@ def trained(name: str, folder: str, ranks: int, options: Mapping[str, Any]) -> d
         wanted[key] = os.path.abspath(str(wanted[key]))
     if os.path.exists(path):
         with open(path, encoding="utf-8") as file:
-            kept: dict[str, Any] = json.load(file)
+            kept: TrainingReport = json.load(file)
         same = all(kept["config"].get(key) == value for key, value in wanted.items())
         if same and kept["ranks"] == ranks:
             return kept
         raise UsageError(
             f"{path} is the report of another training: name another folder by --keep, or remove it"
         )
-    argv = ["train", wanted.pop("source"), "-n", str(ranks), "--report", path]
+    argv = ["train", str(wanted.pop("source")), "-n", str(ranks), "--report", path]
     for key, value in wanted.items():
         option = f"--{key.replace('_', '-')}"
         for each in value if isinstance(value, list) else [value]:
@@ -52,7 +76,7 @@ def trained(name: str, folder: str, ranks: int, options: Mapping[str, Any]) -> d
     if done.returncode:
         raise UsageError(f"training {name}: {done.stderr.strip()[-800:]}")
     with open(path, encoding="utf-8") as file:
-        report: dict[str, Any] = json.load(file)
+        report: TrainingReport = json.load(file)
     return report
 
 

@@ -1,15 +1,18 @@
 """How `dlio plan` shows its forecasts: lines, a table, a picture."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from dlio.util.figures import picture
 from dlio.util.units import format_bytes, format_seconds
 
+if TYPE_CHECKING:
+    from dlio.forecast.analysis import ForecastFigures
+
 __all__ = ["draw_sweep", "show_forecast", "show_sweep"]
 
 
-def show_forecast(figures: Mapping[str, Any]) -> None:
+def show_forecast(figures: "ForecastFigures") -> None:
     """Print a forecast of one job, a line for each figure."""
     print(
         f"{figures['samples']:,} samples, {format_bytes(figures['bytes'])}; "
@@ -40,8 +43,10 @@ def show_forecast(figures: Mapping[str, Any]) -> None:
         ),
         ("from the source", f"{format_bytes(figures['source_bytes'])} in each later epoch"),
     ]
-    for name, key in (("first epoch", "first_epoch"), ("later epochs", "later_epoch")):
-        line = figures[key]
+    for name, line in (
+        ("first epoch", figures["first_epoch"]),
+        ("later epochs", figures["later_epoch"]),
+    ):
         rows.append(
             (
                 name,
@@ -56,7 +61,7 @@ def show_forecast(figures: Mapping[str, Any]) -> None:
         print(remedy)
 
 
-def show_sweep(rows: Sequence[Mapping[str, Any]]) -> None:
+def show_sweep(rows: Sequence["ForecastFigures"]) -> None:
     """Print forecasts of several numbers of nodes as a table, a row for each."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -91,13 +96,16 @@ def show_sweep(rows: Sequence[Mapping[str, Any]]) -> None:
     Console(width=max(110, Console().width)).print(table)
 
 
-def draw_sweep(rows: Sequence[Mapping[str, Any]], path: str) -> None:
+def draw_sweep(rows: Sequence["ForecastFigures"], path: str) -> None:
     """Draw times and shares over the number of nodes into a PNG or SVG file."""
     with picture(path) as pyplot:
         nodes = [row["nodes"] for row in rows]
         figure, (times, shares) = pyplot.subplots(2, 1, sharex=True, figsize=(7, 7))
-        for key, name in (("first_epoch", "first epoch"), ("later_epoch", "later epochs")):
-            times.plot(nodes, [row[key]["seconds"] for row in rows], marker="o", label=name)
+        for name, epochs in (
+            ("first epoch", [row["first_epoch"] for row in rows]),
+            ("later epochs", [row["later_epoch"] for row in rows]),
+        ):
+            times.plot(nodes, [epoch["seconds"] for epoch in epochs], marker="o", label=name)
         times.set_ylabel("seconds an epoch")
         times.set_yscale("log")
         shares.plot(nodes, [row["moved_share"] for row in rows], marker="o", label="moved")

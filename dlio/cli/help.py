@@ -1,7 +1,11 @@
 """How the help of commands is laid out: plain text in two columns, wrapped to the terminal."""
 
 import textwrap
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from cyclopts.help import HelpEntry, HelpPanel
+    from rich.console import Console, ConsoleOptions
 
 __all__ = ["TwoColumns"]
 
@@ -12,7 +16,7 @@ _NAMES_WIDTH: Final = 28
 class TwoColumns:
     """A help formatter of cyclopts."""
 
-    def __call__(self, console: Any, options: Any, panel: Any) -> None:
+    def __call__(self, console: "Console", options: "ConsoleOptions", panel: "HelpPanel") -> None:
         """Print a panel: its title, and a row for each command or option."""
         if not panel.entries:
             return
@@ -21,12 +25,14 @@ class TwoColumns:
             lines += self._rows(entry, panel.format == "parameter", console.width)
         self._print(console, "\n".join(lines))
 
-    def render_usage(self, console: Any, options: Any, usage: Any) -> None:
+    def render_usage(self, console: "Console", options: "ConsoleOptions", usage: object) -> None:
         """Print the line of usage."""
         text = getattr(usage, "plain", str(usage)).strip()
         self._print(console, f"Usage: {text.removeprefix('Usage: ')}")
 
-    def render_description(self, console: Any, options: Any, description: Any) -> None:
+    def render_description(
+        self, console: "Console", options: "ConsoleOptions", description: object
+    ) -> None:
         """Print the description of a command."""
         text = _text(description)
         paragraphs = [" ".join(each.split()) for each in text.split("\n\n")]
@@ -34,7 +40,7 @@ class TwoColumns:
         if wrapped:
             self._print(console, "\n\n".join(wrapped))
 
-    def _rows(self, entry: Any, is_option: bool, width: int) -> list[str]:
+    def _rows(self, entry: "HelpEntry", is_option: bool, width: int) -> list[str]:
         names = [*entry.positive_shorts, *entry.positive_names]
         if entry.positional_label:
             names = [entry.positional_label]
@@ -56,11 +62,11 @@ class TwoColumns:
             return [first, *(f"{indent}{row}" for row in rows)]
         return [f"{first:<{_NAMES_WIDTH + 2}}{rows[0]}", *(f"{indent}{row}" for row in rows[1:])]
 
-    def _print(self, console: Any, text: str) -> None:
+    def _print(self, console: "Console", text: str) -> None:
         console.print(f"{text}\n", highlight=False, markup=False, soft_wrap=True)
 
 
-def _text(renderable: Any) -> str:
+def _text(renderable: object) -> str:
     """Return the plain text of what cyclopts hands a formatter."""
     if renderable is None:
         return ""

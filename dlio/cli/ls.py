@@ -2,19 +2,47 @@
 
 import json
 from dataclasses import dataclass
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypedDict
 
 from dlio.util.options import Option
 from dlio.util.units import format_bytes
 
-__all__ = ["Listing", "command", "describe"]
+if TYPE_CHECKING:
+    from dlio.data.schema import Structure
+
+__all__ = ["Description", "Listing", "Storage", "command", "describe"]
 
 _ONE_SIDED: Final = 2.0
 """Class mix above which a warning is printed."""
 _MOST_CLASSES: Final = 1 << 20
 
 
-def describe(path: str) -> dict[str, Any]:
+class Storage(TypedDict):
+    """The file system below a data set."""
+
+    kind: str
+    stripe_count: int
+    stripe_bytes: int
+
+
+class Description(TypedDict):
+    """A data set, as `dlio ls --json` prints it."""
+
+    path: str
+    format: str
+    samples: int
+    bytes: int
+    schema: list[list[str]]
+    structure: "Structure | None"
+    classes: dict[str, int]
+    blocks: int
+    block_bytes: int
+    class_mix: float | None
+    storage: Storage
+    fingerprint: str
+
+
+def describe(path: str) -> Description:
     """Return a description of the data set at `path`, as `dlio ls --json` prints it.
 
     `class_mix` tells how evenly classes are spread over blocks: the mean, over blocks, of the most

@@ -159,7 +159,7 @@ def forget_index(kind: str, version: int, url: str) -> None:
     shutil.rmtree(os.path.join(cache_folder(), f"{kind}-{key}", "kept"), ignore_errors=True)
 
 
-def fingerprint_of(kind: str, version: int, *parts: str | bytes | npt.NDArray[Any]) -> str:
+def fingerprint_of(kind: str, version: int, *parts: str | bytes | npt.NDArray[np.generic]) -> str:
     """Return 32 hex digits that change when any part does."""
     digest = xxhash.xxh3_128(f"{kind} {version}".encode())
     for part in parts:

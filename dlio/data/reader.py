@@ -7,7 +7,7 @@ that for all formats alike. Readers plug in through the entry-point group `dlio.
 import inspect
 from collections.abc import Sequence
 from importlib.metadata import entry_points
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -96,9 +96,9 @@ class ReaderType(Protocol):
     read paths but Python objects.
     """
 
-    def __call__(self, path: Any, **options: Any) -> Reader: ...
+    def __call__(self, path: object, **options: object) -> Reader: ...
 
-    def recognises(self, path: Any) -> str | None:
+    def recognises(self, path: object) -> str | None:
         """Return None if `path` is of this format, otherwise the reason why not, in a few words.
 
         Of several paths, only the first is asked about.
@@ -111,7 +111,7 @@ def data_bytes(reader: Reader) -> int:
     return int(reader.sizes.sum(dtype=np.int64)) if known is None else known
 
 
-def open_reader(path: Any, **options: Any) -> Reader:
+def open_reader(path: object, **options: object) -> Reader:
     """Find the reader that recognises `path`, and open it.
 
     Args:
@@ -124,10 +124,9 @@ def open_reader(path: Any, **options: Any) -> Reader:
     """
     if isinstance(path, Reader):
         return path
-    named = isinstance(path, str) or (
-        isinstance(path, list | tuple) and all(isinstance(each, str) for each in path)
-    )
-    if named:
+    named = False
+    if _are_names(path):
+        named = True
         for each in expand(path):
             if not Source(split_fields(each)[0]).exists():
                 raise SourceError(f"{redact(each)}: no such file or folder: check the path")
@@ -149,7 +148,14 @@ def open_reader(path: Any, **options: Any) -> Reader:
     raise SourceError(f"{shown} is not a data set that dlio can read ({'; '.join(reasons)})")
 
 
-def _made(name: str, kind: ReaderType, path: Any, options: dict[str, Any]) -> Reader:
+def _are_names(path: object) -> TypeGuard[str | Sequence[str]]:
+    """True for a path or several, false for another object."""
+    return isinstance(path, str) or (
+        isinstance(path, list | tuple) and all(isinstance(each, str) for each in path)
+    )
+
+
+def _made(name: str, kind: ReaderType, path: object, options: dict[str, object]) -> Reader:
     known = inspect.signature(kind).parameters
     for option in options:
         if option not in known:

@@ -132,8 +132,8 @@ class ReplicatedBlocks(Replicated):
     """A reader over replicas that store blocks; see `StoredBlocks`."""
 
     @property
-    def block_bytes(self) -> Any:
-        return self._first.block_bytes
+    def block_bytes(self) -> int:
+        return int(self._first.block_bytes)
 
     def stored_at(self, block: int) -> int:
         return int(self._first.stored_at(block))

@@ -14,7 +14,7 @@ import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,7 @@ __all__ = [
     "Buffer",
     "Kind",
     "Schema",
+    "Structure",
     "Value",
     "array_kind",
     "leaves",
@@ -138,15 +139,19 @@ def array_kind(dtype: npt.DTypeLike, shape: Sequence[int | None] = ()) -> str:
     return f"{name}[{sizes}]" if len(shape) or name not in _CODES else name
 
 
+Structure: TypeAlias = str | Sequence["Structure"] | Mapping[str, "Structure"]
+"""Lists and dictionaries, nested, with the names of fields as leaves: `["0", "1"]` is a tuple of
+two."""
+
+
 @dataclass(frozen=True, slots=True)
 class Schema:
     """Names and kinds of a sample's fields."""
 
     fields: tuple[tuple[str, str], ...]
     """(name, kind) each; see `Kind`."""
-    structure: Any = None
-    """None where a sample is a dictionary of its fields; otherwise lists and dictionaries, nested,
-    with the names of fields as leaves: `["0", "1"]` is a tuple of two."""
+    structure: Structure | None = None
+    """None where a sample is a dictionary of its fields."""
     kinds: Mapping[str, Kind] = field(init=False, repr=False, compare=False)
     overhead: int = field(init=False, repr=False, compare=False)
     """Bytes of a payload beyond the bodies of its encoded fields and variable arrays."""
@@ -207,7 +212,7 @@ class Schema:
         return Schema, (self.fields, self.structure)
 
     def join_fixed(
-        self, count: int, columns: Mapping[str, npt.NDArray[Any]]
+        self, count: int, columns: Mapping[str, npt.NDArray[np.generic]]
     ) -> list[bytes | memoryview]:
         """Encode many samples of a schema without variable fields, one column at a time.
 
@@ -275,13 +280,14 @@ class Schema:
             raise CorruptBlock(f"schema is not JSON: {error}") from error
 
     @classmethod
-    def from_rows(cls, rows: Any) -> "Schema":
+    def from_rows(cls, rows: object) -> "Schema":
         """Make a schema of parsed JSON. Raises CorruptBlock."""
         structure = None
         try:
+            pairs: Any = rows
             if isinstance(rows, dict):
-                rows, structure = rows["fields"], rows["structure"]
-            return cls(tuple((str(name), str(kind)) for name, kind in rows), structure)
+                pairs, structure = rows["fields"], rows["structure"]
+            return cls(tuple((str(name), str(kind)) for name, kind in pairs), structure)
         except (KeyError, ValueError, TypeError, RecursionError) as error:
             raise CorruptBlock(f"schema is not a list of (name, kind): {error!r}") from error
 
@@ -375,14 +381,14 @@ class Schema:
             at = end if kind.dtype is None else -(-end // 8) * 8
         return values
 
-    def arrange(self, values: Mapping[str, Value]) -> Any:
+    def arrange(self, values: Mapping[str, Value]) -> object:
         """Return the fields in the sample's own structure; lists become tuples."""
         if self.structure is None:
             return dict(values)
         return _map(self.structure, values.__getitem__)
 
 
-def leaves(structure: Any) -> Iterator[str]:
+def leaves(structure: object) -> Iterator[str]:
     """Yield the field names in a structure, in order. Raises CorruptBlock for anything else."""
     if isinstance(structure, str):
         yield structure
@@ -402,12 +408,12 @@ LABEL: Final = struct.Struct("<q")
 """Format of the bytes before the image in a payload of IMAGE_LABEL."""
 
 
-def _map(structure: Any, of: Callable[[str], Any]) -> Any:
+def _map(structure: Structure, of: Callable[[str], object]) -> object:
     if isinstance(structure, str):
         return of(structure)
-    if isinstance(structure, list):
-        return tuple(_map(item, of) for item in structure)
-    return {key: _map(item, of) for key, item in structure.items()}
+    if isinstance(structure, Mapping):
+        return {key: _map(item, of) for key, item in structure.items()}
+    return tuple(_map(item, of) for item in structure)
 
 
 def _array_bytes(name: str, kind: Kind, value: Value) -> tuple[list[int], Buffer]:

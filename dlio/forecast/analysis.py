@@ -2,17 +2,56 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, TypedDict
 
 from dlio.forecast.events import Machine, Timeline, run
 from dlio.forecast.traffic import Job, Traffic, traffic
 from dlio.plan.placement import Node
 from dlio.util.units import format_bytes
 
-__all__ = ["Forecast", "forecast", "remedies", "resized"]
+__all__ = ["EpochFigures", "Forecast", "ForecastFigures", "forecast", "remedies", "resized"]
 
 _NEGLIGIBLE: Final = 0.02
 """Share of an epoch up to which waiting is not worth a remedy."""
+
+
+class EpochFigures(TypedDict):
+    """Times of one epoch, in reports."""
+
+    seconds: float
+    first_batch_s: float
+    stall_s: float
+    stall_share: float
+    bottleneck: str
+    busy: dict[str, float]
+    """Share of the epoch in which each resource is in use."""
+
+
+class ForecastFigures(TypedDict):
+    """A forecast in reports: bytes, seconds and counts by name."""
+
+    nodes: int
+    ranks: int
+    batch_size: int
+    mode: str
+    samples: int
+    bytes: int
+    steps: int
+    windows: int
+    held_bytes: int
+    moved_bytes: int
+    moved_share: float
+    wire_bytes: int
+    messages: int
+    peers: int
+    source_bytes: int
+    tier_bytes: list[int]
+    link_bytes_out_max: int
+    link_bytes_in_max: int
+    window_bytes: int
+    first_epoch: EpochFigures
+    later_epoch: EpochFigures
+    remedies: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +65,7 @@ class Forecast:
     held: int
     """Bytes of the data set that tiers hold."""
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> ForecastFigures:
         """Return bytes, seconds and counts by name, for reports."""
         moved, whole = self.traffic.moved, max(1, self.traffic.payload)
         return {
@@ -122,7 +161,7 @@ def remedies(result: Forecast) -> list[str]:
     return said
 
 
-def _timeline(line: Timeline) -> dict[str, object]:
+def _timeline(line: Timeline) -> EpochFigures:
     return {
         "seconds": line.seconds,
         "first_batch_s": line.first_batch_s,

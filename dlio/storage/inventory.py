@@ -20,7 +20,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -93,7 +93,7 @@ class Stored:
 class Use:
     """This process's lease on a data set in a disk tier. Owner: the mount, which closes it."""
 
-    def __init__(self, root: str, fingerprint: str, about: dict[str, Any]) -> None:
+    def __init__(self, root: str, fingerprint: str, about: Mapping[str, object]) -> None:
         """Raises TierError when the tier's folder cannot be used."""
         self._name = f"{_LEASE}{job_id()}.{os.getpid()}.{secrets.token_hex(4)}"
         with _locked(root, fcntl.LOCK_SH):

@@ -3,7 +3,7 @@
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import Any
+from types import ModuleType
 
 from dlio.errors import UsageError
 
@@ -11,7 +11,7 @@ __all__ = ["picture"]
 
 
 @contextlib.contextmanager
-def picture(path: str) -> Iterator[Any]:
+def picture(path: str) -> Iterator[ModuleType]:
     """Draw a figure with pyplot inside of the block, and write it when the block ends.
 
         with picture("a.svg") as pyplot:

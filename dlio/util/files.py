@@ -5,7 +5,7 @@ import json
 import os
 import time
 from collections.abc import Callable
-from typing import IO, Any, Final
+from typing import IO, Final
 
 from dlio.errors import UsageError
 
@@ -69,7 +69,7 @@ def take_lock(descriptor: int, how: int, timeout_s: float = 0.0) -> bool:
             time.sleep(_POLL_S)
 
 
-def write_json(path: str, value: Any) -> None:
+def write_json(path: str, value: object) -> None:
     """Write a value of JSON's types. Raises UsageError when it cannot be written."""
     text = json.dumps(value, indent=2).encode()
     write_whole(path, lambda file: file.write(text))

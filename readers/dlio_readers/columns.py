@@ -12,14 +12,14 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from dlio.data.index import fingerprint_of
 from dlio.data.labels import LABEL_NAMES
-from dlio.data.schema import DTYPES, Schema, array_kind
+from dlio.data.schema import DTYPES, Schema, Structure, Value, array_kind
 from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.plan.layout import Layout, cut_blocks
 from dlio.plan.order import Order
@@ -32,6 +32,7 @@ __all__ = [
     "Arrays",
     "Column",
     "ColumnReader",
+    "Part",
     "PlainColumn",
     "RaggedColumn",
     "Select",
@@ -51,7 +52,9 @@ KEPT_BYTES: Final = 32 << 20
 _JPEG: Final = b"\xff\xd8\xff"
 _PNG: Final = b"\x89PNG"
 
-Select = Mapping[str, tuple[Any, ...]] | tuple[Any, ...] | None
+Part: TypeAlias = tuple[slice | int, ...]
+"""Slices and integers over the leading dimensions of a field."""
+Select: TypeAlias = Mapping[str, Part] | Part | None
 """Part of every sample to read: slices and integers over the sample's own dimensions, either by
 field name, or for all fields with as many dimensions."""
 
@@ -67,7 +70,7 @@ class Column(Protocol):
     def bodies(self) -> npt.NDArray[np.int64] | None:
         """Bytes of each value, shape (rows,); None if all have the same size."""
 
-    def rows(self, start: int, stop: int) -> Sequence[Any] | npt.NDArray[Any]:
+    def rows(self, start: int, stop: int) -> Sequence[Value] | npt.NDArray[np.generic]:
         """Read the values of rows `start` to `stop`."""
 
 
@@ -83,7 +86,7 @@ class Arrays(Protocol):
 class PlainColumn:
     """An array whose row i, or a part of it, belongs to sample i."""
 
-    def __init__(self, array: Arrays, unit: int, select: tuple[Any, ...] = ()) -> None:
+    def __init__(self, array: Arrays, unit: int, select: Part = ()) -> None:
         self._array = array
         self._select = select
         self.unit = max(1, unit)
@@ -93,7 +96,7 @@ class PlainColumn:
     def bodies(self) -> None:
         return None
 
-    def rows(self, start: int, stop: int) -> npt.NDArray[Any]:
+    def rows(self, start: int, stop: int) -> npt.NDArray[np.generic]:
         return np.asarray(self._array[(slice(start, stop), *self._select)])
 
 
@@ -126,10 +129,10 @@ class RaggedColumn:
         sizes: npt.NDArray[np.int64] = self._ends - self._starts
         return sizes * int(np.dtype(self._flat.dtype).itemsize)
 
-    def rows(self, start: int, stop: int) -> list[Any]:
+    def rows(self, start: int, stop: int) -> list[Value]:
         low, high = int(self._starts[start]), int(self._ends[stop - 1])
         data = np.ascontiguousarray(self._flat[low:high])
-        values: list[Any] = []
+        values: list[Value] = []
         for row in range(start, stop):
             part = data[int(self._starts[row]) - low : int(self._ends[row]) - low]
             values.append(part.data if self._shapes is None else part.reshape(self._shapes[row]))
@@ -154,7 +157,7 @@ class ColumnReader:
         count: int,
         stamps: Sequence[str],
         classes: Sequence[str] = (),
-        structure: Any = None,
+        structure: Structure | None = None,
     ) -> None:
         """Use the columns as fields.
 
@@ -302,7 +305,7 @@ def choose(
     return chosen, counts[chosen[0]]
 
 
-def slab(select: Select, name: str, shape: tuple[int, ...]) -> tuple[Any, ...]:
+def slab(select: Select, name: str, shape: tuple[int, ...]) -> Part:
     """Return the part of a field's own dimensions to read. Raises UsageError if it does not fit.
 
     Args:
@@ -330,7 +333,7 @@ def slab(select: Select, name: str, shape: tuple[int, ...]) -> tuple[Any, ...]:
     )
 
 
-def slab_shape(shape: tuple[int, ...], select: tuple[Any, ...]) -> tuple[int, ...]:
+def slab_shape(shape: tuple[int, ...], select: Part) -> tuple[int, ...]:
     """Shape of the selected part."""
     parts = (*select, *[slice(None)] * (len(shape) - len(select)))
     return tuple(

@@ -37,7 +37,7 @@ class NpyHead:
         """Bytes of the data."""
         return math.prod(self.shape) * np.dtype(self.descr).itemsize
 
-    def array(self, data: memoryview) -> npt.NDArray[Any]:
+    def array(self, data: memoryview) -> npt.NDArray[np.generic]:
         """Return the array of a whole file in memory, as a view if possible.
 
         Args:

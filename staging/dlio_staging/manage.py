@@ -44,7 +44,7 @@ def find_roots(tiers: str | None) -> list[str]:
     return list(dict.fromkeys(os.path.abspath(root) for root in roots))
 
 
-def describe_status(tiers: str | None) -> dict[str, Any]:
+def describe_status(tiers: str | None) -> dict[str, object]:
     """Return the output of `dlio status --json`: scratch places, and tiers with their data sets."""
     scratch = {
         name: {**asdict(place), "free_bytes": _free(place.path)}
@@ -90,7 +90,7 @@ def status(options: Status) -> None:
 
     Each data set is shown with its users, size, age and hits. The exit code is always 0.
     """
-    about = describe_status(options.tiers)
+    about: dict[str, Any] = describe_status(options.tiers)
     if options.as_json:
         print(json.dumps(about, indent=2))
         return

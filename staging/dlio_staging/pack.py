@@ -3,7 +3,7 @@
 import json
 import os
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 from dlio.cli.records import ConfigFile, Output
 from dlio.util.cores import available_cores
@@ -81,7 +81,8 @@ def command(
 
 
 def _print_plan(packing: Packing, options: PackOptions) -> None:
-    for part in describe(packing.source, options)["parts"]:
+    about: dict[str, Any] = describe(packing.source, options)
+    for part in about["parts"]:
         print(
             f"{os.path.join(packing.destination, part['name'])}: {part['samples']:,} samples, "
             f"{format_bytes(part['bytes'])} to read, in {part['shards']} shard(s) of "

@@ -56,12 +56,12 @@ class Packed:
 
 
 def pack(
-    source: Any,
+    source: object,
     destination: str,
     *,
     progress: Progress | None = None,
     options: PackOptions | None = None,
-    **changes: Any,
+    **changes: object,
 ) -> Packed:
     """Write the data set at `source` as a folder of files. Collective under MPI.
 
@@ -75,7 +75,8 @@ def pack(
     Raises UsageError when `destination` exists, SourceError when a sample cannot be read,
     TierFull when the disk has no room.
     """
-    options = replace(options or PackOptions(), **changes)
+    changed: dict[str, Any] = changes
+    options = replace(options or PackOptions(), **changed)
     destination = destination.rstrip("/")
     parent = os.path.dirname(os.path.abspath(destination))
     _check(source, destination, parent, options)
@@ -111,7 +112,7 @@ def pack(
     return done
 
 
-def _check(source: Any, destination: str, parent: str, options: PackOptions) -> None:
+def _check(source: object, destination: str, parent: str, options: PackOptions) -> None:
     if options.format not in WRITERS:
         raise UsageError(f"--format {options.format}: choose {', '.join(WRITERS)}")
     if os.path.lexists(destination):
@@ -120,8 +121,8 @@ def _check(source: Any, destination: str, parent: str, options: PackOptions) -> 
         raise UsageError(f"there is no folder {parent} to put {destination} in: create it")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise UsageError(f"{parent} cannot be written: Permission denied")
-    inside = isinstance(source, str) and os.path.isdir(source)
-    if inside and (parent + "/").startswith(os.path.abspath(source) + "/"):
+    folder = os.path.abspath(source) if isinstance(source, str) else ""
+    if os.path.isdir(folder) and (parent + "/").startswith(folder + "/"):
         raise UsageError(f"{destination} would lie in {source}: name a place outside of it")
     if options.resize is not None and options.resize < 1:
         raise UsageError(f"--resize {options.resize}: give the short side in pixels")
@@ -179,7 +180,7 @@ def _prepare(folder: str, plan: Plan) -> None:
 
 
 def _write_all(
-    source: Any, folder: str, plan: Plan, comm: Communicator, progress: Progress | None
+    source: object, folder: str, plan: Plan, comm: Communicator, progress: Progress | None
 ) -> Packed:
     """Write the shards of this rank; returns what all wrote."""
     tasks = [(p, s) for p, part in enumerate(plan.parts) for s in range(part.shards)]
@@ -376,7 +377,7 @@ def packed_path(path: str, format_: str) -> str:
     return os.path.join(path, "data.zarr") if format_ == "zarr" else path
 
 
-def describe(source: Any, options: PackOptions) -> dict[str, Any]:
+def describe(source: object, options: PackOptions) -> dict[str, object]:
     """Describe the plan, for `dlio pack --dry-run`."""
     plan = Plan(source, options)
     parts = [

@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -127,7 +127,7 @@ class Part:
 class Plan:
     """Assignment of samples to files, equal in every process that takes part."""
 
-    def __init__(self, source: Any, options: PackOptions) -> None:
+    def __init__(self, source: object, options: PackOptions) -> None:
         self.options = options
         self.reader: Reader = open_reader(source)
         images = [name for name, kind in self.reader.schema.kinds.items() if kind.text in IMAGES]

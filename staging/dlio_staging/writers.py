@@ -27,6 +27,7 @@ __all__ = [
     "Hdf5Writer",
     "NativeWriter",
     "Shard",
+    "StoredArray",
     "TarWriter",
     "Writer",
     "ZarrWriter",
@@ -217,6 +218,18 @@ class TarWriter:
         self._tar.addfile(info, io.BytesIO(data))
 
 
+class StoredArray(Protocol):
+    """An array of a file that rows are appended to."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of its dimensions; rows are along the first."""
+
+    @property
+    def dtype(self) -> np.dtype[np.generic]:
+        """Type of its elements."""
+
+
 class ColumnsWriter:
     """Arrays whose row i is sample i, in a store that `make` and `append` know: HDF5 or Zarr.
 
@@ -226,12 +239,12 @@ class ColumnsWriter:
     def __init__(
         self,
         shard: Shard,
-        make: Callable[[str, tuple[int, ...], np.dtype[Any]], Any],
-        append: Callable[[Any, npt.NDArray[Any], bool], None],
+        make: Callable[[str, tuple[int, ...], np.dtype[np.generic]], StoredArray],
+        append: Callable[[StoredArray, npt.NDArray[np.generic], bool], None],
     ) -> None:
         self._schema = shard.schema
         self._append = append
-        self._arrays: dict[str, Any] = {}
+        self._arrays: dict[str, StoredArray] = {}
         self._ends = dict.fromkeys(shard.schema.kinds, 0)
         for name, kind in shard.schema.kinds.items():
             if name.endswith((_ENDS, _SHAPE)):

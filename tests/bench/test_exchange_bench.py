@@ -4,6 +4,7 @@ import json
 import xml.etree.ElementTree
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from dlio_bench.exchange import balance, messages, overlap, slow_rank, step, tra
 from dlio_bench.exchange.command import show
 from dlio_bench.exchange.drawing import draw
 from dlio_bench.exchange.options import Options
+from dlio_bench.trainings import TrainedEpoch
 
 TINY = Options(repeats=1, network="perceptron", batch_size=2, fabrics=("memory",), counts=(2, 4))
 
@@ -24,7 +26,7 @@ def test_messages_are_counted_as_theory_has_them(
     picture = tmp_path / "model.svg"
     exchanges = ("allreduce", "tree", "parameter-server", "gossip", "asgd")
     options = replace(TINY, exchanges=exchanges, plot=str(picture), alpha_us=2.0, bandwidth_gbs=10)
-    results = messages.measure(options)
+    results: dict[str, Any] = messages.measure(options)
     for row in results["rows"]:
         if row["exchange"] == "asgd":
             assert row["messages_counted"] <= row["messages_in_theory"]
@@ -46,7 +48,8 @@ def test_messages_are_counted_as_theory_has_them(
 
 @pytest.mark.mpi
 def test_a_slowed_rank_gets_less_and_the_ideal_is_told() -> None:
-    for row in balance.measure(replace(TINY, images=192))["rows"]:
+    results: dict[str, Any] = balance.measure(replace(TINY, images=192))
+    for row in results["rows"]:
         *fast, slow = map(int, row["shares"].split())
         assert sum(fast) + slow == 32 * row["ranks"]
         assert min(fast) > slow
@@ -57,7 +60,7 @@ def test_a_slowed_rank_gets_less_and_the_ideal_is_told() -> None:
 
 @pytest.mark.mpi
 def test_overlap_is_of_steps_with_and_without() -> None:
-    results = overlap.measure(replace(TINY, exchanges=("allreduce", "gossip")))
+    results: dict[str, Any] = overlap.measure(replace(TINY, exchanges=("allreduce", "gossip")))
     for row in results["rows"]:
         assert row["step_without_s"]["median"] > 0
         assert row["with_s"]["median"] > 0
@@ -68,7 +71,8 @@ def test_overlap_is_of_steps_with_and_without() -> None:
 @pytest.mark.mpi
 def test_steps_stand_beside_those_of_ddp() -> None:
     options = replace(TINY, exchanges=("allreduce", "allreduce+onebit", "allreduce+threshold"))
-    rows = step.measure(options)["rows"]
+    results: dict[str, Any] = step.measure(options)
+    rows = results["rows"]
     less = {
         row["exchange"]: row["float32_over_sent"] for row in rows if row["network"] == "perceptron"
     }
@@ -82,7 +86,7 @@ def test_steps_stand_beside_those_of_ddp() -> None:
 
 @pytest.mark.mpi
 def test_a_slow_rank_is_told_beside_none() -> None:
-    results = slow_rank.measure(replace(TINY, seconds=0.3))
+    results: dict[str, Any] = slow_rank.measure(replace(TINY, seconds=0.3))
     assert [row["exchange"] for row in results["rows"]] == [
         "allreduce",
         "gossip",
@@ -102,7 +106,7 @@ def test_a_training_goes_on_where_it_was_interrupted(pictures: Path, tmp_path: P
         epochs=1,
         keep=str(tmp_path / "kept"),
     )
-    results = training.measure(options)
+    results: dict[str, Any] = training.measure(options)
     kept = sorted((tmp_path / "kept").iterdir())
     assert [path.name for path in kept] == ["allreduce-0.json", "gossip+bf16-0.json"]
     exact, gossip = results["rows"]
@@ -115,7 +119,10 @@ def test_a_training_goes_on_where_it_was_interrupted(pictures: Path, tmp_path: P
 
 
 def test_time_to_an_accuracy_lies_between_epochs() -> None:
-    epochs = [{"val_accuracy": 0.2, "seconds": 10.0}, {"val_accuracy": 0.4, "seconds": 8.0}]
+    epochs: list[TrainedEpoch] = [
+        {"val_accuracy": 0.2, "seconds": 10.0},
+        {"val_accuracy": 0.4, "seconds": 8.0},
+    ]
     assert training.seconds_to(0.1, epochs) == 5.0
     assert training.seconds_to(0.3, epochs) == 14.0
     assert training.seconds_to(0.5, epochs) is None

@@ -1,6 +1,7 @@
 """The benchmark runs, counts every sample, and reports the requested figures."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,9 @@ from dlio_staging.pack import pack
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 @pytest.mark.cold
 def test_its_small_form_measures_all_contenders_in_one_run(pictures: Path) -> None:
-    report = measure(Case(str(pictures), image_size=32, batch_size=5, workers=2, repeats=2))
+    report: dict[str, Any] = measure(
+        Case(str(pictures), image_size=32, batch_size=5, workers=2, repeats=2)
+    )
     assert report["samples"] == 12
     for name in ("torch", "torch_floats", "dlio", "ceiling"):
         rate = report["samples_per_s"][name]
@@ -36,13 +39,13 @@ def test_its_small_form_measures_all_contenders_in_one_run(pictures: Path) -> No
 
 def test_what_is_not_installed_or_fails_is_told_and_left_out(pictures: Path) -> None:
     case = Case(str(pictures), 32, 5, 1, 1, ("ceiling", "ffcv"))
-    report = measure(case)
+    report: dict[str, Any] = measure(case)
     assert set(report["samples_per_s"]) | set(report["absent"]) == {"ceiling", "ffcv"}
     assert "ceiling" in report["samples_per_s"]
 
 
 def test_large_arrays_are_measured_beside_bare_reads(tmp_path: Path) -> None:
-    report = arrays(str(tmp_path), 1, 2, volumes=8)
+    report: dict[str, Any] = arrays(str(tmp_path), 1, 2, volumes=8)
     for name in ("raw_ram", "raw_disk", "lz4_ram", "lz4_disk"):
         assert report[name]["dlio_over_preadv"]["median"] > 0
     assert list(tmp_path.iterdir()) == []

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +39,9 @@ def test_variants_of_a_perceptron_are_as_large_as_each_other(
 
 
 def test_rows_that_are_left_out_are_not_read() -> None:
-    results = rows.measure(Options(seeds=1, epochs=6, shrunk_epochs=6, width=64, rows=6000))
+    results: dict[str, Any] = rows.measure(
+        Options(seeds=1, epochs=6, shrunk_epochs=6, width=64, rows=6000)
+    )
     curves = {name: runs[0] for name, runs in results["raw"].items()}
     whole, some = curves["unpruned"]["extra"], curves["samples left out"]["extra"]
     assert whole["trained_on"] == 6 * 6000
@@ -104,7 +107,7 @@ def test_variants_of_a_network_for_images(pictures: Path, tmp_path: Path) -> Non
         image_size=32,
         keep=str(tmp_path),
     )
-    results = images.measure(options)
+    results: dict[str, Any] = images.measure(options)
     last = {name: curves[0]["parameters"][-1] for name, curves in results["raw"].items()}
     assert last["apoptosis"] == last["by chance, as apoptosis"] == last["magnitude, after training"]
     assert last["apoptosis"] <= last["unpruned"]

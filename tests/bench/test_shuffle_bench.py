@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,7 +37,7 @@ def test_every_mode_is_well_mixed() -> None:
 
 
 def test_plans_stay_small_and_quick() -> None:
-    measured = plan(1)
+    measured: dict[str, Any] = plan(1)
     assert measured["batch"]["moved_share"] <= 0.0275
     assert measured["billion"]["peak_MiB"] <= 64
     # Generous: the machine may be busy. The benchmark has the figure.
@@ -45,7 +46,7 @@ def test_plans_stay_small_and_quick() -> None:
 
 @pytest.mark.mpi
 def test_an_exchange_is_measured_beside_alltoallv() -> None:
-    measured = exchange(1, samples=300)
+    measured: dict[str, Any] = exchange(1, samples=300)
     assert measured["2_nodes_memory"]["moved_bytes"] == pytest.approx(300 * 100_000 / 2, rel=0.2)
     assert measured["4_nodes_tcp"]["moved_bytes"] == pytest.approx(300 * 100_000 * 3 / 4, rel=0.2)
     for figures in measured.values():
@@ -55,7 +56,9 @@ def test_an_exchange_is_measured_beside_alltoallv() -> None:
 
 def test_ranks_over_shaped_links_send_what_was_forecast() -> None:
     try:
-        measured = link((2,), ("batch", "global"), samples=400, batch_size=16, epochs=1)
+        measured: dict[str, Any] = link(
+            (2,), ("batch", "global"), samples=400, batch_size=16, epochs=1
+        )
     except NoNamespaces as error:
         pytest.skip(str(error))
     for mode in ("batch", "global"):

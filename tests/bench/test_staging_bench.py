@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,8 @@ TINY = Sizes(0.3, 1 << 22, 200, 4096, 20_000, 0.1, 1)
 
 @pytest.mark.skipif(why_not() is not None, reason=f"no FUSE: {why_not()}")
 def test_cases_over_slowfs(tmp_path: Path) -> None:
-    cases = measure(["slow-200", "small-files", "two-jobs"], TINY, str(tmp_path))["cases"]
+    measured = measure(["slow-200", "small-files", "two-jobs"], TINY, str(tmp_path))
+    cases: Any = measured["cases"]
     assert 0 < cases["slow-200"]["share_of_bandwidth"]["median"] <= 1
     # Each file is opened and read once, whoever is faster.
     assert cases["small-files"]["asked_of_the_source"]["opens"] == 200
@@ -27,7 +29,7 @@ def test_cases_over_slowfs(tmp_path: Path) -> None:
 
 
 def test_cases_on_the_local_disk(tmp_path: Path) -> None:
-    cases = measure(["local", "memory"], TINY, str(tmp_path))["cases"]
+    cases: Any = measure(["local", "memory"], TINY, str(tmp_path))["cases"]
     assert cases["local"]["into_memory_over_dd_read"]["median"] > 0
     assert cases["memory"]["peak_MiB"]["median"] < 256
     assert list(tmp_path.iterdir()) == []
@@ -44,4 +46,5 @@ def test_every_reader_beside_its_library(tmp_path: Path) -> None:
     cases = json.loads(report.read_text())["formats"]
     for name, figures in cases.items():
         assert figures["pass_over_library"]["median"] > 0, name
-    assert measure_readers(["npy"], Case(64, 2000, 10, 1))["formats"]["npy"]["bytes"] == 128_000
+    formats: Any = measure_readers(["npy"], Case(64, 2000, 10, 1))["formats"]
+    assert formats["npy"]["bytes"] == 128_000

@@ -16,7 +16,7 @@ _EPOCHS: Final = 4
 _SAMPLE_S: Final = 0.004
 
 
-def measure(options: Options) -> dict[str, Any]:
+def measure(options: Options) -> dict[str, object]:
     """Trains with and without `--balance`, the last rank three times as slow as the others. The
     ideal is all samples over the sum of the ranks' own rates, as the run with even shares has
     measured them; ratios are to that of the same repeat."""
@@ -42,10 +42,11 @@ def _row(source: str, ranks: int, options: Options) -> dict[str, Any]:
     ideal, even_s, first_s, last_s, shares = [], [], [], [], []
     for _ in range(options.repeats):
         task = {"source": source, "epochs": _EPOCHS, "sample_s": _SAMPLE_S, "factor": _FACTOR}
-        even, balanced = (
-            run("dlio_bench.exchange.balanced", {**task, "balance": chosen}, ranks)["epochs"]
+        reports: list[dict[str, Any]] = [
+            run("dlio_bench.exchange.balanced", {**task, "balance": chosen}, ranks)
             for chosen in (False, True)
-        )
+        ]
+        even, balanced = (report["epochs"] for report in reports)
         ideal.append(options.images / sum(even[-1]["rates"]))
         even_s.append(even[-1]["seconds"])
         first_s.append(balanced[0]["seconds"])

@@ -74,10 +74,10 @@ def command(options: Options, cases: Cases, output: Output) -> None:
         print(json.dumps(report))
 
 
-def show(name: str, figures: Mapping[str, Any]) -> None:
+def show(name: str, figures: Mapping[str, object]) -> None:
     """Print the figures of a case: `rows` as a table, `said` as sentences, others one a line."""
     for key, value in figures.items():
-        if key == "said":
+        if key == "said" and isinstance(value, list):
             for sentence in value:
                 print(sentence)
         elif isinstance(value, list) and value and all(isinstance(row, dict) for row in value):

@@ -24,7 +24,7 @@ _BUCKETS: Final = 56
 """Bytes of ResNet-50's parameters."""
 
 
-def measure(options: Options) -> dict[str, Any]:
+def measure(options: Options) -> dict[str, object]:
     """Counted messages and bytes, the fitted model, its error, and its forecast."""
     from dlio.train.exchange import NAMES
 
@@ -85,7 +85,7 @@ def _counted(p: int, exchanges: tuple[str, ...]) -> list[dict[str, Any]]:
         "nodes": nodes_of(p),
         "exchanges": exchanges,
     }
-    report = run("dlio_bench.exchange.counted", task, p, environment=ENVIRONMENT)
+    report: dict[str, Any] = run("dlio_bench.exchange.counted", task, p, environment=ENVIRONMENT)
     work = Work(report["parameter_bytes"], report["buckets"], p // nodes_of(p))
     rows = []
     for name, figures in report["exchanges"].items():
@@ -110,7 +110,7 @@ def _counted(p: int, exchanges: tuple[str, ...]) -> list[dict[str, Any]]:
 
 def _fitted(fabric: str, repeats: int) -> tuple[Link, float]:
     task = {"what": "messages", "sizes": _SIZES, "repeats": 4 * repeats}
-    report = run("dlio_bench.exchange.timed", task, 2, fabric)
+    report: dict[str, Any] = run("dlio_bench.exchange.timed", task, 2, fabric)
     link, error = fit(_SIZES, report["crossing"])
     return replace(link, gamma_s=report["gamma_s"]), error
 
@@ -132,7 +132,7 @@ def _checked(
         "repeats": repeats,
         "exchanges": asked,
     }
-    report = run("dlio_bench.exchange.timed", task, p, fabric)
+    report: dict[str, Any] = run("dlio_bench.exchange.timed", task, p, fabric)
     # Bytes cost the cores that ranks share; the link was measured between two, and all share it.
     cores = 2 if fabric == LINK else available_cores()
     here = model.shared(link, p, cores)

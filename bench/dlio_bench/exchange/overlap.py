@@ -33,7 +33,7 @@ _OVERHEAD_BATCH: Final = 4
 _SURE: Final = 0.95
 
 
-def measure(options: Options) -> dict[str, Any]:
+def measure(options: Options) -> dict[str, object]:
     """On 2 ranks of one thread each: share of an exchange's time that is hidden, 1 - (T1 - T0) /
     Tx, with T0 seconds of a step without it, T1 with it, and Tx of the exchange alone, of the same
     repeat. On 1 rank: the processor's seconds under `dlio.distribute` over those of the plain loop,

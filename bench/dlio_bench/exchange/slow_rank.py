@@ -13,7 +13,7 @@ _FACTOR: Final = 4.0
 _FORWARD_S: Final = 0.02
 
 
-def measure(options: Options) -> dict[str, Any]:
+def measure(options: Options) -> dict[str, object]:
     """Samples per second of each of three ranks that mostly sleep, with a fourth that is slow, and
     with one that is not."""
     from dlio_bench.machine import spread
@@ -25,7 +25,7 @@ def measure(options: Options) -> dict[str, Any]:
         "forward_s": _FORWARD_S,
         "seconds": options.seconds,
     }
-    report = run("dlio_bench.exchange.slowed", task, _RANKS)
+    report: dict[str, Any] = run("dlio_bench.exchange.slowed", task, _RANKS)
     rows = []
     for name, passes in report.items():
         alike = [_mean(each["1.0"]["rates"][:-1]) for each in passes]

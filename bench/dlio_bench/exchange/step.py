@@ -24,7 +24,7 @@ _SMALL_BATCH: Final = 32
 _SMALL_STEPS: Final = 10
 
 
-def measure(options: Options) -> dict[str, Any]:
+def measure(options: Options) -> dict[str, object]:
     """On 2 ranks of one thread each, in the same processes, in turn: seconds of a step, over those
     of a step of no exchange at all, and bytes that float32 would send over those that were sent."""
     fabrics, lacking = fabrics_of(options)
@@ -58,7 +58,9 @@ def _rows(options: Options, steps: int, fabric: str) -> list[dict[str, Any]]:
     }
     # Gloo takes the interface that the host's name stands for; over a link there is but one.
     environment = {"GLOO_SOCKET_IFNAME": "lo"} if fabric == LINK else {}
-    report = run("dlio_bench.exchange.stepped", task, 2, fabric, environment, 3 * TIMEOUT_S)
+    report: dict[str, Any] = run(
+        "dlio_bench.exchange.stepped", task, 2, fabric, environment, 3 * TIMEOUT_S
+    )
     bare, whole = report["seconds"]["none"], report["parameter_bytes"]
     rows = []
     for name, seconds in report["seconds"].items():

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from dlio_bench.exchange.options import Options
 from dlio_bench.machine import deviation
-from dlio_bench.trainings import first_at, trained
+from dlio_bench.trainings import TrainedEpoch, TrainingReport, first_at, trained
 
 __all__ = ["final_accuracy", "measure", "seconds_to"]
 
@@ -24,7 +24,7 @@ _YARDSTICK: Final = "allreduce"
 _POINT: Final = 0.01
 
 
-def measure(options: Options) -> dict[str, Any]:
+def measure(options: Options) -> dict[str, object]:
     """Runs of `dlio train` of every exchange by seed, reports kept as they come: final held-out
     accuracy, seconds to allreduce's mean accuracy less a point, bytes, and how far ranks' weights
     lie apart."""
@@ -32,7 +32,7 @@ def measure(options: Options) -> dict[str, Any]:
 
     options.check_training()
     exchanges = options.exchanges or (*NAMES, *_COMPRESSED)
-    reports: dict[str, list[dict[str, Any]]] = {name: [] for name in exchanges}
+    reports: dict[str, list[TrainingReport]] = {name: [] for name in exchanges}
     with ExitStack() as stack:
         folder = options.keep
         if folder is None:
@@ -70,12 +70,12 @@ def measure(options: Options) -> dict[str, Any]:
     return {"rows": rows, "goal": goal, "accuracies": finals, "said": said}
 
 
-def final_accuracy(report: dict[str, Any]) -> float:
+def final_accuracy(report: TrainingReport) -> float:
     """Held out, after the last epoch."""
     return float(report["epochs"][-1]["val_accuracy"])
 
 
-def seconds_to(goal: float, epochs: Sequence[dict[str, Any]]) -> float | None:
+def seconds_to(goal: float, epochs: Sequence[TrainedEpoch]) -> float | None:
     """Seconds of training until held-out accuracy reached `goal`, interpolated linearly between
     the ends of epochs and nothing at the beginning; None where it never did."""
     ends = itertools.accumulate(float(epoch["seconds"]) for epoch in epochs)
@@ -84,10 +84,10 @@ def seconds_to(goal: float, epochs: Sequence[dict[str, Any]]) -> float | None:
 
 def _row(
     name: str,
-    reports: Sequence[dict[str, Any]],
+    reports: Sequence[TrainingReport],
     finals: Sequence[float],
     goal: float | None,
-    yardstick: Sequence[dict[str, Any]] | None,
+    yardstick: Sequence[TrainingReport] | None,
 ) -> dict[str, Any]:
     epochs = [report["epochs"] for report in reports]
     sent = [sum(epoch["exchange_bytes"] for epoch in each) for each in epochs]

@@ -3,7 +3,6 @@
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from dlio_bench.machine import deviation
 from dlio_bench.trainings import first_at
@@ -33,7 +32,7 @@ class Curve:
         return first_at(goal, zip(self.seconds, self.accuracy, strict=True))
 
 
-def summary(variants: Mapping[str, Sequence[Curve]], tolerance: float) -> dict[str, Any]:
+def summary(variants: Mapping[str, Sequence[Curve]], tolerance: float) -> dict[str, object]:
     """A row a variant, against the unpruned one of the same seed: final accuracy, parameters, and
     how much sooner it is as good as that one is in the end, and as good within the tolerance.
 

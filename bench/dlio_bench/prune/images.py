@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Final
@@ -13,11 +13,12 @@ import dlio
 from dlio.train.model import make_model, normalised
 from dlio.train.pruning.find import find_groups
 from dlio.train.pruning.model_size import count_parameters
+from dlio.train.pruning.rounds import RoundRecord
 from dlio.util.files import write_json
 from dlio_bench.prune import removal
 from dlio_bench.prune.curves import Curve, summary
 from dlio_bench.prune.options import Options
-from dlio_bench.trainings import trained
+from dlio_bench.trainings import TrainedEpoch, TrainingReport, trained
 
 __all__ = ["curve_of", "measure", "measure_samples", "widths_of"]
 
@@ -35,7 +36,7 @@ _SAMPLES: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-def measure(options: Options) -> dict[str, Any]:
+def measure(options: Options) -> dict[str, object]:
     """Runs of `dlio train` by seed: the wide network, as it is and with apoptosis; and, of the
     widths that apoptosis came to: the rest of the wide one after training, by magnitude;
     neurons removed by chance at the steps at which apoptosis did; and a network about as large from
@@ -50,7 +51,7 @@ def measure(options: Options) -> dict[str, Any]:
     return summary(by_name, options.tolerance)
 
 
-def measure_samples(options: Options) -> dict[str, Any]:
+def measure_samples(options: Options) -> dict[str, object]:
     """Runs of `dlio train` by seed: as it is, with samples left out, with both; and, with all
     samples, of as many whole epochs as those that leave some out train on samples."""
     with ExitStack() as stack:
@@ -85,7 +86,7 @@ class _Runs:
         classes = len(dlio.open(self.source).classes)
         return make_model(f"resnet(width={width})", classes, self.options.image_size)
 
-    def report(self, name: str, seed: int, width: int, **more: Any) -> dict[str, Any]:
+    def report(self, name: str, seed: int, width: int, **more: Any) -> TrainingReport:
         """The report of a run, which is not repeated where its report is there."""
         return trained(
             f"{name.replace(' ', '-')}-{seed}",
@@ -106,7 +107,7 @@ class _Runs:
     def curve(self, name: str, seed: int, width: int, **more: Any) -> Curve:
         return self.curve_of(self.report(name, seed, width, **more), width)
 
-    def curve_of(self, report: Mapping[str, Any], width: int) -> Curve:
+    def curve_of(self, report: TrainingReport, width: int) -> Curve:
         return curve_of(report, self.model(width), self.options.image_size)
 
 
@@ -127,7 +128,7 @@ def _variants(runs: _Runs, seed: int, width: int) -> Iterator[tuple[str, Curve]]
     )
     pruned = runs.curve_of(report, width)
     yield "apoptosis", pruned
-    rounds = [each for epoch in report["epochs"] for each in epoch["pruning"]["rounds"]]
+    rounds = [each for epoch in report["epochs"] for each in _rounds(epoch)]
     yield "magnitude, after training", _cut(runs, weights, width, rounds, unpruned)
     path = os.path.join(runs.folder, f"rounds-{seed}.json")
     write_json(path, [{"step": each["step"], "widths": each["widths"]} for each in rounds])
@@ -142,8 +143,13 @@ def _variants(runs: _Runs, seed: int, width: int) -> Iterator[tuple[str, Curve]]
     yield "narrow from the start", runs.curve("narrow", seed, narrow, epochs=epochs)
 
 
+def _rounds(epoch: TrainedEpoch) -> Sequence[RoundRecord]:
+    pruning = epoch["pruning"]
+    return () if pruning is None else pruning["rounds"]
+
+
 def _cut(
-    runs: _Runs, weights: str, width: int, rounds: Sequence[Mapping[str, Any]], trained_: Curve
+    runs: _Runs, weights: str, width: int, rounds: Sequence[RoundRecord], trained_: Curve
 ) -> Curve:
     """The trained wide network, cut by magnitude to the widths that rounds came to."""
     model = runs.model(width)
@@ -184,7 +190,7 @@ def widths_of(model: torch.nn.Module, image_size: int) -> dict[str, int]:
     return {group.name: group.width for group in find_groups(model, example).groups}
 
 
-def curve_of(report: Mapping[str, Any], model: torch.nn.Module, image_size: int) -> Curve:
+def curve_of(report: TrainingReport, model: torch.nn.Module, image_size: int) -> Curve:
     """The curve of a report of `dlio train`, and of the model before training."""
     curve = Curve(extra={"read_MB": 0.0, "trained_on": 0.0})
     widths, parameters = widths_of(model, image_size), count_parameters(model)

@@ -1,13 +1,13 @@
 """Removing neurons by other rules, to compare with: by magnitude, and by chance."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from dlio.train.pruning import Cut, Group, RemovalPlan, apply, find_groups, weights_of
+from dlio.train.pruning.groups import ModelInput
 from dlio.train.pruning.rounds import Round
 
 __all__ = ["ByChance", "by_chance", "by_magnitude", "cut_by_magnitude"]
@@ -48,7 +48,7 @@ def by_chance(
     return RemovalPlan(keep)
 
 
-def cut_by_magnitude(model: nn.Module, example: Any, widths: Mapping[str, int]) -> None:
+def cut_by_magnitude(model: nn.Module, example: ModelInput, widths: Mapping[str, int]) -> None:
     """Cut a model, in place, to widths that are given by group."""
     groups = find_groups(model, example).groups
     apply(model, groups, by_magnitude(model, groups, widths))
@@ -65,7 +65,7 @@ class ByChance:
     def __init__(
         self,
         model: nn.Module,
-        example: Any,
+        example: ModelInput,
         rounds: Sequence[Round],
         seed: int,
         told: Callable[[Sequence[Cut]], None] = lambda _: None,

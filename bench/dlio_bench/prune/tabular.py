@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import nn
@@ -134,8 +134,8 @@ def train(
     feed: Feed,
     lr: float,
     after_step: Callable[[int, torch.optim.Optimizer], object] | None = None,
-    apoptosis: Callable[[torch.optim.Optimizer, int], Any] | None = None,
-) -> tuple[Curve, Any]:
+    apoptosis: Callable[[torch.optim.Optimizer, int], dlio.Apoptosis] | None = None,
+) -> tuple[Curve, dlio.Apoptosis | None]:
     """Adam, with the rate on a cosine to zero.
 
     Args:
@@ -199,7 +199,7 @@ def hidden_widths(model: nn.Module) -> tuple[int, ...]:
     return tuple(layer.out_features for layer in layers[:-1])
 
 
-def measure(options: Options) -> dict[str, Any]:
+def measure(options: Options) -> dict[str, object]:
     """By seed, one after another on one thread: the wide network, as it is and with apoptosis;
     and, of the widths that apoptosis came to: the rest of the wide one after training, by
     magnitude; neurons removed by chance at the steps at which apoptosis did; and a network of these
@@ -212,7 +212,7 @@ def by_seed(
     variants: Callable[[int, Sequence[int], int, Options], Mapping[str, Curve]],
     width: int,
     epochs: int,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Results of `variants` for each seed, for the widths of hidden layers and for epochs, told
     together.
 
@@ -247,6 +247,7 @@ def _variants(seed: int, whole: Sequence[int], epochs: int, options: Options) ->
     by_name["apoptosis"], pruned = train(
         model, task, more, Shuffled(task, seed), lr, apoptosis=pruning
     )
+    assert pruned is not None
     by_name["magnitude, after training"] = _cut(wide, task, by_name["unpruned"], pruned.groups)
     model = fresh(whole)
     chance = removal.ByChance(model, task.rows[:2], pruned.rounds, seed)

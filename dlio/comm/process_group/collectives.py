@@ -7,6 +7,17 @@ from typing import Any, Final
 
 import torch
 from mpi4py import MPI
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
 
 from dlio.comm.process_group.buffers import Staging, offsets, size_of, split, typed, whole
 from dlio.comm.process_group.group import MpiGroup, Start, Tensors
@@ -30,11 +41,11 @@ class MpiProcessGroup(MpiGroup):
 
     # Collectives.
 
-    def barrier(self, opts: Any = None) -> MpiWork:
+    def barrier(self, opts: BarrierOptions | None = None) -> MpiWork:
         staging = self._staging([])
         return self._collective("barrier", [lambda comm: comm.Ibarrier()], staging, [], opts)
 
-    def broadcast(self, tensors: Tensors, opts: Any) -> MpiWork:
+    def broadcast(self, tensors: Tensors, opts: BroadcastOptions) -> MpiWork:
         staging = self._staging(tensors)
         root = opts.rootRank
         flat = staging.source(tensors) if self._rank == root else staging.sink(tensors)
@@ -43,36 +54,38 @@ class MpiProcessGroup(MpiGroup):
             what, [lambda comm: comm.Ibcast(whole(flat), root)], staging, tensors, opts
         )
 
-    def allreduce(self, tensors: Tensors, opts: Any) -> MpiWork:
+    def allreduce(self, tensors: Tensors, opts: AllreduceOptions) -> MpiWork:
         return self._reduce("all_reduce", tensors, opts, None)
 
     allreduce_coalesced = allreduce
 
-    def reduce(self, tensors: Tensors, opts: Any) -> MpiWork:
+    def reduce(self, tensors: Tensors, opts: ReduceOptions) -> MpiWork:
         return self._reduce("reduce", tensors, opts, opts.rootRank)
 
-    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> MpiWork:
+    def allgather(
+        self, outputs: Sequence[Tensors], inputs: Tensors, opts: AllgatherOptions | None = None
+    ) -> MpiWork:
         # With several inputs, the i-th is gathered into the i-th list.
         rows = list(zip(*outputs, strict=True))
         return self._all_gather("all_gather", rows, inputs, outputs, opts)
 
     def allgather_coalesced(
-        self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
+        self, outputs: Sequence[Tensors], inputs: Tensors, opts: AllgatherOptions | None = None
     ) -> MpiWork:
         return self._all_gather("all_gather_coalesced", outputs, inputs, outputs, opts)
 
     def all_gather_single(
-        self, output: torch.Tensor, value: torch.Tensor, opts: Any = None
+        self, output: torch.Tensor, value: torch.Tensor, opts: AllgatherOptions | None = None
     ) -> MpiWork:
         return self.all_gather_single_coalesced([output], [value], opts)
 
     def all_gather_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+        self, outputs: Tensors, inputs: Tensors, opts: AllgatherOptions | None = None
     ) -> MpiWork:
         rows = list(zip(*(self._pieces("all_gather_single", t) for t in outputs), strict=True))
         return self._all_gather("all_gather_single", rows, inputs, outputs, opts)
 
-    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> MpiWork:
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: GatherOptions) -> MpiWork:
         root, what = opts.rootRank, "gather"
         staging = self._staging(inputs)
         mine = staging.source(inputs)
@@ -89,7 +102,7 @@ class MpiProcessGroup(MpiGroup):
         what = f"gather of {len(mine)} bytes a rank to rank {root}"
         return self._collective(what, [start], staging, outputs, opts)
 
-    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> MpiWork:
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: ScatterOptions) -> MpiWork:
         root, what = opts.rootRank, "scatter"
         staging = self._staging(outputs)
         mine = staging.sink(outputs)
@@ -106,22 +119,26 @@ class MpiProcessGroup(MpiGroup):
         what = f"scatter of {len(mine)} bytes a rank from rank {root}"
         return self._collective(what, [start], staging, outputs, opts)
 
-    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> MpiWork:
+    def reduce_scatter(
+        self, outputs: Tensors, inputs: Sequence[Tensors], opts: ReduceScatterOptions
+    ) -> MpiWork:
         # With several outputs, the i-th receives the sum of the i-th list.
         return self._reduce_scatter(outputs, list(zip(*inputs, strict=True)), opts)
 
     def reduce_scatter_single(
-        self, output: torch.Tensor, value: torch.Tensor, opts: Any
+        self, output: torch.Tensor, value: torch.Tensor, opts: ReduceScatterOptions
     ) -> MpiWork:
         return self.reduce_scatter_single_coalesced([output], [value], opts)
 
     def reduce_scatter_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any
+        self, outputs: Tensors, inputs: Tensors, opts: ReduceScatterOptions
     ) -> MpiWork:
         pieces = (self._pieces("reduce_scatter_single", tensor) for tensor in inputs)
         return self._reduce_scatter(outputs, list(zip(*pieces, strict=True)), opts)
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> MpiWork:
+    def alltoall(
+        self, outputs: Tensors, inputs: Tensors, opts: AllToAllOptions | None = None
+    ) -> MpiWork:
         return self._all_to_all("all_to_all", outputs, inputs, outputs, opts)
 
     def all_to_all_single(
@@ -130,7 +147,7 @@ class MpiProcessGroup(MpiGroup):
         value: torch.Tensor,
         output_sizes: Sequence[int],
         input_sizes: Sequence[int],
-        opts: Any = None,
+        opts: AllToAllOptions | None = None,
     ) -> MpiWork:
         what = "all_to_all_single"
         outputs = self._rows(what, output, output_sizes)

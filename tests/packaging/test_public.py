@@ -1,0 +1,115 @@
+"""Public modules say what is public; modules stay short; types are seldom silenced."""
+
+import importlib.util
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PRODUCT = ("dlio", "readers/dlio_readers", "staging/dlio_staging", "bench/dlio_bench")
+MOST_LINES = 500
+MOST_IGNORES = 23
+_IGNORE = re.compile(r"# *type: *ignore")
+
+Complaints = Callable[[str], list[str]]
+
+
+def _modules(*rooms: str) -> Iterator[Path]:
+    for room in rooms:
+        yield from sorted((ROOT / room).rglob("*.py"))
+
+
+@pytest.fixture
+def checker(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The check itself, in the repository's folder."""
+    spec = importlib.util.spec_from_file_location("public_check", ROOT / ".ci/public.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.chdir(ROOT)
+    return module
+
+
+@pytest.fixture
+def complaints_about(checker: ModuleType, tmp_path: Path) -> Complaints:
+    """A function that returns the complaints about a module with a given text."""
+
+    def check(text: str) -> list[str]:
+        path = tmp_path / "room.py"
+        path.write_text(text, encoding="utf-8")
+        return [each.removeprefix(f"{path}:") for each in checker.complaints(path)]
+
+    return check
+
+
+def test_every_public_module_says_what_is_public(
+    checker: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = checker.main([])
+    assert code == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("X = 1\n", " has no __all__"),
+        ('__all__ = ["gone"]\n', " __all__ has 'gone', which is not there"),
+        ('__all__ = []\ndef f() -> None:\n    "Do."\n', "2: f is public, but not in __all__"),
+        ('__all__ = ["f"]\ndef f() -> None: ...\n', "2: f has no docstring"),
+        (
+            '__all__ = ["f"]\ndef f(a: list[Any]) -> None:\n    "Do."\n',
+            "2: f has list[Any]",
+        ),
+        (
+            '__all__ = ["C"]\nclass C:\n    "It."\n    def m(self) -> Any: ...\n',
+            "4: m has Any",
+        ),
+    ],
+)
+def test_a_fault_is_reported(complaints_about: Complaints, text: str, expected: str) -> None:
+    assert complaints_about(text) == [expected]
+
+
+def test_a_sound_module_is_passed(complaints_about: Complaints) -> None:
+    text = '__all__ = ["f"]\n_Y = 1\ndef f(a: object) -> None:\n    "Do."\ndef _g(a): ...\n'
+    assert complaints_about(text) == []
+
+
+def test_a_faulty_tree_fails(
+    checker: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "dlio").mkdir()
+    (tmp_path / "dlio" / "room.py").write_text("def f(): ...\n", encoding="utf-8")
+    (tmp_path / "dlio" / "_private.py").write_text("def f(): ...\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert [str(path) for path in checker.public_files()] == ["dlio/room.py"]
+    assert checker.main([]) == 1
+
+
+def test_every_exception_to_the_check_is_in_use(checker: ModuleType) -> None:
+    files = [str(path) for path in checker.public_files()]
+    for place in checker.ANY_ALLOWED:
+        assert any(file.startswith(place) for file in files), place
+
+
+def test_no_module_is_longer_than_500_lines() -> None:
+    long = {
+        str(path.relative_to(ROOT)): count
+        for path in _modules("dlio", "readers", "staging", "bench", "tests", "docs", "examples")
+        if (count := len(path.read_text(encoding="utf-8").splitlines())) > MOST_LINES
+    }
+    assert long == {}
+
+
+def test_types_are_seldom_silenced() -> None:
+    ignores = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in _modules(*PRODUCT)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if _IGNORE.search(line)
+    ]
+    assert len(ignores) <= MOST_IGNORES, ignores
