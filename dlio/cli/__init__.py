@@ -1,10 +1,11 @@
-"""The `dlio` command: finds its sub-commands, calls the library, reports.
+"""The `dlio` command: finds sub-commands, runs them and reports errors.
 
-Commands of the core are in this folder, one file each; others plug in through the entry-point
-group `dlio.commands`, as functions of records of options (`dlio.cli.command`), groups of such
-functions, cyclopts apps, or, where typer is installed, as typer apps. Exit codes: 0; 2 with one
-line on standard error for errors that a user can resolve; 3 from `dlio stage` when the deadline
-came first; 130 when interrupted; 1 with a traceback for a bug.
+The core's commands are in this folder, one file each. Others plug in through the entry-point group
+`dlio.commands`: functions of records of options (`dlio.cli.command`), groups of such functions,
+cyclopts apps, or, if typer is installed, typer apps.
+
+Exit codes: 0 for success; 2 for errors that a user can resolve, with one line on standard error; 3
+from `dlio stage` if its deadline passes; 130 if interrupted; 1 for a bug, with a traceback.
 """
 
 import os
@@ -28,14 +29,14 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the command and exit.
 
     Args:
-        argv: arguments without the program's name; those of the process by default.
+        argv: arguments without the program's name; None for those of the process.
     """
     tokens = list(sys.argv[1:] if argv is None else argv)
     guarded(lambda: _run(tokens))
 
 
 def guarded(run: Callable[[], object]) -> NoReturn:
-    """Run a command and exit with its code; errors are printed, and end the other ranks too."""
+    """Run a command and exit with its code. An error is printed and ends the other ranks, too."""
     from dlio.util.signals import terminate_as_interrupt
 
     terminate_as_interrupt()
@@ -48,9 +49,9 @@ def guarded(run: Callable[[], object]) -> NoReturn:
         run()
     except DlioError as error:
         if _shows_tracebacks():
-            # Not raised again: MPI would wait, at exit, for ranks that wait for this one.
+            # Do not re-raise: at exit, MPI would wait for ranks that wait for this one.
             traceback.print_exc()
-        # One write: output of other ranks and of mpirun must not come between a line and its end.
+        # In one write, so that output of other ranks or mpirun cannot interrupt the line.
         sys.stderr.write(f"dlio: error: {error}\n")
         sys.stderr.flush()
         code = _FAILED
@@ -59,7 +60,7 @@ def guarded(run: Callable[[], object]) -> NoReturn:
     except SystemExit as error:
         code = error.code
     except BrokenPipeError:
-        # The reader of standard output has gone; nothing more can be said there.
+        # The reader of standard output has closed it: discard further output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     except BaseException:
@@ -69,7 +70,7 @@ def guarded(run: Callable[[], object]) -> NoReturn:
         from dlio.comm.environment import under_mpi
 
         if under_mpi():
-            os._exit(_INTERRUPTED)  # MPI would wait for the other ranks, which end as well.
+            os._exit(_INTERRUPTED)  # An ordinary exit would wait in MPI for the other ranks.
         print("dlio: interrupted", file=sys.stderr, flush=True)
     if code and "mpi4py" in sys.modules:
         from dlio.comm.world import abort
@@ -118,7 +119,7 @@ def _warn_of_unknown_variables() -> None:
         from dlio.comm.environment import under_mpi
 
         if under_mpi():
-            return  # The launcher has said so.
+            return  # The launcher has printed the warning.
     for name, near in unknown:
         hint = f"; the nearest is {near}" if near else ""
         print(f"dlio: warning: {name}: no such variable{hint}", file=sys.stderr, flush=True)

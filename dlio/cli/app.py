@@ -1,7 +1,7 @@
-"""The table of commands, and the cyclopts app that parses for them.
+"""The table of commands and the cyclopts app that parses their options.
 
-Only the module of the command that is run is imported: `dlio CMD` loads CMD and nothing else, and
-summaries in `dlio --help` are read from source files without running them.
+`dlio CMD` imports only the module of CMD. `dlio --help` reads the summaries from source files,
+without importing them.
 """
 
 import ast
@@ -40,35 +40,35 @@ CORE: Final[Mapping[str, str]] = {
     "plan": "dlio.cli.forecast:plan",
     "simulate": "dlio.cli.forecast:simulate",
 }
-"""Commands of the core and where their functions are."""
+"""Import path of each core command's function."""
 _HELP: Final = "Feed distributed deep learning from a deep memory hierarchy."
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A command that consists of commands, such as `dlio bench`."""
+    """A command with sub-commands, such as `dlio bench`."""
 
     help: str
     commands: Mapping[str, str] = field(default_factory=dict)
-    """Where the functions are, by name: `package.module:function`."""
+    """Import path of each sub-command's function, `package.module:function`, by name."""
 
 
 Loaded = CommandFunction | Group | App
-"""What an entry point of the group `dlio.commands` may name; and a `typer.Typer`."""
+"""Objects that an entry point of the group `dlio.commands` may name, in addition to typer apps."""
 
 
 def places() -> dict[str, str]:
-    """Return where each command is, by name: those of the core, and installed plug-ins."""
+    """Return the import path of each command, core and plug-ins, by name."""
     plugged = {entry.name: entry.value for entry in entry_points(group="dlio.commands")}
     return {**CORE, **dict(sorted(plugged.items()))}
 
 
 def make_app(path: Sequence[str] | None = None, rest: Sequence[str] = ()) -> App:
-    """Return the app.
+    """Return the cyclopts app.
 
     Args:
-        path: the command to run, such as `("bench", "loader")`: the others are summaries only.
-            None loads all commands, for completion.
+        path: the command to run, such as `("bench", "loader")`; only its module is imported, and
+            the other commands have a summary only. None loads all commands, for completion.
         rest: arguments that the command passes on unchanged.
     """
     app = _app("dlio", _HELP, version=__version__, version_flags=["--version"])
@@ -83,7 +83,7 @@ def make_app(path: Sequence[str] | None = None, rest: Sequence[str] = ()) -> App
 
 
 def all_commands() -> Iterator[Command]:
-    """Load and return all commands whose options are records, those of groups included."""
+    """Import and yield all commands whose options are records, including those of groups."""
     for name, place in places().items():
         loaded = _resolve(place)
         if isinstance(loaded, Group):
@@ -100,7 +100,7 @@ def find_command(tokens: Sequence[str]) -> Command | None:
     try:
         loaded = _resolve(places()[tokens[0]])
     except Exception:
-        return None  # Running it says why.
+        return None  # Running the command reports the reason.
     if isinstance(loaded, Group):
         if len(tokens) < 2 or tokens[1] not in loaded.commands:
             return None
@@ -125,7 +125,7 @@ def run_app(app: App, tokens: Sequence[str], command: Command | None = None) -> 
 
 
 def run_function(name: str, function: CommandFunction, tokens: Sequence[str]) -> None:
-    """Run a function as a program of its own, outside of `dlio`.
+    """Run a command's function as a separate program, not as part of `dlio`.
 
     Prints an error in one line and exits with code 2.
     """
@@ -149,7 +149,7 @@ def _app(name: str, text: str, **more: Any) -> App:
 
 
 def _loaded(name: str, place: str, path: Sequence[str] | None, rest: Sequence[str]) -> App:
-    """Return the app of one command, whatever kind its entry point is of."""
+    """Return the app of one command, for an entry point of any kind."""
     try:
         loaded = _resolve(place)
     except Exception as error:
@@ -192,7 +192,7 @@ def _is_typer(loaded: object) -> bool:
 
 
 def _of_typer(name: str, loaded: Any) -> App:
-    """Return an app that hands its arguments to typer."""
+    """Return an app that passes its arguments to typer."""
     import typer
 
     def run(*tokens: str) -> None:
@@ -211,7 +211,7 @@ def _of_typer(name: str, loaded: Any) -> App:
 
 
 def _broken(name: str, place: str, error: Exception) -> App:
-    """Return an app in place of one whose module cannot be loaded."""
+    """Return an app that reports why a command's module cannot be loaded."""
 
     def run(*_: str) -> None:
         raise UsageError(
@@ -245,7 +245,7 @@ def _summary(place: str) -> str:
         return f"(cannot be loaded: {error})"
     if isinstance(loaded, Group):
         return loaded.help
-    info = getattr(loaded, "info", loaded)  # A typer app has its help there.
+    info = getattr(loaded, "info", loaded)  # A typer app keeps its help in `info`.
     return _first_paragraph(getattr(info, "help", None) or loaded.__doc__)
 
 

@@ -1,11 +1,11 @@
-"""Commands made from functions that take frozen records of options.
+"""Create commands from functions whose parameters are frozen records of options.
 
     def command(shape: Shape, ranks: Ranks) -> None:
         \"\"\"First paragraph: the summary in lists of commands.\"\"\"
 
-All options of the records become options of the command. Parsing, help and completion are
-cyclopts's; conversion, ranges and messages are those of `dlio.util.options`, the same for the
-command line and for configuration files.
+All options of the records become options of the command. cyclopts does the parsing, help and
+completion; `dlio.util.options` converts and checks values, on the command line as in configuration
+files.
 """
 
 import inspect
@@ -32,7 +32,7 @@ __all__ = [
 CommandFunction = Callable[..., object]
 """A function whose parameters are records of options."""
 METAVARS: Final[dict[type, str]] = {int: "INT", float: "FLOAT", str: "TEXT"}
-"""Placeholders of values whose options name none."""
+"""Placeholders in the help for values of options that do not define one."""
 
 
 def is_command(function: CommandFunction) -> bool:
@@ -70,13 +70,13 @@ class Command:
         return inspect.getdoc(self.function) or ""
 
     def run(self, given: Mapping[str, object], rest: Sequence[str] = ()) -> object:
-        """Run the command with options as the command line gave them.
+        """Run the command with the options of a command line.
 
         Args:
-            given: text, or a boolean, or a sequence of texts, by the names of fields.
+            given: a text, a boolean or a sequence of texts for each field, by field name.
             rest: arguments for the field that takes the rest.
 
-        Raises UsageError when a value is invalid or a required one is missing.
+        Raises UsageError if a value is invalid or a required one is missing.
         """
         values: dict[str, Value] = {}
         for field in self.fields:
@@ -99,20 +99,18 @@ class Command:
 
     @property
     def config_fields(self) -> tuple[Field, ...]:
-        """Options that a configuration file may state."""
+        """Options that may be set in a configuration file."""
         return tuple(field for field in self.fields if field.record is not ConfigFile)
 
     def _made(self, record: type, values: Mapping[str, Value]) -> object:
         own = options_of(record)
         for field in own:
             if field.required and field.name not in values:
-                raise UsageError(
-                    f"{field.flag} is missing: `dlio {self.name} --help` shows what it is"
-                )
+                raise UsageError(f"{field.flag} is missing: `dlio {self.name} --help` describes it")
         return record(**{each.name: values[each.name] for each in own if each.name in values})
 
     def split(self, tokens: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Return the tokens for this command, and those for the field that takes the rest."""
+        """Split tokens into those of this command and those of the field that takes the rest."""
         if not any(field.option.rest for field in self.fields):
             return list(tokens), []
         flags = {field.flag for field in self.fields if field.type is bool}
@@ -136,7 +134,7 @@ class Command:
                 del given[names[-1]]
             return self.run(given, rest)
 
-        # A configuration file may state options that the command line leaves out.
+        # Options that the command line leaves out may be in the configuration file.
         optional = ConfigFile in self.records.values()
         parameters = [
             parameter_of(field, required=field.required and not optional)
@@ -153,7 +151,7 @@ class Command:
 
 
 def parameter_of(field: Field, required: bool) -> inspect.Parameter:
-    """Return the parameter that cyclopts parses an option by: always as text, or as a switch."""
+    """Return the parameter that tells cyclopts to parse an option: as text, or as a switch."""
     from cyclopts import Parameter
 
     option = field.option
@@ -199,7 +197,7 @@ def help_of(field: Field) -> str:
 
 
 def default_of(field: Field) -> str:
-    """Return an option's default for people; nothing where there is none to speak of."""
+    """Return an option's default as shown to users; empty if there is none."""
     if field.option.default_text is not None:
         return field.option.default_text
     if field.required or field.default in (None, (), False):

@@ -11,7 +11,7 @@ __all__ = ["config_text", "read_config"]
 
 
 def read_config(path: str, fields: Sequence[Field]) -> dict[str, Value]:
-    """Return the values that a YAML file states, by the names of fields.
+    """Return the values in a YAML file, by field name.
 
     Raises UsageError, naming the file and the key, for a file that cannot be read, a key that is
     not an option, or a value of another type.

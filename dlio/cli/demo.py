@@ -1,4 +1,4 @@
-"""`dlio demo`: the main job on pictures that it draws itself, or on yours."""
+"""`dlio demo`: train on two pretended nodes, with pictures that it draws or with your own."""
 
 import os
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from dlio.util.options import Option, check
 __all__ = ["Demo", "command"]
 
 _LEAST_RAM: Final = 1 << 20
-"""Bytes of the RAM tier, at least: a tier holds whole blocks."""
+"""Minimum size of the RAM tier in bytes: a tier holds whole blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demo:
-    """A demonstration; the options of `dlio demo`."""
+    """Options of `dlio demo`."""
 
     data: Annotated[
         str | None,
@@ -50,7 +50,7 @@ class Demo:
         check(self)
         if "," in self.folder:
             raise UsageError(
-                f"--folder {self.folder}: a comma would end the tier's name; choose another"
+                f"--folder {self.folder}: a comma separates tiers; choose a folder without one"
             )
 
 
@@ -58,8 +58,8 @@ def command(demo: Demo) -> None:
     """Train on a small data set with 2 ranks, in under three minutes on two cores.
 
     The ranks pretend to be two nodes, each with a RAM tier and a disk tier, and shuffle samples
-    between them. Neurons are pruned while the network trains, and samples that it has learnt are
-    left out.
+    between them. During training, neurons are pruned and samples that the network has learnt are
+    skipped.
     """
     _make_folder(demo.folder)
     source = demo.data
@@ -86,10 +86,10 @@ def _train(demo: Demo, data: str, report: str) -> None:
     nodes = min(2, demo.ranks)
     prunes = find_spec("torch_pruning") is not None
     if not prunes:
-        print("no neurons are pruned: that needs pip install 'dlio[prune]'")
-    # The disk tier is of this run alone: the demo shows how a tier fills.
+        print("neurons are not pruned: pip install 'dlio[prune]' adds pruning")
+    # A new disk tier in every run, so that the demo shows how a tier fills.
     with TemporaryDirectory(prefix="tier-", dir=demo.folder) as scratch:
-        # Half of the data in RAM and the rest, with room to spare, on the disk: both are used.
+        # Half of the data fits into RAM and the rest goes to the disk tier, so both are used.
         ram = max(size // (2 * nodes) + 1, _LEAST_RAM)
         config = TrainConfig(
             source=source,
@@ -110,7 +110,7 @@ def _make_folder(folder: str) -> None:
         os.makedirs(folder, exist_ok=True)
     except OSError as error:
         raise UsageError(
-            f"--folder: {folder} cannot be made: {error.strerror}; choose a folder you may write"
+            f"--folder {folder}: cannot be created: {error.strerror}; choose a writable folder"
         ) from error
 
 

@@ -1,7 +1,7 @@
-"""Pictures for the demonstration: small enough to draw in seconds, real enough to learn from.
+"""Draw the pictures of `dlio demo`, a data set that takes seconds to draw and can be learnt.
 
-Ten kinds of shapes and textures in random colours, sizes, places and turns, on noisy grounds:
-a small network learns to tell them apart, and colour alone does not.
+There are ten classes of shapes and textures in random colours, sizes, positions and rotations, on
+noisy backgrounds. A small network learns to tell them apart, but not by colour alone.
 """
 
 import json
@@ -41,17 +41,20 @@ def draw_dataset(
 ) -> None:
     """Draw `folder`/train/<class>/*.jpg and `folder`/val/<class>/*.jpg, once.
 
-    The folder appears complete or not at all; a complete one is left as it is. The same seed
+    The folder appears complete or not at all; a complete one is not drawn again. The same seed
     draws the same pictures.
 
     Args:
-        images, validation: in all classes together.
-        progress: called with (pictures drawn, pictures in all).
+        images: number of training pictures of all classes together.
+        validation: number of validation pictures of all classes together.
+        classes: number of classes.
+        threads: number of threads that draw.
+        progress: called with (pictures drawn, all pictures).
 
-    Raises UsageError when the folder holds something else.
+    Raises UsageError if the folder holds anything else, or for an invalid number of classes.
     """
     if not 2 <= classes <= len(PAINTERS):
-        raise UsageError(f"{classes} classes: 2 to {len(PAINTERS)} can be drawn")
+        raise UsageError(f"cannot draw {classes} classes: give 2 to {len(PAINTERS)}")
     asked = {
         "version": _VERSION,
         "images": images,
@@ -62,7 +65,7 @@ def draw_dataset(
     if os.path.exists(folder):
         if _mark(folder) == asked:
             return
-        raise UsageError(f"{folder} holds something else than these pictures: remove or rename it")
+        raise UsageError(f"{folder} holds something else, not these pictures: remove or rename it")
     temporary = f"{folder.rstrip('/')}.{os.getpid()}.tmp"
     names = sorted(PAINTERS)[:classes]
     jobs = [
@@ -88,7 +91,7 @@ def draw_dataset(
 
 
 def is_complete(folder: str) -> bool:
-    """Whether `draw_dataset` has drawn the folder."""
+    """True if `draw_dataset` has drawn the folder."""
     return _mark(folder) is not None
 
 
@@ -109,7 +112,7 @@ def _write(path: str, name: str, seed: int, number: int) -> None:
 
 
 def draw(name: str, random: np.random.Generator) -> Image:
-    """One picture of a class; uint8, shape (height, width, 3), 200 to 500 pixels a side."""
+    """Draw one picture of a class; uint8, shape (height, width, 3), sides of 200 to 500 pixels."""
     cv2 = opencv()
     height, width = (int(side) for side in random.integers(200, 501, 2))
     ground, ink = _colours(random)
@@ -119,7 +122,7 @@ def draw(name: str, random: np.random.Generator) -> Image:
     )
     image = np.clip(ground + (other - ground) * slope, 0, 255).astype(np.uint8)
     PAINTERS[name](image, random, ink)
-    # Coarse and fine noise, so that no pixel is as drawn.
+    # Add coarse and fine noise, so that no pixel has exactly one of the colours.
     coarse = random.normal(0, 14, (height // 16 + 2, width // 16 + 2, 3)).astype(np.float32)
     noise = cv2.resize(coarse, (width, height), interpolation=cv2.INTER_CUBIC)
     noise += random.normal(0, 8, (height, width, 1)).astype(np.float32)
@@ -128,7 +131,7 @@ def draw(name: str, random: np.random.Generator) -> Image:
 
 
 def _colours(random: np.random.Generator) -> tuple[npt.NDArray[np.float64], Colour]:
-    """A ground and an ink that can be told apart, of any hue."""
+    """Draw a background and a foreground colour of different brightness."""
     while True:
         ground, ink = random.uniform(20, 235, (2, 3))
         if abs(float((ground - ink).mean())) > 45:
@@ -136,7 +139,7 @@ def _colours(random: np.random.Generator) -> tuple[npt.NDArray[np.float64], Colo
 
 
 def _turned(points: npt.NDArray[np.float64], random: np.random.Generator, image: Image) -> Any:
-    """Points around the origin, of radius 1, turned, sized and placed on the image; int32."""
+    """Rotate, scale and shift points of radius 1 to a random place on the image; dtype int32."""
     height, width = image.shape[:2]
     radius = random.uniform(0.08, 0.22) * min(height, width)
     angle = random.uniform(0, 2 * math.pi)
@@ -154,14 +157,14 @@ def _polygons(corners: npt.NDArray[np.float64]) -> _Painter:
 
 
 def _circle(count: int, radii: tuple[float, ...] = (1.0,)) -> npt.NDArray[np.float64]:
-    """Corners on circles of alternating radius; shape (count, 2)."""
+    """Return corners at equal angles, at alternating radii; shape (count, 2)."""
     angles = np.arange(count) * 2 * math.pi / count
     radius = np.array([radii[k % len(radii)] for k in range(count)])
     return np.stack([radius * np.cos(angles), radius * np.sin(angles)], axis=1)
 
 
 def _field(image: Image, random: np.random.Generator) -> tuple[Any, Any, float]:
-    """Coordinates along two turned axes, in pixels, and a period for a texture."""
+    """Return each pixel's coordinates along two randomly rotated axes, and a texture's period."""
     height, width = image.shape[:2]
     angle = random.uniform(0, math.pi)
     y, x = np.mgrid[0:height, 0:width]
@@ -243,4 +246,4 @@ PAINTERS: Final[dict[str, _Painter]] = {
     "triangles": _polygons(_circle(3)),
     "waves": _waves,
 }
-"""By class name."""
+"""Functions that draw a class's shapes or texture, by class name."""

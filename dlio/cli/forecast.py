@@ -1,4 +1,4 @@
-"""`dlio plan` and `dlio simulate`: jobs of any size, from the code that plans real ones."""
+"""`dlio plan` and `dlio simulate`: forecast jobs of any size with real jobs' planning code."""
 
 import json
 import re
@@ -21,7 +21,7 @@ _Right = TypeVar("_Right")
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """Several forecasts at once."""
+    """Options for forecasts of several numbers of nodes."""
 
     sweep: Annotated[
         str | None,
@@ -38,7 +38,7 @@ class Sweep:
         if self.plot is not None:
             if self.sweep is None or not self.plot.endswith((".png", ".svg")):
                 raise UsageError(
-                    f"--plot {self.plot}: give --sweep too, and a name that ends in .png or .svg"
+                    f"--plot {self.plot}: give --sweep, too, and a name that ends in .png or .svg"
                 )
             check_writable("--plot", self.plot)
 
@@ -49,7 +49,7 @@ class Sweep:
         match = re.fullmatch(r"nodes=(\d+)\.\.(\d+)", self.sweep)
         low, high = (int(match[1]), int(match[2])) if match else (0, 0)
         if not 1 <= low <= high:
-            raise UsageError(f"--sweep {self.sweep}: write nodes=1..1024")
+            raise UsageError(f"--sweep {self.sweep}: give a range such as nodes=1..1024")
         counts = []
         while low < high:
             counts.append(low)
@@ -59,7 +59,7 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """Epochs, and disturbances of the machine."""
+    """Options of a simulation: epochs, and disturbances of the machine."""
 
     epochs: Annotated[
         int, Option("Number of epochs; the first begins with empty tiers.", least=1)
@@ -91,8 +91,8 @@ class Simulation:
 def plan(job: JobOptions, machine: MachineOptions, sweep: Sweep, output: Output) -> None:
     """Forecast how much data a job will read and send, and how long it will wait.
 
-    The figures come from the code that plans real jobs, and from the options that describe the
-    machine. Nothing is run.
+    The traffic is counted by the code that plans real jobs; times follow from the options that
+    describe the machine. Nothing is run.
     """
     from dlio.cli.forecast_output import draw_sweep, show_forecast, show_sweep
     from dlio.forecast.analysis import forecast, resized
@@ -127,7 +127,9 @@ def simulate(
     failures = sorted(_pair(text, "--fail", int, int) for text in simulation.fail)
     for rank in [*slowed, *(rank for _, rank in failures)]:
         if not 0 <= rank < planned.ranks.size:
-            raise UsageError(f"no rank {rank} among {planned.ranks.size}: see --slow and --fail")
+            raise UsageError(
+                f"--slow or --fail: rank {rank} does not exist; the job has {planned.ranks.size}"
+            )
     modelled = machine.machine(job.block_tiers(), simulation.jitter, slowed)
     epochs = []
     for epoch in range(simulation.epochs):
@@ -172,4 +174,4 @@ def _pair(
             raise ValueError
         return first(left), second(right)
     except ValueError:
-        raise UsageError(f"{option} {text}: write two numbers with a colon between") from None
+        raise UsageError(f"{option} {text}: give two numbers separated by a colon") from None

@@ -1,4 +1,4 @@
-"""How `dlio plan` shows its forecasts: lines, a table, a picture."""
+"""Output of `dlio plan`: forecasts as text, as a table and as a plot."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ __all__ = ["draw_sweep", "show_forecast", "show_sweep"]
 
 
 def show_forecast(figures: "ForecastFigures") -> None:
-    """Print a forecast of one job, a line for each figure."""
+    """Print the forecast of one job, one line per figure."""
     print(
         f"{figures['samples']:,} samples, {format_bytes(figures['bytes'])}; "
         f"{figures['nodes']:,} nodes, {figures['ranks']:,} ranks of {figures['batch_size']}: "
@@ -62,7 +62,7 @@ def show_forecast(figures: "ForecastFigures") -> None:
 
 
 def show_sweep(rows: Sequence["ForecastFigures"]) -> None:
-    """Print forecasts of several numbers of nodes as a table, a row for each."""
+    """Print forecasts for several numbers of nodes as a table, one row each."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -97,7 +97,7 @@ def show_sweep(rows: Sequence["ForecastFigures"]) -> None:
 
 
 def draw_sweep(rows: Sequence["ForecastFigures"], path: str) -> None:
-    """Draw times and shares over the number of nodes into a PNG or SVG file."""
+    """Plot times and shares against the number of nodes, into a PNG or SVG file."""
     with picture(path) as pyplot:
         nodes = [row["nodes"] for row in rows]
         figure, (times, shares) = pyplot.subplots(2, 1, sharex=True, figsize=(7, 7))

@@ -1,4 +1,4 @@
-"""How the help of commands is laid out: plain text in two columns, wrapped to the terminal."""
+"""Layout of the commands' help: plain text in two columns, wrapped to the terminal."""
 
 import textwrap
 from typing import TYPE_CHECKING, Final
@@ -10,14 +10,14 @@ if TYPE_CHECKING:
 __all__ = ["TwoColumns"]
 
 _NAMES_WIDTH: Final = 28
-"""Columns for the names; longer names have a line of their own."""
+"""Width of the column of names, in characters; longer names get a line of their own."""
 
 
 class TwoColumns:
     """A help formatter of cyclopts."""
 
     def __call__(self, console: "Console", options: "ConsoleOptions", panel: "HelpPanel") -> None:
-        """Print a panel: its title, and a row for each command or option."""
+        """Print a panel: its title and one row per command or option."""
         if not panel.entries:
             return
         lines = [f"{panel.title}:"]
@@ -26,7 +26,7 @@ class TwoColumns:
         self._print(console, "\n".join(lines))
 
     def render_usage(self, console: "Console", options: "ConsoleOptions", usage: object) -> None:
-        """Print the line of usage."""
+        """Print the usage line."""
         text = getattr(usage, "plain", str(usage)).strip()
         self._print(console, f"Usage: {text.removeprefix('Usage: ')}")
 

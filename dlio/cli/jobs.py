@@ -1,4 +1,4 @@
-"""Jobs and machines that are only described: options that `dlio plan` and `dlio simulate` share."""
+"""Descriptions of jobs and machines: the options shared by `dlio plan` and `dlio simulate`."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["JobOptions", "MachineOptions"]
 
 _TIER_RATES: Final = {"ram": "8GiB", "disk": "2GiB"}
-"""Bytes per second of a node's tier, where nothing else is known."""
+"""Assumed bandwidth of a node's tier per second, unless it was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class JobOptions:
             raise UsageError("give a data set, or --samples of an imagined one")
 
     def job(self) -> "Job":
-        """Return the job; opens the data set where one is named."""
+        """Return the described job; opens the data set if one is given."""
         from dlio.data.reader import open_reader
         from dlio.forecast.traffic import job_of, job_over
         from dlio.plan.placement import Node
@@ -133,12 +133,14 @@ class MachineOptions:
     def machine(
         self, tiers: list[TierSpec], jitter: float = 0.0, slow: dict[int, float] | None = None
     ) -> "Machine":
-        """Return the machine.
+        """Return the described machine.
 
         Args:
-            tiers: of each node, fastest first.
-            jitter: relative deviation of the times of decoding and computing.
-            slow: factors by which ranks are slower, by rank.
+            tiers: tiers of each node, fastest first.
+            jitter: relative standard deviation of decoding and computing times.
+            slow: factor by which decoding and computing take longer, by rank.
+
+        Raises UsageError for an invalid bandwidth, or if their number is not that of the tiers.
         """
         from dlio.forecast.events import Machine
 
@@ -147,8 +149,8 @@ class MachineOptions:
             texts = self.tier_bandwidth.split(",")
             if len(texts) != len(tiers):
                 raise UsageError(
-                    f"--tier-bandwidth {self.tier_bandwidth}: give as many as --tiers has, "
-                    f"{len(tiers)}"
+                    f"--tier-bandwidth {self.tier_bandwidth}: give one for each tier in --tiers "
+                    f"({len(tiers)})"
                 )
         source_rate, link_rate = (
             parse_bytes(self.source_bandwidth),
@@ -156,7 +158,7 @@ class MachineOptions:
         )
         rates = tuple(map(parse_bytes, texts))
         if not all((*rates, source_rate, link_rate)):
-            raise UsageError("bandwidths must be above 0")
+            raise UsageError("a bandwidth is 0: give values above 0")
         return Machine(
             source_rate=source_rate,
             source_latency_s=parse_seconds(self.source_latency),
@@ -171,6 +173,6 @@ class MachineOptions:
 
 
 def _tier_rate(spec: TierSpec) -> str:
-    """Return the rate that `dlio bench tiers` measured on this machine, or a usual one."""
+    """Return the bandwidth that `dlio bench tiers` measured on this machine, else a typical one."""
     known = measured("ram" if spec.kind == "ram" else spec.root)
     return _TIER_RATES[spec.kind] if known is None else f"{int(known[1])}B"

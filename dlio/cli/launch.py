@@ -28,10 +28,10 @@ _RULE = "-" * 20
 _RULE_AT_END = re.compile(f"^({_RULE}-*)|({_RULE}-*)$")
 _ERROR = "dlio: error:"
 _NOT_STARTED = "PMIx server's listener thread failed to start"
-"""Message of mpirun, before it starts a rank, when a network interface disappeared while mpirun
-listed them."""
+"""Message of mpirun if a network interface disappeared while mpirun listed them. No rank has been
+started then, so mpirun can be started again."""
 _STARTS = 5
-"""Starts of mpirun before that message is reported."""
+"""Maximum number of attempts to start mpirun."""
 _BANNERS = (
     "MPI_ABORT was invoked",
     "has exited due to process rank",
@@ -44,14 +44,14 @@ _BANNERS = (
 def run_ranks(ranks: int, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
     """Run `dlio argv...` on `ranks` ranks of this machine and return the exit code.
 
-    Ctrl-C and SIGTERM end the ranks; if this process is killed, they notice (`watch_launcher`).
-    Output of the ranks is passed on as it comes, except for Open MPI's banners after an error that
-    a rank has reported itself.
+    Ctrl-C and SIGTERM end the ranks. If this process is killed, they end themselves (see
+    `watch_launcher`). Output of the ranks is passed on immediately, except for Open MPI's banners
+    after an error that a rank has reported itself.
 
     Args:
         environment: variables to set for the ranks, in addition to this process's own.
 
-    Raises UsageError when there is no mpirun.
+    Raises UsageError if mpirun is not installed.
     """
     return run_module("dlio.cli", argv, ranks, environment)
 
@@ -75,22 +75,22 @@ def launch(
 ) -> subprocess.CompletedProcess[str]:
     """Run a program on `ranks` ranks of this machine, under mpirun, and wait for its end.
 
-    This is the only place that knows what Open MPI needs here: permission to run as root, more
-    ranks than cores, no binding of a rank's threads to one core, shared memory whose files
-    disappear with the run, and another start when mpirun failed before it started any rank.
+    All options that Open MPI needs on one machine are set here: permission to run as root, more
+    ranks than cores, no binding of a rank's threads to one core, and shared memory whose files
+    disappear with the run. mpirun is started again if it failed before it started any rank.
 
     Args:
         argv: the program and its arguments, such as `[sys.executable, "script.py"]`.
-        environment: variables to set for the ranks, in addition to this process's own. They win
-            over what this function would set.
-        capture: return standard output and standard error as they were written, instead of
-            passing them on with Open MPI's banners filtered.
-        timeout_s: seconds until the ranks are ended; None for no limit.
-        wrap: turns the mpirun command into one that runs it, for example in a network namespace.
+        environment: variables to set for the ranks, in addition to this process's own. They
+            override those that this function sets.
+        capture: return standard output and standard error unchanged, instead of passing them on
+            without Open MPI's banners.
+        timeout_s: seconds after which the ranks are ended; None for no limit.
+        wrap: converts the mpirun command into the one to run, such as one in a network namespace.
 
-    Returns the exit code (128 + N when signal N ended mpirun), and the output when captured.
+    Returns the exit code (128 + N if signal N ended mpirun), and the output if captured.
 
-    Raises UsageError when there is no mpirun, subprocess.TimeoutExpired after `timeout_s`.
+    Raises UsageError if mpirun is not installed, subprocess.TimeoutExpired after `timeout_s`.
     """
     mpirun = find_mpirun()
     with ExitStack() as stack:
@@ -114,7 +114,7 @@ def launch(
 def _prepared(
     mpirun: str, ranks: int, environment: Mapping[str, str], stack: ExitStack
 ) -> tuple[list[str], dict[str, str]]:
-    """Options of mpirun and the environment of its ranks; temporary folders go with `stack`."""
+    """Return mpirun's options and the ranks' environment; `stack` removes temporary folders."""
     full = {**os.environ, "PYTHONUNBUFFERED": "1", LAUNCHER: str(os.getpid())}
     full.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // ranks)))
     if sys.stdout.isatty():
@@ -127,10 +127,10 @@ def _prepared(
             options.append("--oversubscribe")
         if os.geteuid() == 0:
             full.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
-        # The libfabric transport looks for networks for a second; one machine needs none.
+        # The libfabric transport takes a second to look for networks, which one machine never uses.
         full.setdefault("OMPI_MCA_btl", "^ofi")
         if "OMPI_MCA_btl_sm_backing_directory" not in {**full, **environment}:
-            # Open MPI's own segments would outlive ranks that are killed; these do not.
+            # Files in Open MPI's default folder would stay behind if ranks were killed.
             segments = stack.enter_context(SharedFolder(f"mpi-{secrets.token_hex(8)}"))
             full["OMPI_MCA_btl_sm_backing_directory"] = segments.path
     return options, {**full, **environment}
@@ -191,44 +191,47 @@ def _started(
 def find_mpirun() -> str:
     """Return the mpirun of this Python's environment, else the one on PATH.
 
-    Raises UsageError when there is none.
+    Raises UsageError if neither exists.
     """
     own = os.path.join(os.path.dirname(sys.executable), "mpirun")
     mpirun = own if os.access(own, os.X_OK) else shutil.which("mpirun")
     if mpirun is None:
         raise UsageError(
-            "ranks were asked for (-n), but there is no mpirun: pip install 'dlio[mpi]', or load "
+            "-n starts ranks with mpirun, which is not installed: pip install 'dlio[mpi]', or load "
             "your site's MPI module"
         )
     return mpirun
 
 
 class ErrorFilter:
-    """Sorts the standard error of ranks and mpirun, line by line.
+    """Filters the standard error of ranks and mpirun, line by line.
 
-    An error that several ranks report is shown once. Open MPI's banners about an aborted rank
-    are held back and shown at the end, unless a rank has reported its error itself.
+    An error that several ranks report is shown once. Open MPI's banners about an aborted rank are
+    held back until the end, and shown only if no rank has reported an error itself.
     """
 
     def __init__(self, again: bool = False) -> None:
-        """again: mpirun will be started again if it did not start its ranks."""
+        """
+        Args:
+            again: mpirun will be started again if it did not start its ranks.
+        """
         self._again = again
         self._errors: set[str] = set()
         self._block: list[str] | None = None
         self._banners: list[str] = []
         self.interrupted = False
-        """Set when the user has ended the ranks: banners are not shown then."""
+        """True if the user has ended the ranks; banners are then not shown."""
         self.not_started = False
-        """Set when mpirun failed before it started any rank, and another start may work."""
+        """True if mpirun failed before it started any rank, and may succeed if started again."""
 
     def feed(self, line: str) -> list[str]:
-        """Return the lines to show after this one has come."""
-        line = line.replace("\0", "")  # Open MPI ends its banners with one.
+        """Add a line; return the lines to show now."""
+        line = line.replace("\0", "")  # Open MPI ends its banners with a null character.
         if not line:
             return []
         if _ERROR not in line:
             return self._sort(line)
-        # A rank ended before its line did, or in the middle of a banner.
+        # A banner may start or end within a line, if a rank ended while it wrote one.
         parts = _RULE_AT_END.split(line.removesuffix("\n"))
         return [shown for part in parts if part for shown in self._sort(part + "\n")]
 
@@ -246,7 +249,7 @@ class ErrorFilter:
                 return []
             return block
         if line.lstrip().startswith(_ERROR):
-            # An error of another rank may come in the middle of a banner.
+            # Another rank's error may appear within a banner.
             line = line.lstrip()
             shown = [] if line in self._errors else [line]
             self._errors.add(line)
@@ -257,7 +260,7 @@ class ErrorFilter:
         return [line]
 
     def end(self) -> list[str]:
-        """Return the lines to show when nothing more comes."""
+        """Return the lines to show after the last line."""
         left = self._block or []
         return left if self._errors or self.interrupted else [*self._banners, *left]
 
@@ -272,7 +275,7 @@ def _relay(stream: IO[str], to: IO[str], sorter: ErrorFilter) -> None:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End mpirun and its ranks: by SIGTERM, and by SIGKILL when that is ignored."""
+    """End mpirun and its ranks by SIGTERM, and by SIGKILL if they ignore it."""
     for number, patience_s in ((signal.SIGTERM, _END_TIMEOUT_S), (signal.SIGKILL, None)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)

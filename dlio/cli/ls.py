@@ -1,4 +1,4 @@
-"""`dlio ls`: what is at a path."""
+"""`dlio ls`: describe the data set at a path."""
 
 import json
 from dataclasses import dataclass
@@ -45,11 +45,11 @@ class Description(TypedDict):
 def describe(path: str) -> Description:
     """Return a description of the data set at `path`, as `dlio ls --json` prints it.
 
-    `class_mix` tells how evenly classes are spread over blocks: the mean, over blocks, of the most
-    frequent class's count, divided by the same mean for random choices of as many samples. 1 is
-    well mixed, sorted data is far above; None without classes.
+    `class_mix` measures how evenly classes are spread over blocks: the mean count of each block's
+    most frequent class, divided by the mean for as many randomly chosen samples. It is 1 for
+    well-mixed data, far above 1 for sorted data, and None without classes.
 
-    Raises SourceError when the path holds none.
+    Raises SourceError if the path does not hold a data set.
     """
     import numpy as np
 
@@ -106,7 +106,7 @@ def _class_mix(labels: Any, layout: Any) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The options of `dlio ls`."""
+    """Options of `dlio ls`."""
 
     path: Annotated[
         str, Option("Data set of any format: a path or a URL.", positional=True, metavar="PATH")
@@ -115,7 +115,7 @@ class Listing:
 
 
 def command(options: Listing) -> None:
-    """Show what a data set holds and how it is divided into blocks."""
+    """Show the contents of a data set and its division into blocks."""
     path, about = options.path, describe(options.path)
     if options.as_json:
         print(json.dumps(about, indent=2))
@@ -142,7 +142,7 @@ def command(options: Listing) -> None:
     print(f"  storage      {storage['kind']}{stripes}")
     if about["class_mix"] is not None and about["class_mix"] > _ONE_SIDED:
         print(
-            f"warning: blocks are one-sided (class mix {about['class_mix']:.1f}, 1 is well mixed), "
-            "which makes each node's batches one-sided too: write it in a shuffled order with "
+            f"warning: blocks hold few classes each (class mix {about['class_mix']:.1f}, 1 is well "
+            "mixed), and so will each node's batches: rewrite the data in shuffled order with "
             "`dlio pack`"
         )

@@ -1,4 +1,4 @@
-"""`python -m dlio.cli.rank`: a rank that the launcher started for `-n`."""
+"""`python -m dlio.cli.rank`: the program of a rank that the launcher starts for `-n`."""
 
 from dlio.cli import guarded
 from dlio.cli.ranks import run_as_rank

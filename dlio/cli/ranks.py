@@ -1,7 +1,7 @@
-"""Starting ranks from a command, or being one of them: the meaning of `-n`.
+"""Implement `-n`: start the ranks of a command, or run as one of them.
 
-Ranks are handed the frozen records of the command, not a command line made anew: as JSON in an
-environment variable, which only this user's processes can read and which leaves nothing behind.
+The launcher passes the command's records of options to the ranks as JSON in an environment
+variable. Only this user's processes can read it, and it leaves no file behind.
 """
 
 import importlib
@@ -18,7 +18,7 @@ from dlio.util.settings import RECORD
 __all__ = ["on_ranks", "run_as_rank"]
 
 _LARGEST: Final = 96 << 10
-"""Bytes of the records: Linux takes at most 128 KiB for one variable."""
+"""Maximum size of the records in bytes: Linux limits a variable to 128 KiB."""
 
 
 def on_ranks(
@@ -27,17 +27,17 @@ def on_ranks(
     *records: object,
     check: Callable[[], object] = lambda: None,
 ) -> bool:
-    """Call `function(*records)` on every rank; start them where that was asked for.
+    """Call `function(*records)` on every rank; start the ranks if -n was given.
 
     Args:
-        ranks: number of ranks to start on this machine, as -n gave it.
-        function: a function of a module, whose arguments are records of options. Ranks import it.
+        ranks: number of ranks to start on this machine, from -n; None to start none.
+        function: a module-level function of records of options. Ranks import it by name.
         check: called before ranks are started, to find mistakes early.
 
-    Returns True where this process is the launcher, False where it is a rank.
+    Returns True if this process is the launcher, False if it is a rank.
 
-    Raises UsageError where mpirun started another number of ranks; SystemExit with the exit code
-    of the ranks when they failed.
+    Raises UsageError if mpirun started another number of ranks; SystemExit with the exit code of
+    the ranks if they failed.
     """
     from dlio.comm.environment import under_mpi
 
@@ -68,17 +68,17 @@ def on_ranks(
 
     if ranks is not None and ranks != world().size:
         raise UsageError(
-            f"-n {ranks} under an mpirun that started {world().size}: leave out -n, or mpirun"
+            f"-n {ranks}, but mpirun has started {world().size} ranks: use either -n or mpirun"
         )
     function(*records)
     return False
 
 
 def run_as_rank() -> None:
-    """Call the function that `on_ranks` was asked for, in a rank that it started."""
+    """Call the function that `on_ranks` passed to this rank."""
     text = os.environ.pop(RECORD, None)
     if text is None:
-        raise UsageError(f"{sys.argv[0]} is started by dlio itself: use `dlio train -n 4`")
+        raise UsageError(f"{sys.argv[0]} is for dlio's internal use: start `dlio train -n 4`")
     task = json.loads(text)
     records: list[object] = [
         from_mapping(_record(name), values) for name, values in task["records"]

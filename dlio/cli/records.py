@@ -11,7 +11,7 @@ __all__ = ["ConfigFile", "Output", "PretendNodes", "Ranks"]
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """How many ranks a command starts."""
+    """Number of ranks that a command starts."""
 
     ranks: Annotated[
         int | None,
@@ -46,7 +46,7 @@ class ConfigFile:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Where a command's results go besides the terminal."""
+    """Destinations of a command's results, in addition to the terminal."""
 
     report: Annotated[
         str | None, Option("Write the results as JSON to this file.", metavar="FILE")
@@ -56,14 +56,14 @@ class Output:
     ] = False
 
     def check_writable(self) -> None:
-        """Raise UsageError before the work when the report cannot be written."""
+        """Raise UsageError if the report cannot be written. Call it before the work starts."""
         if self.report is not None:
             check_writable("--report", self.report)
 
 
 @dataclass(frozen=True, slots=True)
 class PretendNodes:
-    """Nodes that are only pretended, to try things out on one machine."""
+    """Simulated nodes, for trying out several nodes on one machine."""
 
     pretend_nodes: Annotated[
         int | None,

@@ -1,4 +1,4 @@
-"""The reference of commands and variables, for documentation that is generated.
+"""Commands and environment variables as data, for generated documentation.
 
     from dlio.cli.reference import SETTINGS, commands
 
@@ -29,12 +29,12 @@ class OptionReference:
     metavar: str
     """Placeholder of the value; empty for a switch."""
     default: str
-    """Default for people; empty where there is none to state."""
+    """Default as shown to users; empty if there is none."""
     help: str
     unit: str
-    """Unit of the value; empty where it has none."""
+    """Unit of the value; empty if it has none."""
     choices: tuple[str, ...]
-    """Values allowed; empty where there are others."""
+    """Allowed values; empty if they are not a fixed list."""
     key: str
     """Name in a configuration file."""
     required: bool

@@ -1,4 +1,4 @@
-"""`dlio run`: a script for one process, on many ranks."""
+"""`dlio run`: run a single-process training script on many ranks."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -24,10 +24,10 @@ class Script:
 
 
 def command(script: Script, options: RunOptions, ranks: Ranks) -> None:
-    """Run SCRIPT on many ranks, unchanged; all that follows SCRIPT is passed to it.
+    """Run SCRIPT unchanged on many ranks; arguments after SCRIPT are passed to it.
 
     Its optimizers get the mean of all ranks' gradients, its DataLoaders give each rank a part of
-    every batch, and rank 0 alone prints and saves.
+    every batch, and only rank 0 prints and saves.
     """
 
     def check() -> None:

@@ -1,4 +1,4 @@
-"""`dlio train`: train on this machine's ranks, or as a rank that mpirun started."""
+"""`dlio train`: start ranks on this machine and train, or train as a rank that mpirun started."""
 
 import os
 from dataclasses import replace
@@ -17,15 +17,15 @@ _VAL_FOLDERS: Final = ("val", "validation", "valid", "test")
 
 
 def command(config: TrainConfig, ranks: Ranks, file: ConfigFile) -> None:  # noqa: ARG001
-    """Train a network on a data set, fed from a hierarchy of tiers."""
+    """Train a network on a data set that is cached in a hierarchy of tiers."""
     source, val = find_parts(config.source, config.val)
     run(replace(config, source=source, val=val), ranks.ranks)
 
 
 def run(config: TrainConfig, ranks: int | None) -> None:
-    """Train on `ranks` ranks: start them, or be one of them.
+    """Start `ranks` ranks that train, or train as one of them.
 
-    Raises SystemExit with the exit code of the ranks when they failed.
+    Raises SystemExit with the exit code of the ranks if they failed.
     """
     on_ranks(ranks, train_rank, config, check=lambda: _check(config, ranks or 1))
 
@@ -41,8 +41,10 @@ def train_rank(config: TrainConfig) -> None:
 
 
 def find_parts(source: str, val: str | None) -> tuple[str, str | None]:
-    """Return (training data, held-out data): a folder that holds nothing but train/ and val/
-    stands for the two."""
+    """Return (training data, validation data).
+
+    A source that holds only the folders train/ and val/ is split into these two.
+    """
     if not os.path.isdir(source):
         return source, val
     inside = sorted(entry.name for entry in os.scandir(source) if entry.is_dir())
@@ -51,7 +53,7 @@ def find_parts(source: str, val: str | None) -> tuple[str, str | None]:
     if len(train) != 1 or len(train) + len(held_out) != len(inside):
         return source, val
     if val is None and held_out:
-        # val before test, against the alphabet.
+        # Prefer val to test if both exist.
         val = os.path.join(source, min(held_out, key=lambda n: _VAL_FOLDERS.index(n.lower())))
     source = os.path.join(source, train[0])
     print(f"training on {source}" + (f", held out: {val}" if val else ""))
@@ -67,7 +69,9 @@ def _check(config: TrainConfig, ranks: int) -> None:
     from dlio.storage.spec import choose_tiers
 
     if config.pretend_nodes is not None and config.pretend_nodes > ranks:
-        raise UsageError(f"--pretend-nodes {config.pretend_nodes}: 1 to {ranks}, the ranks of -n")
+        raise UsageError(
+            f"--pretend-nodes {config.pretend_nodes}: give 1 to {ranks}, the number of ranks (-n)"
+        )
     check_name("--model", config.model, MODEL_NAMES)
     for callback in config.callback:
         check_name("--callback", callback, ())

@@ -1,3 +1,3 @@
-"""Units, files, private folders, shared memory, threads: what every room may use."""
+"""Helpers for all packages: units, files, private folders, shared memory, threads, options."""
 
 __all__: list[str] = []

@@ -6,7 +6,7 @@ __all__ = ["available_cores"]
 
 
 def available_cores() -> int:
-    """Return the number of cores that this process may use: its affinity, not the machine's."""
+    """Return the number of cores in this process's affinity mask, not that of the machine."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:

@@ -1,4 +1,4 @@
-"""Plots that commands write, where matplotlib is installed."""
+"""Plots of commands, for which matplotlib must be installed."""
 
 import contextlib
 import os
@@ -12,14 +12,14 @@ __all__ = ["picture"]
 
 @contextlib.contextmanager
 def picture(path: str) -> Iterator[ModuleType]:
-    """Draw a figure with pyplot inside of the block, and write it when the block ends.
+    """Draw a figure with pyplot inside the `with` block, and write it when the block ends.
 
         with picture("a.svg") as pyplot:
             pyplot.plot(...)
 
-    The file appears under its name when it is complete; its ending chooses PNG or SVG.
+    The file appears under its name once it is complete; its suffix chooses PNG or SVG.
 
-    Raises UsageError when matplotlib is not installed.
+    Raises UsageError if matplotlib is not installed.
     """
     try:
         import matplotlib

@@ -18,9 +18,9 @@ def check_writable(option: str, path: str) -> None:
     """Check before a run that its result can be written.
 
     Args:
-        option: of the command line, named in the error.
+        option: option of the command line, which the error names.
 
-    Raises UsageError.
+    Raises UsageError if it cannot.
     """
     folder = os.path.dirname(os.path.abspath(path))
     if os.path.isdir(path):
@@ -32,9 +32,9 @@ def check_writable(option: str, path: str) -> None:
 
 
 def write_whole(path: str, write: Callable[[IO[bytes]], object]) -> None:
-    """Have `write` fill a file, which appears under its name when it is complete.
+    """Write a file by calling `write`; it appears under its name once it is complete.
 
-    Raises UsageError when it cannot be written.
+    Raises UsageError if it cannot be written.
     """
     temporary = f"{path}.{os.getpid()}.tmp"
     try:
@@ -51,12 +51,12 @@ def write_whole(path: str, write: Callable[[IO[bytes]], object]) -> None:
 
 
 def take_lock(descriptor: int, how: int, timeout_s: float = 0.0) -> bool:
-    """Lock an open file; False when others held the lock until the deadline.
+    """Lock an open file; False if another process held the lock until the deadline.
 
     Args:
         how: fcntl.LOCK_EX or fcntl.LOCK_SH.
 
-    Raises OSError where the file system does not support locks.
+    Raises OSError if the file system does not support locks.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -70,7 +70,7 @@ def take_lock(descriptor: int, how: int, timeout_s: float = 0.0) -> bool:
 
 
 def write_json(path: str, value: object) -> None:
-    """Write a value of JSON's types. Raises UsageError when it cannot be written."""
+    """Write a value as JSON. Raises UsageError if the file cannot be written."""
     text = json.dumps(value, indent=2).encode()
     write_whole(path, lambda file: file.write(text))
 

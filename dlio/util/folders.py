@@ -1,8 +1,8 @@
 """Private folders on scratch space that is shared with other users.
 
-`makedirs(exist_ok=True)` would accept a folder that somebody else has put there first. So each
-folder below the user's own root is made with mode 0700, opened without following links, and
-checked for owner and mode on the open descriptor. A folder that others own or can enter is refused.
+`makedirs(exist_ok=True)` would accept a folder that another user has created first. So each folder
+below the user's root is created with mode 0700, opened without following links, and checked for
+owner and mode on the open descriptor. A folder that others own or can enter is refused.
 """
 
 import fcntl
@@ -22,12 +22,12 @@ _RETRY_S: Final = 0.001
 
 
 def open_private(root: str, *names: str) -> int:
-    """Open `root`/names... as a directory descriptor; missing folders below `root` are made.
+    """Open the folder `root`/names... and return its descriptor; create missing folders.
 
-    `root` itself is the user's and must exist.
+    `root` itself must exist.
 
-    Raises TierError when `root` does not exist or cannot be written, or when a folder below it
-    belongs to somebody else, is a link, or is accessible to others.
+    Raises TierError if `root` does not exist or cannot be written, or if a folder below it belongs
+    to another user, is a link, or is accessible to others.
     """
     path = root
     try:
@@ -61,9 +61,9 @@ def open_private(root: str, *names: str) -> int:
 
 
 def _make_and_open(name: str, parent: int) -> int:
-    """Make the folder `name` unless it exists, and open it.
+    """Create the folder `name` unless it exists, and open it.
 
-    Tries again when another process removes the folder, which it left empty, in between.
+    Tries again if another process removes the empty folder in between.
     """
     for last in (*[False] * (_TRIES - 1), True):
         with suppress(FileExistsError):
@@ -81,7 +81,7 @@ def lock_file(directory: int, name: str) -> int:
 
     The lock ends when the descriptor is closed or the process dies.
 
-    Raises FileNotFoundError when the directory has been removed.
+    Raises FileNotFoundError if the directory was removed.
     """
     descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=directory)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -89,14 +89,14 @@ def lock_file(directory: int, name: str) -> int:
 
 
 def hold_shared(directory: int, name: str) -> int:
-    """Take a shared lock on the file `name` and return its descriptor, whose end releases it."""
+    """Take a shared lock on the file `name` and return its descriptor; closing it unlocks."""
     descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=directory)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     return descriptor
 
 
 def remove_if_unheld(directory: int, name: str, lock: str) -> bool:
-    """Remove the folder `name` unless a live process locks `name`/`lock`. True when removed."""
+    """Remove the folder `name` unless a live process locks `name`/`lock`; True if removed."""
     try:
         inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
     except (FileNotFoundError, NotADirectoryError):
@@ -106,7 +106,7 @@ def remove_if_unheld(directory: int, name: str, lock: str) -> bool:
         try:
             if not _lock_alone(held):
                 return False
-            # Under the lock, so that others who look at this folder now see it held.
+            # While holding the lock, so that other processes do not remove the folder, too.
             shutil.rmtree(name, dir_fd=directory)
             return True
         finally:
@@ -116,10 +116,10 @@ def remove_if_unheld(directory: int, name: str, lock: str) -> bool:
 
 
 def _lock_alone(descriptor: int) -> bool:
-    """Lock a file exclusively; False when others share the lock.
+    """Lock a file exclusively; False if other processes share the lock.
 
-    A reaper that waits for the last holder may get the lock first and releases it at once, so a
-    single refusal proves nothing.
+    A reaper may get the lock first and release it at once, so a single failure does not prove that
+    the folder is in use.
     """
     for _ in range(_TRIES):
         try:

@@ -1,4 +1,4 @@
-"""Options as fields of frozen records: each is stated once, with its type, default, help and unit.
+"""Options as fields of frozen records, each defined once with its type, default, help and unit.
 
     @dataclass(frozen=True, slots=True)
     class Shape:
@@ -7,8 +7,8 @@
         def __post_init__(self) -> None:
             check(self)
 
-The command line, configuration files, the options that ranks are handed and the reference in the
-documentation are all made from such records. Fields without an `Option` are left alone.
+The command line, configuration files, the options passed to ranks and the reference in the
+documentation are all derived from such records. Fields without an `Option` are ignored.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ _KINDS: Final[dict[type, str]] = {
 
 
 _KNOWN: Final[dict[type, tuple["Field", ...]]] = {}
-"""Options of records that were asked for."""
+"""Cache of `options_of`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,44 +55,44 @@ class Option:
     """An option of a command; annotates a field of a record."""
 
     help: str
-    """One plain sentence."""
+    """Description for users, one sentence."""
     _: KW_ONLY
     unit: str | None = None
     least: float | None = None
-    """Smallest value allowed."""
+    """Smallest allowed value."""
     above: float | None = None
     """Values must be greater than this one."""
     most: float | None = None
-    """Largest value allowed."""
+    """Largest allowed value."""
     below: float | None = None
     """Values must be less than this one."""
     choices: tuple[str, ...] = ()
-    """Values allowed; a `Literal` type states its own."""
+    """Allowed values; for a field of a `Literal` type, those of the type."""
     name: str | None = None
-    """Name on the command line without its hyphens; by default the field's name."""
+    """Name on the command line without its hyphens; None for the field's name."""
     short: str | None = None
     """Short name, such as `-n`."""
     metavar: str | None = None
     """Placeholder of the value in the help."""
     positional: bool = False
-    """Given by its place on the command line, without a name."""
+    """True if the value is given by its position on the command line, without a name."""
     rest: bool = False
-    """Takes all arguments after the last positional one unchanged, options included."""
+    """True if the field takes all arguments after the last positional one, including options."""
     needs: str | None = None
-    """Field without which this option has no meaning."""
+    """Field that must be set for this option to be allowed."""
     parse: Callable[[str], Value] | None = None
-    """Converts text to the value, where the field's type does not say how."""
+    """Converts text to the value, for types that have no standard conversion."""
     show: Callable[[Any], str] | None = None
-    """Converts a value back to text that `parse` takes."""
+    """Converts a value back to text that `parse` accepts."""
     default_text: str | None = None
-    """Describes the default, where its value does not."""
+    """Description of the default, if its value does not describe it."""
     hidden: bool = False
-    """Left out of help and reference."""
+    """True to leave the option out of help and reference."""
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A field of a record that is an option, with all that follows from its annotation."""
+    """An option of a record: the field's name and type, and its `Option`."""
 
     record: type
     name: str
@@ -122,29 +122,29 @@ class Field:
 
     @property
     def remedy(self) -> str:
-        """End of a message about a value of another type or an unknown one."""
+        """End of an error message about an invalid value, which names valid ones."""
         if self.choices:
             return f"choose one of {', '.join(self.choices)}"
         return f"give {_KINDS[self.type]}"
 
     def show(self, value: Value) -> object:
-        """Return a value as a configuration file states it."""
+        """Convert a value to its form in a configuration file."""
         if value is not None and self.option.show is not None:
             return self.option.show(value)
         return list(value) if isinstance(value, tuple) else value
 
     def convert(self, value: object, where: str) -> Value:
-        """Return the field's value for one that a command line or a configuration file gives.
+        """Convert a value from a command line or a configuration file to the field's type.
 
         Args:
-            value: text, or a scalar or a list of them, as YAML and JSON have them.
-            where: begins the message of an error, such as `--epochs` or `run.yaml: epochs`.
+            value: a text, or a scalar or list of scalars from YAML or JSON.
+            where: beginning of an error message, such as `--epochs` or `run.yaml: epochs`.
 
-        Raises UsageError when the value is not one of this field's type.
+        Raises UsageError if the value does not have this field's type.
         """
         if value is None:
             if isinstance(self.default, tuple):
-                return self.default  # A list with nothing in it.
+                return self.default  # In YAML, a key without items is None.
             if not self.optional:
                 raise UsageError(f"{where}: {self.remedy}")
             return None
@@ -170,7 +170,7 @@ class Field:
         return scalar
 
     def check(self, value: Value) -> None:
-        """Raise UsageError when the value is outside of the option's range or choices."""
+        """Raise UsageError if the value is outside the option's range or choices."""
         option = self.option
         for each in value if isinstance(value, tuple) else (value,):
             if self.choices and each is not None and each not in self.choices:
@@ -213,7 +213,7 @@ def _number(value: str | float, kind: type) -> int | float | None:
 
 
 def options_of(record: type) -> tuple[Field, ...]:
-    """Return the options among a record's fields, in their order."""
+    """Return the options among a record's fields, in order."""
     fields: tuple[Field, ...] | None = _KNOWN.get(record)
     if fields is None:
         fields = _KNOWN[record] = tuple(_fields_of(record))
@@ -235,7 +235,7 @@ def _fields_of(record: type) -> Iterator[Field]:
 
 
 def _plain(hint: Any, option: Option) -> tuple[Any, bool, bool, tuple[str, ...]]:
-    """Return (type, many, optional, choices) of an annotation without its `Option`."""
+    """Analyse an annotation without its `Option`: return (type, many, optional, choices)."""
     optional = many = False
     if get_origin(hint) in (types.UnionType, typing.Union):
         inner = [each for each in get_args(hint) if each is not type(None)]
@@ -249,8 +249,8 @@ def _plain(hint: Any, option: Option) -> tuple[Any, bool, bool, tuple[str, ...]]
 
 
 def check(record: object) -> None:
-    """Raise UsageError when a value of a record is outside of its option's range or choices, or an
-    option is given without the one that it needs."""
+    """Raise UsageError if a value is outside its option's range or choices, or if an option is set
+    without the one that it needs."""
     for field in options_of(type(record)):
         value = getattr(record, field.name)
         field.check(value)
@@ -261,12 +261,12 @@ def check(record: object) -> None:
 
 
 def as_mapping(record: object) -> dict[str, Value]:
-    """Return a record's options by the names of its fields, for `from_mapping`."""
+    """Return a record's options by field name, for `from_mapping`."""
     return {field.name: getattr(record, field.name) for field in options_of(type(record))}
 
 
 def from_mapping(record: type[_Record], values: Mapping[str, object]) -> _Record:
-    """Return the record of `as_mapping`, after its way through JSON."""
+    """Create a record from the result of `as_mapping`, which may have been converted to JSON."""
     return record(
         **{
             name: _frozen(value) if isinstance(value, list) else value
@@ -280,6 +280,6 @@ def _frozen(value: object) -> object:
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    """Return `; the nearest is ...` for a mistyped word, or nothing."""
+    """Return `; the nearest is ...` for a mistyped word; an empty string if none is near."""
     close = difflib.get_close_matches(word, list(words), 1, 0.5)
     return f"; the nearest is {close[0]}" if close else ""

@@ -1,11 +1,11 @@
-"""Memory that is used again: touching fresh pages costs as much as reading into them.
+"""A pool of reusable memory: the first touch of new pages costs as much as reading into them.
 
-Two ways to get memory from a `Pool`:
+There are two ways to get memory from a `Pool`:
 
-- `take` gives a `Lease`, which whoever took it releases. For memory with one user.
-- `lend` gives an array whose memory comes back by itself when nothing refers to the array, or to a
-  view, a memoryview or a tensor of it, any more. For memory that is handed to users, or shared by
-  as many holders as there are samples in it, and only there: it costs a weak reference each time.
+- `take` returns a `Lease`, which the caller releases. Use it for memory with one user.
+- `lend` returns an array whose memory returns to the pool when the array and all its views,
+  memoryviews and tensors have been garbage-collected. Use it for memory that is given to users, or
+  that many samples share. It costs a weak reference per call.
 """
 
 import itertools
@@ -23,7 +23,7 @@ __all__ = ["Lease", "Pool", "PoolStatistics"]
 
 @dataclass(frozen=True, slots=True)
 class PoolStatistics:
-    """The state of a pool: buffers and bytes that are out, and that wait to be used again."""
+    """State of a pool: number and bytes of the buffers in use, and of the spare ones."""
 
     out: int
     spare: int
@@ -32,9 +32,9 @@ class PoolStatistics:
 
 
 class Lease:
-    """Memory that is one user's until `release`. Works as a context manager.
+    """Memory for one user until `release`; a context manager.
 
-    Releasing twice is an error: the memory may be somebody else's by then.
+    Releasing it twice is an error, because another user may have the memory by then.
     """
 
     __slots__ = ("_buffer", "_pool", "array")
@@ -52,9 +52,9 @@ class Lease:
         self.release()
 
     def release(self) -> None:
-        """Give the memory back. The array and its views must not be used after this.
+        """Return the memory to the pool. Do not use the array or its views afterwards.
 
-        Raises RuntimeError when it has been given back before.
+        Raises RuntimeError if it was released before.
         """
         buffer, self._buffer = self._buffer, None
         if buffer is None:
@@ -64,17 +64,17 @@ class Lease:
 
 
 class Pool:
-    """Byte buffers that are used again. Thread-safe.
+    """A pool of byte buffers. Thread-safe.
 
-    Memory is aligned to 16 bytes. A lease that is dropped without `release`, or outlives the pool,
-    is freed by Python like any array; the pool only never sees its memory again.
+    Memory is aligned to 16 bytes. If a lease is dropped without `release`, or outlives the pool,
+    Python frees its memory like any array's, and the pool cannot reuse it.
 
     Args:
-        most_spare: buffers that are kept for the next user; the oldest goes first.
-        slack: a spare buffer serves a request of at least 1/slack of its size,
-        waste: or of at most so many bytes less than its size.
-        headroom: share by which a fresh buffer is larger than asked for, so that it serves
-            requests that differ a little in size.
+        most_spare: maximum number of spare buffers; beyond it the oldest is freed.
+        slack: a spare buffer may be used for requests of at least 1/slack of its size,
+        waste: or of at most this many bytes less than its size.
+        headroom: share by which a new buffer exceeds the requested size, so that it can later
+            serve slightly larger requests.
     """
 
     def __init__(
@@ -89,27 +89,27 @@ class Pool:
         self._lent: dict[int, tuple[weakref.ref[npt.NDArray[np.uint8]], npt.NDArray[np.uint8]]] = {}
         self._keys = itertools.count()
         self._returned: deque[int] = deque()
-        """Keys of lent memory that nothing refers to any more. The garbage collector appends to it,
-        in the midst of anything and in any thread, and therefore takes no lock."""
+        """Keys of lent memory without references. Weak-reference callbacks append to it, at any
+        point of any thread, so they must not take the lock."""
 
     def take(self, size: int) -> Lease:
-        """Lease `size` bytes, until they are released."""
+        """Lease `size` bytes until they are released."""
         with self._lock:
             return Lease(self, self._buffer(size), size)
 
     def lend(self, size: int) -> npt.NDArray[np.uint8]:
-        """Lend `size` uninitialised bytes, until nothing refers to them; shape (size,)."""
+        """Lend `size` uninitialised bytes until nothing refers to them; shape (size,)."""
         with self._lock:
             buffer = self._buffer(size)
-            # Made over a memoryview, not of `buffer`: numpy shortens chains of arrays, and views
-            # would otherwise keep `buffer` alive and not `array`, whose end is watched.
+            # Created from a memoryview: views of a view of `buffer` would refer to `buffer`
+            # directly, not to `array`, which the weak reference watches.
             array = np.frombuffer(buffer.data, np.uint8, size)
             key, returned = next(self._keys), self._returned
             self._lent[key] = weakref.ref(array, lambda _: returned.append(key)), buffer
             return array
 
     def statistics(self) -> PoolStatistics:
-        """Count the memory that is out and that is spare."""
+        """Count the buffers in use and the spare ones."""
         with self._lock:
             self._collect()
             spare_bytes = sum(len(buffer) for buffer in self._spare)
@@ -123,7 +123,7 @@ class Pool:
 
     def _buffer(self, size: int) -> npt.NDArray[np.uint8]:
         self._collect()
-        for k in reversed(range(len(self._spare))):  # The last one may still lie in the cache.
+        for k in reversed(range(len(self._spare))):  # The last one may still be in a CPU cache.
             if size <= len(self._spare[k]) <= max(self._slack * size, size + self._waste):
                 buffer = self._spare.pop(k)
                 break

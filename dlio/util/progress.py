@@ -7,9 +7,9 @@ __all__ = ["Bar"]
 
 
 class Bar:
-    """Rows of a progress bar, drawn with rich. Owner: whoever enters it; leaving it ends drawing.
+    """A progress bar with one or more rows, drawn with rich inside its `with` block.
 
-    For one thread at a time.
+    Not thread-safe.
     """
 
     def __init__(
@@ -24,9 +24,9 @@ class Bar:
     ) -> None:
         """
         Args:
-            title: of the first row; None to begin without a row.
-            total: units of work of the first row; None where that is not known yet.
-            in_bytes: units are bytes; show a rate and the time left, too.
+            title: title of the first row; None to begin without a row.
+            total: total work of the first row in units; None if it is not known yet.
+            in_bytes: the units are bytes; also show a rate and the remaining time.
             transient: remove the bar at the end.
             to_stderr: draw on standard error.
             force: draw even if the stream does not look like a terminal.
@@ -69,7 +69,7 @@ class Bar:
         self._rows.stop()
 
     def begin(self, title: str, total: float | None = None) -> None:
-        """Begin another row; `update` is about this one from now on."""
+        """Begin another row, which `update` changes from now on."""
         self._row = self._rows.add_task(title, total=total, note="")
 
     def update(

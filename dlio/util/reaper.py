@@ -1,9 +1,9 @@
-"""The reaper: a process that removes a job's folder from shared memory when the job has died.
+"""The reaper: a process that removes a job's folder from shared memory after the job has died.
 
-A job that is killed cannot clean up, and its files there occupy memory. So whoever makes such a
-folder starts this process. It sleeps in the kernel until it gets the lock that every holder of the
-folder shares, which is when the last holder has died; it then removes the folder and ends. Where
-the reaper is killed too (by a batch system, with all of the job), the next start of dlio does it.
+A killed job cannot clean up, and its files in shared memory would continue to occupy memory. So the
+process that creates such a folder starts a reaper. It waits for the lock that every user of the
+folder shares, gets it when the last of them has ended, removes the folder and ends. If the reaper
+is killed, too (by a batch system, together with the job), the next start of dlio removes it.
 """
 
 import fcntl
@@ -16,9 +16,9 @@ __all__ = ["main"]
 
 
 def main(lock: str) -> None:
-    """Detach from the caller, wait for the lock, and remove the folder that it is in."""
+    """Detach from the caller, wait for the lock, and remove the folder that contains it."""
     if os.fork():
-        return  # The child is adopted by init, and never becomes a zombie of the job's.
+        return  # init adopts the child, which therefore never becomes a zombie of the job.
     os.chdir("/")
     try:
         held = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

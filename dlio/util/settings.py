@@ -1,7 +1,7 @@
 """Settings from the environment: every `DLIO_*` variable that a user may set.
 
-Each variable is stated once, as a field of `Settings`: name, type, default, unit and help. All
-sites read `settings()`, and the reference in the documentation is made from `SETTINGS`.
+Each variable is defined once, as a field of `Settings`: name, type, default, unit and help. All
+code reads `settings()`, and the reference in the documentation is generated from `SETTINGS`.
 """
 
 import difflib
@@ -37,24 +37,24 @@ class Setting:
     name: str
     """Name of the variable, as in `DLIO_TIMEOUT`."""
     type: str
-    """Kind of value for people: `number`, `integer`, `0 or 1`, `text`."""
+    """Type as shown to users: `number`, `integer`, `0 or 1`, `text`."""
     default: Value
     """Value when the variable is not set."""
     help: str
-    """One sentence that says what the variable does."""
+    """Description of the variable, one sentence."""
     remedy: str
-    """Completes an error message: what to set instead."""
+    """End of an error message, which names valid values."""
     parse: Callable[[str], Value]
     """Converts the text of the variable; raises ValueError for an invalid one."""
     unit: str | None = None
     """Unit of the value, such as `seconds`."""
     default_text: str | None = None
-    """Describes the default where it depends on the machine."""
+    """Description of the default if it depends on the machine."""
 
     def read(self, text: str | None) -> Value:
-        """Return the value that `text` stands for, or the default for None and empty text.
+        """Parse a text; return the default for None and for an empty text.
 
-        Raises UsageError, naming the variable, the value and the remedy.
+        Raises UsageError for an invalid text.
         """
         if not text:
             return self.default
@@ -67,7 +67,7 @@ class Setting:
 def _between(
     least: float, most: float = math.inf, *, open_end: bool = False
 ) -> Callable[[str], float]:
-    """Return a parser of numbers from `least` to `most`; `open_end` leaves `least` itself out."""
+    """Return a parser of numbers from `least` to `most`; with `open_end`, above `least`."""
 
     def parse(text: str) -> float:
         value = float(text)
@@ -92,7 +92,7 @@ def _zero_or_one(text: str) -> bool:
 
 
 def _from(setting: Setting) -> Any:
-    """Return the field of `Settings` that holds a variable."""
+    """Return a dataclass field of `Settings` for a variable."""
     return field(default=setting.default, metadata={"setting": setting})
 
 
@@ -118,7 +118,7 @@ class Settings:
     timeout_s: float = _seconds(
         "DLIO_TIMEOUT",
         300.0,
-        "Deadline of every wait for another rank or for a source that does not answer.",
+        "Deadline of every wait for another rank or for the source.",
     )
     peer_timeout_s: float = _seconds(
         "DLIO_PEER_TIMEOUT",
@@ -128,8 +128,8 @@ class Settings:
     fill_timeout_s: float = _seconds(
         "DLIO_FILL_TIMEOUT",
         60.0,
-        "Time that a rank waits for a block which another process is writing into a tier, before "
-        "it reads the sample from the source.",
+        "Time that a rank waits for a block that another process is writing into a tier before it "
+        "reads the sample from the source.",
     )
     checked_share: float = _from(
         Setting(
@@ -150,7 +150,7 @@ class Settings:
     )
     cache: str | None = _text(
         "DLIO_CACHE",
-        "Folder for indexes of data sets and for measured speeds of places.",
+        "Folder for indexes of data sets and measured speeds of tiers.",
         "dlio in XDG_CACHE_HOME or in ~/.cache",
     )
     max_pixels: int = _from(
@@ -158,7 +158,7 @@ class Settings:
             "DLIO_MAX_PIXELS",
             "integer",
             178_956_970,
-            "Largest image that is decoded; larger ones count as damaged.",
+            "Maximum size of an image; larger ones count as damaged.",
             "give a number of pixels from 1",
             _positive_integer,
             "pixels",
@@ -169,8 +169,8 @@ class Settings:
             "DLIO_CUDA_AWARE",
             "0 or 1",
             None,
-            "Tells whether the MPI library can reduce GPU memory without blocking.",
-            "give 1 where MPI sums GPU memory, or 0",
+            "Overrides the detection of MPI libraries that sum GPU memory without blocking.",
+            "give 1 if MPI can sum GPU memory, else 0",
             _zero_or_one,
             default_text="asked of the library",
         )
@@ -198,16 +198,16 @@ INTERNAL: Final[dict[str, str]] = {
     RECORD: "Options of the command as JSON, set for the ranks that it starts.",
     "DLIO_TEST_DATA": "Folder with real images for dlio's own tests.",
 }
-"""Variables that dlio's processes set for each other, or that only its tests read."""
+"""Variables that dlio sets for its own processes, or that only its tests read."""
 _NAMES: Final = tuple(setting.name for setting in SETTINGS)
 
 
 def settings() -> Settings:
     """Return the settings of this process.
 
-    A text is parsed once; when a variable changes, the next call sees it.
+    Parsed values are cached, but a changed variable takes effect at the next call.
 
-    Raises UsageError when a variable is invalid, naming it, its value and the remedy.
+    Raises UsageError if a variable is invalid.
     """
     return _parsed(tuple(map(os.environ.get, _NAMES)))
 
@@ -222,9 +222,9 @@ def _parsed(texts: tuple[str | None, ...]) -> Settings:
 
 
 def unknown_variables(names: Iterable[str]) -> list[tuple[str, str | None]]:
-    """Return the `DLIO_*` names that are not settings, each with the nearest one that is.
+    """Return the names of the form `DLIO_*` that are not settings, each with the nearest setting.
 
-    Those that begin with DLIO_TEST_ are for dlio's own tests.
+    Names that begin with DLIO_TEST_ belong to dlio's tests and are left out.
     """
     known = {*_NAMES, *INTERNAL}
     ours = [name for name in names if name.startswith("DLIO_") and name not in known]

@@ -1,12 +1,12 @@
-"""Folders in shared memory that last as long as a process holds them.
+"""Folders in shared memory that last as long as a process uses them.
 
-    /dev/shm/dlio-<uid>/sweep           locked while folders are made or removed
+    /dev/shm/dlio-<uid>/sweep           locked while folders are created or removed
     /dev/shm/dlio-<uid>/<name>/alive    lock shared by every process that uses the folder
 
-The locks belong to the kernel and end with their process. The last holder removes the folder. A
-reaper process does so for holders that were killed, and the next start of dlio removes whatever
-is left if the reaper was killed too. With the last folder the user's folder goes as well: an idle
-machine has no file of dlio in its shared memory.
+The locks are the kernel's and end with their process. The last process that uses a folder removes
+it. If that process is killed, a reaper process removes the folder, and if the reaper is killed, the
+next start of dlio does. The user's folder is removed with the last folder in it, so an idle machine
+has no files of dlio in shared memory.
 """
 
 import os
@@ -22,27 +22,27 @@ from dlio.util.threads import Workers
 __all__ = ["SHARED_MEMORY", "SharedFolder", "sweep_shared_memory", "user_folder"]
 
 SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - the kernel's own; folders in it are made private
-"""Folder that the kernel keeps in memory."""
+"""Folder of the kernel's in-memory file system."""
 _SWEEP: Final = "sweep"
 _ALIVE: Final = "alive"
 _START_TIMEOUT_S: Final = 20.0
 
 
 class SharedFolder:
-    """One process's hold on a folder in shared memory. Works as a context manager.
+    """A folder in shared memory, in use by this process until `close`; a context manager.
 
-    Making one removes the folders of jobs that have died.
+    Creating one also removes the folders of jobs that have died.
 
     Args:
-        name: of the folder; processes that give the same name share it.
+        name: name of the folder; processes with the same name share it.
 
-    Raises TierError when other users own or can enter this user's folder.
+    Raises TierError if other users own or can enter this user's folder.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self.path = os.path.join(SHARED_MEMORY, user_folder(), name)
-        # The lock keeps a sweep from removing a folder that is made but not yet held.
+        # The lock prevents a sweep from removing the folder before this process has locked it.
         with _users_folder() as user:
             _sweep(user)
             first = name not in os.listdir(user)
@@ -57,7 +57,7 @@ class SharedFolder:
         self.close()
 
     def close(self) -> None:
-        """Release the folder, and remove it if no other process holds it."""
+        """Release the folder; remove it if no other process uses it."""
         if self.descriptor < 0:
             return
         if self._starting is not None:
@@ -75,7 +75,7 @@ def user_folder() -> str:
 
 
 def sweep_shared_memory(only: str | None = None) -> list[str]:
-    """Remove the folders of jobs that have died, or of these only the one named.
+    """Remove the folders of jobs that have died; with `only`, at most the one of that name.
 
     Returns the names of the removed folders.
     """
@@ -103,7 +103,7 @@ def _users_folder() -> Iterator[int]:
 def _lock() -> tuple[int, int]:
     """Return descriptors of the user's folder and of the lock in it.
 
-    Tries again when the folder is removed in between.
+    Tries again if the folder is removed in between.
     """
     while True:
         user = open_private(SHARED_MEMORY, user_folder())
@@ -119,13 +119,13 @@ def _lock() -> tuple[int, int]:
 
 
 def _start_reaper(lock: str) -> Workers | None:
-    """Start the process that removes a folder when all its holders have died.
+    """Start the process that removes a folder after all processes that use it have died.
 
-    The process has a session of its own and inherits no open file. Returns the thread that waits
-    until it has detached itself.
+    It has a session of its own and inherits no open file. Returns the thread that waits until it
+    has detached itself; None if it could not be started.
 
     Args:
-        lock: path of the file whose lock the holders share.
+        lock: path of the file whose lock the users of the folder share.
     """
     package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     try:
@@ -138,7 +138,7 @@ def _start_reaper(lock: str) -> Workers | None:
             start_new_session=True,
         )
     except OSError:
-        return None  # Without it, the next start sweeps.
+        return None  # The next start of dlio will remove the folder instead.
 
     def reaped(_: int) -> None:
         try:

@@ -6,7 +6,7 @@ __all__ = ["terminate_as_interrupt"]
 
 
 def terminate_as_interrupt() -> None:
-    """Let SIGTERM end this process as Ctrl-C does, so that its resources are released."""
+    """Make SIGTERM raise KeyboardInterrupt, as Ctrl-C does, so that resources are released."""
     signal.signal(signal.SIGTERM, _raise_interrupt)
 
 

@@ -2,12 +2,11 @@
 
 A daemon thread that is still running when the interpreter is finalized is killed at its next
 return from C code. Inside C++ (torch, OpenCV) that aborts the process: "terminate called without
-an active exception", exit code 134. An ordinary thread instead keeps the interpreter from ending
-until it ends by itself, which a script that never closes its loader does not arrange.
+an active exception", exit code 134. An ordinary thread would keep the interpreter from ending if a
+script never closes its loader.
 
-So the threads of a `Workers` are daemons, and one `atexit` handler tells all groups that are still
-alive to stop, all at once, and then joins them within a deadline. The order at exit makes this
-right:
+So the threads of a `Workers` are daemons, and one `atexit` handler stops all groups that are still
+alive, all at once, and joins them within a deadline. This is correct because of the order at exit:
 
 1. `threading._shutdown` joins the user's own non-daemon threads, which may still use a loader.
 2. `atexit` handlers run in reverse order of registration. This one is registered when this module
@@ -15,8 +14,8 @@ right:
 3. The interpreter is finalized, with no thread of dlio left.
 
 A thread that does not end in time (a system call on a hung file system cannot be interrupted) is
-reported in one line on the logger "dlio" and left behind. After a fork the child, which has none
-of its parent's threads, forgets their groups.
+reported in one line on the logger "dlio" and not waited for. A forked child has none of its
+parent's threads and forgets their groups.
 """
 
 import atexit
@@ -40,19 +39,19 @@ class _Waiting(Protocol):
 
 
 class Workers:
-    """A group of threads that run one function. Owner: whoever makes it, who closes it.
+    """A group of threads that run one function. The object that creates it closes it.
 
-    Thread-safe. `start` belongs at the end of the owner's constructor, when all that the function
-    uses exists.
+    Thread-safe. Call `start` at the end of the owner's constructor, when everything that the
+    function uses exists.
 
     Args:
-        name: of the threads, which are called `name-0`, `name-1`, ...; `name` where it is one.
+        name: prefix of the threads' names, `name-0`, `name-1` and so on; a single thread's name.
         run: called in each thread with the thread's number; returns soon after `stopping` is set.
         count: number of threads; may be 0.
-        wake: called once, after `stopping` has been set, to end waits inside of `run`.
-        stop_timeout_s: for the threads to end once they have been told to stop.
-        serves_others: other groups need this one until they have ended, as those that send
-            messages need the thread that carries them. At exit it is stopped after all others.
+        wake: called once after `stopping` is set, to end waits inside `run`.
+        stop_timeout_s: time in seconds for the threads to end after a stop.
+        serves_others: True if other groups need this one until they end, as groups that send
+            messages need the thread that transports them. At exit it is stopped last.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class Workers:
     def start(self) -> Self:
         """Start the threads.
 
-        Raises RuntimeError when the interpreter is ending: nobody would join them.
+        Raises RuntimeError if the interpreter is ending, because they would not be joined.
         """
         _registry.add(self)
         for thread in self._threads:
@@ -102,18 +101,18 @@ class Workers:
         return self
 
     def alive(self) -> list[str]:
-        """Names of the threads that run now."""
+        """Names of the threads that are running."""
         return [thread.name for thread in self._threads if thread.is_alive()]
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until all threads have ended by themselves. False when `timeout_s` was too short."""
+        """Wait until all threads have ended by themselves; False after `timeout_s` seconds."""
         while timeout_s is None:
             if _join_by(self._joined, _LOOK_S):
                 return True
         return _join_by(self._joined, timeout_s)
 
     def stop(self) -> None:
-        """Tell the threads to stop, without waiting for them."""
+        """Ask the threads to stop, without waiting for them."""
         with self._lock:
             if self.stopping.is_set():
                 return
@@ -122,18 +121,18 @@ class Workers:
             self._wake()
 
     def close(self, timeout_s: float | None = None) -> list[str]:
-        """Stop the threads and join them; names of those that are still alive after the deadline.
+        """Stop and join the threads. Return the names of those still alive after the deadline.
 
-        These are reported on the logger too, once; they end when what they wait for returns.
+        These are also logged, once. They end when the call that blocks them returns.
 
         Args:
-            timeout_s: for the threads to end; `stop_timeout_s` by default.
+            timeout_s: deadline in seconds; None for `stop_timeout_s`.
         """
         self.stop()
         return self._ended_within(self.stop_timeout_s if timeout_s is None else timeout_s)
 
     def _main(self, number: int) -> None:
-        # A method, so that a running thread keeps its group alive, and in the registry.
+        # A method: a running thread thereby keeps its group alive, and in the registry.
         self._run(number)
 
     def _joined(self, timeout_s: float) -> bool:
@@ -145,9 +144,9 @@ class Workers:
         return not any(thread.is_alive() for thread in self._threads if thread is not current)
 
     def _ended_within(self, timeout_s: float) -> list[str]:
-        """Join the threads; report and return the names of those that are still alive.
+        """Join the threads; log and return the names of those that are still alive.
 
-        A group that has been reported was given all its time before, and gets no more.
+        A group that was reported before has used up its time and is not waited for again.
         """
         if self.wait(0.0 if self._reported else timeout_s):
             return []
@@ -155,8 +154,8 @@ class Workers:
         if alive and not self._reported:
             self._reported = True
             _log.warning(
-                "dlio: %s did not end within %g s of being told to stop, and will not be waited "
-                "for: is a file system or a peer hanging?",
+                "dlio: %s did not end within %g s after a request to stop, and will not be waited "
+                "for: check for a file system or another rank that hangs",
                 ", ".join(alive),
                 round(timeout_s, 2),
             )
@@ -164,8 +163,12 @@ class Workers:
 
 
 def join_with(waiting: _Waiting) -> None:
-    """Have all joins done by `waiting(wait, timeout_s)`, which calls `wait(seconds)` in turns with
-    work that this process's threads need done by the joining thread."""
+    """Replace the function that waits while threads are joined.
+
+    Args:
+        waiting: called as `waiting(wait, timeout_s)`. Alternates between `wait(seconds)` and work
+            that other threads need done by the joining thread; returns True once `wait` does.
+    """
     global _join_by
     _join_by = waiting
 
@@ -178,8 +181,10 @@ _join_by: _Waiting = _plain
 
 
 class _Registry:
-    """Groups that have been started and not been collected. Invariant: once `end` has begun, no
-    group is added, so none is missed."""
+    """All groups that were started and still exist.
+
+    Invariant: no group is added once `end` has begun, so `end` misses none.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -193,7 +198,7 @@ class _Registry:
             self._groups.add(group)
 
     def end(self) -> None:
-        """Stop and join all groups: first those that need others, then those that serve."""
+        """Stop and join all groups, those with `serves_others` last."""
         with self._lock:
             self._ending = True
             groups = [group for group in self._groups if group.alive()]
@@ -202,7 +207,7 @@ class _Registry:
             for group in ending:
                 try:
                     group.stop()
-                except Exception:  # The other groups are to be stopped all the same.
+                except Exception:  # Stop the other groups nevertheless.
                     _log.exception("dlio: stopping threads at exit")
             began = time.monotonic()
             for group in ending:
@@ -219,5 +224,5 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)
-# A function of this module, not the registry's method: a forked child ends its own registry.
+# Looks the registry up at exit: a forked child has another one.
 atexit.register(lambda: _registry.end())

@@ -1,4 +1,4 @@
-"""Bytes and times as people write and read them."""
+"""Parse and format byte counts and times, such as `20GiB` and `1.25 s`."""
 
 import re
 
@@ -31,7 +31,7 @@ def parse_seconds(text: str) -> float:
 
 
 def format_seconds(seconds: float) -> str:
-    """Write a time with three digits and a unit, as in `1.25 s` and `20 us`."""
+    """Format a time with three digits and a unit, as in `1.25 s` and `20 us`."""
     if seconds >= 1000:
         return f"{seconds:,.0f} s"
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
@@ -41,7 +41,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """Write a byte count with the largest unit that leaves at least 1, as in `1.5 GiB`."""
+    """Format a byte count in the largest unit in which it is at least 1, as in `1.5 GiB`."""
     unit = "B"
     for name, size in _UNITS.items():
         if abs(count) >= size:
@@ -51,7 +51,7 @@ def format_bytes(count: float) -> str:
 
 
 def exact_bytes(count: float) -> str:
-    """Write a byte count so that `parse_bytes` reads it back exactly, as in `20GiB`."""
+    """Format a byte count so that `parse_bytes` returns exactly it, as in `20GiB`."""
     name, size = max(
         ((name, size) for name, size in _UNITS.items() if count % size == 0),
         key=lambda unit: unit[1],

@@ -86,7 +86,7 @@ def test_a_simulation_reports_each_epoch(capsys: pytest.CaptureFixture[str]) -> 
         (["plan", "--samples", "5", "--tier-bandwidth", "1GiB,2GiB"], "as many as --tiers"),
         (["plan", "--samples", "5", "--link-bandwidth", "0B"], "must be above 0"),
         (["simulate", "--samples", "5", "--slow", "fast"], "two numbers"),
-        (["simulate", "--samples", "5", "--fail", "1:99"], "no rank 99 among 8"),
+        (["simulate", "--samples", "5", "--fail", "1:99"], "rank 99 does not exist"),
     ],
 )
 def test_invalid_input_is_refused_in_one_line(
