@@ -38,7 +38,7 @@ class Sweep:
         if self.plot is not None:
             if self.sweep is None or not self.plot.endswith((".png", ".svg")):
                 raise UsageError(
-                    f"--plot {self.plot}: give --sweep, too, and a name that ends in .png or .svg"
+                    f"--plot {self.plot}: give --sweep too, and a name that ends in .png or .svg"
                 )
             check_writable("--plot", self.plot)
 

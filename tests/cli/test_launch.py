@@ -200,7 +200,9 @@ def test_a_plug_in_may_be_a_function_or_an_app_of_cyclopts_or_typer(
     assert "Greet" in output
 
 
-@pytest.mark.parametrize(("folder", "why"), [("plain/demo", "a folder you may"), ("a,b", "comma")])
+@pytest.mark.parametrize(
+    ("folder", "why"), [("plain/demo", "choose a writable folder"), ("a,b", "comma")]
+)
 def test_a_demo_folder_that_cannot_be_used_is_named(tmp_path: Path, folder: str, why: str) -> None:
     (tmp_path / "plain").write_text("")
     text = f"from dlio.cli import main; main(['demo', '--folder', {str(tmp_path / folder)!r}])"
