@@ -68,7 +68,8 @@ _KIND: Final = re.compile(r"([a-z]+[0-9]*)(?:\[([0-9?]+(?:,[0-9?]+)*)?\])?")
 
 Buffer = bytes | bytearray | memoryview
 Value = Any
-"""Value of a field: a number, a numpy array, bytes, or a str for text and JSON."""
+"""Value of a field in a user's sample; the field's kind decides whether it is a number, a numpy
+array, bytes, or a str for text and JSON."""
 
 
 @dataclass(frozen=True, slots=True)
