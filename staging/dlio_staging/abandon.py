@@ -1,8 +1,8 @@
-"""Leaving a hung source behind.
+"""A way out of commands whose source hangs.
 
-A thread that waits for a file system that hangs keeps its process from ending, even by a signal.
-So a command that reads sources does it in a child, and the parent, which touches no source, ends
-when the child has nothing left to say.
+A thread in a system call on a hung file system keeps its process from ending, even by SIGKILL. So
+a command reads its source in a child process. The parent touches no source; it ends when the
+child's first thread has ended.
 """
 
 import ctypes
@@ -26,10 +26,9 @@ _HUNG: Final = 2
 
 
 def abandonable() -> None:
-    """Go on in a child; the parent waits, passes on signals and exits as the child does.
+    """Continue in a child process; the parent waits, forwards signals and exits as the child does.
 
-    Called before anything else is started. Ranks of MPI go on as they are: their launcher ends
-    them.
+    Call it before any thread is started. In a rank of MPI, whose launcher ends it, nothing happens.
     """
     if under_mpi() or settings().no_fork:
         return
@@ -48,12 +47,14 @@ def abandonable() -> None:
 
 
 def _wait(child: int) -> int:
-    def pass_on(number: int, _: FrameType | None) -> None:
+    """Wait for the child and return the exit code; end by the same signal if it was killed."""
+
+    def forward(number: int, _: FrameType | None) -> None:
         with suppress(ProcessLookupError):
             os.kill(child, number)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, pass_on)
+        signal.signal(number, forward)
     ended_at: float | None = None
     delay = 0.001
     while True:
@@ -61,7 +62,7 @@ def _wait(child: int) -> int:
         if pid:
             code = os.waitstatus_to_exitcode(status)
             if code < 0:
-                with suppress(OSError):  # SIGKILL has no other way.
+                with suppress(OSError):  # The handling of SIGKILL cannot be set.
                     signal.signal(-code, signal.SIG_DFL)
                 os.kill(os.getpid(), -code)
             return code

@@ -31,7 +31,11 @@ _DAY_S: Final = 86400
 
 
 def find_roots(tiers: str | None) -> list[str]:
-    """Return the folders of disk tiers: those named, those of DLIO_TIERS, or all that exist."""
+    """Return the folders of disk tiers: those given, those of DLIO_TIERS, or all that exist.
+
+    Args:
+        tiers: as for `--tiers`, or folders separated by commas; None if not given.
+    """
     text = tiers if tiers is not None else settings().tiers
     if text:
         parts = [part.strip() for part in text.split(",") if part.strip()]
@@ -72,7 +76,7 @@ def describe_status(tiers: str | None) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The options of `dlio status`."""
+    """Options of `dlio status`."""
 
     tiers: Annotated[
         str | None,
@@ -107,7 +111,7 @@ def status(options: Status) -> None:
             f"{format_bytes(tier['free_bytes'])} free"
         )
         for entry in tier["data_sets"]:
-            _tell(entry)
+            _print_entry(entry)
         if not tier["data_sets"]:
             print("  nothing is staged here")
     if not about["tiers"]:
@@ -116,7 +120,7 @@ def status(options: Status) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """The options of `dlio evict`."""
+    """Options of `dlio evict`."""
 
     names: Annotated[
         tuple[str, ...],
@@ -186,7 +190,7 @@ def evict_command(options: Eviction) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Pinning:
-    """The options of `dlio pin`."""
+    """Options of `dlio pin`."""
 
     names: Annotated[
         tuple[str, ...],
@@ -225,6 +229,7 @@ def pin_command(options: Pinning) -> None:
 
 
 def _chosen(entry: Stored, options: Eviction) -> bool:
+    """True if `--older`, `--job` or `--all` selects a data set."""
     if options.older is not None and time.time() - entry.used < options.older * _DAY_S:
         return False
     if options.job is not None:
@@ -234,12 +239,13 @@ def _chosen(entry: Stored, options: Eviction) -> bool:
 
 
 def _is_source(entry: Stored, names: Sequence[str]) -> bool:
+    """True if a data set was staged from one of `names`."""
     return bool(entry.source) and any(
         entry.source in (name, os.path.abspath(os.path.expanduser(name))) for name in names
     )
 
 
-def _tell(entry: dict[str, Any]) -> None:
+def _print_entry(entry: dict[str, Any]) -> None:
     users = [
         f"job {lease['job']} pid {lease['pid']}" for lease in entry["leases"] if lease["alive"]
     ]
@@ -253,6 +259,7 @@ def _tell(entry: dict[str, Any]) -> None:
 
 
 def _ago(when: float) -> str:
+    """Return the time since `when` in words."""
     seconds = max(0.0, time.time() - when)
     for unit, size in (("days", _DAY_S), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
@@ -261,6 +268,7 @@ def _ago(when: float) -> str:
 
 
 def _free(path: str) -> int:
+    """Return the free bytes of a folder's file system; 0 if it is gone."""
     try:
         status = os.statvfs(path)
     except OSError:
@@ -269,7 +277,7 @@ def _free(path: str) -> int:
 
 
 def _shared_memory() -> int:
-    """Bytes of this user's RAM tiers on this node."""
+    """Return the bytes of this user's RAM tiers on this node."""
     total = 0
     for folder, _, names in os.walk(os.path.join(SHARED_MEMORY, user_folder())):
         for name in names:

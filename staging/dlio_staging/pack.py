@@ -10,7 +10,7 @@ from dlio.util.cores import available_cores
 from dlio.util.files import write_json
 from dlio.util.options import Option, check
 from dlio.util.units import format_bytes
-from dlio_staging.packing import Packed, describe, pack, tell
+from dlio_staging.packing import Packed, describe, pack, summary
 from dlio_staging.packplan import PackOptions
 
 __all__ = ["PackOptions", "Packed", "Packing", "command", "pack"]
@@ -71,7 +71,7 @@ def command(
         done = pack(packing.source, packing.destination, progress=progress, options=options)
     if rank:
         return
-    print(tell(packing.destination, done))
+    print(summary(packing.destination, done))
     places = {"source": packing.source, "destination": packing.destination}
     about = {**places, **asdict(options), **asdict(done)}
     if output.report is not None:

@@ -1,4 +1,7 @@
-"""What a packing writes where: pure, and the same in every process that works on it."""
+"""Plan of a packing: its options, and the assignment of samples to files.
+
+The plan depends only on the source and the options, so that every process computes the same one.
+"""
 
 import json
 import os
@@ -18,7 +21,7 @@ from dlio.plan.order import Order
 from dlio.util.options import Option, check
 from dlio.util.units import exact_bytes, parse_bytes
 
-__all__ = ["VERSION", "PackOptions", "Part", "Plan"]
+__all__ = ["VERSION", "PackOptions", "PackPlan", "Part"]
 
 VERSION: Final = 1
 _LEAST_SHARD_BYTES: Final = 1 << 16
@@ -108,7 +111,7 @@ class PackOptions:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of the data sets that a packing makes: all, or a share of a split."""
+    """A data set that a packing writes: all samples, or those of one share of `--split`."""
 
     name: str
     samples: npt.NDArray[np.int64]
@@ -121,11 +124,18 @@ class Part:
 
     @property
     def shards(self) -> int:
+        """Number of shards."""
         return int(self.shard_of[-1]) + 1
 
 
-class Plan:
-    """Assignment of samples to files, equal in every process that takes part."""
+class PackPlan:
+    """Assignment of samples to files.
+
+    Args:
+        source: path, URL or reader, as for `open_reader`.
+
+    Raises UsageError when the options do not fit the data set.
+    """
 
     def __init__(self, source: object, options: PackOptions) -> None:
         self.options = options
@@ -140,7 +150,7 @@ class Plan:
         self.parts = [self._part(name, chosen) for name, chosen in self._chosen()]
 
     def _chosen(self) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
-        """(name, sample indices in their order) of each part."""
+        """Yield (name, sample indices in the order of writing) of each part."""
         count = len(self.reader)
         shuffled = Order(count, self.options.seed, shuffled=True)
         order = shuffled.samples(np.arange(count, dtype=np.int64))
@@ -166,11 +176,12 @@ class Plan:
         return Part(name, samples, layout.starts, shard_of, digest.hexdigest())
 
     def path(self, folder: str, part: Part) -> str:
+        """Return the folder of a part in the folder of the whole packing."""
         return os.path.join(folder, part.name) if part.name else folder
 
 
 def _schema_after(schema: Schema, options: PackOptions) -> Schema:
-    """Images that are encoded again are JPEGs."""
+    """Return the schema of the packed samples, in which resized images are JPEGs."""
     if options.resize is None:
         return schema
     fields = [(n, "jpeg" if kind in IMAGES else kind) for n, kind in schema.fields]
@@ -178,7 +189,7 @@ def _schema_after(schema: Schema, options: PackOptions) -> Schema:
 
 
 def _shares(count: int, shares: Sequence[float]) -> list[int]:
-    """`count` shared out by largest remainder. Raises UsageError when a share is nothing."""
+    """Divide `count` by the largest-remainder method. Raises UsageError when a part is empty."""
     exact = [count * share for share in shares]
     whole = [int(value) for value in exact]
     by_rest = sorted(range(len(shares)), key=lambda k: whole[k] - exact[k])

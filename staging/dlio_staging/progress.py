@@ -15,17 +15,17 @@ _NEWS_EVERY_S: Final = 10.0
 
 
 class Shown:
-    """Progress in bytes; called with the bytes done so far. This one shows nothing."""
+    """Display of progress in bytes, called with the bytes done so far. This one shows nothing."""
 
     def __init__(self, total: int) -> None:
         self._total = total
 
     def total(self, total: int) -> None:
-        """Set the number of bytes, where it becomes known later."""
+        """Set the bytes of the whole work, when they become known later."""
         self._total = total
 
     def __call__(self, done: int) -> None:
-        """Show that `done` bytes are done."""
+        """Show that `done` bytes of the work are done."""
 
 
 class _OnTerminal(Shown):
@@ -63,7 +63,7 @@ class _InLines(Shown):
 
 @contextmanager
 def show_progress(total: int, shown: bool, title: str = "staging") -> Iterator[Shown]:
-    """Show the progress of the work in the `with`.
+    """Show the progress of the work inside the `with`.
 
     Args:
         total: bytes of work.

@@ -1,8 +1,8 @@
-"""Copies from node to node: a block that every node is to have is read from the source once.
+"""Copies of blocks from node to node, so that each block is read from the source only once.
 
-Nodes exchange in rounds: in round s, node i sends what it alone has read to node i + s and receives
-from node i - s, so that each link carries one stream at a time. Which blocks go where follows from
-the placement and from what each node lacks, which is agreed on first: no requests.
+Nodes exchange in rounds: in round s, node i sends the blocks of which it is the home to node i + s
+and receives from node i - s, so that each link carries one stream at a time. All nodes first agree
+on the blocks that each one lacks; sender and receiver then know the transfers without requests.
 """
 
 import time
@@ -18,33 +18,33 @@ from dlio.storage.tier import Tier
 __all__ = ["replicate"]
 
 _AT_A_TIME = 4
-"""Blocks on their way between a pair of nodes."""
+"""Blocks in flight from one node to another."""
 _TAG = 3
 
 
 def replicate(mounted: Mount, wanted: npt.NDArray[np.int64], deadline: float | None) -> int | None:
-    """Bring what this node still lacks from the nodes that have it. Collective.
+    """Copy the blocks that this node lacks from the nodes that have read them. Collective.
 
     Args:
         wanted: the blocks that this node is to hold in the end.
-        deadline: of the monotonic clock.
+        deadline: time of `time.monotonic` at which to stop; None for no limit.
 
     Returns the bytes received; None when the deadline came first. Raises TierError when a node
-    does not have what it should.
+    cannot send one of its blocks.
     """
     comm, ranks, here = mounted.comm, mounted.ranks, mounted.nodes.here
     leaders = [int(ranks.local(node)[0]) for node in range(len(mounted.nodes.names))]
     leads = comm.rank == leaders[here]
     lacking = [b for b in wanted.tolist() if not _tier(mounted, b).has(b)] if leads else []
-    told = comm.allgather(lacking)
+    lacking_of = comm.allgather(lacking)
     received = 0
     late = False
     if leads:
         for shift in range(1, len(leaders)):
             to, source = (here + shift) % len(leaders), (here - shift) % len(leaders)
-            sends = [b for b in told[leaders[to]] if mounted.placement.home[b] == here]
+            sends = [b for b in lacking_of[leaders[to]] if mounted.placement.home[b] == here]
             gets = [b for b in lacking if mounted.placement.home[b] == source]
-            # Both sides know both lists, so both see how many turns there are.
+            # Sender and receiver compute the same number of turns from the same lists.
             for turn in range(0, max(len(sends), len(gets)), _AT_A_TIME):
                 received += _turn(
                     mounted,
@@ -57,6 +57,14 @@ def replicate(mounted: Mount, wanted: npt.NDArray[np.int64], deadline: float | N
 
 
 def _turn(mounted: Mount, out: tuple[int, list[int]], into: tuple[int, list[int]]) -> int:
+    """Send and receive a few blocks at once; return the bytes received.
+
+    Args:
+        out: (rank to send to, blocks to send).
+        into: (rank to receive from, blocks to receive).
+
+    Raises TierError when a block of this node is damaged or another block arrives.
+    """
     comm, sizes = mounted.comm, mounted.block_bytes
     memory = [memoryview(bytearray(int(sizes[block]))) for block in into[1]]
     requests = [comm.irecv(each, into[0], _TAG) for each in memory]
@@ -64,18 +72,17 @@ def _turn(mounted: Mount, out: tuple[int, list[int]], into: tuple[int, list[int]
         try:
             data = _tier(mounted, block).read_whole(block)
         except (CorruptBlock, OSError) as error:
-            raise TierError(
-                f"block {block}, which other nodes want, is not sound: {error}"
-            ) from error
+            raise TierError(f"block {block} cannot be sent to other nodes: {error}") from error
         requests.append(comm.isend(data, out[0], _TAG))
     comm.wait(requests, f"{len(into[1])} blocks from rank {into[0]}")
     for block, data in zip(into[1], memory, strict=True):
         info = check_block(data, f"block {block} from rank {into[0]}", 0)
         if info.block != block or info.fingerprint != mounted.hierarchy.reader.fingerprint:
-            raise TierError(f"rank {into[0]} sent another block than {block}")
+            raise TierError(f"rank {into[0]} sent block {info.block} instead of {block}")
         _tier(mounted, block).publish(block, [data])
     return sum(len(each) for each in memory)
 
 
 def _tier(mounted: Mount, block: int) -> Tier:
+    """Return the tier of this node that a block is pinned in."""
     return mounted.hierarchy.tiers[int(mounted.hierarchy.pins.tier[block])]

@@ -1,4 +1,4 @@
-"""Verifying and healing the folders of a disk tier, by their blocks' checksums and manifests."""
+"""Verification and healing of disk tiers, by the checksums and manifests of their folders."""
 
 import os
 import re
@@ -22,24 +22,28 @@ class Verified:
     damaged: list[str] = field(default_factory=list)
     """One line for each damaged sample, or damaged or missing block of a tier."""
     healed: int = 0
-    """Damaged blocks of a tier that are sound again."""
+    """Damaged blocks of a tier that were fetched again."""
 
 
 def find_folders(path: str) -> list[str]:
-    """The folders of blocks at and below `path`: with blocks, or a manifest of them."""
-    found = []
+    """Return the folders at and below `path` that hold blocks, or a manifest of blocks."""
+    folders = []
     for folder, _, names in os.walk(path):
         if any(_BLOCK.fullmatch(name) for name in names) or NAME in names:
-            found.append(folder)
-    return sorted(found)
+            folders.append(folder)
+    return sorted(folders)
 
 
-def verify_folder(folder: str, found: Verified, *, heal: bool, source: str | None) -> None:
-    """Check one node's blocks of a data set; adds what it finds to `found`.
+def verify_folder(folder: str, result: Verified, *, heal: bool, source: str | None) -> None:
+    """Verify one node's blocks of a data set; add samples, bytes and damage to `result`.
 
-    Raises SourceError when what is to heal it is no longer the data set that was staged.
+    Args:
+        heal: fetch damaged and missing blocks again.
+        source: data set to heal from; None for the one that the manifest names.
+
+    Raises SourceError when the data set to heal from is not the one that was staged.
     """
-    manifest = _manifest(folder, found)
+    manifest = _manifest(folder, result)
     wanted: dict[int, int] = {}
     if manifest is not None:
         wanted = dict(zip(manifest.blocks.tolist(), manifest.digests.tolist(), strict=True))
@@ -47,24 +51,25 @@ def verify_folder(folder: str, found: Verified, *, heal: bool, source: str | Non
     names = [match[1] for name in os.listdir(folder) if (match := _BLOCK.fullmatch(name))]
     present = {int(name): f"{name}.blk" for name in names}
     for block in sorted(present.keys() | wanted.keys()):
-        reason = _damage(folder, present.get(block), block, wanted.get(block), found)
+        reason = _damage(folder, present.get(block), block, wanted.get(block), result)
         if reason:
-            found.damaged.append(reason)
+            result.damaged.append(reason)
             broken.append(block)
     if heal and broken:
-        found.healed += _heal(folder, broken, manifest, source)
+        result.healed += _heal(folder, broken, manifest, source)
 
 
-def _manifest(folder: str, found: Verified) -> Manifest | None:
+def _manifest(folder: str, result: Verified) -> Manifest | None:
+    """Return the manifest of a folder; None without one that is intact."""
     try:
         return read_manifest(folder)
     except (CorruptBlock, OSError) as error:
-        found.damaged.append(str(error))
+        result.damaged.append(str(error))
         return None
 
 
 def _damage(
-    folder: str, name: str | None, block: int, digest: int | None, found: Verified
+    folder: str, name: str | None, block: int, digest: int | None, result: Verified
 ) -> str | None:
     """Describe the damage of a block; None if it is intact."""
     from dlio.storage.block import Scratch, read_info
@@ -82,8 +87,8 @@ def _damage(
             return f"{path} holds block {info.block}"
         scratch = Scratch()
         for place in range(len(info)):
-            found.bytes += len(info.read(descriptor, place, scratch))
-            found.samples += 1
+            result.bytes += len(info.read(descriptor, place, scratch))
+            result.samples += 1
         if digest is not None and info.digest != digest:
             return f"{path} is not the block that was staged"
     except (DlioError, OSError) as error:
@@ -94,7 +99,10 @@ def _damage(
 
 
 def _heal(folder: str, broken: list[int], manifest: Manifest | None, source: str | None) -> int:
-    """Bring blocks again from the source."""
+    """Fetch blocks from the source again; return how many are intact now.
+
+    Raises SourceError when the source is unknown or another data set than the one staged.
+    """
     from dlio.data.reader import open_reader
     from dlio.storage.intake import Intake
     from dlio.storage.places import find_place

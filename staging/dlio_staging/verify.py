@@ -1,4 +1,4 @@
-"""`dlio verify`: read everything once and name all damage."""
+"""`dlio verify`: read a data set or a tier once and report all damage."""
 
 from dataclasses import dataclass
 from typing import Annotated, Final
@@ -42,7 +42,7 @@ def verify(path: str, *, heal: bool = False, source: str | None = None) -> Verif
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The options of `dlio verify`."""
+    """Options of `dlio verify`."""
 
     path: Annotated[
         str, Option("Data set, or the folder of a disk tier.", positional=True, metavar="PATH")
@@ -72,13 +72,14 @@ def command(options: Verification) -> None:
     if len(checked.damaged) > checked.healed:
         raise CorruptBlock(
             f"{summary}, {len(checked.damaged) - checked.healed} damaged: restore or remove them; "
-            "in a tier, --heal brings them again"
+            "in a tier, --heal fetches them again"
         )
-    healed = f"{checked.healed} blocks brought again from the source, " if checked.healed else ""
+    healed = f"{checked.healed} blocks fetched again from the source, " if checked.healed else ""
     print(f"{summary}, {healed}all sound")
 
 
 def _verify_data(path: str) -> Verified:
+    """Read every sample of a data set and decode its images."""
     from dlio.data.reader import open_reader
     from dlio.image.decode import decode_whole
 

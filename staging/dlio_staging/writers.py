@@ -1,7 +1,8 @@
-"""Writers of packed data: one a format, all fed with payloads, block by block.
+"""Writers of packed data, one for each format; all take payloads block by block.
 
-What tar, HDF5 and Zarr files hold besides samples is a description, `dlio_schema`, with which the
-readers give the very same payloads again; other programs find what they expect.
+Besides the samples, tar, HDF5 and Zarr files hold a description, `dlio_schema`, from which dlio's
+readers restore the payloads byte by byte. To other programs these are ordinary files of their
+formats.
 """
 
 import io
@@ -35,8 +36,14 @@ __all__ = [
 ]
 
 CHUNK_BYTES: Final = 1 << 20
+"""Approximate size of a chunk in HDF5 files."""
 _ZARR_CHUNK_BYTES: Final = 256 << 10
-_ENDS, _SHAPE, _TOLD = "__ends", "__shape", "dlio_schema"
+_ENDS: Final = "__ends"
+"""Suffix of the array with the end of each value in a flat array."""
+_SHAPE: Final = "__shape"
+"""Suffix of the array with the shape of each value."""
+_DESCRIPTION: Final = "dlio_schema"
+"""Attribute that holds a shard's description."""
 _EXTENSIONS: Final = {
     "jpeg": "jpg",
     "png": "png",
@@ -58,7 +65,7 @@ _MAGICS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One file that is to be written, and what it is a part of."""
+    """Description of one file to write: its samples, and its place in the data set."""
 
     schema: Schema
     classes: tuple[str, ...]
@@ -66,41 +73,53 @@ class Shard:
     number: int
     shards: int
     first: int
-    """Position of its first sample among all."""
+    """Position of its first sample in the data set."""
     total: int
+    """Samples of the data set."""
     blocks: tuple[int, ...]
     """Numbers of its blocks."""
     samples: int
+    """Samples in this file."""
     compress: str
     """`auto`, `lz4` or `none`."""
 
     @property
     def lz4(self) -> bool:
-        """True if payloads are compressed; by default images are not."""
+        """True if payloads are compressed; `auto` compresses data sets without images."""
         images = any(kind.text in IMAGES for kind in self.schema.kinds.values())
         return self.compress == "lz4" or (self.compress == "auto" and not images)
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
+        """Schema and class names as JSON, for formats that have no place of their own for them."""
         rows = json.loads(self.schema.to_json())
         return json.dumps({"schema": rows, "classes": list(self.classes)})
 
 
 class Writer(Protocol):
-    """Writes one file. Owner: who packs; `close` after `finish`, or to give up."""
+    """Writer of one file. Used by one thread, which calls `close` after `finish` or to give up."""
 
     def write(
         self, block: int, payloads: Sequence[Buffer], names: Sequence[str], labels: Sequence[int]
-    ) -> None: ...
+    ) -> None:
+        """Append a block.
+
+        Args:
+            block: number of the block.
+            payloads: raw bytes of its samples.
+            names: names of the samples.
+            labels: classes of the samples.
+        """
 
     def finish(self) -> None:
-        """Complete the file, and wait until the disk has it."""
+        """Complete the file, and wait until it is on the disk."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close the file; without `finish` before, it stays incomplete."""
 
 
 class NativeWriter:
-    """Native shards, see storage/FORMAT.md."""
+    """Writer of native shards; see dlio/storage/FORMAT.md."""
 
     def __init__(self, path: str, shard: Shard) -> None:
         self._shard = shard
@@ -154,7 +173,7 @@ class NativeWriter:
 
 
 class TarWriter:
-    """WebDataset tars: `000000042.jpg`, `000000042.cls`, ..."""
+    """Writer of WebDataset tars with members such as `000000042.jpg` and `000000042.cls`."""
 
     def __init__(self, path: str, shard: Shard) -> None:
         self._path, self._shard = path, shard
@@ -171,14 +190,14 @@ class TarWriter:
         self._next = shard.first
         members = {}
         for name, extension in self._extensions.items():
-            found = [each for _, each in _MAGICS] + ["img"] if extension == "" else [extension]
-            members.update({_dotted(name, each, shard.schema): name for each in found})
-        told = {
-            **json.loads(shard.told),
+            possible = [each for _, each in _MAGICS] + ["img"] if extension == "" else [extension]
+            members.update({_dotted(name, each, shard.schema): name for each in possible})
+        description = {
+            **json.loads(shard.description),
             "members": members,
             "npy": [n for n, e in self._extensions.items() if e.endswith("npy")],
         }
-        self._add("__dlio__.json", json.dumps(told).encode())
+        self._add("__dlio__.json", json.dumps(description).encode())
 
     def write(
         self, block: int, payloads: Sequence[Buffer], names: Sequence[str], labels: Sequence[int]
@@ -231,9 +250,14 @@ class StoredArray(Protocol):
 
 
 class ColumnsWriter:
-    """Arrays whose row i is sample i, in a store that `make` and `append` know: HDF5 or Zarr.
+    """Writer of one array per field, in which row i is sample i; for HDF5 and Zarr.
 
-    Values of any length go into a flat array, with `<name>__ends` and, for arrays, `__shape`.
+    Values of variable length are joined into a flat array. `<name>__ends` holds the end of each
+    value, and `<name>__shape` its shape if it is an array.
+
+    Args:
+        make: creates an empty array, given its name, the shape of a row, and its type.
+        append: appends rows to an array; its third argument is True for the last ones.
     """
 
     def __init__(
@@ -248,7 +272,7 @@ class ColumnsWriter:
         self._ends = dict.fromkeys(shard.schema.kinds, 0)
         for name, kind in shard.schema.kinds.items():
             if name.endswith((_ENDS, _SHAPE)):
-                raise UsageError(f"field {name!r} is named as dlio names its own: rename it")
+                raise UsageError(f"field {name!r}: names that end so are reserved: rename it")
             if kind.fixed:
                 assert kind.dtype is not None
                 sizes = tuple(size or 0 for size in kind.shape)
@@ -261,11 +285,13 @@ class ColumnsWriter:
                 self._arrays[name + _SHAPE] = make(name + _SHAPE, dims, np.dtype(np.int64))
 
     def write(self, payloads: Sequence[Buffer]) -> None:
+        """Append samples, given as payloads."""
         rows = [self._schema.split(payload) for payload in payloads]
         for name, kind in self._schema.kinds.items():
             self._write_column(name, kind, [row[name] for row in rows])
 
     def flush(self) -> None:
+        """Write the rows that `append` has held back."""
         for array in self._arrays.values():
             self._append(array, np.empty((0, *array.shape[1:]), array.dtype), True)
 
@@ -286,20 +312,20 @@ class ColumnsWriter:
 
 
 class Hdf5Writer:
-    """One HDF5 file, chunked, without filters: any HDF5 reads it."""
+    """Writer of an HDF5 file, chunked and without filters, which any HDF5 library can read."""
 
     def __init__(self, path: str, shard: Shard) -> None:
         import h5py
 
         self._path = path
         self._file = h5py.File(path, "x", libver="latest")
-        self._file.attrs[_TOLD] = shard.told
+        self._file.attrs[_DESCRIPTION] = shard.description
 
         def make(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
             row = max(1, dtype.itemsize * int(np.prod(shape, dtype=np.int64)))
             rows = max(1, CHUNK_BYTES // row)
             chunk = (rows, *(max(1, size) for size in shape))
-            # HDF5 has no chunks in a dimension of nothing that stays so.
+            # HDF5 refuses chunks in a dimension of size 0 that cannot grow.
             largest = (None, *(size or None for size in shape))
             return self._file.create_dataset(
                 name, (0, *shape), dtype, maxshape=largest, chunks=chunk
@@ -327,8 +353,10 @@ class Hdf5Writer:
 
 
 class ZarrWriter:
-    """One Zarr store, version 3, in shards, so that it is few files. All chunks are written, so
-    that one that is lost can be told."""
+    """Writer of a Zarr store of version 3, in shards, so that it consists of few files.
+
+    Empty chunks are written too, so that a missing chunk is always damage.
+    """
 
     def __init__(self, path: str, shard: Shard) -> None:
         import zarr
@@ -337,7 +365,7 @@ class ZarrWriter:
             raise UsageError("fields with / in their names cannot be written as Zarr: rename them")
         self._path = path
         root = zarr.open_group(path, mode="w-", zarr_format=3)
-        root.attrs[_TOLD] = shard.told
+        root.attrs[_DESCRIPTION] = shard.description
         waiting: dict[str, list[npt.NDArray[Any]]] = {}
 
         def make(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
@@ -358,7 +386,7 @@ class ZarrWriter:
             held = waiting[array.basename]
             held.append(rows)
             count, whole = sum(map(len, held)), array.shards[0]
-            # Whole shards, each written once.
+            # Only whole shards are written, each of them once.
             ready = count if last else count // whole * whole
             if ready:
                 data = np.concatenate(held)
@@ -394,7 +422,7 @@ WRITERS: Final[dict[str, Callable[[str, Shard], Writer]]] = {
 
 
 def file_name(format_: str, number: int, compress: str) -> str:
-    """File name of shard `number`."""
+    """Return the file name of shard `number`."""
     if format_ == "zarr":
         return "data.zarr"
     suffix = {"native": SUFFIX, "hdf5": ".h5"}.get(format_, ".tar")
@@ -403,26 +431,32 @@ def file_name(format_: str, number: int, compress: str) -> str:
 
 
 def _extensions(schema: Schema) -> dict[str, str]:
-    """What each field's members end in; "" for images, whose bytes tell."""
-    found: dict[str, str] = {}
+    """Return the extension of each field's members in a tar.
+
+    It is "" for fields of any image format, for which the first bytes of each image decide.
+    """
+    extensions: dict[str, str] = {}
     for name, kind in schema.kinds.items():
         if name == "label" and kind.text == "int64":
-            found[name] = "cls"
+            extensions[name] = "cls"
         elif kind.dtype is not None:
-            found[name] = f"{_plain(name)}.npy"
+            extensions[name] = f"{_plain(name)}.npy"
         elif kind.text == "image":
-            found[name] = ""
+            extensions[name] = ""
         else:
-            found[name] = _dotted(name, _EXTENSIONS[kind.text], schema)
-    if len(set(found.values()) - {""}) + list(found.values()).count("") < len(found):
-        found = {
-            n: f"f{k}.{e.rpartition('.')[2] or 'img'}" for k, (n, e) in enumerate(found.items())
+            extensions[name] = _dotted(name, _EXTENSIONS[kind.text], schema)
+    texts = list(extensions.values())
+    if len(set(texts) - {""}) + texts.count("") < len(texts):
+        # Names that differ only in other characters got the same extension: number the fields.
+        extensions = {
+            name: f"f{k}.{extension.rpartition('.')[2] or 'img'}"
+            for k, (name, extension) in enumerate(extensions.items())
         }
-    return found
+    return extensions
 
 
 def _dotted(name: str, extension: str, schema: Schema) -> str:
-    """`jpg` for the one image of a sample, `name.jpg` where there are more of a kind."""
+    """Return `jpg` for a sample's only image, `name.jpg` if it has several; others likewise."""
     if "." in extension:
         return extension
     alike = [n for n, k in schema.kinds.items() if k.text == schema.kinds[name].text]
@@ -432,10 +466,12 @@ def _dotted(name: str, extension: str, schema: Schema) -> str:
 
 
 def _plain(name: str) -> str:
+    """Replace characters that WebDataset's names cannot have."""
     return "".join(c if c.isalnum() or c in "_-" else "_" for c in name.lower())
 
 
 def _magic(value: memoryview) -> str:
+    """Return the extension of an image file's format, `img` if it is unknown."""
     first = bytes(value[:4])
     return next((e for magic, e in _MAGICS if first.startswith(magic)), "img")
 
