@@ -104,6 +104,10 @@ class Kind:
         return -(-4 * self.shape.count(None) // 8) * 8
 
 
+_Fixed = tuple[str, Kind, int, struct.Struct | None]
+"""Name, kind and offset of a field of fixed size, and the code of a number."""
+
+
 def parse_kind(text: str) -> Kind:
     """Parse a kind as it is written in schemas. Raises ValueError for an unknown one."""
     if text in ENCODED:
@@ -156,41 +160,15 @@ class Schema:
     kinds: Mapping[str, Kind] = field(init=False, repr=False, compare=False)
     overhead: int = field(init=False, repr=False, compare=False)
     """Bytes of a payload beyond the bodies of its encoded fields and variable arrays."""
-    _fixed: tuple[tuple[str, Kind, int, struct.Struct | None], ...] = field(
-        init=False, repr=False, compare=False
-    )
+    _fixed: tuple[_Fixed, ...] = field(init=False, repr=False, compare=False)
     _variable: tuple[tuple[str, Kind], ...] = field(init=False, repr=False, compare=False)
     _sizes: struct.Struct = field(init=False, repr=False, compare=False)
     _sizes_at: int = field(init=False, repr=False, compare=False)
     _aligned: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        names = [name for name, _ in self.fields]
-        if not names or len(set(names)) != len(names) or len(names) > MAX_FIELDS:
-            raise CorruptBlock(
-                f"schema with fields {names[:8]!r}: their names must be 1 to {MAX_FIELDS}, and "
-                "differ"
-            )
-        kinds = {}
-        for name, text in self.fields:
-            try:
-                kinds[name] = parse_kind(text)
-            except ValueError as error:
-                raise CorruptBlock(
-                    f"schema field {name!r}: {error} to this version of dlio: upgrade dlio, or "
-                    "pack the data set again"
-                ) from error
-        if self.structure is not None and sorted(leaves(self.structure)) != sorted(names):
-            raise CorruptBlock("schema: its structure does not hold each field once")
-        wide = sorted(
-            (item for item in kinds.items() if item[1].fixed),
-            key=lambda item: -item[1].dtype.itemsize if item[1].dtype else 0,
-        )
-        fixed, at = [], 0
-        for name, kind in wide:
-            code = struct.Struct("<" + _CODES[kind.text]) if kind.scalar else None
-            fixed.append((name, kind, at, code))
-            at += kind.bytes
+        kinds = _checked_kinds(self.fields, self.structure)
+        fixed, at = _place_fixed(kinds)
         arrays = [item for item in kinds.items() if item[1].dtype is not None and not item[1].fixed]
         encoded = [item for item in kinds.items() if item[1].dtype is None]
         variable = (*arrays, *encoded)
@@ -198,7 +176,7 @@ class Schema:
         ends = at + sizes.size
         for name, value in (
             ("kinds", kinds),
-            ("_fixed", tuple(fixed)),
+            ("_fixed", fixed),
             ("_variable", variable),
             ("_sizes", sizes),
             ("_sizes_at", at),
@@ -314,15 +292,9 @@ class Schema:
 
         Raises ValueError for a value that is not of its field's kind.
         """
-        parts: list[Buffer] = []
-        for name, kind, _, code in self._fixed:
-            if code is not None:
-                try:
-                    parts.append(code.pack(values[name]))
-                except struct.error as error:
-                    raise ValueError(f"field {name!r} ({kind.text}): {error}") from error
-            else:
-                parts.append(_array_bytes(name, kind, values[name])[1])
+        parts = [
+            _fixed_bytes(name, kind, code, values[name]) for name, kind, _, code in self._fixed
+        ]
         heads: list[bytes] = []
         bodies: list[Buffer] = []
         for name, kind in self._variable:
@@ -403,6 +375,41 @@ def leaves(structure: object) -> Iterator[str]:
         raise CorruptBlock(f"schema: {structure!r} in its structure is not a field")
 
 
+def _checked_kinds(fields: Sequence[tuple[str, str]], structure: Any) -> dict[str, Kind]:
+    """Return the kinds of a schema's fields by name. Raises CorruptBlock for an invalid schema."""
+    names = [name for name, _ in fields]
+    if not names or len(set(names)) != len(names) or len(names) > MAX_FIELDS:
+        raise CorruptBlock(
+            f"schema with fields {names[:8]!r}: their names must be 1 to {MAX_FIELDS}, and differ"
+        )
+    kinds = {}
+    for name, text in fields:
+        try:
+            kinds[name] = parse_kind(text)
+        except ValueError as error:
+            raise CorruptBlock(
+                f"schema field {name!r}: {error} to this version of dlio: upgrade dlio, or "
+                "pack the data set again"
+            ) from error
+    if structure is not None and sorted(leaves(structure)) != sorted(names):
+        raise CorruptBlock("schema: its structure does not hold each field once")
+    return kinds
+
+
+def _place_fixed(kinds: Mapping[str, Kind]) -> tuple[tuple[_Fixed, ...], int]:
+    """Return the fields of fixed size with their offsets, widest type first, and their bytes."""
+    widest_first = sorted(
+        (item for item in kinds.items() if item[1].fixed),
+        key=lambda item: -item[1].dtype.itemsize if item[1].dtype else 0,
+    )
+    fixed, at = [], 0
+    for name, kind in widest_first:
+        code = struct.Struct("<" + _CODES[kind.text]) if kind.scalar else None
+        fixed.append((name, kind, at, code))
+        at += kind.bytes
+    return tuple(fixed), at
+
+
 IMAGE_LABEL: Final = Schema((("image", "image"), ("label", "int64")))
 """Labelled images, as class folders hold them: (image file's bytes, class number)."""
 LABEL: Final = struct.Struct("<q")
@@ -415,6 +422,17 @@ def _map(structure: Structure, of: Callable[[str], object]) -> object:
     if isinstance(structure, Mapping):
         return {key: _map(item, of) for key, item in structure.items()}
     return tuple(_map(item, of) for item in structure)
+
+
+def _fixed_bytes(name: str, kind: Kind, code: struct.Struct | None, value: Value) -> Buffer:
+    """Encode a value of fixed size. Raises ValueError if it is not of its field's kind."""
+    if code is None:
+        return _array_bytes(name, kind, value)[1]
+    try:
+        encoded: bytes = code.pack(value)
+    except struct.error as error:
+        raise ValueError(f"field {name!r} ({kind.text}): {error}") from error
+    return encoded
 
 
 def _array_bytes(name: str, kind: Kind, value: Value) -> tuple[list[int], Buffer]:

@@ -7,19 +7,39 @@ exist before memory is allocated for it, and every payload with its checksum.
 
 import errno
 import os
-import struct
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-import lz4.block
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from dlio.data.schema import Buffer, Schema
 from dlio.errors import CorruptBlock
+from dlio.storage.block_format import (
+    ALIGN,
+    ENTRY,
+    HEADER,
+    MAGIC,
+    MAX_SAMPLE_BYTES,
+    MAX_SAMPLES,
+    MAX_SCHEMA_BYTES,
+    VERSION,
+    aligned,
+    block_sizes,
+    encode_block,
+)
+from dlio.storage.scratch import (
+    LZ4_HEAD,
+    Scratch,
+    decompress_exactly,
+    decompress_packed,
+    new_memory,
+    own_scratch,
+    scatter,
+    with_head,
+)
 
 __all__ = [
     "MAGIC",
@@ -44,21 +64,13 @@ __all__ = [
     "write_all",
 ]
 
-MAGIC: Final = b"DLIOBLK1"
-VERSION: Final = 1
-MAX_SAMPLE_BYTES: Final = 2**31 - 1
-"""Raw bytes of one sample: the limit of one LZ4 call."""
-MAX_SCHEMA_BYTES: Final = 1 << 16
-MAX_SAMPLES: Final = 1 << 24
-"""Samples in one block."""
 NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a full disk, a used-up quota and full shared memory."""
 _LZ4_LIMIT: Final = 256
 """LZ4 cannot expand by more than about 255; a larger claim is damage, or an attack."""
-
-_HEADER: Final = struct.Struct("<8sHHIQQ16sII Q")
-_ENTRY: Final = np.dtype([("offset", "<u8"), ("stored", "<u4"), ("raw", "<u4"), ("xxh3", "<u8")])
-_ALIGN: Final = 8
+_CHECKED_BYTES: Final = 1 << 19
+"""Bytes that are read at a time and then checked, while they are in the processor's cache."""
+_REMEDY: Final = " (the file is damaged: restore it, or make it again)"
 
 
 class Readable(Protocol):
@@ -70,40 +82,6 @@ class Readable(Protocol):
 
     def read_into(self, offset: int, into: memoryview) -> None:
         """Fill `into` from the file. Raises CorruptBlock or OSError when bytes are missing."""
-
-
-def new_memory(count: int) -> memoryview:
-    """Return uninitialised memory of `count` bytes."""
-    return np.empty(count, np.uint8).data
-
-
-class Scratch:
-    """Memory that one thread reads one payload after another into; it grows to the largest."""
-
-    __slots__ = ("_memory",)
-
-    def __init__(self) -> None:
-        self._memory = bytearray(1 << 16)
-
-    def view(self, count: int) -> memoryview:
-        """Return `count` bytes, which overwrite the contents of earlier views."""
-        if len(self._memory) < count:
-            # Not resized in place: earlier views keep the smaller memory alive.
-            self._memory = bytearray(count + count // 4)
-        return memoryview(self._memory)[:count]
-
-
-class _Mine(threading.local):
-    """Memory of one thread: touching fresh memory costs ten times as much as decompressing."""
-
-    def __init__(self) -> None:
-        self.packed = Scratch()
-        self.raw = Scratch()
-
-
-_mine: Final = _Mine()
-_LZ4_HEAD: Final = struct.Struct("<i")
-"""Format of the size that numcodecs expects before LZ4 data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +156,7 @@ class BlockInfo:
                 f"{self.where(place)}: has {raw} bytes, not the {size} of its fields{_REMEDY}"
             )
         if stored != raw:
-            whole = pieces[0] if len(pieces) == 1 else _mine.raw.view(raw)
+            whole = pieces[0] if len(pieces) == 1 else own_scratch.raw.view(raw)
             self._read_packed(descriptor, place, whole)
             self._compare(whole, place, checked)
             if len(pieces) > 1:
@@ -227,20 +205,20 @@ class BlockInfo:
         if stored_size == raw_size:
             return self._compare(stored, place, True)
         raw = new_memory(raw_size) if scratch is None else scratch.view(raw_size)
-        self._unpack(_with_head(stored), raw, place)
+        self._unpack(with_head(stored), raw, place)
         return self._compare(raw, place, True)
 
     def _read_packed(self, descriptor: int | Readable, place: int, raw: memoryview) -> None:
         """Read the compressed payload at `place` and decompress it into `raw`, of its size."""
         offset, stored, _, _ = self.table[place].item()
-        packed = _mine.packed.view(_LZ4_HEAD.size + stored)
+        packed = own_scratch.packed.view(LZ4_HEAD.size + stored)
         at = self.start + offset
-        read_exactly(descriptor, packed[_LZ4_HEAD.size :], at, lambda: self.where(place))
+        read_exactly(descriptor, packed[LZ4_HEAD.size :], at, lambda: self.where(place))
         self._unpack(packed, raw, place)
 
     def _unpack(self, packed: memoryview, raw: memoryview, place: int) -> None:
         try:
-            _decompress(packed, raw)
+            decompress_packed(packed, raw)
         except CorruptBlock as error:
             raise CorruptBlock(f"{self.where(place)}: {error}{_REMEDY}") from error
 
@@ -253,115 +231,6 @@ class BlockInfo:
     def where(self, place: int) -> str:
         """Name a sample in messages."""
         return f"{self.path}, block {self.block}, sample {place} of it"
-
-
-def decompress_exactly(stored: memoryview, raw: memoryview) -> None:
-    """Decompress LZ4 data into `raw`, which it has to fill exactly. Raises CorruptBlock."""
-    _decompress(_with_head(stored), raw)
-
-
-def _with_head(stored: memoryview) -> memoryview:
-    """Copy LZ4 data behind room for a head, in memory of this thread."""
-    packed = _mine.packed.view(_LZ4_HEAD.size + len(stored))
-    packed[_LZ4_HEAD.size :] = stored
-    return packed
-
-
-def _decompress(packed: memoryview, raw: memoryview) -> None:
-    """Decompress the data that follows the room for a head."""
-    # Loaded at first use. The lz4 package cannot decompress into given memory.
-    from numcodecs.lz4 import decompress
-
-    _LZ4_HEAD.pack_into(packed, 0, len(raw))
-    try:
-        decompress(packed, raw)
-    except (RuntimeError, ValueError) as error:
-        raise CorruptBlock("LZ4 data is damaged") from error
-
-
-def scatter(payload: Buffer, pieces: Sequence[memoryview]) -> None:
-    """Copy a payload into pieces of memory, which are together as long."""
-    view, at = memoryview(payload), 0
-    for piece in pieces:
-        piece[:] = view[at : at + len(piece)]
-        at += len(piece)
-
-
-_CHECKED_BYTES: Final = 1 << 19
-"""Bytes that are read at a time and then checked, while they are in the processor's cache."""
-_REMEDY: Final = " (the file is damaged: restore it, or make it again)"
-
-
-def encode_block(
-    payloads: Sequence[Buffer],
-    *,
-    block: int,
-    fingerprint: str,
-    schema: Schema,
-    compress: bool = False,
-) -> list[Buffer]:
-    """Make a block, as pieces to be written one after another; payloads are not copied.
-
-    Args:
-        payloads: raw bytes of the samples.
-        block: number of the block.
-        fingerprint: of the data set, 32 hex digits.
-        compress: compress with LZ4 each sample for which that saves a sixteenth.
-
-    Raises ValueError when a payload is too large for the format.
-    """
-    schema_text = schema.to_json().encode()
-    table = np.zeros(len(payloads), _ENTRY)
-    head = _HEADER.size + len(schema_text)
-    padding = -head % _ALIGN
-    at = head + padding + table.nbytes
-    pieces: list[Buffer] = []
-    for place, payload in enumerate(payloads):
-        if len(payload) > MAX_SAMPLE_BYTES:
-            raise ValueError(f"sample {place} of block {block} has {len(payload)} bytes")
-        stored = payload
-        if compress:
-            packed = lz4.block.compress(payload, store_size=False)
-            if len(packed) <= len(payload) - len(payload) // 16 - 1:
-                stored = packed
-        table[place] = (at, len(stored), len(payload), xxhash.xxh3_64_intdigest(payload))
-        gap = -len(stored) % _ALIGN
-        pieces.append(stored)
-        if gap:
-            pieces.append(bytes(gap))
-        at += len(stored) + gap
-    fields = (
-        MAGIC,
-        VERSION,
-        0,
-        len(payloads),
-        block,
-        at,
-        bytes.fromhex(fingerprint),
-        len(schema_text),
-        0,
-    )
-    rest = schema_text + bytes(padding) + table.tobytes()
-    digest = xxhash.xxh3_64_intdigest(_HEADER.pack(*fields, 0) + rest)
-    return [_HEADER.pack(*fields, digest) + rest, *pieces]
-
-
-def aligned(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Round sizes of payloads up to the bytes that they take in a block."""
-    return (sizes + _ALIGN - 1) // _ALIGN * _ALIGN
-
-
-def block_sizes(
-    counts: npt.NDArray[np.int64], payloads: npt.NDArray[np.int64], schema: Schema
-) -> npt.NDArray[np.int64]:
-    """Return the bytes of uncompressed blocks, which compression only makes smaller.
-
-    Args:
-        counts: samples of each block; shape (blocks,).
-        payloads: sum of the aligned payload bytes of each block; shape (blocks,).
-    """
-    head = _HEADER.size + len(schema.to_json().encode())
-    return head + -head % _ALIGN + _ENTRY.itemsize * counts + payloads
 
 
 def read_info(
@@ -379,12 +248,12 @@ def read_info(
     available = file_size(descriptor) - start
     if length is None:
         length = available
-    if length > available or length < _HEADER.size:
+    if length > available or length < HEADER.size:
         raise CorruptBlock(f"{where}: truncated to {available} bytes{_REMEDY}")
-    header = bytearray(_HEADER.size)
+    header = bytearray(HEADER.size)
     read_exactly(descriptor, memoryview(header), start, where)
     magic, version, flags, count, block, claimed, fingerprint, schema_bytes, zero, digest = (
-        _HEADER.unpack(header)
+        HEADER.unpack(header)
     )
     if magic != MAGIC:
         raise CorruptBlock(f"{where}: not a block of dlio{_REMEDY}")
@@ -393,21 +262,21 @@ def read_info(
             f"{where}: block format {version} (flags {flags}) is unknown to this version of "
             "dlio: upgrade dlio"
         )
-    rest_bytes = schema_bytes + -(_HEADER.size + schema_bytes) % _ALIGN + count * _ENTRY.itemsize
+    rest_bytes = schema_bytes + -(HEADER.size + schema_bytes) % ALIGN + count * ENTRY.itemsize
     if (
         claimed != length
         or schema_bytes > MAX_SCHEMA_BYTES
         or count > MAX_SAMPLES
-        or _HEADER.size + rest_bytes > length
+        or HEADER.size + rest_bytes > length
     ):
         raise CorruptBlock(f"{where}: its header claims more than its {length} bytes{_REMEDY}")
     rest = bytearray(rest_bytes)
-    read_exactly(descriptor, memoryview(rest), start + _HEADER.size, where)
+    read_exactly(descriptor, memoryview(rest), start + HEADER.size, where)
     header[-8:] = bytes(8)
     if xxhash.xxh3_64_intdigest(bytes(header + rest)) != digest:
         raise CorruptBlock(f"{where}: its header does not match its checksum{_REMEDY}")
-    table = np.frombuffer(bytes(rest[rest_bytes - count * _ENTRY.itemsize :]), _ENTRY)
-    _check_table(table, _HEADER.size + rest_bytes, length, where)
+    table = np.frombuffer(bytes(rest[rest_bytes - count * ENTRY.itemsize :]), ENTRY)
+    _check_table(table, HEADER.size + rest_bytes, length, where)
     schema = Schema.from_json(bytes(rest[:schema_bytes]))
     return BlockInfo(path, start, block, fingerprint.hex(), schema, digest, length, table)
 
@@ -426,7 +295,7 @@ def check_block(memory: memoryview, path: str, start: int, *, payloads: bool = T
     if payloads:
         for place in range(len(info)):
             offset, stored, _, _ = info.table[place].item()
-            info.check(memory[offset : offset + stored], place, _mine.raw)
+            info.check(memory[offset : offset + stored], place, own_scratch.raw)
     return info
 
 

@@ -4,6 +4,7 @@ import os
 import secrets
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
@@ -199,44 +200,32 @@ def mount(
     block_bytes = block_bytes_of(reader)
     requests = options.requests or find_place(reader.path).requests(reader.objects)
     about = {"source": _absolute(reader.path), "format": reader.format, "created": time.time()}
-    opened: list[Tier] = []
-    uses: list[Use] = []
-    intake: Intake | None = None
-    try:
-        uses += [Use(spec.root, reader.fingerprint, about) for spec in specs if spec.kind == "disk"]
+    with ExitStack() as undo:
+        uses = [
+            undo.enter_context(closing(Use(spec.root, reader.fingerprint, about)))
+            for spec in specs
+            if spec.kind == "disk"
+        ]
         notes = []
         if ranks.local(nodes.here)[0] == comm.rank:
             notes = _make_room(specs, int(block_bytes.sum()), reader.fingerprint)
         comm.barrier()
-        for spec in specs:
-            # Jobs of a node that want the same data share one copy, in memory too.
-            apart = "." if spec.kind == "ram" else "/"
-            where = f"{reader.fingerprint}{apart}{folder}".split("/")
-            opened.append(Tier(spec, *where, fingerprint=reader.fingerprint))
-        mine = [_capacity(spec, reader.fingerprint) for spec in specs]
-        everyone = comm.allgather(mine)
-        placed = [
-            Node(name, tuple(everyone[int(ranks.local(number)[0])]))
-            for number, name in enumerate(nodes.names)
+        opened = [
+            undo.enter_context(closing(_open_tier(spec, reader.fingerprint, folder)))
+            for spec in specs
         ]
+        placed = _gather_capacities(comm, nodes, ranks, specs, reader.fingerprint)
         placement = place(block_bytes, placed, reader.fingerprint)
         if isinstance(tiers, str | None):
             _check_size(specs, block_bytes)
         pins = _pins(placement, placed, block_bytes, nodes.here, options.layout)
         _check_room(opened, pins, block_bytes)
         rate = None if options.rate is None else options.rate / comm.size
-        intake = Intake(reader, requests, rate, options.timeout_s)
+        intake = undo.enter_context(closing(Intake(reader, requests, rate, options.timeout_s)))
         hierarchy = Hierarchy(
             reader, opened, pins, ranks=comm.size, intake=intake, check=options.check
         )
-    except BaseException:
-        if intake is not None:
-            intake.close()
-        for tier in opened:
-            tier.close()
-        for use in uses:
-            use.close()
-        raise
+        undo.pop_all()  # From here on, the mount closes them.
     return Mount(
         comm,
         nodes,
@@ -250,6 +239,24 @@ def mount(
         notes=notes,
         decoded_spec=decoded_spec(tiers),
     )
+
+
+def _open_tier(spec: TierSpec, fingerprint: str, node: str) -> Tier:
+    """Open a tier; jobs of a node that want the same data share one copy, in memory too."""
+    if spec.kind == "ram":
+        return Tier(spec, f"{fingerprint}.{node}", fingerprint=fingerprint)
+    return Tier(spec, fingerprint, node, fingerprint=fingerprint)
+
+
+def _gather_capacities(
+    comm: Communicator, nodes: Nodes, ranks: Ranks, specs: Sequence[TierSpec], fingerprint: str
+) -> list[Node]:
+    """Return all nodes with the capacities that their tiers have for this data set. Collective."""
+    everyone = comm.allgather([_capacity(spec, fingerprint) for spec in specs])
+    return [
+        Node(name, tuple(everyone[int(ranks.local(number)[0])]))
+        for number, name in enumerate(nodes.names)
+    ]
 
 
 def _pins(
