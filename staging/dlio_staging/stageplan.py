@@ -2,7 +2,7 @@
 
 import fnmatch
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -165,7 +165,7 @@ def blocks_to_read(mounted: Mount, wanted: npt.NDArray[np.int64]) -> npt.NDArray
     return own
 
 
-def plan_tiers(mounted: Mount, wanted: npt.NDArray[np.int64]) -> dict[str, list[dict[str, Any]]]:
+def plan_tiers(mounted: Mount, wanted: npt.NDArray[np.int64]) -> dict[str, list[dict[str, object]]]:
     """Return the plans of all nodes' tiers as JSON objects, by node name. Collective."""
     plans = []
     for number, tier in enumerate(mounted.hierarchy.tiers):
