@@ -311,7 +311,7 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         self._engines = _Engines()
 
     def check_worker_number_rationality(self) -> None:
-        """Do not warn of more threads than cores. torch's own loader warns of processes."""
+        """Suppress torch's warning about more workers than cores: dlio's workers are threads."""
 
     def __iter__(self) -> Iterator[BatchData]:  # type: ignore[override]
         options = self._options()

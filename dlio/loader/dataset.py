@@ -116,7 +116,7 @@ class Dataset(torch.utils.data.Dataset[Sample]):
         self.epoch = epoch
 
     def retier(self, tiers: Tiers) -> None:
-        """Choose other tiers. Raises UsageError once they are in use."""
+        """Replace the tiers. Raises UsageError if they are already in use."""
         choose_tiers(tiers, 0)
         if self._mount is not None:
             raise UsageError(f"tiers={tiers!r}: {self.path} is in use with tiers={self.tiers!r}")
@@ -135,7 +135,7 @@ class Dataset(torch.utils.data.Dataset[Sample]):
         return self._mount
 
     def close(self) -> None:
-        """Close tiers and files; the contents of shared memory are gone then."""
+        """Close tiers and files, and discard the contents of shared memory."""
         if self._mount is not None:
             self._mount.close()
             self._mount = None

@@ -151,7 +151,7 @@ class _Copier:
             self._hand(last)
 
     def _hand(self, item: _Copied | BaseException | None) -> bool:
-        """Wait for room and queue an item; False if the loader is being closed."""
+        """Queue an item once the queue has room; False if the loader is being closed."""
         while not self._workers.stopping.is_set():
             try:
                 self._ready.put(item, timeout=_POLL_S)

@@ -51,9 +51,9 @@ def decode_sample(schema: Schema, payload: Buffer, name: str) -> Sample:
     writable and aligned, and are copied otherwise.
 
     Args:
-        name: of the sample, for errors.
+        name: name of the sample in errors.
 
-    Raises SourceError when the payload does not match its schema, DecodeError for a damaged image.
+    Raises SourceError if the payload does not match its schema, DecodeError for a damaged image.
     """
     try:
         values = schema.split(payload)

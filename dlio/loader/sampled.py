@@ -54,8 +54,8 @@ class SamplerPass:
         sampler: yields indices.
         batch_sampler: torch's own over `sampler`, or a user's; None without batching.
         generator: source of the sampler's random numbers; None for torch's global one.
-        state: of an earlier pass to continue; None to begin.
-        draws_seed: torch's loader would draw a base seed before the sampler draws.
+        state: state of an earlier pass to continue; None to begin a new pass.
+        draws_seed: draw a base seed before the sampler draws, as torch's loader does.
     """
 
     def __init__(

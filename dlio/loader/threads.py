@@ -304,7 +304,7 @@ def _wrapped(where: str) -> BaseException:
 
 
 def _pinning(options: LoaderOptions) -> Callable[[BatchData], BatchData] | None:
-    """The function that puts a batch of any structure into page-locked memory, if wanted."""
+    """Return a function that copies a batch of any structure into page-locked memory, or None."""
     if not (options.pin_memory and torch.accelerator.is_available()):
         return None
     accelerator = torch.accelerator.current_accelerator()

@@ -61,7 +61,7 @@ class Spans:
 
 
 def path_of(path: str, rank: int, size: int) -> str:
-    """Return the file of a rank: `trace.json`, or `trace.3.json` among several ranks."""
+    """Return the path of a rank's trace: `trace.json`, or `trace.3.json` with several ranks."""
     if size == 1:
         return path
     stem, extension = os.path.splitext(path)

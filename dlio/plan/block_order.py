@@ -86,7 +86,7 @@ class BlockOrder(Order):
         return self.layout.order.samples(place).reshape(given.shape)
 
     def _turn(self, blocks: _I64) -> _I64:
-        """The turn in which each block is read."""
+        """Return the position of each block in the order in which blocks are read."""
         order = Order(len(self.blocks), self.seed, self.epoch)
         return order.positions(blocks)
 

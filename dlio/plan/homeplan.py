@@ -56,7 +56,7 @@ class _Mix:
     total: int
 
     def split(self, places: _I64) -> tuple[npt.NDArray[np.bool_], _I64]:
-        """Return (True for each place of an own item, the item's number among its kind)."""
+        """Return, for each place, (True if its item is an own one, its number among its kind)."""
         before = places * self.count // max(1, self.total)
         ours = (places + 1) * self.count // max(1, self.total) > before
         return ours, np.where(ours, before, places - before)
@@ -182,7 +182,7 @@ class HomePlan:
         )
 
     def _slots(self, node: int, rank: int, first: int, last: int) -> tuple[_I64, _I64]:
-        """(step, slot of the node) of the samples of a rank in steps `first` to `last`."""
+        """Return (step, slot within the node) of a rank's samples in steps `first` to `last`."""
         place = int(np.flatnonzero(self._locals[node] == rank)[0])
         a_step = self._batch_size * len(self._locals[node])
         full = np.arange(first, min(last, self._full_steps), dtype=np.int64)
@@ -197,7 +197,7 @@ class HomePlan:
         return steps, flat
 
     def _filled(self, node: int, slots: _I64) -> tuple[_I64, _I32]:
-        """(sample, home node or -1) of a node's slots."""
+        """Return (sample, home node or -1) for the slots of a node."""
         is_own, number = self._mixes[node].split(slots)
         homes = np.full(len(slots), -1, np.int32)
         places = np.empty(len(slots), np.int64)
@@ -290,7 +290,7 @@ class HomePlan:
     def _sender(
         self, homes: npt.NDArray[np.integer], consumers: npt.NDArray[np.intp]
     ) -> npt.NDArray[np.intp]:
-        """The rank of a home node that sends to a rank: one, so each pair has one message."""
+        """Return the one rank of a home node that sends to a rank, so each pair has one message."""
         number = np.empty(self._ranks.size, np.int64)
         for local in self._locals:
             number[local] = np.arange(len(local))

@@ -103,7 +103,7 @@ def cut_blocks(
 def _snap(
     starts: npt.NDArray[np.int64], edges: npt.NDArray[np.int64], before: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """Move starts that would split a group to its nearer end, unless the group is too large.
+    """Move block starts that would split a group to the group's nearer end, unless it is too large.
 
     Args:
         edges: storage positions at which groups begin, then the number of samples.

@@ -88,7 +88,7 @@ class SampleMask:
 
     @cached_property
     def digest(self) -> str:
-        """Hash of the bitmap, 32 hex digits: masks with the same samples have the same digest."""
+        """Hash of the bitmap in 32 hex digits; equal for masks of the same samples."""
         return xxhash.xxh3_128_hexdigest(self.bits.tobytes())
 
     def holds(self, samples: _I64) -> npt.NDArray[np.bool_]:

@@ -163,8 +163,8 @@ def plan_window(
 ) -> Window:
     """Plan `steps` for `rank` without communication; arguments and cost as for `assign`.
 
-    Plans of ranks that call this alike agree: `a.sends[b]` are, in order, the samples that `b`
-    expects from `a`.
+    The plans of ranks agree if all pass the same arguments: `a.sends[b]` are the samples that `b`
+    expects from `a`, in the same order.
     """
     dealt = assign(order, position, batch_size, steps, home_of, ranks, mode, shares)
     mine = np.flatnonzero(dealt.consumer == rank)

@@ -68,7 +68,7 @@ class FirstBatch:
         self._worker.start()
 
     def settle(self) -> None:
-        """End the reading; `then` is not called after this."""
+        """Stop reading; `then` is not called afterwards."""
         with self._lock:
             self._settled = True
         if self._worker is not None and self._worker.alive():

@@ -196,7 +196,7 @@ class Hierarchy:
         self._first_batch.hurry(samples, then)
 
     def notes(self) -> list[str]:
-        """Return what went wrong and was handled, and what was decided, in words; each once."""
+        """Return sentences about handled failures and decisions, without duplicates."""
         replicas: Callable[[], str] | None = getattr(self.reader, "summary", None)
         return self._notes.all() if replicas is None else [*self._notes.all(), replicas()]
 

@@ -94,7 +94,7 @@ class Use:
     """This process's lease on a data set in a disk tier. Owner: the mount, which closes it."""
 
     def __init__(self, root: str, fingerprint: str, about: Mapping[str, object]) -> None:
-        """Raises TierError when the tier's folder cannot be used."""
+        """Raises TierError if the tier's folder cannot be used."""
         self._name = f"{_LEASE}{job_id()}.{os.getpid()}.{secrets.token_hex(4)}"
         with _locked(root, fcntl.LOCK_SH):
             self._folder = open_private(root, user_folder(), fingerprint)
@@ -130,7 +130,7 @@ class Use:
         self._folder = -1
 
     def _forget_the_dead(self) -> None:
-        """Keep one lease file of each job that is over, for `evict --job`."""
+        """Remove all but one lease file of each finished job; `evict --job` needs that one."""
         newest: dict[str, tuple[float, str]] = {}
         for name in os.listdir(self._folder):
             if not name.startswith(_LEASE) or _is_held(self._folder, name):

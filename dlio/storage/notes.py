@@ -23,6 +23,6 @@ class Notes:
                 self._events.append(event)
 
     def all(self) -> list[str]:
-        """Return the sentences in their order, each once."""
+        """Return the sentences in order, without duplicates."""
         with self._lock:
             return list(dict.fromkeys(self._events))

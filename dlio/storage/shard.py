@@ -116,7 +116,7 @@ class ShardWriter:
         self.offsets.append(self.offsets[-1] + sum(len(piece) for piece in pieces))
 
     def finish(self, footer: Footer) -> None:
-        """Write footer and trailer, and wait until everything is on the disk."""
+        """Write footer and trailer, and sync the file to disk."""
         text = footer.encode()
         trailer = _TRAILER.pack(
             self.offsets[-1], len(text), xxhash.xxh3_64_intdigest(text), TRAILER_MAGIC

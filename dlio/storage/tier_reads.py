@@ -23,13 +23,13 @@ _SMALL_BLOCK: Final = 8
 
 
 class TierReads:
-    """Reads samples from the tier that their block is in, and brings the block if need be.
+    """Reads samples from the tier of their block, and fetches the block if it is missing.
 
-    While a small budget lasts, a sample whose block has not arrived is read on its own, so that
-    the first batch does not wait for as many whole blocks as it has samples. A block that proves
-    damaged is filled again, once: the disk may be bad. Thread-safe.
+    While a small budget lasts, a sample of a missing block is read from the source alone, so that
+    the first batch does not wait for as many whole blocks as it has samples. A damaged block is
+    fetched again, but only once, because the disk may be defective. Thread-safe.
 
-    Invariant, under the lock: `budget_bytes` does not become negative, and a block is renewed once.
+    Invariant, under the lock: `budget_bytes` is never negative, and no block is renewed twice.
 
     Args:
         ranks: number of ranks in the job, which share the budget.

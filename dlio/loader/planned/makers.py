@@ -93,7 +93,7 @@ class DirectSlots(Slots, Protocol):
     """Slots that a payload's bytes can be read into, without decoding."""
 
     def pieces(self, slot: int) -> list[memoryview]:
-        """Return where the payload's bytes belong, one after another."""
+        """Return the memory for consecutive parts of a payload."""
 
     def filled(self, slot: int, pieces: list[memoryview]) -> None:
         """Finish a slot whose pieces have been read; called in place of `make`."""
@@ -283,7 +283,7 @@ class _Arrays:
 
 
 class _DirectArrays(_Arrays):
-    """Arrays so large that they are read to where they belong."""
+    """A batch of large arrays, whose payloads are read directly into the batch's memory."""
 
     def pieces(self, slot: int) -> list[memoryview]:
         return [

@@ -264,7 +264,7 @@ class Pipeline:
     def _read_direct(
         self, direct: DirectSlots, step: Step, slot: int, spent: dict[str, float]
     ) -> None:
-        """Read a payload into the batch itself."""
+        """Read a payload directly into the batch's memory."""
         hierarchy = self._work.hierarchy
         began = time.perf_counter()
         pieces = direct.pieces(slot)
