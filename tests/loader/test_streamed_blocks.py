@@ -16,7 +16,7 @@ N = 3000
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("passing")
+    root = tmp_path_factory.mktemp("streamed")
     values = np.arange(N * 250).reshape(N, 250)
     np.save(root / "values.npy", values)
     pack(str(root / "values.npy"), str(root / "packed"), compress="none")

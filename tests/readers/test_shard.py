@@ -166,7 +166,7 @@ def test_shards_that_are_cut_off_or_missing_are_refused(packed: Path, tmp_path: 
 def test_an_existing_destination_is_kept(packed: Path, source: Path) -> None:
     with pytest.raises(UsageError, match="exists"):
         pack(str(source), str(packed))
-    with pytest.raises(UsageError, match="no folder"):
+    with pytest.raises(UsageError, match="does not exist"):
         pack(str(source), str(packed / "no" / "where"))
 
 
