@@ -56,7 +56,7 @@ test-all: setup
 coverage: setup
 	$(BIN)/coverage erase
 	$(BIN)/coverage run -m pytest -n $(JOBS)
-	$(BIN)/python .ci/measure_coverage.py
+	$(BIN)/python tests/house/measure_coverage.py
 
 lint: setup
 	$(BIN)/ruff check .

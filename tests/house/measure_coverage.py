@@ -1,6 +1,6 @@
 """Combine the data of a test run and write the figures to `.ci/coverage.json`.
 
-coverage run -m pytest && python .ci/measure_coverage.py
+coverage run -m pytest && python tests/house/measure_coverage.py
 """
 
 import datetime

@@ -1,7 +1,7 @@
 """Check public modules: `__all__`, docstrings, and signatures without `Any`.
 
-    python .ci/public.py            # print complaints
-    python .ci/public.py --write    # add `__all__` where it is missing
+    python tests/house/public.py            # print complaints
+    python tests/house/public.py --write    # add `__all__` where it is missing
 
 A module is public unless a part of its path begins with an underscore. Its `__all__` holds every
 function and class that it defines, but for those whose names begin with an underscore.
