@@ -8,13 +8,13 @@ DATA ?=
 # Tests that run at a time. They have to pass on a busy machine, too.
 JOBS ?= 2
 
-.PHONY: help setup demo test test-all coverage lint check bench docs clean
+.PHONY: help setup tools demo test test-all coverage lint check bench docs clean
 help:
 	@echo "make demo [DATA=folder]  train on pictures drawn for it, or on yours, with 2 MPI ranks"
 	@echo "make test [JOBS=2]       run the tests"
 	@echo "make test-all            run the nightly tests, too: those that take minutes"
 	@echo "make coverage            measure branch coverage, write .ci/coverage.json"
-	@echo "make lint                lint, format, import contracts, types"
+	@echo "make lint                lint, format, import contracts, types, language"
 	@echo "make check               all that CI does: tests and lint"
 	@echo "make bench               loading speed compared with torch's DataLoader, on the demo's pictures"
 	@echo "make docs                the documentation as a site, in .cache/site"
@@ -59,13 +59,24 @@ coverage: setup
 	$(BIN)/python tests/house/measure_coverage.py
 
 lint: setup
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/lint-imports
-	$(BIN)/mypy
+	@failed=; for check in "ruff check ." "ruff format --check ." lint-imports mypy \
+	    "python tests/house/language.py"; do \
+	  echo "== $$check"; $(BIN)/$$check || failed="$$failed '$$check'"; done; \
+	  [ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
 
-check:
-	bash .ci/run
+# The checks of the text run next to the tests, line by line.
+check: setup
+	$(MAKE) --keep-going --jobs 2 --output-sync=line lint test
+
+# Tools that some tests need and machines may lack; without, those tests skip.
+TOOLS := fuse3 libjpeg-turbo-progs strace e2fsprogs
+tools:
+	@ldconfig -p | grep -q libfuse3 && command -v jpegtran >/dev/null && \
+	  command -v strace >/dev/null && command -v mkfs.ext4 >/dev/null || \
+	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	    { timeout 240 apt-get update -qq && \
+	      timeout 240 apt-get install -y -qq --no-install-recommends $(TOOLS); } >/dev/null 2>&1; } || \
+	  echo "without $(TOOLS) some tests skip"
 
 bench: setup
 	$(BIN)/dlio demo --draw-only
