@@ -75,7 +75,7 @@ def _check(config: TrainConfig, ranks: int) -> None:
     check_name("--model", config.model, MODEL_NAMES)
     for callback in config.callback:
         check_name("--callback", callback, ())
-    config.check_outputs()
+    config.check_run()
     choose_tiers(config.tiers, 0)
     for path in (config.source, config.val, *config.replica):
         if path is not None:

@@ -253,7 +253,6 @@ class TrainConfig:
             unit="epochs",
             least=1,
             default_text="never",
-            needs="val",
         ),
     ] = None
     tensorboard: Annotated[
@@ -316,8 +315,15 @@ class TrainConfig:
             return self.lr
         return usual_lr(self.optimizer, self.batch_size * self.accumulate * ranks)
 
-    def check_outputs(self) -> None:
-        """Raise UsageError before the run when one of its results cannot be written."""
+    def check_run(self) -> None:
+        """Raise UsageError before the run when one of its results cannot be written, or when it
+        lacks held-out data that an option needs.
+
+        The latter is not checked when the record is made: `dlio train` finds held-out data next to
+        the training data.
+        """
+        if self.early_stopping is not None and self.val is None:
+            raise UsageError("--early-stopping needs --val, too")
         outputs = {
             "--report": self.report,
             "--trace": self.trace,

@@ -34,7 +34,7 @@ def train(config: TrainConfig) -> RunReport:
     Raises DlioError for errors that a user can fix. Other ranks may then wait for this one; the
     caller ends them with `dlio.comm.abort`.
     """
-    config.check_outputs()
+    config.check_run()
     comm = world()
     with ExitStack() as stack:
         checkpoints = None

@@ -230,7 +230,7 @@ def test_a_users_own_callback_and_model(dlio: Dlio, pictures: Path, here: Path) 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--model", "nets:nothing"], "nets has no nothing"),
+        (["--model", "nets:nothing"], "nets has no callable nothing"),
         (["--model", "nowhere:net"], "no module nowhere"),
         (["--model", "nets:mlp(depth=3)"], "depth"),
         (["--model", "nets:mlp(3)"], "option=value"),
