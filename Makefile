@@ -8,7 +8,7 @@ DATA ?=
 # Tests that run at a time. They have to pass on a busy machine, too.
 JOBS ?= 2
 
-.PHONY: help setup tools demo test test-all coverage lint check bench docs clean
+.PHONY: help setup tools demo test test-all coverage lint lint-in-one-piece check bench docs clean
 help:
 	@echo "make demo [DATA=folder]  train on pictures drawn for it, or on yours, with 2 MPI ranks"
 	@echo "make test [JOBS=2]       run the tests"
@@ -64,9 +64,12 @@ lint: setup
 	  echo "== $$check"; $(BIN)/$$check || failed="$$failed '$$check'"; done; \
 	  [ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
 
-# The checks of the text run next to the tests, line by line.
+# Lint runs next to the tests, and is printed in one piece.
 check: setup
-	$(MAKE) --keep-going --jobs 2 --output-sync=line lint test
+	$(MAKE) --keep-going --jobs 2 test lint-in-one-piece
+
+lint-in-one-piece: setup
+	@$(MAKE) --no-print-directory lint >$(VENV)/lint.log 2>&1; code=$$?; cat $(VENV)/lint.log; exit $$code
 
 # Tools that some tests need and machines may lack; without, those tests skip.
 TOOLS := fuse3 libjpeg-turbo-progs strace e2fsprogs
