@@ -132,8 +132,10 @@ class ReplicatedBlocks(Replicated):
     """A reader over replicas that store blocks; see `StoredBlocks`."""
 
     @property
-    def block_bytes(self) -> int:
-        return int(self._first.block_bytes)
+    def block_bytes(self) -> npt.NDArray[np.int64]:
+        """File bytes of each block; shape (blocks,)."""
+        block_bytes: npt.NDArray[np.int64] = self._first.block_bytes
+        return block_bytes
 
     def stored_at(self, block: int) -> int:
         return int(self._first.stored_at(block))
