@@ -26,6 +26,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "train"
 
 
+# Alone: on a busy machine samples are read on their own before their block has come, and the bytes
+# of whole blocks are exceeded.
+@pytest.mark.alone
 @pytest.mark.mpi
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_every_mode_gives_each_kept_sample_once_and_reads_no_other(
