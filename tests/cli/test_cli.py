@@ -148,7 +148,7 @@ def test_a_missing_mpirun_is_named_with_its_remedy(
     )
     if shutil.which("mpirun", path="/usr/bin:/bin"):
         pytest.skip("the system has an mpirun of its own")
-    assert _is_one_clear_line(done, "no mpirun", "dlio[mpi]")
+    assert _is_one_clear_line(done, "mpirun, which is not installed", "dlio[mpi]")
 
 
 def test_a_wrong_option_is_named_with_the_nearest_valid_one(dlio: Dlio, pictures: Path) -> None:
