@@ -56,6 +56,12 @@ def pytest_configure(config: pytest.Config) -> None:
     sys.executable = os.environ[_STAND_IN]
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    warm = terminalreporter.config.stash.get(_WARM, None)
+    for reason, count in warm.refused().most_common() if warm else ():
+        terminalreporter.write_line(f"{count} commands ran in new interpreters: {reason}")
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     warm = config.stash.get(_WARM, None)
     if warm is not None:

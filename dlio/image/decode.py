@@ -367,6 +367,8 @@ def _damaged(name: str, reason: str) -> DecodeError:
     )
 
 
+# Its own limit, as it reads headers that dlio does not; and damage is not to be printed, too.
+_OPENCV: Final = {"OPENCV_IO_MAX_IMAGE_PIXELS": str(MAX_PIXELS), "OPENCV_LOG_LEVEL": "SILENT"}
 _cv2: ModuleType | None = None
 _jpeg: ModuleType | None = None
 
@@ -375,10 +377,14 @@ def opencv() -> ModuleType:
     """Return OpenCV, loaded at first use, without threads of its own."""
     global _cv2
     if _cv2 is None:
-        os.environ.setdefault("OPENCV_IO_MAX_IMAGE_PIXELS", str(MAX_PIXELS))
-        # It would also print damage to standard error.
-        os.environ.setdefault("OPENCV_LOG_LEVEL", "SILENT")
-        import cv2
+        # It reads them when it is loaded. Processes that this one starts shall not inherit them.
+        added = {name: value for name, value in _OPENCV.items() if name not in os.environ}
+        os.environ.update(added)
+        try:
+            import cv2
+        finally:
+            for name in added:
+                os.environ.pop(name, None)
 
         cv2.setNumThreads(0)
         _cv2 = cv2

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
@@ -58,6 +59,11 @@ class WarmPython:
                     start_new_session=True,
                 )
             )
+
+    def refused(self) -> Counter[str]:
+        """Return how many commands the servers refused, by reason."""
+        files = Path(self._folder).glob("*.refused")
+        return Counter(line for file in files for line in file.read_text().splitlines())
 
     def close(self) -> None:
         """End the servers and their programs, and remove the stand-in."""

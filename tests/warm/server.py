@@ -32,9 +32,9 @@ _PRELOADED = (
     "torch.distributed.checkpoint.filesystem",
     "mpi4py",
     "fsspec",
-    "typer",
+    "cyclopts",
+    "yaml",
     "rich.progress",
-    "cv2",
     "lz4.frame",
     "xxhash",
     "simplejpeg",
@@ -42,7 +42,7 @@ _PRELOADED = (
 _NAMESPACES = ("net", "mnt", "pid", "user", "ipc")
 _READ_AT_IMPORT = (b"PYTHON", b"TORCH", b"MKL", b"KMP", b"NUMPY", b"OPENCV")
 """Prefixes of variables that the interpreter or a preloaded module reads when it starts."""
-_TAKEN_OVER = (b"PYTHONPATH", b"PYTHONUNBUFFERED")
+_TAKEN_OVER = (b"PYTHONPATH", b"PYTHONUNBUFFERED", b"TORCHINDUCTOR_CACHE_DIR")
 _LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 _REQUEST_TIMEOUT_S = 10
 
@@ -119,7 +119,11 @@ def _serve(listener: socket.socket) -> _Command | None:
 
 
 def _receive(connection: socket.socket) -> _Command | None:
-    """The command of a new client; None where a child of this process cannot imitate it."""
+    """The command of a new client; None where a child of this process cannot imitate it.
+
+    Why it cannot is added to a file, as tests with new interpreters take several times longer.
+    """
+    listener = connection.getsockname().removesuffix(".new")
     connection.settimeout(_REQUEST_TIMEOUT_S)
     streams: list[int] = []
     try:
@@ -132,8 +136,11 @@ def _receive(connection: socket.socket) -> _Command | None:
                 raise EOFError("the client is gone")
             request += piece
         client, arguments, environment, folder, umask = marshal.loads(request)
-        if not _is_alike(client, environment):
-            raise ValueError("needs an interpreter of its own")
+        difference = _difference(client, environment)
+        if difference:
+            with open(f"{listener}.refused", "a", encoding="utf-8") as refused:
+                refused.write(f"{difference}\n")
+            raise ValueError(difference)
     except (OSError, EOFError, ValueError, TypeError):
         for descriptor in streams:
             os.close(descriptor)
@@ -143,18 +150,18 @@ def _receive(connection: socket.socket) -> _Command | None:
     return _Command(client, arguments, environment, folder, umask, files)
 
 
-def _is_alike(client: int, environment: dict[bytes, bytes]) -> bool:
-    """True if a child of this process can stand in for the client."""
+def _difference(client: int, environment: dict[bytes, bytes]) -> str:
+    """Why no child of this process can stand in for the client; empty where one can."""
     for kind in _NAMESPACES:
         if os.readlink(f"/proc/{client}/ns/{kind}") != os.readlink(f"/proc/self/ns/{kind}"):
-            return False
+            return f"another {kind} namespace"
     if os.stat(f"/proc/{client}").st_uid != os.geteuid():
-        return False
-    return all(
-        os.environb.get(name) == value
-        for name, value in environment.items()
-        if name.startswith(_READ_AT_IMPORT) and name not in _TAKEN_OVER
-    )
+        return "another user"
+    for name, value in environment.items():
+        matters = name.startswith(_READ_AT_IMPORT) and name not in _TAKEN_OVER
+        if matters and os.environb.get(name) != value:
+            return f"{os.fsdecode(name)} is set"
+    return ""
 
 
 def _close(streams: dict[int, int]) -> None:
