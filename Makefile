@@ -6,12 +6,14 @@ BIN := $(VENV)/bin
 DATA ?=
 
 # Tests that run at a time. They have to pass on a busy machine, too.
-JOBS ?= 2
+JOBS ?= 3
+# Without bytecode, each of the many processes that tests start would compile what it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup tools demo test test-all coverage lint lint-in-one-piece check bench docs clean
 help:
 	@echo "make demo [DATA=folder]  train on pictures drawn for it, or on yours, with 2 MPI ranks"
-	@echo "make test [JOBS=2]       run the tests"
+	@echo "make test [JOBS=3]       run the tests"
 	@echo "make test-all            run the nightly tests, too: those that take minutes"
 	@echo "make coverage            measure branch coverage, write .ci/coverage.json"
 	@echo "make lint                lint, format, import contracts, types, language"

@@ -1,6 +1,7 @@
 """Fixtures and helpers for the tests of several packages."""
 
 import fcntl
+import gc
 import os
 import resource
 import shutil
@@ -43,8 +44,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell starts background jobs with SIGINT ignored, and children inherit that.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Otherwise waiting ranks spin on cores that other ranks and tests need.
+    # Hundreds of processes would each compile what they import.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    # Otherwise waiting ranks and threads spin on cores that others need.
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if config.getoption("--cold") or config.getoption("--collect-only"):
         return
     # Before test modules are imported: some build the command line of `dlio` at import.
@@ -71,6 +75,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.freeze()  # Tests that collect garbage would go through all that torch made, each time.
     warm = session.config.stash.get(_WARM, None)
     if warm is not None and any(_starts_processes(item) for item in session.items):
         warm.start()

@@ -33,10 +33,10 @@ _RANKS: Final = 4
 _SAMPLE_BYTES: Final = 100_000
 
 
-def plan(repeats: int) -> dict[str, object]:
+def plan(repeats: int, large_samples: int = 10**9) -> dict[str, object]:
     """128 nodes of 8 ranks, batches of 32, 1.28 million samples: shares of the bytes that move, and
-    seconds that one rank takes to plan a whole epoch; 10^9 samples in mode `global`: seconds and
-    bytes of memory."""
+    seconds that one rank takes to plan a whole epoch; `large_samples` in mode `global`: seconds
+    and bytes of memory."""
     from dlio.forecast.traffic import job_of, traffic
     from dlio.plan.epoch import plan_epoch
     from dlio.plan.placement import Node
@@ -63,7 +63,7 @@ def plan(repeats: int) -> dict[str, object]:
 
         seconds = [_seconds(whole) for _ in range(repeats)]
         results.setdefault(mode, {})["seconds_a_rank"] = spread(seconds)
-    large = job_of(10**9, 110_000, nodes, 8, 32, "global")
+    large = job_of(large_samples, 110_000, nodes, 8, 32, "global")
 
     def whole_large() -> None:
         planner = plan_epoch(large.plan(1, 77))

@@ -182,6 +182,7 @@ def parameter_of(field: Field, required: bool) -> inspect.Parameter:
     default: Any = inspect.Parameter.empty
     if kind is not inspect.Parameter.VAR_POSITIONAL and not required:
         default = None
+        hint = hint | None  # Where pydantic is loaded, cyclopts compares defaults with types.
     return inspect.Parameter(
         field.name, kind, default=default, annotation=Annotated[hint, parameter]
     )

@@ -27,7 +27,7 @@ except (ImportError, RuntimeError) as error:
     ) from error
 
 from dlio.comm.funnel import use_funnel
-from dlio.comm.protocol import Array, Buffer, Communicator, Op, Request
+from dlio.comm.protocol import Array, Buffer, Communicator, Op, Request, broadcast_json
 from dlio.comm.single import SingleCommunicator
 from dlio.comm.waiting import LONGEST_SLEEP_S, default_timeout_s, wait_all
 from dlio.errors import CommError
@@ -142,16 +142,7 @@ class MpiCommunicator:
         ]
 
     def tell(self, value: _T, root: int = 0) -> _T:
-        text = np.empty(0, np.uint8)
-        if self.rank == root:
-            text = np.frombuffer(json.dumps(value).encode(), np.uint8).copy()
-        length = np.array([len(text)])
-        self.bcast(length, root)
-        if self.rank != root:
-            text = np.empty(int(length[0]), np.uint8)
-        self.bcast(text, root)
-        received: _T = json.loads(text.tobytes())
-        return received
+        return broadcast_json(self, value, root)
 
     def barrier(self) -> None:
         meeting = _call(lambda: self._comm.Ibarrier())

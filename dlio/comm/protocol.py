@@ -1,12 +1,13 @@
 """The contract between ranks: a communicator and its requests."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Array", "Buffer", "Communicator", "Json", "Op", "Request"]
+__all__ = ["Array", "Buffer", "Communicator", "Json", "Op", "Request", "broadcast_json"]
 
 Buffer: TypeAlias = bytearray | memoryview | npt.NDArray[np.uint8]
 """Memory that messages are read from and written to."""
@@ -107,3 +108,21 @@ class Communicator(Protocol):
 
     def close(self) -> None:
         """Release a duplicate or a part. Collective over its ranks; the world stays open."""
+
+
+def broadcast_json(communicator: Communicator, value: _T, root: int = 0) -> _T:
+    """Return `root`'s value on all ranks, by two broadcasts. Collective.
+
+    Args:
+        value: as for `Communicator.tell`.
+    """
+    text = np.empty(0, np.uint8)
+    if communicator.rank == root:
+        text = np.frombuffer(json.dumps(value).encode(), np.uint8).copy()
+    length = np.array([len(text)])
+    communicator.bcast(length, root)
+    if communicator.rank != root:
+        text = np.empty(int(length[0]), np.uint8)
+    communicator.bcast(text, root)
+    received: _T = json.loads(text.tobytes())
+    return received

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, Store
 
-from dlio.comm.protocol import Array, Buffer, Communicator, Op, Request
+from dlio.comm.protocol import Array, Buffer, Communicator, Op, Request, broadcast_json
 from dlio.comm.single import SingleCommunicator
 from dlio.comm.torch_mail import Mail
 from dlio.comm.waiting import default_timeout_s, wait_all
@@ -106,16 +106,7 @@ class TorchCommunicator:
         ]
 
     def tell(self, value: _T, root: int = 0) -> _T:
-        text = np.empty(0, np.uint8)
-        if self.rank == root:
-            text = np.frombuffer(json.dumps(value).encode(), np.uint8).copy()
-        length = np.array([len(text)])
-        self.bcast(length, root)
-        if self.rank != root:
-            text = np.empty(int(length[0]), np.uint8)
-        self.bcast(text, root)
-        received: _T = json.loads(text.tobytes())
-        return received
+        return broadcast_json(self, value, root)
 
     def barrier(self) -> None:
         with self._errors("barrier"):

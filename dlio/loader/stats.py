@@ -43,6 +43,9 @@ class PassStats(TypedDict):
     messages: NotRequired[int]
     late: NotRequired[int]
     """Samples that a peer did not send in time."""
+    single_bytes: NotRequired[int]
+    """Payload bytes of samples that were read from the source on their own, not with their block.
+    """
     healed: NotRequired[int]
     """Samples that failed their checksum in a tier."""
     decoded: NotRequired[int]

@@ -20,6 +20,9 @@ class Counters:
     """Samples read from the source because their copy in a tier failed its checksum."""
     late: int = 0
     """Samples read from the source because a peer did not send them before the deadline."""
+    single_bytes: int = 0
+    """Payload bytes of samples that were read from the source on their own, as they were wanted
+    before their block had come, or had failed their checksum, or have no tier."""
     sent: int = 0
     """Payload bytes pushed to peers."""
     messages: int = 0
@@ -47,6 +50,7 @@ class Counters:
                 "bytes": dict(self.bytes),
                 "healed": self.healed,
                 "late": self.late,
+                "single_bytes": self.single_bytes,
                 "sent": self.sent,
                 "messages": self.messages,
                 "decoded": self.decoded,

@@ -79,6 +79,7 @@ class FirstBatch:
         def read(sample: int) -> None:
             payload = self._reader.read(np.array([sample], np.int64))[0]
             self._counters.add_bytes("source", len(payload))
+            self._counters.add("single_bytes", len(payload))
             self._early.put(sample, payload)
 
         try:

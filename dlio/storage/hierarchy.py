@@ -159,6 +159,7 @@ class Hierarchy:
         """Return the payload as the source has it now; counted."""
         payload = self.reader.read(np.array([sample], np.int64))[0]
         self.counters.add_bytes("source", len(payload))
+        self.counters.add("single_bytes", len(payload))
         return payload
 
     def fill(self, block: int, timeout_s: float | None = None) -> bool:

@@ -148,12 +148,21 @@ def _ended(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[object, str,
 def test_a_printed_configuration_is_read_back(
     argv: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    code, printed, _ = _ended(capsys, *argv, "--print-config")
-    assert code == 0
+    code, printed, errors = _ended(capsys, *argv, "--print-config")
+    assert code == 0, errors
     assert set(yaml.safe_load(printed)) == {f.key for f in COMMANDS[argv[0]].config_fields}
     file = tmp_path / "run.yaml"
     file.write_text(printed)
     assert _ended(capsys, argv[0], "--config", str(file), "--print-config")[1] == printed
+
+
+def test_other_libraries_do_not_change_how_options_are_read(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Cyclopts validates by pydantic where something has loaded it, such as a model's module."""
+    pytest.importorskip("pydantic")
+    code, _, errors = _ended(capsys, "stage", "data", "--tiers", "ram:1GiB", "--print-config")
+    assert code == 0, errors
 
 
 def test_the_command_line_overrides_the_file(
@@ -162,8 +171,8 @@ def test_the_command_line_overrides_the_file(
     file = tmp_path / "run.yaml"
     file.write_text("source: a\nepochs: 7\nbalance: true\nprune: off\nlr: 1e-3\nbatch-size: 8\n")
     options = ["--config", str(file), "--epochs", "9", "--no-balance", "--print-config"]
-    code, printed, _ = _ended(capsys, "train", *options)
-    assert code == 0
+    code, printed, errors = _ended(capsys, "train", *options)
+    assert code == 0, errors
     stated = yaml.safe_load(printed)
     assert (stated["source"], stated["epochs"], stated["balance"]) == ("a", 9, False)
     assert (stated["prune"], stated["lr"], stated["batch_size"]) == ("off", 0.001, 8)
@@ -218,6 +227,7 @@ def test_arguments_after_the_script_are_passed_to_it(monkeypatch: pytest.MonkeyP
         assert dataclasses.astuple(seen[-1]["script"]) == ("train.py", tuple(more))
 
 
+@pytest.mark.cold
 def test_the_launcher_of_ranks_does_not_import_torch(pictures: Path, tmp_path: Path) -> None:
     """The launcher checks options, model, data and tiers; a stub takes the record."""
     text = (

@@ -29,7 +29,7 @@ def _run(framework: str, ranks: int, folder: Path) -> list[dict[str, Any]]:
     return [json.JSONDecoder().raw_decode('{"seen"' + part)[0] for part in parts]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("framework", ["lightning", "accelerate", "transformers"])
 def test_an_epoch_is_every_sample_once(framework: str, ranks: int, tmp_path: Path) -> None:
     reports = _run(framework, ranks, tmp_path)

@@ -76,6 +76,7 @@ def main(folder: str) -> None:
                     "refused": refused,
                     "bytes": stats["bytes"],
                     "late": stats["late"],
+                    "single_bytes": stats["single_bytes"],
                 }
             )
     print(json.dumps({"rank": world().rank, "cases": reports}), flush=True)

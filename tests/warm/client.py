@@ -45,7 +45,10 @@ def _can_be_served(arguments: list[str]) -> bool:
         return False
     if arguments[0].startswith("-") and arguments[0] not in ("-m", "-c"):
         return False
-    if arguments[0] == "-m" and not arguments[1].startswith(("dlio.cli", "dlio_")):
+    # The reaper outlives the program that starts it, and imports nothing.
+    if arguments[0] == "-m" and arguments[1] == "dlio.util.reaper":
+        return False
+    if arguments[0] == "-m" and not arguments[1].startswith(("dlio.", "dlio_")):
         return False
     # The listing's own descriptor is one of them.
     return all(
