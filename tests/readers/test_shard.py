@@ -195,6 +195,7 @@ def test_a_full_disk_is_one_clear_error(source: Path, tmp_path: Path, full_disk:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
+@pytest.mark.cold
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_packing_leaves_nothing_for_long(
     source: Path, tmp_path: Path, number: signal.Signals
