@@ -50,7 +50,7 @@ def spread(value: Json) -> str:
 
 
 def loader_rows(name: str = "loader") -> list[tuple[str, str, str, str]]:
-    """Return (loader, samples/s, seconds to the first batch, PSS in MiB) of each contender."""
+    """Return (loader, samples/s, seconds to the first batch of a later epoch, PSS in MiB) of each contender."""
     report = _dict(read(name)["report"])
     first, footprint = _dict(report["first_batch_s"]), _dict(report["footprint"])
     rows = []
@@ -82,7 +82,9 @@ def readme_part() -> str:
     assert isinstance(stored["load_average"], list)
     load = number(_float(stored["load_average"][0]))
     return (
-        _table(("loader", "samples/s", "first batch, s", "PSS, MiB"), loader_rows())
+        _table(
+            ("loader", "samples/s", "first batch of a later epoch, s", "PSS, MiB"), loader_rows()
+        )
         + f"\n\n`{stored['command']}`: {stored['data']}; medians (minimum to maximum), commit "
         f"`{machine['commit']}`, {machine['cores']} cores, load average {load}.\n"
     )
@@ -112,7 +114,9 @@ def _provenance(stored: Mapping[str, Json]) -> str:
 
 
 def _loader(report: Mapping[str, Json]) -> str:
-    table = _table(("loader", "samples/s", "first batch, s", "PSS, MiB"), loader_rows())
+    table = _table(
+        ("loader", "samples/s", "first batch of a later epoch, s", "PSS, MiB"), loader_rows()
+    )
     ratios = [
         f"- {key.replace('_over_', ' / ')}: {spread(value)}"
         for key, value in report.items()
