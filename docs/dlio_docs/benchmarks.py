@@ -50,7 +50,7 @@ def spread(value: Json) -> str:
 
 
 def loader_rows(name: str = "loader") -> list[tuple[str, str, str, str]]:
-    """Return (loader, samples/s, seconds to the first batch of a later epoch, PSS in MiB) of each contender."""
+    """Return each contender's name, samples/s, seconds to a later epoch's first batch, and MiB."""
     report = _dict(read(name)["report"])
     first, footprint = _dict(report["first_batch_s"]), _dict(report["footprint"])
     rows = []
