@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 _STAND_IN = "DLIO_TEST_PYTHON"
 """Environment variable with the stand-in for Python that the controller of pytest-xdist made."""
+_NIGHTLY_TIMEOUT_S = 4 * 3600
 _WARM = pytest.StashKey[WarmPython]()
 
 
@@ -114,11 +115,13 @@ def _cold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--nightly"):
-        return
     for item in items:
-        if item.get_closest_marker("nightly"):
+        if not item.get_closest_marker("nightly"):
+            continue
+        if not config.getoption("--nightly"):
             item.add_marker(pytest.mark.skip(reason="takes minutes: pytest --nightly runs it"))
+        elif not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(_NIGHTLY_TIMEOUT_S))
 
 
 def in_time(condition: Callable[[], bool], seconds: float = 20) -> bool:

@@ -44,7 +44,6 @@ def test_a_script_may_end_without_closing_its_loader(pictures: Path, kind: str, 
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(4 * 3600)
 def test_300_scripts_end_well_on_a_busy_machine(pictures: Path) -> None:
     cases = [KINDS[k % len(KINDS)] for k in range(300)]
     with busy(4), ThreadPoolExecutor(2) as pool:
