@@ -99,7 +99,9 @@ class ReaderTests(ABC):
     def test_payloads_come_in_the_order_of_the_request(self, tmp_path: Path) -> None:
         reader = self.make(tmp_path)
         drawn = np.random.default_rng(0).integers(0, len(reader), 3 * len(reader))
-        for sample, payload in zip(drawn.tolist(), reader.read(drawn), strict=True):
+        payloads = reader.read(drawn)
+        assert len(payloads) == len(drawn)
+        for sample, payload in zip(drawn.tolist(), payloads, strict=True):
             self._assert_expected(reader, sample, payload)
 
     def test_a_request_for_no_samples_gives_none(self, tmp_path: Path) -> None:
@@ -146,9 +148,12 @@ class ReaderTests(ABC):
             gate.wait(_DEADLINE_S)
             for _ in range(3):
                 for k, sample in enumerate(order.tolist()):
-                    (payload,) = reader.read(order[k : k + 1])
-                    self._assert_expected(reader, sample, payload)
-                for sample, payload in zip(order.tolist(), reader.read(order), strict=True):
+                    payloads = reader.read(order[k : k + 1])
+                    assert len(payloads) == 1
+                    self._assert_expected(reader, sample, payloads[0])
+                payloads = reader.read(order)
+                assert len(payloads) == len(order)
+                for sample, payload in zip(order.tolist(), payloads, strict=True):
                     self._assert_expected(reader, sample, payload)
 
         with ThreadPoolExecutor(_THREADS) as pool:
