@@ -8,7 +8,8 @@
     ├── TierError             a tier cannot be used: not writable, not dlio's, wrong owner
     │   └── TierFull          a tier, or the disk below it, has no room
     └── CommError             communication between ranks failed
-        └── CommTimeout       a deadline passed; names the ranks that did not answer
+        ├── CommTimeout       a deadline passed; names the ranks that did not answer
+        └── PeerLost          a rank is gone; the others may go on without it
 
 Each message names the error, its place (path, block, sample, rank) and the remedy.
 """
@@ -19,6 +20,7 @@ __all__ = [
     "CorruptBlock",
     "DecodeError",
     "DlioError",
+    "PeerLost",
     "SourceError",
     "TierError",
     "TierFull",
@@ -60,3 +62,10 @@ class CommError(DlioError, RuntimeError):
 
 class CommTimeout(CommError, TimeoutError):
     """A deadline passed while waiting for other ranks."""
+
+
+class PeerLost(CommError):
+    """A rank is gone: the generation of communicators that it belonged to is over.
+
+    `dlio.comm.membership` makes the next one of the ranks that are left.
+    """

@@ -9,13 +9,14 @@ from `dlio stage` if its deadline passes; 130 if interrupted; 1 for a bug, with 
 """
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from dlio.errors import DlioError, UsageError
-from dlio.util.settings import LAUNCHER, settings, unknown_variables
+from dlio.util.settings import DONE, LAUNCHER, settings, unknown_variables
 
 __all__ = ["guarded", "main"]
 
@@ -72,11 +73,42 @@ def guarded(run: Callable[[], object]) -> NoReturn:
         if under_mpi():
             os._exit(_INTERRUPTED)  # An ordinary exit would wait in MPI for the other ranks.
         print("dlio: interrupted", file=sys.stderr, flush=True)
+    if DONE in os.environ:
+        _end_alone(code if isinstance(code, int) else 1)
     if code and "mpi4py" in sys.modules:
         from dlio.comm.world import abort
 
         abort(code if isinstance(code, int) else 1)
     sys.exit(code if isinstance(code, int | str) else 0)
+
+
+def _end_alone(code: int) -> None:
+    """End a rank that others may survive, where MPI would hang or let them wait for it.
+
+    Returns if no rank has been lost, and an ordinary exit will do.
+    """
+    if "dlio.comm.ulfm" not in sys.modules:
+        return
+    from dlio.comm import world
+
+    comm = world()
+    membership = getattr(comm, "membership", None)
+    if membership is None:
+        return
+    from dlio.util.files import write_whole
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code == 1 and comm.size > 1:
+        # A bug: the others go on. They are told of a signal, and never of an exit code.
+        os.kill(os.getpid(), signal.SIGKILL)
+    if not code:
+        write_whole(os.environ[DONE], lambda file: file.write(b"0"))
+    if membership.number > 0:
+        if code:
+            # The launcher ends the others: MPI_Abort hangs after a loss.
+            write_whole(os.environ[DONE], lambda file: file.write(str(code).encode()))
+        os._exit(code)
 
 
 def _run(tokens: list[str]) -> None:

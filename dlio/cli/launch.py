@@ -11,13 +11,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import IO
 
 from dlio.errors import UsageError
 from dlio.util.cores import available_cores
-from dlio.util.settings import LAUNCHER, TERMINAL
+from dlio.util.settings import DONE, LAUNCHER, MIN_RANKS, TERMINAL
 from dlio.util.shared import SharedFolder
 from dlio.util.threads import Workers
 
@@ -30,8 +31,16 @@ _ERROR = "dlio: error:"
 _NOT_STARTED = "PMIx server's listener thread failed to start"
 """Message of mpirun if a network interface disappeared while mpirun listed them. No rank has been
 started then, so mpirun can be started again."""
+_LOOK_S = 0.2
+_ALL_LOST = 1
 _STARTS = 5
 """Maximum number of attempts to start mpirun."""
+_SURVIVING = ("--with-ft", "ulfm", "--mca", "coll", "^han,adapt,sm,hcoll,portals4")
+"""Options of Open MPI's mpirun for ranks that survive others. Its collectives of several levels
+crash in a communicator that was made after a loss."""
+_SURVIVING_ENVIRONMENT = {"MPI4PY_RC_THREAD_LEVEL": "serialized"}
+_NOISE = ("NBC_Progress", "Error in NBC_Start_round")
+"""Beginnings of what Open MPI prints about sums that a loss has interrupted."""
 _BANNERS = (
     "MPI_ABORT was invoked",
     "has exited due to process rank",
@@ -57,11 +66,19 @@ def run_ranks(ranks: int, argv: Sequence[str], environment: Mapping[str, str] | 
 
 
 def run_module(
-    module: str, argv: Sequence[str], ranks: int, environment: Mapping[str, str] | None = None
+    module: str,
+    argv: Sequence[str],
+    ranks: int,
+    environment: Mapping[str, str] | None = None,
+    min_ranks: int | None = None,
 ) -> int:
-    """Run `python -m module argv...` on `ranks` ranks, as `run_ranks` does."""
+    """Run `python -m module argv...` on `ranks` ranks, as `run_ranks` does.
+
+    Args:
+        min_ranks: fewest ranks that go on when others are lost; None to end with any rank.
+    """
     command = [sys.executable, "-m", module, *argv]
-    return launch(command, ranks, environment=environment).returncode
+    return launch(command, ranks, environment=environment, min_ranks=min_ranks).returncode
 
 
 def launch(
@@ -72,6 +89,7 @@ def launch(
     capture: bool = False,
     timeout_s: float | None = None,
     wrap: Callable[[list[str]], list[str]] | None = None,
+    min_ranks: int | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a program on `ranks` ranks of this machine, under mpirun, and wait for its end.
 
@@ -87,28 +105,49 @@ def launch(
             without Open MPI's banners.
         timeout_s: seconds after which the ranks are ended; None for no limit.
         wrap: converts the mpirun command into the one to run, such as one in a network namespace.
+        min_ranks: fewest ranks that go on when others are lost; None to end with any rank.
 
     Returns the exit code (128 + N if signal N ended mpirun), and the output if captured.
 
     Raises UsageError if mpirun is not installed, subprocess.TimeoutExpired after `timeout_s`.
     """
-    mpirun = find_mpirun()
+    mpirun, done_file = find_mpirun(), None
     with ExitStack() as stack:
         options, full = _prepared(mpirun, ranks, environment or {}, stack)
+        if min_ranks is not None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dlio-job-"))
+            done_file = os.path.join(folder, "done")
+            own = {MIN_RANKS: str(min_ranks), DONE: done_file}
+            options += _SURVIVING
+            full = {**_SURVIVING_ENVIRONMENT, **full, **own}
         command = [mpirun, *options, "-n", str(ranks), *argv]
         if wrap is not None:
             command = wrap(command)
         for start in range(_STARTS):
-            sorter = ErrorFilter(again=start + 1 < _STARTS)
+            sorter = ErrorFilter(again=start + 1 < _STARTS, survives=min_ranks is not None)
             if capture:
                 done = _captured(command, full, timeout_s)
                 sorter.not_started = _NOT_STARTED in done.stderr
             else:
-                code = _relayed(command, full, sorter, timeout_s)
+                code = _relayed(command, full, sorter, timeout_s, done_file)
                 done = subprocess.CompletedProcess(command, code)
             if not sorter.not_started:
                 break
+        if done_file is not None and not done.returncode:
+            done.returncode = _told(done_file)
+            if done.returncode == _ALL_LOST:
+                message = "dlio: error: all ranks were lost before the end"
+                print(message, file=sys.stderr, flush=True)
     return done
+
+
+def _told(done_file: str) -> int:
+    """Return the exit code that the ranks have told; mpirun takes the loss of all for success."""
+    try:
+        with open(done_file, encoding="ascii") as file:
+            return int(file.read())
+    except FileNotFoundError:
+        return _ALL_LOST
 
 
 def _prepared(
@@ -153,8 +192,13 @@ def _relayed(
     environment: Mapping[str, str],
     sorter: "ErrorFilter",
     timeout_s: float | None,
+    done_file: str | None = None,
 ) -> int:
-    """Run mpirun, pass standard error on through `sorter`, and return the exit code."""
+    """Run mpirun, pass standard error on through `sorter`, and return the exit code.
+
+    Args:
+        done_file: file in which a rank tells its exit code; its failure then ends all ranks.
+    """
     process = _started(command, environment, None)
     assert process.stderr is not None
     errors = process.stderr
@@ -162,7 +206,14 @@ def _relayed(
         "dlio-stderr", lambda _: _relay(errors, sys.stderr, sorter), stop_timeout_s=_END_TIMEOUT_S
     ).start()
     try:
-        return _exit_code(process.wait(timeout_s))
+        if done_file is None:
+            return _exit_code(process.wait(timeout_s))
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return _exit_code(process.wait(_LOOK_S))
+            if os.path.exists(done_file) and _told(done_file):
+                _end(process)
+                return _told(done_file)
     except BaseException as error:
         sorter.interrupted = isinstance(error, KeyboardInterrupt)
         _end(process)
@@ -210,12 +261,13 @@ class ErrorFilter:
     held back until the end, and shown only if no rank has reported an error itself.
     """
 
-    def __init__(self, again: bool = False) -> None:
+    def __init__(self, again: bool = False, survives: bool = False) -> None:
         """
         Args:
             again: mpirun will be started again if it did not start its ranks.
+            survives: ranks go on when others are lost, and say so themselves.
         """
-        self._again = again
+        self._again, self._survives = again, survives
         self._errors: set[str] = set()
         self._block: list[str] | None = None
         self._banners: list[str] = []
@@ -228,6 +280,8 @@ class ErrorFilter:
         """Add a line; return the lines to show now."""
         line = line.replace("\0", "")  # Open MPI ends its banners with a null character.
         if not line:
+            return []
+        if self._survives and (not line.strip() or any(words in line for words in _NOISE)):
             return []
         if _ERROR not in line:
             return self._sort(line)

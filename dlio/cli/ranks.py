@@ -26,6 +26,7 @@ def on_ranks(
     function: Callable[..., object],
     *records: object,
     check: Callable[[], object] = lambda: None,
+    min_ranks: int | None = None,
 ) -> bool:
     """Call `function(*records)` on every rank; start the ranks if -n was given.
 
@@ -33,6 +34,7 @@ def on_ranks(
         ranks: number of ranks to start on this machine, from -n; None to start none.
         function: a module-level function of records of options. Ranks import it by name.
         check: called before ranks are started, to find mistakes early.
+        min_ranks: fewest ranks that go on when others are lost; None to end with any rank.
 
     Returns True if this process is the launcher, False if it is a rank.
 
@@ -59,7 +61,7 @@ def on_ranks(
                 "paths or fewer repeated options"
             )
         name = function.__module__.rpartition(".")[2]
-        code = launch.run_module("dlio.cli.rank", [name], ranks, {RECORD: text})
+        code = launch.run_module("dlio.cli.rank", [name], ranks, {RECORD: text}, min_ranks)
         if code:
             raise SystemExit(code)
         return True

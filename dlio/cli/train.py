@@ -27,7 +27,13 @@ def run(config: TrainConfig, ranks: int | None) -> None:
 
     Raises SystemExit with the exit code of the ranks if they failed.
     """
-    on_ranks(ranks, train_rank, config, check=lambda: _check(config, ranks or 1))
+    on_ranks(
+        ranks,
+        train_rank,
+        config,
+        check=lambda: _check(config, ranks or 1),
+        min_ranks=None if config.fault_tolerance == "off" else config.min_ranks,
+    )
 
 
 def train_rank(config: TrainConfig) -> None:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -30,12 +30,12 @@ from dlio.comm.funnel import use_funnel
 from dlio.comm.protocol import Array, Buffer, Communicator, Op, Request, broadcast_json
 from dlio.comm.single import SingleCommunicator
 from dlio.comm.waiting import LONGEST_SLEEP_S, default_timeout_s, wait_all
-from dlio.errors import CommError
+from dlio.errors import CommError, PeerLost
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MpiCommunicator", "mpi_world", "one_at_a_time"]
+__all__ = ["MpiCommunicator", "Renewer", "agreed", "mpi_world", "one_at_a_time"]
 
 _CANCEL_TIMEOUT_S: Final = 1.0
 _log = logging.getLogger("dlio")
@@ -49,6 +49,12 @@ _FUNNELED: Final = (
     "thread asks for a batch, not while it computes; Open MPI 5 (pip install 'dlio[mpi]'), an MPI "
     "built with thread support, or torchrun let them move all the time"
 )
+_LOST: Final = frozenset(
+    getattr(MPI, name)
+    for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")
+    if hasattr(MPI, name)
+)
+"""Error classes that say that a rank is gone."""
 _OPS: Final = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
 
 
@@ -70,13 +76,18 @@ if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
 
 
 def _call(function: Callable[[], _T]) -> _T:
-    """Call MPI in the way that its thread level allows."""
-    if _LEVEL == MPI.THREAD_MULTIPLE:
-        return function()
-    if _LEVEL < MPI.THREAD_SERIALIZED:
-        return use_funnel().call(function)
-    with one_at_a_time:
-        return function()
+    """Call MPI in the way that its thread level allows. Raises PeerLost if a rank is gone."""
+    try:
+        if _LEVEL == MPI.THREAD_MULTIPLE:
+            return function()
+        if _LEVEL < MPI.THREAD_SERIALIZED:
+            return use_funnel().call(function)
+        with one_at_a_time:
+            return function()
+    except MPI.Exception as error:
+        if error.Get_error_class() in _LOST:
+            raise PeerLost("another rank is gone: it was killed, or its node is lost") from error
+        raise
 
 
 _LEVEL: Final = MPI.Query_thread()
@@ -108,23 +119,72 @@ class _MpiRequest:
         return _call(lambda: bool(self._request.Test()))
 
     def cancel(self) -> bool:
-        if self.done():
-            return True
-        _call(lambda: self._request.Cancel())
-        deadline = time.monotonic() + _CANCEL_TIMEOUT_S
-        while not (done := self.done()) and time.monotonic() < deadline:
-            time.sleep(LONGEST_SLEEP_S)
-        return done
+        try:
+            if self.done():
+                return True
+            _call(lambda: self._request.Cancel())
+            deadline = time.monotonic() + _CANCEL_TIMEOUT_S
+            while not (done := self.done()) and time.monotonic() < deadline:
+                time.sleep(LONGEST_SLEEP_S)
+            return done
+        except PeerLost:
+            return True  # MPI has ended it.
+
+
+def agreed(comm: "MPI.Intracomm", well: bool) -> bool:
+    """Return True if all ranks of `comm` are alive and say True. Collective; needs ULFM."""
+    try:
+        return bool(comm.Agree(1 if well else 0)) and well
+    except MPI.Exception:
+        return False
+
+
+class Renewer(Protocol):
+    """Rebuilds communicators after a loss; see `dlio.comm.ulfm`."""
+
+    def add(self, handle: "MpiCommunicator") -> None:
+        """Rebuild a communicator in each new generation."""
+
+    def drop(self, handle: "MpiCommunicator") -> None:
+        """Forget a communicator that this rank has closed."""
 
 
 class MpiCommunicator:
-    """The ranks of one MPI communicator, which it owns."""
+    """The ranks of one MPI communicator, which it owns.
 
-    def __init__(self, comm: "MPI.Intracomm") -> None:
+    Args:
+        membership: rebuilds the communicator, its duplicates and its parts when a rank is lost.
+        colours: numbers of the parts of all ranks that it is a part of, from the largest.
+    """
+
+    def __init__(
+        self,
+        comm: "MPI.Intracomm",
+        membership: Renewer | None = None,
+        colours: Sequence[int] = (),
+    ) -> None:
         self._comm = comm
         self.rank = comm.rank
         self.size = comm.size
         self._timeout_s = default_timeout_s()
+        self.membership = membership
+        self.colours = tuple(colours)
+        self.over = False
+        """True once a later generation lacks it."""
+        if membership is not None:
+            membership.add(self)
+
+    @property
+    def raw(self) -> "MPI.Intracomm":
+        """The communicator of mpi4py."""
+        return self._comm
+
+    def replace(self, comm: "MPI.Intracomm | None") -> None:
+        """Go on with another communicator; None if there is none in this generation."""
+        self.over = comm is None
+        if comm is not None:
+            self._comm = comm
+            self.rank, self.size = comm.rank, comm.size
 
     def allgather(self, value: _T) -> list[_T]:
         mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -185,17 +245,33 @@ class MpiCommunicator:
         return True
 
     def dup(self) -> "MpiCommunicator":
-        return _call(lambda: MpiCommunicator(self._comm.Dup()))
+        made = _call(lambda: self._made(lambda: self._comm.Dup()))
+        return MpiCommunicator(made, self.membership, self.colours)
 
     def split(self, group: int) -> Communicator:
-        part = _call(lambda: self._comm.Split(group, self.rank))
-        if isinstance(part, MPI.Intracomm) and part.size > 1:
-            return MpiCommunicator(part)
+        part = _call(lambda: self._made(lambda: self._comm.Split(group, self.rank)))
+        if part.size > 1:
+            return MpiCommunicator(part, self.membership, (*self.colours, group))
         _call(part.Free)
         return SingleCommunicator()
 
+    def _made(self, make: "Callable[[], MPI.Comm]") -> "MPI.Intracomm":
+        """Return a communicator when all ranks have made it: until then none may revoke it."""
+        if self.membership is None:
+            return cast("MPI.Intracomm", make())
+        made = None
+        with contextlib.suppress(MPI.Exception):
+            made = make()
+        if not agreed(self._comm, made is not None) or made is None:
+            raise PeerLost("another rank was lost while all made a communicator")
+        return cast("MPI.Intracomm", made)
+
     def close(self) -> None:
-        _call(lambda: self._comm.Free())
+        if self.membership is None:
+            _call(lambda: self._comm.Free())
+        elif not self.over:
+            # Not collective: after a loss, the others may be elsewhere.
+            self.membership.drop(self)
 
     def _join(self, request: "MPI.Request", what: str) -> None:
         self.wait([_MpiRequest(request)], what)

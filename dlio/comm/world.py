@@ -9,6 +9,7 @@ import sys
 
 from dlio.comm.environment import under_mpi
 from dlio.comm.protocol import Communicator
+from dlio.util.settings import settings
 
 __all__ = ["abort", "mpi_ranks", "world"]
 
@@ -29,7 +30,13 @@ def world() -> Communicator:
         if _world is None:
             from dlio.comm.mpi import mpi_world
 
-            _world = mpi_world()
+            least = settings().min_ranks
+            if least is not None and mpi_ranks() > 1:
+                from dlio.comm.ulfm import UlfmMembership
+
+                _world = UlfmMembership(least).world
+            else:
+                _world = mpi_world()
         return _world
     group = _torch_group()
     if _world is None or group is not _torch_world:

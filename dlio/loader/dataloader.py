@@ -3,6 +3,7 @@
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, Self
@@ -26,6 +27,7 @@ from dlio.loader.contract import (
 from dlio.loader.dataset import Dataset
 from dlio.loader.device import device_feed, target_device, transformed_feed
 from dlio.loader.empty import EmptyAware
+from dlio.loader.engines import Engines
 from dlio.loader.feed import Begun, Fed, LoaderIterator, Stats
 from dlio.loader.foreign import accelerate
 from dlio.loader.foreign.adapt import read_by_dlio
@@ -38,14 +40,15 @@ from dlio.loader.passes import (
     SamplerOrder,
     check_state,
 )
-from dlio.loader.planned.engine import PlannedEngine, decode_threads
-from dlio.loader.processes import TorchEngine, torch_feed
+from dlio.loader.planned.engine import decode_threads
+from dlio.loader.processes import torch_feed
 from dlio.loader.stats import PassStats, diagnose, report
-from dlio.loader.threads import ThreadEngine
 from dlio.loader.trace import Spans, path_of
+from dlio.plan.epoch import EpochPlan
+from dlio.plan.order import share
 from dlio.plan.sample_mask import SampleMask
 from dlio.plan.schedule import steps_in_epoch
-from dlio.plan.shares import checked_shares
+from dlio.plan.shares import Shares, checked_shares
 from dlio.util.cores import available_cores
 
 if TYPE_CHECKING:
@@ -184,8 +187,11 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         self._is_accelerate_prepared = not self.follows_sampler
         self._place = Place()
         self._data: Dataset | None = None
-        self._engines = _Engines()
+        self._engines = Engines()
         self._stats = Stats()
+        self._plan: EpochPlan | None = None
+        self._global_batch: int | None = None
+        """Samples of a step over all ranks, once ranks have been lost."""
         self._current: weakref.ref[LoaderIterator] | None = None
         self._options()  # Raises now for options that cannot work.
 
@@ -226,6 +232,36 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
             if choose is not None:
                 choose(epoch)
         self._place = self._place.chosen(epoch, mask)
+
+    def regroup(self, members: Sequence[int], global_batch: int) -> None:
+        """End the current pass; later ones are dealt to the ranks that are left.
+
+        Args:
+            members: number of each rank that is left, when the data set was mounted.
+            global_batch: samples of a step over all ranks; each gets an even part of it.
+        """
+        self._end_pass()
+        self._global_batch = global_batch
+        if self._data is not None and self._data.mounted is not None:
+            self._data.mounted.regroup(members)
+
+    def redeal(self, position: int, again: Sequence[int]) -> None:
+        """Have the next pass go on with the current one's epoch.
+
+        Args:
+            position: of the epoch's order; all before it has been dealt.
+            again: samples that come again at the end of the epoch.
+        """
+        batches = self._place.current
+        assert isinstance(batches, PlannedPass)
+        self._end_pass()
+        state = replace(batches.cursor, position=position).as_dict()
+        self._place = self._place.loaded({**state, "again": list(again)})
+
+    @property
+    def plan(self) -> EpochPlan | None:
+        """Plan of the current pass; None where dlio does not make it."""
+        return self._plan
 
     def state_dict(self) -> State:
         """Return the loader's place: batches handed out are consumed, prefetched ones are not.
@@ -277,10 +313,7 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
 
     def close(self) -> None:
         """Close everything that the loader and its data set hold open."""
-        current = self._current() if self._current is not None else None
-        if current is not None:
-            current.close()
-        self._engines.drop_ahead()  # It reads from the data set.
+        self._end_pass()
         if self._data is not None:
             self._data.close()
             if self._data is not self.dataset:
@@ -289,6 +322,12 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
             self.dataset.close()
         self._engines.planned.close()
         self._iterator = None
+
+    def _end_pass(self) -> None:
+        current = self._current() if self._current is not None else None
+        if current is not None:
+            current.close()
+        self._engines.drop_ahead()  # It reads from the data set.
 
     def __enter__(self) -> Self:
         return self
@@ -299,7 +338,7 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
     def __getstate__(self) -> dict[str, Any]:
         # A copy begins where the next pass of the original would.
         copy = self.__dict__.copy()
-        for name in ("_data", "_current", "_iterator", "writer"):
+        for name in ("_data", "_current", "_iterator", "_plan", "writer"):
             copy[name] = None
         for name in ("_engines", "_stats"):
             del copy[name]
@@ -308,7 +347,7 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._stats = Stats()
-        self._engines = _Engines()
+        self._engines = Engines()
 
     def check_worker_number_rationality(self) -> None:
         """Suppress torch's warning about more workers than cores: dlio's workers are threads."""
@@ -320,7 +359,7 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         if ahead is not None:
             self._place = self._place.handed_out(ahead.batches)
         begun = ahead or self._begin(options, batches)
-        self._stats = begun.stats
+        self._stats, self._plan = begun.stats, begun.plan
         registration = None
         if "accelerate.state" in sys.modules:
             registration = accelerate.Registration(self, begun.batches.steps)
@@ -431,6 +470,10 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         shares = None
         if options.shares is not None:
             shares = checked_shares(options.shares, options.batch_size, ranks)
+        elif self._global_batch is not None:
+            shares = Shares(
+                tuple(len(share(self._global_batch, ranks, each)) for each in range(ranks))
+            )
         return FormulaOrder(
             seed=self._order_seed(),
             samples=self._count(),
@@ -465,33 +508,3 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         if self.generator is not None:
             return int(self.generator.initial_seed()) % (1 << 63)
         return int(self.dataset.seed) if isinstance(self.dataset, Dataset) else 0
-
-
-class _Engines:
-    """A loader's engines, which keep memory and communicators from pass to pass."""
-
-    def __init__(self) -> None:
-        self.planned = PlannedEngine()
-        self.threads = ThreadEngine()
-        self.torch = TorchEngine()
-        self.ahead: Begun | None = None
-        """The next pass, if it has begun while the last batches of the current one are used."""
-
-    def take_ahead(self, batches: Pass) -> Begun | None:
-        """Return the pass that was begun ahead if it is this one; end it otherwise."""
-        ahead = self.ahead
-        if ahead is None:
-            return None
-        assert isinstance(ahead.batches, PlannedPass)
-        if not ahead.batches.begins_like(batches):
-            self.drop_ahead()
-            return None
-        self.ahead = None
-        ahead.stats.restart()
-        return ahead
-
-    def drop_ahead(self) -> None:
-        """End the pass that was begun ahead."""
-        ahead, self.ahead = self.ahead, None
-        if ahead is not None:
-            ahead.feed.close()

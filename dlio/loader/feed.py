@@ -18,6 +18,7 @@ from dlio.loader.contract import BatchData, Index
 from dlio.loader.passes import Pass
 from dlio.loader.stats import STAGES, PassStats
 from dlio.loader.trace import Spans
+from dlio.plan.epoch import EpochPlan
 from dlio.storage.hierarchy import Hierarchy
 
 __all__ = ["Begun", "Clock", "Fed", "Feed", "LoaderIterator", "Stats"]
@@ -165,6 +166,8 @@ class Begun:
     feed: Feed
     spans: Spans | None
     """Trace of the pass, if one is wanted."""
+    plan: EpochPlan | None = None
+    """Plan of the pass, if dlio makes it."""
 
     def __post_init__(self) -> None:
         _open.add(self)

@@ -18,10 +18,11 @@ from dlio.loader.contract import IndexBatches, Indices, State
 from dlio.loader.sampled import SAMPLER_KIND, SamplerPass, sampler_state
 from dlio.plan.block_order import BlockOrder, window_of
 from dlio.plan.layout import Layout
-from dlio.plan.order import Cursor, Order
+from dlio.plan.order import Cursor, Order, again_of
 from dlio.plan.sample_mask import MaskedOrder, SampleMask, masked_layout
 from dlio.plan.schedule import steps_in_epoch
 from dlio.plan.shares import Shares
+from dlio.plan.tail_order import TailOrder
 
 __all__ = [
     "BatchesPass",
@@ -79,7 +80,7 @@ class FormulaOrder:
 
     @property
     def global_batch(self) -> int:
-        return self.batch_size * self.ranks
+        return self.batch_size * self.ranks if self.shares is None else self.shares.global_batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,13 +211,18 @@ class PlannedPass:
         self.formula = order
         self.epoch = cursor.epoch
         self.mask = mask[1] if mask is not None and mask[0] == cursor.epoch else None
+        self.again = again_of(begun)
+        """Samples that come again at the end: lost ranks had been dealt them."""
         self.samples = cursor.samples if self.mask is None else self.mask.count
-        """Number of samples in the whole epoch."""
+        """Number of positions in the whole epoch."""
         self._bound: dict[str, Any] = {}
         self._begun = {key: begun[key] for key in _BINDING if key in begun}
         self._digest = None if self.mask is None else self.mask.digest
         self._check_middle(begun)
         self.order = self._make_order()
+        if self.again:
+            self.order = TailOrder.of(self.order, self.again)
+            self.samples += len(self.again)
         self.batch_size = order.batch_size
         self.shares = order.shares
         self.global_batch = order.global_batch
@@ -291,6 +297,8 @@ class PlannedPass:
         if not position:
             return state
         state |= self._bound
+        if self.again:
+            state["again"] = list(self.again)
         if self.formula.source_order != "sample":
             state["source_order"] = self.formula.source_order
         if self._digest is not None:

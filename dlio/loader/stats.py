@@ -1,13 +1,14 @@
 """Counts and times of a pass, and the diagnosis of its bottleneck."""
 
 import logging
-from typing import Final, NotRequired, TypedDict
+from collections.abc import Sequence
+from typing import Any, Final, NotRequired, TypedDict, cast
 
 from dlio.loader.contract import ScalarWriter
 from dlio.util.cores import available_cores
 from dlio.util.units import format_bytes
 
-__all__ = ["STAGES", "PassStats", "diagnose", "report", "scalars_of"]
+__all__ = ["STAGES", "PassStats", "diagnose", "joined", "report", "scalars_of"]
 
 _log = logging.getLogger("dlio")
 
@@ -16,6 +17,10 @@ _SMALL_STALL: Final = 0.02
 _BUSY: Final = 0.7
 """Least share of the pass that threads are busy when they are the bottleneck."""
 STAGES: Final = ("source", "disk", "ram", "peer", "decode", "transform", "collate", "fetch")
+
+
+_OF_FIRST: Final = ("engine", "threads", "first_batch_s")
+"""Counts that do not add up."""
 
 
 class PassStats(TypedDict):
@@ -51,6 +56,20 @@ class PassStats(TypedDict):
     decoded: NotRequired[int]
     """Samples from a tier of decoded images."""
     decode_saved_s: NotRequired[float]
+
+
+def joined(parts: Sequence[PassStats]) -> PassStats:
+    """Return the counts of a pass that consists of several, one after another."""
+    result: dict[str, Any] = dict(parts[0])
+    for part in parts[1:]:
+        for key, value in part.items():
+            if key in _OF_FIRST:
+                continue
+            if isinstance(value, dict):
+                result[key] = {name: result[key][name] + each for name, each in value.items()}
+            else:
+                result[key] = result[key] + value
+    return cast(PassStats, result)
 
 
 def scalars_of(stats: PassStats) -> dict[str, float]:

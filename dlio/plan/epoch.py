@@ -20,6 +20,7 @@ from dlio.plan.layout import Layout
 from dlio.plan.order import Order
 from dlio.plan.schedule import Ranks, Window, cut_window, deal, plan_window, senders_of, with_ranks
 from dlio.plan.shares import Shares
+from dlio.plan.tail_order import TailOrder
 
 __all__ = [
     "MODES",
@@ -106,6 +107,8 @@ class EpochPlan:
 
     @property
     def global_batch(self) -> int:
+        if self.shares is not None:
+            return self.shares.global_batch
         return self.batch_size * self.ranks.size
 
     @property
@@ -127,7 +130,7 @@ def plan_epoch(plan: EpochPlan) -> WindowPlan:
     Raises UsageError when an inexact mode is to begin in the middle of a global batch, or to deal
     uneven shares.
     """
-    by_block = isinstance(plan.order, BlockOrder)
+    by_block = isinstance(plan.order, BlockOrder | TailOrder)
     if plan.mode == "global" and plan.ranks.nodes > _FEW_NODES and not by_block:
         return GlobalPlan(plan)
     if is_exact(plan.mode):

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from dlio.errors import UsageError
 
-__all__ = ["MAX_SAMPLES", "Cursor", "Order", "keyed_uniforms", "mix", "share"]
+__all__ = ["MAX_SAMPLES", "Cursor", "Order", "again_of", "keyed_uniforms", "mix", "share"]
 
 MAX_SAMPLES = 2**40
 _SORTED_UP_TO = 4096
@@ -133,12 +133,26 @@ class Cursor:
                 )
             values[name] = value
         cursor = cls(**values)
-        if cursor.position > cursor.samples:
+        places = cursor.samples + len(again_of(state))
+        if cursor.position > places:
             raise UsageError(
-                f"loader state at position {cursor.position} of only {cursor.samples} samples: "
+                f"loader state at position {cursor.position} of only {places} samples: "
                 "was it written by state_dict()?"
             )
         return cursor
+
+
+def again_of(state: Mapping[str, object]) -> tuple[int, ...]:
+    """Return the samples that come again at the end of a state's epoch. Raises UsageError."""
+    again = state.get("again", ())
+    if not isinstance(again, list | tuple) or any(
+        type(sample) is not int or not 0 <= sample < MAX_SAMPLES for sample in again
+    ):
+        raise UsageError(
+            f"loader state with again {again!r}: a list of samples is expected; was it written by "
+            "state_dict()?"
+        )
+    return tuple(again)
 
 
 def share(count: int, parts: int, part: int) -> range:

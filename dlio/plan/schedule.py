@@ -133,7 +133,7 @@ def assign(
     either mode, for 1,000 ranks as for 10,000; 0.4 ms for a small window.
     Source: exact-batch locality, design "train a sample where it lives".
     """
-    global_batch = batch_size * ranks.size
+    global_batch = batch_size * ranks.size if shares is None else shares.global_batch
     first = position + steps.start * global_batch
     last = min(position + steps.stop * global_batch, len(order))
     samples = order.samples(np.arange(first, max(first, last), dtype=np.int64))

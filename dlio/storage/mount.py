@@ -76,6 +76,11 @@ class Mount:
     """The tier of decoded images, None if none is specified."""
     _progress: StreamProgress | None = None
     _decoded: DecodedTier | None = None
+    _mounted_on: npt.NDArray[np.int32] = field(init=False)
+    """Node number of each rank that mounted the data set."""
+
+    def __post_init__(self) -> None:
+        self._mounted_on = self.ranks.node_of
 
     def __enter__(self) -> Self:
         return self
@@ -142,6 +147,16 @@ class Mount:
             capacity = self.decoded_spec.capacity
             self._decoded = DecodedTier(name, len(reader), capacity, self.hierarchy.note)
         return self._decoded
+
+    def regroup(self, members: Sequence[int]) -> None:
+        """Go on with the ranks that are left; nodes keep their numbers.
+
+        Args:
+            members: number of each rank that is left, when the data set was mounted.
+        """
+        node_of = self._mounted_on[list(members)]
+        self.ranks = Ranks(node_of)
+        self.nodes = replace(self.nodes, node_of=node_of)
 
     def spare_tiers(self) -> list[TierSpec]:
         """Return the tiers with the capacity that this data set leaves on every node."""

@@ -117,6 +117,17 @@ class TrainConfig:
             metavar="EXCHANGE",
         ),
     ] = "allreduce"
+    fault_tolerance: Annotated[
+        str,
+        Option(
+            "shrink: when ranks are lost, the others go on without them, in the same step; each "
+            "sample is still trained on exactly once. off: the run ends.",
+            choices=("off", "shrink"),
+        ),
+    ] = "off"
+    min_ranks: Annotated[
+        int, Option("Fewest ranks that go on with --fault-tolerance shrink.", least=1)
+    ] = 1
     balance: Annotated[
         bool,
         Option(
@@ -295,6 +306,27 @@ class TrainConfig:
         if self.prune_tolerance is not None and self.prune == "off":
             raise UsageError("--prune-tolerance needs --prune apoptosis, too")
         self._check_skipping()
+        self._check_fault_tolerance()
+
+    def _check_fault_tolerance(self) -> None:
+        if self.fault_tolerance == "off":
+            return
+        exchange = parse_exchange(self.exchange)
+        plain = exchange.payload == "gradient" and exchange.topology == "all"
+        unsuitable = {
+            f"--exchange {self.exchange}": not plain or exchange.compressor is not None,
+            f"--shuffle {self.shuffle}": not is_exact(self.shuffle),
+            f"--source-order {self.source_order}": window_of(self.source_order) is not None,
+            "--checkpoint": self.checkpoint is not None,
+            "--balance": self.balance,
+            f"--prune {self.prune}": self.prune != "off",
+            "--skip-samples": self.skip_samples,
+        }
+        for option, chosen in unsuitable.items():
+            if chosen:
+                raise UsageError(
+                    f"{option} does not go with --fault-tolerance shrink yet: leave one of them out"
+                )
 
     def _check_skipping(self) -> None:
         from dlio.train.skipping.rule import SHARE

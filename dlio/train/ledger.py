@@ -3,9 +3,11 @@
 import contextlib
 import json
 import os
+from collections.abc import Callable, Iterable, Sequence
 from typing import Self, TypedDict
 
 from dlio.comm import Communicator
+from dlio.train.recovery import recovery_of
 from dlio.util.files import unwritable
 
 __all__ = ["SampleLedger"]
@@ -30,8 +32,12 @@ class SampleLedger:
     def __init__(self, path: str, comm: Communicator) -> None:
         self._path = path
         self._comm = comm
+        self._recovery = recovery_of(comm)
+        self._me = comm.rank
         self._lines: list[_Line] = []
-        self._temporary = f"{path}.{os.getpid()}.tmp"
+        self._temporary = comm.tell(f"{path}.{os.getpid()}.tmp")
+        self._written = 0
+        """Bytes of the epochs that are in the file."""
         self._file = open(self._temporary, "w") if comm.rank == 0 else None  # noqa: SIM115
 
     def __enter__(self) -> Self:
@@ -47,25 +53,49 @@ class SampleLedger:
 
     def step(self, epoch: int, step: int, samples: list[int]) -> None:
         """Record this rank's samples of one step."""
-        rank = self._comm.rank
-        self._lines.append({"epoch": epoch, "step": step, "rank": rank, "samples": samples})
+        self._lines.append({"epoch": epoch, "step": step, "rank": self._me, "samples": samples})
 
-    def end_epoch(self) -> None:
-        """Write the epoch's lines. Collective. Raises TierError or UsageError as `unwritable`."""
-        everyone = self._comm.allgather(self._lines)
+    def end_epoch(
+        self, of_lost: Callable[[], Iterable[tuple[int, int, int, list[int]]]] = tuple
+    ) -> None:
+        """Write the epoch's lines. Collective. Raises TierError or UsageError as `unwritable`.
+
+        Args:
+            of_lost: returns (epoch, step, rank, samples) of ranks that were lost after these steps.
+        """
+
+        def write() -> int:
+            everyone = self._comm.allgather(self._lines)
+            size = 0
+            if self._comm.rank == 0:
+                rows = [row for lines in everyone for row in lines]
+                rows += [
+                    {"epoch": epoch, "step": step, "rank": rank, "samples": samples}
+                    for epoch, step, rank, samples in of_lost()
+                ]
+                rows.sort(key=lambda row: (row["epoch"], row["step"], row["rank"]))
+                size = self._append(rows)
+            return self._comm.tell(size)
+
+        self._written = write() if self._recovery is None else self._recovery.uniform(write)
         self._lines = []
-        if self._file is not None:
-            rows = [row for lines in everyone for row in lines]
-            rows.sort(key=lambda row: (row["epoch"], row["step"], row["rank"]))
-            try:
-                self._file.writelines(json.dumps(row) + "\n" for row in rows)
-                self._file.flush()
-            except OSError as error:
-                raise unwritable(self._path, error) from error
+
+    def _append(self, rows: Sequence[_Line]) -> int:
+        """Write lines after those of the epochs before; returns the size of the file."""
+        try:
+            if self._file is None:  # The rank that wrote it is lost.
+                self._file = open(self._temporary, "r+")  # noqa: SIM115
+            self._file.seek(self._written)
+            self._file.truncate()
+            self._file.writelines(json.dumps(row) + "\n" for row in rows)
+            self._file.flush()
+            return self._file.tell()
+        except OSError as error:
+            raise unwritable(self._path, error) from error
 
     def finish(self) -> None:
         """Publish the file under its final name."""
-        if self._file is not None:
+        if self._file is not None and self._comm.rank == 0:
             try:
                 os.fsync(self._file.fileno())
                 os.replace(self._temporary, self._path)

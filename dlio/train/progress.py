@@ -4,6 +4,7 @@ import time
 from typing import Self
 
 from dlio.comm.environment import shows_terminal
+from dlio.train.recovery import Loss
 from dlio.train.report import EpochReport
 from dlio.util.progress import Bar
 
@@ -67,6 +68,22 @@ class TrainingProgress:
         else:
             print(
                 f"epoch {epoch + 1}/{self._epochs} step {step + 1}/{self.steps}: {said}",
+                flush=True,
+            )
+
+    def lost(self, rank: int, loss: Loss, step: int) -> None:
+        """Show that ranks were lost and the others go on; the lowest of these shows progress now.
+
+        Args:
+            rank: of this process, among those that are left.
+            step: number of the step.
+        """
+        self._speaks = rank == 0
+        if self._speaks:
+            who = ", ".join(map(str, loss.members)) or "none"
+            noun = "rank" if len(loss.members) == 1 else "ranks"
+            print(
+                f"{noun} {who} lost at step {step}: {loss.left} go on, {loss.seconds:.2f} s",
                 flush=True,
             )
 

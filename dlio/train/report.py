@@ -163,6 +163,7 @@ class EpochReport:
         consensus: float,
         peak_lr: float,
         pruning: PruningReport | None = None,
+        of_lost: int = 0,
     ) -> "EpochReport":
         """Combine the measurements of all ranks.
 
@@ -170,6 +171,7 @@ class EpochReport:
             ranks: the measurements, in rank order.
             val_accuracy: accuracy on the held-out samples.
             consensus: see `consensus_distance`.
+            of_lost: samples that ranks trained on before they were lost, with their measurements.
         """
         loss, correct, count = (sum(rank["sums"][k] for rank in ranks) for k in range(3))
         seconds = max(rank["seconds"] for rank in ranks)
@@ -177,8 +179,8 @@ class EpochReport:
         return cls(
             epoch=epoch,
             seconds=seconds,
-            samples=int(count),
-            samples_per_s=count / seconds,
+            samples=int(count) + of_lost,
+            samples_per_s=(count + of_lost) / seconds,
             stall_fraction=_mean([rank["stall_s"] / rank["seconds"] for rank in ranks]),
             loss=loss / count if count else None,
             accuracy=correct / count if count else None,

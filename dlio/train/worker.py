@@ -4,6 +4,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from dlio.train.balance import Balancer, Clock
 from dlio.train.callbacks.base import Callback
 from dlio.train.config import TrainConfig
 from dlio.train.cut import Cut
+from dlio.train.dealing import Dealing
 from dlio.train.evaluation import Evaluator
 from dlio.train.exchange.buckets import averaged_state, consensus_distance
 from dlio.train.exchange.distribute import distribute
@@ -28,11 +30,14 @@ from dlio.train.optimizers import make_optimizer
 from dlio.train.precision import Precision
 from dlio.train.progress import TrainingProgress
 from dlio.train.pruner import Pruner
+from dlio.train.recovery import recovery_of
 from dlio.train.report import EpochReport, RankEpoch
 from dlio.train.skipping.rule import EASY, SHARE
 from dlio.train.skipping.skipper import SampleSkipper
 
 __all__ = ["Worker"]
+
+T = TypeVar("T")
 
 
 class Worker:
@@ -84,8 +89,13 @@ class Worker:
         """Batches per rank in an epoch of all samples."""
         self.samples = len(loader.data)
         """Samples of this epoch, over all ranks."""
+        self._ranks = comm.size
+        """Ranks at the beginning."""
         self.global_batch = config.batch_size * comm.size
         """Samples of one batch, over all ranks."""
+        self.recovery = recovery_of(comm)
+        self._dealing = Dealing(loaders, self.recovery, self.global_batch)
+        self._losses_told = 0
         self.epoch_number = 0
         """Number of the epoch, from 0."""
         self.position = 0
@@ -135,6 +145,7 @@ class Worker:
             self.pruner.close()
         if self.skipper is not None:
             self.skipper.close()
+        self._dealing.close()
         self.exchange.close()
 
     def epoch(
@@ -145,15 +156,16 @@ class Worker:
         begun, loader = self.position, self.loader
         before = self.exchange.statistics()
         started = updated = time.perf_counter()
-        for step, (images, labels) in enumerate(loader):
+        for step, (images, labels) in enumerate(self._dealing.batches(begun, self.samples)):
             done = begun // self.global_batch + step
             if ledger is not None:
                 ledger.step(epoch, done, loader.last_samples.tolist())
             before_batch = self.position
             with self._balancer.step(len(images)):
                 self._batch(images, labels, begun, step)
+            self._tell_losses(progress)
             progress.step(epoch, done, self.position - before_batch, loader.stall_s)
-            if not self._pending_batches(begun, step + 1):
+            if not self._pending_batches(step + 1):
                 now = time.perf_counter()
                 self._update_s.append(now - updated)
                 updated = now
@@ -162,8 +174,10 @@ class Worker:
         seconds = time.perf_counter() - started
         after = self.exchange.statistics()
         if ledger is not None:
-            ledger.end_epoch()
-        report = self._report(seconds, {key: after[key] - before[key] for key in before})
+            ledger.end_epoch(self._dealing.of_lost)
+        exchanged = {key: after[key] - before[key] for key in before}
+        report = self.uniform(lambda: self._report(seconds, exchanged))
+        self._tell_losses(progress)
         self.history.append(report)
         self.position = 0
         for callback in self.callbacks:
@@ -173,6 +187,7 @@ class Worker:
     def _begin_epoch(self, epoch: int, progress: TrainingProgress) -> None:
         """Choose the epoch's samples, and reset its counters unless it is being resumed."""
         self.model.train()
+        self._dealing.begin_epoch(epoch)
         if self.skipper is None:
             self.loader.set_epoch(epoch)
         else:
@@ -190,9 +205,11 @@ class Worker:
 
     def _batch(self, images: torch.Tensor, labels: torch.Tensor, begun: int, step: int) -> None:
         """Run backward on a batch, and an optimizer step if it is the last to accumulate."""
-        more = self._pending_batches(begun, step + 1)
+        more = self._pending_batches(step + 1)
         first = begun + (step - step % self.config.accumulate) * self.global_batch
         planned = min(self.config.accumulate * self.global_batch, self.samples - first)
+        if planned <= 0:
+            planned = self.global_batch  # Samples that come again; their number does not matter.
         self._pending += len(images)
         self.exchange.before_backward(self._pending, planned)
         self.exchange.hold(more > 0)
@@ -200,9 +217,9 @@ class Worker:
             self._backward(images, labels, planned)
         else:
             self.last_loss = torch.zeros_like(self.last_loss)
-        self.position = min(self.samples, begun + (step + 1) * self.global_batch)
+        self.position = self._dealing.position
         if not more:
-            self._update(first, planned)
+            self._update(min(first, self.samples), planned)
 
     def _backward(self, images: torch.Tensor, labels: torch.Tensor, planned: int) -> None:
         """Accumulate gradients and sums.
@@ -227,7 +244,7 @@ class Worker:
             self.skipper.record(losses, ids)
             losses, correct = losses * weights, correct * weights
         total = losses.sum()
-        mean = total.div(planned / self.comm.size)
+        mean = total.div(planned / self._ranks)
         torch.autograd.backward(self.precision.scaler.scale(mean))
         with torch.no_grad():
             self.last_loss = total.detach()
@@ -235,18 +252,19 @@ class Worker:
             self.sums[1] += correct.sum()
             self.sums[2] += len(images)
 
-    def _pending_batches(self, begun: int, done: int) -> int:
+    def _pending_batches(self, done: int) -> int:
         """Number of batches to accumulate before the next optimizer step, after `done` batches."""
-        left = math.ceil((self.samples - begun) / self.global_batch) - done
-        return min(-done % self.config.accumulate, left)
+        return min(-done % self.config.accumulate, self._dealing.left())
 
     @torch.no_grad()
     def _update(self, first: int, planned: int) -> None:
         """Step the optimizer with gradients of `planned` samples from position `first` on."""
         config, precision = self.config, self.precision
         self.exchange.before_step()
+        if self.recovery is not None:
+            self._dealing.close_step(self.exchange.counted)
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        if self.comm.size == 1 and self._pending not in (0, planned):
+        if self._ranks == 1 and self._pending not in (0, planned):
             # Unreadable samples do not count; with several ranks the exchange corrects for them.
             torch._foreach_mul_(gradients, planned / self._pending)
         if precision.scales and gradients:
@@ -275,6 +293,17 @@ class Worker:
             callback.after_step(self)
         self.optimizer.zero_grad(set_to_none=True)
 
+    def uniform(self, act: Callable[[], T]) -> T:
+        """Return `act()` when it has succeeded on all ranks that are left. Collective."""
+        return act() if self.recovery is None else self.recovery.uniform(act)
+
+    def _tell_losses(self, progress: TrainingProgress) -> None:
+        if self.recovery is None:
+            return
+        for loss in self.recovery.losses[self._losses_told :]:
+            progress.lost(self.comm.rank, loss, self.updates)
+        self._losses_told = len(self.recovery.losses)
+
     def reshaped(self, cuts: Sequence[Cut] = ()) -> None:
         """Adapt the evaluator and the callbacks after the model was cut."""
         if self._evaluator is not None:
@@ -291,7 +320,7 @@ class Worker:
         samples = len(self.loader.data)
         each = samples / self.samples
         return learning_rate(
-            peak=each * self.config.peak_lr(self.comm.size),
+            peak=each * self.config.peak_lr(self._ranks),
             done=self.epoch_number * samples + first * each,
             batch=self.config.accumulate * self.global_batch * each,
             total=samples * self.config.epochs,
@@ -299,6 +328,7 @@ class Worker:
 
     def _report(self, seconds: float, exchanged: dict[str, float]) -> EpochReport:
         """Evaluate, and combine the measurements of all ranks. Collective."""
+        self._dealing.regroup()
         mean = averaged_state(self.model, self.comm)
         everyone = self.comm.allgather(self._measured(seconds, exchanged))
         self._balancer.agree(everyone)
@@ -313,13 +343,14 @@ class Worker:
             everyone,
             accuracy,
             consensus_distance(self.model, mean, self.comm),
-            self.config.peak_lr(self.comm.size),
+            self.config.peak_lr(self._ranks),
             None if self.pruner is None else self.pruner.report(),
+            sum(len(samples) for *_, samples in self._dealing.of_lost()),
         )
 
     def _measured(self, seconds: float, exchanged: dict[str, float]) -> RankEpoch:
         """This rank's measurements of the epoch."""
-        stats = self.loader.stats()
+        stats = self._dealing.stats()
         steps_ms = np.array(self._update_s) * 1000 if self._update_s else np.zeros(1)
         return {
             **self._balancer.measured(),

@@ -184,16 +184,32 @@ class Settings:
         "DLIO_NO_FORK",
         "Keeps `dlio stage` in its own process, which cannot end while a source hangs.",
     )
+    min_ranks: int | None = _from(
+        Setting(
+            "DLIO_MIN_RANKS",
+            "integer",
+            None,
+            "Fewest ranks that go on when others are lost, for ranks of `mpirun --with-ft ulfm`; "
+            "`dlio train --fault-tolerance shrink` sets it.",
+            "give a number of ranks from 1",
+            _positive_integer,
+            "ranks",
+            default_text="none: the job ends with any rank",
+        )
+    )
     debug: bool = _switch("DLIO_DEBUG", "Prints the traceback of an error, as --debug does.")
 
 
 SETTINGS: Final[tuple[Setting, ...]] = tuple(each.metadata["setting"] for each in fields(Settings))
 """All variables, in the order of `Settings`."""
+MIN_RANKS: Final = "DLIO_MIN_RANKS"
 LAUNCHER: Final = "DLIO_LAUNCHER_PID"
+DONE: Final = "DLIO_DONE"
 TERMINAL: Final = "DLIO_TERMINAL"
 RECORD: Final = "DLIO_RECORD"
 INTERNAL: Final[dict[str, str]] = {
     LAUNCHER: "Process id of the launcher, set for the ranks that it starts.",
+    DONE: "File that the ranks make at their successful end, where they survive others.",
     TERMINAL: "Set for ranks when the launcher's standard output is a terminal.",
     RECORD: "Options of the command as JSON, set for the ranks that it starts.",
     "DLIO_TEST_DATA": "Folder with real images for dlio's own tests.",

@@ -145,9 +145,10 @@ class PlannedEngine:
             memory=self._memory,
             stats=stats,
         )
-        feed = _feed(planned)
+        epoch = _epoch_plan(planned)
+        feed = _feed(planned, epoch)
         next(feed)
-        return Begun(batches, stats, feed, spans)
+        return Begun(batches, stats, feed, spans, epoch)
 
     def close(self) -> None:
         """Give the communicators back."""
@@ -199,10 +200,9 @@ def _ahead(factor: int | None, threads: int, batch_bytes: int) -> int:
     return max(2, min(2 * threads, _AHEAD_BYTES // max(1, batch_bytes)))
 
 
-def _feed(planned: _Pass) -> Feed:
+def _feed(planned: _Pass, epoch: EpochPlan) -> Feed:
     """Yield the batches of a pass."""
     batches, data, stats = planned.batches, planned.data, planned.stats
-    epoch = _epoch_plan(planned)
     with ExitStack() as stack:
         planner = _hurry_first_batch(planned, epoch)
         streamed = None

@@ -1,8 +1,10 @@
 """The buckets of an exchange of gradients, and the sum of each over all ranks."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -52,6 +54,8 @@ class BucketSums:
     ) -> None:
         groups = in_buckets(named) if setting.comm.size > 1 else []
         self.carries_weight = setting.spec.compressor is None
+        self._keeps = setting.recovery is not None
+        """Keep each step's sums until the next one's are complete, for ranks that lack them."""
         self._progress = progress
         self.buckets = [Bucket(each, int(self.carries_weight), device) for each in groups]
         self._paths: list[Path] = []
@@ -71,9 +75,9 @@ class BucketSums:
                 host = HostPath(bucket, total) if path == "host" else None
                 self._paths.append(host or PinnedPath(bucket, total, CudaCopies(stream)))
         self._place = {
-            parameter: (number, view)
+            parameter: (number, place)
             for number, bucket in enumerate(self.buckets)
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True)
+            for place, parameter in enumerate(bucket.parameters)
         }
         self._begin_step()
 
@@ -110,31 +114,51 @@ class BucketSums:
     def start_complete(self, weight: float) -> None:
         """Start the next buckets that are complete, and drive those under way."""
         while self._started < len(self.buckets) and not self._missing[self._started]:
-            self._start(self._started, weight, factor=1.0)
+            self._start(self._started, (), weight, factor=1.0)
             self._started += 1
         for path in self._paths[: self._started]:
             if not path.advance():
                 break
 
-    def start_rest(self, weight: float, factor: float, everything: bool) -> list[int]:
-        """Start the remaining buckets; return the numbers of all started ones.
+    def reached(self, everything: bool) -> list[int]:
+        """Return the numbers of the buckets that are summed in this step.
 
         Args:
-            everything: start buckets without any gradient, too: other ranks may have some.
+            everything: those without any gradient, too: other ranks may have some.
         """
-        reached = [
+        return [
             number
             for number, bucket in enumerate(self.buckets)
             if everything
             or len(self._missing[number]) < len(bucket.parameters)
             or number in self._held
         ]
+
+    def start_rest(self, reached: list[int], weight: float, factor: float) -> None:
+        """Start those of the buckets that have not been started."""
         for number in reached:
             if number >= self._started:
-                self._start(number, weight, factor)
+                self._start(number, self._missing[number], weight, factor)
         for number in reached:
             self._paths[number].begin()
-        return reached
+
+    def reset(self) -> None:
+        """Drop all sums under way, which a loss has interrupted."""
+        for path in self._paths:
+            path.reset()
+
+    def start_again(self, reached: list[int], weight: float, factor: float) -> None:
+        """Start all of the buckets anew, from the gradients in `.grad`."""
+        self.reset()
+        for number in reached:
+            self._start(number, self.buckets[number].parameters, weight, factor)
+        for number in reached:
+            self._paths[number].begin()
+
+    def arrays(self, numbers: list[int], last: bool) -> list[npt.NDArray[np.float32]]:
+        """Return the memory of some buckets' sums: of this step, or of the last one."""
+        buckets = [self.buckets[number] for number in numbers]
+        return [(bucket.before if last else bucket.flat).numpy() for bucket in buckets]
 
     def wait(self, numbers: list[int]) -> None:
         """Return once these buckets hold their sums."""
@@ -154,6 +178,9 @@ class BucketSums:
         """
         for number in numbers:
             self._take(number, weight, scale, everything)
+        if self._keeps:
+            for bucket in self.buckets:
+                bucket.swap()
         self._begin_step()
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -172,9 +199,11 @@ class BucketSums:
         for path in self._paths:
             path.close()
 
-    def _start(self, number: int, weight: float, factor: float) -> None:
+    def _start(
+        self, number: int, uncopied: Iterable[nn.Parameter], weight: float, factor: float
+    ) -> None:
         bucket = self.buckets[number]
-        for parameter in self._missing[number]:
+        for parameter in uncopied:
             self._copy(parameter, factor)
         if self.carries_weight:
             with torch.no_grad():
@@ -184,7 +213,8 @@ class BucketSums:
 
     @torch.no_grad()
     def _copy(self, parameter: nn.Parameter, factor: float) -> None:
-        view = self._place[parameter][1]
+        number, place = self._place[parameter]
+        view = self.buckets[number].views[place]
         if parameter.grad is None:
             view.zero_()
             return

@@ -46,11 +46,32 @@ class Bucket:
         self.parameters = parameters = [parameter for _, parameter in named]
         count = sum(parameter.numel() for parameter in parameters)
         self.flat = torch.zeros(count + extra, device=device)
-        ends = np.cumsum([parameter.numel() for parameter in parameters]).tolist()
-        self.views = [
-            self.flat[end - parameter.numel() : end].view(parameter.shape)
-            for parameter, end in zip(parameters, ends, strict=True)
+        self.views = self._views()
+        self._other: tuple[torch.Tensor, list[torch.Tensor]] | None = None
+
+    def _views(self) -> list[torch.Tensor]:
+        counts = [parameter.numel() for parameter in self.parameters]
+        ends = np.cumsum(counts).tolist()
+        return [
+            self.flat[end - count : end].view(parameter.shape)
+            for parameter, count, end in zip(self.parameters, counts, ends, strict=True)
         ]
+
+    def swap(self) -> None:
+        """Continue in a second buffer; the next call returns to this one, whose contents stay."""
+        before = (self.flat, self.views)
+        if self._other is None:
+            self.flat = torch.zeros_like(self.flat)
+            self.views = self._views()
+        else:
+            self.flat, self.views = self._other
+        self._other = before
+
+    @property
+    def before(self) -> torch.Tensor:
+        """The buffer that was in use before the last `swap`."""
+        assert self._other is not None
+        return self._other[0]
 
     @property
     def array(self) -> npt.NDArray[np.float32]:

@@ -136,6 +136,11 @@ class Distributed:
             exchange.reshape(cuts)
 
     @property
+    def counted(self) -> tuple[int, ...]:
+        """Numbers of the ranks, when the job began, whose gradients the last step has used."""
+        return self.exchanges[0].counted
+
+    @property
     def alike(self) -> bool:
         """True if all ranks have bit-identical weights after every step."""
         return all(exchange.alike for exchange in self.exchanges)

@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 
+from dlio.comm import Communicator
 from dlio.comm.funnel import elsewhere
 from dlio.comm.progress import Progress
+from dlio.errors import PeerLost
 from dlio.train.cut import Cut
 from dlio.train.exchange.backward import after_backward, sends_after_backward
 from dlio.train.exchange.bucket_sums import BucketSums
@@ -84,12 +86,21 @@ class Synchronous:
         """Value of the last call of `hold`."""
         self._weighting = _Weighting()
         self._wait_s = 0.0
+        self._recovery = setting.recovery if several else None
+        self._ranks = comm.size
+        """Ranks at the beginning, by which a loss is scaled."""
+        self._closed = 0
+        """Number of averages that this rank has all sums of."""
+        self.counted: tuple[int, ...] = ()
+        """Members whose gradients are in the last average."""
+        self._torn = False
+        """True if a rank was lost while this average's sums were under way."""
         self._make_sums()
+        if self._recovery is not None:
+            self._part = self._recovery.add("exchange", self)
 
     def before_backward(self, samples: int, planned: int) -> None:
-        self._weighting = _Weighting(
-            float(samples), scale=planned / self._comm.size, everything=True
-        )
+        self._weighting = _Weighting(float(samples), scale=planned / self._ranks, everything=True)
 
     def weigh(self, samples: float) -> None:
         self._weighting = _Weighting(samples, factor=samples)
@@ -130,7 +141,9 @@ class Synchronous:
         if self._group is not None:
             dist.destroy_process_group(self._group)
         self._progress.close()
-        if self._comm.size > 1:
+        if self._recovery is not None:
+            self._recovery.remove(self._part)
+        if self._ranks > 1:
             self._comm.close()
 
     def _make_sums(self) -> None:
@@ -155,8 +168,14 @@ class Synchronous:
         if self._phase not in (Phase.BACKWARD, Phase.UNSENT):
             self._phase = Phase.BACKWARD
             Variable._execution_engine.queue_callback(self._backward_ends)
-        if self._sums.add(parameter, self._weighting.factor) and not self._may_not_send():
-            self._sums.start_complete(self._weighting.weight)
+        added = self._sums.add(parameter, self._weighting.factor)
+        if added and not self._torn and not self._may_not_send():
+            try:
+                self._sums.start_complete(self._weighting.weight)
+            except PeerLost:
+                if self._recovery is None:
+                    raise
+                self._torn = True  # The backward goes on; what is missing is sent at its end.
 
     def _backward_ends(self) -> None:
         """Called by autograd, in the thread that ends the backward."""
@@ -178,14 +197,62 @@ class Synchronous:
         """Start all remaining sums, wait for them, and write the means into `.grad`."""
         weighting, sums = self._weighting, self._sums
         began = time.perf_counter()
-        reached = sums.start_rest(weighting.weight, weighting.factor, weighting.everything)
+        self._reached = sums.reached(weighting.everything)
         if self._before_wait is not None:
             self._before_wait()
-        sums.wait(reached)
+        weight = self._sum_over_losses() if self._recovery is not None else self._sum()
         self._progress.rest()
-        weight = None if sums.carries_weight else self._summed_weight()
-        sums.take(reached, weight, weighting.scale, weighting.everything)
+        sums.take(self._reached, weight, weighting.scale, weighting.everything)
         self._wait_s += time.perf_counter() - began
+
+    def _sum(self) -> float | None:
+        """Return when all buckets are summed; the ranks' weight, if buckets do not carry it."""
+        self._sums.start_rest(self._reached, self._weighting.weight, self._weighting.factor)
+        self._sums.wait(self._reached)
+        return None if self._sums.carries_weight else self._summed_weight()
+
+    def _sum_over_losses(self) -> float | None:
+        """As `_sum`, whoever is lost meanwhile.
+
+        The average is that of all ranks if one of those that are left has all sums; it gives them
+        to the others. Otherwise it is that of those that are left.
+        """
+        assert self._recovery is not None
+        membership, closed = self._recovery.membership, self._closed + 1
+        weight, again = None, False
+        while self._closed < closed:
+            try:
+                if self._torn:
+                    raise PeerLost("while backward ran")
+                if again:
+                    weighting = self._weighting
+                    self._sums.start_again(self._reached, weighting.weight, weighting.factor)
+                weight = self._sum_again() if again else self._sum()
+                self._closed, self.counted = closed, membership.members
+            except PeerLost:
+                self._torn, again = False, True
+                self._recovery.run()
+        return weight
+
+    def _sum_again(self) -> float | None:
+        self._sums.wait(self._reached)
+        return None if self._sums.carries_weight else self._summed_weight()
+
+    def tell(self) -> dict[str, Any]:
+        return {"closed": self._closed, "counted": self.counted}
+
+    def settle(self, reports: list[dict[str, Any]], comm: Communicator) -> None:
+        newest = max(each["closed"] for each in reports)
+        giver = next(rank for rank, each in enumerate(reports) if each["closed"] == newest)
+        if all(each["closed"] == newest for each in reports):
+            return
+        ahead = self._closed == newest
+        if not ahead:
+            self._sums.reset()
+        for array in self._sums.arrays(self._reached, last=ahead):
+            comm.bcast(array, giver)
+        if not ahead:
+            self._closed, self.counted = newest, tuple(reports[giver]["counted"])
 
     def _summed_weight(self) -> float:
         weight = np.array([self._weighting.weight])

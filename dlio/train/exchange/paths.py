@@ -67,6 +67,9 @@ class Path(Protocol):
     def statistics(self) -> dict[str, float]:
         """Totals, as of a `Sum`."""
 
+    def reset(self) -> None:
+        """Drop a sum that a loss has interrupted; the bucket may be written again."""
+
     def close(self) -> None: ...
 
 
@@ -137,6 +140,9 @@ class HostPath:
 
     def statistics(self) -> dict[str, float]:
         return self._total.statistics()
+
+    def reset(self) -> None:
+        self._total.reset()
 
     def close(self) -> None:
         self._total.close()
@@ -223,6 +229,10 @@ class PinnedPath:
     def statistics(self) -> dict[str, float]:
         return self._total.statistics()
 
+    def reset(self) -> None:
+        self._total.reset()
+        self._begun = True
+
     def close(self) -> None:
         self._total.close()
 
@@ -275,6 +285,9 @@ class NcclPath:
     def statistics(self) -> dict[str, float]:
         return self._counts.statistics()
 
+    def reset(self) -> None:
+        self._work = None
+
     def close(self) -> None:
         self._work = None
 
@@ -322,6 +335,9 @@ class DeviceMpiPath:
 
     def statistics(self) -> dict[str, float]:
         return self._counts.statistics()
+
+    def reset(self) -> None:
+        self._request, self._begun = None, True
 
     def close(self) -> None:
         self._request = None

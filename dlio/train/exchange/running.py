@@ -1,12 +1,14 @@
 """A running exchange, as training loops see it, and the one way to start it."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from dlio.comm import Communicator
 from dlio.comm.nodes import find_nodes
+from dlio.errors import UsageError
 from dlio.train.cut import Cut
 from dlio.train.exchange.buckets import Named
 from dlio.train.exchange.protocol import (
@@ -19,6 +21,7 @@ from dlio.train.exchange.protocol import (
 )
 from dlio.train.exchange.setting import Setting
 from dlio.train.exchange_spec import ExchangeSpec
+from dlio.train.recovery import recovery_of
 
 __all__ = ["RunningExchange", "make_exchange", "start_exchange"]
 
@@ -42,6 +45,11 @@ class RunningExchange:
     def alike(self) -> bool:
         """True if all ranks have bit-identical weights after every step."""
         return self.exchange.alike
+
+    @property
+    def counted(self) -> tuple[int, ...]:
+        """Numbers of the ranks, when the job began, whose gradients the last step has used."""
+        return tuple(getattr(self.exchange, "counted", ()))
 
     def before_backward(self, samples: int, planned: int) -> None:
         """Announce a backward whose loss is a sum, divided by `planned / ranks`."""
@@ -117,7 +125,8 @@ def start_exchange(
         pretend_nodes: behave as if the ranks were on that many nodes.
     """
     node_of = find_nodes(comm, pretend_nodes).node_of
-    return RunningExchange(make_exchange(Setting(spec, comm, node_of, seed), named, modules))
+    setting = Setting(spec, comm, node_of, seed, recovery=recovery_of(comm))
+    return RunningExchange(make_exchange(setting, named, modules))
 
 
 def make_exchange(setting: Setting, named: Named, modules: Iterable[nn.Module]) -> Exchange:
@@ -135,10 +144,16 @@ def make_exchange(setting: Setting, named: Named, modules: Iterable[nn.Module]) 
     from dlio.train.exchange.periodic import Periodic
 
     spec = setting.spec
+    survives = spec.payload == "gradient" and spec.topology == "all" and spec.compressor is None
+    if setting.recovery is not None and not survives:
+        raise UsageError(
+            "--fault-tolerance shrink works with --exchange allreduce; choose it, or leave "
+            "--fault-tolerance out"
+        )
     nodes = len(set(setting.node_of.tolist()))
     if spec.merge == "half" and not spec.flat and 1 < nodes < setting.comm.size:
         return NodeGossip(named, modules, setting)
-    own = Setting(spec, setting.comm.dup(), setting.node_of, setting.seed, setting.scratch)
+    own = replace(setting, comm=setting.comm.dup())
     if spec.merge == "half":
         # With one node, or one rank per node, gossip is between ranks.
         return Gossip(named, modules, own)

@@ -8,6 +8,7 @@ import numpy.typing as npt
 from dlio.comm import Communicator
 from dlio.train.exchange.compress.layout import Scratch
 from dlio.train.exchange_spec import ExchangeSpec
+from dlio.train.recovery import Recovery
 
 __all__ = ["Setting"]
 
@@ -25,6 +26,8 @@ class Setting:
     """Seeds the choice of partners."""
     scratch: Scratch = field(default_factory=Scratch)
     """Working memory that all buckets of the exchange share."""
+    recovery: Recovery | None = None
+    """Called when a rank is lost; None if the job ends then."""
 
     def over(self, spec: ExchangeSpec, comm: Communicator) -> "Setting":
         """The setting of a part of this exchange, whose ranks are all on one node."""

@@ -9,7 +9,8 @@ import numpy.typing as npt
 import torch
 
 from dlio.comm import Communicator, Request
-from dlio.comm.waiting import leave
+from dlio.comm.waiting import SHORTEST_SLEEP_S, leave
+from dlio.errors import CommError, PeerLost
 from dlio.train.exchange.compress import make_compressor
 from dlio.train.exchange.compress.layout import Scratch, pieces_of
 from dlio.train.exchange.compress.reduce import QuantisedAllreduce
@@ -27,6 +28,7 @@ __all__ = [
 ]
 
 _F32 = npt.NDArray[np.float32]
+_RESET_TIMEOUT_S: Final = 5.0
 _HEAD: Final = 8
 """Bytes before a compressed message: its length, for ranks that forward it."""
 Tensors = Sequence[tuple[str, Sequence[int]]]
@@ -59,6 +61,9 @@ class Sum(Protocol):
 
     def statistics(self) -> dict[str, float]:
         """Totals since the start: `wait_s`, and `messages` and `bytes` that this rank sent."""
+
+    def reset(self) -> None:
+        """Drop a sum that a loss has interrupted; its region may be used again."""
 
     def close(self) -> None: ...
 
@@ -136,6 +141,17 @@ class AllreduceSum:
         hops = 2 * (self._comm.size - 1)
         sent = hops * self._bytes / self._comm.size
         return {"wait_s": self._wait_s, "messages": float(hops * self._starts), "bytes": sent}
+
+    def reset(self) -> None:
+        deadline = time.monotonic() + _RESET_TIMEOUT_S
+        try:
+            while self._request is not None and not self._request.done():
+                if time.monotonic() > deadline:
+                    raise CommError("a sum that a loss has interrupted does not end")
+                time.sleep(SHORTEST_SLEEP_S)
+        except PeerLost:
+            pass  # It has ended.
+        self._request = None
 
     def close(self) -> None:
         self._request = None
@@ -233,6 +249,9 @@ class RoutedSum:
             "messages": float(self._messages),
             "bytes": float(self._bytes),
         }
+
+    def reset(self) -> None:
+        self.close()
 
     def close(self) -> None:
         if self._receive is not None and not self._receive.cancel():

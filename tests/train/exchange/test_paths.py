@@ -124,6 +124,9 @@ class _Doubles:
     def statistics(self) -> dict[str, float]:
         return {}
 
+    def reset(self) -> None:
+        self.log.append("dropped")
+
     def close(self) -> None:
         self.log.append("closed")
 

@@ -242,6 +242,9 @@ class QuantisedAllreduce:
             "bytes": float(self._bytes),
         }
 
+    def reset(self) -> None:
+        self.close()
+
     def close(self) -> None:
         """Cancel a pending sum. No other rank may still be waiting for this one."""
         receives = [(each, self._shares[rank]) for rank, each in self._share_requests.items()]

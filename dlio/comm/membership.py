@@ -1,0 +1,81 @@
+"""The ranks of a job that are alive, in numbered generations.
+
+A generation is a set of ranks and all communicators between them. It is over when one of its ranks
+is lost: any wait on any of its communicators, on any rank and in any thread, then ends by PeerLost.
+`Membership.renew` makes the next generation of the ranks that are left, and rebuilds every
+communicator of the last one in place, with new ranks and sizes.
+
+    RUNNING -- PeerLost in any thread --> OVER -- renew, on all that are left --> RUNNING
+                                           ^                    |
+                                           +-- another is lost -+
+
+| module | members are told of a loss by |
+|---|---|
+| `ulfm` | MPI, if its library has User Level Failure Mitigation (Open MPI 5, `--with-ft ulfm`) |
+
+Source: "User Level Failure Mitigation", Bland et al. 2013; fault-tolerant training over it:
+arXiv 1709.03316.
+"""
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from dlio.comm.protocol import Json
+from dlio.errors import PeerLost
+
+__all__ = ["Membership", "uniform"]
+
+_T = TypeVar("_T")
+
+
+class Membership(Protocol):
+    """The ranks that are left of a job, as one rank sees them."""
+
+    me: int
+    """Number of this rank when the job began; it stays the same in all generations."""
+    number: int
+    """Number of the generation, from 0."""
+    members: tuple[int, ...]
+    """Number of each rank of this generation when the job began, ascending by rank."""
+
+    def renew(self, report: Json) -> list[Json]:
+        """End this generation, and make the next one of the ranks that are left.
+
+        Collective over these; it waits for those that have not noticed. All communicators of the
+        last generation must be at rest: the caller drops its requests.
+
+        Returns the reports of the new generation, by rank; the same on all of them.
+
+        Raises CommError when too few ranks are left.
+        """
+
+    def agree(self, well: bool) -> bool:
+        """Return True if all ranks of this generation are alive and say True. Collective.
+
+        All ranks get the same answer, even if one is lost meanwhile.
+        """
+
+
+def uniform(
+    membership: Membership | None, recover: Callable[[], None], act: Callable[[], _T]
+) -> _T:
+    """Return `act()` when it has succeeded on all ranks of one generation. Collective.
+
+    A collective operation that a loss interrupts succeeds on some ranks and fails on others. Then
+    all recover and do it again, so `act` must not change what it starts from.
+
+    Args:
+        membership: None if the job ends with any rank.
+        recover: makes the next generation.
+    """
+    if membership is None:
+        return act()
+    while True:
+        try:
+            result = act()
+            well = True
+        except PeerLost:
+            well = False
+        if membership.agree(well):
+            return result
+        recover()

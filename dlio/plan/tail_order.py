@@ -1,0 +1,45 @@
+"""The order of an epoch in which some samples come again: those that lost ranks had been dealt."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.plan.order import Order
+
+__all__ = ["TailOrder"]
+
+_I64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class TailOrder(Order):
+    """An order, and more samples at its end: `n` is the number of positions of both.
+
+    A sample that comes again has two positions; `positions` returns the last one, as the first was
+    dealt to a rank that did not train on it.
+    """
+
+    whole: Order | None = None
+    """The order of the epoch."""
+    again: tuple[int, ...] = ()
+    """Samples at positions len(whole) to n - 1."""
+
+    @classmethod
+    def of(cls, whole: Order, again: tuple[int, ...]) -> "TailOrder":
+        n = len(whole) + len(again)
+        return cls(n, whole.seed, whole.epoch, whole.shuffled, whole, again)
+
+    def _map(self, values: _I64, inverse: bool) -> _I64:
+        assert self.whole is not None
+        given = np.asarray(values, np.int64)
+        if not inverse:
+            self._check(given)
+            first = len(self.whole)
+            tail = np.asarray((*self.again, 0), np.int64)
+            inner = self.whole.samples(np.minimum(given, first - 1))
+            return np.where(given < first, inner, tail[np.clip(given - first, 0, len(tail) - 1)])
+        result = self.whole.positions(given)
+        for place, sample in enumerate(self.again):
+            result = np.where(given == sample, len(self.whole) + place, result)
+        return result

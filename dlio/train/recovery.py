@@ -1,0 +1,120 @@
+"""Going on after a rank is lost: the torn step is repaired in place, and not computed again.
+
+A rank learns of a loss wherever it waits for another: in a step's sums, at the end of an epoch. It
+then calls `Recovery.run`, and so do all others. The next generation is made, every part of the
+training tells where it is, and those that are behind get from the others what they lack.
+
+Source: design of fault tolerance, docs/design/fault-tolerance.md.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any, Final, Protocol, TypeVar
+from weakref import WeakKeyDictionary
+
+from dlio.comm import Communicator
+from dlio.comm.membership import Membership, uniform
+from dlio.errors import PeerLost
+
+__all__ = ["Loss", "Part", "Recovery", "recovery_of"]
+
+_T = TypeVar("_T")
+
+
+class Part(Protocol):
+    """A part of the training that is brought to the same place on all ranks."""
+
+    def tell(self) -> dict[str, Any]:
+        """Return where this rank is, as JSON."""
+
+    def settle(self, reports: list[dict[str, Any]], comm: Communicator) -> None:
+        """Catch up with the rank that is furthest, or help others to. Collective.
+
+        May be called again after PeerLost.
+
+        Args:
+            reports: of each rank that is left, by rank.
+        """
+
+
+class Loss:
+    """The ranks that one recovery went on without."""
+
+    def __init__(self, members: tuple[int, ...], left: int, seconds: float) -> None:
+        self.members = members
+        """Numbers of the lost ranks when the job began."""
+        self.left = left
+        """Number of ranks that go on."""
+        self.seconds = seconds
+        """From the moment when this rank learned of the loss."""
+
+
+class Recovery:
+    """Brings all parts of a training over a loss. One per process.
+
+    Args:
+        comm: all ranks.
+    """
+
+    def __init__(self, membership: Membership, comm: Communicator) -> None:
+        self.membership = membership
+        self._comm = comm
+        self._parts: dict[str, Part] = {}
+        self._made = 0
+        self.losses: list[Loss] = []
+
+    def add(self, kind: str, part: Part) -> str:
+        """Add a part, in the same order on all ranks; returns its name."""
+        name = f"{kind}/{self._made}"
+        self._made += 1
+        self._parts[name] = part
+        return name
+
+    def remove(self, name: str) -> None:
+        """Remove a part."""
+        self._parts.pop(name, None)
+
+    def run(self) -> None:
+        """Make the next generation and bring all parts to one place. Collective.
+
+        Raises CommError when too few ranks are left.
+        """
+        began, before = time.perf_counter(), self.membership.members
+        while not self._attempt():
+            pass
+        after = self.membership.members
+        lost = tuple(member for member in before if member not in after)
+        self.losses.append(Loss(lost, len(after), time.perf_counter() - began))
+
+    def uniform(self, act: Callable[[], _T]) -> _T:
+        """Return `act()` when it has succeeded on all ranks; see `dlio.comm.membership.uniform`."""
+        return uniform(self.membership, self.run, act)
+
+    def _attempt(self) -> bool:
+        reports: Any = self.membership.renew(
+            {name: part.tell() for name, part in self._parts.items()}
+        )
+        well = True
+        try:
+            for name, part in self._parts.items():
+                part.settle([each[name] for each in reports], self._comm)
+        except PeerLost:
+            well = False
+        return self.membership.agree(well)
+
+
+_of: Final["WeakKeyDictionary[Any, Recovery]"] = WeakKeyDictionary()
+
+
+def recovery_of(comm: Communicator) -> Recovery | None:
+    """Return this process's recovery; None if the job ends with any rank.
+
+    Args:
+        comm: all ranks.
+    """
+    membership: Membership | None = getattr(comm, "membership", None)
+    if membership is None:
+        return None
+    if membership not in _of:
+        _of[membership] = Recovery(membership, comm)
+    return _of[membership]
