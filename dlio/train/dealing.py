@@ -7,7 +7,6 @@ the end of the epoch.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -15,7 +14,7 @@ from dlio.comm import Communicator
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.stats import PassStats, joined
 from dlio.plan.epoch import EpochPlan, plan_epoch
-from dlio.train.recovery import Recovery
+from dlio.train.recovery import Recovery, Report
 
 __all__ = ["Dealing"]
 
@@ -155,11 +154,11 @@ class Dealing:
                 if member in counted and member not in living:
                     yield self._epoch, batch.step, member, batch.deal.samples(batch.number, member)
 
-    def tell(self) -> dict[str, Any]:
-        return {"taken": self._taken}
+    def tell(self) -> Report:
+        return {"taken": [self._taken]}
 
-    def settle(self, reports: list[dict[str, Any]], comm: Communicator) -> None:
-        self._switch = max(each["taken"] for each in reports)
+    def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
+        self._switch = max(each["taken"][0] for each in reports)
 
     def close(self) -> None:
         """Take no part in later recoveries."""

@@ -8,26 +8,30 @@ Source: design of fault tolerance, docs/design/fault-tolerance.md.
 """
 
 import time
-from collections.abc import Callable
-from typing import Any, Final, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 from dlio.comm import Communicator
 from dlio.comm.membership import Membership, uniform
 from dlio.errors import PeerLost
 
-__all__ = ["Loss", "Part", "Recovery", "recovery_of"]
+__all__ = ["Loss", "Part", "Recovery", "Report", "recovery_of"]
 
 _T = TypeVar("_T")
+
+
+Report: TypeAlias = dict[str, list[int]]
+"""Numbers that say where a part is on one rank."""
 
 
 class Part(Protocol):
     """A part of the training that is brought to the same place on all ranks."""
 
-    def tell(self) -> dict[str, Any]:
-        """Return where this rank is, as JSON."""
+    def tell(self) -> Report:
+        """Return where this rank is."""
 
-    def settle(self, reports: list[dict[str, Any]], comm: Communicator) -> None:
+    def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
         """Catch up with the rank that is furthest, or help others to. Collective.
 
         May be called again after PeerLost.

@@ -23,6 +23,7 @@ from dlio.train.exchange.paths import find_path
 from dlio.train.exchange.phases import Phase
 from dlio.train.exchange.reshape_state import RunningTotals, reshape_state
 from dlio.train.exchange.setting import Setting
+from dlio.train.recovery import Report
 
 __all__ = ["Synchronous"]
 
@@ -238,14 +239,15 @@ class Synchronous:
         self._sums.wait(self._reached)
         return None if self._sums.carries_weight else self._summed_weight()
 
-    def tell(self) -> dict[str, Any]:
-        return {"closed": self._closed, "counted": self.counted}
+    def tell(self) -> Report:
+        return {"closed": [self._closed], "counted": list(self.counted)}
 
-    def settle(self, reports: list[dict[str, Any]], comm: Communicator) -> None:
-        newest = max(each["closed"] for each in reports)
-        giver = next(rank for rank, each in enumerate(reports) if each["closed"] == newest)
-        if all(each["closed"] == newest for each in reports):
+    def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
+        closed = [each["closed"][0] for each in reports]
+        newest = max(closed)
+        if min(closed) == newest:
             return
+        giver = closed.index(newest)
         ahead = self._closed == newest
         if not ahead:
             self._sums.reset()

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.conftest import MpiRun
+
 ROOT = Path(__file__).resolve().parents[3]
 SAMPLES, EPOCHS = 101, 2
 # The stand-in would end a little later than the program that a signal is sent to.
@@ -136,3 +138,34 @@ def test_a_run_of_which_no_rank_is_left_has_failed(run: Run) -> None:
     ran = run(2, {0: ["kill", 4, 1], 1: ["kill", 4, 1]})
     assert ran.code != 0
     assert ran.samples == {}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--exchange", "gossip"),
+        ("--exchange", "allreduce+int8"),
+        ("--shuffle", "local"),
+        ("--source-order", "block(2)"),
+        ("--checkpoint", "c"),
+        ("--balance",),
+        ("--prune", "apoptosis"),
+        ("--skip-samples", "--epochs", "3"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(run: Run, more: tuple[str, ...]) -> None:
+    ran = run(2, {}, *more)
+    assert ran.code == 2
+    assert f"{more[0]}" in ran.errors
+    assert "does not go with --fault-tolerance shrink yet" in ran.errors
+
+
+def test_ranks_that_cannot_go_on_are_refused(mpirun: MpiRun, pictures: Path) -> None:
+    """The option, or the variable, without ranks that MPI started for it."""
+    argv = ("-m", "dlio.cli", "train", str(pictures / "train"), "--image-size", "32")
+    done = mpirun(2, *argv, "--fault-tolerance", "shrink")
+    assert done.returncode == 2
+    assert "these ranks end with any of them" in done.stderr
+    done = mpirun(2, *argv, env={"DLIO_MIN_RANKS": "1"})
+    assert done.returncode == 2
+    assert "mpirun --with-ft ulfm" in done.stderr
