@@ -3,7 +3,6 @@
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, Self
@@ -45,7 +44,6 @@ from dlio.loader.processes import torch_feed
 from dlio.loader.stats import PassStats, diagnose, report
 from dlio.loader.trace import Spans, path_of
 from dlio.plan.epoch import EpochPlan
-from dlio.plan.order import share
 from dlio.plan.sample_mask import SampleMask
 from dlio.plan.schedule import steps_in_epoch
 from dlio.plan.shares import Shares, checked_shares
@@ -189,7 +187,8 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         self._data: Dataset | None = None
         self._engines = Engines()
         self._stats = Stats()
-        self._plan: EpochPlan | None = None
+        self.plan: EpochPlan | None = None
+        """Plan of the current pass; None where dlio does not make it."""
         self._global_batch: int | None = None
         """Samples of a step over all ranks, once ranks have been lost."""
         self._current: weakref.ref[LoaderIterator] | None = None
@@ -242,8 +241,8 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         """
         self._end_pass()
         self._global_batch = global_batch
-        if self._data is not None and self._data.mounted is not None:
-            self._data.mounted.regroup(members)
+        if (mounted := self.data.mounted) is not None:
+            mounted.regroup(members)
 
     def redeal(self, position: int, again: Sequence[int]) -> None:
         """Have the next pass go on with the current one's epoch.
@@ -255,13 +254,7 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         batches = self._place.current
         assert isinstance(batches, PlannedPass)
         self._end_pass()
-        state = replace(batches.cursor, position=position).as_dict()
-        self._place = self._place.loaded({**state, "again": list(again)})
-
-    @property
-    def plan(self) -> EpochPlan | None:
-        """Plan of the current pass; None where dlio does not make it."""
-        return self._plan
+        self._place = self._place.loaded(batches.state_at(position, again))
 
     def state_dict(self) -> State:
         """Return the loader's place: batches handed out are consumed, prefetched ones are not.
@@ -338,7 +331,7 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
     def __getstate__(self) -> dict[str, Any]:
         # A copy begins where the next pass of the original would.
         copy = self.__dict__.copy()
-        for name in ("_data", "_current", "_iterator", "_plan", "writer"):
+        for name in ("_data", "_current", "_iterator", "plan", "writer"):
             copy[name] = None
         for name in ("_engines", "_stats"):
             del copy[name]
@@ -359,7 +352,7 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         if ahead is not None:
             self._place = self._place.handed_out(ahead.batches)
         begun = ahead or self._begin(options, batches)
-        self._stats, self._plan = begun.stats, begun.plan
+        self._stats, self.plan = begun.stats, begun.plan
         registration = None
         if "accelerate.state" in sys.modules:
             registration = accelerate.Registration(self, begun.batches.steps)
@@ -471,9 +464,7 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         if options.shares is not None:
             shares = checked_shares(options.shares, options.batch_size, ranks)
         elif self._global_batch is not None:
-            shares = Shares(
-                tuple(len(share(self._global_batch, ranks, each)) for each in range(ranks))
-            )
+            shares = Shares.of(self._global_batch, ranks)
         return FormulaOrder(
             seed=self._order_seed(),
             samples=self._count(),

@@ -6,7 +6,7 @@ those that are prefetched.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
@@ -304,6 +304,10 @@ class PlannedPass:
         if self._digest is not None:
             state["kept"] = self._digest
         return state
+
+    def state_at(self, position: int, again: Sequence[int]) -> State:
+        """Return the state at another position, with samples that come again at the end."""
+        return {**replace(self.cursor, position=position).as_dict(), "again": list(again)}
 
     def next_state(self) -> State:
         return Cursor(self.cursor.seed, self.epoch + 1, 0, self.cursor.samples).as_dict()

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.errors import UsageError
+from dlio.plan.order import share
 
 __all__ = ["Shares", "checked_shares", "fastest_shares"]
 
@@ -41,6 +42,11 @@ class Shares:
     @classmethod
     def even(cls, batch_size: int, ranks: int) -> "Shares":
         return cls((batch_size,) * ranks)
+
+    @classmethod
+    def of(cls, global_batch: int, ranks: int) -> "Shares":
+        """Return shares of a global batch that differ by at most one sample."""
+        return cls(tuple(len(share(global_batch, ranks, rank)) for rank in range(ranks)))
 
     @property
     def global_batch(self) -> int:
