@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing.context import BaseContext
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -251,8 +251,7 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
             position: of the epoch's order; all before it has been dealt.
             again: samples that come again at the end of the epoch.
         """
-        batches = self._place.current
-        assert isinstance(batches, PlannedPass)
+        batches = cast(PlannedPass, self._place.current)
         self._end_pass()
         self._place = self._place.loaded(batches.state_at(position, again))
 
