@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         CorruptBlock,
         DecodeError,
         DlioError,
+        PeerLost,
         SourceError,
         TierError,
         TierFull,
@@ -42,6 +43,7 @@ __all__ = [
     "Dataset",
     "DecodeError",
     "DlioError",
+    "PeerLost",
     "SampleSkipper",
     "SourceError",
     "TierError",
@@ -66,7 +68,7 @@ _WHERE = {
     **{
         name: ("dlio.errors", name)
         for name in __all__
-        if name.endswith("Error") or name in ("CommTimeout", "CorruptBlock", "TierFull")
+        if name.endswith("Error") or name in ("CommTimeout", "CorruptBlock", "PeerLost", "TierFull")
     },
 }
 

@@ -104,7 +104,7 @@ def _end_alone(code: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if not code:
         write_whole(os.environ[DONE], lambda file: file.write(b"0"))
-    if membership.number > 0:
+    if membership.lost:
         if code:
             # The launcher ends the others: MPI_Abort hangs after a loss.
             write_whole(os.environ[DONE], lambda file: file.write(str(code).encode()))

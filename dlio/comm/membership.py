@@ -35,6 +35,8 @@ class Membership(Protocol):
     """Number of this rank when the job began; it stays the same in all generations."""
     number: int
     """Number of the generation, from 0."""
+    lost: bool
+    """True once a rank was lost: MPI can then neither be ended nor aborted in the ordinary way."""
     members: tuple[int, ...]
     """Number of each rank of this generation when the job began, ascending by rank."""
 

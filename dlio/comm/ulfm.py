@@ -53,6 +53,7 @@ class UlfmMembership:
                 "going on after a loss wants: set MPI4PY_RC_THREAD_LEVEL=serialized"
             )
         self.number = 0
+        self.lost = False
         self.me = MPI.COMM_WORLD.rank
         self.members: tuple[int, ...] = tuple(range(MPI.COMM_WORLD.size))
         self._least = least
@@ -88,6 +89,7 @@ class UlfmMembership:
         return bool(flag[0]) and well
 
     def renew(self, report: Json) -> list[Json]:
+        self.lost = True
         old = [handle for handle in self._living().values() if not handle.over]
         with one_at_a_time:
             for comm in (*(handle.raw for handle in old), self._root):

@@ -347,7 +347,7 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
     def __iter__(self) -> Iterator[BatchData]:  # type: ignore[override]
         options = self._options()
         batches, self._place = self._place.open(self._order(options))
-        ahead = self._engines.take_ahead(batches)
+        ahead = self._engines.take_ahead(batches) if self._engines.ahead else None
         if ahead is not None:
             self._place = self._place.handed_out(ahead.batches)
         begun = ahead or self._begin(options, batches)

@@ -199,8 +199,14 @@ def _handed(monkeypatch: pytest.MonkeyPatch, config: TrainConfig) -> TrainConfig
 
     seen: list[TrainConfig] = []
 
-    def start(module: str, argv: list[str], count: int, environment: dict[str, str]) -> int:
-        assert (module, argv, count) == ("dlio.cli.rank", ["train"], 2)
+    def start(
+        module: str,
+        argv: list[str],
+        count: int,
+        environment: dict[str, str],
+        min_ranks: int | None,
+    ) -> int:
+        assert (module, argv, count, min_ranks) == ("dlio.cli.rank", ["train"], 2, None)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         ranks.run_as_rank()
