@@ -80,11 +80,16 @@ def test_each_sample_is_read_once_when_tiers_hold_it() -> None:
         dlio.open(made, tiers="ram:16MiB") as data,
         dlio.DataLoader(data, 4, shuffle=True) as loader,
     ):
-        before = made.asked.copy()
+        before, single = made.asked.copy(), 0
         for _ in range(2):
             values = torch.cat([batch[1] for batch in loader])
             assert sorted(values.tolist()) == list(range(50))
-        assert (made.asked - before).max() == 1
+            single += loader.stats()["single_bytes"] // int(data.reader.sizes[0])
+        reads = made.asked - before
+        assert reads.min() == 1
+        # One that is wanted before its block has come may be read on its own, too.
+        assert reads.sum() - 50 <= single <= 50
+        assert len(set(data.reader.sizes.tolist())) == 1
 
 
 @pytest.mark.parametrize(
