@@ -73,7 +73,7 @@ def guarded(run: Callable[[], object]) -> NoReturn:
         if under_mpi():
             os._exit(_INTERRUPTED)  # An ordinary exit would wait in MPI for the other ranks.
         print("dlio: interrupted", file=sys.stderr, flush=True)
-    if DONE in os.environ:
+    if "dlio.comm.world" in sys.modules:
         _end_alone(code if isinstance(code, int) else 1)
     if code and "mpi4py" in sys.modules:
         from dlio.comm.world import abort
@@ -87,27 +87,22 @@ def _end_alone(code: int) -> None:
 
     Returns if no rank has been lost, and an ordinary exit will do.
     """
-    if "dlio.comm.ulfm" not in sys.modules:
-        return
-    from dlio.comm import world
+    from dlio.comm.world import membership
 
-    comm = world()
-    membership = getattr(comm, "membership", None)
-    if membership is None:
+    left = membership()
+    if left is None:
         return
     from dlio.util.files import write_whole
 
     sys.stdout.flush()
     sys.stderr.flush()
-    if code == 1 and comm.size > 1:
+    if code == 1 and len(left.members) > 1:
         # A bug: the others go on. They are told of a signal, and never of an exit code.
         os.kill(os.getpid(), signal.SIGKILL)
-    if not code:
-        write_whole(os.environ[DONE], lambda file: file.write(b"0"))
-    if membership.lost:
-        if code:
-            # The launcher ends the others: MPI_Abort hangs after a loss.
-            write_whole(os.environ[DONE], lambda file: file.write(str(code).encode()))
+    if DONE in os.environ and (not code or left.lost):
+        # After a failure the launcher ends the others: MPI_Abort hangs after a loss.
+        write_whole(os.environ[DONE], lambda file: file.write(str(code).encode()))
+    if left.lost:
         os._exit(code)
 
 

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import math
 import os
 import re
 import secrets
@@ -12,9 +13,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import IO
+from typing import IO, TypeVar
 
 from dlio.errors import UsageError
 from dlio.util.cores import available_cores
@@ -32,6 +34,7 @@ _NOT_STARTED = "PMIx server's listener thread failed to start"
 """Message of mpirun if a network interface disappeared while mpirun listed them. No rank has been
 started then, so mpirun can be started again."""
 _LOOK_S = 0.2
+_T = TypeVar("_T")
 _ALL_LOST = 1
 _STARTS = 5
 """Maximum number of attempts to start mpirun."""
@@ -126,28 +129,31 @@ def launch(
         for start in range(_STARTS):
             sorter = ErrorFilter(again=start + 1 < _STARTS, survives=min_ranks is not None)
             if capture:
-                done = _captured(command, full, timeout_s)
+                done = _captured(command, full, timeout_s, done_file)
                 sorter.not_started = _NOT_STARTED in done.stderr
             else:
                 code = _relayed(command, full, sorter, timeout_s, done_file)
                 done = subprocess.CompletedProcess(command, code)
             if not sorter.not_started:
                 break
-        if done_file is not None and not done.returncode:
-            done.returncode = _told(done_file)
-            if done.returncode == _ALL_LOST:
+        if done_file is not None:
+            failure = _code_of(done_file)
+            if failure is None and not done.returncode:
+                # mpirun takes the loss of all ranks for success.
+                done.returncode = _ALL_LOST
                 message = "dlio: error: all ranks were lost before the end"
                 print(message, file=sys.stderr, flush=True)
+            done.returncode = failure or done.returncode
     return done
 
 
-def _told(done_file: str) -> int:
-    """Return the exit code that the ranks have told; mpirun takes the loss of all for success."""
+def _code_of(done_file: str) -> int | None:
+    """Return the exit code that a rank has left in a file, None if none has."""
     try:
         with open(done_file, encoding="ascii") as file:
             return int(file.read())
     except FileNotFoundError:
-        return _ALL_LOST
+        return None
 
 
 def _prepared(
@@ -176,11 +182,16 @@ def _prepared(
 
 
 def _captured(
-    command: Sequence[str], environment: Mapping[str, str], timeout_s: float | None
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    timeout_s: float | None,
+    done_file: str | None,
 ) -> subprocess.CompletedProcess[str]:
     with _started(command, environment, subprocess.PIPE) as process:
         try:
-            output, errors = process.communicate(timeout=timeout_s)
+            output, errors = _until_end(
+                process, lambda limit_s: process.communicate(timeout=limit_s), timeout_s, done_file
+            )
         except BaseException:
             _end(process)
             raise
@@ -192,13 +203,9 @@ def _relayed(
     environment: Mapping[str, str],
     sorter: "ErrorFilter",
     timeout_s: float | None,
-    done_file: str | None = None,
+    done_file: str | None,
 ) -> int:
-    """Run mpirun, pass standard error on through `sorter`, and return the exit code.
-
-    Args:
-        done_file: file in which a rank tells its exit code; its failure then ends all ranks.
-    """
+    """Run mpirun, pass standard error on through `sorter`, and return the exit code."""
     process = _started(command, environment, None)
     assert process.stderr is not None
     errors = process.stderr
@@ -206,14 +213,7 @@ def _relayed(
         "dlio-stderr", lambda _: _relay(errors, sys.stderr, sorter), stop_timeout_s=_END_TIMEOUT_S
     ).start()
     try:
-        if done_file is None:
-            return _exit_code(process.wait(timeout_s))
-        while True:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                return _exit_code(process.wait(_LOOK_S))
-            if os.path.exists(done_file) and _told(done_file):
-                _end(process)
-                return _told(done_file)
+        return _exit_code(_until_end(process, process.wait, timeout_s, done_file))
     except BaseException as error:
         sorter.interrupted = isinstance(error, KeyboardInterrupt)
         _end(process)
@@ -221,6 +221,32 @@ def _relayed(
     finally:
         if not relay.close():
             errors.close()
+
+
+def _until_end(
+    process: subprocess.Popen[str],
+    wait: Callable[[float | None], _T],
+    timeout_s: float | None,
+    done_file: str | None,
+) -> _T:
+    """Return `wait(seconds)` at the end of mpirun.
+
+    Args:
+        done_file: file in which a rank leaves its exit code; its failure then ends all ranks.
+
+    Raises subprocess.TimeoutExpired after `timeout_s`.
+    """
+    if done_file is None:
+        return wait(timeout_s)
+    deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    while True:
+        try:
+            return wait(min(_LOOK_S, max(0.0, deadline - time.monotonic())))
+        except subprocess.TimeoutExpired:
+            if time.monotonic() >= deadline:
+                raise
+        if _code_of(done_file):
+            _end(process)
 
 
 def _started(

@@ -17,15 +17,11 @@ Source: "User Level Failure Mitigation", Bland et al. 2013; fault-tolerant train
 arXiv 1709.03316.
 """
 
-from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from dlio.comm.protocol import Json
-from dlio.errors import PeerLost
 
-__all__ = ["Membership", "uniform"]
-
-_T = TypeVar("_T")
+__all__ = ["Membership"]
 
 
 class Membership(Protocol):
@@ -56,28 +52,3 @@ class Membership(Protocol):
 
         All ranks get the same answer, even if one is lost meanwhile.
         """
-
-
-def uniform(
-    membership: Membership | None, recover: Callable[[], None], act: Callable[[], _T]
-) -> _T:
-    """Return `act()` when it has succeeded on all ranks of one generation. Collective.
-
-    A collective operation that a loss interrupts succeeds on some ranks and fails on others. Then
-    all recover and do it again, so `act` must not change what it starts from.
-
-    Args:
-        membership: None if the job ends with any rank.
-        recover: makes the next generation.
-    """
-    if membership is None:
-        return act()
-    while True:
-        try:
-            result = act()
-            well = True
-        except PeerLost:
-            well = False
-        if membership.agree(well):
-            return result
-        recover()

@@ -35,7 +35,7 @@ from dlio.errors import CommError, PeerLost
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MpiCommunicator", "Renewer", "agreed", "mpi_world", "one_at_a_time"]
+__all__ = ["MpiCommunicator", "MpiRequest", "Renewer", "agreed", "mpi_world", "one_at_a_time"]
 
 _CANCEL_TIMEOUT_S: Final = 1.0
 _log = logging.getLogger("dlio")
@@ -104,7 +104,7 @@ def _quiet() -> "MPI.Intracomm":
     return MPI.COMM_SELF.Dup()
 
 
-class _MpiRequest:
+class MpiRequest:
     """A request of MPI.
 
     Args:
@@ -213,10 +213,10 @@ class MpiCommunicator:
         self._join(broadcast, "broadcast")
 
     def isend(self, data: Buffer, dest: int, tag: int) -> Request:
-        return _call(lambda: _MpiRequest(self._comm.Isend([data, MPI.BYTE], dest, tag)))
+        return _call(lambda: MpiRequest(self._comm.Isend([data, MPI.BYTE], dest, tag)))
 
     def irecv(self, into: Buffer, source: int, tag: int) -> Request:
-        return _call(lambda: _MpiRequest(self._comm.Irecv([into, MPI.BYTE], source, tag)))
+        return _call(lambda: MpiRequest(self._comm.Irecv([into, MPI.BYTE], source, tag)))
 
     def iallreduce(self, array: Array, op: Op = "sum") -> Request:
         if array.dtype not in (np.float32, np.float64, np.int64):
@@ -224,7 +224,7 @@ class MpiCommunicator:
             raise CommError(f"cannot reduce {array.dtype}: convert it to float32 first")
         # In place, Open MPI takes four times as long for 100 MB on 2 ranks.
         mine = array.copy()
-        return _call(lambda: _MpiRequest(self._comm.Iallreduce(mine, array, _OPS[op]), mine))
+        return _call(lambda: MpiRequest(self._comm.Iallreduce(mine, array, _OPS[op]), mine))
 
     def iallreduce_device(self, tensor: "torch.Tensor") -> Request:
         """Start summing a float32 tensor in GPU memory over all ranks, in place.
@@ -232,7 +232,7 @@ class MpiCommunicator:
         Requires `dlio.comm.devices.sums_device_memory()`. The caller has synchronised the stream
         that writes the tensor.
         """
-        return _call(lambda: _MpiRequest(self._comm.Iallreduce(MPI.IN_PLACE, tensor), tensor))
+        return _call(lambda: MpiRequest(self._comm.Iallreduce(MPI.IN_PLACE, tensor), tensor))
 
     def wait(self, requests: Sequence[Request], what: str, timeout_s: float | None = None) -> None:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
@@ -274,4 +274,4 @@ class MpiCommunicator:
             self.membership.drop(self)
 
     def _join(self, request: "MPI.Request", what: str) -> None:
-        self.wait([_MpiRequest(request)], what)
+        self.wait([MpiRequest(request)], what)

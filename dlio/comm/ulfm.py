@@ -10,7 +10,6 @@ spin. Its own detector of stopped ranks is off. A rank that leaves does so by a 
 import contextlib
 import os
 import socket
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any, Final, cast
@@ -18,17 +17,18 @@ from typing import Any, Final, cast
 import numpy as np
 from mpi4py import MPI
 
-from dlio.comm.mpi import MpiCommunicator, agreed, one_at_a_time
+from dlio.comm.mpi import MpiCommunicator, MpiRequest, agreed, one_at_a_time
 from dlio.comm.protocol import Json
 from dlio.comm.stopped import StoppedRanks
-from dlio.comm.waiting import LONGEST_SLEEP_S, SHORTEST_SLEEP_S
-from dlio.errors import CommError, CommTimeout, PeerLost, UsageError
+from dlio.comm.waiting import wait_all
+from dlio.errors import CommError, PeerLost, UsageError
 from dlio.util.settings import settings
 
 __all__ = ["UlfmMembership"]
 
 _ENABLED: Final = "OMPI_MCA_mpi_ft_enable"
 """Variable that mpirun sets for ranks with fault tolerance."""
+_LOSSES: Final = (MPI.Exception, PeerLost)
 _MOST_ROUNDS: Final = 20
 """Losses within one recovery after which a job is given up."""
 
@@ -84,7 +84,7 @@ class UlfmMembership:
         flag = np.array([well], np.int32)
         try:
             self._poll(lambda: self._root.Iagree(flag), "all ranks to agree")
-        except MPI.Exception:
+        except _LOSSES:
             return False
         return bool(flag[0]) and well
 
@@ -117,30 +117,18 @@ class UlfmMembership:
             try:
                 self._poll(lambda: self._root.Iagree(flag), "all that are left to regroup")
                 return
-            except MPI.Exception:
+            except _LOSSES:
                 with one_at_a_time:
                     self._root.Ack_failed()
 
     def _poll(self, begin: Callable[[], MPI.Request], what: str) -> None:
         """Wait for an operation without spinning; blocking calls of MPI would.
 
-        Raises MPI.Exception when a rank is lost, CommTimeout after DLIO_TIMEOUT.
+        Raises PeerLost or MPI.Exception when a rank is lost, CommTimeout after DLIO_TIMEOUT.
         """
-        deadline = time.monotonic() + settings().timeout_s
-        sleep_s = SHORTEST_SLEEP_S
         with one_at_a_time:
-            request = begin()
-        while True:
-            with one_at_a_time:
-                if request.Test():
-                    return
-            if time.monotonic() > deadline:
-                raise CommTimeout(
-                    f"rank {self.me} waited {settings().timeout_s:.0f} s for {what}: another rank "
-                    "is far behind, or hangs (DLIO_TIMEOUT sets the deadline)"
-                )
-            time.sleep(sleep_s)
-            sleep_s = min(1.5 * sleep_s, LONGEST_SLEEP_S)
+            request = MpiRequest(begin())
+        wait_all([request], what, settings().timeout_s, f"rank {self.me}")
 
     def _next_generation(self, report: Json) -> list[Json] | None:
         """Make the next generation; None if a rank is lost meanwhile."""
@@ -165,7 +153,7 @@ class UlfmMembership:
             common = set.intersection(*(set(map(int, each[1])) for each in everyone))
             for number in sorted(common):
                 made[number] = self._remade(root, str(number), [each[1] for each in everyone])
-        except (MPI.Exception, PeerLost):
+        except _LOSSES:
             well = False
         if not agreed(root, well):
             return None

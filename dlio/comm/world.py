@@ -8,10 +8,11 @@ initialised MPI itself with more than one rank; else torch.distributed if that i
 import sys
 
 from dlio.comm.environment import under_mpi
+from dlio.comm.membership import Membership
 from dlio.comm.protocol import Communicator
 from dlio.util.settings import settings
 
-__all__ = ["abort", "mpi_ranks", "world"]
+__all__ = ["abort", "membership", "mpi_ranks", "world"]
 
 _world: Communicator | None = None
 _torch_world: object = None
@@ -52,6 +53,15 @@ def world() -> Communicator:
             _world = SingleCommunicator()
         _torch_world = group
     return _world
+
+
+def membership() -> Membership | None:
+    """Return the ranks that are left of a job whose ranks survive each other's loss.
+
+    None where the job ends with any rank, and before the first call of `world`.
+    """
+    left: Membership | None = getattr(_world, "membership", None)
+    return left
 
 
 def mpi_ranks() -> int:

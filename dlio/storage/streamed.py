@@ -157,7 +157,13 @@ class BlockStream:
             if span is None or span == self._swept:
                 return
             self._swept = span
+        streamed = self._hierarchy.targets.streamed_blocks()
+        # Asked for after the list: by an older position, a block that has come since would seem
+        # to be too far ahead, and would be read again.
+        span = self._progress.span(self._generation)
+        if span is None:
+            return
         least, greatest = span
-        for block in self._hierarchy.targets.streamed_blocks():
+        for block in streamed:
             if self._last[block] <= least or self._first[block] > greatest + self._ahead:
                 self._hierarchy.drop_streamed(block)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Self, TypedDict
 
 from dlio.comm import Communicator
-from dlio.train.recovery import recovery_of
+from dlio.train.recovery import uniform
 from dlio.util.files import unwritable
 
 __all__ = ["SampleLedger"]
@@ -32,7 +32,6 @@ class SampleLedger:
     def __init__(self, path: str, comm: Communicator) -> None:
         self._path = path
         self._comm = comm
-        self._recovery = recovery_of(comm)
         self._me = comm.rank
         self._lines: list[_Line] = []
         self._temporary = comm.tell(f"{path}.{os.getpid()}.tmp")
@@ -77,7 +76,7 @@ class SampleLedger:
                 size = self._append(rows)
             return self._comm.tell(size)
 
-        self._written = write() if self._recovery is None else self._recovery.uniform(write)
+        self._written = uniform(self._comm, write)
         self._lines = []
 
     def _append(self, rows: Sequence[_Line]) -> int:

@@ -4,7 +4,7 @@ A rank learns of a loss wherever it waits for another: in a step's sums, at the 
 then calls `Recovery.run`, and so do all others. The next generation is made, every part of the
 training tells where it is, and those that are behind get from the others what they lack.
 
-Source: design of fault tolerance, docs/design/fault-tolerance.md.
+What is promised: docs/guides/fault-tolerance.md.
 """
 
 import time
@@ -13,10 +13,10 @@ from typing import Any, Final, Protocol, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 from dlio.comm import Communicator
-from dlio.comm.membership import Membership, uniform
+from dlio.comm.membership import Membership
 from dlio.errors import PeerLost
 
-__all__ = ["Loss", "Part", "Recovery", "Report", "recovery_of"]
+__all__ = ["Loss", "Part", "Recovery", "Report", "recovery_of", "uniform"]
 
 _T = TypeVar("_T")
 
@@ -91,8 +91,20 @@ class Recovery:
         self.losses.append(Loss(lost, len(after), time.perf_counter() - began))
 
     def uniform(self, act: Callable[[], _T]) -> _T:
-        """Return `act()` when it has succeeded on all ranks; see `dlio.comm.membership.uniform`."""
-        return uniform(self.membership, self.run, act)
+        """Return `act()` when it has succeeded on all ranks of one generation. Collective.
+
+        A collective operation that a loss interrupts succeeds on some ranks and fails on others.
+        Then all recover and do it again, so `act` must not change what it starts from.
+        """
+        while True:
+            try:
+                result = act()
+                well = True
+            except PeerLost:
+                well = False
+            if self.membership.agree(well):
+                return result
+            self.run()
 
     def _attempt(self) -> bool:
         reports: Any = self.membership.renew(
@@ -122,3 +134,12 @@ def recovery_of(comm: Communicator) -> Recovery | None:
     if membership not in _of:
         _of[membership] = Recovery(membership, comm)
     return _of[membership]
+
+
+def uniform(comm: Communicator, act: Callable[[], _T]) -> _T:
+    """Return `act()` when it has succeeded on all ranks that are left. Collective.
+
+    See `Recovery.uniform`. Where the job ends with any rank, `act` is just called.
+    """
+    recovery = recovery_of(comm)
+    return act() if recovery is None else recovery.uniform(act)

@@ -20,7 +20,7 @@ from dlio.train.exchange.buckets import averaged_state
 from dlio.train.ledger import SampleLedger
 from dlio.train.progress import TrainingProgress
 from dlio.train.pruning.pruned_file import save_layout
-from dlio.train.recovery import recovery_of
+from dlio.train.recovery import recovery_of, uniform
 from dlio.train.report import RunReport
 from dlio.train.worker import Worker
 from dlio.util.cores import available_cores
@@ -129,7 +129,7 @@ def _epochs(stack: ExitStack, config: TrainConfig, comm: Communicator, run: Work
             break
     if ledger is not None:
         ledger.finish()
-    run.uniform(comm.barrier)  # Nobody leaves while others need it.
+    uniform(comm, comm.barrier)  # Nobody leaves while others need it.
 
 
 def _resume(run: Worker, checkpoints: Checkpoints) -> str | None:
@@ -154,7 +154,7 @@ def _resume(run: Worker, checkpoints: Checkpoints) -> str | None:
 def _write(config: TrainConfig, comm: Communicator, run: Worker, report: RunReport) -> None:
     """Write the weights (--save) and the report (--report) on rank 0. Collective."""
     if config.save is not None:
-        state = run.uniform(lambda: averaged_state(run.model, comm))
+        state = uniform(comm, lambda: averaged_state(run.model, comm))
         if comm.rank == 0:
             # Serialise to memory first: torch's own writer hides errors of a full disk.
             packed = io.BytesIO()

@@ -4,7 +4,6 @@ import copy
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -30,14 +29,12 @@ from dlio.train.optimizers import make_optimizer
 from dlio.train.precision import Precision
 from dlio.train.progress import TrainingProgress
 from dlio.train.pruner import Pruner
-from dlio.train.recovery import recovery_of
+from dlio.train.recovery import recovery_of, uniform
 from dlio.train.report import EpochReport, RankEpoch
 from dlio.train.skipping.rule import EASY, SHARE
 from dlio.train.skipping.skipper import SampleSkipper
 
 __all__ = ["Worker"]
-
-T = TypeVar("T")
 
 
 class Worker:
@@ -176,7 +173,7 @@ class Worker:
         if ledger is not None:
             ledger.end_epoch(self._dealing.of_lost)
         exchanged = {key: after[key] - before[key] for key in before}
-        report = self.uniform(lambda: self._report(seconds, exchanged))
+        report = uniform(self.comm, lambda: self._report(seconds, exchanged))
         self._tell_losses(progress)
         self.history.append(report)
         self.position = 0
@@ -292,10 +289,6 @@ class Worker:
         for callback in self.callbacks:
             callback.after_step(self)
         self.optimizer.zero_grad(set_to_none=True)
-
-    def uniform(self, act: Callable[[], T]) -> T:
-        """Return `act()` when it has succeeded on all ranks that are left. Collective."""
-        return act() if self.recovery is None else self.recovery.uniform(act)
 
     def _tell_losses(self, progress: TrainingProgress) -> None:
         if self.recovery is None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dlio.cli import app, main
-from dlio.cli.launch import find_mpirun
+from dlio.cli.launch import find_mpirun, launch
 from dlio.comm.environment import launched, under_mpi
 from dlio.errors import UsageError
 
@@ -221,3 +221,26 @@ def test_errors_are_public() -> None:
         if isinstance(value, type):
             assert getattr(dlio, name) is value
             assert name in dlio.__all__
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("capture", [False, True])
+def test_of_ranks_that_survive_each_others_loss_a_failure_ends_all(capture: bool) -> None:
+    text = (
+        "import os, time; from dlio.util.settings import DONE\n"
+        "if os.environ['OMPI_COMM_WORLD_RANK'] == '1':\n"
+        "    open(os.environ[DONE], 'w').write('3')\n"
+        "time.sleep(50)"
+    )
+    began = time.monotonic()
+    done = launch([sys.executable, "-c", text], 2, capture=capture, min_ranks=1)
+    assert done.returncode == 3
+    assert time.monotonic() - began < 45
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("capture", [False, True])
+def test_ranks_that_survive_each_others_loss_have_a_time_limit_too(capture: bool) -> None:
+    argv = [sys.executable, "-c", "import time; time.sleep(50)"]
+    with pytest.raises(subprocess.TimeoutExpired):
+        launch(argv, 2, capture=capture, timeout_s=2, min_ranks=1)

@@ -1,0 +1,46 @@
+"""Streamed blocks: brought once, and removed when nobody needs them any more."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+
+from dlio.storage.streamed import BlockStream, StreamProgress
+from tests.conftest import in_time
+
+
+def test_a_block_that_comes_while_old_ones_are_removed_is_kept(tmp_path: Path) -> None:
+    """A thread that removes blocks may be paused, while others go on and bring more."""
+    progress = StreamProgress(str(tmp_path), 1, 0)
+    there, dropped = {0}, []
+
+    def streamed() -> list[int]:
+        if 0 in there:
+            # The rank goes on to the last position, for which another thread brings block 9.
+            there.update({8, 9})
+            progress.tell(1, 8)
+        return sorted(there, reverse=True)
+
+    def drop(block: int) -> None:
+        there.discard(block)
+        dropped.append(block)
+
+    def fill(block: int, timeout_s: float) -> bool:
+        there.add(block)
+        return True
+
+    targets = SimpleNamespace(stream=lambda here, is_over: None, streamed_blocks=streamed)
+    hierarchy = SimpleNamespace(targets=targets, drop_streamed=drop, fill=fill)
+    numbers = np.arange(10)
+    order = SimpleNamespace(
+        blocks=numbers, starts=np.arange(11), span=lambda: (numbers, numbers + 1)
+    )
+    stream = BlockStream(
+        cast(Any, hierarchy), cast(Any, order), np.ones(10, np.bool_), 1, 1, progress, 1, 1
+    )
+    assert in_time(lambda: 0 not in there, 30.0)
+    stream.done(10)
+    assert in_time(lambda: not there, 30.0)
+    stream.close()
+    assert {8, 9}.isdisjoint(dropped[: dropped.index(0)])
