@@ -36,7 +36,8 @@ def command(script: Script, options: RunOptions, ranks: Ranks) -> None:
         choose_tiers(options.tiers, 0)
 
     check()
-    on_ranks(ranks.ranks, run_rank, script, options)
+    least = None if options.fault_tolerance == "off" else options.min_ranks
+    on_ranks(ranks.ranks, run_rank, script, options, min_ranks=least)
 
 
 def run_rank(script: Script, options: RunOptions) -> None:

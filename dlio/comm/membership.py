@@ -17,11 +17,38 @@ Source: "User Level Failure Mitigation", Bland et al. 2013; fault-tolerant train
 arXiv 1709.03316.
 """
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from dlio.comm.protocol import Json
+from dlio.comm.protocol import Buffer, Communicator, Json, Request
 
-__all__ = ["Membership"]
+__all__ = ["Membership", "Messages", "messages_of"]
+
+
+class Messages(Protocol):
+    """Messages among ranks that are known by number."""
+
+    def isend(self, data: Buffer, dest: int, tag: int) -> Request:
+        """Start sending; see `Communicator`."""
+
+    def irecv(self, into: Buffer, source: int, tag: int) -> Request:
+        """Start receiving; see `Communicator`."""
+
+
+@runtime_checkable
+class _Renewed(Protocol):
+    """A communicator whose ranks get other numbers after a loss."""
+
+    def bound(self) -> Messages:
+        """Return the messages of the present ranks."""
+
+
+def messages_of(comm: Communicator) -> Messages:
+    """Return messages among a communicator's present ranks.
+
+    When one of them is lost all calls raise PeerLost, also after the communicator was rebuilt, in
+    which a rank's number is another one's.
+    """
+    return comm.bound() if isinstance(comm, _Renewed) else comm
 
 
 class Membership(Protocol):

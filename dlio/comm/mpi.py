@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar, cast
 
 import numpy as np
 
+from dlio.util.settings import settings
+
 try:
+    import mpi4py
+
+    if settings().min_ranks is not None:
+        mpi4py.rc.finalize = False  # It hangs after a loss: `dlio.comm.ulfm` ends MPI.
     from mpi4py import MPI
 except (ImportError, RuntimeError) as error:
     from dlio.errors import CommError as _CommError
@@ -35,7 +41,14 @@ from dlio.errors import CommError, PeerLost
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MpiCommunicator", "MpiRequest", "Renewer", "agreed", "mpi_world", "one_at_a_time"]
+__all__ = [
+    "MpiCommunicator",
+    "MpiRequest",
+    "Renewer",
+    "agreed",
+    "mpi_world",
+    "one_at_a_time",
+]
 
 _CANCEL_TIMEOUT_S: Final = 1.0
 _log = logging.getLogger("dlio")
@@ -266,6 +279,10 @@ class MpiCommunicator:
             raise PeerLost("another rank was lost while all made a communicator")
         return cast("MPI.Intracomm", made)
 
+    def bound(self) -> "MpiMessages":
+        """The present ranks, whatever their numbers are after a loss."""
+        return MpiMessages(self, self._comm)
+
     def close(self) -> None:
         if self.membership is None:
             _call(lambda: self._comm.Free())
@@ -275,3 +292,22 @@ class MpiCommunicator:
 
     def _join(self, request: "MPI.Request", what: str) -> None:
         self.wait([MpiRequest(request)], what)
+
+
+class MpiMessages:
+    """Messages among ranks until one of them is lost: then all calls raise PeerLost."""
+
+    def __init__(self, owner: MpiCommunicator, comm: "MPI.Intracomm") -> None:
+        self._owner, self._comm = owner, comm
+
+    def isend(self, data: Buffer, dest: int, tag: int) -> Request:
+        return _call(lambda: MpiRequest(self._raw().Isend([data, MPI.BYTE], dest, tag)))
+
+    def irecv(self, into: Buffer, source: int, tag: int) -> Request:
+        return _call(lambda: MpiRequest(self._raw().Irecv([into, MPI.BYTE], source, tag)))
+
+    def _raw(self) -> "MPI.Intracomm":
+        # That of an earlier generation is revoked, and freed after another loss.
+        if self._owner.raw is not self._comm:
+            raise PeerLost("a rank was lost since these messages began")
+        return self._comm

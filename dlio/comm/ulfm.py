@@ -7,13 +7,17 @@ spin. Its own detector of stopped ranks is off. A rank that leaves does so by a 
 `os._exit`, never through MPI_Finalize, which hangs after a loss.
 """
 
+import atexit
 import contextlib
 import os
+import signal
 import socket
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, Final, cast
 
+import mpi4py
 import numpy as np
 from mpi4py import MPI
 
@@ -69,6 +73,7 @@ class UlfmMembership:
         everyone: list[tuple[str, int]] = self.world.allgather((host, os.getpid()))
         here = {member: pid for member, (name, pid) in enumerate(everyone) if name == host}
         self._stopped = StoppedRanks(here, self.me, lambda: self.members)
+        atexit.register(self._end)
 
     def add(self, handle: MpiCommunicator) -> None:
         """Rebuild a communicator in each new generation. Communicators are added in the same order
@@ -104,6 +109,24 @@ class UlfmMembership:
         raise CommError(
             f"{_MOST_ROUNDS} ranks were lost while the others regrouped: this job is given up"
         )
+
+    def _end(self) -> None:
+        """End MPI at the end of a script of the user's: in the ordinary way if no rank was lost."""
+        failed = getattr(sys, "last_value", None) is not None
+        if MPI.Is_finalized():
+            return
+        if failed and len(self.members) > 1:
+            # The others are told of a signal, and never of an exit code.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if not self.lost:
+            MPI.Finalize()
+        elif mpi4py.rc.finalize is not False:
+            # The script has imported mpi4py before dlio: it would finalize, and hang.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(int(failed))
 
     def _living(self) -> dict[int, MpiCommunicator]:
         living = {number: ref() for number, ref in self._handles.items()}

@@ -12,6 +12,8 @@ import numpy.typing as npt
 import torch
 
 from dlio.comm.data_ranks import place
+from dlio.comm.recovery import recovery_of
+from dlio.comm.world import membership, world
 from dlio.errors import UsageError
 from dlio.loader.contract import (
     BatchData,
@@ -24,8 +26,7 @@ from dlio.loader.contract import (
     UserDataset,
 )
 from dlio.loader.dataset import Dataset
-from dlio.loader.device import device_feed, target_device, transformed_feed
-from dlio.loader.empty import EmptyAware
+from dlio.loader.dealing import Dealing, DealtIterator
 from dlio.loader.engines import Engines
 from dlio.loader.feed import Begun, Fed, LoaderIterator, Stats
 from dlio.loader.foreign import accelerate
@@ -39,10 +40,8 @@ from dlio.loader.passes import (
     SamplerOrder,
     check_state,
 )
-from dlio.loader.planned.engine import decode_threads
-from dlio.loader.processes import torch_feed
 from dlio.loader.stats import PassStats, diagnose, report
-from dlio.loader.trace import Spans, path_of
+from dlio.loader.trace import path_of
 from dlio.plan.epoch import EpochPlan
 from dlio.plan.sample_mask import SampleMask
 from dlio.plan.schedule import steps_in_epoch
@@ -189,8 +188,11 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         self._stats = Stats()
         self.plan: EpochPlan | None = None
         """Plan of the current pass; None where dlio does not make it."""
-        self._global_batch: int | None = None
-        """Samples of a step over all ranks, once ranks have been lost."""
+        self.deals = True
+        """False if someone else deals anew when ranks are lost."""
+        self._dealing: Dealing | None = None
+        self._dealt: tuple[int, Shares] | None = None
+        """This rank's number and the shares of all, once ranks have been lost."""
         self._current: weakref.ref[LoaderIterator] | None = None
         self._options()  # Raises now for options that cannot work.
 
@@ -205,11 +207,9 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
     def __len__(self) -> int:
         """Steps in a whole epoch, the same on all ranks; with `keep`, in the chosen epoch."""
         if self.follows_formula():
-            assert self.batch_size is not None
-            _, ranks = place(self.group, self.mesh)
             mask = self._place.mask
             count = self._count() if mask is None else mask[1].count
-            return steps_in_epoch(count, 0, self.batch_size * ranks, self.drop_last)
+            return steps_in_epoch(count, 0, self._global_batch(), self.drop_last)
         return super().__len__()
 
     def set_epoch(self, epoch: int, keep: SampleMask | npt.ArrayLike | None = None) -> None:
@@ -232,17 +232,19 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
                 choose(epoch)
         self._place = self._place.chosen(epoch, mask)
 
-    def regroup(self, members: Sequence[int], global_batch: int) -> None:
+    def regroup(self, members: Sequence[int], me: int, global_batch: int) -> None:
         """End the current pass; later ones are dealt to the ranks that are left.
 
         Args:
             members: number of each rank that is left, when the data set was mounted.
+            me: number of this rank.
             global_batch: samples of a step over all ranks; each gets an even part of it.
         """
         self._end_pass()
-        self._global_batch = global_batch
-        if (mounted := self.data.mounted) is not None:
-            mounted.regroup(members)
+        self._dealt = (members.index(me), Shares.of(global_batch, len(members)))
+        data = self._planned_data()
+        if data is not None and data.mounted is not None:
+            data.mounted.regroup(members)
 
     def redeal(self, position: int, again: Sequence[int]) -> None:
         """Have the next pass go on with the current one's epoch.
@@ -251,9 +253,14 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
             position: of the epoch's order; all before it has been dealt.
             again: samples that come again at the end of the epoch.
         """
-        batches = cast(PlannedPass, self._place.current)
+        batches = self.planned
         self._end_pass()
         self._place = self._place.loaded(batches.state_at(position, again))
+
+    @property
+    def planned(self) -> PlannedPass:
+        """The pass that began last, in an order of dlio's own."""
+        return cast(PlannedPass, self._place.current)
 
     def state_dict(self) -> State:
         """Return the loader's place: batches handed out are consumed, prefetched ones are not.
@@ -314,6 +321,9 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
             self.dataset.close()
         self._engines.planned.close()
         self._iterator = None
+        if self._dealing is not None:
+            self._dealing.close()
+            self._dealing = None
 
     def _end_pass(self) -> None:
         current = self._current() if self._current is not None else None
@@ -330,7 +340,7 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
     def __getstate__(self) -> dict[str, Any]:
         # A copy begins where the next pass of the original would.
         copy = self.__dict__.copy()
-        for name in ("_data", "_current", "_iterator", "plan", "writer"):
+        for name in ("_data", "_current", "_iterator", "_dealing", "plan", "writer"):
             copy[name] = None
         for name in ("_engines", "_stats"):
             del copy[name]
@@ -345,6 +355,20 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         """Suppress torch's warning about more workers than cores: dlio's workers are threads."""
 
     def __iter__(self) -> Iterator[BatchData]:  # type: ignore[override]
+        dealing = self._own_dealing()
+        return self.begin() if dealing is None else DealtIterator(dealing, len(self))
+
+    def _own_dealing(self) -> Dealing | None:
+        """Return the dealing of a loop whose ranks may be lost; None if they end together."""
+        if membership() is None or not self.deals or not self.follows_formula():
+            return None
+        if self._dealing is None:
+            recovery = recovery_of(world())
+            self._dealing = Dealing((self,), recovery, self._global_batch(), keeps_steps=True)
+        return self._dealing
+
+    def begin(self) -> LoaderIterator:
+        """Begin a pass that is dealt to the same ranks until its end."""
         options = self._options()
         batches, self._place = self._place.open(self._order(options))
         ahead = self._engines.take_ahead(batches) if self._engines.ahead else None
@@ -394,53 +418,14 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
 
     def _begin(self, options: LoaderOptions, batches: Pass) -> Begun:
         """Have an engine work on a pass."""
-        engines, data = self._engines, self._planned_data()
-        spans = Spans() if options.trace is not None else None
-        in_threads = data is not None if options.in_threads is None else options.in_threads
-        if in_threads and data is not None and isinstance(batches, PlannedPass):
-            begun = engines.planned.begin(options, data, batches, spans)
-        else:
-            begun = self._begin_foreign(options, in_threads, data, batches, spans)
         device = options.device
         if device is None and "accelerate.state" in sys.modules:
             device = accelerate.device(self)
-        if device is not None:
-            begun.feed = device_feed(begun.feed, target_device(device))
-        if begun.stats.engine == "planned" and data is not None and options.collates_by_default:
-            transform = data.recipe.batch_transform
-            if transform is not None:
-                begun.feed = transformed_feed(begun.feed, transform)
-        return begun
-
-    def _begin_foreign(
-        self,
-        options: LoaderOptions,
-        in_threads: bool,
-        data: Dataset | None,
-        batches: Pass,
-        spans: Spans | None,
-    ) -> Begun:
-        """Have threads, or torch's own engines, ask the data set for samples."""
-        engines = self._engines
-        mounted = None if data is None else engines.planned.fill(options, data)
-        collate = options.collate_fn
-        dataset = options.dataset if data is None else data
-        if isinstance(batches, PlannedPass):
-            collate = EmptyAware(collate, dataset)
-        if in_threads and (options.num_workers or mounted is not None):
-            threads = options.num_workers
-            if not threads and mounted is not None:
-                threads = decode_threads(mounted)
-            return engines.threads.begin(
-                options, dataset, collate, threads, mounted, batches, spans
-            )
-        if options.on_error == "skip":
-            raise UsageError("on_error='skip' works with threads: set num_workers=1 or more")
-        stats = Stats(None if mounted is None else mounted.hierarchy, engine="torch")
-        iterator = engines.torch.iterator(options, collate, batches, self._iterator)
+        data = self._planned_data()
+        begun = self._engines.begin(options, data, batches, device, self._iterator)
         if options.persistent_workers and options.num_workers:
-            self._iterator = iterator
-        return Begun(batches, stats, torch_feed(iterator, batches), spans)
+            self._iterator = self._engines.iterator
+        return begun
 
     def _options(self) -> LoaderOptions:
         """The options as they are now. Raises UsageError when they cannot work."""
@@ -462,8 +447,9 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         shares = None
         if options.shares is not None:
             shares = checked_shares(options.shares, options.batch_size, ranks)
-        elif self._global_batch is not None:
-            shares = Shares.of(self._global_batch, ranks)
+        elif self._dealt is not None:
+            rank, shares = self._dealt
+            ranks = len(shares.counts)
         return FormulaOrder(
             seed=self._order_seed(),
             samples=self._count(),
@@ -491,6 +477,15 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
     def _count(self) -> int:
         dataset: Any = self.dataset  # A map-style data set, whose type need not be Sized.
         return len(dataset)
+
+    def _global_batch(self) -> int:
+        """Samples of a step over all ranks."""
+        if self._dealing is not None:
+            return self._dealing.usual_batch
+        if self._dealt is not None:
+            return self._dealt[1].global_batch
+        assert self.batch_size is not None
+        return self.batch_size * place(self.group, self.mesh)[1]
 
     def _order_seed(self) -> int:
         if self.seed is not None:

@@ -1,10 +1,20 @@
 """The engines of one loader."""
 
-from dlio.loader.feed import Begun
+from typing import Any
+
+import torch
+
+from dlio.errors import UsageError
+from dlio.loader.dataset import Dataset
+from dlio.loader.device import device_feed, target_device, transformed_feed
+from dlio.loader.empty import EmptyAware
+from dlio.loader.feed import Begun, Stats
+from dlio.loader.options import LoaderOptions
 from dlio.loader.passes import Pass, PlannedPass
-from dlio.loader.planned.engine import PlannedEngine
-from dlio.loader.processes import TorchEngine
+from dlio.loader.planned.engine import PlannedEngine, decode_threads
+from dlio.loader.processes import TorchEngine, torch_feed
 from dlio.loader.threads import ThreadEngine
+from dlio.loader.trace import Spans
 
 __all__ = ["Engines"]
 
@@ -18,6 +28,65 @@ class Engines:
         self.torch = TorchEngine()
         self.ahead: Begun | None = None
         """The next pass, if it has begun while the last batches of the current one are used."""
+        self.iterator: Any = None
+        """torch's own iterator of the last pass, for a pass with the same worker processes."""
+
+    def begin(
+        self,
+        options: LoaderOptions,
+        data: Dataset | None,
+        batches: Pass,
+        device: torch.device | str | int | None,
+        iterator: Any,
+    ) -> Begun:
+        """Have an engine work on a pass. Collective where the ranks share the data.
+
+        Args:
+            data: the data set as dlio reads it; None if it is asked for samples.
+            device: hand out batches on this device.
+            iterator: torch's own, whose worker processes go on.
+
+        Raises UsageError for options that the engine lacks.
+        """
+        spans = Spans() if options.trace is not None else None
+        in_threads = data is not None if options.in_threads is None else options.in_threads
+        if in_threads and data is not None and isinstance(batches, PlannedPass):
+            begun = self.planned.begin(options, data, batches, spans)
+        else:
+            begun = self._begin_foreign(options, in_threads, data, batches, spans, iterator)
+        if device is not None:
+            begun.feed = device_feed(begun.feed, target_device(device))
+        if begun.stats.engine == "planned" and data is not None and options.collates_by_default:
+            transform = data.recipe.batch_transform
+            if transform is not None:
+                begun.feed = transformed_feed(begun.feed, transform)
+        return begun
+
+    def _begin_foreign(
+        self,
+        options: LoaderOptions,
+        in_threads: bool,
+        data: Dataset | None,
+        batches: Pass,
+        spans: Spans | None,
+        iterator: Any,
+    ) -> Begun:
+        """Have threads, or torch's own engines, ask the data set for samples."""
+        mounted = None if data is None else self.planned.fill(options, data)
+        collate = options.collate_fn
+        dataset = options.dataset if data is None else data
+        if isinstance(batches, PlannedPass):
+            collate = EmptyAware(collate, dataset)
+        if in_threads and (options.num_workers or mounted is not None):
+            threads = options.num_workers
+            if not threads and mounted is not None:
+                threads = decode_threads(mounted)
+            return self.threads.begin(options, dataset, collate, threads, mounted, batches, spans)
+        if options.on_error == "skip":
+            raise UsageError("on_error='skip' works with threads: set num_workers=1 or more")
+        stats = Stats(None if mounted is None else mounted.hierarchy, engine="torch")
+        self.iterator = self.torch.iterator(options, collate, batches, iterator)
+        return Begun(batches, stats, torch_feed(self.iterator, batches), spans)
 
     def take_ahead(self, batches: Pass) -> Begun | None:
         """Return the pass that was begun ahead if it is this one; end it otherwise."""

@@ -244,13 +244,18 @@ class PlannedPass:
         return self.batch_size if self.shares is None else self.shares.counts[self.formula.rank]
 
     def __iter__(self) -> Iterator[list[int]]:
-        shares = self.shares or Shares.even(self.batch_size, self.formula.ranks)
         for step in range(self._steps):
-            first = self.cursor.position + step * self.global_batch
-            last = min(first + self.global_batch, self._end)
-            part = shares.part(last - first, self.formula.rank)
-            positions = np.arange(first + part.start, first + part.stop, dtype=np.int64)
-            yield self.order.samples(positions).tolist()
+            yield self.part(step, self.formula.rank)
+
+    def part(self, step: int, rank: int) -> list[int]:
+        """Return the samples of a rank in one of the pass's steps, dealt by position alone."""
+        shares = self.shares or Shares.even(self.batch_size, self.formula.ranks)
+        first = self.cursor.position + step * self.global_batch
+        last = min(first + self.global_batch, self._end)
+        part = shares.part(last - first, rank)
+        positions = np.arange(first + part.start, first + part.stop, dtype=np.int64)
+        samples: list[int] = self.order.samples(positions).tolist()
+        return samples
 
     def begins_like(self, other: Pass) -> bool:
         """True if `other` is the same pass from the same position on."""

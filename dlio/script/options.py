@@ -42,6 +42,16 @@ class RunOptions:
         int | None,
         Option("Number of nodes to pretend: the ranks are divided into this many groups.", least=1),
     ] = None
+    fault_tolerance: Annotated[
+        Literal["off", "shrink"],
+        Option(
+            "shrink: when ranks are lost, the others go on without them, in the same step; each "
+            "sample of a pass is still trained on exactly once. off: the run ends.",
+        ),
+    ] = "off"
+    min_ranks: Annotated[
+        int, Option("Fewest ranks that go on with --fault-tolerance shrink.", least=1)
+    ] = 1
     balance: Annotated[
         bool,
         Option("Give ranks that compute faster more of each batch, from the second pass on."),

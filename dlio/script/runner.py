@@ -8,7 +8,7 @@ import random
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from torch.nn.modules.module import (
 )
 
 from dlio.comm import Communicator, world
+from dlio.comm.recovery import check_survival, recovery_of, uniform
 from dlio.errors import UsageError
 from dlio.script import share
 from dlio.script.options import RunOptions
@@ -41,6 +42,8 @@ def run_script(path: str, arguments: Sequence[str], options: RunOptions) -> None
     if not os.path.isfile(path):
         raise UsageError(f"{path}: no such script")
     comm = world()
+    if options.fault_tolerance != "off":
+        check_survival(comm)
     context = Context(comm, options.batch, options.tiers)
     context.balance = options.balance
     _seed(options.seed)
@@ -89,6 +92,7 @@ class _Takeover:
         self._watched: set[tuple[nn.Module, RunningExchange]] = set()
         self._steps = 0
         """Number of optimizer steps so far."""
+        self._losses_told = 0
         self._had_optimizers = False
         context.waited = self._waited
 
@@ -118,24 +122,32 @@ class _Takeover:
                 stack.callback(hook.remove)
             if self._comm.rank:
                 os.environ["TQDM_DISABLE"] = "1"
-                put(sys, "stdout", _Silent())
+                put(sys, "stdout", _OfRank0(sys.stdout, self._comm))
                 put(builtins, "__import__", _without_writers(builtins.__import__))
             yield
 
     def finish(self) -> None:
         """Complete pending messages, so that weights are those of the next step. Collective."""
         self._ranks.finish()
+        uniform(self._comm, self._comm.barrier)  # Nobody leaves while others need it.
+        self._tell_losses()
 
     def close(self) -> None:
         share.use(None)
         # After an error other ranks may not reach a collective.
         if sys.exc_info()[0] is None:
             self._ranks.close()
+        self._context.dealing.close()
 
     def notes(self) -> list[str]:
         """Limits that the user should know of, one line each."""
         context = self._context
         notes = list(context.notes)
+        if context.dealing.missed:
+            notes.append(
+                f"{context.dealing.missed} samples of lost ranks were not trained on: the script "
+                "had taken all batches of the pass before it trained on the last ones"
+            )
         if context.last_shares is not None:
             counts = ", ".join(map(str, context.last_shares.counts))
             notes.append(f"samples per batch on each rank in the last training pass: {counts}")
@@ -168,7 +180,7 @@ class _Takeover:
         # In the order of the model, in which backward reaches them, not that of parameter groups.
         parameters.sort(key=lambda p: getattr(p, _PLACE, -1))
         fresh = [p for p in parameters if p not in self._of_parameter]
-        broadcast_tensors(fresh, self._comm)
+        uniform(self._comm, lambda: broadcast_tensors(fresh, self._comm))
         number = len(self._ranks.exchanges)
         named = [(f"parameter {k} of optimizer {number}", p) for k, p in enumerate(fresh)]
         exchange = self._ranks.add(optimizer, named)
@@ -179,6 +191,21 @@ class _Takeover:
 
     def _has_stepped(self, *_: object) -> None:
         self._steps += 1
+        self._tell_losses()
+
+    def _tell_losses(self) -> None:
+        """Say that ranks were lost; the lowest of those that are left says it."""
+        recovery = recovery_of(self._comm)
+        if recovery is None or self._losses_told == len(recovery.losses):
+            return
+        for loss in recovery.losses[self._losses_told :]:
+            if self._comm.rank == 0:
+                sys.stderr.write(f"dlio run: {loss.text(self._steps)}\n")
+            if 0 in loss.members:
+                self._context.note(
+                    "rank 0 was lost: progress bars and TensorBoard files of the script end there"
+                )
+        self._losses_told = len(recovery.losses)
 
     def _scaled_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap GradScaler.step so that the exchange runs even when it skips the optimizer's step.
@@ -198,7 +225,7 @@ class _Takeover:
 
         return step
 
-    def _forward(self, module: nn.Module, _: object) -> None:
+    def _forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Prepare a module's forward pass.
 
         At a module's first pass, its buffers are overwritten with rank 0's. Every pass sets the
@@ -210,6 +237,8 @@ class _Takeover:
         """
         if is_bare_copy(module):
             return  # Pruning tries its plan on this copy; it is not trained.
+        if self._context.training:
+            self._context.use(inputs)
         exchanges = self._modules.get(module)
         if exchanges is None:
             exchanges = self._look_at(module)
@@ -221,7 +250,7 @@ class _Takeover:
     def _look_at(self, module: nn.Module) -> tuple[RunningExchange, ...]:
         buffers = [b for b in module.buffers(recurse=False) if id(b) not in self._buffers]
         if buffers:
-            broadcast_tensors(buffers, self._comm)
+            uniform(self._comm, lambda: broadcast_tensors(buffers, self._comm))
             self._buffers.update((id(buffer), buffer) for buffer in buffers)
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             self._context.note(
@@ -247,11 +276,18 @@ class _Takeover:
 
     def _saved(self, original: Callable[..., None]) -> Callable[..., None]:
         def save(*args: Any, **options: Any) -> None:
-            self.finish()
-            if self._comm.rank == 0:
-                original(*args, **options)
-            # Other ranks may read the file next: wait until it is complete.
-            self._comm.barrier()
+            self._ranks.finish()
+            is_saved = False
+
+            def of_rank_0() -> None:
+                nonlocal is_saved
+                if self._comm.rank == 0 and not is_saved:
+                    original(*args, **options)
+                    is_saved = True
+                # Other ranks may read the file next: wait until it is complete.
+                self._comm.barrier()
+
+            uniform(self._comm, of_rank_0)
 
         return save
 
@@ -264,13 +300,19 @@ def _putter(stack: contextlib.ExitStack) -> Callable[[Any, str, Any], None]:
     return put
 
 
-class _Silent(io.TextIOBase):
-    """Standard output of all ranks but 0: discards everything."""
+class _OfRank0(io.TextIOBase):
+    """Standard output of a rank other than 0: discards everything, until all before it are lost."""
 
     encoding = "utf-8"
 
+    def __init__(self, output: TextIO, comm: Communicator) -> None:
+        self._output, self._comm = output, comm
+
     def write(self, text: str) -> int:
-        return len(text)
+        return self._output.write(text) if self._comm.rank == 0 else len(text)
+
+    def flush(self) -> None:
+        self._output.flush()
 
 
 def _refused(*_: object, **__: object) -> None:

@@ -1,17 +1,20 @@
 """A DataLoader that divides the batches of a single-process script among the ranks."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler, IterableDataset
+from torch.utils.weak import WeakIdKeyDictionary
 
 from dlio.comm import Communicator
+from dlio.comm.recovery import uniform
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.foreign.adapt import adapted
 from dlio.plan.shares import Shares
+from dlio.script.dealing import Dealing, Taken
 from dlio.train.balance import Clock, Cost, balanced_shares
 
 __all__ = ["Context", "SharingLoader", "use"]
@@ -28,11 +31,16 @@ class Context:
         self.evaluating = False
         """True if the script last called `eval()` on a module, False if `train()`."""
         self.weight = 1.0
-        """Number of samples in this rank's latest batch: the weight of its gradients."""
+        """Number of this rank's samples in the batch that the script computes on."""
+        self._latest: Taken | None = None
+        """The batch that the script got last, until it computes on one."""
+        self._of_tensor: MutableMapping[torch.Tensor, Taken] = WeakIdKeyDictionary()
+        """The batch that a tensor is from."""
         self.balance = False
         """True if faster ranks get larger shares."""
         self.waited: Callable[[], float] = lambda: 0.0
         """Seconds that this rank has waited for others so far."""
+        self.dealing = Dealing(comm)
         self.last_shares: Shares | None = None
         """Shares of the latest balanced pass."""
         self.shared = self.loaders = 0
@@ -41,6 +49,34 @@ class Context:
     @property
     def training(self) -> bool:
         return torch.is_grad_enabled() and not self.evaluating
+
+    def took(self, batch: Taken, data: Any) -> None:
+        """Note that the script gets a batch.
+
+        Args:
+            data: as the loader yields it.
+        """
+        self._latest = batch
+        for item in data.values() if isinstance(data, dict) else _items(data):
+            if isinstance(item, torch.Tensor):
+                self._of_tensor[item] = batch
+
+    def took_whole(self) -> None:
+        """Note that the script gets batches that all ranks compute on."""
+        self.weight, self._latest = 1.0, None
+
+    def use(self, inputs: tuple[Any, ...]) -> None:
+        """Note that a module computes on some inputs in training.
+
+        A script may get the next batches before it computes on this one: its tensors tell which
+        one it is, or else it is the latest.
+        """
+        of_inputs = (self._of_tensor.get(x) for x in inputs if isinstance(x, torch.Tensor))
+        batch = next((each for each in of_inputs if each is not None), self._latest)
+        self._latest = None
+        if batch is not None:
+            self.weight = batch.weight
+            self.dealing.use(batch)
 
     def note(self, text: str) -> None:
         """Add a note for the user; each is printed once, at the end."""
@@ -77,19 +113,21 @@ class _Balance:
     def shares(self, most: int) -> Shares:
         """Return the shares of a new pass, with batches of at most `most` samples. Collective."""
         comm, steps = self._context.comm, self._clock.steps
-        if self._shares is None or self._shares.global_batch != max(most, comm.size):
-            cuts = np.diff(max(most, comm.size) * np.arange(comm.size + 1) // comm.size)
-            self._shares = Shares(tuple(cuts.tolist()))
+        most = max(most, comm.size)
+        counts = () if self._shares is None else self._shares.counts
+        if self._shares is None or (len(counts), sum(counts)) != (comm.size, most):
+            self._shares = Shares.of(most, comm.size)
         if self._cost is not None:
             self._cost = self._cost.corrected(steps)
         elif (rate := self._clock.rate()) is not None:
             self._cost = Cost(0.0, 1 / rate)
         self._clock.steps = []
-        costs = comm.allgather(0.0 if self._cost is None else self._cost.per_sample_s)
+        cost = 0.0 if self._cost is None else self._cost.per_sample_s
+        costs: list[float] = uniform(comm, lambda: comm.allgather(cost))
         if all(costs):
             # Fixed costs per step are left out: they do not matter once all ranks finish together,
             # and the shares converge to that.
-            self._shares = balanced_shares(self._shares, [Cost(0.0, cost) for cost in costs])
+            self._shares = balanced_shares(self._shares, [Cost(0.0, each) for each in costs])
         self._context.last_shares = self._shares
         return self._shares
 
@@ -137,7 +175,7 @@ class SharingLoader(DataLoader):
         return count
 
     def _whole(self) -> Iterator[Any]:
-        self._context.weight = 1.0
+        self._context.took_whole()
         return _alone(self)
 
     def _shares(self) -> Iterator[Any]:
@@ -146,25 +184,54 @@ class SharingLoader(DataLoader):
         comm = context.comm
         # torch's loader draws a seed for its workers before the sampler draws: do the same.
         torch.empty((), dtype=torch.int64).random_(generator=self.generator)
-        assert self.batch_sampler is not None
-        batches = _batches_of_root(self.batch_sampler, comm, context.batch)
-        mine, weights = [], []
+        batches = self._batches_of_root()
         shares = Shares.even(1, comm.size)
         if context.balance:
             shares = self._balance.shares(max(map(len, batches), default=0))
-        for batch in batches:
-            part = shares.part(len(batch), comm.rank)
-            # With fewer samples than ranks, a rank without one computes on a sample of weight 0.
-            weights.append(float(len(part)))
-            mine.append(batch[part.start : part.stop] if len(part) else batch[:1])
-        inner = _with_batches(self, mine)
-        drawn = _random_states(self.generator)
-        parts = _alone(inner)
-        _set_random_states(self.generator, drawn)
-        for weight, data in zip(weights, parts, strict=True):
-            context.weight = weight
-            with self._balance.step(int(weight)):
-                yield data
+        for deal in context.dealing.deals(batches, shares):
+            inner = _with_batches(self, deal.mine)
+            drawn = _random_states(self.generator)
+            parts = _alone(inner)
+            _set_random_states(self.generator, drawn)
+            for weight, data in zip(deal.weights, parts, strict=True):
+                context.took(deal.take(weight), data)
+                with self._balance.step(int(weight)):
+                    yield data
+                if deal.is_over():
+                    inner._end_pass()
+                    break
+
+    def _batches_of_root(self) -> list[list[int]]:
+        """Return the batches of a pass that rank 0's sampler draws. Collective.
+
+        With `--batch per-rank`, each entry joins as many batches as there are ranks.
+        """
+        comm, sampler = self._context.comm, self.batch_sampler
+        assert sampler is not None
+        before = _random_states(self.generator)
+
+        def tell() -> list[list[int]]:
+            _set_random_states(self.generator, before)  # Another rank may be rank 0 by now.
+            drawn = [list(each) for each in sampler] if comm.rank == 0 else _draw(sampler)
+            lengths = comm.tell([len(each) for each in drawn])
+            # An array, not JSON: an epoch has millions of indices.
+            flat = np.zeros(sum(lengths), np.int64)
+            if comm.rank == 0 and drawn:
+                flat[:] = np.concatenate([np.asarray(each) for each in drawn])
+            comm.bcast(flat)
+            if not lengths:
+                return []
+            return [part.tolist() for part in np.split(flat, np.cumsum(lengths)[:-1])]
+
+        batches = uniform(comm, tell)
+        if self._context.batch == "per-rank":
+            groups = [batches[k : k + comm.size] for k in range(0, len(batches), comm.size)]
+            return [[index for each in group for index in each] for group in groups]
+        return batches
+
+
+def _items(data: Any) -> Sequence[Any]:
+    return data if isinstance(data, list | tuple) else [data]
 
 
 def _alone(loader: DataLoader) -> Iterator[Any]:
@@ -203,33 +270,9 @@ def _with_batches(loader: DataLoader, batches: list[list[int]]) -> DataLoader:
     return made
 
 
-def _batches_of_root(
-    sampler: Iterable[Sequence[int]], comm: Communicator, batch: str
-) -> list[list[int]]:
-    """Return the batches of a pass that rank 0's sampler draws. Collective.
-
-    With `batch="per-rank"`, each entry joins as many batches as there are ranks.
-    """
-    drawn: list[list[int]] = []
-    if comm.rank == 0:
-        drawn = [list(each) for each in sampler]
-    else:
-        _draw(sampler)
-    lengths = comm.tell([len(each) for each in drawn])
-    # An array, not JSON: an epoch has millions of indices.
-    flat = np.zeros(sum(lengths), np.int64)
-    if comm.rank == 0 and drawn:
-        flat[:] = np.concatenate([np.asarray(each) for each in drawn])
-    comm.bcast(flat)
-    batches = [part.tolist() for part in np.split(flat, np.cumsum(lengths)[:-1])] if lengths else []
-    if batch == "per-rank":
-        groups = [batches[k : k + comm.size] for k in range(0, len(batches), comm.size)]
-        return [[index for each in group for index in each] for group in groups]
-    return batches
-
-
-def _draw(sampler: Iterable[Sequence[int]]) -> None:
-    """Draw as rank 0 does, to keep random states alike, and discard the result."""
+def _draw(sampler: Iterable[Sequence[int]]) -> list[list[int]]:
+    """Draw as rank 0 does, to keep random states alike; the result is rank 0's."""
     inner: Iterable[object] = sampler.sampler if type(sampler) is BatchSampler else sampler
     for _ in iter(inner):
         break
+    return []

@@ -22,8 +22,9 @@ import numpy.typing as npt
 
 from dlio.comm import Communicator, Request
 from dlio.comm.funnel import waiting
+from dlio.comm.membership import messages_of
 from dlio.comm.waiting import leave
-from dlio.errors import DlioError
+from dlio.errors import DlioError, PeerLost
 from dlio.plan.epoch import EpochPlan, WindowPlan, plan_epoch
 from dlio.plan.schedule import Window, window_steps
 from dlio.shuffle.wire import (
@@ -84,6 +85,8 @@ class Shuffle:
         generation: number of this pass over the loader, the same on all ranks.
         memory: memory for messages, shared by passes; None for memory of its own.
         planner: planner of `plan` if there is one; otherwise the shuffle's thread makes it.
+        alone: read all of this rank's samples from its tiers or the source, and exchange none: a
+            rank of the plan has been lost. It comes to that, too, when one is lost meanwhile.
     """
 
     def __init__(
@@ -94,8 +97,10 @@ class Shuffle:
         generation: int,
         memory: MessageMemory | None = None,
         planner: WindowPlan | None = None,
+        alone: bool = False,
     ) -> None:
-        self._comm = comm
+        self._messages = messages_of(comm)
+        self._alone = alone
         self._hierarchy = hierarchy
         self._plan = plan
         self._planner = planner
@@ -202,10 +207,24 @@ class Shuffle:
             while not self._closing.is_set() and (self._busy or not self._consumed_all):
                 self._progress()
                 self._pause()
-            self._finish()
+            try:
+                self._finish()
+            except PeerLost:
+                self._go_alone()
         except BaseException as error:
             self._failed(error)
             self._abandon()
+
+    def _go_alone(self) -> None:
+        """A rank is lost: drop all messages, whose samples are read here, and exchange no more."""
+        self._alone = True
+        receives, self._receives = self._receives, []
+        for receive in receives:
+            leave(receive.request, receive.buffer)
+            self._deliver(receive, None)
+        for send in self._sends:
+            leave(*send)
+        self._sends = []
 
     def _failed(self, error: BaseException) -> None:
         """Raise the first error in whoever waits for steps."""
@@ -241,12 +260,12 @@ class Shuffle:
     def _start(self, number: int) -> None:
         steps = self._windows[number]
         window = self._window(number)
-        if self._late:
-            late = np.isin(window.senders, list(self._late))
-            self._hierarchy.counters.add("late", int(late.sum()))
-        else:
-            late = np.zeros(len(window.senders), np.bool_)
-        awaited = np.where(late, np.int32(-1), window.senders)
+        tag = self._tag_base + number % _WINDOW_TAGS
+        incoming = [] if self._alone else self._receive_window(window, tag)
+        late = np.isin(window.senders, list(self._late))
+        self._hierarchy.counters.add("late", int(late.sum()))
+        here = late | self._alone
+        awaited = np.where(here, np.int32(-1), window.senders)
         blocks, places = self._hierarchy.reader.layout.locate(window.samples)
         made = []
         for k, step in enumerate(steps):
@@ -263,21 +282,40 @@ class Shuffle:
                     ready=np.flatnonzero(senders < 0).tolist(),
                 )
             )
-        tag = self._tag_base + number % _WINDOW_TAGS
-        sizes = self._hierarchy.reader.sizes
-        for sender in np.unique(window.senders[window.senders >= 0]):
-            expected = sizes[window.samples[window.senders == sender]]
-            buffer = self._memory.take(message_bytes(expected))
-            request = self._comm.irecv(buffer, int(sender), tag)
-            wanting = [] if int(sender) in self._late else made
-            self._receives.append(_Receive(request, buffer, number, int(sender), wanting))
+        for sender, buffer, request in incoming:
+            wanting = [] if sender in self._late else made
+            self._receives.append(_Receive(request, buffer, number, sender, wanting))
         with self._condition:
             self._steps.update((step.number, step) for step in made)
             self._condition.notify_all()
         for dest, samples in window.sends.items():
+            if self._alone:
+                break
             message = self._pack(samples)
-            self._sends.append((self._comm.isend(message, dest, tag), message))
+            try:
+                self._sends.append((self._messages.isend(message, dest, tag), message))
+            except PeerLost:
+                self._go_alone()
             self._progress()
+
+    def _receive_window(
+        self, window: Window, tag: int
+    ) -> list[tuple[int, npt.NDArray[np.uint8], Request]]:
+        """Post the receives of a window; nothing if a rank is lost meanwhile."""
+        sizes = self._hierarchy.reader.sizes
+        incoming: list[tuple[int, npt.NDArray[np.uint8], Request]] = []
+        try:
+            for sender in np.unique(window.senders[window.senders >= 0]).tolist():
+                buffer = self._memory.take(
+                    message_bytes(sizes[window.samples[window.senders == sender]])
+                )
+                incoming.append((sender, buffer, self._messages.irecv(buffer, sender, tag)))
+        except PeerLost:
+            for _, buffer, request in incoming:
+                leave(request, buffer)
+            self._go_alone()
+            return []
+        return incoming
 
     def _window(self, number: int) -> Window:
         if self._planner is None:
@@ -306,12 +344,19 @@ class Shuffle:
         return message
 
     def _progress(self) -> None:
+        try:
+            self._test_all()
+        except PeerLost:
+            self._go_alone()
+
+    def _test_all(self) -> None:
         self._sends = [send for send in self._sends if not send[0].done()]
         waiting = []
         for receive in self._receives:
             if receive.request.done():
                 self._late.discard(receive.sender)
                 self._deliver(receive, receive.buffer)
+                receive.steps = []  # Not again, if a rank is lost now.
             elif receive.steps and receive.steps[0].number <= self._give_up:
                 self._late.add(receive.sender)
                 self._deliver(receive, None)
@@ -355,7 +400,7 @@ class Shuffle:
         number to its peers, receives the messages of windows that only a peer has planned, and
         cancels those that a peer will never send.
         """
-        if not self._moves:
+        if not self._moves or self._alone:
             return
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
         if not self._consumed_all:
@@ -388,9 +433,9 @@ class Shuffle:
         here = plan.ranks.node_of[plan.rank]
         peers = np.flatnonzero(plan.ranks.node_of != here).tolist()
         mine = bytearray(self._planned.to_bytes(8, "little"))
-        self._sends.extend((self._comm.isend(mine, peer, tag), mine) for peer in peers)
+        self._sends.extend((self._messages.isend(mine, peer, tag), mine) for peer in peers)
         answers = {peer: bytearray(8) for peer in peers}
-        asked = {peer: self._comm.irecv(answers[peer], peer, tag) for peer in peers}
+        asked = {peer: self._messages.irecv(answers[peer], peer, tag) for peer in peers}
         while asked and time.monotonic() < deadline:
             self._progress()
             for peer in [peer for peer, request in asked.items() if request.done()]:
@@ -415,7 +460,7 @@ class Shuffle:
             owed = window.samples[window.senders == peer]
             if len(owed):
                 buffer = self._memory.take(message_bytes(self._hierarchy.reader.sizes[owed]))
-                request = self._comm.irecv(buffer, peer, self._tag_base + number % _WINDOW_TAGS)
+                request = self._messages.irecv(buffer, peer, self._tag_base + number % _WINDOW_TAGS)
                 self._receives.append(_Receive(request, buffer, number, peer, []))
 
 

@@ -53,7 +53,7 @@ def open_data(
 
 def make_loader(data: Dataset, config: TrainConfig, training: bool) -> DataLoader:
     """Make the loader of a data set; it shuffles and records its trace only for training."""
-    return DataLoader(
+    loader = DataLoader(
         data,
         config.batch_size,
         training,
@@ -64,6 +64,8 @@ def make_loader(data: Dataset, config: TrainConfig, training: bool) -> DataLoade
         pin_memory=torch.cuda.is_available(),
         trace=config.trace_out if training else None,
     )
+    loader.deals = False  # The worker does, for all of its loaders.
+    return loader
 
 
 def difference(one: Iterable[str], other: Iterable[str]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Self, TypedDict
 
 from dlio.comm import Communicator
-from dlio.train.recovery import uniform
+from dlio.comm.recovery import uniform
 from dlio.util.files import unwritable
 
 __all__ = ["SampleLedger"]

@@ -4,7 +4,7 @@ import time
 from typing import Self
 
 from dlio.comm.environment import shows_terminal
-from dlio.train.recovery import Loss
+from dlio.comm.recovery import Loss
 from dlio.train.report import EpochReport
 from dlio.util.progress import Bar
 
@@ -80,12 +80,7 @@ class TrainingProgress:
         """
         self._speaks = rank == 0
         if self._speaks:
-            who = ", ".join(map(str, loss.members)) or "none"
-            noun = "rank" if len(loss.members) == 1 else "ranks"
-            print(
-                f"{noun} {who} lost at step {step}: {loss.left} go on, {loss.seconds:.2f} s",
-                flush=True,
-            )
+            print(loss.text(step), flush=True)
 
     def epoch_ends(self, report: EpochReport) -> None:
         """Show the results of an epoch."""

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 import torch
 
 from dlio.comm import Communicator, world
+from dlio.comm.recovery import check_survival, uniform
 from dlio.errors import UsageError
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.dataset import Dataset
@@ -20,7 +21,6 @@ from dlio.train.exchange.buckets import averaged_state
 from dlio.train.ledger import SampleLedger
 from dlio.train.progress import TrainingProgress
 from dlio.train.pruning.pruned_file import save_layout
-from dlio.train.recovery import recovery_of, uniform
 from dlio.train.report import RunReport
 from dlio.train.worker import Worker
 from dlio.util.cores import available_cores
@@ -37,11 +37,8 @@ def train(config: TrainConfig) -> RunReport:
     """
     config.check_run()
     comm = world()
-    if config.fault_tolerance != "off" and comm.size > 1 and recovery_of(comm) is None:
-        raise UsageError(
-            "--fault-tolerance shrink: these ranks end with any of them; start them by -n, or by "
-            "`mpirun --with-ft ulfm` with DLIO_MIN_RANKS=1 and MPI4PY_RC_THREAD_LEVEL=serialized"
-        )
+    if config.fault_tolerance != "off":
+        check_survival(comm)
     with ExitStack() as stack:
         checkpoints = None
         if config.checkpoint is not None:

@@ -12,13 +12,14 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from dlio.comm import Communicator
+from dlio.comm.recovery import recovery_of, uniform
 from dlio.errors import UsageError
 from dlio.loader.dataloader import DataLoader
+from dlio.loader.dealing import Dealing
 from dlio.train.balance import Balancer, Clock
 from dlio.train.callbacks.base import Callback
 from dlio.train.config import TrainConfig
 from dlio.train.cut import Cut
-from dlio.train.dealing import Dealing
 from dlio.train.evaluation import Evaluator
 from dlio.train.exchange.buckets import averaged_state, consensus_distance
 from dlio.train.exchange.distribute import distribute
@@ -29,7 +30,6 @@ from dlio.train.optimizers import make_optimizer
 from dlio.train.precision import Precision
 from dlio.train.progress import TrainingProgress
 from dlio.train.pruner import Pruner
-from dlio.train.recovery import recovery_of, uniform
 from dlio.train.report import EpochReport, RankEpoch
 from dlio.train.skipping.rule import EASY, SHARE
 from dlio.train.skipping.skipper import SampleSkipper
@@ -153,7 +153,7 @@ class Worker:
         begun, loader = self.position, self.loader
         before = self.exchange.statistics()
         started = updated = time.perf_counter()
-        for step, (images, labels) in enumerate(self._dealing.batches(begun, self.samples)):
+        for step, (images, labels) in enumerate(self._dealing.batches()):
             done = begun // self.global_batch + step
             if ledger is not None:
                 ledger.step(epoch, done, loader.last_samples.tolist())
@@ -258,8 +258,6 @@ class Worker:
         """Step the optimizer with gradients of `planned` samples from position `first` on."""
         config, precision = self.config, self.precision
         self.exchange.before_step()
-        if self.recovery is not None:
-            self._dealing.close_step(self.exchange.counted)
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         if self._ranks == 1 and self._pending not in (0, planned):
             # Unreadable samples do not count; with several ranks the exchange corrects for them.

@@ -211,7 +211,13 @@ def _feed(planned: _Pass, epoch: EpochPlan) -> Feed:
             streamed = stack.enter_context(_streamed(planned, epoch, batches.order))
         hierarchy = planned.mounted.hierarchy
         shuffle = Shuffle(
-            planned.comm, hierarchy, epoch, planned.generation, planned.memory, planner
+            planned.comm,
+            hierarchy,
+            epoch,
+            planned.generation,
+            planned.memory,
+            planner,
+            alone=epoch.ranks.size != planned.comm.size,  # A rank was lost since.
         )
         pipeline = Pipeline(shuffle, range(batches.steps), _work(planned))
         stack.callback(pipeline.close)
@@ -242,7 +248,7 @@ def _epoch_plan(planned: _Pass) -> EpochPlan:
         steps=batches.steps,
         mode=planned.mode,
         ranks=mounted.ranks,
-        rank=planned.comm.rank,
+        rank=batches.formula.rank,
         home=home,
         layout=layout,
         shares=batches.shares,

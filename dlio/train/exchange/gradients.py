@@ -14,6 +14,7 @@ from torch.autograd import Variable
 from dlio.comm import Communicator
 from dlio.comm.funnel import elsewhere
 from dlio.comm.progress import Progress
+from dlio.comm.recovery import Report
 from dlio.errors import PeerLost
 from dlio.train.cut import Cut
 from dlio.train.exchange.backward import after_backward, sends_after_backward
@@ -23,7 +24,6 @@ from dlio.train.exchange.paths import find_path
 from dlio.train.exchange.phases import Phase
 from dlio.train.exchange.reshape_state import RunningTotals, reshape_state
 from dlio.train.exchange.setting import Setting
-from dlio.train.recovery import Report
 
 __all__ = ["Synchronous"]
 
@@ -233,6 +233,7 @@ class Synchronous:
             except PeerLost:
                 self._torn, again = False, True
                 self._recovery.run()
+        self._recovery.close(self.counted)
         return weight
 
     def _sum_again(self) -> float | None:
@@ -255,6 +256,9 @@ class Synchronous:
             comm.bcast(array, giver)
         if not ahead:
             self._closed, self.counted = newest, tuple(reports[giver]["counted"])
+
+    def closed(self, counted: Sequence[int]) -> None:
+        pass
 
     def _summed_weight(self) -> float:
         weight = np.array([self._weighting.weight])

@@ -8,6 +8,7 @@ from torch import nn
 
 from dlio.comm import Communicator
 from dlio.comm.nodes import find_nodes
+from dlio.comm.recovery import recovery_of
 from dlio.errors import UsageError
 from dlio.train.cut import Cut
 from dlio.train.exchange.buckets import Named
@@ -21,7 +22,6 @@ from dlio.train.exchange.protocol import (
 )
 from dlio.train.exchange.setting import Setting
 from dlio.train.exchange_spec import ExchangeSpec
-from dlio.train.recovery import recovery_of
 
 __all__ = ["RunningExchange", "make_exchange", "start_exchange"]
 

@@ -6,9 +6,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.comm import Communicator
+from dlio.comm.recovery import Recovery
 from dlio.train.exchange.compress.layout import Scratch
 from dlio.train.exchange_spec import ExchangeSpec
-from dlio.train.recovery import Recovery
 
 __all__ = ["Setting"]
 

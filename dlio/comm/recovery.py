@@ -10,13 +10,13 @@ What is promised: docs/guides/fault-tolerance.md.
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from dlio.comm import Communicator
 from dlio.comm.membership import Membership
-from dlio.errors import PeerLost
+from dlio.errors import PeerLost, UsageError
 
-__all__ = ["Loss", "Part", "Recovery", "Report", "recovery_of", "uniform"]
+__all__ = ["Loss", "Part", "Recovery", "Report", "check_survival", "recovery_of", "uniform"]
 
 _T = TypeVar("_T")
 
@@ -40,6 +40,13 @@ class Part(Protocol):
             reports: of each rank that is left, by rank.
         """
 
+    def closed(self, counted: Sequence[int]) -> None:
+        """Note that a sum of gradients is complete.
+
+        Args:
+            counted: members whose gradients are in it.
+        """
+
 
 class Loss:
     """The ranks that one recovery went on without."""
@@ -52,6 +59,16 @@ class Loss:
         self.seconds = seconds
         """From the moment when this rank learned of the loss."""
 
+    def text(self, step: int) -> str:
+        """Return one line for the user.
+
+        Args:
+            step: number of the step.
+        """
+        who = ", ".join(map(str, self.members)) or "none"
+        noun = "rank" if len(self.members) == 1 else "ranks"
+        return f"{noun} {who} lost at step {step}: {self.left} go on, {self.seconds:.2f} s"
+
 
 class Recovery:
     """Brings all parts of a training over a loss. One per process.
@@ -63,7 +80,8 @@ class Recovery:
     def __init__(self, membership: Membership, comm: Communicator) -> None:
         self.membership = membership
         self._comm = comm
-        self._parts: dict[str, Part] = {}
+        self._parts: WeakValueDictionary[str, Part] = WeakValueDictionary()
+        """Weak: a loop may make a loader for each epoch, and close none."""
         self._made = 0
         self.losses: list[Loss] = []
 
@@ -90,6 +108,11 @@ class Recovery:
         lost = tuple(member for member in before if member not in after)
         self.losses.append(Loss(lost, len(after), time.perf_counter() - began))
 
+    def close(self, counted: Sequence[int]) -> None:
+        """Tell all parts that a sum of gradients is complete, and which members are in it."""
+        for part in list(self._parts.values()):
+            part.closed(counted)
+
     def uniform(self, act: Callable[[], _T]) -> _T:
         """Return `act()` when it has succeeded on all ranks of one generation. Collective.
 
@@ -107,13 +130,14 @@ class Recovery:
             self.run()
 
     def _attempt(self) -> bool:
-        reports: Any = self.membership.renew(
-            {name: part.tell() for name, part in self._parts.items()}
-        )
+        parts = dict(self._parts)
+        reports: Any = self.membership.renew({name: part.tell() for name, part in parts.items()})
         well = True
         try:
-            for name, part in self._parts.items():
-                part.settle([each[name] for each in reports], self._comm)
+            for name, part in parts.items():
+                # A part that nobody holds any more may be gone on some ranks only.
+                if all(name in each for each in reports):
+                    part.settle([each[name] for each in reports], self._comm)
         except PeerLost:
             well = False
         return self.membership.agree(well)
@@ -143,3 +167,12 @@ def uniform(comm: Communicator, act: Callable[[], _T]) -> _T:
     """
     recovery = recovery_of(comm)
     return act() if recovery is None else recovery.uniform(act)
+
+
+def check_survival(comm: Communicator) -> None:
+    """Raise UsageError if these ranks end with any of them."""
+    if comm.size > 1 and recovery_of(comm) is None:
+        raise UsageError(
+            "--fault-tolerance shrink: these ranks end with any of them; start them by -n, or by "
+            "`mpirun --with-ft ulfm` with DLIO_MIN_RANKS=1 and MPI4PY_RC_THREAD_LEVEL=serialized"
+        )

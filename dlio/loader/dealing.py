@@ -1,0 +1,230 @@
+"""Deals an epoch's batches to the ranks, and again when ranks are lost: each sample exactly once.
+
+A batch that any rank has taken stays dealt as it was; the next one is dealt to those that are left,
+by the same formula. What lost ranks had been dealt, and did not bring into a step, comes again at
+the end of the epoch.
+
+The trainer deals for its loaders; a loader in a training loop of the user's deals for itself.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, Self
+
+import torch
+
+from dlio.comm import Communicator
+from dlio.comm.recovery import Recovery, Report
+from dlio.loader.contract import BatchData
+from dlio.loader.feed import LoaderIterator
+from dlio.loader.groups import Groups
+from dlio.loader.passes import PlannedPass
+from dlio.loader.stats import PassStats, joined
+from dlio.plan.epoch import EpochPlan, plan_epoch
+
+__all__ = ["Dealing", "DealtIterator"]
+
+
+class _Loader(Protocol):
+    """A loader whose passes are dealt."""
+
+    @property
+    def plan(self) -> EpochPlan | None:
+        """Plan of the pass that began last; None if the engine needs none."""
+
+    @property
+    def planned(self) -> PlannedPass:
+        """The pass that began last."""
+
+    def begin(self) -> LoaderIterator:
+        """Begin a pass."""
+
+    def regroup(self, members: Sequence[int], me: int, global_batch: int) -> None:
+        """Deal later passes to the ranks that are left."""
+
+    def redeal(self, position: int, again: Sequence[int]) -> None:
+        """Have the next pass go on with the epoch at a position."""
+
+    def stats(self) -> PassStats:
+        """Return the counts of the pass that began last."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Deal:
+    """A run of batches that is dealt to the same ranks."""
+
+    batches: PlannedPass
+    plan: EpochPlan | None
+    """None if positions of the order alone decide who gets which sample."""
+    members: tuple[int, ...]
+    """Number of each of its ranks when the job began."""
+
+    def samples(self, batch: int, member: int) -> list[int]:
+        """Return a member's samples of one of its batches."""
+        rank = self.members.index(member)
+        if self.plan is None:
+            return self.batches.part(batch, rank)
+        plan = replace(self.plan, rank=rank)
+        dealt: list[int] = plan_epoch(plan).window(range(batch, batch + 1)).samples.tolist()
+        return dealt
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Batch:
+    """A batch that was taken."""
+
+    deal: _Deal
+    number: int
+    """Within its deal."""
+    step: int
+    """Within its epoch."""
+
+
+class Dealing:
+    """The batches of this rank. Closed by its owner.
+
+    Args:
+        loaders: of the training data, and others; their orders are dlio's own.
+        recovery: None if the job ends with any rank.
+        global_batch: samples of a batch over all ranks.
+        keeps_steps: after a loss, have larger batches and no more of them than before; otherwise
+            the global batch stays as it is.
+    """
+
+    def __init__(
+        self,
+        loaders: Sequence[_Loader],
+        recovery: Recovery | None,
+        global_batch: int,
+        keeps_steps: bool = False,
+    ) -> None:
+        self._loader, self._loaders = loaders[0], loaders
+        self._recovery, self.usual_batch = recovery, global_batch
+        self._keeps_steps = keeps_steps
+        self._global_batch = global_batch
+        self._epoch = 0
+        self._groups = Groups(recovery)
+        self._dealt_to = (self._groups.members, global_batch)
+        """Members and global batch of the loaders' passes."""
+        self.position = 0
+        """Position of the epoch's order after the batch that was yielded last."""
+        self._samples = self._end = 0
+        self.again: list[int] = []
+        """Samples of this epoch that come again at its end."""
+        self._open: list[_Batch] = []
+        """Batches of the step that is under way."""
+        self._closed: list[tuple[_Batch, tuple[int, ...]]] = []
+        """Batches of this epoch, and the members that counted."""
+        self._earlier: list[PassStats] = []
+        """Counts of this epoch before ranks were lost."""
+        if recovery is not None:
+            self._part = recovery.add("data", self)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Forget the last epoch's batches."""
+        self._epoch = epoch
+        self.again, self._open, self._closed, self._earlier = [], [], [], []
+        self.regroup()
+
+    def regroup(self, global_batch: int | None = None) -> None:
+        """Have later passes of the loaders dealt to the ranks that are left.
+
+        Args:
+            global_batch: samples of a step over all ranks; None for the usual number.
+        """
+        self._global_batch = global_batch or self.usual_batch
+        now = (self._groups.members, self._global_batch)
+        if now != self._dealt_to:
+            self._dealt_to = now
+            for loader in self._loaders:
+                loader.regroup(now[0], self._groups.me, self._global_batch)
+
+    def batches(self) -> Iterator[BatchData]:
+        """Yield the batches of an epoch, from the loader's position on."""
+        step = 0
+        while True:
+            iterator = self._loader.begin()
+            planned = self._loader.planned
+            deal = _Deal(planned, self._loader.plan, self._groups.members)
+            self.position, self._end = planned.cursor.position, planned.samples
+            self._samples = self._end - len(planned.again)
+            for number, data in enumerate(iterator):
+                self._groups.taken += 1
+                self.position = min(self.position + self._global_batch, self._end)
+                if self._recovery is not None and torch.is_grad_enabled():
+                    self._open.append(_Batch(deal, number, step))
+                yield data
+                step += 1
+                if self._groups.members != deal.members:
+                    break
+            rest = self._samples + len(self.again) - self.position
+            drops = planned.formula.drop_last
+            if self._recovery is None or rest < (self.usual_batch if drops else 1):
+                return
+            self._earlier.append(self._loader.stats())
+            steps = -(-(self._samples - self.position) // self.usual_batch)
+            larger = self._keeps_steps and steps > 0
+            self.regroup(-(-rest // steps) if larger else None)
+            self._loader.redeal(self.position, self.again)
+
+    def left(self) -> int:
+        """Return the number of batches after this one, as far as is known."""
+        batch, later = self._global_batch, self._samples + len(self.again)
+        return -(-(self._end - self.position) // batch) - (-(later - self._end) // batch)
+
+    def stats(self) -> PassStats:
+        """Return this rank's counts of the epoch."""
+        return joined([*self._earlier, self._loader.stats()])
+
+    def closed(self, counted: Sequence[int]) -> None:
+        for batch in self._open:
+            for member in batch.deal.members:
+                if member not in counted:
+                    self.again += batch.deal.samples(batch.number, member)
+            self._closed.append((batch, tuple(counted)))
+        self._open = []
+
+    def of_lost(self) -> Iterator[tuple[int, int, int, list[int]]]:
+        """Yield (epoch, step, member, samples) of lost ranks for the steps that they counted in."""
+        if self._recovery is None:
+            return
+        living = self._recovery.membership.members
+        for batch, counted in self._closed:
+            for member in batch.deal.members:
+                if member in counted and member not in living:
+                    yield self._epoch, batch.step, member, batch.deal.samples(batch.number, member)
+
+    def tell(self) -> Report:
+        return self._groups.tell()
+
+    def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
+        self._groups.settle(reports)
+
+    def close(self) -> None:
+        """Take no part in later recoveries."""
+        if self._recovery is not None:
+            self._recovery.remove(self._part)
+
+
+class DealtIterator:
+    """The iterator of one pass that goes on when ranks are lost.
+
+    Args:
+        dealing: of its loader.
+        length: batches of the pass if no rank is lost.
+    """
+
+    def __init__(self, dealing: Dealing, length: int) -> None:
+        dealing.begin_epoch(0)
+        self._batches = dealing.batches()
+        self._length = length
+
+    def __len__(self) -> int:
+        """Batches of the pass if no rank is lost."""
+        return self._length
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> BatchData:
+        return next(self._batches)

@@ -1,0 +1,47 @@
+"""Hand-written loops with `dlio.distribute` go on when ranks are lost."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from dlio.cli.launch import launch
+
+LOOP = Path(__file__).with_name("loop.py")
+SAMPLES, BATCH, EPOCHS = 101, 4, 3
+# A stand-in would end a little later than the process that kills itself.
+pytestmark = [pytest.mark.mpi, pytest.mark.cold]
+
+
+@pytest.mark.parametrize(
+    ("mode", "ranks", "ends"),
+    [
+        ("data", 4, {0: 4, 2: 11}),
+        ("list", 3, {1: 3}),
+        ("nodes", 4, {1: 3, 3: 15}),  # Samples move between nodes by messages.
+    ],
+)
+def test_each_sample_is_in_one_gradient_of_each_epoch_in_as_many_steps(
+    mode: str,
+    ranks: int,
+    ends: dict[int, int],
+    pictures: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    environment = {"ENDS": json.dumps(ends), "DLIO_TIMEOUT": "60", "OMP_NUM_THREADS": "1"}
+    environment["DLIO_CACHE"] = str(tmp_path / "cache")
+    argv = [sys.executable, str(LOOP), str(pictures / "train"), mode]
+    done = launch(argv, ranks, environment=environment, capture=True, timeout_s=240, min_ranks=1)
+    left = sorted(set(range(ranks)) - set(ends))
+    assert sorted(path.name for path in tmp_path.glob("ended-*")) == [f"ended-{k}" for k in left]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    steps = -(-SAMPLES // (BATCH * ranks))
+    for epoch in range(EPOCHS):
+        of_epoch = [line for line in lines if line["epoch"] == epoch]
+        assert len(of_epoch) >= len(left)
+        for line in of_epoch:
+            assert line["counts"] == [1]
+            assert line["steps"] == line["planned"] == steps
