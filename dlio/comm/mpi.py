@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MpiCommunicator",
+    "MpiMessages",
     "MpiRequest",
     "Renewer",
     "agreed",

@@ -27,21 +27,15 @@ from dlio.loader.contract import (
 )
 from dlio.loader.dataset import Dataset
 from dlio.loader.dealing import Dealing, DealtIterator
+from dlio.loader.device import device_feed, target_device, transformed_feed
 from dlio.loader.engines import Engines
 from dlio.loader.feed import Begun, Fed, LoaderIterator, Stats
 from dlio.loader.foreign import accelerate
 from dlio.loader.foreign.adapt import read_by_dlio
 from dlio.loader.options import SAME_NAMES, LoaderOptions, OnError, Tiers, WorkerKind
-from dlio.loader.passes import (
-    FormulaOrder,
-    Pass,
-    Place,
-    PlannedPass,
-    SamplerOrder,
-    check_state,
-)
+from dlio.loader.passes import FormulaOrder, Pass, Place, PlannedPass, SamplerOrder, check_state
 from dlio.loader.stats import PassStats, diagnose, report
-from dlio.loader.trace import path_of
+from dlio.loader.trace import Spans, path_of
 from dlio.plan.epoch import EpochPlan
 from dlio.plan.sample_mask import SampleMask
 from dlio.plan.schedule import steps_in_epoch
@@ -418,13 +412,24 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
 
     def _begin(self, options: LoaderOptions, batches: Pass) -> Begun:
         """Have an engine work on a pass."""
+        engines, data = self._engines, self._planned_data()
+        spans = Spans() if options.trace is not None else None
+        in_threads = data is not None if options.in_threads is None else options.in_threads
+        if in_threads and data is not None and isinstance(batches, PlannedPass):
+            begun = engines.planned.begin(options, data, batches, spans)
+        else:
+            begun = engines.begin_foreign(options, in_threads, data, batches, spans, self._iterator)
+            if options.persistent_workers and options.num_workers:
+                self._iterator = engines.iterator
         device = options.device
         if device is None and "accelerate.state" in sys.modules:
             device = accelerate.device(self)
-        data = self._planned_data()
-        begun = self._engines.begin(options, data, batches, device, self._iterator)
-        if options.persistent_workers and options.num_workers:
-            self._iterator = self._engines.iterator
+        if device is not None:
+            begun.feed = device_feed(begun.feed, target_device(device))
+        if begun.stats.engine == "planned" and data is not None and options.collates_by_default:
+            transform = data.recipe.batch_transform
+            if transform is not None:
+                begun.feed = transformed_feed(begun.feed, transform)
         return begun
 
     def _options(self) -> LoaderOptions:

@@ -2,11 +2,8 @@
 
 from typing import Any
 
-import torch
-
 from dlio.errors import UsageError
 from dlio.loader.dataset import Dataset
-from dlio.loader.device import device_feed, target_device, transformed_feed
 from dlio.loader.empty import EmptyAware
 from dlio.loader.feed import Begun, Stats
 from dlio.loader.options import LoaderOptions
@@ -31,38 +28,7 @@ class Engines:
         self.iterator: Any = None
         """torch's own iterator of the last pass, for a pass with the same worker processes."""
 
-    def begin(
-        self,
-        options: LoaderOptions,
-        data: Dataset | None,
-        batches: Pass,
-        device: torch.device | str | int | None,
-        iterator: Any,
-    ) -> Begun:
-        """Have an engine work on a pass. Collective where the ranks share the data.
-
-        Args:
-            data: the data set as dlio reads it; None if it is asked for samples.
-            device: hand out batches on this device.
-            iterator: torch's own, whose worker processes go on.
-
-        Raises UsageError for options that the engine lacks.
-        """
-        spans = Spans() if options.trace is not None else None
-        in_threads = data is not None if options.in_threads is None else options.in_threads
-        if in_threads and data is not None and isinstance(batches, PlannedPass):
-            begun = self.planned.begin(options, data, batches, spans)
-        else:
-            begun = self._begin_foreign(options, in_threads, data, batches, spans, iterator)
-        if device is not None:
-            begun.feed = device_feed(begun.feed, target_device(device))
-        if begun.stats.engine == "planned" and data is not None and options.collates_by_default:
-            transform = data.recipe.batch_transform
-            if transform is not None:
-                begun.feed = transformed_feed(begun.feed, transform)
-        return begun
-
-    def _begin_foreign(
+    def begin_foreign(
         self,
         options: LoaderOptions,
         in_threads: bool,
@@ -71,7 +37,14 @@ class Engines:
         spans: Spans | None,
         iterator: Any,
     ) -> Begun:
-        """Have threads, or torch's own engines, ask the data set for samples."""
+        """Have threads, or torch's own engines, ask the data set for samples.
+
+        Args:
+            data: the data set as dlio reads it; None if it is asked for samples.
+            iterator: torch's own, whose worker processes go on.
+
+        Raises UsageError for options that the engine lacks.
+        """
         mounted = None if data is None else self.planned.fill(options, data)
         collate = options.collate_fn
         dataset = options.dataset if data is None else data

@@ -124,7 +124,7 @@ def test_each_script_survives_a_kill(name: str, tmp_path: Path) -> None:
     assert before.shape == after.shape or name == "pruning"
     if name != "pruning":  # Other neurons may be cut.
         # One step had two thirds of its samples, and the next ones the rest.
-        assert float((after - before).norm() / before.norm()) < 0.05
+        assert float((after - before).norm() / before.norm()) < 0.1
 
 
 def _flat(saved: Any) -> torch.Tensor:
