@@ -58,6 +58,9 @@ def train(config: TrainConfig) -> RunReport:
         torch.set_num_threads(max(1, cores * mounted.nodes.machines // comm.size))
         run = Worker(config, comm, loader, held_out)
         stack.callback(run.close)
+        if run.recovery is not None:
+            nodes = [mounted.nodes.names[node] for node in mounted.nodes.node_of]
+            run.recovery.describe(nodes, lambda: (run.epoch_number, run.updates))
         report = RunReport(
             dataset={"samples": len(data), "bytes": int(data.reader.sizes.sum())},
             ranks=comm.size,
@@ -79,6 +82,7 @@ def train(config: TrainConfig) -> RunReport:
         run.callbacks = [stack.enter_context(callback) for callback in callbacks]
         _epochs(stack, config, comm, run)
         report.epochs, report.stopped = run.history, run.stopped
+        report.losses = list(run.losses)
         if checkpoints is not None:
             checkpoints.wait()
             report.checkpoints = checkpoints.statistics()

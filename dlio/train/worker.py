@@ -29,7 +29,7 @@ from dlio.train.optimizers import make_optimizer
 from dlio.train.precision import Precision
 from dlio.train.progress import TrainingProgress
 from dlio.train.pruner import Pruner
-from dlio.train.recovery import recovery_of, uniform
+from dlio.train.recovery import Loss, recovery_of, uniform
 from dlio.train.report import EpochReport, RankEpoch
 from dlio.train.skipping.rule import EASY, SHARE
 from dlio.train.skipping.skipper import SampleSkipper
@@ -131,6 +131,11 @@ class Worker:
         share = config.skip_share or SHARE
         easy = EASY if config.skip_share is None else math.inf
         return SampleSkipper(self.loader, config.epochs, share, seed=config.seed, easy=easy)
+
+    @property
+    def losses(self) -> Sequence[Loss]:
+        """Losses of ranks since the run began."""
+        return () if self.recovery is None else self.recovery.losses
 
     def stop(self, reason: str) -> None:
         """End the run after this epoch. Call it on all ranks."""
@@ -294,7 +299,7 @@ class Worker:
         if self.recovery is None:
             return
         for loss in self.recovery.losses[self._losses_told :]:
-            progress.lost(self.comm.rank, loss, self.updates)
+            progress.lost(self.comm.rank, loss)
         self._losses_told = len(self.recovery.losses)
 
     def reshaped(self, cuts: Sequence[Cut] = ()) -> None:

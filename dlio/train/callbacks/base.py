@@ -12,6 +12,7 @@ from dlio.train.config import TrainConfig
 from dlio.train.cut import Cut
 from dlio.train.exchange.distribute import Distributed
 from dlio.train.precision import Precision
+from dlio.train.recovery import Loss
 from dlio.train.report import EpochReport
 
 __all__ = ["Callback", "Run"]
@@ -42,6 +43,10 @@ class Run(Protocol):
     @property
     def history(self) -> Sequence[EpochReport]:
         """Reports of all finished epochs, including those before the run was resumed."""
+
+    @property
+    def losses(self) -> Sequence[Loss]:
+        """Losses of ranks since the run began (--fault-tolerance)."""
 
     def reshaped(self, cuts: Sequence[Cut] = ()) -> None:
         """Adapt to cut tensors of the model. Call it on all ranks."""
