@@ -165,6 +165,11 @@ def _write(config: TrainConfig, comm: Communicator, run: Worker, report: RunRepo
             torch.save(state, packed)
             write_whole(config.save, lambda file: file.write(packed.getbuffer()))
             save_layout(config.save, run.pruner.apoptosis.layout if run.pruner else None)
-    if config.report is not None and comm.rank == 0:
-        text = report.to_json().encode()
-        write_whole(config.report, lambda file: file.write(text))
+
+    def write() -> None:
+        if config.report is not None and comm.rank == 0:
+            text = report.to_json().encode()
+            write_whole(config.report, lambda file: file.write(text))
+        comm.barrier()  # If rank 0 is lost before it has written, the next one writes.
+
+    uniform(comm, write)

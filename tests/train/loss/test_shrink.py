@@ -1,6 +1,7 @@
 """`dlio train --fault-tolerance shrink`: ranks are lost, and no sample is."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -122,8 +123,7 @@ def test_the_others_go_on_and_each_sample_counts_once(
 
 
 def test_a_loss_is_in_report_and_tensorboard_if_rank_0_is_lost(run: Run, tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
+    reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     # Lost before its gradients are there: nobody can have the sums of its third step.
     ran = run(3, {0: ["kill", 3, -1]}, "--tensorboard", "tb")
     _check_exact(ran)
@@ -134,12 +134,14 @@ def test_a_loss_is_in_report_and_tensorboard_if_rank_0_is_lost(run: Run, tmp_pat
     assert "1 rank(s) were lost (0); 2 went on" in ran.output
     scalars: dict[str, list[tuple[int, float]]] = {}
     for path in (tmp_path / "tb").iterdir():
-        events = EventAccumulator(str(path))
+        events = reading.EventAccumulator(str(path))
         events.Reload()
         for tag in events.Tags()["scalars"]:
             scalars.setdefault(tag, []).extend((e.step, e.value) for e in events.Scalars(tag))
     assert sorted(scalars["ranks/number"]) == [(0, 3.0), (2, 2.0)]
-    assert scalars["ranks/recovery_s"] == [(2, pytest.approx(loss["seconds"]))]
+    ((step, seconds),) = scalars["ranks/recovery_s"]
+    assert step == 2
+    assert math.isclose(seconds, loss["seconds"], rel_tol=1e-6)
     assert len(scalars["epoch/loss"]) == EPOCHS
 
 
@@ -155,8 +157,10 @@ def test_a_rank_that_is_stopped_or_crashes_is_lost(run: Run, how: str) -> None:
     _check_exact(run(3, {2: [how, 4, 1]}))
 
 
-def test_a_rank_with_a_bug_tells_it_and_is_lost(run: Run) -> None:
-    ran = run(3, {1: ["raise", 4, -1]})
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_with_a_bug_tells_it_and_is_lost(run: Run, rank: int) -> None:
+    # In the second epoch: rank 0 has written the trace of the first one.
+    ran = run(3, {rank: ["raise", 12, -1]})
     assert ran.code == 0
     assert "RuntimeError: a bug of this rank alone" in ran.errors
     assert ran.samples == {epoch: Counter(range(SAMPLES)) for epoch in range(EPOCHS)}
