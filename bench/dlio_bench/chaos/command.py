@@ -84,12 +84,18 @@ def command(options: Options, cases: Cases, output: Output) -> None:
 
 
 def _source(options: Options, folder: str) -> str:
-    """Return the training data: that of the options, else pictures that are drawn."""
+    """Return the training data: that of the options, else pictures that are drawn.
+
+    Raises UsageError if it cannot be opened.
+    """
     from dlio.cli.demo_pictures import draw_dataset
     from dlio.cli.train import find_parts
+    from dlio.data.reader import open_reader
 
     if options.source is not None:
-        return os.path.abspath(find_parts(options.source, None)[0])
+        source = find_parts(options.source, None)[0]
+        open_reader(source).close()
+        return source
     drawn = os.path.join(folder, "pictures")
     draw_dataset(drawn, images=_IMAGES, validation=3, classes=3)
     return os.path.join(drawn, "train")

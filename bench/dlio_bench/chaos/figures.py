@@ -15,7 +15,7 @@ __all__ = ["figures_of", "next_step", "rows_of"]
 _SHOWN: Final = {
     "faults": "faults made",
     "ranks_hurt": "ranks hurt",
-    "unnoticed": "faults at a job's end, which nobody felt",
+    "unnoticed": "faults that nobody felt, at an end",
     "jobs": "jobs",
     "runs": "processes started for them",
     "hangs": "hangs",
@@ -185,8 +185,8 @@ def _text(value: object) -> str:
     if isinstance(value, dict) and "count" in value:
         if not value["count"]:
             return "-"
-        named = (f"{name} {value[name]:.3g}" for name in ("median", "p90", "p99", "max"))
-        return f"{', '.join(named)} ({value['count']})"
+        shown = (f"{value[name]:.3g}" for name in ("median", "p90", "p99", "max"))
+        return f"{', '.join(shown)} (of {value['count']})"
     if isinstance(value, dict):
         return ", ".join(f"{name} {each}" for name, each in value.items()) or "none"
     if isinstance(value, list):

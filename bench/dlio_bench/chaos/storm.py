@@ -85,8 +85,9 @@ def measure(options: Options, source: str, folder: str) -> dict[str, object]:
     wait_until(lambda: not shared_memory() - before, 10.0)
     left = sorted(shared_memory() - before)
     said.append(
-        f"Left in shared memory: {', '.join(left) or 'nothing'}. "
-        "ETTR: time in steps that count over the time from the first step to the end."
+        f"Left in shared memory: {', '.join(left) or 'nothing'}. Times are median, p90, p99 and "
+        "max. The effective training time ratio is the time in steps that count over that from "
+        "the first step to the end."
     )
     return {**result, "shared_memory_left": left, "rows": rows_of(result), "said": said}
 
