@@ -158,13 +158,17 @@ def test_figures_are_of_the_records() -> None:
     left.losses = [_loss(1, 1)]
     run = RunRecord(0, False, [left, hurt], [Made(_fault(), 4.5, (1,))], 7.0, "", 1, ["pmix"])
     hung = RunRecord(None, True, [], [], 7.0, "", 0, [])
+    late = RunRecord(0, False, [left, hurt], [Made(_fault(), 6.5, (0,))], 7.0, "", 0, [])
+    hung.made.append(Made(_fault(), 6.5, (0,)))
     jobs = [
         JobRecord([run], [Uneven(0, 1, 2)], epochs=1),
         JobRecord([hung]),
         JobRecord([RunRecord(2, False, [], [], 7.0, "dlio: error: x", 0, [])]),
     ]
     figures = figures_of("shrink", jobs, samples=10)
-    assert figures["faults"] == {"kill": 1}
+    assert figures["unnoticed"] == 0
+    assert figures_of("shrink", [JobRecord([late], epochs=1)], samples=10)["unnoticed"] == 1
+    assert figures["faults"] == {"kill": 2}
     assert (figures["hangs"], figures["failed_jobs"], figures["jobs"]) == (1, 1, 3)
     assert figures["failures"] == ["dlio: error: x"]
     assert (figures["samples_lost"], figures["samples_doubled"]) == (1, 2)

@@ -47,7 +47,7 @@ def figures_of(mode: str, jobs: Sequence[JobRecord], samples: int) -> dict[str, 
     made = [each for run in runs for each in run.made]
     felt: list[tuple[Made, float | None]] = []
     caught_up: list[float] = []
-    effective = []
+    effective, unnoticed = [], 0
     for job in jobs:
         disturbed = []
         for number, run in enumerate(job.runs):
@@ -59,6 +59,7 @@ def figures_of(mode: str, jobs: Sequence[JobRecord], samples: int) -> dict[str, 
                     if (new := _new_step(job.runs, number)) is not None:
                         caught_up.append(new - each.at)
                 felt.append((each, until))
+                unnoticed += until is None and not job.failed and not job.hangs
                 disturbed.append((each.at, run.ended if until is None else until))
         effective.append(effective_time([steps_of(run.ranks) for run in job.runs], disturbed))
     losses = [loss for run in runs for loss in _recoveries(run.ranks)]
@@ -81,7 +82,7 @@ def figures_of(mode: str, jobs: Sequence[JobRecord], samples: int) -> dict[str, 
     return {
         "faults": dict(Counter(each.fault.kind for each in made)),
         "ranks_hurt": sum(len(each.ranks) for each in made),
-        "unnoticed": sum(until is None for _, until in felt),
+        "unnoticed": unnoticed,
         "jobs": len(jobs),
         "runs": len(runs),
         "hangs": sum(job.hangs for job in jobs),

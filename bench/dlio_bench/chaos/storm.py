@@ -81,6 +81,8 @@ def measure(options: Options, source: str, folder: str) -> dict[str, object]:
         if clock.faults:
             said.append(f"{mode}: {len(clock.faults)} fault(s) were not made: jobs made no steps.")
         result[mode] = figures_of(mode, jobs, samples)
+        reasons = dict.fromkeys(_reason(job) for job in jobs if job.failed)
+        said += [f"{mode}: a job failed: {reason}" for reason in reasons]
     # Reapers remove the folders of jobs that were killed.
     wait_until(lambda: not shared_memory() - before, 10.0)
     left = sorted(shared_memory() - before)
@@ -119,6 +121,12 @@ def _job(
             with suppress(FileNotFoundError):
                 record.uneven = _uneven(f"{own}/trace.jsonl", samples, options.epochs)
     return record
+
+
+def _reason(job: JobRecord) -> str:
+    """Return the last line that a job wrote to standard error."""
+    lines = job.runs[-1].errors.splitlines() if job.runs else []
+    return lines[-1] if lines else "it said nothing"
 
 
 def _uneven(trace: str, samples: int, epochs: int) -> list[Uneven]:
