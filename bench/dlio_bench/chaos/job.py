@@ -20,6 +20,8 @@ _END_TIMEOUT_S: Final = 20.0
 _GRACE_S: Final = 15.0
 """Time in which processes of a job may outlive it: reapers of shared memory end after it."""
 _LOOK_S: Final = 0.1
+_START: Final = 5
+"""Times the deadline that a job may take to start its ranks."""
 _TIMEOUT: Final = "60"
 """DLIO_TIMEOUT of the jobs, unless it is set."""
 _SIGNALS: Final = {
@@ -58,7 +60,8 @@ class Job:
         argv: arguments of `dlio`.
         folder: a new folder of its own, for stamps, output and temporary files.
         cache: value of DLIO_CACHE.
-        deadline_s: time without a finished step after which it has hung.
+        deadline_s: time without a finished step after which it has hung; it may take longer to
+            start.
     """
 
     def __init__(self, argv: Sequence[str], folder: str, cache: str, deadline_s: float) -> None:
@@ -124,7 +127,8 @@ class Job:
             return True
         self._looked = now
         self.stamps.read()
-        if now - max(self.stamps.newest, self._started) > self._deadline_s:
+        patience_s = self._deadline_s * (1 if self.stamps.newest else _START)
+        if now - max(self.stamps.newest, self._started) > patience_s:
             self.hung = True
             for each in self.stamps.ranks:
                 with suppress(ProcessLookupError):
