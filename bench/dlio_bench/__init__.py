@@ -9,6 +9,7 @@ __all__ = ["command"]
 command: Final = Group(
     "Measure dlio and its references side by side in one run, with medians and spread.",
     {
+        "chaos": "dlio_bench.chaos.command:command",
         "exchange": "dlio_bench.exchange.command:command",
         "loader": "dlio_bench.loader:command",
         "prune": "dlio_bench.prune.command:command",

@@ -7,8 +7,10 @@ training tells where it is, and those that are behind get from the others what t
 What is promised: docs/guides/fault-tolerance.md.
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -18,6 +20,7 @@ from dlio.errors import PeerLost, UsageError
 
 __all__ = ["Loss", "Part", "Recovery", "Report", "check_survival", "recovery_of", "uniform"]
 
+_log = logging.getLogger("dlio")
 _T = TypeVar("_T")
 
 
@@ -48,26 +51,43 @@ class Part(Protocol):
         """
 
 
+@dataclass(slots=True)
 class Loss:
-    """The ranks that one recovery went on without."""
+    """The ranks that one recovery went on without, as one of those that are left measured it."""
 
-    def __init__(self, members: tuple[int, ...], left: int, seconds: float) -> None:
-        self.members = members
-        """Numbers of the lost ranks when the job began."""
-        self.left = left
-        """Number of ranks that go on."""
-        self.seconds = seconds
-        """From the moment when this rank learned of the loss."""
+    ranks: tuple[int, ...]
+    """Numbers of the lost ranks when the job began; none if only a communicator had failed."""
+    nodes: tuple[str, ...]
+    """Name of the node of each lost rank."""
+    epoch: int
+    """Number of the epoch, from 0."""
+    step: int
+    """Optimizer steps since the run began that were finished at the loss."""
+    generation: int
+    """Number of the generation of ranks that goes on; 0 is that of the job's beginning."""
+    left: int
+    """Number of ranks that go on."""
+    seconds: float
+    """Time from the moment when this rank learned of the loss until it went on."""
+    renew_s: float
+    """Part of `seconds` until the ranks that are left had met and made new communicators."""
+    settle_s: float
+    """Part of `seconds` until all of these had the same state."""
+    samples_again: int = 0
+    """Samples dealt to the lost ranks that came again at the end of the epoch."""
 
-    def text(self, step: int) -> str:
-        """Return one line for the user.
-
-        Args:
-            step: number of the step.
-        """
-        who = ", ".join(map(str, self.members)) or "none"
-        noun = "rank" if len(self.members) == 1 else "ranks"
-        return f"{noun} {who} lost at step {step}: {self.left} go on, {self.seconds:.2f} s"
+    def sentence(self) -> str:
+        """Return the loss in words, such as `rank 5 (node n3) lost at step 812: ...`."""
+        who = ", ".join(
+            f"{rank} (node {node})" if node else str(rank)
+            for rank, node in zip(self.ranks, self.nodes, strict=True)
+        )
+        lost = "rank" if len(self.ranks) == 1 else "ranks"
+        go_on = "rank goes on" if self.left == 1 else "ranks go on"
+        return (
+            f"{lost} {who or 'none'} lost at step {self.step}: {self.left} {go_on}, "
+            f"{self.seconds:.2f} s"
+        )
 
 
 class Recovery:
@@ -84,6 +104,20 @@ class Recovery:
         """Weak: a loop may make a loader for each epoch, and close none."""
         self._made = 0
         self.losses: list[Loss] = []
+        self._nodes: Sequence[str] = [""] * (max(membership.members) + 1)
+        self._place: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self._is_described = False
+        self._seconds = [0.0, 0.0]
+        """Seconds of this recovery: to renew, to settle."""
+
+    def describe(self, nodes: Sequence[str], place: Callable[[], tuple[int, int]]) -> None:
+        """Set what later losses are described by. The caller shows them; else they are logged.
+
+        Args:
+            nodes: node name of each rank when the job began.
+            place: returns the number of the epoch, and that of finished optimizer steps.
+        """
+        self._nodes, self._place, self._is_described = nodes, place, True
 
     def add(self, kind: str, part: Part) -> str:
         """Add a part, in the same order on all ranks; returns its name."""
@@ -102,11 +136,33 @@ class Recovery:
         Raises CommError when too few ranks are left.
         """
         began, before = time.perf_counter(), self.membership.members
+        self._seconds = [0.0, 0.0]
         while not self._attempt():
             pass
         after = self.membership.members
         lost = tuple(member for member in before if member not in after)
-        self.losses.append(Loss(lost, len(after), time.perf_counter() - began))
+        epoch, step = self._place()
+        self.losses.append(
+            Loss(
+                ranks=lost,
+                nodes=tuple(self._nodes[member] for member in lost),
+                epoch=epoch,
+                step=step,
+                generation=self.membership.number,
+                left=len(after),
+                seconds=time.perf_counter() - began,
+                renew_s=self._seconds[0],
+                settle_s=self._seconds[1],
+            )
+        )
+        if not self._is_described and self._comm.rank == 0:
+            _log.warning(self.losses[-1].sentence())
+
+    def count_again(self, member: int, samples: int) -> None:
+        """Note that samples dealt to a lost rank come again."""
+        for loss in self.losses:
+            if member in loss.ranks:
+                loss.samples_again += samples
 
     def close(self, counted: Sequence[int]) -> None:
         """Tell all parts that a sum of gradients is complete, and which members are in it."""
@@ -130,8 +186,11 @@ class Recovery:
             self.run()
 
     def _attempt(self) -> bool:
+        began = time.perf_counter()
         parts = dict(self._parts)
         reports: Any = self.membership.renew({name: part.tell() for name, part in parts.items()})
+        renewed = time.perf_counter()
+        self._seconds[0] += renewed - began
         well = True
         try:
             for name, part in parts.items():
@@ -140,7 +199,9 @@ class Recovery:
                     part.settle([each[name] for each in reports], self._comm)
         except PeerLost:
             well = False
-        return self.membership.agree(well)
+        well = self.membership.agree(well)
+        self._seconds[1] += time.perf_counter() - renewed
+        return well
 
 
 _of: Final["WeakKeyDictionary[Any, Recovery]"] = WeakKeyDictionary()

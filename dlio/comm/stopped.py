@@ -24,11 +24,16 @@ _PATIENCE_S: Final = 1.5
 
 def is_stopped(process: int) -> bool:
     """True if a process is stopped by a signal."""
+    return _state(process) == "T"
+
+
+def _state(process: int) -> str:
+    """Return the state of a process, as in /proc; X if there is none."""
     try:
         with open(f"/proc/{process}/stat", encoding="ascii", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0] == "T"
+            return file.read().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
-        return False
+        return "X"
 
 
 class StoppedRanks:
@@ -37,8 +42,8 @@ class StoppedRanks:
     Args:
         processes: of the ranks of this machine, by member, this one included.
         me: this rank's own member number.
-        members: returns those that are left; the lowest of this machine watches the others, and
-            the next one watches it.
+        members: returns those of this generation; the lowest one of this machine that is neither
+            dead nor stopped watches the others.
     """
 
     def __init__(
@@ -66,9 +71,11 @@ class StoppedRanks:
 
     def _watched(self) -> list[int]:
         here = [member for member in self._members() if member in self._processes]
-        if here[:1] == [self._me]:
-            return here[1:]
-        return here[:1] if here[1:2] == [self._me] else []
+        lower = here[: here.index(self._me)] if self._me in here else here
+        # A generation lasts until all that are left have met: some of it may be dead.
+        if any(_state(self._processes[member]) not in "TZX" for member in lower):
+            return []
+        return [member for member in here if member != self._me]
 
     def _look_at(self, member: int, now: float) -> None:
         process = self._processes[member]

@@ -180,7 +180,10 @@ class Dealing:
         for batch in self._open:
             for member in batch.deal.members:
                 if member not in counted:
-                    self.again += batch.deal.samples(batch.number, member)
+                    samples = batch.deal.samples(batch.number, member)
+                    self.again += samples
+                    if self._recovery is not None:
+                        self._recovery.count_again(member, len(samples))
             self._closed.append((batch, tuple(counted)))
         self._open = []
 

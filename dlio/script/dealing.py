@@ -122,6 +122,8 @@ class Dealing:
                     lost = batch.part(rank)
                     batch.of.again += lost
                     self.missed += len(lost) if batch.of.over else 0
+                    if self._recovery is not None:
+                        self._recovery.count_again(member, len(lost))
         self._open = []
 
     def close(self) -> None:

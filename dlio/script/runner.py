@@ -18,6 +18,7 @@ from torch.nn.modules.module import (
 )
 
 from dlio.comm import Communicator, world
+from dlio.comm.nodes import find_nodes
 from dlio.comm.recovery import check_survival, recovery_of, uniform
 from dlio.errors import UsageError
 from dlio.script import share
@@ -94,6 +95,10 @@ class _Takeover:
         """Number of optimizer steps so far."""
         self._losses_told = 0
         self._had_optimizers = False
+        if (recovery := recovery_of(comm)) is not None:
+            nodes = find_nodes(comm, options.pretend_nodes)
+            names = [nodes.names[node] for node in nodes.node_of]
+            recovery.describe(names, lambda: (0, self._steps))
         context.waited = self._waited
 
     def _waited(self) -> float:
@@ -200,8 +205,8 @@ class _Takeover:
             return
         for loss in recovery.losses[self._losses_told :]:
             if self._comm.rank == 0:
-                sys.stderr.write(f"dlio run: {loss.text(self._steps)}\n")
-            if 0 in loss.members:
+                sys.stderr.write(f"dlio run: {loss.sentence()}\n")
+            if 0 in loss.ranks:
                 self._context.note(
                     "rank 0 was lost: progress bars and TensorBoard files of the script end there"
                 )

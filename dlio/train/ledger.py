@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Self, TypedDict
 
 from dlio.comm import Communicator
-from dlio.comm.recovery import uniform
+from dlio.comm.recovery import recovery_of, uniform
+from dlio.errors import DlioError
 from dlio.util.files import unwritable
 
 __all__ = ["SampleLedger"]
@@ -42,12 +43,15 @@ class SampleLedger:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
         if self._file is not None:
             # Errors of a full disk have been raised by the writes.
             with contextlib.suppress(OSError):
                 self._file.close()
-            if os.path.exists(self._temporary):
+            bug = isinstance(error, Exception) and not isinstance(error, DlioError)
+            survived = bug and recovery_of(self._comm) is not None and self._comm.size > 1
+            # Others go on without a rank that has a bug, and with its file.
+            if not survived and os.path.exists(self._temporary):
                 os.unlink(self._temporary)
 
     def step(self, epoch: int, step: int, samples: list[int]) -> None:
@@ -93,10 +97,17 @@ class SampleLedger:
             raise unwritable(self._path, error) from error
 
     def finish(self) -> None:
-        """Publish the file under its final name."""
-        if self._file is not None and self._comm.rank == 0:
-            try:
-                os.fsync(self._file.fileno())
-                os.replace(self._temporary, self._path)
-            except OSError as error:
-                raise unwritable(self._path, error) from error
+        """Publish the file under its final name. Collective."""
+
+        def publish() -> None:
+            # If the rank that published it is lost, the next one finds it done.
+            if self._comm.rank == 0 and os.path.exists(self._temporary):
+                try:
+                    with open(self._temporary, "rb") as file:
+                        os.fsync(file.fileno())
+                    os.replace(self._temporary, self._path)
+                except OSError as error:
+                    raise unwritable(self._path, error) from error
+            self._comm.barrier()
+
+        uniform(self._comm, publish)

@@ -71,16 +71,15 @@ class TrainingProgress:
                 flush=True,
             )
 
-    def lost(self, rank: int, loss: Loss, step: int) -> None:
+    def lost(self, rank: int, loss: Loss) -> None:
         """Show that ranks were lost and the others go on; the lowest of these shows progress now.
 
         Args:
             rank: of this process, among those that are left.
-            step: number of the step.
         """
         self._speaks = rank == 0
         if self._speaks:
-            print(loss.text(step), flush=True)
+            print(loss.sentence(), flush=True)
 
     def epoch_ends(self, report: EpochReport) -> None:
         """Show the results of an epoch."""

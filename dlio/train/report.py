@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TypedDict
 
 from dlio.comm.environment import shows_terminal
+from dlio.comm.recovery import Loss
 from dlio.storage.counters import PLACES
 from dlio.train.config import TrainConfig
 from dlio.train.pruning.rounds import RoundRecord
@@ -228,6 +229,8 @@ class RunReport:
     """Reason why the run ended early."""
     checkpoints: CheckpointReport | None = None
     """Results of --checkpoint."""
+    losses: list[Loss] = field(default_factory=list)
+    """Losses of ranks that the others went on without (--fault-tolerance)."""
 
     def to_json(self) -> str:
         """Return the report as indented JSON, with versions and machine."""
@@ -335,6 +338,8 @@ class RunReport:
             said.append(
                 f"{left_out} step(s) with a loss or gradient that was not finite were left out."
             )
+        if self.losses:
+            said.append(_losses(self.losses))
         if self.checkpoints is not None:
             said.append(
                 f"{len(self.checkpoints['written'])} checkpoint(s) were written; training waited "
@@ -360,6 +365,16 @@ def removed_by_kind(epochs: Sequence[PruningReport]) -> dict[str, int]:
             for kind, count in each["removed"].items():
                 kinds[kind] = kinds.get(kind, 0) + count
     return kinds
+
+
+def _losses(losses: Sequence[Loss]) -> str:
+    lost = sorted(rank for loss in losses for rank in loss.ranks)
+    longest = max(loss.seconds for loss in losses)
+    return (
+        f"{len(lost)} rank(s) were lost ({', '.join(map(str, lost))}); {losses[-1].left} went on, "
+        f"after {longest:.2f} s at most. {sum(loss.samples_again for loss in losses)} samples came "
+        "again at the end of their epoch."
+    )
 
 
 def _pruning(epochs: Sequence[PruningReport]) -> str:

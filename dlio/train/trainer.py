@@ -55,6 +55,9 @@ def train(config: TrainConfig) -> RunReport:
         torch.set_num_threads(max(1, cores * mounted.nodes.machines // comm.size))
         run = Worker(config, comm, loader, held_out)
         stack.callback(run.close)
+        if run.recovery is not None:
+            nodes = [mounted.nodes.names[node] for node in mounted.nodes.node_of]
+            run.recovery.describe(nodes, lambda: (run.epoch_number, run.updates))
         report = RunReport(
             dataset={"samples": len(data), "bytes": int(data.reader.sizes.sum())},
             ranks=comm.size,
@@ -76,6 +79,7 @@ def train(config: TrainConfig) -> RunReport:
         run.callbacks = [stack.enter_context(callback) for callback in callbacks]
         _epochs(stack, config, comm, run)
         report.epochs, report.stopped = run.history, run.stopped
+        report.losses = list(run.losses)
         if checkpoints is not None:
             checkpoints.wait()
             report.checkpoints = checkpoints.statistics()
@@ -158,6 +162,11 @@ def _write(config: TrainConfig, comm: Communicator, run: Worker, report: RunRepo
             torch.save(state, packed)
             write_whole(config.save, lambda file: file.write(packed.getbuffer()))
             save_layout(config.save, run.pruner.apoptosis.layout if run.pruner else None)
-    if config.report is not None and comm.rank == 0:
-        text = report.to_json().encode()
-        write_whole(config.report, lambda file: file.write(text))
+
+    def write() -> None:
+        if config.report is not None and comm.rank == 0:
+            text = report.to_json().encode()
+            write_whole(config.report, lambda file: file.write(text))
+        comm.barrier()  # If rank 0 is lost before it has written, the next one writes.
+
+    uniform(comm, write)

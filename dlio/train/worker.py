@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from dlio.comm import Communicator
-from dlio.comm.recovery import recovery_of, uniform
+from dlio.comm.recovery import Loss, recovery_of, uniform
 from dlio.errors import UsageError
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.dealing import Dealing
@@ -131,6 +131,11 @@ class Worker:
         share = config.skip_share or SHARE
         easy = EASY if config.skip_share is None else math.inf
         return SampleSkipper(self.loader, config.epochs, share, seed=config.seed, easy=easy)
+
+    @property
+    def losses(self) -> Sequence[Loss]:
+        """Losses of ranks since the run began."""
+        return () if self.recovery is None else self.recovery.losses
 
     def stop(self, reason: str) -> None:
         """End the run after this epoch. Call it on all ranks."""
@@ -292,7 +297,7 @@ class Worker:
         if self.recovery is None:
             return
         for loss in self.recovery.losses[self._losses_told :]:
-            progress.lost(self.comm.rank, loss, self.updates)
+            progress.lost(self.comm.rank, loss)
         self._losses_told = len(self.recovery.losses)
 
     def reshaped(self, cuts: Sequence[Cut] = ()) -> None:

@@ -164,10 +164,25 @@ def _plan(report: Mapping[str, Json]) -> str:
     return _table(head, rows)
 
 
+def _chaos(report: Mapping[str, Json]) -> str:
+    tables = []
+    for case in ("storm", "overhead"):
+        figures = _dict(report.get(case, {}))
+        rows = figures.get("rows", [])
+        assert isinstance(rows, list)
+        if rows:
+            named = [_dict(row) for row in rows]
+            head = [name for name in named[0] if name != "ratios"]
+            cells = [[_cell(row[name]) for name in head] for row in named]
+            tables.append(_table([name.replace("_", " ") for name in head], cells))
+    return "\n\n".join(tables)
+
+
 _RENDERERS: Final[dict[str, Callable[[Mapping[str, Json]], str]]] = {
     "loader": _loader,
     "readers": _readers,
     "plan": _plan,
+    "chaos": _chaos,
 }
 
 

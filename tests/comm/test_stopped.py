@@ -1,5 +1,6 @@
 """Ranks that are stopped are killed; those that compute or sleep are left alone."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -56,17 +57,36 @@ def test_a_rank_that_goes_on_in_time_is_left_alone() -> None:
             watch.close()
 
 
-def test_the_lowest_rank_watches_the_others_and_the_next_one_watches_it() -> None:
+def test_the_lowest_rank_that_lives_and_is_not_stopped_watches_the_others() -> None:
     watched = {me: StoppedRanks({me: 0}, me, lambda: (2, 5, 7))._watched() for me in (2, 5, 7)}
     assert watched == {2: [], 5: [], 7: []}
-    here = {2: 0, 5: 0, 7: 0}
-    made = {me: StoppedRanks(here, me, lambda: (2, 5, 7)) for me in here}
-    try:
-        assert {me: each._watched() for me, each in made.items()} == {
-            2: [5, 7],
-            5: [2],
-            7: [],
-        }
-    finally:
+    sleep = "import time; time.sleep(60)"
+    with _rank(sleep) as two, _rank(sleep) as five, _rank(sleep) as seven:
+        here = {2: two.pid, 5: five.pid, 7: seven.pid}
+        made = {me: StoppedRanks(here, me, lambda: (2, 5, 7)) for me in here}
         for each in made.values():
             each.close()
+        assert {me: each._watched() for me, each in made.items()} == {2: [5, 7], 5: [], 7: []}
+        five.send_signal(signal.SIGSTOP)
+        assert in_time(lambda: is_stopped(five.pid))
+        assert made[7]._watched() == []
+        two.send_signal(signal.SIGSTOP)
+        assert in_time(lambda: is_stopped(two.pid))
+        assert made[7]._watched() == [2, 5]
+        two.kill()
+        two.wait()
+        assert made[7]._watched() == [2, 5]
+
+
+def test_a_stopped_rank_is_killed_though_its_watcher_is_dead() -> None:
+    """A generation is not over before the stopped rank is dead, too."""
+    sleep = "import time; time.sleep(60)"
+    with _rank(sleep) as dead, _rank(sleep) as stops:
+        dead.kill()
+        dead.wait()
+        stops.send_signal(signal.SIGSTOP)
+        watch = StoppedRanks({0: dead.pid, 1: stops.pid, 2: os.getpid()}, 2, lambda: (0, 1, 2))
+        try:
+            assert stops.wait(30) == -signal.SIGKILL
+        finally:
+            watch.close()

@@ -44,9 +44,9 @@ def _survived(
     done = _run(script, *arguments, ranks=ranks, ends=ends, more=more)
     assert done.returncode == 0, done.stderr
     # Of ranks that are lost together, one line may be lost with the rank that was to print it.
-    lost = re.findall(r"dlio run: ranks? ([\d, ]+) lost at step \d+: \d go on", done.stderr)
+    lost = re.findall(r"dlio run: ranks? (.+) lost at step \d+: \d ranks? goe?s? on", done.stderr)
     assert lost
-    assert {int(member) for line in lost for member in line.split(",")} <= set(ends)
+    assert {int(rank) for line in lost for rank in re.findall(r"(\d+) \(node", line)} <= set(ends)
     return done
 
 

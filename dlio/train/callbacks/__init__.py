@@ -24,8 +24,9 @@ def make_callbacks(config: TrainConfig, rank: int) -> list[Callback]:
     callbacks: list[Callback] = []
     if config.nan != "off":
         callbacks.append(NanGuard(skip=config.nan == "skip"))
-    if config.tensorboard is not None and rank == 0:
-        callbacks.append(TensorBoard(config.tensorboard, config.summaries))
+    survives = config.fault_tolerance != "off"
+    if config.tensorboard is not None and (rank == 0 or survives):
+        callbacks.append(TensorBoard(config.tensorboard, config.summaries, rank))
     if config.dump_matrices is not None and rank == 0:
         callbacks.append(MatrixDump(config.dump_matrices))
     if config.early_stopping is not None:

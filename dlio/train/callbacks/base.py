@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from dlio.comm import Communicator
+from dlio.comm.recovery import Loss
 from dlio.loader.dataloader import DataLoader
 from dlio.train.config import TrainConfig
 from dlio.train.cut import Cut
@@ -42,6 +43,10 @@ class Run(Protocol):
     @property
     def history(self) -> Sequence[EpochReport]:
         """Reports of all finished epochs, including those before the run was resumed."""
+
+    @property
+    def losses(self) -> Sequence[Loss]:
+        """Losses of ranks since the run began (--fault-tolerance)."""
 
     def reshaped(self, cuts: Sequence[Cut] = ()) -> None:
         """Adapt to cut tensors of the model. Call it on all ranks."""

@@ -11,7 +11,7 @@ from dlio.train.report import EpochReport, removed_by_kind
 from dlio.util.files import unwritable
 
 if TYPE_CHECKING:
-    pass
+    from torch.utils.tensorboard import SummaryWriter
 
 __all__ = ["TensorBoard"]
 
@@ -22,31 +22,53 @@ _LOSS_EVERY: Final = 10
 class TensorBoard(Callback):
     """Write events of rank 0, by optimizer steps; an epoch's figures stand at its last step.
 
+    If rank 0 is lost, the next one goes on in an event file of its own.
+
     Args:
         folder: folder of the event files.
         summaries: steps between two summaries of each parameter: norms of weight and gradient,
             their ratio, and histograms. None for no summaries.
+        rank: of this process when the job began.
 
     Raises UsageError if TensorBoard is not installed, or if the folder cannot be written.
     """
 
-    def __init__(self, folder: str, summaries: int | None) -> None:
+    def __init__(self, folder: str, summaries: int | None, rank: int = 0) -> None:
+        self._folder, self._summaries = folder, summaries
+        self._losses = 0
+        """Losses of ranks that were written, or that another rank has written."""
+        self._open: SummaryWriter | None = self._opened() if rank == 0 else None
+
+    def _opened(self) -> "SummaryWriter":
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise UsageError(
                 f"--tensorboard: {error}; install it: pip install 'dlio[tensorboard]'"
             ) from error
-        self._summaries = summaries
         try:
-            self._writer: SummaryWriter = SummaryWriter(folder)
+            return SummaryWriter(self._folder)
         except OSError as error:
-            raise unwritable(f"--tensorboard {folder}", error) from error
+            raise unwritable(f"--tensorboard {self._folder}", error) from error
+
+    @property
+    def _writer(self) -> "SummaryWriter":
+        if self._open is None:
+            self._open = self._opened()
+        return self._open
 
     def __exit__(self, *_: object) -> None:
-        self._writer.close()
+        if self._open is not None:
+            self._open.close()
+
+    def begins(self, run: Run) -> None:
+        if run.comm.rank == 0:
+            self._scalar("ranks/number", run.comm.size, run.updates)
 
     def after_step(self, run: Run) -> None:
+        if run.comm.rank:
+            return
+        self._tell_losses(run)
         if run.updates % _LOSS_EVERY == 1:
             count = max(1, len(run.loader.last_samples))
             self._scalar("train/loss", float(run.last_loss) / count, run.updates)
@@ -57,6 +79,9 @@ class TensorBoard(Callback):
             self._summarise(run)
 
     def epoch_ends(self, run: Run, report: EpochReport) -> None:
+        if run.comm.rank:
+            return
+        self._tell_losses(run)
         step = run.updates
         for name, value in {
             "epoch/loss": report.loss,
@@ -76,6 +101,13 @@ class TensorBoard(Callback):
             if value is not None:
                 self._scalar(name, value, step)
         self._writer.flush()
+
+    def _tell_losses(self, run: Run) -> None:
+        for loss in run.losses[self._losses :]:
+            self._writer.add_text("ranks/losses", loss.sentence(), loss.step)
+            self._scalar("ranks/number", loss.left, loss.step)
+            self._scalar("ranks/recovery_s", loss.seconds, loss.step)
+        self._losses = len(run.losses)
 
     @torch.no_grad()
     def _summarise(self, run: Run) -> None:

@@ -1,9 +1,11 @@
 """`dlio train --fault-tolerance shrink`: ranks are lost, and no sample is."""
 
 import json
+import math
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -29,6 +31,8 @@ class Ran(NamedTuple):
     errors: str
     epochs: list[dict[str, Any]]
     """Of the report; empty if there is none."""
+    losses: list[dict[str, Any]]
+    """Of the report, too."""
     samples: dict[int, Counter[int]]
     """How often each sample is in the trace, by epoch."""
     weights: list[set[str]]
@@ -69,12 +73,13 @@ def run(pictures: Path, tmp_path: Path) -> Run:
         if trace.exists():
             for line in map(json.loads, trace.read_text().splitlines()):
                 samples.setdefault(line["epoch"], Counter()).update(line["samples"])
-        epochs = json.loads(report.read_text())["epochs"] if report.exists() else []
+        wrote = json.loads(report.read_text()) if report.exists() else {}
+        epochs, losses = wrote.get("epochs", []), wrote.get("losses", [])
         weights = [
             {path.read_text() for path in tmp_path.glob(f"weights-{epoch}-*")}
             for epoch in range(EPOCHS)
         ]
-        return Ran(done.returncode, done.stdout, done.stderr, epochs, samples, weights)
+        return Ran(done.returncode, done.stdout, done.stderr, epochs, losses, samples, weights)
 
     return train
 
@@ -103,9 +108,41 @@ def test_the_others_go_on_and_each_sample_counts_once(
 ) -> None:
     ran = run(ranks, ends)
     _check_exact(ran)
-    lines = re.findall(r"^ranks? ([\d, ]+) lost at step \d+: \d go on", ran.output, re.MULTILINE)
-    assert sorted(int(rank) for each in lines for rank in each.split(", ")) == sorted(ends)
+    said = r"^ranks? (.+) lost at step (\d+): (\d) ranks? goe?s? on, "
+    lines = re.findall(said, ran.output, re.MULTILINE)
+    ranks_of = [[int(each) for each in re.findall(r"(\d+) \(node ", who)] for who, _, _ in lines]
+    assert sorted(rank for each in ranks_of for rank in each) == sorted(ends)
+    assert [tuple(each["ranks"]) for each in ran.losses] == list(map(tuple, ranks_of))
+    assert [each["left"] for each in ran.losses] == [int(left) for *_, left in lines]
+    assert [each["step"] for each in ran.losses] == [int(step) for _, step, _ in lines]
+    for number, loss in enumerate(ran.losses, 1):
+        assert loss["generation"] == number
+        assert len(loss["nodes"]) == len(loss["ranks"])
+        assert 0 < loss["renew_s"] + loss["settle_s"] <= loss["seconds"]
     assert ran.errors == ""
+
+
+def test_a_loss_is_in_report_and_tensorboard_if_rank_0_is_lost(run: Run, tmp_path: Path) -> None:
+    reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    # Lost before its gradients are there: nobody can have the sums of its third step.
+    ran = run(3, {0: ["kill", 3, -1]}, "--tensorboard", "tb")
+    _check_exact(ran)
+    (loss,) = ran.losses
+    assert loss.items() >= {"ranks": [0], "epoch": 0, "step": 2, "left": 2}.items()
+    assert loss["samples_again"] == 4
+    assert loss["nodes"] == [socket.gethostname()]
+    assert "1 rank(s) were lost (0); 2 went on" in ran.output
+    scalars: dict[str, list[tuple[int, float]]] = {}
+    for path in (tmp_path / "tb").iterdir():
+        events = reading.EventAccumulator(str(path))
+        events.Reload()
+        for tag in events.Tags()["scalars"]:
+            scalars.setdefault(tag, []).extend((e.step, e.value) for e in events.Scalars(tag))
+    assert sorted(scalars["ranks/number"]) == [(0, 3.0), (2, 2.0)]
+    ((step, seconds),) = scalars["ranks/recovery_s"]
+    assert step == 2
+    assert math.isclose(seconds, loss["seconds"], rel_tol=1e-6)
+    assert len(scalars["epoch/loss"]) == EPOCHS
 
 
 def test_held_out_data_and_accumulated_batches_are_shared_anew(run: Run, pictures: Path) -> None:
@@ -120,8 +157,10 @@ def test_a_rank_that_is_stopped_or_crashes_is_lost(run: Run, how: str) -> None:
     _check_exact(run(3, {2: [how, 4, 1]}))
 
 
-def test_a_rank_with_a_bug_tells_it_and_is_lost(run: Run) -> None:
-    ran = run(3, {1: ["raise", 4, -1]})
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_with_a_bug_tells_it_and_is_lost(run: Run, rank: int) -> None:
+    # In the second epoch: rank 0 has written the trace of the first one.
+    ran = run(3, {rank: ["raise", 12, -1]})
     assert ran.code == 0
     assert "RuntimeError: a bug of this rank alone" in ran.errors
     assert ran.samples == {epoch: Counter(range(SAMPLES)) for epoch in range(EPOCHS)}

@@ -1,0 +1,16 @@
+"""`dlio bench chaos`: training jobs that are hurt, and the price of surviving it.
+
+| module | holds |
+|---|---|
+| `command`, `options` | the command and its options |
+| `schedule` | faults, and when they are made |
+| `storm` | the case storm: jobs, and faults that are made in them |
+| `records`, `figures` | what is kept of the jobs; the figures of a storm |
+| `job`, `leftovers` | one job, seen and hurt from outside; all that jobs leave behind |
+| `inside` | the bench's callback in each rank, and the models of the case overhead |
+| `stamps` | the files that the callback writes |
+| `accounts` | arithmetic: exactly once, effective training time, quantiles, confidence |
+| `overhead` | the case overhead: step times of jobs without faults |
+"""
+
+__all__: list[str] = []

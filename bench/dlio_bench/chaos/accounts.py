@@ -1,0 +1,151 @@
+"""Arithmetic of `dlio bench chaos`, without a job."""
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, cast
+
+import numpy as np
+
+from dlio_bench.chaos.stamps import Step
+
+__all__ = ["Effective", "Uneven", "confidence", "effective_time", "quantiles", "uneven_epochs"]
+
+_DRAWS: Final = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Uneven:
+    """An epoch in which some samples were not trained on exactly once."""
+
+    epoch: int
+    lost: int
+    """Samples that nobody trained on."""
+    doubled: int
+    """Times that a sample was trained on after the first."""
+
+
+def uneven_epochs(
+    ledger: Iterable[Mapping[str, object]], samples: int, epochs: int
+) -> list[Uneven]:
+    """Return the epochs of a trace in which not every sample came exactly once.
+
+    Args:
+        ledger: lines of `dlio train --trace`: `epoch`, and sample numbers in `samples`.
+        samples: number of the data set's samples.
+        epochs: number of epochs that the trace should have.
+    """
+    times: dict[int, Counter[int]] = {epoch: Counter() for epoch in range(epochs)}
+    for line in ledger:
+        taken = cast(Sequence[int], line["samples"])
+        times.setdefault(cast(int, line["epoch"]), Counter()).update(taken)
+    uneven = []
+    for epoch, counted in sorted(times.items()):
+        lost = sum(sample not in counted for sample in range(samples)) if epoch < epochs else 0
+        wanted = samples - lost if epoch < epochs else 0
+        doubled = counted.total() - wanted
+        if lost or doubled:
+            uneven.append(Uneven(epoch, lost, doubled))
+    return uneven
+
+
+@dataclass(frozen=True, slots=True)
+class Effective:
+    """Time of a job, and the part of it that counts."""
+
+    counted_s: float
+    """Time in steps that count."""
+    wall_s: float
+    """Time from the end of the first step to that of the last one."""
+    steps: int
+    """Steps of the job, each counted once."""
+    redone: int
+    """Times that a step was made which a later process made again."""
+
+
+def effective_time(
+    runs: Sequence[Sequence[Step]], disturbed: Sequence[tuple[float, float]]
+) -> Effective:
+    """Return the effective time of a job. Its quotient is the effective training time ratio:
+
+        ETTR = time in steps that count / wall time from the first step to the end
+
+    A step counts once, in the last process that made it: steps that are made again after a restart
+    do not count before it. A step lasts from the end of the one before to its own end. One that a
+    fault disturbed counts at most as long as the median step of as many ranks, and so does the
+    first one of a process, whose beginning is not seen. Waiting, regrouping, starting and steps
+    made again are thus lost time; a step that takes longer because fewer ranks share it is not.
+
+    Source: Kokolis et al., "Revisiting Reliability in Large-Scale Machine Learning Research
+    Clusters", arXiv 2410.21680: productive over available time of a job.
+
+    Args:
+        runs: steps of each process of the job, ascending; one that survives its faults has one.
+        disturbed: (begin, end) of the times in which a fault was felt.
+    """
+    made = [list(run) for run in runs if run]
+    if not made:
+        return Effective(0.0, 0.0, 0, 0)
+    last_run = {step.number: number for number, run in enumerate(made) for step in run}
+    whole: dict[int, list[float]] = {}
+    others: list[tuple[int, float | None]] = []
+    counted_s = 0.0
+    for number, run in enumerate(made):
+        for place, step in enumerate(run):
+            counts = last_run[step.number] == number
+            if not place:
+                if number and counts:
+                    others.append((step.ranks, None))
+                continue
+            before = run[place - 1].at
+            if any(begin <= step.at and end >= before for begin, end in disturbed):
+                if counts:
+                    others.append((step.ranks, step.at - before))
+                continue
+            whole.setdefault(step.ranks, []).append(step.at - before)
+            counted_s += step.at - before if counts else 0.0
+    everything = [seconds for each in whole.values() for seconds in each]
+    for ranks, seconds in others:
+        usual = statistics.median(whole.get(ranks) or everything or [0.0])
+        counted_s += usual if seconds is None else min(seconds, usual)
+    return Effective(
+        counted_s=counted_s,
+        wall_s=made[-1][-1].at - made[0][0].at,
+        steps=len(last_run),
+        redone=sum(map(len, made)) - len(last_run),
+    )
+
+
+def quantiles(values: Sequence[float]) -> dict[str, float]:
+    """Return `count`, and `median`, `p90`, `p99` and `max` if there is a value.
+
+    Quantiles are values that were measured: of few, p99 is the largest one.
+    """
+    if not values:
+        return {"count": 0}
+    ordered = sorted(values)
+    ranks = {"p90": 0.9, "p99": 0.99, "max": 1.0}
+    return {
+        "count": len(ordered),
+        "median": statistics.median(ordered),
+        **{
+            name: float(np.quantile(ordered, share, method="higher"))
+            for name, share in ranks.items()
+        },
+    }
+
+
+def confidence(values: Sequence[float], seed: int, share: float = 0.95) -> tuple[float, float]:
+    """Return a confidence interval of the median, by the bootstrap's percentiles.
+
+    Args:
+        values: at least one.
+        share: confidence.
+
+    Source: Efron and Tibshirani, "An Introduction to the Bootstrap" (1993), chapter 13.
+    """
+    rng = np.random.default_rng(seed)
+    drawn = rng.choice(np.asarray(values), (_DRAWS, len(values)))
+    low, high = np.quantile(np.median(drawn, axis=1), [(1 - share) / 2, (1 + share) / 2])
+    return float(low), float(high)

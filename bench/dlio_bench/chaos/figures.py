@@ -1,0 +1,197 @@
+"""Figures of a storm, of the records of its jobs."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Final
+
+from dlio_bench.chaos.accounts import effective_time, quantiles
+from dlio_bench.chaos.records import JobRecord, RunRecord
+from dlio_bench.chaos.schedule import Made
+from dlio_bench.chaos.stamps import LossStamp, RankStamps, steps_of
+
+__all__ = ["figures_of", "next_step", "rows_of"]
+
+_SHOWN: Final = {
+    "faults": "faults made",
+    "ranks_hurt": "ranks hurt",
+    "unnoticed": "faults that nobody felt, at an end",
+    "jobs": "jobs",
+    "runs": "processes started for them",
+    "hangs": "hangs",
+    "failed_jobs": "jobs that failed",
+    "samples_lost": "samples lost",
+    "samples_doubled": "samples doubled",
+    "recovery_s": "recovery, s",
+    "renew_s": "of it, to renew, s",
+    "settle_s": "of it, to settle, s",
+    "next_step_s": "fault to the next step of all, s",
+    "caught_up_s": "fault to the next new step, s",
+    "ettr": "effective training time ratio",
+    "samples_per_s": "samples/s",
+    "steps": "steps",
+    "steps_redone": "steps redone",
+    "left_processes": "processes left",
+    "left_files": "temporary files left",
+}
+
+
+def figures_of(mode: str, jobs: Sequence[JobRecord], samples: int) -> dict[str, object]:
+    """Return the figures of a storm.
+
+    Args:
+        mode: `shrink`, or `restart` for jobs that are started again.
+        samples: number of the data set's samples.
+    """
+    runs = [run for job in jobs for run in job.runs]
+    made = [each for run in runs for each in run.made]
+    felt: list[tuple[Made, float | None]] = []
+    caught_up: list[float] = []
+    effective, unnoticed = [], 0
+    for job in jobs:
+        disturbed = []
+        for number, run in enumerate(job.runs):
+            for each in run.made:
+                if mode == "shrink":
+                    until = next_step(run.ranks, each)
+                else:
+                    until = _next_run(job.runs[number + 1 :])
+                    if (new := _new_step(job.runs, number)) is not None:
+                        caught_up.append(new - each.at)
+                felt.append((each, until))
+                unnoticed += until is None and not job.failed and not job.hangs
+                disturbed.append((each.at, run.ended if until is None else until))
+        effective.append(effective_time([steps_of(run.ranks) for run in job.runs], disturbed))
+    losses = [loss for run in runs for loss in _recoveries(run.ranks)]
+    seconds = {
+        "recovery_s": [loss["seconds"] for loss in losses],
+        "renew_s": [loss["renew_s"] for loss in losses],
+        "settle_s": [loss["settle_s"] for loss in losses],
+    }
+    counted_s, wall_s = (
+        sum(each.counted_s for each in effective),
+        sum(each.wall_s for each in effective),
+    )
+    whole = [(job, each.wall_s) for job, each in zip(jobs, effective, strict=True) if job.epochs]
+    checked = [job for job in jobs if job.uneven is not None]
+    uneven = [
+        {"job": number, **asdict(each)}
+        for number, job in enumerate(jobs, 1)
+        for each in job.uneven or ()
+    ]
+    return {
+        "faults": dict(Counter(each.fault.kind for each in made)),
+        "ranks_hurt": sum(len(each.ranks) for each in made),
+        "unnoticed": unnoticed,
+        "jobs": len(jobs),
+        "runs": len(runs),
+        "hangs": sum(job.hangs for job in jobs),
+        "failed_jobs": sum(job.failed for job in jobs),
+        "failures": [job.runs[-1].errors for job in jobs if job.failed and job.runs],
+        "epochs_checked": sum(job.epochs for job in checked),
+        "samples_lost": sum(each["lost"] for each in uneven) if checked else None,
+        "samples_doubled": sum(each["doubled"] for each in uneven) if checked else None,
+        "uneven_epochs": uneven,
+        "samples_again": sum(loss["samples_again"] for loss in losses),
+        **{key: quantiles(values) for key, values in seconds.items()},
+        "next_step_s": quantiles([until - each.at for each, until in felt if until is not None]),
+        "next_step_s_by_fault": {
+            kind: quantiles(
+                [
+                    until - each.at
+                    for each, until in felt
+                    if until is not None and each.fault.kind == kind
+                ]
+            )
+            for kind in sorted({each.fault.kind for each in made})
+        },
+        "caught_up_s": quantiles(caught_up),
+        "ettr": counted_s / wall_s if wall_s else None,
+        "counted_s": counted_s,
+        "wall_s": wall_s,
+        "samples_per_s": (
+            samples * sum(job.epochs for job, _ in whole) / sum(wall for _, wall in whole)
+            if whole
+            else None
+        ),
+        "steps": sum(each.steps for each in effective),
+        "steps_redone": sum(each.redone for each in effective),
+        "left_processes": sum(run.left_processes for run in runs),
+        "left_files": sorted({name for run in runs for name in run.left_files}),
+    }
+
+
+def next_step(ranks: Sequence[RankStamps], made: Made) -> float | None:
+    """Return when all that were left had finished their first step without the ranks of a fault.
+
+    None if they made none: the fault was not felt before the end.
+    """
+    generations = [
+        min(
+            (loss["generation"] for each in ranks for loss in each.losses if lost in loss["ranks"]),
+            default=None,
+        )
+        for lost in made.ranks
+    ]
+    known = [each for each in generations if each is not None]
+    if len(known) < len(generations):
+        return None
+    firsts = [
+        next((step["t"] for step in each.steps if step["generation"] >= max(known)), None)
+        for each in ranks
+    ]
+    return max((first for first in firsts if first is not None), default=None)
+
+
+def rows_of(result: Mapping[str, Mapping[str, object]]) -> list[dict[str, str]]:
+    """Return the rows of a table: one a figure, one column a way of surviving.
+
+    Args:
+        result: `figures_of` each way.
+    """
+    return [
+        {"figure": words, **{mode: _text(result[mode][key]) for mode in result}}
+        for key, words in _SHOWN.items()
+        if any(result[mode][key] not in (None, {"count": 0}) for mode in result)
+    ]
+
+
+def _recoveries(ranks: Sequence[RankStamps]) -> list[LossStamp]:
+    """Return each recovery of a run, as the rank saw it that took longest."""
+    longest: dict[int, LossStamp] = {}
+    for each in ranks:
+        for loss in each.losses:
+            other = longest.setdefault(loss["generation"], loss)
+            if loss["seconds"] > other["seconds"]:
+                longest[loss["generation"]] = loss
+    return list(longest.values())
+
+
+def _next_run(later: Sequence[RunRecord]) -> float | None:
+    """Return when the first step of the next run was finished."""
+    return next((steps[0].at for run in later if (steps := steps_of(run.ranks))), None)
+
+
+def _new_step(runs: Sequence[RunRecord], number: int) -> float | None:
+    """Return when a later run finished the first step that no run had finished before."""
+    before = [step.number for run in runs[: number + 1] for step in steps_of(run.ranks)]
+    for run in runs[number + 1 :]:
+        for step in steps_of(run.ranks):
+            if step.number > max(before, default=0):
+                return step.at
+    return None
+
+
+def _text(value: object) -> str:
+    if isinstance(value, dict) and "count" in value:
+        if not value["count"]:
+            return "-"
+        shown = (f"{value[name]:.3g}" for name in ("median", "p90", "p99", "max"))
+        return f"{', '.join(shown)} (of {value['count']})"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {each}" for name, each in value.items()) or "none"
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    if isinstance(value, float):
+        return f"{value:.3f}" if value < 10 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else "-"

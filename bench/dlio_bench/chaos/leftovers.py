@@ -1,0 +1,97 @@
+"""Processes, files and shared memory that jobs leave behind."""
+
+import fcntl
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final
+
+from dlio.util.shared import SHARED_MEMORY, user_folder
+
+__all__ = ["JOB", "kill", "processes_of", "shared_memory", "wait_until"]
+
+JOB: Final = "CHAOS_JOB"
+"""Environment variable by which all processes of a job are known, whoever started them."""
+_ALIVE: Final = "alive"
+_POLL_S: Final = 0.05
+
+
+def processes_of(job: str) -> list[int]:
+    """Return the living processes of a job.
+
+    Args:
+        job: value of the variable JOB in their environment.
+    """
+    wanted = f"{JOB}={job}".encode()
+    living = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
+            # A zombie has no environment.
+            if wanted in file.read().split(b"\0"):
+                living.append(int(name))
+    return living
+
+
+def kill(processes: list[int]) -> None:
+    """Kill processes."""
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
+def shared_memory() -> set[str]:
+    """Return this user's entries in shared memory that no living process uses."""
+    mapped = _mapped()
+    entries = set()
+    own = user_folder()
+    for entry in os.scandir(SHARED_MEMORY):
+        with suppress(OSError):
+            if entry.name == own:
+                entries |= {f"{own}/{name}" for name in _unheld(entry.path)}
+            elif entry.stat(follow_symlinks=False).st_uid == os.geteuid():
+                entries |= {entry.name} - mapped
+    return entries
+
+
+def _unheld(folder: str) -> list[str]:
+    """Return dlio's folders in shared memory whose lock nobody holds."""
+    unheld = []
+    for entry in os.scandir(folder):
+        with suppress(OSError):
+            if not entry.is_dir(follow_symlinks=False):
+                continue
+            lock = os.open(os.path.join(entry.path, _ALIVE), os.O_RDONLY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                unheld.append(entry.name)
+            finally:
+                os.close(lock)
+    return unheld
+
+
+def _mapped() -> set[str]:
+    """Return the top entries of shared memory that any process has mapped or open."""
+    prefix = f"{SHARED_MEMORY}/"
+    paths = []
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError), open(f"/proc/{process}/maps", encoding="utf-8") as file:
+            paths += [line.split(maxsplit=5)[-1] for line in file if prefix in line]
+        with suppress(OSError):
+            for descriptor in os.scandir(f"/proc/{process}/fd"):
+                with suppress(OSError):
+                    paths.append(os.readlink(descriptor.path))
+    return {
+        path.removeprefix(prefix).split("/")[0].strip() for path in paths if path.startswith(prefix)
+    }
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Return True once a condition holds, False if it does not within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True

@@ -1,0 +1,126 @@
+"""Options of `dlio bench chaos`."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from dlio.errors import UsageError
+from dlio.train.exchange_spec import parse_exchange
+from dlio.util.options import Option, check
+from dlio_bench.chaos.schedule import KINDS
+
+__all__ = ["Options"]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Options of the command; the case overhead uses some of them."""
+
+    source: Annotated[
+        str | None,
+        Option(
+            "Training data, as for `dlio train`.",
+            positional=True,
+            metavar="SRC",
+            default_text="480 small pictures that are drawn",
+        ),
+    ] = None
+    ranks: Annotated[int, Option("Ranks of each job.", short="-n", least=2, most=6)] = 4
+    kills: Annotated[int, Option("Number of faults to make.", least=1)] = 10
+    every: Annotated[
+        float,
+        Option(
+            "Mean time between two faults, while steps are made.", unit="seconds", above=0, most=1e6
+        ),
+    ] = 5.0
+    spacing: Annotated[
+        str,
+        Option(
+            "Times between faults: exponential, or uniform between half of --every and one and a "
+            "half.",
+            choices=("exponential", "uniform"),
+        ),
+    ] = "exponential"
+    faults: Annotated[
+        str,
+        Option(
+            "Kinds of faults, separated by commas. kill: SIGKILL. stop: SIGSTOP. segv: a crash. "
+            "exit: the process ends with code 0. raise: an exception of Python. twice: two ranks "
+            "are killed within 20 ms. first: rank 0 is killed.",
+            metavar="KINDS",
+        ),
+    ] = "kill"
+    seed: Annotated[int, Option("Seed of the faults and of the training.", least=0)] = 0
+    epochs: Annotated[int, Option("Epochs of each job.", least=1)] = 30
+    exchange: Annotated[
+        str, Option("Exchange, as for `dlio train --exchange`.", metavar="EXCHANGE")
+    ] = "allreduce"
+    batch_size: Annotated[
+        int, Option("Samples of each rank in one batch.", unit="samples", least=1)
+    ] = 4
+    model: Annotated[
+        str, Option("Model of the case storm, as for `dlio train --model`.", metavar="MODEL")
+    ] = "resnet(width=4)"
+    pause_ms: Annotated[
+        float,
+        Option(
+            "Time that each rank sleeps in a step, in the place of a GPU's computing.",
+            unit="milliseconds",
+            least=0,
+            most=60_000,
+        ),
+    ] = 0.0
+    restart: Annotated[
+        bool,
+        Option(
+            "Make the same faults in a job without fault tolerance, too, which is started again "
+            "from its newest checkpoint whenever it ends."
+        ),
+    ] = False
+    checkpoint_every: Annotated[
+        int,
+        Option("Steps between two checkpoints of the job with --restart.", unit="steps", least=1),
+    ] = 20
+    deadline: Annotated[
+        float,
+        Option(
+            "Time without a finished step after which a job has hung.",
+            unit="seconds",
+            least=5,
+            most=86400,
+        ),
+    ] = 120.0
+    repeats: Annotated[
+        int, Option("Pairs of runs of each model in the case overhead.", least=1)
+    ] = 10
+    megabytes: Annotated[
+        tuple[int, ...],
+        Option(
+            "Size of a model of the case overhead. Repeatable.",
+            unit="MB",
+            least=15,
+            most=4000,
+            default_text="25 and 100",
+        ),
+    ] = ()
+    keep: Annotated[
+        str | None,
+        Option(
+            "Keep the jobs' outputs, traces and reports in this folder, which must be empty.",
+            metavar="FOLDER",
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        """Raises UsageError for options that do not go together."""
+        check(self)
+        parse_exchange(self.exchange)
+        for kind in self.kinds:
+            if kind not in KINDS:
+                raise UsageError(f"--faults {kind}: choose of {', '.join(KINDS)}")
+        if self.ranks < 3 and "twice" in self.kinds:
+            raise UsageError("--faults twice: two of -n 2 ranks would leave none; give -n 3")
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of faults to make."""
+        return tuple(each.strip() for each in self.faults.split(","))

@@ -1,0 +1,98 @@
+"""`--case overhead`: step times of jobs without faults, with and without fault tolerance."""
+
+import itertools
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+from dlio.errors import UsageError
+from dlio_bench.chaos.accounts import confidence
+from dlio_bench.chaos.job import Job, train_argv
+from dlio_bench.chaos.options import Options
+from dlio_bench.chaos.stamps import RankStamps
+
+__all__ = ["measure", "step_seconds"]
+
+_MEGABYTES: Final = (25, 100)
+_WARM_UP: Final = 5
+"""Steps of a run that are left out."""
+_POLL_S: Final = 0.1
+_MODES: Final = ("off", "shrink")
+
+
+def measure(options: Options, source: str, folder: str) -> dict[str, object]:
+    """Measure pairs of runs, one without and one with `--fault-tolerance shrink`, in turn.
+
+    Which one comes first changes from pair to pair. A run's step time is the median over the steps
+    of rank 0; the overhead is the median over the pairs of the ratio of both, with a confidence
+    interval by the bootstrap over pairs.
+
+    Raises UsageError if a run fails.
+    """
+    from dlio_bench.machine import spread
+
+    rows: list[dict[str, Any]] = []
+    for megabytes in options.megabytes or _MEGABYTES:
+        seconds: dict[str, list[float]] = {mode: [] for mode in _MODES}
+        peaks: dict[str, list[float]] = {mode: [] for mode in _MODES}
+        for pair in range(options.repeats):
+            for mode in _MODES[:: -1 if pair % 2 else 1]:
+                own = os.path.join(folder, f"{megabytes}-{pair}-{mode}")
+                ranks = _run(options, source, own, megabytes, mode)
+                seconds[mode].append(statistics.median(step_seconds(ranks[0])))
+                peaks[mode].append(max(each.peak_kib or 0 for each in ranks) / 1024)
+        ratios = [on / off for off, on in zip(seconds["off"], seconds["shrink"], strict=True)]
+        low, high = confidence(ratios, options.seed)
+        rows.append(
+            {
+                "parameters_MB": megabytes,
+                "step_s_off": spread(seconds["off"]),
+                "step_s_shrink": spread(seconds["shrink"]),
+                "shrink_over_off": statistics.median(ratios),
+                "from_95_percent": low,
+                "to_95_percent": high,
+                "peak_MiB_off": statistics.median(peaks["off"]),
+                "peak_MiB_shrink": statistics.median(peaks["shrink"]),
+                "ratios": ratios,
+            }
+        )
+    return {
+        "rows": rows,
+        "said": [
+            f"{options.repeats} pair(s) of runs on {options.ranks} ranks, {options.exchange}. "
+            "shrink over off: median of the pairs' ratios of step times, and its 95 % confidence "
+            "interval by the bootstrap. Memory is the largest of a rank."
+        ],
+    }
+
+
+def _run(options: Options, source: str, folder: str, megabytes: int, mode: str) -> list[RankStamps]:
+    model = f"dlio_bench.chaos.inside:sized(megabytes={megabytes})"
+    argv = train_argv(options, source, folder, model, ["--fault-tolerance", mode, "--lr", "0.001"])
+    cache = os.path.join(os.path.dirname(folder), "cache")
+    with Job(argv, folder, cache, options.deadline) as job:
+        while job.runs():
+            time.sleep(_POLL_S)
+        if job.code or job.hung:
+            raise UsageError(
+                f"a training with --fault-tolerance {mode} "
+                f"{'has hung' if job.hung else 'failed'}: {job.errors}"
+            )
+    ranks = job.stamps.ranks
+    if len(step_seconds(ranks[0])) < 1:
+        raise UsageError(
+            f"an epoch has too few steps to time after {_WARM_UP}: give more data or --epochs"
+        )
+    return ranks
+
+
+def step_seconds(rank: RankStamps) -> Sequence[float]:
+    """Return the seconds between a rank's steps: without the first ones, nor between epochs."""
+    steps = rank.steps[_WARM_UP:]
+    return [
+        after["t"] - before["t"]
+        for before, after in itertools.pairwise(steps)
+        if before["epoch"] == after["epoch"]
+    ]

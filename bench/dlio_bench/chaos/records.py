@@ -1,0 +1,45 @@
+"""Records of the jobs of the case storm."""
+
+from dataclasses import dataclass, field
+
+from dlio_bench.chaos.accounts import Uneven
+from dlio_bench.chaos.schedule import Made
+from dlio_bench.chaos.stamps import RankStamps
+
+__all__ = ["JobRecord", "RunRecord"]
+
+
+@dataclass(slots=True)
+class RunRecord:
+    """One run of `dlio train`."""
+
+    code: int | None
+    hung: bool
+    ranks: list[RankStamps]
+    made: list[Made]
+    ended: float
+    """Time when it ended."""
+    errors: str
+    left_processes: int
+    left_files: list[str]
+
+
+@dataclass(slots=True)
+class JobRecord:
+    """One job: a run, or several of which each resumes the one before."""
+
+    runs: list[RunRecord] = field(default_factory=list)
+    uneven: list[Uneven] | None = None
+    """Epochs with lost or doubled samples; None if there is not a trace of the whole job."""
+    epochs: int = 0
+    """Finished epochs."""
+
+    @property
+    def hangs(self) -> int:
+        """Number of runs that hung."""
+        return sum(run.hung for run in self.runs)
+
+    @property
+    def failed(self) -> bool:
+        """True if it did not come to its end, for another reason than a hang."""
+        return not self.runs or (not self.runs[-1].hung and self.runs[-1].code != 0)

@@ -1,0 +1,129 @@
+"""The files in which the ranks of a job stamp their steps, read while and after they are written.
+
+`rank-<number>-<process>.jsonl` holds lines of JSON; all have `t`, seconds of the machine's
+monotonic clock, and a `kind`:
+
+| kind | further fields |
+|---|---|
+| `begin` | `rank`, `pid`, `step`: optimizer steps before the first one of this process |
+| `step` | a finished step: `epoch`, `step` (from 1), `generation`, `ranks` |
+| `loss` | the fields of `dlio.comm.recovery.Loss` |
+| `end` | `peak_KiB`: largest resident memory |
+"""
+
+import glob
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypedDict, cast
+
+__all__ = ["LossStamp", "RankStamps", "Stamps", "Step", "StepStamp", "steps_of"]
+
+
+class StepStamp(TypedDict):
+    """A step that a rank has finished."""
+
+    t: float
+    epoch: int
+    step: int
+    generation: int
+    ranks: int
+
+
+class LossStamp(TypedDict):
+    """A loss that a rank has survived."""
+
+    ranks: list[int]
+    generation: int
+    seconds: float
+    renew_s: float
+    settle_s: float
+    samples_again: int
+
+
+@dataclass(slots=True)
+class RankStamps:
+    """Stamps of one rank."""
+
+    rank: int
+    """Number when the job began."""
+    pid: int
+    begun: float
+    steps: list[StepStamp] = field(default_factory=list)
+    losses: list[LossStamp] = field(default_factory=list)
+    peak_kib: int | None = None
+    """Largest resident memory; None if the rank did not come to its end."""
+
+
+class Stamps:
+    """Stamps of all ranks of a run so far.
+
+    Args:
+        folder: folder of the run.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._offsets: dict[str, int] = {}
+        self._of_file: dict[str, RankStamps] = {}
+        self.newest = 0.0
+        """Time of the last stamp; 0 if there is none."""
+
+    @property
+    def ranks(self) -> list[RankStamps]:
+        """Stamps of each rank, by number."""
+        return sorted(self._of_file.values(), key=lambda each: each.rank)
+
+    @property
+    def stepping(self) -> float | None:
+        """Time when the first step was finished; None before it."""
+        return min(
+            (each.steps[0]["t"] for each in self._of_file.values() if each.steps), default=None
+        )
+
+    def read(self) -> None:
+        """Read lines that were added."""
+        for path in glob.glob(os.path.join(glob.escape(self._folder), "rank-*.jsonl")):
+            with open(path, "rb") as file:
+                file.seek(self._offsets.get(path, 0))
+                added = file.read()
+            whole = added[: added.rfind(b"\n") + 1]
+            self._offsets[path] = self._offsets.get(path, 0) + len(whole)
+            for text in whole.splitlines():
+                self._add(path, json.loads(text))
+
+    def _add(self, path: str, line: dict[str, object]) -> None:
+        kind, t = line.pop("kind"), cast(float, line["t"])
+        self.newest = max(self.newest, t)
+        if kind == "begin":
+            rank, pid = cast(int, line["rank"]), cast(int, line["pid"])
+            self._of_file[path] = RankStamps(rank, pid, t)
+        elif kind == "step":
+            self._of_file[path].steps.append(cast(StepStamp, line))
+        elif kind == "loss":
+            self._of_file[path].losses.append(cast(LossStamp, line))
+        else:
+            self._of_file[path].peak_kib = cast(int, line["peak_KiB"])
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step that a run has finished."""
+
+    number: int
+    """Optimizer steps since the job began, this one included."""
+    at: float
+    """Time when the last of its ranks had finished it."""
+    ranks: int
+
+
+def steps_of(ranks: Sequence[RankStamps]) -> list[Step]:
+    """Return the steps of a run, ascending."""
+    last: dict[int, StepStamp] = {}
+    for each in ranks:
+        for stamp in each.steps:
+            other = last.get(stamp["step"])
+            if other is None or stamp["t"] > other["t"]:
+                last[stamp["step"]] = stamp
+    return [Step(number, each["t"], each["ranks"]) for number, each in sorted(last.items())]

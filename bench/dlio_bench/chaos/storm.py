@@ -1,0 +1,163 @@
+"""`--case storm`: jobs with faults, until all of the schedule are made."""
+
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Final
+
+from dlio_bench.chaos.accounts import Uneven, uneven_epochs
+from dlio_bench.chaos.figures import figures_of, rows_of
+from dlio_bench.chaos.job import Job, train_argv
+from dlio_bench.chaos.leftovers import shared_memory, wait_until
+from dlio_bench.chaos.options import Options
+from dlio_bench.chaos.records import JobRecord, RunRecord
+from dlio_bench.chaos.schedule import Fault, Made, make_schedule
+from dlio_bench.chaos.stamps import steps_of
+
+__all__ = ["measure"]
+
+_POLL_S: Final = 0.01
+_IDLE: Final = 3
+"""Processes in a row that make no step after which the bench gives up."""
+
+
+class _Clock:
+    """The faults that are still to be made, and the time that counts for them."""
+
+    def __init__(self, faults: Sequence[Fault]) -> None:
+        self.faults = deque(faults)
+        self._passed_s = 0.0
+        self._last: float | None = None
+
+    def due(self, runs: bool) -> Fault | None:
+        """Return the next fault if its time has come.
+
+        Args:
+            runs: True if the next fault can be made now; time stands still otherwise.
+        """
+        now = time.monotonic()
+        if runs and self._last is not None:
+            self._passed_s += now - self._last
+        self._last = now if runs else None
+        if runs and self.faults and self._passed_s >= self.faults[0].due_s:
+            return self.faults[0]
+        return None
+
+
+def measure(options: Options, source: str, folder: str) -> dict[str, object]:
+    """Make all faults of the schedule in jobs that shrink and, with `--restart`, in others, too.
+
+    A job of n ranks takes n - 1 losses. Then it is left to finish, and the next one begins.
+
+    Returns figures by way of surviving, and what was left behind.
+    """
+    from dlio.data.reader import open_reader
+
+    reader = open_reader(source)
+    samples = len(reader)
+    reader.close()
+    before = shared_memory()
+    result: dict[str, dict[str, object]] = {}
+    said = [
+        f"{options.ranks} ranks a job; {options.kills} fault(s), one in {options.every:g} s of "
+        f"steps; {samples:,} samples an epoch. Ranks are not replaced yet: the next job begins "
+        "when too few are left."
+    ]
+    for mode in ("shrink", "restart") if options.restart else ("shrink",):
+        faults = make_schedule(
+            options.kinds, options.kills, options.every, options.spacing, options.seed
+        )
+        clock = _Clock(faults)
+        jobs: list[JobRecord] = []
+        idle = 0
+        while clock.faults and idle < _IDLE:
+            own = os.path.join(folder, f"{mode}-{len(jobs) + 1}")
+            job = _job(options, source, own, samples, mode, clock)
+            jobs.append(job)
+            idle = 0 if any(steps_of(run.ranks) for run in job.runs) else idle + 1
+        if clock.faults:
+            said.append(f"{mode}: {len(clock.faults)} fault(s) were not made: jobs made no steps.")
+        result[mode] = figures_of(mode, jobs, samples)
+        reasons = dict.fromkeys(_reason(job) for job in jobs if job.failed)
+        said += [f"{mode}: a job failed: {reason}" for reason in reasons]
+    # Reapers remove the folders of jobs that were killed.
+    wait_until(lambda: not shared_memory() - before, 10.0)
+    left = sorted(shared_memory() - before)
+    said.append(
+        f"Left in shared memory: {', '.join(left) or 'nothing'}. Times are median, p90, p99 and "
+        "max. The effective training time ratio is the time in steps that count over that from "
+        "the first step to the end."
+    )
+    return {**result, "shared_memory_left": left, "rows": rows_of(result), "said": said}
+
+
+def _job(
+    options: Options, source: str, folder: str, samples: int, mode: str, clock: _Clock
+) -> JobRecord:
+    """Run a job to its end; make faults meanwhile."""
+    record = JobRecord()
+    idle = 0
+    while idle < _IDLE:
+        own = os.path.join(folder, str(len(record.runs) + 1))
+        if mode == "shrink":
+            more = ["--fault-tolerance", "shrink"]
+        else:
+            more = ["--checkpoint", os.path.join(folder, "checkpoints"), "--resume"]
+            more += ["--checkpoint-every", str(options.checkpoint_every)]
+        argv = train_argv(options, source, own, options.model, more)
+        run = _run(options, argv, own, mode, clock)
+        record.runs.append(run)
+        if mode == "shrink" or run.code == 0:
+            break
+        idle = 0 if run.made and steps_of(run.ranks) else idle + 1
+    last = record.runs[-1]
+    if last.code == 0 and not last.hung:
+        record.epochs = options.epochs
+        if len(record.runs) == 1:
+            # A run that is resumed has no trace of the steps before.
+            with suppress(FileNotFoundError):
+                record.uneven = _uneven(f"{own}/trace.jsonl", samples, options.epochs)
+    return record
+
+
+def _reason(job: JobRecord) -> str:
+    """Return the last line that a job wrote to standard error."""
+    lines = job.runs[-1].errors.splitlines() if job.runs else []
+    return lines[-1] if lines else "it said nothing"
+
+
+def _uneven(trace: str, samples: int, epochs: int) -> list[Uneven]:
+    with open(trace, encoding="ascii") as file:
+        return uneven_epochs(map(json.loads, file), samples, epochs)
+
+
+def _run(options: Options, argv: Sequence[str], folder: str, mode: str, clock: _Clock) -> RunRecord:
+    """Run `dlio train` to its end; make faults meanwhile."""
+    cache = os.path.join(os.path.dirname(os.path.dirname(folder)), "cache")
+    made: list[Made] = []
+    with Job(argv, folder, cache, options.deadline) as job:
+        while job.runs():
+            takes = clock.faults[0].takes if clock.faults else 0
+            spare = len(job.left()) > takes and (mode == "shrink" or not made)
+            begun = len(job.stamps.ranks) == options.ranks and job.stamps.stepping is not None
+            fault = clock.due(begun and spare)
+            if fault is not None and (hurt := job.hurt_by(fault)) is not None:
+                made.append(hurt)
+                clock.faults.popleft()
+            time.sleep(_POLL_S)
+        clock.due(False)
+        ended = time.monotonic()
+        code = job.code
+    return RunRecord(
+        code=code,
+        hung=job.hung,
+        ranks=job.stamps.ranks,
+        made=made,
+        ended=ended,
+        errors=job.errors,
+        left_processes=job.left_processes,
+        left_files=job.left_files,
+    )

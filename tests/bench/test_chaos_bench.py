@@ -1,0 +1,421 @@
+"""`dlio bench chaos`: its arithmetic, and storms in which no sample is lost."""
+
+import json
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dlio_docs.benchmarks import page
+
+from dlio.cli import main
+from dlio.util.shared import SHARED_MEMORY, SharedFolder, user_folder
+from dlio_bench.chaos.accounts import (
+    Uneven,
+    confidence,
+    effective_time,
+    quantiles,
+    uneven_epochs,
+)
+from dlio_bench.chaos.figures import figures_of, next_step, rows_of
+from dlio_bench.chaos.leftovers import JOB, kill, processes_of, shared_memory
+from dlio_bench.chaos.overhead import step_seconds
+from dlio_bench.chaos.records import JobRecord, RunRecord
+from dlio_bench.chaos.schedule import KINDS, Fault, Made, make_schedule
+from dlio_bench.chaos.stamps import LossStamp, RankStamps, Stamps, Step, StepStamp, steps_of
+
+Soon = Callable[[Callable[[], bool]], bool]
+
+
+def _steps(first: int, times: Sequence[float], ranks: int = 2) -> list[Step]:
+    return [Step(number, at, ranks) for number, at in enumerate(times, first)]
+
+
+def _stamp(step: int, t: float, generation: int = 0, epoch: int = 0) -> StepStamp:
+    return {"t": t, "epoch": epoch, "step": step, "generation": generation, "ranks": 2}
+
+
+def _loss(generation: int, *ranks: int) -> LossStamp:
+    return {
+        "ranks": list(ranks),
+        "generation": generation,
+        "seconds": 0.25 * generation,
+        "renew_s": 0.125,
+        "settle_s": 0.0625,
+        "samples_again": 4,
+    }
+
+
+def _fault(kind: str = "kill") -> Fault:
+    return Fault(1.0, kind, (0.5, 0.5), 0.01)
+
+
+def test_a_trace_shows_samples_that_were_lost_and_doubled() -> None:
+    ledger = [
+        {"epoch": 0, "samples": [0, 2, 4]},
+        {"epoch": 0, "samples": [1, 3]},
+        {"epoch": 1, "samples": [0, 2, 4, 2]},
+        {"epoch": 1, "samples": [1, 2]},
+        {"epoch": 3, "samples": [4]},
+    ]
+    assert uneven_epochs(ledger[:2], 5, 1) == []
+    assert uneven_epochs(ledger, 5, 3) == [
+        Uneven(1, lost=1, doubled=2),  # 3 is missing, and 2 comes three times.
+        Uneven(2, lost=5, doubled=0),
+        Uneven(3, lost=0, doubled=1),  # No such epoch was asked for.
+    ]
+
+
+def test_all_time_of_undisturbed_steps_counts() -> None:
+    effective = effective_time([_steps(1, [10, 11, 13, 14])], [])
+    assert (effective.counted_s, effective.wall_s) == (4, 4)
+    assert (effective.steps, effective.redone) == (4, 0)
+
+
+def test_a_disturbed_step_counts_as_long_as_one_of_as_many_ranks() -> None:
+    steps = _steps(1, [0, 1, 2], ranks=3) + _steps(4, [9, 11, 13], ranks=2)
+    effective = effective_time([steps], [(2.5, 9.0)])
+    # Two steps of 1 s by three ranks, two of 2 s by two; the torn one lasted 7 s and counts 2.
+    assert effective.counted_s == 2 + 4 + 2
+    assert effective.wall_s == 13
+    # The step that ended just after the fault was shorter than usual, and counts as it was.
+    assert effective_time([_steps(1, [0, 2, 2.5, 4.5])], [(2.2, 2.4)]).counted_s == 4.5
+
+
+def test_steps_that_are_made_again_count_once() -> None:
+    runs = [_steps(1, [0, 1, 2, 3]), _steps(3, [10, 11, 12, 13]), []]
+    effective = effective_time(runs, [(3.5, 10.0)])
+    assert effective.redone == 2
+    assert effective.steps == 6
+    # Step 2 of the first process; 3, whose beginning is not seen, to 6 of the second one.
+    assert effective.counted_s == 1 + 4
+    assert effective.wall_s == 13
+
+
+def test_a_job_without_steps_has_no_effective_time() -> None:
+    assert effective_time([[], []], []).wall_s == 0
+
+
+def test_quantiles_are_values_that_were_measured() -> None:
+    values = [float(value) for value in range(1, 101)]
+    assert quantiles(values) == {"count": 100, "median": 50.5, "p90": 91, "p99": 100, "max": 100}
+    assert quantiles([3.0]) == {"count": 1, "median": 3, "p90": 3, "p99": 3, "max": 3}
+    assert quantiles([]) == {"count": 0}
+
+
+def test_the_interval_of_confidence_is_of_the_median() -> None:
+    values = [1.0, 1.01, 0.99, 1.02, 0.98, 1.0, 1.03, 5.0]
+    low, high = confidence(values, seed=1)
+    assert 0.98 <= low <= 1.005 <= high < 5
+    assert confidence(values, seed=1) == (low, high)
+    assert confidence([2.0], seed=0) == (2.0, 2.0)
+
+
+def test_the_same_seed_draws_the_same_faults_of_all_kinds() -> None:
+    faults = make_schedule(KINDS, 70, 2.0, "exponential", 5)
+    assert faults == make_schedule(KINDS, 70, 2.0, "exponential", 5)
+    assert faults != make_schedule(KINDS, 70, 2.0, "exponential", 6)
+    kinds = [fault.kind for fault in faults]
+    assert all(sorted(kinds[k : k + 7]) == sorted(KINDS) for k in range(0, 70, 7))
+    assert all(fault.gap_s <= 0.02 for fault in faults)
+    many = make_schedule(["kill"], 4000, 2.0, "exponential", 0)
+    assert many[-1].due_s / len(many) == pytest.approx(2.0, rel=0.1)
+    even = [fault.due_s for fault in make_schedule(["kill"], 100, 2.0, "uniform", 0)]
+    gaps = [after - before for before, after in zip([0.0, *even], even, strict=False)]
+    assert min(gaps) >= 1.0
+    assert max(gaps) <= 3.0
+
+
+def test_ranks_are_chosen_of_those_that_are_left() -> None:
+    assert _fault("first").choose([2, 3, 5]) == [2]
+    assert _fault("kill").choose([2, 3, 5]) == [3]
+    assert sorted(_fault("twice").choose([2, 3, 5])) == [3, 5]
+    assert [Fault(0, "kill", (0.999, 0), 0).choose([4, 7])] == [[7]]
+
+
+def test_the_next_step_is_that_of_the_last_rank_that_is_left() -> None:
+    left, slow, hurt = RankStamps(0, 10, 0.0), RankStamps(1, 11, 0.0), RankStamps(2, 12, 0.0)
+    left.steps = [_stamp(1, 1.0), _stamp(2, 2.0), _stamp(3, 3.0, generation=1)]
+    slow.steps = [_stamp(1, 1.1), _stamp(2, 2.1), _stamp(3, 3.5, generation=1)]
+    hurt.steps = [_stamp(1, 1.0)]
+    made = Made(_fault(), 1.5, (2,))
+    assert next_step([left, slow, hurt], made) is None  # Nobody has told of the loss.
+    left.losses = [_loss(1, 2)]
+    assert next_step([left, slow, hurt], made) == 3.5
+    assert next_step([left, slow, hurt], Made(_fault("twice"), 1.5, (1, 2))) is None
+
+
+def test_figures_are_of_the_records() -> None:
+    left, hurt = RankStamps(0, 10, 0.0), RankStamps(1, 11, 0.0)
+    left.steps = [_stamp(k, float(k)) for k in range(1, 5)] + [_stamp(5, 6.0, generation=1)]
+    hurt.steps = left.steps[:4]
+    left.losses = [_loss(1, 1)]
+    run = RunRecord(0, False, [left, hurt], [Made(_fault(), 4.5, (1,))], 7.0, "", 1, ["pmix"])
+    hung = RunRecord(None, True, [], [], 7.0, "", 0, [])
+    late = RunRecord(0, False, [left, hurt], [Made(_fault(), 6.5, (0,))], 7.0, "", 0, [])
+    hung.made.append(Made(_fault(), 6.5, (0,)))
+    jobs = [
+        JobRecord([run], [Uneven(0, 1, 2)], epochs=1),
+        JobRecord([hung]),
+        JobRecord([RunRecord(2, False, [], [], 7.0, "dlio: error: x", 0, [])]),
+    ]
+    figures = figures_of("shrink", jobs, samples=10)
+    assert figures["unnoticed"] == 0
+    assert figures_of("shrink", [JobRecord([late], epochs=1)], samples=10)["unnoticed"] == 1
+    assert figures["faults"] == {"kill": 2}
+    assert (figures["hangs"], figures["failed_jobs"], figures["jobs"]) == (1, 1, 3)
+    assert figures["failures"] == ["dlio: error: x"]
+    assert (figures["samples_lost"], figures["samples_doubled"]) == (1, 2)
+    assert figures["recovery_s"] == quantiles([0.25])
+    assert figures["next_step_s"] == quantiles([1.5])
+    assert (figures["left_processes"], figures["left_files"]) == (1, ["pmix"])
+    assert figures["ettr"] == pytest.approx(4 / 5)  # The torn step lasted 2 s and counts 1.
+    assert figures["samples_per_s"] == pytest.approx(10 / 5)
+
+
+def test_a_restart_lasts_until_the_next_process_makes_steps() -> None:
+    first, second = RankStamps(0, 10, 0.0), RankStamps(0, 20, 9.0)
+    first.steps = [_stamp(k, float(k)) for k in range(1, 5)]
+    second.steps = [_stamp(k, 7.0 + k) for k in range(3, 8)]
+    made = [Made(_fault(), 4.5, (1,))]
+    job = JobRecord(
+        [
+            RunRecord(137, False, [first], made, 5.0, "", 0, []),
+            RunRecord(0, False, [second], [], 15.0, "", 0, []),
+        ],
+        epochs=1,
+    )
+    figures = figures_of("restart", [job], samples=10)
+    assert figures["next_step_s"] == quantiles([5.5])  # To step 3, for the second time.
+    assert figures["caught_up_s"] == quantiles([7.5])  # To step 5.
+    assert (figures["steps"], figures["steps_redone"]) == (7, 2)
+    assert (figures["failed_jobs"], figures["samples_lost"]) == (0, None)
+    assert figures["ettr"] == pytest.approx(6 / 13)
+
+
+def test_a_stored_report_becomes_tables_of_the_site(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dlio_docs.benchmarks.DATA", tmp_path)
+    left = RankStamps(0, 10, 0.0)
+    left.steps = [_stamp(k, float(k)) for k in range(1, 4)]
+    job = JobRecord([RunRecord(0, False, [left], [], 7.0, "", 0, [])], [Uneven(0, 3, 0)], 1)
+    rows = rows_of({"shrink": figures_of("shrink", [job], samples=10)})
+    ratio = {"parameters_MB": 25, "shrink_over_off": 1.01, "ratios": [1.0, 1.02]}
+    stored = {
+        "title": "Storms",
+        "command": "dlio bench chaos",
+        "date": "2026-01-01",
+        "data": "pictures",
+        "load_average": [0.1, 0.2],
+        "machine": {"versions": {}, "commit": "x", "processor": "x", "cores": 2, "memory": "x"}
+        | {"python": "3"},
+        "report": {"storm": {"rows": rows}, "overhead": {"rows": [ratio]}},
+    }
+    (tmp_path / "chaos.json").write_text(json.dumps(stored))
+    text = page("chaos")
+    assert "| samples lost | 3 |" in text
+    assert "| parameters MB | shrink over off |\n| --- | --- |\n| 25 | 1.01 |" in text
+
+
+def test_stamps_are_read_while_they_are_written(tmp_path: Path) -> None:
+    path = tmp_path / "rank-1-7.jsonl"
+    begin = {"t": 1.0, "kind": "begin", "rank": 1, "pid": 7, "step": 0}
+    lines = [begin, {"kind": "step", **_stamp(1, 2.0)}, {"kind": "step", **_stamp(2, 3.0)}]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    stamps = Stamps(str(tmp_path))
+    stamps.read()
+    assert stamps.stepping is None
+    path.write_text(text[:-5])
+    stamps.read()
+    assert [step.number for step in steps_of(stamps.ranks)] == [1]
+    path.write_text(text + json.dumps({"t": 4.0, "kind": "end", "peak_KiB": 9}) + "\n")
+    stamps.read()
+    assert [step.at for step in steps_of(stamps.ranks)] == [2.0, 3.0]
+    assert stamps.ranks[0].peak_kib == 9
+    times = [stamps.newest, stamps.stepping]
+    assert times == [4.0, 2.0]
+
+
+def test_step_times_leave_out_the_first_steps_and_those_between_epochs() -> None:
+    rank = RankStamps(0, 1, 0.0)
+    rank.steps = [_stamp(k, k * k / 2, epoch=k // 8) for k in range(1, 11)]
+    assert step_seconds(rank) == [6.5, 8.5, 9.5]
+
+
+def test_processes_of_a_job_are_known_by_their_environment(tmp_path: Path, soon: Soon) -> None:
+    child = subprocess.Popen(["sleep", "60"], env={**os.environ, JOB: str(tmp_path)})
+    try:
+        assert soon(lambda: processes_of(str(tmp_path)) == [child.pid])
+        assert processes_of(f"{tmp_path}x") == []
+        kill([child.pid])
+        child.wait(10)
+        assert processes_of(str(tmp_path)) == []
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_shared_memory_is_left_over_when_nobody_uses_it() -> None:
+    name = f"chaos-test-{os.getpid()}"
+    path = Path(SHARED_MEMORY, name)
+    try:
+        with open(path, "w+b") as file:
+            file.truncate(4096)
+            with mmap.mmap(file.fileno(), 4096):
+                assert name not in shared_memory()
+        assert name in shared_memory()
+    finally:
+        path.unlink()
+    with SharedFolder(name):
+        assert f"{user_folder()}/{name}" not in shared_memory()
+    assert f"{user_folder()}/{name}" not in shared_memory()
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--faults", "kill,plague"], "--faults plague: choose of kill, stop"),
+        (["-n", "2", "--faults", "twice"], "-n 3"),
+        (["-n", "7"], "6"),
+        (["--exchange", "telepathy"], "choose one of allreduce"),
+        (["--case", "calm"], "choose one of storm"),
+        (["/nowhere", "--case", "overhead"], "/nowhere: no such file"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(
+    capsys: pytest.CaptureFixture[str], argv: list[str], said: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "chaos", *argv])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Pictures for some steps an epoch."""
+    from dlio.cli.demo_pictures import draw_dataset
+
+    folder = tmp_path_factory.mktemp("drawn") / "pictures"
+    draw_dataset(str(folder), images=97, validation=3, classes=3)
+    return str(folder / "train")
+
+
+def _bench(folder: Path, *argv: str, timeout_s: float = 240) -> dict[str, Any]:
+    report = folder / "report.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "dlio.cli", "bench", "chaos", *argv),
+            *("--report", str(report), "--keep", str(folder / "kept")),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    figures: dict[str, Any] = json.loads(report.read_text())
+    return figures
+
+
+def _check_whole(figures: dict[str, Any], kills: int) -> None:
+    """No job has hung or failed, no sample was lost or doubled, and nothing is left."""
+    assert sum(figures["faults"].values()) == kills
+    assert figures["failures"] == []
+    assert (figures["hangs"], figures["failed_jobs"]) == (0, 0)
+    assert (figures["samples_lost"], figures["samples_doubled"]) == (0, 0)
+    assert (figures["left_processes"], figures["left_files"]) == (0, [])
+
+
+@pytest.mark.mpi
+@pytest.mark.cold
+def test_a_short_storm_loses_nothing(source: str, tmp_path: Path) -> None:
+    # Never two within half a second, which Open MPI does not always survive.
+    argv = ("-n", "3", "--kills", "2", "--every", "1", "--spacing", "uniform", "--epochs", "8")
+    report = _bench(tmp_path, source, *argv, "--faults", "raise,first", "--pause-ms", "20")
+    figures = report["storm"]["shrink"]
+    _check_whole(figures, 2)
+    assert figures["faults"] == {"first": 1, "raise": 1}
+    assert figures["epochs_checked"] == 8 * figures["jobs"]
+    assert report["storm"]["shared_memory_left"] == []
+    # A loss after the last step is felt by nobody.
+    assert figures["next_step_s"]["count"] == 2 - figures["unnoticed"]
+    assert figures["recovery_s"]["count"] >= figures["next_step_s"]["count"]
+    assert 0 < figures["ettr"] <= 1
+
+
+@pytest.mark.mpi
+@pytest.mark.cold
+def test_sigterm_ends_the_job_and_leaves_nothing(
+    pictures: Path, tmp_path: Path, soon: Soon
+) -> None:
+    kept = tmp_path / "kept"
+    bench = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "dlio.cli", "bench", "chaos", str(pictures)),
+            *("-n", "2", "--every", "1000", "--epochs", "1000", "--keep", str(kept)),
+        ],
+        stdout=subprocess.DEVNULL,
+    )
+    job = kept / "storm" / "shrink-1" / "1"
+    try:
+        deadline = time.monotonic() + 120
+        while len(list(job.glob("rank-*"))) < 2 and time.monotonic() < deadline:
+            assert bench.poll() is None
+            time.sleep(0.1)
+        ranks = [int(path.stem.rpartition("-")[2]) for path in job.glob("rank-*")]
+        assert set(ranks) <= set(processes_of(str(job)))
+        bench.send_signal(signal.SIGTERM)
+        assert bench.wait(60) == 130
+        assert processes_of(str(job)) == []
+        assert list((job / "tmp").iterdir()) == []
+    finally:
+        bench.kill()
+        bench.wait()
+        kill(processes_of(str(job)))
+
+
+@pytest.mark.mpi
+def test_overhead_is_of_pairs(source: str, tmp_path: Path) -> None:
+    argv = ("--case", "overhead", "-n", "2", "--repeats", "1", "--megabytes", "15")
+    report = _bench(tmp_path, source, *argv, "--epochs", "1")
+    (row,) = report["overhead"]["rows"]
+    assert row["shrink_over_off"] == row["step_s_shrink"]["median"] / row["step_s_off"]["median"]
+    assert row["from_95_percent"] == row["to_95_percent"] == row["shrink_over_off"]
+    assert row["peak_MiB_off"] > 15
+
+
+@pytest.mark.nightly
+@pytest.mark.mpi
+@pytest.mark.cold
+@pytest.mark.parametrize("more", [(), ("--pause-ms", "20")], ids=["fast", "slow steps"])
+def test_two_hundred_faults_lose_nothing(
+    source: str, tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    argv = ["-n", "4", "--kills", "200", "--every", "1", "--epochs", "20"]
+    argv += ["--faults", ",".join(KINDS), *more]
+    report = _bench(tmp_path, source, *argv, timeout_s=3 * 3600)
+    _check_whole(report["storm"]["shrink"], 200)
+
+
+@pytest.mark.nightly
+@pytest.mark.mpi
+@pytest.mark.cold
+def test_the_same_faults_are_made_in_a_job_that_is_restarted(source: str, tmp_path: Path) -> None:
+    argv = ("-n", "2", "--kills", "2", "--every", "1", "--epochs", "8", "--pause-ms", "20")
+    more = ("--restart", "--checkpoint-every", "3")
+    report = _bench(tmp_path, source, *argv, *more, timeout_s=1200)
+    shrink, restart = report["storm"]["shrink"], report["storm"]["restart"]
+    _check_whole(shrink, 2)
+    assert restart["faults"] == shrink["faults"]
+    assert (restart["hangs"], restart["failed_jobs"]) == (0, 0)
+    assert restart["runs"] > restart["jobs"]
+    assert restart["caught_up_s"]["count"] == 2 - restart["unnoticed"]
+    assert 0 < restart["ettr"] < 1
