@@ -312,9 +312,9 @@ class TrainConfig:
         if self.fault_tolerance == "off":
             return
         exchange = parse_exchange(self.exchange)
-        plain = exchange.payload == "gradient" and exchange.topology == "all"
+        survives = exchange.payload == "gradient" and exchange.merge == "sum"
         unsuitable = {
-            f"--exchange {self.exchange}": not plain or exchange.compressor is not None,
+            f"--exchange {self.exchange}": not survives,
             f"--shuffle {self.shuffle}": not is_exact(self.shuffle),
             f"--source-order {self.source_order}": window_of(self.source_order) is not None,
             "--checkpoint": self.checkpoint is not None,

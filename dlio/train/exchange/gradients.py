@@ -23,7 +23,7 @@ from dlio.train.exchange.paths import find_path
 from dlio.train.exchange.phases import Phase
 from dlio.train.exchange.reshape_state import RunningTotals, reshape_state
 from dlio.train.exchange.setting import Setting
-from dlio.train.recovery import Report
+from dlio.train.recovery import Recovery, Report
 
 __all__ = ["Synchronous"]
 
@@ -87,11 +87,13 @@ class Synchronous:
         """Value of the last call of `hold`."""
         self._weighting = _Weighting()
         self._wait_s = 0.0
-        self._recovery = setting.recovery if several else None
+        self._recovery = setting.recovery
         self._ranks = comm.size
         """Ranks at the beginning, by which a loss is scaled."""
-        self._closed = 0
-        """Number of averages that this rank has all sums of."""
+        self._closed = self._taken = 0
+        """Number of averages that this rank has all sums of, and of those it has taken."""
+        self._summed_weight = 0.0
+        """The ranks' weight in the last average, if buckets do not carry it."""
         self.counted: tuple[int, ...] = ()
         """Members whose gradients are in the last average."""
         self._torn = False
@@ -201,62 +203,61 @@ class Synchronous:
         self._reached = sums.reached(weighting.everything)
         if self._before_wait is not None:
             self._before_wait()
-        weight = self._sum_over_losses() if self._recovery is not None else self._sum()
+        if self._recovery is None:
+            self._sum()
+        else:
+            self._sum_over_losses(self._recovery)
         self._progress.rest()
+        weight = None if sums.carries_weight else self._summed_weight
         sums.take(self._reached, weight, weighting.scale, weighting.everything)
+        self._taken = self._closed
         self._wait_s += time.perf_counter() - began
 
-    def _sum(self) -> float | None:
-        """Return when all buckets are summed; the ranks' weight, if buckets do not carry it."""
+    def _sum(self) -> None:
+        """Return when all buckets are summed, and the ranks' weight is known."""
         self._sums.start_rest(self._reached, self._weighting.weight, self._weighting.factor)
         self._sums.wait(self._reached)
-        return None if self._sums.carries_weight else self._summed_weight()
+        if not self._sums.carries_weight:
+            weight = np.array([self._weighting.weight])
+            self._comm.wait([self._comm.iallreduce(weight)], "the number of samples")
+            self._summed_weight = float(weight[0])
 
-    def _sum_over_losses(self) -> float | None:
+    def _sum_over_losses(self, recovery: Recovery) -> None:
         """As `_sum`, whoever is lost meanwhile.
 
         The average is that of all ranks if one of those that are left has all sums; it gives them
         to the others. Otherwise it is that of those that are left.
         """
-        assert self._recovery is not None
-        membership, closed = self._recovery.membership, self._closed + 1
-        weight, again = None, False
+        closed = self._closed + 1
         while self._closed < closed:
             try:
                 if self._torn:
                     raise PeerLost("while backward ran")
-                if again:
-                    weighting = self._weighting
-                    self._sums.start_again(self._reached, weighting.weight, weighting.factor)
-                weight = self._sum_again() if again else self._sum()
-                self._closed, self.counted = closed, membership.members
+                self._sum()
+                self._closed, self.counted = closed, recovery.membership.members
             except PeerLost:
-                self._torn, again = False, True
-                self._recovery.run()
-        return weight
-
-    def _sum_again(self) -> float | None:
-        self._sums.wait(self._reached)
-        return None if self._sums.carries_weight else self._summed_weight()
+                recovery.run()
+                self._torn = False
 
     def tell(self) -> Report:
-        return {"closed": [self._closed], "counted": list(self.counted)}
+        return {
+            "closed": [self._closed],
+            "counted": list(self.counted),
+            "group": [self._setting.group],
+        }
 
     def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
-        closed = [each["closed"][0] for each in reports]
+        ours = [each for each in reports if each["group"] == [self._setting.group]]
+        closed = [each["closed"][0] for each in ours]
         newest = max(closed)
+        # Sums under way belong to the average after the last one that this rank has taken.
+        self._sums.reset(undo=self._taken == newest)
         if min(closed) == newest:
             return
         giver = closed.index(newest)
-        ahead = self._closed == newest
-        if not ahead:
-            self._sums.reset()
-        for array in self._sums.arrays(self._reached, last=ahead):
-            comm.bcast(array, giver)
-        if not ahead:
-            self._closed, self.counted = newest, tuple(reports[giver]["counted"])
-
-    def _summed_weight(self) -> float:
-        weight = np.array([self._weighting.weight])
-        self._comm.wait([self._comm.iallreduce(weight)], "the number of samples")
-        return float(weight[0])
+        weight = np.array([self._summed_weight])
+        for array in [weight, *self._sums.arrays(self._reached, last=self._taken == newest)]:
+            self._comm.bcast(array, giver)
+        if self._closed < newest:
+            self._closed, self.counted = newest, tuple(ours[giver]["counted"])
+            self._summed_weight = float(weight[0])

@@ -49,6 +49,7 @@ class NodeGossip:
     def __init__(self, named: Named, modules: Iterable[nn.Module], setting: Setting) -> None:
         comm, spec = setting.comm, setting.spec
         self._node = node = comm.split(int(setting.node_of[comm.rank]))
+        group = int(setting.node_of[comm.rank])
         leaders = comm.split(0 if node.rank == 0 else 1)
         self._gradients = spec.payload == "gradient"
         self._forwarder: _Forwarder | None = None
@@ -56,14 +57,14 @@ class NodeGossip:
         self._follower: _Follower | None = None
         if node.rank == 0:
             self._forwarder = _Forwarder(node)
-            between = setting.over(spec, leaders)
+            between = setting.over(spec, leaders, node.rank)
             self._between = Gossip(named, modules, between, self._forwarder)
         else:
             leaders.close()  # The split of all other ranks, which exchange nothing between nodes.
             self._follower = _Follower(named, modules, node, self._gradients)
         # Others may wait in their forward pass for buckets that this rank is to forward.
         before_wait = None if self._between is None else self._between.merge_all
-        within = setting.over(parse_exchange("allreduce"), node)
+        within = setting.over(parse_exchange("allreduce"), node, group)
         self._within = Synchronous(named, within, before_wait)
 
     def before_backward(self, samples: int, planned: int) -> None:

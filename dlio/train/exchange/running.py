@@ -125,7 +125,9 @@ def start_exchange(
         pretend_nodes: behave as if the ranks were on that many nodes.
     """
     node_of = find_nodes(comm, pretend_nodes).node_of
-    setting = Setting(spec, comm, node_of, seed, recovery=recovery_of(comm))
+    recovery = recovery_of(comm)
+    members = () if recovery is None else recovery.membership.members
+    setting = Setting(spec, comm, node_of, seed, recovery=recovery, members=members)
     return RunningExchange(make_exchange(setting, named, modules))
 
 
@@ -144,11 +146,11 @@ def make_exchange(setting: Setting, named: Named, modules: Iterable[nn.Module]) 
     from dlio.train.exchange.periodic import Periodic
 
     spec = setting.spec
-    survives = spec.payload == "gradient" and spec.topology == "all" and spec.compressor is None
+    survives = spec.payload == "gradient" and spec.merge == "sum"
     if setting.recovery is not None and not survives:
         raise UsageError(
-            "--fault-tolerance shrink works with --exchange allreduce; choose it, or leave "
-            "--fault-tolerance out"
+            "--fault-tolerance shrink works with exchanges of gradients, such as allreduce; choose "
+            "one of these, or leave --fault-tolerance out"
         )
     nodes = len(set(setting.node_of.tolist()))
     if spec.merge == "half" and not spec.flat and 1 < nodes < setting.comm.size:
