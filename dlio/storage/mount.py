@@ -76,11 +76,16 @@ class Mount:
     """The tier of decoded images, None if none is specified."""
     _progress: StreamProgress | None = None
     _decoded: DecodedTier | None = None
+    rank: int = field(init=False)
+    """Number of this rank among those of `ranks`."""
+    _member: int = field(init=False)
+    """Number of this rank when the data set was mounted."""
     _mounted_on: npt.NDArray[np.int32] = field(init=False)
     """Node number of each rank that mounted the data set."""
 
     def __post_init__(self) -> None:
         self._mounted_on = self.ranks.node_of
+        self.rank = self._member = self.comm.rank
 
     def __enter__(self) -> Self:
         return self
@@ -155,6 +160,7 @@ class Mount:
             members: number of each rank that is left, when the data set was mounted.
         """
         node_of = self._mounted_on[list(members)]
+        self.rank = members.index(self._member)
         self.ranks = Ranks(node_of)
         self.nodes = replace(self.nodes, node_of=node_of)
 

@@ -45,6 +45,22 @@ class _Batch:
     """Within its epoch."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Switch:
+    """The place from which on batches are dealt to the ranks that were left after a loss.
+
+    Ranks may be at different places when one is lost. All go on as before up to the furthest.
+    """
+
+    loss: int
+    """Number of the recovery."""
+    taken: int
+    """Batches that a rank takes before, since the run began."""
+    steps: int
+    """Optimizer steps that it makes before: lost ranks counted up to there."""
+    members: tuple[int, ...]
+
+
 class Dealing:
     """The batches of this rank. Closed by its owner.
 
@@ -60,20 +76,27 @@ class Dealing:
         self._loader, self._loaders = loaders[0], loaders
         self._recovery, self._global_batch = recovery, global_batch
         self._epoch = 0
-        self._taken = 0
-        """Batches that this rank has taken since the run began."""
-        self._switch: int | None = None
-        """Batch from which on the living ranks share."""
-        self._generation = 0
+        self._taken = self._steps = 0
+        """Batches that this rank has taken since the run began, and optimizer steps it has made."""
+        self.members = () if recovery is None else recovery.membership.members
+        """Numbers of the ranks that share batches now, when the job began."""
+        self._switches: list[_Switch] = []
+        """Switches ahead, in their order."""
         self.position = 0
         """Position of the epoch's order after the batch that was yielded last."""
-        self._samples = self._end = 0
+        self._samples = self._end = self._step = 0
+        self._begun = False
+        """True once a batch of the epoch has been dealt."""
         self.again: list[int] = []
         """Samples of this epoch that come again at its end."""
+        self._comes_again: set[tuple[int, int]] = set()
+        """(step, member) of the batches that these are of."""
         self._open: list[_Batch] = []
-        """Batches of the step that is under way."""
-        self._closed: list[tuple[_Batch, tuple[int, ...]]] = []
-        """Batches of this epoch, and the members that counted."""
+        """Batches whose step is under way, or not settled yet."""
+        self._closed: list[tuple[_Batch, int, tuple[int, ...]]] = []
+        """Batches of this epoch, the optimizer step of each, and the members that counted."""
+        self._final: dict[int, int] | None = None
+        """Last steps of lost members when all had trained the epoch; None until then."""
         self._earlier: list[PassStats] = []
         """Counts of this epoch before ranks were lost."""
         if recovery is not None:
@@ -81,28 +104,36 @@ class Dealing:
 
     def begin_epoch(self, epoch: int) -> None:
         """Forget the last epoch's batches."""
-        self._epoch = epoch
+        self._epoch, self._step, self._begun, self._final = epoch, 0, False, None
         self.again, self._open, self._closed, self._earlier = [], [], [], []
-        self.regroup()
+        self._comes_again = set()
+
+    def end_epoch(self) -> None:
+        """Note that all ranks have trained the epoch: nothing of it comes again."""
+        if self._recovery is not None:
+            self._final = dict(self._recovery.last_counted)
 
     def regroup(self) -> None:
-        """Have later passes of the loaders dealt to the ranks that are left."""
-        self._switch = None
+        """Have later passes of the loaders dealt to the ranks that are left.
+
+        All ranks must have taken the same batches.
+        """
         if self._recovery is not None:
-            membership = self._recovery.membership
-            if membership.number != self._generation:
-                self._generation = membership.number
-                for loader in self._loaders:
-                    loader.regroup(membership.members, self._global_batch)
+            self._switches = []
+            self._deal_to(self._recovery.membership.members)
 
     def batches(self, position: int, samples: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the batches of an epoch from `position` on.
+        """Yield the batches of an epoch from `position` on; in a later call, those that are left.
 
         Args:
             samples: number of the epoch's samples.
         """
-        self.position, self._samples = position, samples
-        step = 0
+        if self._begun:
+            if not self._more():
+                return
+        else:
+            self.position, self._samples, self._begun = position, samples, True
+            self._deal_to(self._pass_switches())
         while True:
             iterator = iter(self._loader)
             deal = self._deal()
@@ -111,37 +142,35 @@ class Dealing:
                 self._taken += 1
                 self.position = min(self.position + self._global_batch, self._end)
                 if deal is not None:
-                    self._open.append(_Batch(deal, number, step))
+                    self._open.append(_Batch(deal, number, self._step))
                 yield images, labels
-                step += 1
-                if self._switch is not None and self._taken >= self._switch:
+                self._step += 1
+                if self._switches and self._is_passed(self._switches[0]):
                     break
-            if self._recovery is None or self.position >= samples + len(self.again):
+            if not self._more():
                 return
-            self._earlier.append(self._loader.stats())
-            self.regroup()
-            self._loader.redeal(self.position, self.again)
 
     def left(self) -> int:
-        """Return the number of batches after this one, as far as is known."""
-        batch, later = self._global_batch, self._samples + len(self.again)
-        return -(-(self._end - self.position) // batch) - (-(later - self._end) // batch)
+        """Return the number of batches after this one that are dealt to the same ranks.
+
+        It is the same on all ranks at the same batch, whatever each knows of later losses.
+        """
+        return -(-(self._end - self.position) // self._global_batch)
 
     def stats(self) -> PassStats:
         """Return this rank's counts of the epoch."""
         return joined([*self._earlier, self._loader.stats()])
 
-    def close_step(self, counted: Sequence[int]) -> None:
+    def close_step(self, counted: Sequence[int] | None) -> None:
         """Note that a step of the optimizer has used the batches taken since the last one.
 
         Args:
-            counted: members whose samples are in it.
+            counted: members whose samples are in it; None if a later call settles it.
         """
-        for batch in self._open:
-            for member in batch.deal.members:
-                if member not in counted:
-                    self.again += batch.deal.samples(batch.number, member)
-            self._closed.append((batch, tuple(counted)))
+        if counted is None or not self._open:
+            return
+        self._steps += 1
+        self._closed += [(batch, self._steps, tuple(counted)) for batch in self._open]
         self._open = []
 
     def of_lost(self) -> Iterator[tuple[int, int, int, list[int]]]:
@@ -149,16 +178,25 @@ class Dealing:
         if self._recovery is None:
             return
         living = self._recovery.membership.members
-        for batch, counted in self._closed:
+        for batch, step, counted in self._closed:
             for member in batch.deal.members:
-                if member in counted and member not in living:
+                if member not in living and self._has_counted(member, step, counted):
                     yield self._epoch, batch.step, member, batch.deal.samples(batch.number, member)
 
     def tell(self) -> Report:
         return {"taken": [self._taken]}
 
     def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
-        self._switch = max(each["taken"][0] for each in reports)
+        assert self._recovery is not None
+        switch = _Switch(
+            len(self._recovery.losses),
+            max(each["taken"][0] for each in reports),
+            max(self._recovery.last_counted.values(), default=0),
+            self._recovery.membership.members,
+        )
+        # A recovery that another loss interrupts settles twice.
+        self._switches = [each for each in self._switches if each.loss != switch.loss]
+        self._switches.append(switch)
 
     def close(self) -> None:
         """Take no part in later recoveries."""
@@ -169,4 +207,47 @@ class Dealing:
         if self._recovery is None:
             return None
         assert self._loader.plan is not None
-        return _Deal(self._loader.plan, self._recovery.membership.members)
+        return _Deal(self._loader.plan, self.members)
+
+    def _deal_to(self, members: tuple[int, ...]) -> None:
+        if members != self.members:
+            self.members = members
+            for loader in self._loaders:
+                loader.regroup(members, self._global_batch)
+
+    def _is_passed(self, switch: _Switch) -> bool:
+        return switch.taken <= self._taken and switch.steps <= self._steps
+
+    def _pass_switches(self) -> tuple[int, ...]:
+        """Drop switches that lie behind; returns the members that share batches now."""
+        members = self.members
+        while self._switches and self._is_passed(self._switches[0]):
+            members = self._switches.pop(0).members
+        return members
+
+    def _more(self) -> bool:
+        """Deal the rest of the epoch to those that share it now; False if nothing is left."""
+        if self._recovery is None:
+            return False
+        members = self._pass_switches()
+        for batch, step, counted in self._closed:
+            for member in batch.deal.members:
+                key = (batch.step, member)
+                if member in members or key in self._comes_again:
+                    continue
+                if not self._has_counted(member, step, counted):
+                    self._comes_again.add(key)
+                    self.again += batch.deal.samples(batch.number, member)
+        more = self.position < self._samples + len(self.again)
+        if more:
+            self._earlier.append(self._loader.stats())
+        self._deal_to(members)
+        if more:
+            self._loader.redeal(self.position, self.again)
+        return more
+
+    def _has_counted(self, member: int, step: int, counted: tuple[int, ...]) -> bool:
+        """True if a lost member's samples of an optimizer step are in the model."""
+        assert self._recovery is not None
+        last = self._recovery.last_counted if self._final is None else self._final
+        return step <= last[member] if member in last else member in counted

@@ -66,6 +66,10 @@ class Recovery:
         self._parts: dict[str, Part] = {}
         self._made = 0
         self.losses: list[Loss] = []
+        self.last_counted: dict[int, int] = {}
+        """By lost member, the number of its last optimizer step that a rank that is left has taken
+        in, from 1, since its exchange was created; 0 if there is none. For exchanges that take in
+        the steps of other ranks one by one; see `RunningExchange.counted` for others."""
 
     def add(self, kind: str, part: Part) -> str:
         """Add a part, in the same order on all ranks; returns its name."""

@@ -242,7 +242,7 @@ def _epoch_plan(planned: _Pass) -> EpochPlan:
         steps=batches.steps,
         mode=planned.mode,
         ranks=mounted.ranks,
-        rank=planned.comm.rank,
+        rank=mounted.rank,
         home=home,
         layout=layout,
         shares=batches.shares,

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 
-from dlio.comm import Communicator
 from dlio.comm.funnel import elsewhere
 from dlio.comm.progress import Progress
 from dlio.errors import PeerLost
@@ -19,11 +19,11 @@ from dlio.train.cut import Cut
 from dlio.train.exchange.backward import after_backward, sends_after_backward
 from dlio.train.exchange.bucket_sums import BucketSums
 from dlio.train.exchange.buckets import Named
+from dlio.train.exchange.closing import Closing
 from dlio.train.exchange.paths import find_path
 from dlio.train.exchange.phases import Phase
 from dlio.train.exchange.reshape_state import RunningTotals, reshape_state
 from dlio.train.exchange.setting import Setting
-from dlio.train.recovery import Recovery, Report
 
 __all__ = ["Synchronous"]
 
@@ -87,20 +87,19 @@ class Synchronous:
         """Value of the last call of `hold`."""
         self._weighting = _Weighting()
         self._wait_s = 0.0
-        self._recovery = setting.recovery
         self._ranks = comm.size
         """Ranks at the beginning, by which a loss is scaled."""
-        self._closed = self._taken = 0
-        """Number of averages that this rank has all sums of, and of those it has taken."""
-        self._summed_weight = 0.0
+        self._summed_weight = np.zeros(1)
         """The ranks' weight in the last average, if buckets do not carry it."""
-        self.counted: tuple[int, ...] = ()
-        """Members whose gradients are in the last average."""
         self._torn = False
         """True if a rank was lost while this average's sums were under way."""
         self._make_sums()
-        if self._recovery is not None:
-            self._part = self._recovery.add("exchange", self)
+        self._closing = Closing(setting, self)
+
+    @property
+    def counted(self) -> tuple[int, ...]:
+        """Members whose gradients are in the last average."""
+        return self._closing.counted
 
     def before_backward(self, samples: int, planned: int) -> None:
         self._weighting = _Weighting(float(samples), scale=planned / self._ranks, everything=True)
@@ -144,8 +143,7 @@ class Synchronous:
         if self._group is not None:
             dist.destroy_process_group(self._group)
         self._progress.close()
-        if self._recovery is not None:
-            self._recovery.remove(self._part)
+        self._closing.remove()
         if self._ranks > 1:
             self._comm.close()
 
@@ -176,7 +174,7 @@ class Synchronous:
             try:
                 self._sums.start_complete(self._weighting.weight)
             except PeerLost:
-                if self._recovery is None:
+                if self._setting.recovery is None:
                     raise
                 self._torn = True  # The backward goes on; what is missing is sent at its end.
 
@@ -203,61 +201,26 @@ class Synchronous:
         self._reached = sums.reached(weighting.everything)
         if self._before_wait is not None:
             self._before_wait()
-        if self._recovery is None:
-            self._sum()
-        else:
-            self._sum_over_losses(self._recovery)
+        self._closing.close_turn()
         self._progress.rest()
-        weight = None if sums.carries_weight else self._summed_weight
+        weight = None if sums.carries_weight else float(self._summed_weight[0])
         sums.take(self._reached, weight, weighting.scale, weighting.everything)
-        self._taken = self._closed
+        self._closing.take()
         self._wait_s += time.perf_counter() - began
 
-    def _sum(self) -> None:
-        """Return when all buckets are summed, and the ranks' weight is known."""
+    def sum_all(self) -> None:
+        if self._torn:
+            self._torn = False
+            raise PeerLost("another rank was lost while backward ran")
         self._sums.start_rest(self._reached, self._weighting.weight, self._weighting.factor)
         self._sums.wait(self._reached)
         if not self._sums.carries_weight:
-            weight = np.array([self._weighting.weight])
-            self._comm.wait([self._comm.iallreduce(weight)], "the number of samples")
-            self._summed_weight = float(weight[0])
+            self._summed_weight[0] = self._weighting.weight
+            request = self._comm.iallreduce(self._summed_weight)
+            self._comm.wait([request], "the number of samples")
 
-    def _sum_over_losses(self, recovery: Recovery) -> None:
-        """As `_sum`, whoever is lost meanwhile.
+    def reset(self, undo: bool) -> None:
+        self._sums.reset(undo)
 
-        The average is that of all ranks if one of those that are left has all sums; it gives them
-        to the others. Otherwise it is that of those that are left.
-        """
-        closed = self._closed + 1
-        while self._closed < closed:
-            try:
-                if self._torn:
-                    raise PeerLost("while backward ran")
-                self._sum()
-                self._closed, self.counted = closed, recovery.membership.members
-            except PeerLost:
-                recovery.run()
-                self._torn = False
-
-    def tell(self) -> Report:
-        return {
-            "closed": [self._closed],
-            "counted": list(self.counted),
-            "group": [self._setting.group],
-        }
-
-    def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
-        ours = [each for each in reports if each["group"] == [self._setting.group]]
-        closed = [each["closed"][0] for each in ours]
-        newest = max(closed)
-        # Sums under way belong to the average after the last one that this rank has taken.
-        self._sums.reset(undo=self._taken == newest)
-        if min(closed) == newest:
-            return
-        giver = closed.index(newest)
-        weight = np.array([self._summed_weight])
-        for array in [weight, *self._sums.arrays(self._reached, last=self._taken == newest)]:
-            self._comm.bcast(array, giver)
-        if self._closed < newest:
-            self._closed, self.counted = newest, tuple(ours[giver]["counted"])
-            self._summed_weight = float(weight[0])
+    def arrays(self, last: bool) -> list[npt.NDArray[np.generic]]:
+        return [self._summed_weight, *self._sums.arrays(self._reached, last)]

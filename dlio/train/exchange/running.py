@@ -47,9 +47,13 @@ class RunningExchange:
         return self.exchange.alike
 
     @property
-    def counted(self) -> tuple[int, ...]:
-        """Numbers of the ranks, when the job began, whose gradients the last step has used."""
-        return tuple(getattr(self.exchange, "counted", ()))
+    def counted(self) -> tuple[int, ...] | None:
+        """Numbers of the ranks, when the job began, whose samples the last step has used.
+
+        None if that is not settled yet; a later step then settles it for all steps since.
+        """
+        counted: tuple[int, ...] | None = getattr(self.exchange, "counted", ())
+        return counted
 
     def before_backward(self, samples: int, planned: int) -> None:
         """Announce a backward whose loss is a sum, divided by `planned / ranks`."""
@@ -146,14 +150,14 @@ def make_exchange(setting: Setting, named: Named, modules: Iterable[nn.Module]) 
     from dlio.train.exchange.periodic import Periodic
 
     spec = setting.spec
-    survives = spec.payload == "gradient" and spec.merge == "sum"
-    if setting.recovery is not None and not survives:
-        raise UsageError(
-            "--fault-tolerance shrink works with exchanges of gradients, such as allreduce; choose "
-            "one of these, or leave --fault-tolerance out"
-        )
     nodes = len(set(setting.node_of.tolist()))
-    if spec.merge == "half" and not spec.flat and 1 < nodes < setting.comm.size:
+    between_nodes = spec.merge == "half" and not spec.flat and 1 < nodes < setting.comm.size
+    if setting.recovery is not None and between_nodes:
+        raise UsageError(
+            f"--exchange {spec} between nodes does not go with --fault-tolerance shrink yet: "
+            "choose gossip(flat), or leave one of them out"
+        )
+    if between_nodes:
         return NodeGossip(named, modules, setting)
     own = replace(setting, comm=setting.comm.dup())
     if spec.merge == "half":

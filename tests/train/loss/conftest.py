@@ -26,6 +26,8 @@ class Ran(NamedTuple):
     """Of the report; empty if there is none."""
     samples: dict[int, Counter[int]]
     """How often each sample is in the trace, by epoch."""
+    steps: dict[tuple[int, int], set[int]]
+    """Steps in the trace, by epoch and rank."""
     weights: list[set[str]]
     """Digests of the ranks' weights, by epoch."""
 
@@ -61,15 +63,17 @@ def run(pictures: Path, tmp_path: Path) -> Run:
         )
         report, trace = tmp_path / "r.json", tmp_path / "t.jsonl"
         samples: dict[int, Counter[int]] = {}
+        steps: dict[tuple[int, int], set[int]] = {}
         if trace.exists():
             for line in map(json.loads, trace.read_text().splitlines()):
                 samples.setdefault(line["epoch"], Counter()).update(line["samples"])
+                steps.setdefault((line["epoch"], line["rank"]), set()).add(line["step"])
         epochs = json.loads(report.read_text())["epochs"] if report.exists() else []
         weights = [
             {path.read_text() for path in tmp_path.glob(f"weights-{epoch}-*")}
             for epoch in range(EPOCHS)
         ]
-        return Ran(done.returncode, done.stdout, done.stderr, epochs, samples, weights)
+        return Ran(done.returncode, done.stdout, done.stderr, epochs, samples, steps, weights)
 
     return train
 

@@ -25,3 +25,43 @@ def test_gradients_are_summed_along_the_ways_that_are_left(
     ran = run(ranks, ends, "--exchange", exchange, *more)
     check_exact(ran)
     assert ran.errors == ""
+
+
+def test_steps_of_a_lost_rank_count_up_to_the_last_round(run: Run) -> None:
+    ran = run(3, {1: ["kill", 5, 2]}, "--exchange", "local-sgd(3)")
+    check_exact(ran)
+    assert ran.steps[0, 1] == {0, 1, 2}  # The fourth was made, and is in no round.
+
+
+@pytest.mark.parametrize(
+    ("exchange", "ranks", "ends", "more"),
+    [
+        ("diloco(2)+int8", 4, {0: ["kill", 4, -1], 3: ["kill", 9, 0]}, ()),
+        ("local-sgd(4)+adaptive", 3, {2: ["kill", 9, 5]}, ("--accumulate", "2")),
+    ],
+)
+def test_rounds_go_on_without_the_lost_ones(
+    run: Run, exchange: str, ranks: int, ends: dict[int, list[object]], more: tuple[str, ...]
+) -> None:
+    check_exact(run(ranks, ends, "--exchange", exchange, *more))
+
+
+@pytest.mark.parametrize(
+    ("exchange", "ranks", "ends"),
+    [
+        ("gossip", 3, {1: ["kill", 5, 2]}),
+        ("gossip(gradient)", 4, {0: ["kill", 3, -1], 2: ["kill", 6, 4]}),
+        ("gossip+adaptive", 4, {3: ["kill", 4, 0], 1: ["kill", 5, -1]}),
+        ("asgd", 3, {2: ["kill", 5, 3]}),
+        ("asgd+bf16", 4, {0: ["kill", 4, -1], 1: ["kill", 9, 0]}),
+    ],
+)
+def test_steps_of_a_lost_rank_count_up_to_the_last_one_that_others_took_in(
+    run: Run, exchange: str, ranks: int, ends: dict[int, list[object]]
+) -> None:
+    ran = run(ranks, ends, "--exchange", exchange)
+    check_exact(ran, alike=False)
+    for rank, (_, step, _) in ends.items():
+        steps = ran.steps.get((0, rank), set())
+        assert steps == set(range(len(steps)))
+        assert len(steps) < int(str(step))

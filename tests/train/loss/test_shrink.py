@@ -69,7 +69,6 @@ def test_a_run_of_which_no_rank_is_left_has_failed(run: Run) -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        ("--exchange", "gossip"),
         ("--shuffle", "local"),
         ("--source-order", "block(2)"),
         ("--checkpoint", "c"),
