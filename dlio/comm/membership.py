@@ -19,9 +19,9 @@ arXiv 1709.03316.
 
 from typing import Protocol
 
-from dlio.comm.protocol import Json
+from dlio.comm.protocol import Communicator, Json
 
-__all__ = ["Membership"]
+__all__ = ["Membership", "of_generation"]
 
 
 class Membership(Protocol):
@@ -52,3 +52,13 @@ class Membership(Protocol):
 
         All ranks get the same answer, even if one is lost meanwhile.
         """
+
+
+def of_generation(comm: Communicator) -> Communicator:
+    """Return a communicator whose messages raise PeerLost once its present ranks are not all left.
+
+    For work that relies on their numbers. It shares the messages of `comm`; do not close it.
+    """
+    fix = getattr(comm, "of_generation", None)
+    fixed: Communicator = comm if fix is None else fix()
+    return fixed

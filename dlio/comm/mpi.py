@@ -179,6 +179,10 @@ class MpiCommunicator:
         """The communicator of mpi4py."""
         return self._comm
 
+    def of_generation(self) -> "MpiCommunicator":
+        """Return a communicator that is over with the present generation. Do not close it."""
+        return MpiCommunicator(self._comm)
+
     def replace(self, comm: "MPI.Intracomm | None") -> None:
         """Go on with another communicator; None if there is none in this generation."""
         self.over = comm is None
@@ -250,7 +254,7 @@ class MpiCommunicator:
 
     def split(self, group: int) -> Communicator:
         part = _call(lambda: self._made(lambda: self._comm.Split(group, self.rank)))
-        if part.size > 1:
+        if part.size > 1 or self.membership is not None:  # All ranks count its communicators.
             return MpiCommunicator(part, self.membership, (*self.colours, group))
         _call(part.Free)
         return SingleCommunicator()

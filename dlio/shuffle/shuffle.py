@@ -22,8 +22,9 @@ import numpy.typing as npt
 
 from dlio.comm import Communicator, Request
 from dlio.comm.funnel import waiting
+from dlio.comm.membership import of_generation
 from dlio.comm.waiting import leave
-from dlio.errors import DlioError
+from dlio.errors import DlioError, PeerLost
 from dlio.plan.epoch import EpochPlan, WindowPlan, plan_epoch
 from dlio.plan.schedule import Window, window_steps
 from dlio.shuffle.wire import (
@@ -95,7 +96,9 @@ class Shuffle:
         memory: MessageMemory | None = None,
         planner: WindowPlan | None = None,
     ) -> None:
-        self._comm = comm
+        self._comm = of_generation(comm)
+        self._alone = plan.ranks.size != comm.size
+        """True if a rank is lost: all samples are read from the source, and none are sent."""
         self._hierarchy = hierarchy
         self._plan = plan
         self._planner = planner
@@ -241,7 +244,9 @@ class Shuffle:
     def _start(self, number: int) -> None:
         steps = self._windows[number]
         window = self._window(number)
-        if self._late:
+        if self._alone:
+            late = window.senders >= 0
+        elif self._late:
             late = np.isin(window.senders, list(self._late))
             self._hierarchy.counters.add("late", int(late.sum()))
         else:
@@ -265,18 +270,33 @@ class Shuffle:
             )
         tag = self._tag_base + number % _WINDOW_TAGS
         sizes = self._hierarchy.reader.sizes
-        for sender in np.unique(window.senders[window.senders >= 0]):
-            expected = sizes[window.samples[window.senders == sender]]
-            buffer = self._memory.take(message_bytes(expected))
-            request = self._comm.irecv(buffer, int(sender), tag)
-            wanting = [] if int(sender) in self._late else made
-            self._receives.append(_Receive(request, buffer, number, int(sender), wanting))
+        try:
+            for sender in np.unique(window.senders[window.senders >= 0]):
+                if self._alone:
+                    break
+                expected = sizes[window.samples[window.senders == sender]]
+                buffer = self._memory.take(message_bytes(expected))
+                request = self._comm.irecv(buffer, int(sender), tag)
+                wanting = [] if int(sender) in self._late else made
+                self._receives.append(_Receive(request, buffer, number, int(sender), wanting))
+        except PeerLost:
+            self._alone = True
+            for receive in self._receives:
+                if receive.window == number:
+                    receive.steps = []
+            self._start(number)
+            return
         with self._condition:
             self._steps.update((step.number, step) for step in made)
             self._condition.notify_all()
         for dest, samples in window.sends.items():
+            if self._alone:
+                return
             message = self._pack(samples)
-            self._sends.append((self._comm.isend(message, dest, tag), message))
+            try:
+                self._sends.append((self._comm.isend(message, dest, tag), message))
+            except PeerLost:
+                self._alone = True
             self._progress()
 
     def _window(self, number: int) -> Window:
@@ -306,13 +326,13 @@ class Shuffle:
         return message
 
     def _progress(self) -> None:
-        self._sends = [send for send in self._sends if not send[0].done()]
+        self._sends = [send for send in self._sends if not self._is_over(send[0])]
         waiting = []
         for receive in self._receives:
-            if receive.request.done():
+            if self._is_over(receive.request):
                 self._late.discard(receive.sender)
-                self._deliver(receive, receive.buffer)
-            elif receive.steps and receive.steps[0].number <= self._give_up:
+                self._deliver(receive, None if self._alone else receive.buffer)
+            elif receive.steps and (self._alone or receive.steps[0].number <= self._give_up):
                 self._late.add(receive.sender)
                 self._deliver(receive, None)
                 # If it does arrive, it is received and dropped, and not mistaken for a later one.
@@ -321,6 +341,14 @@ class Shuffle:
             else:
                 waiting.append(receive)
         self._receives = waiting
+
+    def _is_over(self, request: Request) -> bool:
+        """True if a message has been sent or received, or was interrupted by a loss."""
+        try:
+            return request.done()
+        except PeerLost:
+            self._alone = True
+            return True
 
     def _deliver(self, receive: _Receive, message: npt.NDArray[np.uint8] | None) -> None:
         """Hand on a message's samples; without a message they are read from the source."""
@@ -358,7 +386,7 @@ class Shuffle:
         if not self._moves:
             return
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
-        if not self._consumed_all:
+        if not self._consumed_all and not self._alone:
             self._agree_on_end(deadline)
         while self._busy and time.monotonic() < deadline:
             self._progress()
@@ -388,15 +416,19 @@ class Shuffle:
         here = plan.ranks.node_of[plan.rank]
         peers = np.flatnonzero(plan.ranks.node_of != here).tolist()
         mine = bytearray(self._planned.to_bytes(8, "little"))
-        self._sends.extend((self._comm.isend(mine, peer, tag), mine) for peer in peers)
         answers = {peer: bytearray(8) for peer in peers}
-        asked = {peer: self._comm.irecv(answers[peer], peer, tag) for peer in peers}
-        while asked and time.monotonic() < deadline:
-            self._progress()
-            for peer in [peer for peer, request in asked.items() if request.done()]:
-                del asked[peer]
-                self._settle(peer, int.from_bytes(answers[peer], "little"))
-            time.sleep(_IDLE_S)
+        asked: dict[int, Request] = {}
+        try:
+            self._sends.extend((self._comm.isend(mine, peer, tag), mine) for peer in peers)
+            asked.update((peer, self._comm.irecv(answers[peer], peer, tag)) for peer in peers)
+            while asked and not self._alone and time.monotonic() < deadline:
+                self._progress()
+                for peer in [peer for peer, request in asked.items() if request.done()]:
+                    del asked[peer]
+                    self._settle(peer, int.from_bytes(answers[peer], "little"))
+                time.sleep(_IDLE_S)
+        except PeerLost:
+            self._alone = True
         for peer, request in asked.items():
             if not request.cancel():
                 leave(request, answers[peer])

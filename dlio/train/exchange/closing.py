@@ -46,7 +46,7 @@ class Closing:
 
     def __init__(self, setting: Setting, sums: Summing) -> None:
         self._setting, self._sums = setting, sums
-        self._closed = self._taken = 0
+        self.closed = self._taken = 0
         """Number of turns that this rank has all sums of, and of those that it has taken."""
         self.counted: tuple[int, ...] = ()
         """Members whose values are in the sums of the last closed turn."""
@@ -63,7 +63,7 @@ class Closing:
 
     def take(self) -> None:
         """Note that the sums of the turn have been taken: the next one begins."""
-        self._taken = self._closed
+        self._taken = self.closed
 
     def remove(self) -> None:
         """Take no part in later recoveries."""
@@ -71,17 +71,17 @@ class Closing:
             self._setting.recovery.remove(self._part)
 
     def _over_losses(self, recovery: Recovery) -> None:
-        closed = self._closed + 1
-        while self._closed < closed:
+        closed = self.closed + 1
+        while self.closed < closed:
             try:
                 self._sums.sum_all()
-                self._closed, self.counted = closed, recovery.membership.members
+                self.closed, self.counted = closed, recovery.membership.members
             except PeerLost:
                 recovery.run()
 
     def tell(self) -> Report:
         return {
-            "closed": [self._closed],
+            "closed": [self.closed],
             "counted": list(self.counted),
             "group": [self._setting.group],
         }
@@ -97,5 +97,5 @@ class Closing:
         giver = closed.index(newest)
         for array in self._sums.arrays(last=self._taken == newest):
             self._setting.comm.bcast(array, giver)
-        if self._closed < newest:
-            self._closed, self.counted = newest, tuple(ours[giver]["counted"])
+        if self.closed < newest:
+            self.closed, self.counted = newest, tuple(ours[giver]["counted"])

@@ -160,6 +160,11 @@ class Gossip:
         """Members that go on; the steps of lost ones count up to `Recovery.last_counted`."""
         return () if self._recovery is None else self._recovery.membership.members
 
+    @property
+    def values(self) -> list[Bucket]:
+        """The values that `onward` was last called with."""
+        return [lane.incoming for lane in self._lanes]
+
     def _find_places(self) -> None:
         """Find those that gossip: ranks, or nodes, of which the first rank sends."""
         ranks = np.arange(self._comm.size, dtype=np.int32)

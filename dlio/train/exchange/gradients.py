@@ -101,6 +101,11 @@ class Synchronous:
         """Members whose gradients are in the last average."""
         return self._closing.counted
 
+    @property
+    def closed(self) -> int:
+        """Number of averages that this rank has."""
+        return self._closing.closed
+
     def before_backward(self, samples: int, planned: int) -> None:
         self._weighting = _Weighting(float(samples), scale=planned / self._ranks, everything=True)
 

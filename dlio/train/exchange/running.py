@@ -8,7 +8,6 @@ from torch import nn
 
 from dlio.comm import Communicator
 from dlio.comm.nodes import find_nodes
-from dlio.errors import UsageError
 from dlio.train.cut import Cut
 from dlio.train.exchange.buckets import Named
 from dlio.train.exchange.protocol import (
@@ -151,13 +150,7 @@ def make_exchange(setting: Setting, named: Named, modules: Iterable[nn.Module]) 
 
     spec = setting.spec
     nodes = len(set(setting.node_of.tolist()))
-    between_nodes = spec.merge == "half" and not spec.flat and 1 < nodes < setting.comm.size
-    if setting.recovery is not None and between_nodes:
-        raise UsageError(
-            f"--exchange {spec} between nodes does not go with --fault-tolerance shrink yet: "
-            "choose gossip(flat), or leave one of them out"
-        )
-    if between_nodes:
+    if spec.merge == "half" and not spec.flat and 1 < nodes < setting.comm.size:
         return NodeGossip(named, modules, setting)
     own = replace(setting, comm=setting.comm.dup())
     if spec.merge == "half":

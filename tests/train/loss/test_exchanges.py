@@ -47,19 +47,22 @@ def test_rounds_go_on_without_the_lost_ones(
 
 
 @pytest.mark.parametrize(
-    ("exchange", "ranks", "ends"),
+    ("exchange", "ranks", "ends", "nodes"),
     [
-        ("gossip", 3, {1: ["kill", 5, 2]}),
-        ("gossip(gradient)", 4, {0: ["kill", 3, -1], 2: ["kill", 6, 4]}),
-        ("gossip+adaptive", 4, {3: ["kill", 4, 0], 1: ["kill", 5, -1]}),
-        ("asgd", 3, {2: ["kill", 5, 3]}),
-        ("asgd+bf16", 4, {0: ["kill", 4, -1], 1: ["kill", 9, 0]}),
+        ("gossip", 3, {1: ["kill", 5, 2]}, 1),
+        ("gossip(gradient)", 4, {0: ["kill", 3, -1], 2: ["kill", 6, 4]}, 1),
+        ("gossip+adaptive", 4, {3: ["kill", 4, 0], 1: ["kill", 5, -1]}, 1),
+        ("gossip", 4, {0: ["kill", 4, 2]}, 2),
+        ("gossip+int8", 4, {1: ["kill", 4, 5], 2: ["kill", 6, -1]}, 2),
+        ("gossip(gradient)", 3, {0: ["kill", 5, 0]}, 2),
+        ("asgd", 3, {2: ["kill", 5, 3]}, 1),
+        ("asgd+bf16", 4, {0: ["kill", 4, -1], 1: ["kill", 9, 0]}, 1),
     ],
 )
 def test_steps_of_a_lost_rank_count_up_to_the_last_one_that_others_took_in(
-    run: Run, exchange: str, ranks: int, ends: dict[int, list[object]]
+    run: Run, exchange: str, ranks: int, ends: dict[int, list[object]], nodes: int
 ) -> None:
-    ran = run(ranks, ends, "--exchange", exchange)
+    ran = run(ranks, ends, "--exchange", exchange, "--pretend-nodes", str(nodes))
     check_exact(ran, alike=False)
     for rank, (_, step, _) in ends.items():
         steps = ran.steps.get((0, rank), set())
