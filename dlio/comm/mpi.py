@@ -264,7 +264,7 @@ class MpiCommunicator:
 
     def split(self, group: int) -> Communicator:
         part = _call(lambda: self._made(lambda: self._comm.Split(group, self.rank)))
-        if part.size > 1:
+        if part.size > 1 or self.membership is not None:  # All ranks count its communicators.
             return MpiCommunicator(part, self.membership, (*self.colours, group))
         _call(part.Free)
         return SingleCommunicator()

@@ -11,14 +11,23 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeAlias, TypeVar
+from typing import Any, Final, Protocol, TypeAlias, TypeVar, runtime_checkable
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from dlio.comm import Communicator
 from dlio.comm.membership import Membership
 from dlio.errors import PeerLost, UsageError
 
-__all__ = ["Loss", "Part", "Recovery", "Report", "check_survival", "recovery_of", "uniform"]
+__all__ = [
+    "Dealer",
+    "Loss",
+    "Part",
+    "Recovery",
+    "Report",
+    "check_survival",
+    "recovery_of",
+    "uniform",
+]
 
 _log = logging.getLogger("dlio")
 _T = TypeVar("_T")
@@ -43,11 +52,16 @@ class Part(Protocol):
             reports: of each rank that is left, by rank.
         """
 
-    def closed(self, counted: Sequence[int]) -> None:
-        """Note that a sum of gradients is complete.
+
+@runtime_checkable
+class Dealer(Protocol):
+    """A part that deals samples to the ranks."""
+
+    def count(self, counted: Sequence[int]) -> None:
+        """Note whose samples are used of the batches since the last call.
 
         Args:
-            counted: members whose gradients are in it.
+            counted: members whose gradients the model has got.
         """
 
 
@@ -104,6 +118,10 @@ class Recovery:
         """Weak: a loop may make a loader for each epoch, and close none."""
         self._made = 0
         self.losses: list[Loss] = []
+        self.last_counted: dict[int, int] = {}
+        """By lost member, the number of its last optimizer step that a rank that is left has taken
+        in, from 1, since its exchange was created; 0 if there is none. For exchanges that take in
+        the steps of other ranks one by one; see `RunningExchange.counted` for others."""
         self._nodes: Sequence[str] = [""] * (max(membership.members) + 1)
         self._place: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._is_described = False
@@ -165,9 +183,14 @@ class Recovery:
                 loss.samples_again += samples
 
     def close(self, counted: Sequence[int]) -> None:
-        """Tell all parts that a sum of gradients is complete, and which members are in it."""
+        """Tell whose samples are used of the batches since the last call.
+
+        Args:
+            counted: members whose gradients the model has got.
+        """
         for part in list(self._parts.values()):
-            part.closed(counted)
+            if isinstance(part, Dealer):
+                part.count(counted)
 
     def uniform(self, act: Callable[[], _T]) -> _T:
         """Return `act()` when it has succeeded on all ranks of one generation. Collective.

@@ -6,16 +6,17 @@ sleeping, from 20 µs up to 1 ms at a time.
 
 import ctypes
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from dlio.comm.protocol import Request
-from dlio.errors import CommTimeout
+from dlio.errors import CommError, CommTimeout, PeerLost
 from dlio.util.settings import settings
 
 __all__ = [
     "LONGEST_SLEEP_S",
     "SHORTEST_SLEEP_S",
+    "await_end",
     "default_timeout_s",
     "leave",
     "peer_timeout_s",
@@ -24,6 +25,8 @@ __all__ = [
 
 SHORTEST_SLEEP_S: Final = 20e-6
 LONGEST_SLEEP_S: Final = 1e-3
+_END_TIMEOUT_S: Final = 5.0
+"""Deadline of requests that a loss has interrupted."""
 
 
 def default_timeout_s() -> float:
@@ -53,6 +56,22 @@ def wait_all(requests: Sequence[Request], what: str, limit_s: float, who: str) -
             )
         time.sleep(sleep_s)
         sleep_s = min(1.5 * sleep_s, LONGEST_SLEEP_S)
+
+
+def await_end(requests: Iterable[Request]) -> None:
+    """Wait until requests that a loss has interrupted are over: their memory may be used again.
+
+    Raises CommError if one of them does not end.
+    """
+    deadline = time.monotonic() + _END_TIMEOUT_S
+    for request in requests:
+        try:
+            while not request.done():
+                if time.monotonic() > deadline:
+                    raise CommError("a message that a loss has interrupted does not end")
+                time.sleep(SHORTEST_SLEEP_S)
+        except PeerLost:
+            continue
 
 
 def leave(*objects: object) -> None:

@@ -108,83 +108,91 @@ class Dealing:
         """Members and global batch of the loaders' passes."""
         self.position = 0
         """Position of the epoch's order after the batch that was yielded last."""
-        self._samples = self._end = 0
+        self._samples = self._end = self._step = 0
+        self._begun: PlannedPass | None = None
+        """The pass that the epoch has begun with."""
         self.again: list[int] = []
         """Samples of this epoch that come again at its end."""
+        self._comes_again: set[tuple[int, int]] = set()
+        """(step, member) of the batches that these are of."""
         self._open: list[_Batch] = []
-        """Batches of the step that is under way."""
-        self._closed: list[tuple[_Batch, tuple[int, ...]]] = []
-        """Batches of this epoch, and the members that counted."""
+        """Batches whose step is under way, or not settled yet."""
+        self._closed: list[tuple[_Batch, int, tuple[int, ...]]] = []
+        """Batches of this epoch, the optimizer step of each, and the members that counted."""
+        self._final: dict[int, int] | None = None
+        """Last steps of lost members when all had trained the epoch; None until then."""
         self._earlier: list[PassStats] = []
         """Counts of this epoch before ranks were lost."""
         if recovery is not None:
             self._part = recovery.add("data", self)
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks that share batches now: their numbers when the job began."""
+        return self._dealt_to[0]
+
     def begin_epoch(self, epoch: int) -> None:
         """Forget the last epoch's batches."""
-        self._epoch = epoch
+        self._epoch, self._step, self._begun, self._final = epoch, 0, None, None
         self.again, self._open, self._closed, self._earlier = [], [], [], []
-        self.regroup()
+        self._comes_again = set()
 
-    def regroup(self, global_batch: int | None = None) -> None:
+    def end_epoch(self) -> None:
+        """Note that all ranks have trained the epoch: nothing of it comes again."""
+        if self._recovery is not None:
+            self._final = dict(self._recovery.last_counted)
+
+    def regroup(self) -> None:
         """Have later passes of the loaders dealt to the ranks that are left.
 
-        Args:
-            global_batch: samples of a step over all ranks; None for the usual number.
+        All ranks must have taken the same batches.
         """
-        self._global_batch = global_batch or self.usual_batch
-        now = (self._groups.members, self._global_batch)
-        if now != self._dealt_to:
-            self._dealt_to = now
-            for loader in self._loaders:
-                loader.regroup(now[0], self._groups.me, self._global_batch)
+        if self._recovery is not None:
+            self._groups.meet()
+            self._deal_to(self._groups.members, self.usual_batch)
 
     def batches(self) -> Iterator[BatchData]:
-        """Yield the batches of an epoch, from the loader's position on."""
-        step = 0
+        """Yield the batches of an epoch, from the loader's position on; in a later call, those that
+        are left."""
+        if self._begun is None:
+            self._deal_to(self._groups.members, self.usual_batch)
+        elif not self._more():
+            return
         while True:
             iterator = self._loader.begin()
             planned = self._loader.planned
-            deal = _Deal(planned, self._loader.plan, self._groups.members)
+            deal = _Deal(planned, self._loader.plan, self.members)
             self.position, self._end = planned.cursor.position, planned.samples
-            self._samples = self._end - len(planned.again)
+            if self._begun is None:
+                self._begun, self._samples = planned, planned.samples
             for number, data in enumerate(iterator):
                 self._groups.taken += 1
                 self.position = min(self.position + self._global_batch, self._end)
                 if self._recovery is not None and torch.is_grad_enabled():
-                    self._open.append(_Batch(deal, number, step))
+                    self._open.append(_Batch(deal, number, self._step))
                 yield data
-                step += 1
+                self._step += 1
                 if self._groups.members != deal.members:
                     break
-            rest = self._samples + len(self.again) - self.position
-            drops = planned.formula.drop_last
-            if self._recovery is None or rest < (self.usual_batch if drops else 1):
+            if not self._more():
                 return
-            self._earlier.append(self._loader.stats())
-            steps = -(-(self._samples - self.position) // self.usual_batch)
-            larger = self._keeps_steps and steps > 0
-            self.regroup(-(-rest // steps) if larger else None)
-            self._loader.redeal(self.position, self.again)
 
     def left(self) -> int:
-        """Return the number of batches after this one, as far as is known."""
-        batch, later = self._global_batch, self._samples + len(self.again)
-        return -(-(self._end - self.position) // batch) - (-(later - self._end) // batch)
+        """Return the number of batches after this one that are dealt to the same ranks.
+
+        It is the same on all ranks at the same batch, whatever each knows of later losses.
+        """
+        return -(-(self._end - self.position) // self._global_batch)
 
     def stats(self) -> PassStats:
         """Return this rank's counts of the epoch."""
         return joined([*self._earlier, self._loader.stats()])
 
-    def closed(self, counted: Sequence[int]) -> None:
-        for batch in self._open:
-            for member in batch.deal.members:
-                if member not in counted:
-                    samples = batch.deal.samples(batch.number, member)
-                    self.again += samples
-                    if self._recovery is not None:
-                        self._recovery.count_again(member, len(samples))
-            self._closed.append((batch, tuple(counted)))
+    def count(self, counted: Sequence[int]) -> None:
+        if not self._open:
+            return
+        self._groups.steps += 1
+        self._closed += [(batch, self._groups.steps, tuple(counted)) for batch in self._open]
         self._open = []
 
     def of_lost(self) -> Iterator[tuple[int, int, int, list[int]]]:
@@ -192,9 +200,9 @@ class Dealing:
         if self._recovery is None:
             return
         living = self._recovery.membership.members
-        for batch, counted in self._closed:
+        for batch, step, counted in self._closed:
             for member in batch.deal.members:
-                if member in counted and member not in living:
+                if member not in living and self._has_counted(member, step, counted):
                     yield self._epoch, batch.step, member, batch.deal.samples(batch.number, member)
 
     def tell(self) -> Report:
@@ -207,6 +215,45 @@ class Dealing:
         """Take no part in later recoveries."""
         if self._recovery is not None:
             self._recovery.remove(self._part)
+
+    def _deal_to(self, members: tuple[int, ...], global_batch: int) -> None:
+        self._global_batch = global_batch
+        if (members, global_batch) != self._dealt_to:
+            self._dealt_to = (members, global_batch)
+            for loader in self._loaders:
+                loader.regroup(members, self._groups.me, global_batch)
+
+    def _more(self) -> bool:
+        """Deal the rest of the epoch to those that share it now; False if nothing is left."""
+        if self._recovery is None or self._begun is None:
+            return False
+        members = self._groups.members
+        for batch, step, counted in self._closed:
+            for member in batch.deal.members:
+                key = (batch.step, member)
+                if member in members or key in self._comes_again:
+                    continue
+                if not self._has_counted(member, step, counted):
+                    samples = batch.deal.samples(batch.number, member)
+                    self._comes_again.add(key)
+                    self.again += samples
+                    self._recovery.count_again(member, len(samples))
+        rest = self._samples + len(self.again) - self.position
+        if rest < (self.usual_batch if self._begun.formula.drop_last else 1):
+            self._deal_to(members, self.usual_batch)
+            return False
+        self._earlier.append(self._loader.stats())
+        steps = -(-(self._samples - self.position) // self.usual_batch)
+        larger = self._keeps_steps and steps > 0
+        self._deal_to(members, -(-rest // steps) if larger else self.usual_batch)
+        self._loader.redeal(self.position, self.again)
+        return True
+
+    def _has_counted(self, member: int, step: int, counted: tuple[int, ...]) -> bool:
+        """True if a lost member's samples of an optimizer step are in the model."""
+        assert self._recovery is not None
+        last = self._recovery.last_counted if self._final is None else self._final
+        return step <= last[member] if member in last else member in counted
 
 
 class DealtIterator:

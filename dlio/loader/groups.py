@@ -1,14 +1,28 @@
 """The ranks that share each batch of a job whose ranks may be lost.
 
 A batch that any rank has taken stays shared as it was; the next one is shared by those that are
-left. Batches are counted since the job began, over all passes; all ranks take them in one order.
+left. Ranks may be at different places when one is lost: all go on as before up to the furthest.
+Batches are counted since the job began, over all passes; all ranks take them in one order.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from dlio.comm.recovery import Recovery, Report
 
 __all__ = ["Groups"]
+
+
+class _Switch(NamedTuple):
+    """The place from which on the ranks that were left after a loss share batches."""
+
+    loss: int
+    """Number of the recovery, from 0; -1 for the job's beginning."""
+    taken: int
+    """Batches that a rank takes before."""
+    steps: int
+    """Optimizer steps that it makes before: lost ranks counted up to there."""
+    members: tuple[int, ...]
 
 
 class Groups:
@@ -20,17 +34,19 @@ class Groups:
 
     def __init__(self, recovery: Recovery | None) -> None:
         self._recovery = recovery
-        self.taken = 0
-        """Batches that this rank has taken."""
+        self.taken = self.steps = 0
+        """Batches that this rank has taken, and optimizer steps that it has made with them."""
         everyone = () if recovery is None else recovery.membership.members
-        self._groups = [(0, everyone)]
-        """(first batch, members that share from it on), ascending."""
+        self._switches = [_Switch(-1, 0, 0, everyone)]
+        """The one that was passed last, then those ahead, in their order."""
 
     @property
     def members(self) -> tuple[int, ...]:
         """The ranks that share the next batch: their numbers when the job began, or nothing if
         the job ends with any rank."""
-        return next(members for first, members in reversed(self._groups) if first <= self.taken)
+        while len(self._switches) > 1 and self._is_passed(self._switches[1]):
+            del self._switches[0]
+        return self._switches[0].members
 
     @property
     def me(self) -> int:
@@ -48,6 +64,20 @@ class Groups:
             reports: of each rank that is left.
         """
         assert self._recovery is not None
-        switch = max(each["taken"][0] for each in reports)
-        self._groups = [each for each in self._groups if each[0] < switch]
-        self._groups.append((switch, self._recovery.membership.members))
+        switch = _Switch(
+            len(self._recovery.losses),
+            max(each["taken"][0] for each in reports),
+            max(self._recovery.last_counted.values(), default=0),
+            self._recovery.membership.members,
+        )
+        # A recovery that another loss interrupts settles twice.
+        self._switches = [each for each in self._switches if each.loss != switch.loss]
+        self._switches.append(switch)
+
+    def meet(self) -> None:
+        """Note that all ranks that are left have taken the same batches: they share the next."""
+        assert self._recovery is not None
+        self._switches = [_Switch(-1, 0, 0, self._recovery.membership.members)]
+
+    def _is_passed(self, switch: _Switch) -> bool:
+        return switch.taken <= self.taken and switch.steps <= self.steps

@@ -115,7 +115,7 @@ class Dealing:
     def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
         self._groups.settle(reports)
 
-    def closed(self, counted: Sequence[int]) -> None:
+    def count(self, counted: Sequence[int]) -> None:
         for batch in self._open:
             for rank, member in enumerate(batch.members):
                 if member not in counted:

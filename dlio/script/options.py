@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from dlio.errors import UsageError
 from dlio.train.exchange_spec import parse_exchange
 from dlio.util.options import Option, check
 
@@ -59,4 +60,9 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         check(self)
-        parse_exchange(self.exchange)
+        spec = parse_exchange(self.exchange)
+        if self.fault_tolerance != "off" and spec.merge in ("half", "parzen"):
+            raise UsageError(
+                f"--exchange {self.exchange} does not go with --fault-tolerance shrink in `dlio "
+                "run`: choose one that sums over all ranks, such as allreduce or local-sgd(8)"
+            )

@@ -311,10 +311,7 @@ class TrainConfig:
     def _check_fault_tolerance(self) -> None:
         if self.fault_tolerance == "off":
             return
-        exchange = parse_exchange(self.exchange)
-        plain = exchange.payload == "gradient" and exchange.topology == "all"
         unsuitable = {
-            f"--exchange {self.exchange}": not plain or exchange.compressor is not None,
             f"--shuffle {self.shuffle}": not is_exact(self.shuffle),
             f"--source-order {self.source_order}": window_of(self.source_order) is not None,
             "--checkpoint": self.checkpoint is not None,

@@ -111,8 +111,8 @@ class Worker:
         """Reports of all finished epochs, including those before the run was resumed."""
         self.stopped: str | None = None
         """Reason why the run ends early."""
-        self._pending = 0
-        """Samples of this rank in batches that have been accumulated."""
+        self._pending = self._step = 0
+        """Samples of this rank in batches that have been accumulated, and batches in this epoch."""
         self._update_s: list[float] = []
         if copy_to_time is not None:
             self._balancer.calibrate(self._timed_pass(copy_to_time))
@@ -155,23 +155,11 @@ class Worker:
     ) -> EpochReport:
         """Train an epoch, or the rest of it after resuming, and evaluate. Collective."""
         self._begin_epoch(epoch, progress)
-        begun, loader = self.position, self.loader
+        begun = self.position
         before = self.exchange.statistics()
-        started = updated = time.perf_counter()
-        for step, (images, labels) in enumerate(self._dealing.batches()):
-            done = begun // self.global_batch + step
-            if ledger is not None:
-                ledger.step(epoch, done, loader.last_samples.tolist())
-            before_batch = self.position
-            with self._balancer.step(len(images)):
-                self._batch(images, labels, begun, step)
-            self._tell_losses(progress)
-            progress.step(epoch, done, self.position - before_batch, loader.stall_s)
-            if not self._pending_batches(step + 1):
-                now = time.perf_counter()
-                self._update_s.append(now - updated)
-                updated = now
-        self.exchange.finish()
+        started = time.perf_counter()
+        uniform(self.comm, lambda: self._train(begun, progress, ledger))
+        self._dealing.end_epoch()
         self.sums.tolist()  # Waits for the device.
         seconds = time.perf_counter() - started
         after = self.exchange.statistics()
@@ -185,6 +173,33 @@ class Worker:
         for callback in self.callbacks:
             callback.epoch_ends(self, report)
         return report
+
+    def _train(self, begun: int, progress: TrainingProgress, ledger: SampleLedger | None) -> None:
+        """Train on all batches of the epoch, or on those that are left after a loss.
+
+        Args:
+            begun: position of the epoch's order where this run has begun it.
+        """
+        epoch, more = self.epoch_number, True
+        updated = time.perf_counter()
+        while more:
+            more = False
+            for images, labels in self._dealing.batches():
+                more = True
+                done = begun // self.global_batch + self._step
+                if ledger is not None:
+                    ledger.step(epoch, done, self.loader.last_samples.tolist())
+                before_batch = self.position
+                with self._balancer.step(len(images)):
+                    self._batch(images, labels, begun, self._step)
+                self._tell_losses(progress)
+                self._step += 1
+                progress.step(epoch, done, self.position - before_batch, self.loader.stall_s)
+                if not self._pending_batches(self._step):
+                    now = time.perf_counter()
+                    self._update_s.append(now - updated)
+                    updated = now
+            self.exchange.finish()
 
     def _begin_epoch(self, epoch: int, progress: TrainingProgress) -> None:
         """Choose the epoch's samples, and reset its counters unless it is being resumed."""
@@ -203,7 +218,7 @@ class Worker:
             later = self.config.epochs - epoch - 1
             left = math.ceil((self.samples - self.position) / per_step)
             self.pruner.apoptosis.expect(left + later * math.ceil(self.samples / per_step))
-        self._update_s = []
+        self._update_s, self._step = [], 0
 
     def _batch(self, images: torch.Tensor, labels: torch.Tensor, begun: int, step: int) -> None:
         """Run backward on a batch, and an optimizer step if it is the last to accumulate."""
@@ -246,7 +261,9 @@ class Worker:
             self.skipper.record(losses, ids)
             losses, correct = losses * weights, correct * weights
         total = losses.sum()
-        mean = total.div(planned / self._ranks)
+        # Where ranks step on their own samples, those that share them now have more of them each.
+        alone = self.recovery is not None and not self.exchange.alike
+        mean = total.div(planned / (len(self._dealing.members) if alone else self._ranks))
         torch.autograd.backward(self.precision.scaler.scale(mean))
         with torch.no_grad():
             self.last_loss = total.detach()

@@ -13,7 +13,8 @@ def _shares(groups: Groups) -> tuple[int, ...]:
 
 def _ranks(count: int) -> tuple[list[Groups], SimpleNamespace]:
     membership = SimpleNamespace(members=tuple(range(count)), me=0)
-    recovery = cast(Any, SimpleNamespace(membership=membership))
+    recovery = cast(Any, SimpleNamespace(membership=membership, losses=[], last_counted={}))
+    membership.losses = recovery.losses
     return [Groups(recovery) for _ in range(count)], membership
 
 
@@ -22,6 +23,7 @@ def _lose(groups: list[Groups], membership: SimpleNamespace, member: int) -> Non
     reports: list[Report] = [groups[each].tell() for each in membership.members]
     for each in membership.members:
         groups[each].settle(reports)
+    membership.losses.append(member)
 
 
 def test_a_batch_that_any_rank_has_taken_stays_shared_as_it_was() -> None:

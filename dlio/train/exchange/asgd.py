@@ -13,10 +13,11 @@ changes the product, and almost nothing would be accepted.
 A rank adapts how often it sends ("communication load balancing"): its interval shrinks when its
 queue is below a set point and doubles when it is not.
 
-A message is a notice of 24 bytes (number, version of the parameters' shapes, bytes that follow),
-then the weights. A receiver keeps a receive posted for each rank's notice, and receives a few
-messages' weights at a time. Messages are two-sided, so that a dead rank blocks no other. After
-neurons were cut, messages of an older version are dropped.
+A message is a notice of 24 bytes (the sender's step, version of the parameters' shapes, bytes that
+follow), then the weights. A receiver keeps a receive posted for each rank's notice, and receives a
+few messages' weights at a time. Messages are two-sided, so that a dead rank blocks no other. After
+neurons were cut, messages of an older version are dropped. After a loss all messages under way are
+dropped, and nothing waits for the lost rank.
 """
 
 import random
@@ -29,13 +30,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dlio.comm import Request
+from dlio.comm import Communicator, Request
 from dlio.comm.progress import Progress
-from dlio.comm.waiting import leave
+from dlio.comm.recovery import Report
+from dlio.comm.waiting import await_end, leave
+from dlio.errors import PeerLost
 from dlio.train.cut import Cut
 from dlio.train.exchange.buckets import Bucket, Named
 from dlio.train.exchange.compress import make_compressor
 from dlio.train.exchange.compress.layout import pieces_of
+from dlio.train.exchange.hearing import Hearing
 from dlio.train.exchange.reshape_state import reshape_flats
 from dlio.train.exchange.setting import Setting
 
@@ -68,6 +72,9 @@ class _Arriving:
     """An incoming message and its memory."""
 
     request: Request
+    peer: int
+    step: int
+    """Optimizer steps that the sender had made."""
     version: int
     """Version of the parameters' shapes."""
     memory: npt.NDArray[np.uint8]
@@ -92,21 +99,38 @@ class Asgd:
         self._before = torch.empty_like(self._now.flat)
         """Weights after the last merge."""
         self._started = False
-        peers = [rank for rank in range(comm.size) if rank != comm.rank]
-        self._peers = peers
-        self._notices = {peer: np.zeros(3, np.int64) for peer in peers}
-        self._expected = {peer: self._listen(peer) for peer in peers}
-        self._arriving: list[_Arriving] = []
-        self._waiting: list[tuple[int, int, int]] = []
-        """(rank, version, bytes) of notices whose weights have no receive posted yet."""
         self._spare = [np.empty(self._longest, np.uint8) for _ in range(_MAILBOX)]
-        self._sends: list[_Sent] = []
         self._out: list[npt.NDArray[np.uint8]] = []
-        self._sent = dict.fromkeys(peers, 0)
-        self._heard = dict.fromkeys(peers, 0)
+        self._sends: list[_Sent] = []
+        self._arriving: list[_Arriving] = []
+        self._listen_to_all()
         self._steps, self._interval = 0, 1.0
+        self._made = 0
+        """Steps of the optimizer since the exchange was created."""
+        self._recovery = setting.recovery
+        self._hearing = Hearing(setting.recovery)
+        if self._recovery is not None:
+            self._part = self._recovery.add("asgd", self)
         self._messages = self._bytes = 0
         self._accepted = self._refused = self._dropped = 0
+
+    @property
+    def counted(self) -> tuple[int, ...]:
+        """Members that go on; the steps of lost ones count up to `Recovery.last_counted`."""
+        return () if self._recovery is None else self._recovery.membership.members
+
+    def _listen_to_all(self) -> None:
+        """Begin to exchange messages with all other ranks."""
+        peers = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
+        self._peers = peers
+        self._notices = {peer: np.zeros(3, np.int64) for peer in peers}
+        self._expected: dict[int, Request] = {}
+        self._waiting: list[tuple[int, int, int, int]] = []
+        """(rank, step, version, bytes) of notices whose weights have no receive posted yet."""
+        self._sent = dict.fromkeys(peers, 0)
+        self._heard = dict.fromkeys(peers, 0)
+        for peer in peers:
+            self._expected[peer] = self._listen(peer)
 
     def _make_bucket(self) -> None:
         """Create a bucket of the parameters in their current shapes."""
@@ -126,10 +150,19 @@ class Asgd:
             self._before.copy_(self._now.flat)
             self._started = True
 
-    @torch.no_grad()
     def after_step(self) -> None:
+        self._made += 1
         if not self._peers:
             return
+        try:
+            self._exchange()
+        except PeerLost:
+            if self._recovery is None:
+                raise
+            self._recovery.run()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
         merged = self._take()
         if self._time_to_send():
             if not merged:
@@ -158,6 +191,19 @@ class Asgd:
         if self._peers:
             (self._before,) = reshape_flats([self._before], [before], [self._now], cuts)
         self._out = []
+
+    def tell(self) -> Report:
+        return {"heard": self._hearing.tell()}
+
+    def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
+        self._hearing.settle(reports)
+        arriving = [each.request for each in self._arriving]
+        leaving = [request for sent in self._sends for request in sent.requests]
+        await_end([*self._expected.values(), *arriving, *leaving])
+        self._spare += [each.memory for each in self._arriving]
+        self._out += [sent.memory for sent in self._sends if len(sent.memory) == self._longest]
+        self._arriving, self._sends = [], []
+        self._listen_to_all()
 
     def state(self) -> dict[str, torch.Tensor]:
         """Messages under way are not part of the state: they may be lost."""
@@ -190,6 +236,24 @@ class Asgd:
     def close(self) -> None:
         """Receive all remaining messages, so that none is left under way. Collective."""
         self._progress.close()
+        if self._recovery is None:
+            self._receive_rest()
+        else:
+            if not self._recovery.membership.lost:  # MPI is ended in the ordinary way.
+                self._recovery.uniform(self._receive_rest)
+            self._recovery.remove(self._part)
+        for peer, request in self._expected.items():
+            if not request.cancel():
+                leave(request, self._notices[peer])
+        for each in self._arriving:
+            if not each.request.cancel():
+                leave(each)
+        for sent in self._sends:
+            leave(sent)
+        if self._named:
+            self._comm.close()
+
+    def _receive_rest(self) -> None:
         if not self._peers:
             return
         everyone = self._comm.allgather({str(peer): n for peer, n in self._sent.items()})
@@ -201,15 +265,6 @@ class Asgd:
             self._collect()
             self._clear_sent()
             time.sleep(0.0002)
-        for peer, request in self._expected.items():
-            if not request.cancel():
-                leave(request, self._notices[peer])
-        for each in self._arriving:
-            if not each.request.cancel():
-                leave(each)
-        for sent in self._sends:
-            leave(sent)
-        self._comm.close()
 
     def _listen(self, peer: int) -> Request:
         return self._comm.irecv(self._notices[peer].view(np.uint8), peer, _NOTICE)
@@ -223,34 +278,37 @@ class Asgd:
         messages = self._collect()
         if messages:
             self._read()
-            self._merge(messages)
+            merged = self._merge([each.memory[: each.count] for each in messages])
+            for each, was_merged in zip(messages, merged, strict=True):
+                if was_merged and self._recovery is not None:
+                    self._hearing.note(self._hearing.members([each.peer]), each.step)
         return bool(messages)
 
-    def _collect(self) -> list[npt.NDArray[np.uint8]]:
+    def _collect(self) -> list[_Arriving]:
         """Return arrived messages; post receives for announced ones."""
         for peer, request in list(self._expected.items()):
             if request.done():
                 self._heard[peer] += 1
-                _, version, count = self._notices[peer].tolist()
-                self._waiting.append((peer, version, count))
+                step, version, count = self._notices[peer].tolist()
+                self._waiting.append((peer, step, version, count))
                 self._expected[peer] = self._listen(peer)
         arrived = [each for each in self._arriving if each.request.done()]
         self._arriving = [each for each in self._arriving if each not in arrived]
         while self._waiting and self._spare and len(self._arriving) < _MAILBOX:
-            (peer, version, count), memory = self._waiting.pop(0), self._spare.pop(0)
+            (peer, step, version, count), memory = self._waiting.pop(0), self._spare.pop(0)
             if len(memory) < count:
                 memory = np.empty(count, np.uint8)
             request = self._comm.irecv(memory[:count], peer, _WEIGHTS)
-            self._arriving.append(_Arriving(request, version, memory, count))
+            self._arriving.append(_Arriving(request, peer, step, version, memory, count))
         # The caller reads them before its next call, which may reuse their memory.
         self._spare += [each.memory for each in arrived]
         ours = [each for each in arrived if each.version == self._version]
         self._dropped += len(arrived) - len(ours)
-        return [each.memory[: each.count] for each in ours]
+        return ours
 
-    def _merge(self, messages: list[npt.NDArray[np.uint8]]) -> None:
-        """Average the bucket's weights with those received ones that lie ahead."""
-        taken = []
+    def _merge(self, messages: Sequence[npt.NDArray[np.uint8]]) -> list[bool]:
+        """Average the bucket's weights with those received ones that lie ahead; tells which do."""
+        taken, ahead = [], []
         for message in messages:
             if self._codec is None:
                 theirs = torch.from_numpy(message.view(np.float32))
@@ -258,18 +316,20 @@ class Asgd:
                 unpacked = np.zeros(self._now.flat.numel(), np.float32)
                 self._codec.add(message, unpacked)
                 theirs = torch.from_numpy(unpacked)
-            if self._lies_ahead(theirs):
+            ahead.append(self._lies_ahead(theirs))
+            if ahead[-1]:
                 taken.append(theirs)
         self._accepted += len(taken)
         self._refused += len(messages) - len(taken)
         if not taken:
-            return
+            return ahead
         for now, before, *others in self._parts(self._before, *taken):
             for theirs in others:
                 now += theirs
             before.copy_(now.div_(1 + len(taken)))
         for parameter, view in zip(self._now.parameters, self._now.views, strict=True):
             parameter.copy_(view)
+        return ahead
 
     def _lies_ahead(self, theirs: torch.Tensor) -> bool:
         product = 0.0
@@ -315,7 +375,7 @@ class Asgd:
         else:
             used = self._codec.encode(self._now.array, np.zeros_like(self._now.array), memory)
         self._sent[peer] += 1
-        notice = np.array([self._sent[peer], self._version, used])
+        notice = np.array([self._made, self._version, used])
         requests = [
             self._comm.isend(notice.view(np.uint8), peer, _NOTICE),
             self._comm.isend(memory[:used], peer, _WEIGHTS),

@@ -88,6 +88,10 @@ class BucketSums:
         """Buckets started so far: those before this number."""
         self._held: set[int] = set()
         """Buckets with gradients that other ranks have not received."""
+        self._begun: set[int] = set()
+        """Buckets whose sum has begun."""
+        self.interrupted = False
+        """True if sums have begun and a loss has made them void: begin all again."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -135,25 +139,25 @@ class BucketSums:
         ]
 
     def start_rest(self, reached: list[int], weight: float, factor: float) -> None:
-        """Start those of the buckets that have not been started."""
+        """Start those of the buckets that have not been started; all after `interrupted`."""
+        again, self.interrupted = self.interrupted, False
         for number in reached:
-            if number >= self._started:
+            if again:
+                self._start(number, self.buckets[number].parameters, weight, factor)
+            elif number >= self._started:
                 self._start(number, self._missing[number], weight, factor)
         for number in reached:
             self._paths[number].begin()
 
-    def reset(self) -> None:
-        """Drop all sums under way, which a loss has interrupted."""
-        for path in self._paths:
-            path.reset()
+    def reset(self, undo: bool) -> None:
+        """Drop all sums under way, which a loss has interrupted; see `Sum.reset`.
 
-    def start_again(self, reached: list[int], weight: float, factor: float) -> None:
-        """Start all of the buckets anew, from the gradients in `.grad`."""
-        self.reset()
-        for number in reached:
-            self._start(number, self.buckets[number].parameters, weight, factor)
-        for number in reached:
-            self._paths[number].begin()
+        Args:
+            undo: nobody has the sums of this step; otherwise they are about to be received.
+        """
+        for number, path in enumerate(self._paths):
+            path.reset(undo and number in self._begun)
+        self.interrupted = undo and bool(self._begun)
 
     def arrays(self, numbers: list[int], last: bool) -> list[npt.NDArray[np.float32]]:
         """Return the memory of some buckets' sums: of this step, or of the last one."""
@@ -208,6 +212,7 @@ class BucketSums:
         if self.carries_weight:
             with torch.no_grad():
                 bucket.flat[-1] = weight
+        self._begun.add(number)
         self._paths[number].start()
         self._progress.go()
 

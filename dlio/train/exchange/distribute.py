@@ -136,8 +136,9 @@ class Distributed:
             exchange.reshape(cuts)
 
     @property
-    def counted(self) -> tuple[int, ...]:
-        """Numbers of the ranks, when the job began, whose gradients the last step has used."""
+    def counted(self) -> tuple[int, ...] | None:
+        """Numbers of the ranks, when the job began, whose samples the last step has used; None if
+        that is not settled yet. See `RunningExchange.counted`."""
         return self.exchanges[0].counted
 
     @property

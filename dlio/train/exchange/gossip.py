@@ -9,6 +9,10 @@ Weights are averaged, not gradients: averaging gradients with one partner lets r
 without bound. `gossip(gradient)` is that variant. With a sparse compressor a message holds the
 change of a rank's weights since the last step, minus the residual. Changes alone let ranks drift
 apart, too, so every REFRESH steps whole weights travel as bfloat16.
+
+Where ranks may be lost, nothing is merged before all messages of a step have arrived. After a loss
+messages under way are dropped, and each rank goes on with its own weights. Ranks that are behind
+exchange nothing until they have made as many steps as the furthest.
 """
 
 import math
@@ -21,14 +25,17 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from dlio.comm import Request
+from dlio.comm import Communicator, Request
 from dlio.comm.progress import Progress
-from dlio.comm.waiting import leave
+from dlio.comm.recovery import Report
+from dlio.comm.waiting import await_end, leave
+from dlio.errors import PeerLost
 from dlio.plan.order import Order
 from dlio.train.cut import Cut
 from dlio.train.exchange.buckets import Bucket, Named, in_buckets
 from dlio.train.exchange.compress import Compressor, make_compressor
 from dlio.train.exchange.compress.layout import pieces_of
+from dlio.train.exchange.hearing import Hearing
 from dlio.train.exchange.joining import join_before_use
 from dlio.train.exchange.reshape_state import reshape_state
 from dlio.train.exchange.setting import Setting
@@ -103,8 +110,11 @@ class Gossip:
 
     Args:
         modules: modules whose forward passes use the parameters.
+        setting: all ranks.
         onward: called with each bucket's number and merged values once per step, as soon as they
-            are known; parameters take them later, before their next use.
+            are known; parameters take them later, before their next use. The first rank of each
+            node then gossips for its node, and its owner takes part in recoveries for it.
+        hearing: told of the steps that are merged.
     """
 
     alike = False
@@ -115,13 +125,26 @@ class Gossip:
         modules: Iterable[nn.Module],
         setting: Setting,
         onward: Callable[[int, Bucket], None] | None = None,
+        hearing: Hearing | None = None,
     ) -> None:
         self._setting, self._comm, self._spec = setting, setting.comm, setting.spec
         self._named, self._modules = named, list(modules)
         self._progress = Progress(setting.comm)
         self._make_lanes()
         self._onward = onward
-        self._step = 0
+        self.step = 0
+        """Steps at which this rank has sent, or had no partner."""
+        self.merged = 0
+        """The last of them whose values have been merged."""
+        self._resume = 0
+        """Steps up to which nothing is exchanged."""
+        self._recovery = setting.recovery
+        self._hearing = hearing or Hearing(setting.recovery)
+        self._sources: tuple[int, ...] = ()
+        """Members whose steps are in the messages under way."""
+        self._find_places()
+        if self._recovery is not None and onward is None:
+            self._part = self._recovery.add("gossip", self)
         self._wait_s = 0.0
         self._messages = self._bytes = 0
 
@@ -131,6 +154,24 @@ class Gossip:
         self._lanes = [_Lane(group, self._setting) for group in self._groups]
         users = self._modules if self._spec.payload != "gradient" else ()
         self._hooks = join_before_use(users, self._groups, self._join)
+
+    @property
+    def counted(self) -> tuple[int, ...]:
+        """Members that go on; the steps of lost ones count up to `Recovery.last_counted`."""
+        return () if self._recovery is None else self._recovery.membership.members
+
+    @property
+    def values(self) -> list[Bucket]:
+        """The values that `onward` was last called with."""
+        return [lane.incoming for lane in self._lanes]
+
+    def _find_places(self) -> None:
+        """Find those that gossip: ranks, or nodes, of which the first rank sends."""
+        ranks = np.arange(self._comm.size, dtype=np.int32)
+        nodes = ranks if self._onward is None else self._setting.nodes()
+        each = dict.fromkeys(nodes.tolist())
+        self._places = [np.flatnonzero(nodes == node).tolist() for node in each]
+        self._place = [each[0] for each in self._places].index(self._comm.rank)
 
     def before_step(self) -> None:
         # Parameters that no forward pass of this step used have not been joined yet.
@@ -142,7 +183,7 @@ class Gossip:
     def after_step(self) -> None:
         if self._lanes and self._spec.payload != "gradient":
             # The first layers are used first, and the last bucket holds them: send it first.
-            whole = self._spec.payload == "weight" or self._step % REFRESH == REFRESH - 1
+            whole = self._spec.payload == "weight" or self.step % REFRESH == REFRESH - 1
             self._send(tuple(reversed(range(len(self._lanes)))), whole)
 
     def watch(self, module: nn.Module) -> None:
@@ -163,7 +204,7 @@ class Gossip:
 
     def state(self) -> dict[str, torch.Tensor]:
         self.finish()
-        state = {"step": torch.tensor(self._step)}
+        state = {"step": torch.tensor(self.step)}
         for number, lane in enumerate(self._lanes):
             if len(lane.residual):
                 state[f"owed/{number}"] = torch.from_numpy(lane.residual)
@@ -174,7 +215,7 @@ class Gossip:
         return state
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        self._step = int(state.get("step", 0))
+        self.step = int(state.get("step", 0))
         for number, lane in enumerate(self._lanes):
             if f"owed/{number}" in state:
                 lane.residual[:] = state[f"owed/{number}"].numpy()
@@ -189,7 +230,29 @@ class Gossip:
             "bytes": float(self._bytes),
         }
 
+    def tell(self) -> Report:
+        return {"step": [self.step], "heard": self._hearing.tell()}
+
+    def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
+        self._hearing.settle(reports)
+        self.drop()
+        self._resume = max(each["step"][0] for each in reports)
+
+    def drop(self) -> None:
+        """Forget messages that a loss has interrupted, and go on with the ranks that are left."""
+        await_end([request for lane in self._lanes for request in lane.requests])
+        if any(lane.under_way for lane in self._lanes):
+            for lane in self._lanes:
+                lane.requests, lane.under_way, lane.merged = [], False, False
+                if lane.whole is not None:
+                    lane.before = lane.outgoing.array.copy()
+        self._sources = ()
+        self._find_places()
+        self._progress.rest()
+
     def close(self) -> None:
+        if self._recovery is not None and self._onward is None:
+            self._recovery.remove(self._part)
         for hook in self._hooks:
             hook.remove()
         for lane in self._lanes:
@@ -200,16 +263,33 @@ class Gossip:
         if self._comm.size > 1:
             self._comm.close()
 
-    @torch.no_grad()
     def _send(self, numbers: tuple[int, ...], whole: bool) -> None:
         """Post this step's messages.
 
         Args:
             whole: send weights; otherwise gradients or changes.
         """
-        comm, seed = self._comm, self._setting.seed
-        to, source = partners(self._step, comm.rank, comm.size, seed, self._spec.topology)
-        self._step += 1
+        try:
+            self._post(numbers, whole)
+        except PeerLost:
+            self._recover()
+
+    def _recover(self) -> None:
+        """Go on after a loss, without the messages under way."""
+        if self._recovery is None:
+            raise
+        self._recovery.run()
+
+    @torch.no_grad()
+    def _post(self, numbers: tuple[int, ...], whole: bool) -> None:
+        comm, places, own = self._comm, self._places, self._place
+        there, here = own, own
+        if self.step >= self._resume:
+            seed, topology = self._setting.seed, self._spec.topology
+            there, here = partners(self.step, own, len(places), seed, topology)
+        to, source = places[there][0], places[here][0]
+        self._sources = self._hearing.members(places[here]) if here != own else ()
+        self.step += 1
         self._whole = whole
         for number in numbers:
             lane = self._lanes[number]
@@ -236,6 +316,8 @@ class Gossip:
             self._messages += 1
             self._bytes += len(message)
             self._progress.go()
+        if to == comm.rank:
+            self.merged = self.step
 
     def _fill(self, lane: _Lane) -> None:
         """Copy weights or gradients into the outgoing bucket."""
@@ -257,11 +339,20 @@ class Gossip:
 
     def merge_all(self) -> None:
         """Wait for all buckets and pass them to `onward`; parameters stay as they are."""
-        for number in reversed(range(len(self._lanes))):
-            self._await(number)
+        if not any(lane.under_way for lane in self._lanes):
+            return
+        try:
+            for number in reversed(range(len(self._lanes))):
+                self._await(number)
+            self._hearing.note(self._sources, self.step)
+            self.merged = self.step
+        except PeerLost:
+            self._recover()
 
     def _join(self, numbers: Sequence[int]) -> None:
         """Wait for these buckets' messages, and merge them into the parameters."""
+        if self._recovery is not None:
+            self.merge_all()
         for number in numbers:
             self._await(number)
             lane = self._lanes[number]

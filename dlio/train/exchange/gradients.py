@@ -6,20 +6,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 
-from dlio.comm import Communicator
 from dlio.comm.funnel import elsewhere
 from dlio.comm.progress import Progress
-from dlio.comm.recovery import Report
 from dlio.errors import PeerLost
 from dlio.train.cut import Cut
 from dlio.train.exchange.backward import after_backward, sends_after_backward
 from dlio.train.exchange.bucket_sums import BucketSums
 from dlio.train.exchange.buckets import Named
+from dlio.train.exchange.closing import Closing
 from dlio.train.exchange.paths import find_path
 from dlio.train.exchange.phases import Phase
 from dlio.train.exchange.reshape_state import RunningTotals, reshape_state
@@ -87,18 +87,24 @@ class Synchronous:
         """Value of the last call of `hold`."""
         self._weighting = _Weighting()
         self._wait_s = 0.0
-        self._recovery = setting.recovery if several else None
         self._ranks = comm.size
         """Ranks at the beginning, by which a loss is scaled."""
-        self._closed = 0
-        """Number of averages that this rank has all sums of."""
-        self.counted: tuple[int, ...] = ()
-        """Members whose gradients are in the last average."""
+        self._summed_weight = np.zeros(1)
+        """The ranks' weight in the last average, if buckets do not carry it."""
         self._torn = False
         """True if a rank was lost while this average's sums were under way."""
         self._make_sums()
-        if self._recovery is not None:
-            self._part = self._recovery.add("exchange", self)
+        self._closing = Closing(setting, self)
+
+    @property
+    def counted(self) -> tuple[int, ...]:
+        """Members whose gradients are in the last average."""
+        return self._closing.counted
+
+    @property
+    def closed(self) -> int:
+        """Number of averages that this rank has."""
+        return self._closing.closed
 
     def before_backward(self, samples: int, planned: int) -> None:
         self._weighting = _Weighting(float(samples), scale=planned / self._ranks, everything=True)
@@ -142,8 +148,7 @@ class Synchronous:
         if self._group is not None:
             dist.destroy_process_group(self._group)
         self._progress.close()
-        if self._recovery is not None:
-            self._recovery.remove(self._part)
+        self._closing.remove()
         if self._ranks > 1:
             self._comm.close()
 
@@ -174,7 +179,7 @@ class Synchronous:
             try:
                 self._sums.start_complete(self._weighting.weight)
             except PeerLost:
-                if self._recovery is None:
+                if self._setting.recovery is None:
                     raise
                 self._torn = True  # The backward goes on; what is missing is sent at its end.
 
@@ -201,66 +206,28 @@ class Synchronous:
         self._reached = sums.reached(weighting.everything)
         if self._before_wait is not None:
             self._before_wait()
-        weight = self._sum_over_losses() if self._recovery is not None else self._sum()
+        self._closing.close_turn()
         self._progress.rest()
+        weight = None if sums.carries_weight else float(self._summed_weight[0])
         sums.take(self._reached, weight, weighting.scale, weighting.everything)
+        self._closing.take()
+        if self._setting.recovery is not None and not self._setting.is_part:
+            self._setting.recovery.close(self.counted)  # A step may have several averages.
         self._wait_s += time.perf_counter() - began
 
-    def _sum(self) -> float | None:
-        """Return when all buckets are summed; the ranks' weight, if buckets do not carry it."""
+    def sum_all(self) -> None:
+        if self._torn:
+            self._torn = False
+            raise PeerLost("another rank was lost while backward ran")
         self._sums.start_rest(self._reached, self._weighting.weight, self._weighting.factor)
         self._sums.wait(self._reached)
-        return None if self._sums.carries_weight else self._summed_weight()
+        if not self._sums.carries_weight:
+            self._summed_weight[0] = self._weighting.weight
+            request = self._comm.iallreduce(self._summed_weight)
+            self._comm.wait([request], "the number of samples")
 
-    def _sum_over_losses(self) -> float | None:
-        """As `_sum`, whoever is lost meanwhile.
+    def reset(self, undo: bool) -> None:
+        self._sums.reset(undo)
 
-        The average is that of all ranks if one of those that are left has all sums; it gives them
-        to the others. Otherwise it is that of those that are left.
-        """
-        assert self._recovery is not None
-        membership, closed = self._recovery.membership, self._closed + 1
-        weight, again = None, False
-        while self._closed < closed:
-            try:
-                if self._torn:
-                    raise PeerLost("while backward ran")
-                if again:
-                    weighting = self._weighting
-                    self._sums.start_again(self._reached, weighting.weight, weighting.factor)
-                weight = self._sum_again() if again else self._sum()
-                self._closed, self.counted = closed, membership.members
-            except PeerLost:
-                self._torn, again = False, True
-                self._recovery.run()
-        self._recovery.close(self.counted)
-        return weight
-
-    def _sum_again(self) -> float | None:
-        self._sums.wait(self._reached)
-        return None if self._sums.carries_weight else self._summed_weight()
-
-    def tell(self) -> Report:
-        return {"closed": [self._closed], "counted": list(self.counted)}
-
-    def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
-        closed = [each["closed"][0] for each in reports]
-        newest = max(closed)
-        if min(closed) == newest:
-            return
-        giver = closed.index(newest)
-        ahead = self._closed == newest
-        if not ahead:
-            self._sums.reset()
-        for array in self._sums.arrays(self._reached, last=ahead):
-            comm.bcast(array, giver)
-        if not ahead:
-            self._closed, self.counted = newest, tuple(reports[giver]["counted"])
-
-    def closed(self, counted: Sequence[int]) -> None:
-        pass
-
-    def _summed_weight(self) -> float:
-        weight = np.array([self._weighting.weight])
-        self._comm.wait([self._comm.iallreduce(weight)], "the number of samples")
-        return float(weight[0])
+    def arrays(self, last: bool) -> list[npt.NDArray[np.generic]]:
+        return [self._summed_weight, *self._sums.arrays(self._reached, last)]

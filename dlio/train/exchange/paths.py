@@ -67,8 +67,8 @@ class Path(Protocol):
     def statistics(self) -> dict[str, float]:
         """Totals, as of a `Sum`."""
 
-    def reset(self) -> None:
-        """Drop a sum that a loss has interrupted; the bucket may be written again."""
+    def reset(self, undo: bool) -> None:
+        """Drop a sum that a loss has interrupted, as `Sum.reset` does."""
 
     def close(self) -> None: ...
 
@@ -141,8 +141,8 @@ class HostPath:
     def statistics(self) -> dict[str, float]:
         return self._total.statistics()
 
-    def reset(self) -> None:
-        self._total.reset()
+    def reset(self, undo: bool) -> None:
+        self._total.reset(undo)
 
     def close(self) -> None:
         self._total.close()
@@ -229,8 +229,8 @@ class PinnedPath:
     def statistics(self) -> dict[str, float]:
         return self._total.statistics()
 
-    def reset(self) -> None:
-        self._total.reset()
+    def reset(self, undo: bool) -> None:
+        self._total.reset(undo and self._begun)
         self._begun = True
 
     def close(self) -> None:
@@ -285,7 +285,7 @@ class NcclPath:
     def statistics(self) -> dict[str, float]:
         return self._counts.statistics()
 
-    def reset(self) -> None:
+    def reset(self, undo: bool) -> None:
         self._work = None
 
     def close(self) -> None:
@@ -336,7 +336,7 @@ class DeviceMpiPath:
     def statistics(self) -> dict[str, float]:
         return self._counts.statistics()
 
-    def reset(self) -> None:
+    def reset(self, undo: bool) -> None:
         self._request, self._begun = None, True
 
     def close(self) -> None:

@@ -8,10 +8,13 @@ published.
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from dlio.train.cut import Cut
 from dlio.train.exchange.buckets import Bucket, Named, in_buckets
+from dlio.train.exchange.closing import Closing
 from dlio.train.exchange.compress.reduce import TAGS
 from dlio.train.exchange.reshape_state import RunningTotals, reshape_state
 from dlio.train.exchange.setting import Setting
@@ -28,6 +31,9 @@ class Periodic:
     """Sets weights to the last common ones plus the mean change, every `spec.period` steps.
 
     `finish` does so, too. A compressor's residual is added to the next change.
+
+    A round is the sum of the changes of all ranks. Weights change once all sums of a round are
+    there, so that a loss tears no weights.
     """
 
     alike = False
@@ -37,7 +43,17 @@ class Periodic:
         self._named = named
         self._totals = RunningTotals()
         self._steps = 0
+        self._keeps = setting.recovery is not None
+        """Keep each round's sums until the next one's are complete, for ranks that lack them."""
+        self._begun: set[int] = set()
+        """Buckets whose sum has begun in this round."""
         self._make_buckets()
+        self._closing = Closing(setting, self)
+
+    @property
+    def counted(self) -> tuple[int, ...] | None:
+        """Members whose steps are in the last round; None while a round is not over."""
+        return self._closing.counted if self._steps == 0 else None
 
     def _make_buckets(self) -> None:
         """Create buckets of the parameters in their current shapes.
@@ -100,34 +116,58 @@ class Periodic:
         return {key: sum(each[key] for each in counts) for key in ("wait_s", "messages", "bytes")}
 
     def close(self) -> None:
+        self._closing.remove()
         for each in self._sums:
             each.close()
         if self._comm.size > 1:
             self._comm.close()
 
-    @torch.no_grad()
     def _agree(self) -> None:
         """Average the changes of all ranks, and set weights to the new common ones."""
+        self._closing.close_turn()
+        ranks = len(self._closing.counted) if self._keeps else self._comm.size
+        for number in range(len(self._buckets)):
+            self._take(number, ranks)
+        self._begun.clear()
+        self._closing.take()
         self._steps = 0
-        for bucket, common, total in zip(self._buckets, self._common, self._sums, strict=True):
+
+    @torch.no_grad()
+    def sum_all(self) -> None:
+        for number, (bucket, common) in enumerate(zip(self._buckets, self._common, strict=True)):
             self._read(bucket)
             bucket.flat -= common
-            total.start(bucket.array)
+            self._begun.add(number)
+            self._sums[number].start(bucket.array)
             for each in self._sums:
                 each.advance()
-        for number, (bucket, total) in enumerate(zip(self._buckets, self._sums, strict=True)):
-            total.wait()
-            change = bucket.flat.div_(self._comm.size)
-            common, momentum = self._common[number], self._momentum[number]
-            if self._spec.merge == "outer":
-                momentum.mul_(_OUTER_MOMENTUM).add_(change)
-                change.add_(momentum, alpha=_OUTER_MOMENTUM)
-                common.add_(change, alpha=_OUTER_RATE)
-            else:
-                common.add_(change)
-            bucket.flat.copy_(common)
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                parameter.copy_(view)
+        for each in self._sums:
+            each.wait()
+
+    def reset(self, undo: bool) -> None:
+        for number, each in enumerate(self._sums):
+            each.reset(undo and number in self._begun)
+
+    def arrays(self, last: bool) -> list[npt.NDArray[np.float32]]:
+        return [(each.before if last else each.flat).numpy() for each in self._buckets]
+
+    @torch.no_grad()
+    def _take(self, number: int, ranks: int) -> None:
+        """Change a bucket's weights by the mean of the changes of some ranks."""
+        bucket, sums = self._buckets[number], self._buckets[number].flat
+        common, momentum = self._common[number], self._momentum[number]
+        if self._keeps:
+            bucket.swap()
+        change = torch.div(sums, ranks, out=bucket.flat)
+        if self._spec.merge == "outer":
+            momentum.mul_(_OUTER_MOMENTUM).add_(change)
+            change.add_(momentum, alpha=_OUTER_MOMENTUM)
+            common.add_(change, alpha=_OUTER_RATE)
+        else:
+            common.add_(change)
+        bucket.flat.copy_(common)
+        for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+            parameter.copy_(view)
 
     @staticmethod
     @torch.no_grad()

@@ -8,8 +8,7 @@ from torch import nn
 
 from dlio.comm import Communicator
 from dlio.comm.nodes import find_nodes
-from dlio.comm.recovery import recovery_of
-from dlio.errors import UsageError
+from dlio.comm.recovery import Recovery, recovery_of
 from dlio.train.cut import Cut
 from dlio.train.exchange.buckets import Named
 from dlio.train.exchange.protocol import (
@@ -33,8 +32,8 @@ class RunningExchange:
     their meaning.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
-        self.exchange = exchange
+    def __init__(self, exchange: Exchange, recovery: Recovery | None = None) -> None:
+        self.exchange, self._recovery = exchange, recovery
         self._gradients = exchange if isinstance(exchange, GradientExchange) else None
         self._before = exchange if isinstance(exchange, BeforeStep) else None
         self._after = exchange if isinstance(exchange, AfterStep) else None
@@ -47,9 +46,13 @@ class RunningExchange:
         return self.exchange.alike
 
     @property
-    def counted(self) -> tuple[int, ...]:
-        """Numbers of the ranks, when the job began, whose gradients the last step has used."""
-        return tuple(getattr(self.exchange, "counted", ()))
+    def counted(self) -> tuple[int, ...] | None:
+        """Numbers of the ranks, when the job began, whose samples the last step has used.
+
+        None if that is not settled yet; a later step then settles it for all steps since.
+        """
+        counted: tuple[int, ...] | None = getattr(self.exchange, "counted", ())
+        return counted
 
     def before_backward(self, samples: int, planned: int) -> None:
         """Announce a backward whose loss is a sum, divided by `planned / ranks`."""
@@ -75,11 +78,18 @@ class RunningExchange:
         """Exchange weights, or start to, after the optimizer has changed them."""
         if self._after is not None:
             self._after.after_step()
+        self._close_steps()
 
     def finish(self) -> None:
         """Complete all messages under way: weights are then as the next step uses them."""
         if self._deferred is not None:
             self._deferred.finish()
+            self._close_steps()
+
+    def _close_steps(self) -> None:
+        """Tell which members the last steps have used, if that is settled."""
+        if self._recovery is not None and (counted := self.counted) is not None:
+            self._recovery.close(counted)
 
     def watch(self, module: nn.Module) -> None:
         """Add a module that was created after the exchange and uses its parameters."""
@@ -125,8 +135,10 @@ def start_exchange(
         pretend_nodes: behave as if the ranks were on that many nodes.
     """
     node_of = find_nodes(comm, pretend_nodes).node_of
-    setting = Setting(spec, comm, node_of, seed, recovery=recovery_of(comm))
-    return RunningExchange(make_exchange(setting, named, modules))
+    recovery = recovery_of(comm)
+    members = () if recovery is None else recovery.membership.members
+    setting = Setting(spec, comm, node_of, seed, recovery=recovery, members=members)
+    return RunningExchange(make_exchange(setting, named, modules), recovery)
 
 
 def make_exchange(setting: Setting, named: Named, modules: Iterable[nn.Module]) -> Exchange:
@@ -144,12 +156,6 @@ def make_exchange(setting: Setting, named: Named, modules: Iterable[nn.Module]) 
     from dlio.train.exchange.periodic import Periodic
 
     spec = setting.spec
-    survives = spec.payload == "gradient" and spec.topology == "all" and spec.compressor is None
-    if setting.recovery is not None and not survives:
-        raise UsageError(
-            "--fault-tolerance shrink works with --exchange allreduce; choose it, or leave "
-            "--fault-tolerance out"
-        )
     nodes = len(set(setting.node_of.tolist()))
     if spec.merge == "half" and not spec.flat and 1 < nodes < setting.comm.size:
         return NodeGossip(named, modules, setting)

@@ -28,7 +28,23 @@ class Setting:
     """Working memory that all buckets of the exchange share."""
     recovery: Recovery | None = None
     """Called when a rank is lost; None if the job ends then."""
+    members: tuple[int, ...] = ()
+    """Number of each rank of `node_of` when the job began, if ranks may be lost."""
+    group: int = 0
+    """Number of the part of all ranks that exchange: a rank takes part in one."""
+    is_part: bool = False
+    """True if others than these ranks exchange, too, by another exchange around this one."""
 
-    def over(self, spec: ExchangeSpec, comm: Communicator) -> "Setting":
+    def nodes(self) -> npt.NDArray[np.int32]:
+        """Return the node number of each rank that is left."""
+        if self.recovery is None:
+            return self.node_of
+        left: npt.NDArray[np.int32] = self.node_of[
+            np.isin(self.members, self.recovery.membership.members)
+        ]
+        return left
+
+    def over(self, spec: ExchangeSpec, comm: Communicator, group: int) -> "Setting":
         """The setting of a part of this exchange, whose ranks are all on one node."""
-        return replace(self, spec=spec, comm=comm, node_of=np.zeros(comm.size, np.int32))
+        node_of = np.zeros(comm.size, np.int32)
+        return replace(self, spec=spec, comm=comm, node_of=node_of, group=group, is_part=True)

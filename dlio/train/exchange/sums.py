@@ -9,11 +9,11 @@ import numpy.typing as npt
 import torch
 
 from dlio.comm import Communicator, Request
-from dlio.comm.waiting import SHORTEST_SLEEP_S, leave
-from dlio.errors import CommError, PeerLost
+from dlio.comm.waiting import await_end, leave
 from dlio.train.exchange.compress import make_compressor
-from dlio.train.exchange.compress.layout import Scratch, pieces_of
+from dlio.train.exchange.compress.layout import pieces_of
 from dlio.train.exchange.compress.reduce import QuantisedAllreduce
+from dlio.train.exchange.compress.residual import Residual
 from dlio.train.exchange.routes import Op, route
 from dlio.train.exchange.setting import Setting
 
@@ -28,7 +28,6 @@ __all__ = [
 ]
 
 _F32 = npt.NDArray[np.float32]
-_RESET_TIMEOUT_S: Final = 5.0
 _HEAD: Final = 8
 """Bytes before a compressed message: its length, for ranks that forward it."""
 Tensors = Sequence[tuple[str, Sequence[int]]]
@@ -62,8 +61,15 @@ class Sum(Protocol):
     def statistics(self) -> dict[str, float]:
         """Totals since the start: `wait_s`, and `messages` and `bytes` that this rank sent."""
 
-    def reset(self) -> None:
-        """Drop a sum that a loss has interrupted; its region may be used again."""
+    def reset(self, undo: bool) -> None:
+        """Drop a sum that a loss has interrupted, and go on with the ranks that are left.
+
+        Its region may be used again. Call it once all communicators are of the next generation.
+
+        Args:
+            undo: the sum is void on all ranks: residuals are as before it was started. Otherwise
+                some rank has it, and what was left out of its messages stays owed.
+        """
 
     def close(self) -> None: ...
 
@@ -91,12 +97,12 @@ def make_sum(setting: Setting, tensors: Tensors, tag: int) -> Sum:
         tensors: (name, shape) of the tensors in the region.
         tag: the first of `TAGS` tags that nothing else on the communicator uses.
     """
-    spec, comm, scratch = setting.spec, setting.comm, setting.scratch
+    spec, comm = setting.spec, setting.comm
     if spec.topology in ("hierarchical", "tree", "star"):
-        ops = route(spec.topology, comm.rank, setting.node_of, spec.compressor is not None)
-        return RoutedSum(comm, tensors, ops, spec.compressor, tag, scratch)
+        return RoutedSum(setting, tensors, tag)
     if spec.compressor is not None:
-        return QuantisedAllreduce(comm, tensors, spec.compressor, tag, scratch)
+        keeps = setting.recovery is not None
+        return QuantisedAllreduce(comm, tensors, spec.compressor, tag, setting.scratch, keeps)
     return AllreduceSum(comm)
 
 
@@ -142,15 +148,9 @@ class AllreduceSum:
         sent = hops * self._bytes / self._comm.size
         return {"wait_s": self._wait_s, "messages": float(hops * self._starts), "bytes": sent}
 
-    def reset(self) -> None:
-        deadline = time.monotonic() + _RESET_TIMEOUT_S
-        try:
-            while self._request is not None and not self._request.done():
-                if time.monotonic() > deadline:
-                    raise CommError("a sum that a loss has interrupted does not end")
-                time.sleep(SHORTEST_SLEEP_S)
-        except PeerLost:
-            pass  # It has ended.
+    def reset(self, undo: bool) -> None:
+        if self._request is not None:
+            await_end([self._request])
         self._request = None
 
     def close(self) -> None:
@@ -162,27 +162,27 @@ class RoutedSum:
 
     With a compressor, each hop up keeps its residual for the next sum, and all ranks receive the
     one message that the root encodes.
+
+    Args:
+        tag: a tag that nothing else on the communicator uses.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        tensors: Tensors,
-        ops: Sequence[Op],
-        compressor: str | None,
-        tag: int,
-        scratch: Scratch,
-    ) -> None:
-        self._comm, self._tag = comm, tag
-        self._ops = list(ops)
+    def __init__(self, setting: Setting, tensors: Tensors, tag: int) -> None:
+        self._setting, self._comm, self._tag = setting, setting.comm, tag
+        self._ops = self._route()
+        compressor = setting.spec.compressor
         pieces = pieces_of(tensors)
         self.entries = pieces[-1].stop if pieces else 0
         self._codec = None
         longest = 4 * self.entries
         if compressor is not None:
-            self._codec = make_compressor(compressor, pieces, scratch)
+            self._codec = make_compressor(compressor, pieces, setting.scratch)
             longest = _HEAD + self._codec.max_bytes
-            self.residual = np.zeros(self.entries, np.float32)
+        self._residual = Residual(
+            self.entries if self._codec else 0, keeps=setting.recovery is not None
+        )
+        self._memory = np.empty(0, np.int64)
+        """The compressor's state before the last sum, where it may have to be undone."""
         self._incoming = np.empty(longest, np.uint8)
         self._outgoing = np.empty(longest if self._codec else 0, np.uint8)
         self._down = False
@@ -194,9 +194,18 @@ class RoutedSum:
         self._wait_s = 0.0
         self._messages = self._bytes = 0
 
+    def _route(self) -> list[Op]:
+        spec, nodes = self._setting.spec, self._setting.nodes()
+        return route(spec.topology, self._comm.rank, nodes, spec.compressor is not None)
+
     def start(self, region: _F32) -> None:
         self._region, self._at, self._down = region, 0, False
-        if self._ops:
+        self._residual.keep()
+        if self._codec is not None and self._setting.recovery is not None:
+            self._memory = self._codec.state()
+        if not self._ops:
+            self._residual.pay(region)
+        else:
             self._begin()
             self.advance()
 
@@ -227,19 +236,19 @@ class RoutedSum:
         if self._codec is None:
             region[:] = 0
             return
-        region[:] = self.residual
+        region[:] = self._residual.owed
         self._comm.wait([self._comm.iallreduce(region)], "residuals of the other ranks")
-        self.residual[:] = 0
+        self._residual.owed[:] = 0
 
     def state(self) -> dict[str, torch.Tensor]:
         if self._codec is None:
             return {}
         codec = torch.from_numpy(self._codec.state())
-        return {"owed": torch.from_numpy(self.residual), "codec": codec}
+        return {"owed": torch.from_numpy(self._residual.owed), "codec": codec}
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
         if self._codec is not None and "owed" in state:
-            self.residual[:] = state["owed"].numpy()
+            self._residual.owed[:] = state["owed"].numpy()
         if self._codec is not None and "codec" in state:
             self._codec.load_state(state["codec"].numpy())
 
@@ -250,8 +259,15 @@ class RoutedSum:
             "bytes": float(self._bytes),
         }
 
-    def reset(self) -> None:
-        self.close()
+    def reset(self, undo: bool) -> None:
+        await_end([*self._sends, *([] if self._receive is None else [self._receive])])
+        self._receive, self._sends = None, []
+        self._ops = self._route()
+        self._at = len(self._ops)
+        if undo:
+            self._residual.put_back()
+            if self._codec is not None:
+                self._codec.load_state(self._memory)
 
     def close(self) -> None:
         if self._receive is not None and not self._receive.cancel():
@@ -297,7 +313,7 @@ class RoutedSum:
         message = self._region.view(np.uint8)
         if self._codec is not None:
             if not self._down:
-                used = self._codec.encode(self._region, self.residual, self._outgoing[_HEAD:])
+                used = self._codec.encode(self._region, self._residual.owed, self._outgoing[_HEAD:])
                 self._outgoing[:_HEAD].view(np.uint64)[0] = used
                 if not any(op.kind == "take" for op in self._ops[self._at :]):
                     self._give()  # The root takes the decoded sum, too.

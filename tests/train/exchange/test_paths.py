@@ -124,7 +124,7 @@ class _Doubles:
     def statistics(self) -> dict[str, float]:
         return {}
 
-    def reset(self) -> None:
+    def reset(self, undo: bool) -> None:
         self.log.append("dropped")
 
     def close(self) -> None:

@@ -1,95 +1,18 @@
 """`dlio train --fault-tolerance shrink`: ranks are lost, and no sample is."""
 
-import json
 import math
-import os
 import re
-import shutil
 import socket
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 
 from tests.conftest import MpiRun
+from tests.train.loss.conftest import EPOCHS, SAMPLES, Run, check_exact
 
-ROOT = Path(__file__).resolve().parents[3]
-SAMPLES, EPOCHS = 101, 2
 # The stand-in would end a little later than the program that a signal is sent to.
 pytestmark = [pytest.mark.mpi, pytest.mark.cold]
-
-
-class Ran(NamedTuple):
-    """A run that has ended."""
-
-    code: int
-    output: str
-    errors: str
-    epochs: list[dict[str, Any]]
-    """Of the report; empty if there is none."""
-    losses: list[dict[str, Any]]
-    """Of the report, too."""
-    samples: dict[int, Counter[int]]
-    """How often each sample is in the trace, by epoch."""
-    weights: list[set[str]]
-    """Digests of the ranks' weights, by epoch."""
-
-
-Run = Callable[..., Ran]
-
-
-@pytest.fixture
-def run(pictures: Path, tmp_path: Path) -> Run:
-    """Train on several ranks of which some end, as `ending.py` has it."""
-    shutil.copy(Path(__file__).with_name("ending.py"), tmp_path)
-    paths = [str(ROOT), *(str(ROOT / room) for room in ("readers", "staging", "bench"))]
-
-    def train(ranks: int, ends: dict[int, list[object]], *more: str) -> Ran:
-        options = ["--epochs", str(EPOCHS), "--batch-size", "4", "--image-size", "32"]
-        options += ["--model", "ending:make", "--fault-tolerance", "shrink", "-n", str(ranks)]
-        options += ["--trace", "t.jsonl", "--report", "r.json", *more]
-        options += ["--callback", "ending:Digest"]
-        done = subprocess.run(
-            [sys.executable, "-m", "dlio.cli", "train", str(pictures / "train"), *options],
-            cwd=tmp_path,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(paths),
-                "DLIO_CACHE": str(tmp_path / "cache"),
-                "DLIO_TIMEOUT": "60",
-                "ENDS": json.dumps(ends),
-            },
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
-        report, trace = tmp_path / "r.json", tmp_path / "t.jsonl"
-        samples: dict[int, Counter[int]] = {}
-        if trace.exists():
-            for line in map(json.loads, trace.read_text().splitlines()):
-                samples.setdefault(line["epoch"], Counter()).update(line["samples"])
-        wrote = json.loads(report.read_text()) if report.exists() else {}
-        epochs, losses = wrote.get("epochs", []), wrote.get("losses", [])
-        weights = [
-            {path.read_text() for path in tmp_path.glob(f"weights-{epoch}-*")}
-            for epoch in range(EPOCHS)
-        ]
-        return Ran(done.returncode, done.stdout, done.stderr, epochs, losses, samples, weights)
-
-    return train
-
-
-def _check_exact(ran: Ran) -> None:
-    """Every sample once in each epoch, and the same weights on all ranks that are left."""
-    assert ran.code == 0, ran.errors
-    assert ran.samples == {epoch: Counter(range(SAMPLES)) for epoch in range(EPOCHS)}
-    assert [epoch["samples"] for epoch in ran.epochs] == [SAMPLES] * EPOCHS
-    assert list(map(len, ran.weights)) == [1] * EPOCHS
 
 
 @pytest.mark.parametrize(
@@ -107,7 +30,7 @@ def test_the_others_go_on_and_each_sample_counts_once(
     run: Run, ranks: int, ends: dict[int, list[object]]
 ) -> None:
     ran = run(ranks, ends)
-    _check_exact(ran)
+    check_exact(ran)
     said = r"^ranks? (.+) lost at step (\d+): (\d) ranks? goe?s? on, "
     lines = re.findall(said, ran.output, re.MULTILINE)
     ranks_of = [[int(each) for each in re.findall(r"(\d+) \(node ", who)] for who, _, _ in lines]
@@ -126,7 +49,7 @@ def test_a_loss_is_in_report_and_tensorboard_if_rank_0_is_lost(run: Run, tmp_pat
     reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     # Lost before its gradients are there: nobody can have the sums of its third step.
     ran = run(3, {0: ["kill", 3, -1]}, "--tensorboard", "tb")
-    _check_exact(ran)
+    check_exact(ran)
     (loss,) = ran.losses
     assert loss.items() >= {"ranks": [0], "epoch": 0, "step": 2, "left": 2}.items()
     assert loss["samples_again"] == 4
@@ -148,13 +71,13 @@ def test_a_loss_is_in_report_and_tensorboard_if_rank_0_is_lost(run: Run, tmp_pat
 def test_held_out_data_and_accumulated_batches_are_shared_anew(run: Run, pictures: Path) -> None:
     more = ("--accumulate", "2", "--val", str(pictures / "val"), "--pretend-nodes", "2")
     ran = run(4, {2: ["kill", 3, 1], 3: ["kill", 9, -1]}, *more)
-    _check_exact(ran)
+    check_exact(ran)
     assert all(epoch["val_accuracy"] is not None for epoch in ran.epochs)
 
 
 @pytest.mark.parametrize("how", ["stop", "segv"])
 def test_a_rank_that_is_stopped_or_crashes_is_lost(run: Run, how: str) -> None:
-    _check_exact(run(3, {2: [how, 4, 1]}))
+    check_exact(run(3, {2: [how, 4, 1]}))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -182,8 +105,6 @@ def test_a_run_of_which_no_rank_is_left_has_failed(run: Run) -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        ("--exchange", "gossip"),
-        ("--exchange", "allreduce+int8"),
         ("--shuffle", "local"),
         ("--source-order", "block(2)"),
         ("--checkpoint", "c"),

@@ -30,10 +30,11 @@ import numpy.typing as npt
 import torch
 
 from dlio.comm import Communicator, Request
-from dlio.comm.waiting import leave
+from dlio.comm.waiting import await_end, leave
 from dlio.errors import UsageError
 from dlio.train.exchange.compress import make_compressor
 from dlio.train.exchange.compress.layout import Piece, Scratch, pieces_of, split
+from dlio.train.exchange.compress.residual import Residual
 
 __all__ = ["TAGS", "QuantisedAllreduce"]
 
@@ -82,6 +83,7 @@ class QuantisedAllreduce:
         compressor: one of `compress.NAMES`.
         tag: the first of `TAGS` tags that nothing else on the communicator uses.
         scratch: working memory, which other regions of the same thread may share.
+        keeps: `reset` may have to undo a sum; this takes as much memory as the region.
 
     Raises UsageError for an unknown compressor.
     """
@@ -93,21 +95,38 @@ class QuantisedAllreduce:
         compressor: str,
         tag: int,
         scratch: Scratch | None = None,
+        keeps: bool = False,
     ) -> None:
         self._comm = comm
         self._tag = tag
-        pieces = pieces_of(tensors)
-        self.entries = pieces[-1].stop if pieces else 0
+        self._pieces = pieces_of(tensors)
+        self._name, self._scratch = compressor, scratch or Scratch()
+        self.entries = self._pieces[-1].stop if self._pieces else 0
         """Length of the region."""
-        scratch = scratch or Scratch()
-        alone = comm.size == 1
-        self.residual = np.zeros(0 if alone else self.entries, np.float32)
+        self._residual = Residual(0 if comm.size == 1 else self.entries, keeps)
+        self._share_requests: dict[int, Request] = {}
+        self._sends: list[Request] = []
+        self._phase = _Phase.IDLE
+        self._region = np.empty(0, np.float32)
+        self._wait_s = 0.0
+        self._messages = 0
+        self._bytes = 0
+        self._cut()
+
+    @property
+    def residual(self) -> npt.NDArray[np.float32]:
         """Values that this rank has not sent yet; shape (entries,). Part of a checkpoint."""
+        return self._residual.owed
+
+    def _cut(self) -> None:
+        """Cut the region into one part per rank."""
+        comm = self._comm
+        alone = comm.size == 1
         self._one_hop = comm.size == _ONE_HOP
         self._parts: list[_Part] = []
         begin = 0
-        for part in split(pieces, 1 if self._one_hop else comm.size):
-            self._parts.append(_Part([] if alone else part, begin, compressor, scratch))
+        for part in split(self._pieces, 1 if self._one_hop else comm.size):
+            self._parts.append(_Part([] if alone else part, begin, self._name, self._scratch))
             begin = self._parts[-1].span.stop
         self._own = self._parts[0 if self._one_hop else comm.rank]
         """The part that this rank sums: other ranks send it their shares."""
@@ -117,15 +136,8 @@ class QuantisedAllreduce:
             for rank in range(comm.size)
             if rank != comm.rank and own.entries
         }
-        self._share_requests: dict[int, Request] = {}
         self._total = np.empty(0 if self._one_hop else own.entries, np.float32)
         self._next_rank = 0
-        self._sends: list[Request] = []
-        self._phase = _Phase.IDLE
-        self._region = np.empty(0, np.float32)
-        self._wait_s = 0.0
-        self._messages = 0
-        self._bytes = 0
 
     def start(self, region: npt.NDArray[np.float32]) -> None:
         """Start summing `region` in place. Do not touch it before the sum is complete.
@@ -140,7 +152,9 @@ class QuantisedAllreduce:
             raise UsageError(f"cannot sum {len(region)} entries: the region has {self.entries}")
         if self._phase is not _Phase.IDLE:
             raise UsageError("cannot start a sum before the last one is complete: call wait()")
+        self._residual.keep()
         if self._comm.size == 1:
+            self._residual.pay(region)
             return
         self._region = region
         self._phase = _Phase.SHARES
@@ -242,8 +256,20 @@ class QuantisedAllreduce:
             "bytes": float(self._bytes),
         }
 
-    def reset(self) -> None:
-        self.close()
+    def reset(self, undo: bool) -> None:
+        """Drop a sum that a loss has interrupted, and go on with the ranks that are left.
+
+        The compressors forget their memory, because it refers to parts that no longer exist.
+
+        Args:
+            undo: the residual is as before the sum was started.
+        """
+        receives = [part.request for part in self._parts if part.request is not None]
+        await_end([*receives, *self._share_requests.values(), *self._sends])
+        self._forget()
+        self._cut()
+        if undo:
+            self._residual.put_back()
 
     def close(self) -> None:
         """Cancel a pending sum. No other rank may still be waiting for this one."""
@@ -255,6 +281,9 @@ class QuantisedAllreduce:
         for request in self._sends:
             if not request.done():
                 leave(request, *(part.outgoing for part in self._parts))
+        self._forget()
+
+    def _forget(self) -> None:
         self._share_requests.clear()
         self._sends.clear()
         for part in self._parts:

@@ -1,0 +1,164 @@
+"""Batches over losses, where ranks are at different places: each sample exactly once, no MPI."""
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any, Final
+
+import numpy as np
+import pytest
+import torch
+
+from dlio.loader import dealing
+from dlio.loader.dealing import Dealing
+
+SAMPLES: Final = 83
+BATCH: Final = 12
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A pass: its samples, the first one's position, and the ranks that share them."""
+
+    order: tuple[int, ...]
+    position: int
+    ranks: int
+    rank: int
+
+    def samples(self, batch: int) -> list[int]:
+        begin = self.position + batch * BATCH
+        return list(self.order[begin : begin + BATCH][self.rank :: self.ranks])
+
+    def window(self, steps: range) -> Any:
+        return SimpleNamespace(samples=np.array(self.samples(steps[0]), np.int64))
+
+
+class _Loader:
+    """Yields this rank's samples as images."""
+
+    def __init__(self, me: int, ranks: int) -> None:
+        self._me, self._ranks, self._rank = me, ranks, me
+        self._order, self._position = tuple(range(SAMPLES)), 0
+        self.plan: Any = None
+        self.planned: Any = None
+
+    def begin(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        self.planned = SimpleNamespace(
+            cursor=SimpleNamespace(position=self._position),
+            samples=len(self._order),
+            formula=SimpleNamespace(drop_last=False),
+        )
+        plan = self.plan = _Plan(self._order, self._position, self._ranks, self._rank)
+        batches = range(-(-(len(plan.order) - plan.position) // BATCH))
+        return ((torch.tensor(plan.samples(batch)), torch.empty(0)) for batch in batches)
+
+    def regroup(self, members: Sequence[int], me: int, global_batch: int) -> None:
+        self._ranks, self._rank = len(members), members.index(me)
+
+    def redeal(self, position: int, again: Sequence[int]) -> None:
+        self._position, self._order = position, (*range(SAMPLES), *again)
+
+    def stats(self) -> Any:
+        return None
+
+
+class _Rank:
+    def __init__(self, me: int, members: tuple[int, ...]) -> None:
+        self.membership = SimpleNamespace(members=members, me=me)
+        recovery: Any = SimpleNamespace(
+            membership=self.membership, losses=[], last_counted={}, add=lambda *_: "data"
+        )
+        recovery.count_again = lambda *_: None
+        self.recovery = recovery
+        loader: Any = _Loader(me, len(members))
+        self.dealing = Dealing([loader], recovery, BATCH)
+        self.dealing.begin_epoch(0)
+        self.samples: list[list[int]] = []
+        """Those of each step."""
+        self.over = False
+        self._batches = self.dealing.batches()
+
+    def step(self) -> None:
+        """Take a batch and make an optimizer step; `over` if there is none."""
+        batch = next(self._batches, None)
+        if batch is None:
+            self.over = True
+            self._batches = self.dealing.batches()
+            return
+        self.over = False
+        self.samples.append(batch[0].tolist())
+        self.dealing.count(self.membership.members)
+
+
+def _joined(lists: Iterable[list[int]]) -> list[int]:
+    return list(chain.from_iterable(lists))
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_each_sample_counts_once_wherever_ranks_are_when_others_are_lost(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dealing, "plan_epoch", lambda plan: plan)
+    draw = random.Random(seed)
+    members = tuple(range(draw.randint(2, 5)))
+    ranks = {member: _Rank(member, members) for member in members}
+    last: dict[int, int] = {}
+    heard: dict[int, list[int]] = {}
+
+    def lose(member: int) -> None:
+        """Others may have taken in its last steps, or none."""
+        samples = ranks.pop(member).samples
+        last[member] = draw.randint(0, len(samples))
+        heard[member] = _joined(samples[: last[member]])
+
+    while not all(rank.over for rank in ranks.values()):
+        if len(ranks) > 1 and draw.random() < 0.12:
+            for member in draw.sample(sorted(ranks), draw.randint(1, len(ranks) - 1)):
+                lose(member)
+            if draw.random() < 0.3 and len(ranks) > 1:
+                # Another loss interrupts the recovery when some have settled the first.
+                _settle(ranks, last, draw.sample(sorted(ranks), draw.randint(0, len(ranks))))
+                lose(draw.choice(sorted(ranks)))
+            _settle(ranks, last, list(ranks))
+            for rank in ranks.values():
+                rank.recovery.losses.append(None)
+                rank.over = False
+        else:
+            draw.choice(list(ranks.values())).step()
+    of_lost = [sorted(rank.dealing.of_lost()) for rank in ranks.values()]
+    assert all(each == of_lost[0] for each in of_lost)
+    counted = Counter(_joined(_joined(rank.samples) for rank in ranks.values()))
+    for *_, samples in of_lost[0]:
+        counted.update(samples)
+    assert counted == Counter(range(SAMPLES))
+    for member, expected in heard.items():
+        traced = [samples for _, _, rank, samples in of_lost[0] if rank == member]
+        assert _joined(traced) == expected
+    assert len({(tuple(rank.dealing.again), len(rank.samples)) for rank in ranks.values()}) == 1
+
+
+def _settle(ranks: dict[int, _Rank], last: dict[int, int], some: Sequence[int]) -> None:
+    """Settle on some of the ranks that are left."""
+    reports = [rank.dealing.tell() for rank in ranks.values()]
+    for rank in (ranks[member] for member in some):
+        rank.membership.members = tuple(sorted(ranks))
+        rank.recovery.last_counted.update(last)
+        rank.dealing.settle(reports, SimpleNamespace())
+
+
+def test_batches_stay_open_until_it_is_settled_who_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dealing, "plan_epoch", lambda plan: plan)
+    rank = _Rank(0, (0, 1))
+    batches = rank.dealing.batches()
+    for _ in range(2):
+        next(batches)
+    rank.membership.members = (0,)
+    rank.dealing.settle([rank.dealing.tell()], SimpleNamespace())
+    rank.recovery.losses.append(None)
+    rank.dealing.count((0,))
+    taken = [sample for images, _ in batches for sample in images.tolist()]
+    assert rank.dealing.again == [*range(1, BATCH, 2), *range(BATCH + 1, 2 * BATCH, 2)]
+    assert sorted(taken) == sorted([*range(2 * BATCH, SAMPLES), *rank.dealing.again])
