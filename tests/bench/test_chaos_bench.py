@@ -167,7 +167,9 @@ def test_figures_are_of_the_records() -> None:
     ]
     figures = figures_of("shrink", jobs, samples=10)
     assert figures["unnoticed"] == 0
-    assert figures_of("shrink", [JobRecord([late], epochs=1)], samples=10)["unnoticed"] == 1
+    without = figures_of("shrink", [JobRecord([late], epochs=1)], samples=10)
+    assert (without["unnoticed"], without["unchecked_jobs"]) == (1, 1)
+    assert figures["unchecked_jobs"] == 0
     assert figures["faults"] == {"kill": 2}
     assert (figures["hangs"], figures["failed_jobs"], figures["jobs"]) == (1, 1, 3)
     assert figures["failures"] == ["dlio: error: x"]
@@ -330,6 +332,7 @@ def _check_whole(figures: dict[str, Any], kills: int) -> None:
     assert sum(figures["faults"].values()) == kills
     assert figures["failures"] == []
     assert (figures["hangs"], figures["failed_jobs"]) == (0, 0)
+    assert figures["unchecked_jobs"] == 0
     assert (figures["samples_lost"], figures["samples_doubled"]) == (0, 0)
     assert (figures["left_processes"], figures["left_files"]) == (0, [])
 

@@ -20,6 +20,7 @@ _SHOWN: Final = {
     "runs": "processes started for them",
     "hangs": "hangs",
     "failed_jobs": "jobs that failed",
+    "unchecked_jobs": "jobs without a trace",
     "samples_lost": "samples lost",
     "samples_doubled": "samples doubled",
     "recovery_s": "recovery, s",
@@ -88,6 +89,9 @@ def figures_of(mode: str, jobs: Sequence[JobRecord], samples: int) -> dict[str, 
         "hangs": sum(job.hangs for job in jobs),
         "failed_jobs": sum(job.failed for job in jobs),
         "failures": [job.runs[-1].errors for job in jobs if job.failed and job.runs],
+        "unchecked_jobs": sum(
+            job.uneven is None and job.epochs > 0 and len(job.runs) == 1 for job in jobs
+        ),
         "epochs_checked": sum(job.epochs for job in checked),
         "samples_lost": sum(each["lost"] for each in uneven) if checked else None,
         "samples_doubled": sum(each["doubled"] for each in uneven) if checked else None,
