@@ -196,7 +196,8 @@ class Recovery:
         """Return `act()` when it has succeeded on all ranks of one generation. Collective.
 
         A collective operation that a loss interrupts succeeds on some ranks and fails on others.
-        Then all recover and do it again, so `act` must not change what it starts from.
+        Then all recover and do it again, so `act` must not change what it starts from, or else
+        go on from where it was. It may itself call `run`.
         """
         while True:
             try:
