@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from dlio.errors import UsageError
+from dlio.script.options import RunOptions
+
 HERE = Path(__file__).parent
 ENDING, COUNTING = HERE / "losses" / "ending.py", HERE / "losses" / "counting.py"
 SCRIPTS = HERE / "scripts"
@@ -94,6 +97,13 @@ def test_without_the_option_a_script_ends_with_any_rank(tmp_path: Path) -> None:
     done = _run(COUNTING, str(tmp_path / "out.pt"), ranks=2, ends={1: [3, "before"]}, more=[])
     assert done.returncode != 0
     assert not (tmp_path / "out.pt").exists()
+
+
+@pytest.mark.parametrize("exchange", ["gossip", "asgd"])
+def test_exchanges_without_common_sums_are_refused(exchange: str) -> None:
+    with pytest.raises(UsageError, match="does not go with --fault-tolerance shrink"):
+        RunOptions(exchange=exchange, fault_tolerance="shrink")
+    RunOptions(exchange="local-sgd(8)", fault_tolerance="shrink")
 
 
 _NIGHTLY = {"autoencoder", "clipping", "two_optimizers"}
