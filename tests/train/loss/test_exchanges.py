@@ -56,7 +56,7 @@ def test_rounds_go_on_without_the_lost_ones(
         ("gossip+int8", 4, {1: ["kill", 4, 5], 2: ["kill", 6, -1]}, 2),
         ("gossip(gradient)", 3, {0: ["kill", 5, 0]}, 2),
         ("asgd", 3, {2: ["kill", 5, 3]}, 1),
-        ("asgd+bf16", 4, {0: ["kill", 4, -1], 1: ["kill", 9, 0]}, 1),
+        ("asgd+bf16", 4, {0: ["kill", 4, -1], 1: ["kill", 6, 0]}, 1),
     ],
 )
 def test_steps_of_a_lost_rank_count_up_to_the_last_one_that_others_took_in(
@@ -64,6 +64,7 @@ def test_steps_of_a_lost_rank_count_up_to_the_last_one_that_others_took_in(
 ) -> None:
     ran = run(ranks, ends, "--exchange", exchange, "--pretend-nodes", str(nodes))
     check_exact(ran, alike=False)
+    # All end in the first seven batches, of which every rank has samples: a pass each.
     for rank, (_, step, _) in ends.items():
         steps = ran.steps.get((0, rank), set())
         assert steps == set(range(len(steps)))
