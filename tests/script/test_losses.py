@@ -56,12 +56,12 @@ def _survived(
 @pytest.mark.parametrize(
     ("ranks", "ends"),
     [
-        (3, {1: [3, "before"]}),
-        (3, {2: [3, "after"]}),
+        pytest.param(3, {1: [3, "before"]}, marks=pytest.mark.nightly),
+        pytest.param(3, {2: [3, "after"]}, marks=pytest.mark.nightly),
         (3, {0: [4, "before"]}),
         (4, {1: [2, "before"], 3: [9, "after"]}),
         (4, {0: [2, "after"], 1: [2, "before"], 2: [2, "before"]}),
-        (2, {1: [7, "before"]}),
+        pytest.param(2, {1: [7, "before"]}, marks=pytest.mark.nightly),
     ],
 )
 def test_each_sample_of_a_script_is_in_one_gradient_of_each_epoch(
@@ -106,13 +106,13 @@ def test_exchanges_without_common_sums_are_refused(exchange: str) -> None:
     RunOptions(exchange="local-sgd(8)", fault_tolerance="shrink")
 
 
-_NIGHTLY = {"autoencoder", "clipping", "two_optimizers"}
+_IN_CI = {"accumulation", "gan"}
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(path.stem, marks=[pytest.mark.nightly] if path.stem in _NIGHTLY else [])
+        pytest.param(path.stem, marks=[] if path.stem in _IN_CI else [pytest.mark.nightly])
         for path in sorted(SCRIPTS.glob("*.py"))
     ],
 )

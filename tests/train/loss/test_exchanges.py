@@ -1,5 +1,7 @@
 """`dlio train --fault-tolerance shrink` with every exchange: ranks are lost, and no sample is."""
 
+from typing import Any
+
 import pytest
 
 from tests.train.loss.conftest import Run, check_exact
@@ -7,16 +9,20 @@ from tests.train.loss.conftest import Run, check_exact
 pytestmark = [pytest.mark.mpi, pytest.mark.cold]
 
 
+def _nightly(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.nightly)
+
+
 @pytest.mark.parametrize(
     ("exchange", "ranks", "ends", "more"),
     [
         ("allreduce+int8", 3, {0: ["kill", 3, 2]}, ()),
-        ("allreduce+adaptive", 4, {1: ["kill", 3, 0], 3: ["kill", 5, 5]}, ()),
-        ("allreduce+onebit", 3, {0: ["kill", 2, 5], 2: ["kill", 9, 3]}, ()),
+        _nightly("allreduce+adaptive", 4, {1: ["kill", 3, 0], 3: ["kill", 5, 5]}, ()),
+        _nightly("allreduce+onebit", 3, {0: ["kill", 2, 5], 2: ["kill", 9, 3]}, ()),
         ("tree", 4, {0: ["kill", 3, 2], 2: ["kill", 6, -1]}, ()),
-        ("parameter-server+threshold", 3, {0: ["kill", 4, 3]}, ()),
+        _nightly("parameter-server+threshold", 3, {0: ["kill", 4, 3]}, ()),
         ("hierarchical+bf16", 4, {0: ["kill", 3, 3], 1: ["kill", 6, 1]}, ("--pretend-nodes", "2")),
-        ("hierarchical", 4, {2: ["kill", 3, 5]}, ("--pretend-nodes", "2")),
+        _nightly("hierarchical", 4, {2: ["kill", 3, 5]}, ("--pretend-nodes", "2")),
     ],
 )
 def test_gradients_are_summed_along_the_ways_that_are_left(
@@ -37,7 +43,7 @@ def test_steps_of_a_lost_rank_count_up_to_the_last_round(run: Run) -> None:
     ("exchange", "ranks", "ends", "more"),
     [
         ("diloco(2)+int8", 4, {0: ["kill", 4, -1], 3: ["kill", 9, 0]}, ()),
-        ("local-sgd(4)+adaptive", 3, {2: ["kill", 9, 5]}, ("--accumulate", "2")),
+        _nightly("local-sgd(4)+adaptive", 3, {2: ["kill", 9, 5]}, ("--accumulate", "2")),
     ],
 )
 def test_rounds_go_on_without_the_lost_ones(
@@ -50,13 +56,13 @@ def test_rounds_go_on_without_the_lost_ones(
     ("exchange", "ranks", "ends", "nodes"),
     [
         ("gossip", 3, {1: ["kill", 5, 2]}, 1),
-        ("gossip(gradient)", 4, {0: ["kill", 3, -1], 2: ["kill", 6, 4]}, 1),
-        ("gossip+adaptive", 4, {3: ["kill", 4, 0], 1: ["kill", 5, -1]}, 1),
-        ("gossip", 4, {0: ["kill", 4, 2]}, 2),
+        _nightly("gossip(gradient)", 4, {0: ["kill", 3, -1], 2: ["kill", 6, 4]}, 1),
+        _nightly("gossip+adaptive", 4, {3: ["kill", 4, 0], 1: ["kill", 5, -1]}, 1),
+        _nightly("gossip", 4, {0: ["kill", 4, 2]}, 2),
         ("gossip+int8", 4, {1: ["kill", 4, 5], 2: ["kill", 6, -1]}, 2),
-        ("gossip(gradient)", 3, {0: ["kill", 5, 0]}, 2),
+        _nightly("gossip(gradient)", 3, {0: ["kill", 5, 0]}, 2),
         ("asgd", 3, {2: ["kill", 5, 3]}, 1),
-        ("asgd+bf16", 4, {0: ["kill", 4, -1], 1: ["kill", 6, 0]}, 1),
+        _nightly("asgd+bf16", 4, {0: ["kill", 4, -1], 1: ["kill", 6, 0]}, 1),
     ],
 )
 def test_steps_of_a_lost_rank_count_up_to_the_last_one_that_others_took_in(
