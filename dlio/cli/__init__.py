@@ -71,6 +71,10 @@ def guarded(run: Callable[[], object]) -> NoReturn:
         from dlio.comm.environment import under_mpi
 
         if under_mpi():
+            from dlio.comm.world import membership
+
+            if membership() is not None:
+                _die()  # Others that may go on are told of a signal, and never of an exit code.
             os._exit(_INTERRUPTED)  # An ordinary exit would wait in MPI for the other ranks.
         print("dlio: interrupted", file=sys.stderr, flush=True)
     if "dlio.comm.world" in sys.modules:
@@ -97,13 +101,19 @@ def _end_alone(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if code == 1 and len(left.members) > 1:
-        # A bug: the others go on. They are told of a signal, and never of an exit code.
-        os.kill(os.getpid(), signal.SIGKILL)
+        _die()  # A bug: the others go on.
     if DONE in os.environ and (not code or left.lost):
         # After a failure the launcher ends the others: MPI_Abort hangs after a loss.
         write_whole(os.environ[DONE], lambda file: file.write(str(code).encode()))
     if left.lost:
         os._exit(code)
+
+
+def _die() -> None:
+    """End this process by a signal."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _run(tokens: list[str]) -> None:

@@ -28,6 +28,7 @@ from dlio.comm.process_group.group import BACKEND, CHECKED_STEPS, STEPS, devices
 from dlio.comm.waiting import default_timeout_s
 from dlio.comm.world import world
 from dlio.errors import CommError, CommTimeout, UsageError
+from dlio.util.settings import settings
 
 __all__ = ["check_threads", "init_process_group"]
 
@@ -47,9 +48,15 @@ def init_process_group(backend: str = BACKEND, timeout_s: float | None = None) -
         backend: "dlio-mpi", or one of torch's, such as "nccl" or "cpu:gloo,cuda:nccl".
         timeout_s: deadline of each operation; DLIO_TIMEOUT, or 300 when unset, for None.
 
-    Raises UsageError if a default group exists, or for "dlio-mpi" combined with another backend,
-    which torch does not support; CommError if MPI cannot serve threads.
+    Raises UsageError if a default group exists, for "dlio-mpi" combined with another backend,
+    which torch does not support, or for ranks that are to survive others (DLIO_MIN_RANKS), which a
+    process group does not; CommError if MPI cannot serve threads.
     """
+    if settings().min_ranks is not None:
+        raise UsageError(
+            "DLIO_MIN_RANKS: torch.distributed's groups end with any rank; use dlio.distribute, or "
+            "unset DLIO_MIN_RANKS and resume from checkpoints"
+        )
     if dist.is_initialized():
         raise UsageError("torch.distributed is initialised already: call destroy_process_group()")
     if BACKEND in backend and backend != BACKEND:

@@ -26,6 +26,9 @@ def _end(how: str) -> None:
         time.sleep(60)
     elif how == "segv":
         os.kill(os.getpid(), signal.SIGSEGV)
+    elif how == "term":
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
     raise RuntimeError("a bug of this rank alone")
 
 

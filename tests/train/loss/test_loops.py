@@ -45,3 +45,11 @@ def test_each_sample_is_in_one_gradient_of_each_epoch_in_as_many_steps(
         for line in of_epoch:
             assert line["counts"] == [1]
             assert line["steps"] == line["planned"] == steps
+
+
+def test_process_groups_of_torch_are_refused() -> None:
+    """They end with any rank, so a job that is to survive would hang."""
+    argv = [sys.executable, "-c", "import dlio; dlio.init_process_group()"]
+    done = launch(argv, 2, capture=True, timeout_s=100, min_ranks=1)
+    assert done.returncode != 0
+    assert "torch.distributed's groups end with any rank" in done.stderr
