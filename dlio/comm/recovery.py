@@ -254,9 +254,26 @@ def uniform(comm: Communicator, act: Callable[[], _T]) -> _T:
     return act() if recovery is None else recovery.uniform(act)
 
 
-def check_survival(comm: Communicator) -> None:
-    """Raise UsageError if these ranks end with any of them."""
-    if comm.size > 1 and recovery_of(comm) is None:
+def check_survival(comm: Communicator, choice: str, min_ranks: int) -> None:
+    """Raise UsageError if these ranks do not end as `--fault-tolerance` has it.
+
+    Args:
+        choice: `shrink`, or `off`.
+        min_ranks: fewest ranks that go on.
+    """
+    survives = recovery_of(comm) is not None
+    if choice == "off":
+        if survives:
+            raise UsageError(
+                "DLIO_MIN_RANKS is set, so ranks are to survive others: add --fault-tolerance "
+                "shrink, or unset it"
+            )
+        return
+    if comm.size < min_ranks:
+        raise UsageError(
+            f"--min-ranks {min_ranks} with {comm.size} ranks: start more, or let fewer go on"
+        )
+    if comm.size > 1 and not survives:
         raise UsageError(
             "--fault-tolerance shrink: these ranks end with any of them; start them by -n, or by "
             "`mpirun --with-ft ulfm` with DLIO_MIN_RANKS=1 and MPI4PY_RC_THREAD_LEVEL=serialized"

@@ -61,6 +61,8 @@ class RunOptions:
     def __post_init__(self) -> None:
         check(self)
         spec = parse_exchange(self.exchange)
+        if self.min_ranks > 1 and self.fault_tolerance == "off":
+            raise UsageError("--min-ranks needs --fault-tolerance shrink, too")
         if self.fault_tolerance != "off" and spec.merge in ("half", "parzen"):
             raise UsageError(
                 f"--exchange {self.exchange} does not go with --fault-tolerance shrink in `dlio "

@@ -43,8 +43,7 @@ def run_script(path: str, arguments: Sequence[str], options: RunOptions) -> None
     if not os.path.isfile(path):
         raise UsageError(f"{path}: no such script")
     comm = world()
-    if options.fault_tolerance != "off":
-        check_survival(comm)
+    check_survival(comm, options.fault_tolerance, options.min_ranks)
     context = Context(comm, options.batch, options.tiers)
     context.balance = options.balance
     _seed(options.seed)

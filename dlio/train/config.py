@@ -310,6 +310,8 @@ class TrainConfig:
 
     def _check_fault_tolerance(self) -> None:
         if self.fault_tolerance == "off":
+            if self.min_ranks > 1:
+                raise UsageError("--min-ranks needs --fault-tolerance shrink, too")
             return
         unsuitable = {
             f"--shuffle {self.shuffle}": not is_exact(self.shuffle),

@@ -37,8 +37,7 @@ def train(config: TrainConfig) -> RunReport:
     """
     config.check_run()
     comm = world()
-    if config.fault_tolerance != "off":
-        check_survival(comm)
+    check_survival(comm, config.fault_tolerance, config.min_ranks)
     with ExitStack() as stack:
         checkpoints = None
         if config.checkpoint is not None:

@@ -47,6 +47,15 @@ def test_each_sample_is_in_one_gradient_of_each_epoch_in_as_many_steps(
             assert line["steps"] == line["planned"] == steps
 
 
+@pytest.mark.parametrize("command", ["train", "run"])
+def test_a_variable_without_the_option_is_refused(command: str, pictures: Path) -> None:
+    argv = [sys.executable, "-m", "dlio.cli", command]
+    argv += [str(pictures / "train")] if command == "train" else [str(LOOP)]
+    done = launch(argv, 2, capture=True, timeout_s=100, min_ranks=1)
+    assert done.returncode == 2
+    assert "DLIO_MIN_RANKS is set, so ranks are to survive others" in done.stderr
+
+
 def test_process_groups_of_torch_are_refused() -> None:
     """They end with any rank, so a job that is to survive would hang."""
     argv = [sys.executable, "-c", "import dlio; dlio.init_process_group()"]

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from dlio.errors import UsageError
+from dlio.script.options import RunOptions
+from dlio.train.config import TrainConfig
 from tests.conftest import MpiRun
 from tests.train.loss.conftest import EPOCHS, SAMPLES, Run, check_exact
 
@@ -118,6 +121,19 @@ def test_what_does_not_go_with_it_is_refused(run: Run, more: tuple[str, ...]) ->
     assert ran.code == 2
     assert f"{more[0]}" in ran.errors
     assert "does not go with --fault-tolerance shrink yet" in ran.errors
+
+
+def test_more_ranks_to_go_on_than_there_are_is_refused(run: Run) -> None:
+    ran = run(2, {}, "--min-ranks", "3")
+    assert ran.code == 2
+    assert "dlio: error: --min-ranks 3 with 2 ranks" in ran.errors
+
+
+def test_fewest_ranks_without_fault_tolerance_are_refused() -> None:
+    with pytest.raises(UsageError, match="--min-ranks needs --fault-tolerance shrink"):
+        TrainConfig(source="data", min_ranks=2).check_run()
+    with pytest.raises(UsageError, match="--min-ranks needs --fault-tolerance shrink"):
+        RunOptions(min_ranks=2)
 
 
 def test_ranks_that_cannot_go_on_are_refused(mpirun: MpiRun, pictures: Path) -> None:
