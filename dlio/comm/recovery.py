@@ -76,7 +76,7 @@ class Loss:
     epoch: int
     """Number of the epoch, from 0."""
     step: int
-    """Optimizer steps since the run began that were finished at the loss."""
+    """Optimizer steps since the run began that were finished at the loss; -1 if unknown."""
     generation: int
     """Number of the generation of ranks that goes on; 0 is that of the job's beginning."""
     left: int
@@ -97,11 +97,9 @@ class Loss:
             for rank, node in zip(self.ranks, self.nodes, strict=True)
         )
         lost = "rank" if len(self.ranks) == 1 else "ranks"
+        where = "" if self.step < 0 else f" at step {self.step}"
         go_on = "rank goes on" if self.left == 1 else "ranks go on"
-        return (
-            f"{lost} {who or 'none'} lost at step {self.step}: {self.left} {go_on}, "
-            f"{self.seconds:.2f} s"
-        )
+        return f"{lost} {who or 'none'} lost{where}: {self.left} {go_on}, {self.seconds:.2f} s"
 
 
 class Recovery:
@@ -123,7 +121,7 @@ class Recovery:
         in, from 1, since its exchange was created; 0 if there is none. For exchanges that take in
         the steps of other ranks one by one; see `RunningExchange.counted` for others."""
         self._nodes: Sequence[str] = [""] * (max(membership.members) + 1)
-        self._place: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self._place: Callable[[], tuple[int, int]] = lambda: (0, -1)
         self._is_described = False
         self._seconds = [0.0, 0.0]
         """Seconds of this recovery: to renew, to settle."""
@@ -182,7 +180,7 @@ class Recovery:
             if member in loss.ranks:
                 loss.samples_again += samples
 
-    def close(self, counted: Sequence[int]) -> None:
+    def count(self, counted: Sequence[int]) -> None:
         """Tell whose samples are used of the batches since the last call.
 
         Args:

@@ -212,7 +212,7 @@ class Synchronous:
         sums.take(self._reached, weight, weighting.scale, weighting.everything)
         self._closing.take()
         if self._setting.recovery is not None and not self._setting.is_part:
-            self._setting.recovery.close(self.counted)  # A step may have several averages.
+            self._setting.recovery.count(self.counted)  # A step may have several averages.
         self._wait_s += time.perf_counter() - began
 
     def sum_all(self) -> None:

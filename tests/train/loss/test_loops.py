@@ -1,6 +1,7 @@
 """Hand-written loops with `dlio.distribute` go on when ranks are lost."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -37,6 +38,7 @@ def test_each_sample_is_in_one_gradient_of_each_epoch_in_as_many_steps(
     done = launch(argv, ranks, environment=environment, capture=True, timeout_s=240, min_ranks=1)
     left = sorted(set(range(ranks)) - set(ends))
     assert sorted(path.name for path in tmp_path.glob("ended-*")) == [f"ended-{k}" for k in left]
+    assert re.search(r"^rank \d lost: \d ranks go on", done.stderr, re.MULTILINE)  # Logged.
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     steps = -(-SAMPLES // (BATCH * ranks))
     for epoch in range(EPOCHS):
