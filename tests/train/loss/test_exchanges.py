@@ -16,7 +16,7 @@ def _nightly(*values: Any) -> Any:
 @pytest.mark.parametrize(
     ("exchange", "ranks", "ends", "more"),
     [
-        ("allreduce+int8", 3, {0: ["kill", 3, 2]}, ()),
+        _nightly("allreduce+int8", 3, {0: ["kill", 3, 2]}, ()),
         _nightly("allreduce+adaptive", 4, {1: ["kill", 3, 0], 3: ["kill", 5, 5]}, ()),
         _nightly("allreduce+onebit", 3, {0: ["kill", 2, 5], 2: ["kill", 9, 3]}, ()),
         ("tree", 4, {0: ["kill", 3, 2], 2: ["kill", 6, -1]}, ()),
@@ -42,7 +42,7 @@ def test_steps_of_a_lost_rank_count_up_to_the_last_round(run: Run) -> None:
 @pytest.mark.parametrize(
     ("exchange", "ranks", "ends", "more"),
     [
-        ("diloco(2)+int8", 4, {0: ["kill", 4, -1], 3: ["kill", 9, 0]}, ()),
+        _nightly("diloco(2)+int8", 4, {0: ["kill", 4, -1], 3: ["kill", 9, 0]}, ()),
         _nightly("local-sgd(4)+adaptive", 3, {2: ["kill", 9, 5]}, ("--accumulate", "2")),
     ],
 )
@@ -55,7 +55,7 @@ def test_rounds_go_on_without_the_lost_ones(
 @pytest.mark.parametrize(
     ("exchange", "ranks", "ends", "nodes"),
     [
-        ("gossip", 3, {1: ["kill", 5, 2]}, 1),
+        _nightly("gossip", 3, {1: ["kill", 5, 2]}, 1),
         _nightly("gossip(gradient)", 4, {0: ["kill", 3, -1], 2: ["kill", 6, 4]}, 1),
         _nightly("gossip+adaptive", 4, {3: ["kill", 4, 0], 1: ["kill", 5, -1]}, 1),
         _nightly("gossip", 4, {0: ["kill", 4, 2]}, 2),

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.cold]
 @pytest.mark.parametrize(
     ("mode", "ranks", "ends"),
     [
-        ("data", 4, {0: 4, 2: 11}),
+        pytest.param("data", 4, {0: 4, 2: 11}, marks=pytest.mark.nightly),
         ("list", 3, {1: 3}),
         ("nodes", 4, {1: 3, 3: 15}),  # Samples move between nodes by messages.
     ],

@@ -21,9 +21,9 @@ pytestmark = [pytest.mark.mpi, pytest.mark.cold]
 @pytest.mark.parametrize(
     ("ranks", "ends"),
     [
-        (3, {1: ["kill", 3, -1]}),
+        pytest.param(3, {1: ["kill", 3, -1]}, marks=pytest.mark.nightly),
         (3, {0: ["kill", 3, 2]}),
-        (4, {1: ["kill", 3, 0], 3: ["kill", 3, 5]}),
+        pytest.param(4, {1: ["kill", 3, 0], 3: ["kill", 3, 5]}, marks=pytest.mark.nightly),
         (4, {0: ["kill", 2, -1], 1: ["kill", 4, 3], 2: ["kill", 8, 1]}),
         (2, {1: ["kill", 13, 5]}),  # The last step of the first epoch.
     ],
