@@ -225,6 +225,7 @@ class PlannedPass:
             self.samples += len(self.again)
         self.batch_size = order.batch_size
         self.shares = order.shares
+        self._dealt = order.shares or Shares.even(order.batch_size, order.ranks)
         self.global_batch = order.global_batch
         self._steps = steps_in_epoch(
             self.samples, cursor.position, self.global_batch, order.drop_last
@@ -249,10 +250,9 @@ class PlannedPass:
 
     def part(self, step: int, rank: int) -> list[int]:
         """Return the samples of a rank in one of the pass's steps, dealt by position alone."""
-        shares = self.shares or Shares.even(self.batch_size, self.formula.ranks)
         first = self.cursor.position + step * self.global_batch
         last = min(first + self.global_batch, self._end)
-        part = shares.part(last - first, rank)
+        part = self._dealt.part(last - first, rank)
         positions = np.arange(first + part.start, first + part.stop, dtype=np.int64)
         samples: list[int] = self.order.samples(positions).tolist()
         return samples

@@ -136,12 +136,6 @@ class Distributed:
             exchange.reshape(cuts)
 
     @property
-    def counted(self) -> tuple[int, ...] | None:
-        """Numbers of the ranks, when the job began, whose samples the last step has used; None if
-        that is not settled yet. See `RunningExchange.counted`."""
-        return self.exchanges[0].counted
-
-    @property
     def alike(self) -> bool:
         """True if all ranks have bit-identical weights after every step."""
         return all(exchange.alike for exchange in self.exchanges)
