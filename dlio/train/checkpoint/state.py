@@ -2,22 +2,40 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, Final, TypedDict, cast
+from typing import Any, Final, Protocol, TypedDict, cast
 
 import torch
 
 from dlio.errors import UsageError
-from dlio.train.checkpoint.folder import StoredCheckpoint
 from dlio.train.pruner import PrunerState
 from dlio.train.report import EpochReport
 from dlio.train.worker import Worker
 
-__all__ = ["RunState", "about", "restore", "tensors_of"]
+__all__ = ["RunState", "SavedState", "about", "restore", "tensors_of"]
 
 _OWED: Final = "/owed/"
 """Part of the names of error-feedback residuals in an exchange's state."""
 _FIXED: Final = ("model", "optimizer", "image_size", "seed")
 """Options that cannot change when a run is resumed."""
+
+
+class SavedState(Protocol):
+    """The state of a run that some ranks have saved: a checkpoint, or a copy in memory."""
+
+    @property
+    def path(self) -> str:
+        """Where it is, for errors."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that saved it."""
+
+    @property
+    def about(self) -> Mapping[str, object]:
+        """A `RunState`."""
+
+    def read(self, prefix: str) -> dict[str, torch.Tensor]:
+        """Return the tensors whose names begin with `prefix`, without it. Raises SourceError."""
 
 
 class RunState(TypedDict):
@@ -99,7 +117,7 @@ def about(run: Worker) -> RunState:
     }
 
 
-def restore(run: Worker, checkpoint: StoredCheckpoint) -> None:
+def restore(run: Worker, checkpoint: SavedState) -> None:
     """Continue a run from a checkpoint. Collective.
 
     On the same number of ranks the run continues exactly. On another number, the weights and the
@@ -167,7 +185,7 @@ def _restore_optimizer(run: Worker, state: Mapping[str, torch.Tensor]) -> None:
         run.optimizer.state[parameter][key] = value
 
 
-def _merged(checkpoint: StoredCheckpoint, saved: int) -> dict[str, torch.Tensor]:
+def _merged(checkpoint: SavedState, saved: int) -> dict[str, torch.Tensor]:
     """Mean over the saved ranks of their own model and optimizer tensors."""
     total: dict[str, torch.Tensor] = {}
     for rank in range(saved):
@@ -186,16 +204,16 @@ def _merged(checkpoint: StoredCheckpoint, saved: int) -> dict[str, torch.Tensor]
     }
 
 
-def _state(checkpoint: StoredCheckpoint) -> RunState:
+def _state(checkpoint: SavedState) -> RunState:
     return cast(RunState, checkpoint.about)
 
 
-def _taken_over(checkpoint: StoredCheckpoint, rank: int, ranks: int) -> range:
+def _taken_over(checkpoint: SavedState, rank: int, ranks: int) -> range:
     """Saved ranks whose parts this rank continues; each one goes to exactly one rank."""
     return range(rank, checkpoint.ranks, ranks)
 
 
-def _residuals(checkpoint: StoredCheckpoint, rank: int, ranks: int) -> dict[str, torch.Tensor]:
+def _residuals(checkpoint: SavedState, rank: int, ranks: int) -> dict[str, torch.Tensor]:
     """Sum of the error-feedback residuals that this rank takes over, so that none is lost."""
     total: dict[str, torch.Tensor] = {}
     for each in _taken_over(checkpoint, rank, ranks):
@@ -205,7 +223,7 @@ def _residuals(checkpoint: StoredCheckpoint, rank: int, ranks: int) -> dict[str,
     return total
 
 
-def _own_sums(checkpoint: StoredCheckpoint, rank: int, ranks: int) -> torch.Tensor:
+def _own_sums(checkpoint: SavedState, rank: int, ranks: int) -> torch.Tensor:
     """Sums of the current epoch that this rank takes over."""
     total = torch.zeros(3, dtype=torch.float64)
     for each in _taken_over(checkpoint, rank, ranks):
@@ -213,7 +231,7 @@ def _own_sums(checkpoint: StoredCheckpoint, rank: int, ranks: int) -> torch.Tens
     return total
 
 
-def _seen(checkpoint: StoredCheckpoint, rank: int, ranks: int) -> torch.Tensor:
+def _seen(checkpoint: SavedState, rank: int, ranks: int) -> torch.Tensor:
     """Codes of the current epoch's losses that this rank takes over; uint8 (samples,)."""
     total = torch.zeros(_state(checkpoint)["samples"], dtype=torch.uint8)
     for each in _taken_over(checkpoint, rank, ranks):
@@ -221,7 +239,7 @@ def _seen(checkpoint: StoredCheckpoint, rank: int, ranks: int) -> torch.Tensor:
     return total
 
 
-def _check(run: Worker, checkpoint: StoredCheckpoint) -> None:
+def _check(run: Worker, checkpoint: SavedState) -> None:
     """Raise UsageError if the checkpoint was written with other options or other data."""
     config, path, about = run.config, checkpoint.path, _state(checkpoint)
     for name in _FIXED:
