@@ -15,12 +15,13 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from dlio.errors import DlioError, UsageError
-from dlio.util.settings import DONE, LAUNCHER, settings, unknown_variables
+from dlio.errors import CommError, DlioError, UsageError
+from dlio.util.settings import DONE, LAUNCHER, START, settings, unknown_variables
 
 __all__ = ["guarded", "main"]
 
 _FAILED = 2
+_AGAIN = 75
 _INTERRUPTED = 130
 _DEBUG = "DLIO_DEBUG"
 _FLAGS = ("--version", "--debug", "--help", "--install-completion")
@@ -55,7 +56,8 @@ def guarded(run: Callable[[], object]) -> NoReturn:
         # In one write, so that output of other ranks or mpirun cannot interrupt the line.
         sys.stderr.write(f"dlio: error: {error}\n")
         sys.stderr.flush()
-        code = _FAILED
+        # The launcher starts ranks again that have lost each other.
+        code = _AGAIN if START in os.environ and isinstance(error, CommError) else _FAILED
     except KeyboardInterrupt:
         code = _INTERRUPTED
     except SystemExit as error:
@@ -94,18 +96,19 @@ def _end_alone(code: int) -> None:
     from dlio.comm.world import membership
 
     left = membership()
-    if left is None:
+    if left is None and START not in os.environ:
         return
     from dlio.util.files import write_whole
 
     sys.stdout.flush()
     sys.stderr.flush()
-    if code == 1 and len(left.members) > 1:
+    if left is not None and ((code == 1 and len(left.members) > 1) or code == _AGAIN):
         _die()  # A bug: the others go on.
-    if DONE in os.environ and (not code or left.lost):
+    is_final = code == _FAILED if left is None else left.lost
+    if DONE in os.environ and (not code or is_final):
         # After a failure the launcher ends the others: MPI_Abort hangs after a loss.
         write_whole(os.environ[DONE], lambda file: file.write(str(code).encode()))
-    if left.lost:
+    if left is not None and left.lost:
         os._exit(code)
 
 

@@ -24,7 +24,20 @@ from dlio.util.settings import DONE, LAUNCHER, MIN_RANKS, TERMINAL
 from dlio.util.shared import SharedFolder
 from dlio.util.threads import Workers
 
-__all__ = ["ErrorFilter", "find_mpirun", "launch", "run_module", "run_ranks"]
+__all__ = [
+    "LOOK_S",
+    "SURVIVING",
+    "SURVIVING_ENVIRONMENT",
+    "ErrorFilter",
+    "code_of",
+    "end",
+    "find_mpirun",
+    "launch",
+    "relay_lines",
+    "run_module",
+    "run_ranks",
+    "started",
+]
 
 _END_TIMEOUT_S = 10.0
 _RULE = "-" * 20
@@ -33,16 +46,16 @@ _ERROR = "dlio: error:"
 _NOT_STARTED = "PMIx server's listener thread failed to start"
 """Message of mpirun if a network interface disappeared while mpirun listed them. No rank has been
 started then, so mpirun can be started again."""
-_LOOK_S = 0.2
+LOOK_S = 0.2
 _T = TypeVar("_T")
 _ALL_LOST = 1
 _STARTS = 5
 """Maximum number of attempts to start mpirun."""
-_SURVIVING = ("--with-ft", "ulfm", "--mca", "coll", "^han,adapt,sm,hcoll,portals4")
+SURVIVING = ("--with-ft", "ulfm", "--mca", "coll", "^han,adapt,sm,hcoll,portals4")
 """Options of Open MPI's mpirun for ranks that survive others. Its collectives of several levels
 crash in a communicator that was made after a loss."""
-_SURVIVING_ENVIRONMENT = {"MPI4PY_RC_THREAD_LEVEL": "serialized"}
-_NOISE = ("NBC_Progress", "Error in NBC_Start_round")
+SURVIVING_ENVIRONMENT = {"MPI4PY_RC_THREAD_LEVEL": "serialized"}
+_NOISE = ("NBC_Progress", "Error in NBC_Start_round", "plm:ssh: Warning: setpgid")
 """Beginnings of what Open MPI prints about sums that a loss has interrupted."""
 _BANNERS = (
     "MPI_ABORT was invoked",
@@ -121,8 +134,8 @@ def launch(
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dlio-job-"))
             done_file = os.path.join(folder, "done")
             own = {MIN_RANKS: str(min_ranks), DONE: done_file}
-            options += _SURVIVING
-            full = {**_SURVIVING_ENVIRONMENT, **full, **own}
+            options += SURVIVING
+            full = {**SURVIVING_ENVIRONMENT, **full, **own}
         command = [mpirun, *options, "-n", str(ranks), *argv]
         if wrap is not None:
             command = wrap(command)
@@ -137,7 +150,7 @@ def launch(
             if not sorter.not_started:
                 break
         if done_file is not None:
-            failure = _code_of(done_file)
+            failure = code_of(done_file)
             if failure is None and not done.returncode:
                 # mpirun takes the loss of all ranks for success.
                 done.returncode = _ALL_LOST
@@ -147,7 +160,7 @@ def launch(
     return done
 
 
-def _code_of(done_file: str) -> int | None:
+def code_of(done_file: str) -> int | None:
     """Return the exit code that a rank has left in a file, None if none has."""
     try:
         with open(done_file, encoding="ascii") as file:
@@ -187,13 +200,13 @@ def _captured(
     timeout_s: float | None,
     done_file: str | None,
 ) -> subprocess.CompletedProcess[str]:
-    with _started(command, environment, subprocess.PIPE) as process:
+    with started(command, environment, subprocess.PIPE) as process:
         try:
             output, errors = _until_end(
                 process, lambda limit_s: process.communicate(timeout=limit_s), timeout_s, done_file
             )
         except BaseException:
-            _end(process)
+            end(process)
             raise
     return subprocess.CompletedProcess(command, _exit_code(process.returncode), output, errors)
 
@@ -206,17 +219,19 @@ def _relayed(
     done_file: str | None,
 ) -> int:
     """Run mpirun, pass standard error on through `sorter`, and return the exit code."""
-    process = _started(command, environment, None)
+    process = started(command, environment, None)
     assert process.stderr is not None
     errors = process.stderr
     relay = Workers(
-        "dlio-stderr", lambda _: _relay(errors, sys.stderr, sorter), stop_timeout_s=_END_TIMEOUT_S
+        "dlio-stderr",
+        lambda _: relay_lines(errors, sys.stderr, sorter),
+        stop_timeout_s=_END_TIMEOUT_S,
     ).start()
     try:
         return _exit_code(_until_end(process, process.wait, timeout_s, done_file))
     except BaseException as error:
         sorter.interrupted = isinstance(error, KeyboardInterrupt)
-        _end(process)
+        end(process)
         raise
     finally:
         if not relay.close():
@@ -241,18 +256,18 @@ def _until_end(
     deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
     while True:
         try:
-            return wait(min(_LOOK_S, max(0.0, deadline - time.monotonic())))
+            return wait(min(LOOK_S, max(0.0, deadline - time.monotonic())))
         except subprocess.TimeoutExpired:
             if time.monotonic() >= deadline:
                 raise
-        if _code_of(done_file):
-            _end(process)
+        if code_of(done_file):
+            end(process)
 
 
-def _started(
+def started(
     command: Sequence[str], environment: Mapping[str, str], output: int | None
 ) -> subprocess.Popen[str]:
-    """Start a command in a process group of its own, so that `_end` reaches all of it."""
+    """Start a command in a process group of its own, so that `end` reaches all of it."""
     return subprocess.Popen(
         command,
         env=environment,
@@ -345,7 +360,8 @@ class ErrorFilter:
         return left if self._errors or self.interrupted else [*self._banners, *left]
 
 
-def _relay(stream: IO[str], to: IO[str], sorter: ErrorFilter) -> None:
+def relay_lines(stream: IO[str], to: IO[str], sorter: ErrorFilter) -> None:
+    """Pass a stream on through a filter until its end."""
     for line in stream:
         if shown := sorter.feed(line):
             to.writelines(shown)
@@ -354,7 +370,7 @@ def _relay(stream: IO[str], to: IO[str], sorter: ErrorFilter) -> None:
     to.flush()
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def end(process: subprocess.Popen[str]) -> None:
     """End mpirun and its ranks by SIGTERM, and by SIGKILL if they ignore it."""
     for number, patience_s in ((signal.SIGTERM, _END_TIMEOUT_S), (signal.SIGKILL, None)):
         with contextlib.suppress(ProcessLookupError):

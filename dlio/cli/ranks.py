@@ -8,7 +8,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from dlio.errors import UsageError
@@ -27,6 +27,7 @@ def on_ranks(
     *records: object,
     check: Callable[[], object] = lambda: None,
     min_ranks: int | None = None,
+    start: Callable[[str, Sequence[str], int, Mapping[str, str]], int] | None = None,
 ) -> bool:
     """Call `function(*records)` on every rank; start the ranks if -n was given.
 
@@ -35,6 +36,8 @@ def on_ranks(
         function: a module-level function of records of options. Ranks import it by name.
         check: called before ranks are started, to find mistakes early.
         min_ranks: fewest ranks that go on when others are lost; None to end with any rank.
+        start: runs (module, its arguments, ranks, their variables) in place of the launcher for
+            this machine, and returns the exit code.
 
     Returns True if this process is the launcher, False if it is a rank.
 
@@ -61,7 +64,11 @@ def on_ranks(
                 "paths or fewer repeated options"
             )
         name = function.__module__.rpartition(".")[2]
-        code = launch.run_module("dlio.cli.rank", [name], ranks, {RECORD: text}, min_ranks)
+        own = {RECORD: text}
+        if start is not None:
+            code = start("dlio.cli.rank", [name], ranks, own)
+        else:
+            code = launch.run_module("dlio.cli.rank", [name], ranks, own, min_ranks)
         if code:
             raise SystemExit(code)
         return True

@@ -1,7 +1,9 @@
 """`dlio train`: start ranks on this machine and train, or train as a rank that mpirun started."""
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from dlio.cli.ranks import on_ranks
@@ -27,12 +29,14 @@ def run(config: TrainConfig, ranks: int | None) -> None:
 
     Raises SystemExit with the exit code of the ranks if they failed.
     """
+    starts_again = config.nodes is not None or config.fault_tolerance == "restart"
     on_ranks(
         ranks,
         train_rank,
         config,
         check=lambda: _check(config, ranks or 1),
         min_ranks=None if config.fault_tolerance == "off" else config.min_ranks,
+        start=partial(_start_again, config) if starts_again else None,
     )
 
 
@@ -44,6 +48,38 @@ def train_rank(config: TrainConfig) -> None:
     report = train(config)
     if world().rank == 0:
         report.print()
+
+
+def _start_again(
+    config: TrainConfig, module: str, argv: Sequence[str], ranks: int, own: Mapping[str, str]
+) -> int:
+    """Start ranks that are started again where they cannot go on; returns the exit code."""
+    from dlio.cli import relaunch
+
+    def progress() -> int:
+        """Number of the newest checkpoint."""
+        folder = config.checkpoint
+        names = os.listdir(folder) if folder is not None and os.path.isdir(folder) else []
+        numbers = [name.removeprefix("step-") for name in names if name.startswith("step-")]
+        return max((int(number) for number in numbers if number.isdigit()), default=-1)
+
+    def leftovers(token: str) -> list[str]:
+        return [] if config.trace is None else [f"{config.trace}.{token}.tmp"]
+
+    return relaunch.run(
+        relaunch.Job(
+            module,
+            tuple(argv),
+            ranks,
+            own,
+            nodes=config.node_names,
+            survives=config.fault_tolerance == "shrink",
+            again=config.fault_tolerance != "off",
+            min_ranks=config.min_ranks,
+            progress=progress,
+            leftovers=leftovers,
+        )
+    )
 
 
 def find_parts(source: str, val: str | None) -> tuple[str, str | None]:
@@ -77,6 +113,11 @@ def _check(config: TrainConfig, ranks: int) -> None:
     if config.pretend_nodes is not None and config.pretend_nodes > ranks:
         raise UsageError(
             f"--pretend-nodes {config.pretend_nodes}: give 1 to {ranks}, the number of ranks (-n)"
+        )
+    if len(config.node_names) > ranks:
+        raise UsageError(
+            f"--nodes {config.nodes}: give -n with at least {len(config.node_names)} ranks, one "
+            "for each node"
         )
     check_name("--model", config.model, MODEL_NAMES)
     for callback in config.callback:

@@ -89,6 +89,11 @@ class Loss:
     """Part of `seconds` until all of these had the same state."""
     samples_again: int = 0
     """Samples dealt to the lost ranks that came again at the end of the epoch."""
+    kind: str = "ranks"
+    """`ranks` if the others went on in place; `restart` if all that were left began again from a
+    copy of the state, as when a whole node is lost."""
+    steps_again: int = 0
+    """Optimizer steps that were made twice, as far as the ranks that are left know."""
 
     def sentence(self) -> str:
         """Return the loss in words, such as `rank 5 (node n3) lost at step 812: ...`."""
@@ -99,6 +104,8 @@ class Loss:
         lost = "rank" if len(self.ranks) == 1 else "ranks"
         where = "" if self.step < 0 else f" at step {self.step}"
         go_on = "rank goes on" if self.left == 1 else "ranks go on"
+        if self.kind == "restart":
+            where = f"{where}, and started again"
         return f"{lost} {who or 'none'} lost{where}: {self.left} {go_on}, {self.seconds:.2f} s"
 
 
@@ -123,6 +130,8 @@ class Recovery:
         self._nodes: Sequence[str] = [""] * (max(membership.members) + 1)
         self._place: Callable[[], tuple[int, int]] = lambda: (0, -1)
         self._is_described = False
+        self.numbers: Sequence[int] = range(max(membership.members) + 1)
+        """Of each member, the number in reports: ranks may have been started again."""
         self._seconds = [0.0, 0.0]
         """Seconds of this recovery: to renew, to settle."""
 
@@ -160,7 +169,7 @@ class Recovery:
         epoch, step = self._place()
         self.losses.append(
             Loss(
-                ranks=lost,
+                ranks=tuple(self.numbers[member] for member in lost),
                 nodes=tuple(self._nodes[member] for member in lost),
                 epoch=epoch,
                 step=step,
@@ -177,7 +186,7 @@ class Recovery:
     def count_again(self, member: int, samples: int) -> None:
         """Note that samples dealt to a lost rank come again."""
         for loss in self.losses:
-            if member in loss.ranks:
+            if self.numbers[member] in loss.ranks:
                 loss.samples_again += samples
 
     def count(self, counted: Sequence[int]) -> None:
@@ -256,11 +265,11 @@ def check_survival(comm: Communicator, choice: str, min_ranks: int) -> None:
     """Raise UsageError if these ranks do not end as `--fault-tolerance` has it.
 
     Args:
-        choice: `shrink`, or `off`.
+        choice: `shrink`, `restart` or `off`.
         min_ranks: fewest ranks that go on.
     """
     survives = recovery_of(comm) is not None
-    if choice == "off":
+    if choice != "shrink":
         if survives:
             raise UsageError(
                 "DLIO_MIN_RANKS is set, so ranks are to survive others: add --fault-tolerance "

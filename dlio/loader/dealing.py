@@ -7,9 +7,9 @@ the end of the epoch.
 The trainer deals for its loaders; a loader in a training loop of the user's deals for itself.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -61,7 +61,7 @@ class _Deal:
 
     def samples(self, batch: int, member: int) -> list[int]:
         """Return a member's samples of one of its batches."""
-        rank = self.members.index(member)
+        rank = self.members.index(member) if self.members else member
         if self.plan is None:
             return self.batches.part(batch, rank)
         plan = replace(self.plan, rank=rank)
@@ -123,6 +123,8 @@ class Dealing:
         """Last steps of lost members when all had trained the epoch; None until then."""
         self._earlier: list[PassStats] = []
         """Counts of this epoch before ranks were lost."""
+        self.keeps_trail = recovery is not None
+        """True to remember which batches were taken, also where the job ends with any rank."""
         if recovery is not None:
             self._part = recovery.add("data", self)
 
@@ -164,11 +166,12 @@ class Dealing:
             deal = _Deal(planned, self._loader.plan, self.members)
             self.position, self._end = planned.cursor.position, planned.samples
             if self._begun is None:
-                self._begun, self._samples = planned, planned.samples
+                self._begun, self.again = planned, list(planned.again)
+                self._samples = planned.samples - len(self.again)
             for number, data in enumerate(iterator):
                 self._groups.taken += 1
                 self.position = min(self.position + self._global_batch, self._end)
-                if self._recovery is not None and torch.is_grad_enabled():
+                if self.keeps_trail and torch.is_grad_enabled():
                     self._open.append(_Batch(deal, number, self._step))
                 yield data
                 self._step += 1
@@ -205,6 +208,34 @@ class Dealing:
                 if member not in living and self._has_counted(member, step, counted):
                     yield self._epoch, batch.step, member, batch.deal.samples(batch.number, member)
 
+    def state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Complete a loader's state between two optimizer steps: samples that come again belong to
+        it, also if the loader does not know of them yet."""
+        again = list(self.again)
+        if self._recovery is not None and self._begun is not None:
+            living = self._recovery.membership.members
+            again += [sample for _, samples in self._coming_again(living) for sample in samples]
+        if not again or state["epoch"] != self._epoch or not state["position"]:
+            return dict(state)
+        return {**state, "again": again}
+
+    def trail(self, since: int) -> Iterator[tuple[int, int, list[int]]]:
+        """Yield (step, member, samples) of the epoch's batches in the model, of all ranks.
+
+        Args:
+            since: number of batches to leave out.
+        """
+        ranks = range(self._begun.formula.ranks) if self._begun is not None else range(0)
+        for batch, step, counted in self._closed[since:]:
+            for member in batch.deal.members or ranks:
+                if self._recovery is None or self._has_counted(member, step, counted):
+                    yield batch.step, member, batch.deal.samples(batch.number, member)
+
+    @property
+    def closed(self) -> int:
+        """Number of the epoch's batches in the model."""
+        return len(self._closed)
+
     def tell(self) -> Report:
         return self._groups.tell()
 
@@ -228,16 +259,10 @@ class Dealing:
         if self._recovery is None or self._begun is None:
             return False
         members = self._groups.members
-        for batch, step, counted in self._closed:
-            for member in batch.deal.members:
-                key = (batch.step, member)
-                if member in members or key in self._comes_again:
-                    continue
-                if not self._has_counted(member, step, counted):
-                    samples = batch.deal.samples(batch.number, member)
-                    self._comes_again.add(key)
-                    self.again += samples
-                    self._recovery.count_again(member, len(samples))
+        for key, samples in self._coming_again(members):
+            self._comes_again.add(key)
+            self.again += samples
+            self._recovery.count_again(key[1], len(samples))
         rest = self._samples + len(self.again) - self.position
         if rest < (self.usual_batch if self._begun.formula.drop_last else 1):
             self._deal_to(members, self.usual_batch)
@@ -248,6 +273,20 @@ class Dealing:
         self._deal_to(members, -(-rest // steps) if larger else self.usual_batch)
         self._loader.redeal(self.position, self.again)
         return True
+
+    def _coming_again(self, members: Sequence[int]) -> Iterator[tuple[tuple[int, int], list[int]]]:
+        """Yield ((step, member), samples) of lost ranks that did not count.
+
+        Args:
+            members: that are left.
+        """
+        for batch, step, counted in self._closed:
+            for member in batch.deal.members:
+                key = (batch.step, member)
+                if member in members or key in self._comes_again:
+                    continue
+                if not self._has_counted(member, step, counted):
+                    yield key, batch.deal.samples(batch.number, member)
 
     def _has_counted(self, member: int, step: int, counted: tuple[int, ...]) -> bool:
         """True if a lost member's samples of an optimizer step are in the model."""

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from dlio.agent.keeping import keep
 from dlio.errors import CorruptBlock
 from dlio.storage.block import NO_ROOM, decompress_exactly, new_memory
 from dlio.util.shared import SharedFolder
@@ -71,6 +72,7 @@ class DecodedTier:
         self.capacity = capacity
         self._note = note
         self._folder = SharedFolder(name)
+        keep(self._folder.alive)
         self._lock = threading.Lock()
         self._tried: _Tried | None = _Tried()
         self._samples = samples

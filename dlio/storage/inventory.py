@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from dlio.agent.keeping import keep
 from dlio.errors import TierError
 from dlio.util.files import take_lock
 from dlio.util.folders import open_private
@@ -103,6 +104,7 @@ class Use:
             )
             with contextlib.suppress(OSError):  # A file system without locks.
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                keep(self._lock)
         holder = {"host": socket.gethostname(), "since": time.time()}
         try:
             os.write(self._lock, json.dumps(holder).encode())

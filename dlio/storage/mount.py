@@ -259,7 +259,9 @@ def mount(
 def _open_tier(spec: TierSpec, fingerprint: str, node: str) -> Tier:
     """Open a tier; jobs of a node that want the same data share one copy, in memory too."""
     if spec.kind == "ram":
-        return Tier(spec, f"{fingerprint}.{node}", fingerprint=fingerprint)
+        tier = Tier(spec, f"{fingerprint}.{node}", fingerprint=fingerprint)
+        tier.keep()
+        return tier
     return Tier(spec, fingerprint, node, fingerprint=fingerprint)
 
 

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final, Self
 
+from dlio.agent.keeping import keep
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, TierError, TierFull
 from dlio.storage.block import (
@@ -89,6 +90,11 @@ class Tier:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def keep(self) -> None:
+        """Have the node's agent keep a RAM tier until the job ends, if there is an agent."""
+        if self._shared is not None:
+            keep(self._shared.alive)
 
     def free_bytes(self) -> int:
         """Return the bytes that are free on the tier's file system."""

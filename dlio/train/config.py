@@ -1,5 +1,6 @@
 """The configuration of a training run."""
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Final, Literal
 
@@ -16,6 +17,8 @@ MIN_IMAGE_SIZE: Final = 32
 """Pixels: of a smaller image too little is left after the strides of the model."""
 MODEL_NAMES: Final = ("resnet",)
 """Models of `dlio.train.model` that --model takes, besides `module:factory`."""
+_NO_NODE: Final = r"^$|^-|[^\w.\-]"
+"""Matches a name that is not a host's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +124,24 @@ class TrainConfig:
         str,
         Option(
             "shrink: when ranks are lost, the others go on without them, in the same step; each "
-            "sample is still trained on exactly once. off: the run ends.",
-            choices=("off", "shrink"),
+            "sample is still trained on exactly once. With --nodes, whole nodes may be lost, too. "
+            "restart: -n starts the ranks again, from the newest checkpoint or a copy in the "
+            "nodes' memory; for MPI libraries whose ranks do not survive each other (not in `dlio "
+            "run`). off: the run ends.",
+            choices=("off", "shrink", "restart"),
         ),
     ] = "off"
     min_ranks: Annotated[
-        int, Option("Fewest ranks that go on with --fault-tolerance shrink.", least=1)
+        int, Option("Fewest ranks that go on with --fault-tolerance.", least=1)
     ] = 1
+    nodes: Annotated[
+        str | None,
+        Option(
+            "Start ranks on these nodes, by ssh: names with commas between them.",
+            metavar="NODES",
+            default_text="this machine",
+        ),
+    ] = None
     balance: Annotated[
         bool,
         Option(
@@ -308,10 +322,22 @@ class TrainConfig:
         self._check_skipping()
         self._check_fault_tolerance()
 
+    @property
+    def node_names(self) -> tuple[str, ...]:
+        """The nodes of --nodes; none for this machine alone."""
+        return () if self.nodes is None else tuple(self.nodes.split(","))
+
     def _check_fault_tolerance(self) -> None:
+        names = self.node_names
+        if len(set(names)) < len(names) or any(re.search(_NO_NODE, name) for name in names):
+            raise UsageError(f"--nodes {self.nodes}: give names of nodes, each once, such as a,b,c")
         if self.fault_tolerance == "off":
             if self.min_ranks > 1:
                 raise UsageError("--min-ranks needs --fault-tolerance shrink, too")
+            return
+        if self.fault_tolerance == "restart":
+            if self.checkpoint is None:
+                raise UsageError("--fault-tolerance restart needs --checkpoint, too")
             return
         unsuitable = {
             f"--shuffle {self.shuffle}": not is_exact(self.shuffle),

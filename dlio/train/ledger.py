@@ -30,15 +30,32 @@ class SampleLedger:
     a failed run leaves no file.
     """
 
-    def __init__(self, path: str, comm: Communicator) -> None:
+    def __init__(
+        self,
+        path: str,
+        comm: Communicator,
+        numbers: Sequence[int] | None = None,
+        token: str | None = None,
+        written: int = 0,
+    ) -> None:
+        """
+        Args:
+            numbers: of the ranks when the job began; None if it has begun with them.
+            token: of a job that starts again; its launcher then removes what a failed run leaves.
+            written: bytes in the file of the epochs before this start.
+        """
         self._path = path
         self._comm = comm
-        self._me = comm.rank
+        self._numbers = range(comm.size) if numbers is None else numbers
+        self._me = self._numbers[comm.rank]
+        self._is_kept = token is not None
         self._lines: list[_Line] = []
-        self._temporary = comm.tell(f"{path}.{os.getpid()}.tmp")
-        self._written = 0
+        self._temporary = comm.tell(f"{path}.{token or os.getpid()}.tmp")
+        self.written = written
         """Bytes of the epochs that are in the file."""
-        self._file = open(self._temporary, "w") if comm.rank == 0 else None  # noqa: SIM115
+        self._file = None
+        if comm.rank == 0:
+            self._file = open(self._temporary, "r+" if written else "w")  # noqa: SIM115
 
     def __enter__(self) -> Self:
         return self
@@ -50,6 +67,7 @@ class SampleLedger:
                 self._file.close()
             bug = isinstance(error, Exception) and not isinstance(error, DlioError)
             survived = bug and recovery_of(self._comm) is not None and self._comm.size > 1
+            survived = survived or (self._is_kept and error is not None)
             # Others go on without a rank that has a bug, and with its file.
             if not survived and os.path.exists(self._temporary):
                 os.unlink(self._temporary)
@@ -57,6 +75,14 @@ class SampleLedger:
     def step(self, epoch: int, step: int, samples: list[int]) -> None:
         """Record this rank's samples of one step."""
         self._lines.append({"epoch": epoch, "step": step, "rank": self._me, "samples": samples})
+
+    def earlier(self, epoch: int, step: int, rank: int, samples: list[int]) -> None:
+        """Record samples of an earlier start.
+
+        Args:
+            rank: number when the job began.
+        """
+        self._lines.append({"epoch": epoch, "step": step, "rank": rank, "samples": samples})
 
     def end_epoch(
         self, of_lost: Callable[[], Iterable[tuple[int, int, int, list[int]]]] = tuple
@@ -73,14 +99,19 @@ class SampleLedger:
             if self._comm.rank == 0:
                 rows = [row for lines in everyone for row in lines]
                 rows += [
-                    {"epoch": epoch, "step": step, "rank": rank, "samples": samples}
+                    {
+                        "epoch": epoch,
+                        "step": step,
+                        "rank": self._numbers[rank],
+                        "samples": samples,
+                    }
                     for epoch, step, rank, samples in of_lost()
                 ]
                 rows.sort(key=lambda row: (row["epoch"], row["step"], row["rank"]))
                 size = self._append(rows)
             return self._comm.tell(size)
 
-        self._written = uniform(self._comm, write)
+        self.written = uniform(self._comm, write)
         self._lines = []
 
     def _append(self, rows: Sequence[_Line]) -> int:
@@ -88,7 +119,7 @@ class SampleLedger:
         try:
             if self._file is None:  # The rank that wrote it is lost.
                 self._file = open(self._temporary, "r+")  # noqa: SIM115
-            self._file.seek(self._written)
+            self._file.seek(self.written)
             self._file.truncate()
             self._file.writelines(json.dumps(row) + "\n" for row in rows)
             self._file.flush()

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 
 import torch
 
+from dlio.agent.starts import start_of
 from dlio.comm import Communicator, world
 from dlio.comm.recovery import check_survival, uniform
 from dlio.errors import UsageError
@@ -22,6 +23,7 @@ from dlio.train.ledger import SampleLedger
 from dlio.train.progress import TrainingProgress
 from dlio.train.pruning.pruned_file import save_layout
 from dlio.train.report import RunReport
+from dlio.train.snapshot.resuming import Resuming
 from dlio.train.worker import Worker
 from dlio.util.cores import available_cores
 from dlio.util.files import write_whole
@@ -37,12 +39,15 @@ def train(config: TrainConfig) -> RunReport:
     """
     config.check_run()
     comm = world()
+    start = start_of()
+    resuming = None if start is None else Resuming(start)
+    is_again = resuming is not None and resuming.is_again
     check_survival(comm, config.fault_tolerance, config.min_ranks)
     with ExitStack() as stack:
         checkpoints = None
         if config.checkpoint is not None:
             checkpoints = stack.enter_context(Checkpoints(config.checkpoint, comm, config.keep))
-            if comm.rank == 0 and not config.resume and checkpoints.paths():
+            if comm.rank == 0 and not (config.resume or is_again) and checkpoints.paths():
                 raise UsageError(
                     f"--checkpoint {config.checkpoint}: holds checkpoints of another run; add "
                     "--resume to continue it, or name another folder"
@@ -52,14 +57,16 @@ def train(config: TrainConfig) -> RunReport:
         held_out = _open_held_out(stack, config, comm, data, mounted)
         cores = available_cores()
         torch.set_num_threads(max(1, cores * mounted.nodes.machines // comm.size))
-        run = Worker(config, comm, loader, held_out)
+        run = Worker(config, comm, loader, held_out, None if start is None else start.begun)
         stack.callback(run.close)
         if run.recovery is not None:
             nodes = [mounted.nodes.names[node] for node in mounted.nodes.node_of]
             run.recovery.describe(nodes, lambda: (run.epoch_number, run.updates))
+            if start is not None:
+                run.recovery.numbers = start.ranks
         report = RunReport(
             dataset={"samples": len(data), "bytes": int(data.reader.sizes.sum())},
-            ranks=comm.size,
+            ranks=comm.size if start is None else start.begun,
             nodes=len(mounted.nodes.names),
             tiers=[str(s) for s in (*mounted.tiers, mounted.decoded_spec) if s is not None],
             config=config,
@@ -71,12 +78,25 @@ def train(config: TrainConfig) -> RunReport:
                 flush=True,
             )
         callbacks = make_callbacks(config, comm.rank)
+        is_restored = resuming is not None and resuming.restore(run)
         if checkpoints is not None:
-            if config.resume:
+            if (config.resume or is_again) and not is_restored:
                 report.resumed = _resume(run, checkpoints)
             callbacks.append(CheckpointCallback(run, checkpoints, config.checkpoint_every))
+        ledger = None
+        if config.trace is not None:
+            if resuming is None:
+                ledger = SampleLedger(config.trace, comm)
+            else:
+                ledger = resuming.open_ledger(run, config.trace)
+            stack.enter_context(ledger)
+        if resuming is not None:
+            resuming.note_losses(run)
+            if (copies := resuming.snapshots(run)) is not None:
+                copies.ledger = ledger
+                callbacks.append(copies)
         run.callbacks = [stack.enter_context(callback) for callback in callbacks]
-        _epochs(stack, config, comm, run)
+        _epochs(stack, config, comm, run, ledger)
         report.epochs, report.stopped = run.history, run.stopped
         report.losses = list(run.losses)
         if checkpoints is not None:
@@ -115,11 +135,14 @@ def _open_held_out(
     return stack.enter_context(make_loader(val, config, training=False))
 
 
-def _epochs(stack: ExitStack, config: TrainConfig, comm: Communicator, run: Worker) -> None:
+def _epochs(
+    stack: ExitStack,
+    config: TrainConfig,
+    comm: Communicator,
+    run: Worker,
+    ledger: SampleLedger | None,
+) -> None:
     """Train the remaining epochs, until the last one or until a callback stops the run."""
-    ledger = None
-    if config.trace is not None:
-        ledger = stack.enter_context(SampleLedger(config.trace, comm))
     progress = stack.enter_context(TrainingProgress(config.epochs, run.steps, comm.rank))
     for callback in run.callbacks:
         callback.begins(run)

@@ -14,8 +14,10 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from dlio.comm import Communicator
 from dlio.comm.recovery import Loss, recovery_of, uniform
 from dlio.errors import UsageError
+from dlio.loader.contract import State
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.dealing import Dealing
+from dlio.plan.epoch import is_exact
 from dlio.train.balance import Balancer, Clock
 from dlio.train.callbacks.base import Callback
 from dlio.train.config import TrainConfig
@@ -50,7 +52,13 @@ class Worker:
         comm: Communicator,
         loader: DataLoader,
         held_out: DataLoader | None,
+        begun: int | None = None,
     ) -> None:
+        """
+        Args:
+            begun: ranks when the job began, if some were lost and the others started again: the
+                global batch stays as it was.
+        """
         self.config, self.comm = config, comm
         self.loader = loader
         self.device = _device(config.device, comm)
@@ -87,16 +95,25 @@ class Worker:
         self.samples = len(loader.data)
         """Samples of this epoch, over all ranks."""
         self._ranks = comm.size
-        """Ranks at the beginning."""
-        self.global_batch = config.batch_size * comm.size
+        """Ranks at the beginning of this process."""
+        self._begun = comm.size if begun is None or not is_exact(config.shuffle) else begun
+        """Ranks at the beginning of the job."""
+        self.global_batch = config.batch_size * self._begun
         """Samples of one batch, over all ranks."""
         self.recovery = recovery_of(comm)
-        self._dealing = Dealing(loaders, self.recovery, self.global_batch)
+        if self._begun != comm.size:
+            for each in loaders:
+                each.regroup(range(comm.size), comm.rank, self.global_batch)
+        self.dealing = Dealing(loaders, self.recovery, self.global_batch)
         self._losses_told = 0
         self.epoch_number = 0
         """Number of the epoch, from 0."""
         self.position = 0
         """Samples of the epoch's order that all ranks have trained on."""
+        self.earlier_losses: list[Loss] = []
+        """Losses before the ranks were started again."""
+        self.of_lost = 0
+        """Samples of this epoch that ranks trained on before they were lost with their sums."""
         self.updates = 0
         """Optimizer steps since the run began."""
         self.left_out = 0
@@ -135,7 +152,11 @@ class Worker:
     @property
     def losses(self) -> Sequence[Loss]:
         """Losses of ranks since the run began."""
-        return () if self.recovery is None else self.recovery.losses
+        return [*self.earlier_losses, *(self.recovery.losses if self.recovery else ())]
+
+    def loader_state(self) -> State:
+        """Return the loader's state between two optimizer steps."""
+        return self.dealing.state(self.loader.state_dict())
 
     def stop(self, reason: str) -> None:
         """End the run after this epoch. Call it on all ranks."""
@@ -147,7 +168,7 @@ class Worker:
             self.pruner.close()
         if self.skipper is not None:
             self.skipper.close()
-        self._dealing.close()
+        self.dealing.close()
         self.exchange.close()
 
     def epoch(
@@ -159,12 +180,12 @@ class Worker:
         before = self.exchange.statistics()
         started = time.perf_counter()
         uniform(self.comm, lambda: self._train(begun, progress, ledger))
-        self._dealing.end_epoch()
+        self.dealing.end_epoch()
         self.sums.tolist()  # Waits for the device.
         seconds = time.perf_counter() - started
         after = self.exchange.statistics()
         if ledger is not None:
-            ledger.end_epoch(self._dealing.of_lost)
+            ledger.end_epoch(self.dealing.of_lost)
         exchanged = {key: after[key] - before[key] for key in before}
         report = uniform(self.comm, lambda: self._report(seconds, exchanged))
         self._tell_losses(progress)
@@ -184,7 +205,7 @@ class Worker:
         updated = time.perf_counter()
         while more:
             more = False
-            for images, labels in self._dealing.batches():
+            for images, labels in self.dealing.batches():
                 more = True
                 done = begun // self.global_batch + self._step
                 if ledger is not None:
@@ -204,14 +225,14 @@ class Worker:
     def _begin_epoch(self, epoch: int, progress: TrainingProgress) -> None:
         """Choose the epoch's samples, and reset its counters unless it is being resumed."""
         self.model.train()
-        self._dealing.begin_epoch(epoch)
+        self.dealing.begin_epoch(epoch)
         if self.skipper is None:
             self.loader.set_epoch(epoch)
         else:
             self.skipper.begin(epoch)
             self.samples, progress.steps = self.skipper.samples, len(self.loader)
         if self.epoch_number != epoch or not self.position:
-            self.epoch_number, self.position, self.left_out = epoch, 0, 0
+            self.epoch_number, self.position, self.left_out, self.of_lost = epoch, 0, 0, 0
             self.sums.zero_()
         if self.pruner is not None:
             per_step = self.global_batch * self.config.accumulate
@@ -234,7 +255,7 @@ class Worker:
             self._backward(images, labels, planned)
         else:
             self.last_loss = torch.zeros_like(self.last_loss)
-        self.position = self._dealing.position
+        self.position = self.dealing.position
         if not more:
             self._update(min(first, self.samples), planned)
 
@@ -263,7 +284,7 @@ class Worker:
         total = losses.sum()
         # Where ranks step on their own samples, those that share them now have more of them each.
         alone = self.recovery is not None and not self.exchange.alike
-        mean = total.div(planned / (len(self._dealing.members) if alone else self._ranks))
+        mean = total.div(planned / (len(self.dealing.members) if alone else self._ranks))
         torch.autograd.backward(self.precision.scaler.scale(mean))
         with torch.no_grad():
             self.last_loss = total.detach()
@@ -273,7 +294,7 @@ class Worker:
 
     def _pending_batches(self, done: int) -> int:
         """Number of batches to accumulate before the next optimizer step, after `done` batches."""
-        return min(-done % self.config.accumulate, self._dealing.left())
+        return min(-done % self.config.accumulate, self.dealing.left())
 
     @torch.no_grad()
     def _update(self, first: int, planned: int) -> None:
@@ -333,7 +354,7 @@ class Worker:
         samples = len(self.loader.data)
         each = samples / self.samples
         return learning_rate(
-            peak=each * self.config.peak_lr(self._ranks),
+            peak=each * self.config.peak_lr(self._begun),
             done=self.epoch_number * samples + first * each,
             batch=self.config.accumulate * self.global_batch * each,
             total=samples * self.config.epochs,
@@ -341,7 +362,7 @@ class Worker:
 
     def _report(self, seconds: float, exchanged: dict[str, float]) -> EpochReport:
         """Evaluate, and combine the measurements of all ranks. Collective."""
-        self._dealing.regroup()
+        self.dealing.regroup()
         mean = averaged_state(self.model, self.comm)
         everyone = self.comm.allgather(self._measured(seconds, exchanged))
         self._balancer.agree(everyone)
@@ -356,14 +377,14 @@ class Worker:
             everyone,
             accuracy,
             consensus_distance(self.model, mean, self.comm),
-            self.config.peak_lr(self._ranks),
+            self.config.peak_lr(self._begun),
             None if self.pruner is None else self.pruner.report(),
-            sum(len(samples) for *_, samples in self._dealing.of_lost()),
+            sum(len(samples) for *_, samples in self.dealing.of_lost()) + self.of_lost,
         )
 
     def _measured(self, seconds: float, exchanged: dict[str, float]) -> RankEpoch:
         """This rank's measurements of the epoch."""
-        stats = self._dealing.stats()
+        stats = self.dealing.stats()
         steps_ms = np.array(self._update_s) * 1000 if self._update_s else np.zeros(1)
         return {
             **self._balancer.measured(),

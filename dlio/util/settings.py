@@ -197,6 +197,11 @@ class Settings:
             default_text="none: the job ends with any rank",
         )
     )
+    remote_shell: str | None = _text(
+        "DLIO_RSH",
+        "Remote shell, with options, that starts ranks on the nodes of --nodes.",
+        "ssh",
+    )
     debug: bool = _switch("DLIO_DEBUG", "Prints the traceback of an error, as --debug does.")
 
 
@@ -207,11 +212,15 @@ LAUNCHER: Final = "DLIO_LAUNCHER_PID"
 DONE: Final = "DLIO_DONE"
 TERMINAL: Final = "DLIO_TERMINAL"
 RECORD: Final = "DLIO_RECORD"
+AGENT: Final = "DLIO_AGENT"
+START: Final = "DLIO_START"
 INTERNAL: Final[dict[str, str]] = {
     LAUNCHER: "Process id of the launcher, set for the ranks that it starts.",
     DONE: "File that the ranks make at their successful end, where they survive others.",
     TERMINAL: "Set for ranks when the launcher's standard output is a terminal.",
     RECORD: "Options of the command as JSON, set for the ranks that it starts.",
+    AGENT: "Folder of the node's agent, set for the ranks that it keeps state for.",
+    START: "Number of the start and ranks of a job that starts again, as JSON.",
     "DLIO_TEST_DATA": "Folder with real images for dlio's own tests.",
 }
 """Variables that dlio sets for its own processes, or that only its tests read."""

@@ -47,7 +47,8 @@ class SharedFolder:
             _sweep(user)
             first = name not in os.listdir(user)
             self.descriptor = open_private(SHARED_MEMORY, user_folder(), name)
-            self._alive = hold_shared(self.descriptor, _ALIVE)
+            self.alive = hold_shared(self.descriptor, _ALIVE)
+            """The lock: whoever holds a copy of this descriptor keeps the folder, too."""
         self._starting = _start_reaper(os.path.join(self.path, _ALIVE)) if first else None
 
     def __enter__(self) -> Self:
@@ -63,7 +64,7 @@ class SharedFolder:
         if self._starting is not None:
             self._starting.close()
         os.close(self.descriptor)
-        os.close(self._alive)
+        os.close(self.alive)
         self.descriptor = -1
         with _users_folder() as user:
             remove_if_unheld(user, self._name, _ALIVE)

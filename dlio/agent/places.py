@@ -1,0 +1,124 @@
+"""Names of the files and sockets of a job on one node, and the messages that pass through them.
+
+    /dev/shm/dlio-<uid>/job-<token>.<node>/     private (0700); gone with the job
+        zygote          socket that shims connect to
+        keeper          socket that takes locks which outlive ranks
+        done-<start>    exit code that ranks leave at their end
+        mpi-<start>/    shared memory of Open MPI
+        state/          snapshots
+
+Node names are part of the folder's name: nodes may be pretended on one machine.
+"""
+
+import array
+import json
+import os
+import socket
+import stat
+import struct
+from collections.abc import Mapping
+from typing import Any, Final
+
+from dlio.errors import TierError
+from dlio.util.shared import SHARED_MEMORY, user_folder
+
+__all__ = [
+    "KEEPER",
+    "STATE",
+    "ZYGOTE",
+    "connect",
+    "folder_name",
+    "job_folder",
+    "listen",
+    "pack",
+    "receive_exactly",
+]
+
+ZYGOTE: Final = "zygote"
+KEEPER: Final = "keeper"
+STATE: Final = "state"
+_LENGTH: Final = struct.Struct("<q")
+_BACKLOG: Final = 1024
+
+
+def folder_name(token: str, node: str) -> str:
+    """Return the name of a job's folder on a node, as `SharedFolder` takes it."""
+    return f"job-{token}.{node}"
+
+
+def job_folder(token: str, node: str) -> str:
+    """Return the path of a job's folder on a node."""
+    return os.path.join(SHARED_MEMORY, user_folder(), folder_name(token, node))
+
+
+def listen(folder: int, name: str) -> socket.socket:
+    """Return a socket that listens at a name in a folder, for this user alone.
+
+    Args:
+        folder: descriptor of a private folder. Paths of sockets are limited to 107 characters.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o177)
+    try:
+        listener.bind(f"/proc/self/fd/{folder}/{name}")
+    finally:
+        os.umask(before)
+    listener.listen(_BACKLOG)
+    return listener
+
+
+def connect(folder: str, name: str, timeout_s: float) -> socket.socket:
+    """Connect to a socket in a job's folder.
+
+    Raises OSError if nobody listens, TierError if the folder belongs to another user.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+            raise TierError(f"{folder} is not yours alone (0700): remove it and start again")
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(timeout_s)
+        connection.connect(f"/proc/self/fd/{descriptor}/{name}")
+    finally:
+        os.close(descriptor)
+    return connection
+
+
+def pack(message: Mapping[str, object]) -> bytes:
+    """Return a message with its length in front."""
+    body = json.dumps(message).encode()
+    return _LENGTH.pack(len(body)) + body
+
+
+def receive_exactly(connection: socket.socket, count: int = 0) -> tuple[Any, list[int]]:
+    """Receive a message that `pack` made, and at most `count` descriptors.
+
+    Raises EOFError if the other side is gone, OSError after the socket's timeout.
+    """
+    descriptors: list[int] = []
+    head, body = b"", b""
+    try:
+        while len(head) < _LENGTH.size:
+            piece, parts, *_ = connection.recvmsg(
+                _LENGTH.size - len(head), socket.CMSG_SPACE(4 * count)
+            )
+            for level, kind, data in parts:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    numbers = array.array("i")
+                    numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
+                    descriptors += numbers
+            if not piece:
+                raise EOFError("the other side is gone")
+            head += piece
+        (length,) = _LENGTH.unpack(head)
+        while len(body) < length:
+            piece = connection.recv(length - len(body))
+            if not piece:
+                raise EOFError("the other side is gone")
+            body += piece
+        return json.loads(body), descriptors
+    except BaseException:
+        for each in descriptors:
+            os.close(each)
+        raise

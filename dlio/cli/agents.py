@@ -1,0 +1,240 @@
+"""The launcher's side of the agents: one per node, over the streams of a remote shell."""
+
+import contextlib
+import json
+import os
+import selectors
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Self
+
+from dlio.errors import UsageError
+from dlio.util.settings import settings
+
+__all__ = ["Agents", "remote_shell"]
+
+_READY_TIMEOUT_S: Final = 60.0
+_STOP_TIMEOUT_S: Final = 5.0
+_END_TIMEOUT_S: Final = 15.0
+_SILENT_S: Final = 10.0
+"""Seconds without a beat after which a node is lost: an agent sends two a second."""
+_LOOK_S: Final = 0.2
+_OF_HOST: Final = ("SSH_", "HOSTNAME", "DISPLAY", "XDG_", "PMIX_", "PRTE_", "PMI_", "_", "PWD")
+"""Beginnings of variables that mean something on the launcher's host alone."""
+
+
+class _Agent:
+    """One agent. Owned by `Agents`."""
+
+    def __init__(self, node: str, command: Sequence[str]) -> None:
+        self.node = node
+        # A session of its own: Ctrl-C is the launcher's, which then closes the agent's input.
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self._orders, self.answers = self.process.stdin, self.process.stdout.fileno()
+        os.set_blocking(self.answers, False)
+        self.name: str | None = None
+        """Name that the node has for itself; None until its agent has answered."""
+        self.stopped: dict[str, Any] | None = None
+        """Its answer to the last order to stop."""
+        self.done: int | None = None
+        """Exit code that its ranks have left in this start."""
+        self.heard = time.monotonic()
+        self._line = b""
+
+    def order(self, order: Mapping[str, object]) -> None:
+        """Send an order. If the agent is gone, its end is seen next."""
+        with contextlib.suppress(OSError):
+            self._orders.write(json.dumps(order).encode() + b"\n")
+            self._orders.flush()
+
+    def read(self) -> bool:
+        """Take its answers; False if it is gone."""
+        try:
+            piece = os.read(self.answers, 1 << 16)
+        except BlockingIOError:
+            return True
+        if not piece:
+            return False
+        self.heard = time.monotonic()
+        *lines, self._line = (self._line + piece).split(b"\n")
+        for line in lines:
+            answer = json.loads(line)
+            if "node" in answer:
+                self.name = answer["node"]
+            elif "stopped" in answer:
+                self.stopped = answer
+                self.done = answer["done"] if self.done is None else self.done
+            elif "done" in answer:
+                self.done = answer["done"]
+        return True
+
+    def close(self) -> None:
+        """Close its input, which ends it and all that it has started."""
+        with contextlib.suppress(OSError):
+            self._orders.close()
+
+    def end(self, timeout_s: float) -> None:
+        """Wait for its end, and kill its remote shell after a deadline."""
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+class Agents:
+    """The agents of a job; a context manager. Nodes are called as the user calls them.
+
+    Args:
+        token: name of the job.
+        environment: of the ranks, apart from variables that mean something on this host alone.
+        modules: that the zygotes import.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[str],
+        token: str,
+        environment: Mapping[str, str],
+        modules: Sequence[str],
+    ) -> None:
+        self.lost: list[str] = []
+        """Nodes whose agents are gone."""
+        self._agents: dict[str, _Agent] = {}
+        self._selector = selectors.DefaultSelector()
+        passed = {k: v for k, v in environment.items() if not k.startswith(_OF_HOST)}
+        hello = {"environment": passed, "modules": list(modules), "folder": os.getcwd()}
+        try:
+            for node in nodes:
+                agent = self._agents[node] = _Agent(node, _command(node, token))
+                self._selector.register(agent.answers, selectors.EVENT_READ, agent)
+                agent.order(hello)
+            self._await_names()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def living(self) -> list[str]:
+        """Nodes whose agents are there, in the user's order."""
+        return [node for node in self._agents if node not in self.lost]
+
+    @property
+    def done(self) -> int | None:
+        """Exit code that ranks have left in this start: a failure if there is one; or None."""
+        codes = [agent.done for agent in self._agents.values() if agent.done is not None]
+        return max(codes, default=None)
+
+    def start(self, number: int, environment: Mapping[str, str]) -> None:
+        """Have the zygotes fork the ranks of a start."""
+        for node in self.living:
+            agent = self._agents[node]
+            agent.stopped = agent.done = None
+            agent.order({"start": number, "environment": environment})
+
+    def stop(self) -> int:
+        """Kill all ranks; agents that do not answer within five seconds are lost.
+
+        Returns the newest turn of which a living node has a snapshot, -1 if there is none.
+        """
+        for node in self.living:
+            self._agents[node].order({"stop": True})
+        deadline = time.monotonic() + _STOP_TIMEOUT_S
+        while waiting := [n for n in self.living if self._agents[n].stopped is None]:
+            if time.monotonic() > deadline:
+                for node in waiting:
+                    self._lose(self._agents[node])
+                break
+            self.look(None)
+        answers = [self._agents[node].stopped for node in self.living]
+        return max((each["newest"] for each in answers if each is not None), default=-1)
+
+    def look(self, process: int | None) -> bool:
+        """Take answers for a moment, and note lost nodes; True if a process has ended.
+
+        Args:
+            process: pidfd of mpirun.
+        """
+        ended = False
+        if process is not None:
+            self._selector.register(process, selectors.EVENT_READ)
+        try:
+            for key, _ in self._selector.select(_LOOK_S):
+                if key.data is None:
+                    ended = True
+                elif not key.data.read():
+                    self._lose(key.data)
+        finally:
+            if process is not None:
+                self._selector.unregister(process)
+        for node in self.living:
+            if time.monotonic() - self._agents[node].heard > _SILENT_S:
+                self._lose(self._agents[node])
+        return ended
+
+    def close(self) -> None:
+        """End the agents, and with them all that they have started."""
+        for agent in self._agents.values():
+            agent.close()
+        deadline = time.monotonic() + _END_TIMEOUT_S
+        for agent in self._agents.values():
+            agent.end(max(0.0, deadline - time.monotonic()))
+        self._selector.close()
+
+    def _await_names(self) -> None:
+        deadline = time.monotonic() + _READY_TIMEOUT_S
+        while any(agent.name is None for agent in self._agents.values()):
+            self.look(None)
+            late = time.monotonic() > deadline
+            silent = [n for n, each in self._agents.items() if each.name is None]
+            bad = self.lost or (silent if late else [])
+            if bad:
+                shell = " ".join(remote_shell())
+                raise UsageError(
+                    f"--nodes: no agent starts on {bad[0]}: check `{shell} {bad[0]} "
+                    f"{sys.executable} -V`, which has to work without a password"
+                )
+
+    def _lose(self, agent: _Agent) -> None:
+        if agent.node in self.lost:
+            return
+        self.lost.append(agent.node)
+        self._selector.unregister(agent.answers)
+        agent.close()
+        # Its remote shell would wait for a node that does not answer.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(agent.process.pid, signal.SIGKILL)
+
+
+def remote_shell() -> list[str]:
+    """Return the command that runs another one on a node, without the node's name."""
+    return shlex.split(settings().remote_shell or "ssh -x")
+
+
+def _command(node: str, token: str) -> list[str]:
+    """Return the command that starts an agent on a node."""
+    package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), package]))
+    agent = [sys.executable, "-P", "-m", "dlio.agent.agent", token]
+    command = ["env", f"PYTHONPATH={paths}", *agent]
+    if node in ("localhost", socket.gethostname()):
+        return command
+    return [*remote_shell(), node, f"exec {shlex.join(command)}"]

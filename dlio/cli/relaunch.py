@@ -1,0 +1,275 @@
+"""The launcher of jobs that start again by themselves: on several nodes, or from checkpoints.
+
+    agents ready -> mpirun -> done
+          ^           |  mpirun has ended without the ranks' own end, or a node's agent is lost
+          |           v
+          +--- kill the old ranks, choose the nodes that are left
+
+mpirun's exit code says nothing here: Open MPI 5.0 ends with 0 when it has lost a daemon. Ranks
+leave a file at their end.
+"""
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Final
+
+import dlio.agent.shim
+from dlio.agent.places import job_folder
+from dlio.agent.starts import Incident, Patience, Start, living, spread
+from dlio.cli import launch
+from dlio.cli.agents import Agents, remote_shell
+from dlio.util.cores import available_cores
+from dlio.util.settings import DONE, LAUNCHER, MIN_RANKS, START, TERMINAL
+from dlio.util.threads import Workers
+
+__all__ = ["Job", "run"]
+
+_KILLED: Final = 1
+_FEW: Final = 2
+_MPIRUN_TIMEOUT_S: Final = 1.0
+_STDERR_TIMEOUT_S: Final = 10.0
+_MODULES: Final = (
+    "numpy",
+    "torch",
+    "mpi4py",
+    "yaml",
+    "rich.console",
+    "rich.table",
+    "dlio.cli.ranks",
+    "dlio.cli.train",
+    "dlio.train.trainer",
+    "dlio.train.optimizers",
+    "dlio.train.exchange.running",
+    "dlio.comm.recovery",
+    "dlio.util.reaper",
+)
+"""Modules that ranks need, for the zygote; importing torch alone takes seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job that may start again."""
+
+    module: str
+    """Module that ranks run."""
+    argv: tuple[str, ...]
+    ranks: int
+    environment: Mapping[str, str]
+    """Variables of the ranks, in addition to this process's own."""
+    nodes: tuple[str, ...] = ()
+    """Nodes to start ranks on; none for this machine alone, without agents."""
+    survives: bool = False
+    """True if ranks go on when others are lost."""
+    again: bool = True
+    """True if ranks are started again when they cannot go on."""
+    min_ranks: int = 1
+    """Fewest ranks that are started again."""
+    progress: Callable[[], int] = lambda: -1
+    """Returns how far the training is by its files, a number that grows."""
+    leftovers: Callable[[str], Sequence[str]] = lambda _: ()
+    """Returns files that a job of a certain token leaves if it fails."""
+
+
+def run(job: Job) -> int:
+    """Run a job, start it again where it cannot go on, and return its exit code.
+
+    Raises UsageError if mpirun is not installed, or if a node cannot be reached.
+    """
+    mpirun, token = launch.find_mpirun(), secrets.token_hex(8)
+    code = _KILLED
+    with ExitStack() as stack:
+        stack.callback(lambda: _remove(job.leftovers(token) if code else ()))
+        environment = _environment(job)
+        if job.nodes:
+            agents = stack.enter_context(Agents(job.nodes, token, environment, _MODULES))
+            code = _Starts(job, mpirun, token, environment, agents, "").run()
+        else:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dlio-job-"))
+            code = _Starts(job, mpirun, token, environment, None, folder).run()
+    return code
+
+
+class _Starts:
+    """The starts of a job.
+
+    Args:
+        folder: for the file that ranks leave at their end, if there are no agents.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        mpirun: str,
+        token: str,
+        environment: dict[str, str],
+        agents: Agents | None,
+        folder: str,
+    ) -> None:
+        self._job, self._mpirun, self._token = job, mpirun, token
+        self._environment, self._agents, self._folder = environment, agents, folder
+        self._placed = spread(job.ranks, job.nodes or ("",))
+        self._ranks = living(self._placed, ())
+        self._incidents: list[Incident] = []
+        self._patience = Patience()
+        self._noticed = 0.0
+
+    def run(self) -> int:
+        """Start ranks until they have reached their end; returns the exit code."""
+        number = 0
+        while True:
+            before = self._ranks
+            code, turn = self._start(number)
+            if code is not None:
+                return code
+            noticed = self._noticed
+            self._ranks = living(self._placed, self._lost())
+            gone = [rank for rank in before if rank not in self._ranks]
+            node_of = {rank: node for node, ranks in self._placed.items() for rank in ranks}
+            self._incidents.append(
+                Incident(tuple(gone), tuple(node_of[rank] for rank in gone), noticed)
+            )
+            if reason := self._reason_to_end(turn):
+                sys.stderr.write(f"dlio: error: {reason}\n")
+                sys.stderr.flush()
+                return _FEW
+            number += 1
+
+    def _reason_to_end(self, turn: int) -> str:
+        """Return the reason why ranks are not started again; empty if they are."""
+        lost = ", ".join(self._lost())
+        if not self._job.again:
+            return f"the ranks have ended{f'; lost nodes: {lost}' if lost else ''}"
+        if len(self._ranks) < max(1, self._job.min_ranks):
+            return (
+                f"{len(self._ranks)} ranks are left (lost nodes: {lost}), and --min-ranks is "
+                f"{self._job.min_ranks}: this job ends"
+            )
+        if not self._patience.allows(max(turn, self._job.progress())):
+            return (
+                "ranks were started again three times and came no further: this job ends; see "
+                "the errors above"
+            )
+        return ""
+
+    def _lost(self) -> list[str]:
+        return [] if self._agents is None else self._agents.lost
+
+    def _start(self, number: int) -> tuple[int | None, int]:
+        """Run mpirun; return the exit code if the job is over, and the newest snapshot's turn."""
+        job = self._job
+        record = Start(number, self._token, job.ranks, self._ranks, tuple(self._incidents))
+        own = {START: record.to_json()}
+        done_file = os.path.join(self._folder, f"done-{number}")
+        if self._agents is None:
+            own |= {DONE: done_file, LAUNCHER: str(os.getpid())}
+        else:
+            self._agents.start(number, own)
+        command = self._command(number)
+        process = launch.started(command, {**self._environment, **own}, None)
+        assert process.stderr is not None
+        errors, sorter = process.stderr, launch.ErrorFilter(survives=True)
+        relay = Workers(
+            "dlio-stderr",
+            lambda _: launch.relay_lines(errors, sys.stderr, sorter),
+            stop_timeout_s=_STDERR_TIMEOUT_S,
+        ).start()
+        try:
+            code = self._watch(process, done_file)
+            turn = -1
+            if self._agents is not None:
+                turn = self._agents.stop()
+                code = self._agents.done
+            _end(process)
+            return code, turn
+        except BaseException as error:
+            sorter.interrupted = isinstance(error, KeyboardInterrupt)
+            launch.end(process)
+            raise
+        finally:
+            if not relay.close():
+                errors.close()
+
+    def _watch(self, process: subprocess.Popen[str], done_file: str) -> int | None:
+        """Return when mpirun has ended, when a rank has failed or a node is lost.
+
+        Returns the exit code that a rank has left.
+        """
+        lost = len(self._lost())
+        watch = os.pidfd_open(process.pid)
+        try:
+            while True:
+                if self._agents is None:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(launch.LOOK_S)
+                    ended, code = process.poll() is not None, launch.code_of(done_file)
+                else:
+                    ended, code = self._agents.look(watch), self._agents.done
+                if ended or code or len(self._lost()) > lost:
+                    self._noticed = time.time()
+                    return launch.code_of(done_file) if self._agents is None else code
+        finally:
+            os.close(watch)
+
+    def _command(self, number: int) -> list[str]:
+        """Return the command of mpirun."""
+        job = self._job
+        options = ["--bind-to", "none"]
+        if job.survives:
+            options += launch.SURVIVING
+        if self._agents is None:
+            if len(self._ranks) > available_cores():
+                options.append("--oversubscribe")
+            rank = [sys.executable, "-m", job.module]
+        else:
+            slots = {n: ranks for n, ranks in self._placed.items() if n in self._agents.living}
+            hosts = ",".join(f"{node}:{len(ranks)}" for node, ranks in slots.items() if ranks)
+            shell = " ".join(remote_shell())
+            options += ["--mca", "plm_ssh_agent", shell, "--host", hosts, "--map-by", "slot"]
+            shim = os.path.abspath(dlio.agent.shim.__file__)
+            folder = job_folder(self._token, "{node}")
+            rank = [sys.executable, "-I", "-S", shim, folder, str(number), job.module]
+        return [self._mpirun, *options, "-n", str(len(self._ranks)), *rank, *job.argv]
+
+
+def _environment(job: Job) -> dict[str, str]:
+    """Return the environment of mpirun and of ranks."""
+    full = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    per_node = -(-job.ranks // max(1, len(job.nodes)))
+    full.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // per_node)))
+    if sys.stdout.isatty():
+        size = shutil.get_terminal_size()
+        full.update(**{TERMINAL: "1"}, COLUMNS=str(size.columns), LINES=str(size.lines))
+    if os.geteuid() == 0:
+        full.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+    if not job.nodes:
+        full.setdefault("OMPI_MCA_btl", "^ofi")  # See `launch`.
+    if job.survives:
+        full = {**launch.SURVIVING_ENVIRONMENT, **full, MIN_RANKS: str(job.min_ranks)}
+    return {**full, **job.environment}
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End an mpirun whose ranks are gone; it is not waited for long."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_MPIRUN_TIMEOUT_S)
+            return
+    process.wait()
+
+
+def _remove(paths: Sequence[str]) -> None:
+    for path in paths:
+        with contextlib.suppress(OSError):
+            os.unlink(path)

@@ -1,0 +1,216 @@
+"""Copies of a run's state in the memory of its nodes, made between two optimizer steps.
+
+Each rank copies its own tensors, and one rank of each node those that are equal on all ranks. The
+latter are weights and the optimizer's state: nothing changes them until the next step of the
+optimizer, so a thread copies them while the next batch is computed.
+"""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Final, TypedDict
+
+import torch
+
+from dlio.agent.snapshot import Slots
+from dlio.comm.recovery import uniform
+from dlio.train.callbacks.base import Callback, Run
+from dlio.train.checkpoint.state import about, tensors_of
+from dlio.train.ledger import SampleLedger
+from dlio.train.report import EpochReport
+from dlio.train.snapshot.journal import Journal
+from dlio.train.snapshot.saved import COMMON, MEMBER
+from dlio.train.worker import Worker
+from dlio.util.threads import Workers
+
+__all__ = ["Snapshots", "turn_of"]
+
+_SMALL: Final = 64 << 20
+"""Bytes of a node's copy up to which each step is copied."""
+_AT_ONCE: Final = 1 << 20
+"""Bytes that are copied without a thread."""
+_SHARE: Final = 0.01
+"""Share of the time that larger copies may take."""
+_FIRST: Final = 3
+"""Copies that are timed before the steps between two of them are chosen."""
+_COPY_TIMEOUT_S: Final = 60.0
+_ALL: Final = "all/"
+
+
+class _Head(TypedDict):
+    """The text of a slot."""
+
+    alike: bool
+    members: list[int]
+    tensors: list[tuple[str, str, list[int], int, int]]
+    """Name, type, shape, position and bytes of each."""
+    about: Mapping[str, object]
+
+
+def turn_of(updates: int, is_between: bool) -> int:
+    """Return the number of a place in a run; it grows.
+
+    Args:
+        updates: optimizer steps since the run began.
+        is_between: True between two epochs.
+    """
+    return 2 * updates + is_between
+
+
+class Snapshots(Callback):
+    """Copies the state of a run to its nodes' memory. One per rank.
+
+    Args:
+        worker: the run.
+        folder: of this node's snapshots.
+        numbers: of the ranks of this start when the job began.
+    """
+
+    def __init__(self, worker: Worker, folder: str, numbers: Sequence[int]) -> None:
+        self._worker, self._folder, self._numbers = worker, folder, numbers
+        self._me = worker.comm.rank
+        self._folders = worker.comm.allgather(folder)
+        self._own = Slots(folder, f"{MEMBER}{numbers[self._me]}")
+        self._common: Slots | None = None
+        self._copying: Workers | None = None
+        self.journal = Journal(folder, numbers)
+        self.ledger: SampleLedger | None = None
+        """The trace, if there is one."""
+        self._every = 1
+        self._is_large = False
+        self._costs: list[float] = []
+        self._steps: list[float] = []
+        self._since = time.perf_counter()
+        self._epoch, self._first = -1, 0
+        self._failed = False
+
+    def __exit__(self, *_: object) -> None:
+        self._wait()
+        self._own.close()
+        if self._common is not None:
+            self._common.close()
+
+    def begins(self, run: Run) -> None:
+        self._epoch, self._first = run.epoch_number, run.position // self._worker.global_batch
+        if self.ledger is not None:
+            self._worker.dealing.keeps_trail = True
+
+    def before_step(self, run: Run) -> bool:
+        self._wait()
+        return True
+
+    def after_step(self, run: Run) -> None:
+        if self._worker.recovery is None and self.ledger is not None:
+            self._worker.dealing.count(range(run.comm.size))
+        if self._is_large and len(self._costs) == _FIRST and self._every == 1:
+            self._choose_interval()
+        if run.updates % self._every == 0:
+            self._copy(run, turn_of(run.updates, False))
+
+    def epoch_ends(self, run: Run, report: EpochReport) -> None:
+        self._copy(run, turn_of(run.updates, True))
+
+    def _choose_interval(self) -> None:
+        """Agree on the steps between two copies. Collective."""
+        cost, step = max(self._costs[1:]), min(self._steps[1:])
+        comm = self._worker.comm
+        costs = uniform(comm, lambda: comm.allgather(cost / max(step - cost, 1e-6)))
+        self._every = max(1, math.ceil(max(costs) / _SHARE))
+
+    def _copy(self, run: Run, turn: int) -> None:
+        """Copy the state; returns when all that the next batch changes has been copied."""
+        if self._failed:
+            return
+        began = time.perf_counter()
+        self._steps = [*self._steps, began - self._since][-_FIRST:]
+        self._since = began
+        self._wait()
+        try:
+            self._write(run, turn)
+        except OSError as error:
+            self._failed = True
+            sys.stderr.write(
+                f"dlio: no more copies of the state in {self._folder} ({error.strerror}): if a "
+                "node is lost, the job goes on from the last one; free some memory there\n"
+            )
+        cost = time.perf_counter() - began
+        self._costs = [*self._costs, cost][-_FIRST:]
+
+    def _write(self, run: Run, turn: int) -> None:
+        worker, me = self._worker, f"rank{run.comm.rank}/"
+        tensors = tensors_of(worker)
+        own = {n.removeprefix(me): t for n, t in tensors.items() if not n.startswith(_ALL)}
+        common = {n.removeprefix(_ALL): t for n, t in tensors.items() if n.startswith(_ALL)}
+        self._is_large = sum(t.nbytes for t in tensors.values()) > _SMALL
+        facts = self._facts()
+        _put(self._own, turn, own, {**facts, "about": {}})
+        if not self._leads():
+            return
+        if self.ledger is not None:
+            self._trace(run, turn)
+        if self._common is None:
+            self._common = Slots(self._folder, COMMON)
+        slots = self._common
+        losses = [asdict(loss) for loss in worker.losses]
+        trace = 0 if self.ledger is None else self.ledger.written
+        state = {**about(worker), "losses": losses, "trace_bytes": trace}
+        head: dict[str, Any] = {**facts, "about": state}
+        if sum(tensor.nbytes for tensor in common.values()) <= _AT_ONCE:
+            _put(slots, turn, common, head)
+            return
+        self._copying = Workers(
+            "dlio-snapshot",
+            lambda _: _put(slots, turn, common, head),
+            stop_timeout_s=_COPY_TIMEOUT_S,
+        ).start()
+
+    def _trace(self, run: Run, turn: int) -> None:
+        if turn % 2:
+            return  # The epoch's lines are in the trace.
+        if run.epoch_number != self._epoch:
+            self._epoch, self._first = run.epoch_number, 0
+        self.journal.write(turn, run.epoch_number, self._worker.dealing, self._first)
+
+    def _facts(self) -> dict[str, Any]:
+        members = [self._numbers[member] for member in self._living()]
+        return {"alike": self._worker.exchange.alike, "members": members}
+
+    def _living(self) -> Sequence[int]:
+        recovery = self._worker.recovery
+        return range(len(self._folders)) if recovery is None else recovery.membership.members
+
+    def _leads(self) -> bool:
+        """True if this rank is the first that is left of its node."""
+        return self._me == next(m for m in self._living() if self._folders[m] == self._folder)
+
+    def _wait(self) -> None:
+        if self._copying is not None:
+            self._copying.wait(_COPY_TIMEOUT_S)
+            self._copying = None
+
+
+def _put(
+    slots: Slots, turn: int, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]
+) -> None:
+    """Copy tensors to a slot."""
+    listed: list[tuple[str, str, list[int], int, int]] = []
+    at = 0
+    for name, tensor in tensors.items():
+        kind = str(tensor.dtype).removeprefix("torch.")
+        listed.append((name, kind, list(tensor.shape), at, tensor.nbytes))
+        at += -(-tensor.nbytes // 64) * 64
+    head: _Head = {
+        "alike": facts["alike"],
+        "members": facts["members"],
+        "tensors": listed,
+        "about": facts["about"],
+    }
+    with slots.writing(turn, json.dumps(head).encode(), at) as memory, torch.no_grad():
+        flat = torch.frombuffer(memory, dtype=torch.uint8) if at else torch.empty(0)
+        for (_, _, shape, first, size), tensor in zip(listed, tensors.values(), strict=True):
+            if size:
+                flat[first : first + size].view(tensor.dtype).view(shape).copy_(tensor)
+        del flat

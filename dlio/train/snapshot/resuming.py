@@ -1,0 +1,120 @@
+"""Going on after all ranks were started again: the state, the trace, and the report's losses."""
+
+import os
+import time
+from typing import Any
+
+from dlio.agent.places import STATE
+from dlio.agent.starts import Start
+from dlio.comm.recovery import Loss
+from dlio.train.checkpoint.state import restore
+from dlio.train.ledger import SampleLedger
+from dlio.train.snapshot.copying import Snapshots
+from dlio.train.snapshot.journal import Line, lines_until
+from dlio.train.snapshot.saved import SnapshotState, newest_state
+from dlio.train.worker import Worker
+from dlio.util.settings import AGENT
+
+__all__ = ["Resuming"]
+
+
+class Resuming:
+    """One rank's part in a start of a job. Its methods are collective.
+
+    Args:
+        start: from the launcher.
+    """
+
+    def __init__(self, start: Start) -> None:
+        self._start = start
+        agent = os.environ.get(AGENT)
+        self._folder = None if agent is None else os.path.join(agent, STATE)
+        self._met = time.time()
+        """When all ranks had met."""
+        self._state: SnapshotState | None = None
+        self._lines: list[Line] = []
+
+    @property
+    def is_again(self) -> bool:
+        """True if ranks were started before."""
+        return self._start.number > 0
+
+    def number(self, rank: int) -> int:
+        """Return a rank's number when the job began."""
+        return self._start.ranks[rank]
+
+    def restore(self, run: Worker) -> bool:
+        """Take the newest state of the nodes' memory; False if there is none."""
+        if not self.is_again or self._folder is None:
+            return False
+        state = newest_state(run.comm, self._folder)
+        if state is None:
+            return False
+        restore(run, state)
+        self._state, kept = state, state.about
+        epoch = int(str(run.epoch_number))
+        lines: list[Line] = []
+        folders = run.comm.allgather(self._folder)
+        if folders.index(self._folder) == run.comm.rank:
+            lines = lines_until(self._folder, epoch, state.turn)
+        # A node whose ranks had not started yet has none.
+        everyone = run.comm.allgather(len(lines))
+        giver = everyone.index(max(everyone))
+        self._lines = [(step, rank, own) for step, rank, own in run.comm.tell(lines, giver)]
+        losses: Any = kept.get("losses", [])
+        run.earlier_losses = [
+            Loss(**{**each, "ranks": tuple(each["ranks"]), "nodes": tuple(each["nodes"])})
+            for each in losses
+        ]
+        if run.position:
+            counted = sum(int(sums[2]) for sums in run.comm.allgather(run.sums.tolist()))
+            run.of_lost = max(0, run.position - counted)
+        if run.comm.rank == 0:
+            print(
+                f"started again on {run.comm.size} ranks: epoch {epoch + 1}, step {run.updates}",
+                flush=True,
+            )
+        return True
+
+    def snapshots(self, run: Worker) -> Snapshots | None:
+        """Return the callback that copies the state; None if no agent keeps it."""
+        if self._folder is None:
+            return None
+        copies = Snapshots(run, self._folder, self._start.ranks)
+        if self._state is not None and not self._state.turn % 2:
+            copies.journal.begin(run.epoch_number, self._state.turn, self._lines)
+        return copies
+
+    def open_ledger(self, run: Worker, path: str) -> SampleLedger:
+        """Open the trace, which goes on where the state was copied."""
+        written: Any = 0 if self._state is None else self._state.about.get("trace_bytes", 0)
+        ledger = SampleLedger(
+            path, run.comm, numbers=self._start.ranks, token=self._start.token, written=written
+        )
+        if run.comm.rank == 0:
+            for step, rank, samples in self._lines:
+                ledger.earlier(run.epoch_number, step, rank, samples)
+        return ledger
+
+    def note_losses(self, run: Worker) -> None:
+        """Add the ends of former starts to the report, when training is about to go on."""
+        noted = sum(loss.kind == "restart" for loss in run.earlier_losses)
+        now = time.time()
+        for incident in self._start.incidents[noted:]:
+            again = 0
+            if self._state is not None:
+                again = max(0, self._state.newest // 2 - run.updates)
+            loss = Loss(
+                ranks=incident.ranks,
+                nodes=incident.nodes,
+                epoch=run.epoch_number,
+                step=run.updates,
+                generation=0,
+                left=run.comm.size,
+                seconds=max(0.0, now - incident.noticed),
+                renew_s=max(0.0, self._met - incident.noticed),
+                settle_s=max(0.0, now - self._met),
+                kind="restart",
+                steps_again=again,
+            )
+            run.earlier_losses.append(loss)

@@ -1,0 +1,65 @@
+"""Pretended nodes: host names in UTS namespaces of this machine, and the ways to lose them."""
+
+import os
+import shutil
+import signal
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+from dlio.util.shared import SHARED_MEMORY, user_folder
+
+FAKESSH = Path(__file__).with_name("fakessh")
+
+
+def may_pretend() -> bool:
+    """True if this user may have UTS namespaces of its own."""
+    try:
+        done = subprocess.run(["unshare", "--uts", "true"], capture_output=True, check=False)
+    except FileNotFoundError:
+        return False
+    return done.returncode == 0
+
+
+class Nodes:
+    """The pretended nodes of a job.
+
+    Args:
+        folder: for the list of their namespaces.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._list = folder / "namespaces"
+        self._list.touch()
+        self.environment = {"DLIO_RSH": str(FAKESSH), "FAKESSH": str(self._list)}
+
+    def processes(self, node: str) -> dict[int, str]:
+        """Return the command line of each process on a node."""
+        rows = [line.split() for line in self._list.read_text().splitlines()]
+        spaces = {row[1] for row in rows if len(row) == 2 and row[0] == node}
+        inside = {}
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(OSError):
+                if os.readlink(f"/proc/{name}/ns/uts") in spaces:
+                    command = Path(f"/proc/{name}/cmdline").read_bytes()
+                    inside[int(name)] = command.replace(b"\0", b" ").decode(errors="replace")
+        return inside
+
+    def lose(self, node: str) -> int:
+        """Kill everything on a node, and take away its memory; returns the number of processes."""
+        killed = self.processes(node)
+        for process in killed:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        memory = Path(SHARED_MEMORY, user_folder())
+        for folder in memory.glob(f"*.{node}"):
+            shutil.rmtree(folder, ignore_errors=True)
+        return len(killed)
+
+    def kill(self, node: str, words: str) -> int:
+        """Kill the processes of a node whose command line has some words; returns their number."""
+        victims = [process for process, line in self.processes(node).items() if words in line]
+        for process in victims:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        return len(victims)
