@@ -206,7 +206,9 @@ def main(listener: int, control: int, modules: list[str]) -> None:
     """Import modules and fork ranks. Returns in the zygote at its end, and in ranks at theirs."""
     agent = socket.socket(fileno=control)
     for name in modules:
-        importlib.import_module(name)
+        # A rank that needs it tells the error.
+        with suppress(ImportError):
+            importlib.import_module(name)
     if "mpi4py.MPI" in sys.modules:
         raise RuntimeError(f"one of {', '.join(modules)} has started MPI: ranks cannot be forked")
     if len(os.listdir("/proc/self/task")) > 1:

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import Final
 
 import dlio.agent.shim
@@ -41,17 +42,23 @@ _STDERR_TIMEOUT_S: Final = 10.0
 _MODULES: Final = (
     "numpy",
     "torch",
+    "torch._dynamo",  # Optimizers import it.
+    "numpy.random",
     "mpi4py",
-    "yaml",
     "rich.console",
     "rich.table",
     "dlio.cli.ranks",
     "dlio.cli.train",
-    "dlio.train.trainer",
+    "dlio.comm.stopped",
+    "dlio.storage.shard",
+    "dlio.train.callbacks.early",
+    "dlio.train.callbacks.nan",
+    "dlio.train.exchange.asgd",
+    "dlio.train.exchange.gradients",
+    "dlio.train.exchange.node_gossip",
+    "dlio.train.exchange.periodic",
     "dlio.train.optimizers",
-    "dlio.train.exchange.running",
-    "dlio.comm.recovery",
-    "dlio.util.reaper",
+    "dlio.train.trainer",
 )
 """Modules that ranks need, for the zygote; importing torch alone takes seconds."""
 
@@ -91,7 +98,9 @@ def run(job: Job) -> int:
         stack.callback(lambda: _remove(job.leftovers(token) if code else ()))
         environment = _environment(job)
         if job.nodes:
-            agents = stack.enter_context(Agents(job.nodes, token, environment, _MODULES))
+            readers = {entry.module for entry in entry_points(group="dlio.readers")}
+            modules = [*_MODULES, *sorted(readers)]
+            agents = stack.enter_context(Agents(job.nodes, token, environment, modules))
             code = _Starts(job, mpirun, token, environment, agents, "").run()
         else:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dlio-job-"))
