@@ -44,8 +44,10 @@ class SharedFolder:
         self.path = os.path.join(SHARED_MEMORY, user_folder(), name)
         # The lock prevents a sweep from removing the folder before this process has locked it.
         with _users_folder() as user:
-            _sweep(user)
-            first = name not in os.listdir(user)
+            # Each folder in use takes 10 ms, so only one process of many looks at all.
+            first = name not in os.listdir(user) or bool(_sweep(user, name))
+            if first:
+                _sweep(user)
             self.descriptor = open_private(SHARED_MEMORY, user_folder(), name)
             self.alive = hold_shared(self.descriptor, _ALIVE)
             """The lock: whoever holds a copy of this descriptor keeps the folder, too."""
