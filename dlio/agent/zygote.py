@@ -222,11 +222,12 @@ def main(listener: int, control: int, modules: list[str]) -> None:
     with suppress(OSError):
         agent.sendall(pack({"ready": os.getpid()}))
     request = Zygote(socket.socket(fileno=listener), agent).serve()
-    if request is not None:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        _become(request)
-        _run(request.argv)
+    if request is None:
+        os._exit(0)  # Quickly: finalizing torch takes a while.
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    _become(request)
+    _run(request.argv)
 
 
 def _ignore(_: int, __: FrameType | None) -> None:

@@ -65,6 +65,7 @@ class StoredCheckpoint:
     """The state that was passed to `save`."""
     names: frozenset[str]
     """Names of its tensors."""
+    is_of_one_step: bool = True
 
     def read(self, prefix: str) -> dict[str, torch.Tensor]:
         """Read the tensors whose names begin with `prefix`; return them without it.

@@ -31,6 +31,10 @@ class SavedState(Protocol):
         """Number of ranks that saved it."""
 
     @property
+    def is_of_one_step(self) -> bool:
+        """True if all ranks have saved it after the same step."""
+
+    @property
     def about(self) -> Mapping[str, object]:
         """A `RunState`."""
 
@@ -130,7 +134,7 @@ def restore(run: Worker, checkpoint: SavedState) -> None:
     ranks, rank = run.comm.size, run.comm.rank
     about, saved = _state(checkpoint), checkpoint.ranks
     same_exchange = about["exchange"] == run.config.exchange
-    same = saved == ranks and same_exchange
+    same = saved == ranks and same_exchange and checkpoint.is_of_one_step
     mine = checkpoint.read(f"rank{rank}/") if same else _merged(checkpoint, saved)
     tensors = {**checkpoint.read("all/"), **mine}
     pruning = about.get("pruning")

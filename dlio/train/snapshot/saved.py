@@ -89,6 +89,7 @@ class SnapshotState:
     path: str
     ranks: int
     about: Mapping[str, object]
+    is_of_one_step: bool
     turn: int
     newest: int
     """Newest turn that any of the living nodes has seen."""
@@ -143,7 +144,13 @@ def newest_state(comm: Communicator, folder: str) -> SnapshotState | None:
             piece = torch.from_numpy(text[1][first : first + size])
             tensors[f"{prefix}{name}"] = piece.view(getattr(torch, kind)).view(shape)
     return SnapshotState(
-        "the nodes' memory", len(choice.members), about, choice.turn, choice.newest, tensors
+        path="the nodes' memory",
+        ranks=len(choice.members),
+        about=about,
+        is_of_one_step=set(choice.members.values()) <= {choice.turn},
+        turn=choice.turn,
+        newest=choice.newest,
+        tensors=tensors,
     )
 
 
