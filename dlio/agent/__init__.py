@@ -1,4 +1,4 @@
-"""What stays on a node while ranks come and go: so a job survives the loss of a whole node.
+"""Processes that stay on a node while ranks come and go: a job survives the loss of a whole node.
 
     launcher --ssh--> agent, one per node: holds RAM tiers and snapshots, starts and ends the zygote
                         |

@@ -20,7 +20,7 @@ _TIMEOUT_S: Final = 5.0
 
 
 def keep(lock: int) -> None:
-    """Have the agent hold a lock until the job is over; without effect if there is no agent.
+    """Have the agent hold a lock until the job is over; without effect outside of an agent's job.
 
     Args:
         lock: descriptor of a locked file.

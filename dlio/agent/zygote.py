@@ -49,6 +49,15 @@ class _Request:
     streams: list[int]
 
 
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """A shim that waits for its rank."""
+
+    start: int
+    shim: socket.socket
+    request: _Request
+
+
 @dataclass(slots=True)
 class _Rank:
     """A rank that was forked."""
@@ -83,6 +92,7 @@ class Zygote:
         self._listener, self._control = listener, control
         self._ranks: dict[int, _Rank] = {}
         """By process."""
+        self._asked: list[_Asked] = []
         self._start = -1
         self._environment: dict[str, str] = {}
         self._stopping = False
@@ -93,14 +103,10 @@ class Zygote:
     def serve(self) -> _Request | None:
         """Fork for each shim: returns the request in the child, None in the zygote at its end."""
         while True:
-            events = [key for key, _ in self._selector.select()]
-            # The agent gives its order before mpirun starts shims.
-            for key in sorted(events, key=lambda key: key.fileobj is not self._control):
+            for key, _ in self._selector.select():
                 source = key.fileobj
                 if source is self._listener:
-                    request = self._connected()
-                    if request is not None:
-                        return request
+                    self._connected()
                 elif source is self._control:
                     if not self._ordered():
                         self._kill()
@@ -110,6 +116,13 @@ class Zygote:
                         self._heard(source, key.data)
                 elif not key.data.reaped:
                     self._ended(key.data)
+            # A shim may be here before the agent's order.
+            due = [asked for asked in self._asked if asked.start <= self._start]
+            self._asked = [asked for asked in self._asked if asked not in due]
+            for asked in due:
+                request = self._fork(asked)
+                if request is not None:
+                    return request
 
     def _ordered(self) -> bool:
         """Take an order of the agent; False if it is gone."""
@@ -125,29 +138,38 @@ class Zygote:
             self._tell_stopped()
         return True
 
-    def _connected(self) -> _Request | None:
-        """Fork a rank for a new shim; returns its request in the child."""
+    def _connected(self) -> None:
+        """Hear what a new shim asks for."""
         connection, _ = self._listener.accept()
         connection.settimeout(_TIMEOUT_S)
         try:
             asked, streams = receive_exactly(connection, _STREAMS)
         except (EOFError, OSError, ValueError):
             connection.close()
-            return None
-        if asked["start"] != self._start or len(streams) != _STREAMS:
-            # mpirun of an earlier start, or a shim that came before the agent's order.
-            _close(streams)
+            return
+        self._asked.append(
+            _Asked(
+                asked["start"],
+                connection,
+                _Request(asked["argv"], asked["environment"], asked["folder"], streams),
+            )
+        )
+
+    def _fork(self, asked: _Asked) -> _Request | None:
+        """Fork a rank for a shim; returns its request in the child."""
+        connection, request = asked.shim, asked.request
+        if asked.start != self._start or len(request.streams) != _STREAMS:
+            _close(request.streams)  # mpirun of an earlier start.
             connection.close()
             return None
-        environment = rank_environment(asked["environment"], self._environment)
-        request = _Request(asked["argv"], environment, asked["folder"], streams)
+        request.environment = rank_environment(request.environment, self._environment)
         parent = os.getpid()
         process = os.fork()
         if process == 0:
             self._leave(connection)
             _die_with(parent)
             return request
-        _close(streams)
+        _close(request.streams)
         watch = os.pidfd_open(process)
         rank = self._ranks[process] = _Rank(process, watch, connection)
         self._selector.register(connection, selectors.EVENT_READ, rank)
@@ -197,6 +219,9 @@ class Zygote:
         self._selector.close()
         for each in (self._listener, self._control, connection):
             each.close()
+        for asked in self._asked:
+            asked.shim.close()
+            _close(asked.request.streams)
         for rank in self._ranks.values():
             rank.shim.close()
             os.close(rank.watch)

@@ -112,7 +112,7 @@ class _Starts:
     """The starts of a job.
 
     Args:
-        folder: for the file that ranks leave at their end, if there are no agents.
+        folder: for the file that ranks leave at their end; empty with agents.
     """
 
     def __init__(
