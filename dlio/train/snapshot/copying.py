@@ -26,7 +26,7 @@ from dlio.train.snapshot.saved import COMMON, MEMBER
 from dlio.train.worker import Worker
 from dlio.util.threads import Workers
 
-__all__ = ["Snapshots", "turn_of"]
+__all__ = ["Snapshots", "turn_of", "write_slot"]
 
 _SMALL: Final = 64 << 20
 """Bytes of a node's copy up to which each step is copied."""
@@ -146,7 +146,7 @@ class Snapshots(Callback):
         common = {n.removeprefix(_ALL): t for n, t in tensors.items() if n.startswith(_ALL)}
         self._is_large = sum(t.nbytes for t in tensors.values()) > _SMALL
         facts = self._facts()
-        _put(self._own, turn, own, {**facts, "about": {}})
+        write_slot(self._own, turn, own, {**facts, "about": {}})
         if not self._leads():
             return
         if self.ledger is not None:
@@ -159,11 +159,11 @@ class Snapshots(Callback):
         state = {**about(worker), "losses": losses, "trace_bytes": trace}
         head: dict[str, Any] = {**facts, "about": state}
         if sum(tensor.nbytes for tensor in common.values()) <= _AT_ONCE:
-            _put(slots, turn, common, head)
+            write_slot(slots, turn, common, head)
             return
         self._copying = Workers(
             "dlio-snapshot",
-            lambda _: _put(slots, turn, common, head),
+            lambda _: write_slot(slots, turn, common, head),
             stop_timeout_s=_COPY_TIMEOUT_S,
         ).start()
 
@@ -192,10 +192,14 @@ class Snapshots(Callback):
             self._copying = None
 
 
-def _put(
+def write_slot(
     slots: Slots, turn: int, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]
 ) -> None:
-    """Copy tensors to a slot."""
+    """Copy tensors to a slot.
+
+    Args:
+        facts: `alike`, `members` and `about`; see `dlio.train.snapshot.saved.Part`.
+    """
     listed: list[tuple[str, str, list[int], int, int]] = []
     at = 0
     for name, tensor in tensors.items():

@@ -6,15 +6,25 @@ find the lines here. One rank of each node writes those of all ranks, which foll
 
 import json
 import os
-from collections.abc import Sequence
-from typing import Final, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Final, Protocol, TypeAlias
 
-from dlio.loader.dealing import Dealing
 from dlio.util.files import write_whole
 
 __all__ = ["Journal", "Line", "lines_until"]
 
 _NAME: Final = "journal-"
+
+
+class _Trail(Protocol):
+    """The batches of an epoch that are in the model; see `dlio.loader.dealing.Dealing`."""
+
+    @property
+    def closed(self) -> int: ...
+
+    def trail(self, since: int) -> Iterable[tuple[int, int, list[int]]]: ...
+
+
 Line: TypeAlias = tuple[int, int, list[int]]
 """Step in the epoch, number of the rank, its samples."""
 
@@ -37,7 +47,7 @@ class Journal:
         text = json.dumps({"turn": turn, "lines": lines}) + "\n"
         write_whole(_path(self._folder, epoch), lambda file: file.write(text.encode()))
 
-    def write(self, turn: int, epoch: int, dealing: Dealing, first: int) -> None:
+    def write(self, turn: int, epoch: int, dealing: _Trail, first: int) -> None:
         """Write the lines of the batches that are in the model since the last call.
 
         Args:
