@@ -105,7 +105,9 @@ class Loss:
         where = "" if self.step < 0 else f" at step {self.step}"
         go_on = "rank goes on" if self.left == 1 else "ranks go on"
         if self.kind == "restart":
-            where = f"{where}, and started again"
+            gone = f"{lost} {who} lost" if who else "all ranks ended"
+            ranks = "rank" if self.left == 1 else "ranks"
+            return f"{gone}{where}: started again on {self.left} {ranks}, {self.seconds:.2f} s"
         return f"{lost} {who or 'none'} lost{where}: {self.left} {go_on}, {self.seconds:.2f} s"
 
 

@@ -370,9 +370,13 @@ def removed_by_kind(epochs: Sequence[PruningReport]) -> dict[str, int]:
 def _losses(losses: Sequence[Loss]) -> str:
     lost = sorted(rank for loss in losses for rank in loss.ranks)
     longest = max(loss.seconds for loss in losses)
+    starts = sum(loss.kind == "restart" for loss in losses)
+    who = f"{len(lost)} rank(s) were lost ({', '.join(map(str, lost))})"
+    if starts:
+        who += f" and all started again {starts} time(s)"
+    again = sum(loss.samples_again for loss in losses)
     return (
-        f"{len(lost)} rank(s) were lost ({', '.join(map(str, lost))}); {losses[-1].left} went on, "
-        f"after {longest:.2f} s at most. {sum(loss.samples_again for loss in losses)} samples came "
+        f"{who}; {losses[-1].left} went on, after {longest:.2f} s at most. {again} samples came "
         "again at the end of their epoch."
     )
 

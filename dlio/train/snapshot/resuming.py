@@ -52,11 +52,10 @@ class Resuming:
             return False
         restore(run, state)
         self._state, kept = state, state.about
-        epoch = int(str(run.epoch_number))
         lines: list[Line] = []
         folders = run.comm.allgather(self._folder)
         if folders.index(self._folder) == run.comm.rank:
-            lines = lines_until(self._folder, epoch, state.turn)
+            lines = lines_until(self._folder, run.epoch_number, state.turn)
         # A node whose ranks had not started yet has none.
         everyone = run.comm.allgather(len(lines))
         giver = everyone.index(max(everyone))
@@ -69,11 +68,6 @@ class Resuming:
         if run.position:
             counted = sum(int(sums[2]) for sums in run.comm.allgather(run.sums.tolist()))
             run.of_lost = max(0, run.position - counted)
-        if run.comm.rank == 0:
-            print(
-                f"started again on {run.comm.size} ranks: epoch {epoch + 1}, step {run.updates}",
-                flush=True,
-            )
         return True
 
     def snapshots(self, run: Worker) -> Snapshots | None:
@@ -118,3 +112,5 @@ class Resuming:
                 steps_again=again,
             )
             run.earlier_losses.append(loss)
+            if run.comm.rank == 0:
+                print(loss.sentence(), flush=True)

@@ -1,0 +1,271 @@
+"""Whole nodes are lost under `dlio train --nodes`, and no sample is."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlio.cli.demo_pictures import draw_dataset
+from dlio.util.shared import SHARED_MEMORY, user_folder
+from tests.agent.pretended import Nodes, may_pretend
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.cold,
+    pytest.mark.nightly,
+    pytest.mark.skipif(not may_pretend(), reason="this user may not have UTS namespaces"),
+]
+
+ROOT = Path(__file__).resolve().parents[2]
+EPOCHS = 5
+SAMPLES = 48
+TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """A finished run of `dlio train`."""
+
+    code: int
+    errors: str
+    report: dict[str, Any]
+    stamps: list[dict[str, Any]]
+    """Steps of rank 0, and the beginnings of its processes, in their order."""
+    hurt: float
+    """When the nodes were hurt."""
+    samples: dict[int, Counter[int]]
+    """Samples in the trace, by epoch."""
+    lines: Counter[tuple[int, int, int]]
+    """Epoch, step and rank of the trace's lines."""
+
+    @property
+    def losses(self) -> list[dict[str, Any]]:
+        losses: list[dict[str, Any]] = self.report["losses"]
+        return losses
+
+    def check_exact(self) -> None:
+        """Every sample once in each epoch."""
+        assert self.code == 0, self.errors
+        assert self.samples == {epoch: Counter(range(SAMPLES)) for epoch in range(EPOCHS)}
+        assert set(self.lines.values()) == {1}
+        assert [epoch["samples"] for epoch in self.report["epochs"]] == [SAMPLES] * EPOCHS
+
+    def check_steps(self) -> None:
+        """At most one step is made twice at each start, and none is left out."""
+        made: list[int] = []
+        for stamp in self.stamps:
+            if stamp["what"] == "begin":
+                assert stamp["updates"] >= (made or [0])[-1] - 1
+            else:
+                assert stamp["updates"] <= (made or [0])[-1] + 1
+                made.append(stamp["updates"])
+
+    def idle_s(self) -> float:
+        """Seconds from the damage to the end of the first step after it."""
+        after = [stamp for stamp in self.stamps if stamp["time"] > self.hurt]
+        begun = next(n for n, stamp in enumerate(after) if stamp["what"] == "begin")
+        first = next(stamp for stamp in after[begun:] if stamp["what"] == "step")
+        return float(first["time"]) - self.hurt
+
+
+Hurt = Callable[[Nodes, "subprocess.Popen[str]"], object]
+Run = Callable[..., _Ran]
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of class folders."""
+    folder = tmp_path_factory.mktemp("drawn") / "pictures"
+    draw_dataset(str(folder), images=SAMPLES, validation=4, classes=4)
+    return folder / "train"
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Nodes:
+    return Nodes(tmp_path)
+
+
+@pytest.fixture
+def run(pictures: Path, tmp_path: Path, nodes: Nodes) -> Run:
+    """Train on pretended nodes, and hurt them after some optimizer steps."""
+    shutil.copy(Path(__file__).with_name("stamping.py"), tmp_path)
+    paths = [str(ROOT), *(str(ROOT / room) for room in ("readers", "staging", "bench"))]
+
+    def train(names: str, ranks: int, hurts: dict[int, Hurt], *more: str) -> _Ran:
+        options = ["--epochs", str(EPOCHS), "--batch-size", str(SAMPLES // 3 // ranks)]
+        options += ["--image-size", "32", "--model", "resnet(width=16)", "-n", str(ranks)]
+        options += ["--nodes", ",".join(names), "--fault-tolerance", "shrink"]
+        options += ["--trace", "t.jsonl", "--report", "r.json", "--callback", "stamping:make"]
+        stamps = tmp_path / "stamps"
+        with subprocess.Popen(
+            [sys.executable, "-m", "dlio.cli", "train", str(pictures), *options, *more],
+            cwd=tmp_path,
+            env={
+                **os.environ,
+                **nodes.environment,
+                "PYTHONPATH": os.pathsep.join(paths),
+                "DLIO_CACHE": str(tmp_path / "cache"),
+                "DLIO_TIMEOUT": "60",
+            },
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as job:
+            hurt = 0.0
+            for updates, act in sorted(hurts.items()):
+                _await_step(stamps, updates, job)
+                hurt = time.time()
+                act(nodes, job)
+            _, errors = job.communicate(timeout=TIMEOUT_S)
+        report, trace = tmp_path / "r.json", tmp_path / "t.jsonl"
+        samples: dict[int, Counter[int]] = {}
+        lines: Counter[tuple[int, int, int]] = Counter()
+        for line in map(json.loads, trace.read_text().splitlines() if trace.exists() else ()):
+            samples.setdefault(line["epoch"], Counter()).update(line["samples"])
+            lines[(line["epoch"], line["step"], line["rank"])] += 1
+        wrote = json.loads(report.read_text()) if report.exists() else {}
+        ran = _Ran(job.returncode, errors, wrote, _stamps(stamps), hurt, samples, lines)
+        _check_nothing_is_left(nodes, names, tmp_path)
+        return ran
+
+    return train
+
+
+def _stamps(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _await_step(path: Path, updates: int, job: "subprocess.Popen[str]") -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not any((s["what"], s["updates"]) == ("step", updates) for s in _stamps(path)):
+        assert time.monotonic() < deadline
+        assert job.poll() is None
+        time.sleep(0.005)
+
+
+def _check_nothing_is_left(nodes: Nodes, names: str, folder: Path) -> None:
+    def left() -> list[object]:
+        memory = Path(SHARED_MEMORY, user_folder())
+        folders: list[object] = [p for name in names for p in memory.glob(f"*.{name}")]
+        return [*folders, *(nodes.processes(name) or () for name in names), *folder.glob("*.tmp")]
+
+    deadline = time.monotonic() + 30
+    while any(left()):
+        assert time.monotonic() < deadline, left()
+        time.sleep(0.05)
+
+
+def _lose(node: str) -> Hurt:
+    return lambda nodes, _: nodes.lose(node)
+
+
+def _kill(node: str, words: str) -> Hurt:
+    return lambda nodes, _: nodes.kill(node, words)
+
+
+@pytest.mark.parametrize("names", ["AB", "ABC"])
+@pytest.mark.parametrize("lost", ["A", "B"], ids=["of rank 0", "of others"])
+def test_a_node_is_lost(
+    run: Run, names: str, lost: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # After the first epoch: the tiers hold all data.
+    ran = run(names, 2 * len(names), {7: _lose(lost)})
+    ran.check_exact()
+    ran.check_steps()
+    (loss,) = ran.losses
+    first = 2 * names.index(lost)
+    assert loss["ranks"] == [first, first + 1]
+    assert loss["nodes"] == [lost, lost]
+    assert loss["kind"] == "restart"
+    assert loss["left"] == 2 * len(names) - 2
+    assert loss["epoch"] > 0
+    assert loss["steps_again"] <= 1
+    assert 0 < loss["renew_s"] + loss["settle_s"] <= loss["seconds"] + 1e-6
+    # Its blocks are read from the source once more, and nothing else.
+    read = [epoch["bytes"]["source"] for epoch in ran.report["epochs"]]
+    whole = ran.report["dataset"]["bytes"]
+    assert read[0] == whole
+    assert 0 < sum(read[1:]) <= 2 * whole / len(names)
+    with capsys.disabled():
+        print(f"\n{names}: {ran.idle_s():.2f} s from the loss of {lost} to the next step")
+
+
+@pytest.mark.parametrize("exchange", ["allreduce+onebit", "local-sgd(2)", "gossip", "asgd"])
+def test_a_node_is_lost_with_other_exchanges(run: Run, exchange: str) -> None:
+    ran = run("AB", 4, {7: _lose("B")}, "--exchange", exchange)
+    ran.check_exact()
+    assert [loss["ranks"] for loss in ran.losses] == [[2, 3]]
+
+
+def test_one_node_after_another_is_lost(run: Run) -> None:
+    ran = run("ABC", 6, {4: _lose("C"), 8: _lose("A")})
+    ran.check_exact()
+    ran.check_steps()
+    assert [loss["ranks"] for loss in ran.losses] == [[4, 5], [0, 1]]
+    assert [loss["left"] for loss in ran.losses] == [4, 2]
+
+
+def test_a_rank_is_lost_and_then_a_node_in_the_same_epoch(run: Run) -> None:
+    def first_rank(nodes: Nodes, _: object) -> None:
+        ranks = [p for p, line in nodes.processes("A").items() if "agent.zygote" in line]
+        os.kill(max(ranks), signal.SIGKILL)
+
+    ran = run("AB", 4, {7: first_rank, 8: _lose("B")})
+    ran.check_exact()
+    assert [loss["kind"] for loss in ran.losses] == ["ranks", "restart"]
+    assert ran.losses[1]["left"] == 2, "the living node has all of its ranks again"
+
+
+def test_a_daemon_is_lost_and_all_ranks_begin_again(run: Run) -> None:
+    ran = run("AB", 4, {7: _kill("B", "prted")})
+    ran.check_exact()
+    ran.check_steps()
+    (loss,) = ran.losses
+    assert (loss["ranks"], loss["left"]) == ([], 4)
+
+
+def test_a_zygote_is_lost_and_the_others_go_on_in_place(run: Run) -> None:
+    ran = run("AB", 4, {7: _kill("B", "agent.zygote")})
+    ran.check_exact()
+    (loss,) = ran.losses
+    assert (loss["ranks"], loss["kind"]) == ([2, 3], "ranks")
+
+
+def test_an_agent_is_lost_and_its_node_with_it(run: Run) -> None:
+    ran = run("AB", 4, {7: _kill("B", "agent.agent")})
+    ran.check_exact()
+    assert [loss["nodes"] for loss in ran.losses] == [["B", "B"]]
+
+
+def test_too_few_ranks_end_the_job_in_one_line(run: Run) -> None:
+    ran = run("AB", 4, {4: _lose("B")}, "--min-ranks", "3")
+    assert ran.code == 2
+    assert (
+        "dlio: error: 2 ranks are left (lost nodes: B), and --min-ranks is 3: this job ends\n"
+        in ran.errors
+    )
+    assert ran.samples == {}
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_nothing_outlives_the_launcher(run: Run, number: signal.Signals) -> None:
+    ran = run("AB", 4, {4: lambda _, job: job.send_signal(number)})
+    assert ran.code == (-number if number == signal.SIGKILL else 130)
+
+
+def test_a_node_that_cannot_be_reached_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = run("AB", 4, {}, "--nodes", "A,no/node")
+    assert ran.code == 2
+    assert "dlio: error: --nodes A,no/node: give names of nodes" in ran.errors
+    ran = run("AB", 1, {}, "--nodes", "A,B")
+    assert "give -n with at least 2 ranks" in ran.errors
