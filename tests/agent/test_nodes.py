@@ -159,7 +159,7 @@ def _check_nothing_is_left(nodes: Nodes, names: str, folder: Path) -> None:
         folders: list[object] = [p for name in names for p in memory.glob(f"*.{name}")]
         return [*folders, *(nodes.processes(name) or () for name in names), *folder.glob("*.tmp")]
 
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + TIMEOUT_S
     while any(left()):
         assert time.monotonic() < deadline, left()
         time.sleep(0.05)
