@@ -16,3 +16,5 @@
 
 Nothing here knows of training: the zygote imports modules by name.
 """
+
+__all__: list[str] = []

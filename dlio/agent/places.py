@@ -17,7 +17,7 @@ import socket
 import stat
 import struct
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from dlio.errors import TierError
 from dlio.util.shared import SHARED_MEMORY, user_folder
@@ -26,6 +26,7 @@ __all__ = [
     "KEEPER",
     "STATE",
     "ZYGOTE",
+    "Message",
     "connect",
     "folder_name",
     "job_folder",
@@ -37,6 +38,8 @@ __all__ = [
 ZYGOTE: Final = "zygote"
 KEEPER: Final = "keeper"
 STATE: Final = "state"
+Message: TypeAlias = dict[str, Any]
+"""A message between processes of one job, as JSON."""
 _LENGTH: Final = struct.Struct("<q")
 _BACKLOG: Final = 1024
 
@@ -91,7 +94,7 @@ def pack(message: Mapping[str, object]) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-def receive_exactly(connection: socket.socket, count: int = 0) -> tuple[Any, list[int]]:
+def receive_exactly(connection: socket.socket, count: int = 0) -> tuple[Message, list[int]]:
     """Receive a message that `pack` made, and at most `count` descriptors.
 
     Raises EOFError if the other side is gone, OSError after the socket's timeout.

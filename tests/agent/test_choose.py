@@ -8,7 +8,7 @@ import torch
 
 from dlio.agent.snapshot import Slots
 from dlio.comm.single import SingleCommunicator
-from dlio.train.snapshot.copying import turn_of, write_slot
+from dlio.train.snapshot.copying import Facts, turn_of, write_slot
 from dlio.train.snapshot.journal import Journal, lines_until
 from dlio.train.snapshot.saved import COMMON, Choice, Part, choose, newest_state
 
@@ -72,11 +72,12 @@ def test_tensors_come_back_as_they_were(tmp_path: Path) -> None:
         "empty": torch.zeros(0, 3),
         "step": torch.tensor(5, dtype=torch.int64),
     }
-    facts = {"alike": True, "members": [3], "about": {}}
+    facts: Facts = {"alike": True, "members": [3], "about": {}}
     own = {"random": torch.get_rng_state(), "sums": torch.ones(3, dtype=torch.float64)}
     with Slots(str(tmp_path), COMMON) as slots, Slots(str(tmp_path), "rank-3") as mine:
         write_slot(mine, 6, own, facts)
-        write_slot(slots, 6, common, {**facts, "about": {"updates": 3}})
+        facts["about"] = {"updates": 3}
+        write_slot(slots, 6, common, facts)
     state = newest_state(SingleCommunicator(), str(tmp_path))
     assert state is not None
     assert (state.ranks, state.about, state.turn) == (1, {"updates": 3}, 6)

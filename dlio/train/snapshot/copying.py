@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Final, TypedDict
+from typing import Final, TypedDict
 
 import torch
 
@@ -26,7 +26,7 @@ from dlio.train.snapshot.saved import COMMON, MEMBER
 from dlio.train.worker import Worker
 from dlio.util.threads import Workers
 
-__all__ = ["Snapshots", "turn_of", "write_slot"]
+__all__ = ["Facts", "Snapshots", "turn_of", "write_slot"]
 
 _SMALL: Final = 64 << 20
 """Bytes of a node's copy up to which each step is copied."""
@@ -40,14 +40,19 @@ _COPY_TIMEOUT_S: Final = 60.0
 _ALL: Final = "all/"
 
 
-class _Head(TypedDict):
-    """The text of a slot."""
+class Facts(TypedDict):
+    """Facts about a slot; see `dlio.train.snapshot.saved.Part`."""
 
     alike: bool
     members: list[int]
+    about: Mapping[str, object]
+
+
+class _Head(Facts):
+    """The text of a slot."""
+
     tensors: list[tuple[str, str, list[int], int, int]]
     """Name, type, shape, position and bytes of each."""
-    about: Mapping[str, object]
 
 
 def turn_of(updates: int, is_between: bool) -> int:
@@ -145,8 +150,8 @@ class Snapshots(Callback):
         own = {n.removeprefix(me): t for n, t in tensors.items() if not n.startswith(_ALL)}
         common = {n.removeprefix(_ALL): t for n, t in tensors.items() if n.startswith(_ALL)}
         self._is_large = sum(t.nbytes for t in tensors.values()) > _SMALL
-        facts = self._facts()
-        write_slot(self._own, turn, own, {**facts, "about": {}})
+        facts = self._facts({})
+        write_slot(self._own, turn, own, facts)
         if not self._leads():
             return
         if self.ledger is not None:
@@ -157,7 +162,7 @@ class Snapshots(Callback):
         losses = [asdict(loss) for loss in worker.losses]
         trace = 0 if self.ledger is None else self.ledger.written
         state = {**about(worker), "losses": losses, "trace_bytes": trace}
-        head: dict[str, Any] = {**facts, "about": state}
+        head = self._facts(state)
         if sum(tensor.nbytes for tensor in common.values()) <= _AT_ONCE:
             write_slot(slots, turn, common, head)
             return
@@ -174,9 +179,9 @@ class Snapshots(Callback):
             self._epoch, self._first = run.epoch_number, 0
         self.journal.write(turn, run.epoch_number, self._worker.dealing, self._first)
 
-    def _facts(self) -> dict[str, Any]:
+    def _facts(self, about: Mapping[str, object]) -> Facts:
         members = [self._numbers[member] for member in self._living()]
-        return {"alike": self._worker.exchange.alike, "members": members}
+        return {"alike": self._worker.exchange.alike, "members": members, "about": about}
 
     def _living(self) -> Sequence[int]:
         recovery = self._worker.recovery
@@ -192,14 +197,8 @@ class Snapshots(Callback):
             self._copying = None
 
 
-def write_slot(
-    slots: Slots, turn: int, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]
-) -> None:
-    """Copy tensors to a slot.
-
-    Args:
-        facts: `alike`, `members` and `about`; see `dlio.train.snapshot.saved.Part`.
-    """
+def write_slot(slots: Slots, turn: int, tensors: Mapping[str, torch.Tensor], facts: Facts) -> None:
+    """Copy tensors to a slot."""
     listed: list[tuple[str, str, list[int], int, int]] = []
     at = 0
     for name, tensor in tensors.items():
