@@ -49,6 +49,7 @@ class _Loader:
         self.planned = SimpleNamespace(
             cursor=SimpleNamespace(position=self._position),
             samples=len(self._order),
+            again=self._order[SAMPLES:],
             formula=SimpleNamespace(drop_last=False),
         )
         plan = self.plan = _Plan(self._order, self._position, self._ranks, self._rank)
