@@ -220,7 +220,7 @@ def test_a_rank_is_lost_and_then_a_node_in_the_same_epoch(run: Run) -> None:
         ranks = [p for p, line in nodes.processes("A").items() if "agent.zygote" in line]
         os.kill(max(ranks), signal.SIGKILL)
 
-    ran = run("AB", 4, {7: first_rank, 8: _lose("B")})
+    ran = run("AB", 4, {7: first_rank, 9: _lose("B")})
     ran.check_exact()
     assert [loss["kind"] for loss in ran.losses] == ["ranks", "restart"]
     assert ran.losses[1]["left"] == 2, "the living node has all of its ranks again"
