@@ -67,7 +67,9 @@ class Resuming:
         ]
         if run.position:
             counted = sum(int(sums[2]) for sums in run.comm.allgather(run.sums.tolist()))
-            run.of_lost = max(0, run.position - counted)
+            # Positions of the order that were dealt and did not count come again at its end.
+            again = len(run.loader_state().get("again", ()))
+            run.of_lost = max(0, run.position - again - counted)
         return True
 
     def snapshots(self, run: Worker) -> Snapshots | None:
