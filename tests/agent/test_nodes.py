@@ -29,7 +29,7 @@ pytestmark = [
 ROOT = Path(__file__).resolve().parents[2]
 EPOCHS = 5
 SAMPLES = 48
-TIMEOUT_S = 300.0
+TIMEOUT_S = 100.0
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def run(pictures: Path, tmp_path: Path, nodes: Nodes) -> Run:
             lines[(line["epoch"], line["step"], line["rank"])] += 1
         wrote = json.loads(report.read_text()) if report.exists() else {}
         ran = _Ran(job.returncode, errors, wrote, _stamps(stamps), hurt, samples, lines)
-        _check_nothing_is_left(nodes, names, tmp_path)
+        _check_nothing_is_left(nodes, names, tmp_path, ran.code == -signal.SIGKILL)
         return ran
 
     return train
@@ -153,11 +153,13 @@ def _await_step(path: Path, updates: int, job: "subprocess.Popen[str]") -> None:
         time.sleep(0.005)
 
 
-def _check_nothing_is_left(nodes: Nodes, names: str, folder: Path) -> None:
+def _check_nothing_is_left(nodes: Nodes, names: str, folder: Path, killed: bool) -> None:
     def left() -> list[object]:
         memory = Path(SHARED_MEMORY, user_folder())
         folders: list[object] = [p for name in names for p in memory.glob(f"*.{name}")]
-        return [*folders, *(nodes.processes(name) or () for name in names), *folder.glob("*.tmp")]
+        # A killed launcher cannot remove the trace that is not finished.
+        files = () if killed else folder.glob("*.tmp")
+        return [*folders, *(nodes.processes(name) or () for name in names), *files]
 
     deadline = time.monotonic() + TIMEOUT_S
     while any(left()):
@@ -194,7 +196,8 @@ def test_a_node_is_lost(
     # Its blocks are read from the source once more, and nothing else.
     read = [epoch["bytes"]["source"] for epoch in ran.report["epochs"]]
     whole = ran.report["dataset"]["bytes"]
-    assert read[0] == whole
+    # A sample that is needed before its block has come is read by itself, too.
+    assert whole <= read[0] <= 1.1 * whole
     assert 0 < sum(read[1:]) <= 2 * whole / len(names)
     with capsys.disabled():
         print(f"\n{names}: {ran.idle_s():.2f} s from the loss of {lost} to the next step")
