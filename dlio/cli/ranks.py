@@ -46,7 +46,7 @@ def on_ranks(
     """
     from dlio.comm.environment import under_mpi
 
-    if not under_mpi() and ranks is not None and ranks > 1:
+    if not under_mpi() and ranks is not None and (ranks > 1 or start is not None):
         check()
         from dlio.cli import launch
 

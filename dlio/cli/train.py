@@ -30,6 +30,9 @@ def run(config: TrainConfig, ranks: int | None) -> None:
     Raises SystemExit with the exit code of the ranks if they failed.
     """
     starts_again = config.nodes is not None or config.fault_tolerance == "restart"
+    if starts_again and ranks is None:
+        option = "--nodes" if config.nodes is not None else "--fault-tolerance restart"
+        raise UsageError(f"{option} needs -n, too: only ranks that dlio starts begin again")
     on_ranks(
         ranks,
         train_rank,
