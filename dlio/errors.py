@@ -21,6 +21,7 @@ __all__ = [
     "DecodeError",
     "DlioError",
     "PeerLost",
+    "RankLeft",
     "SourceError",
     "TierError",
     "TierFull",
@@ -69,3 +70,7 @@ class PeerLost(CommError):
 
     `dlio.comm.membership` makes the next one of the ranks that are left.
     """
+
+
+class RankLeft(Exception):
+    """This rank has left the job on purpose, or was never called; the others go on without it."""

@@ -102,7 +102,7 @@ def _end_alone(code: int) -> None:
     sys.stderr.flush()
     if code == 1 and len(left.members) > 1:
         _die()  # A bug: the others go on.
-    if DONE in os.environ and (not code or left.lost):
+    if DONE in os.environ and (left.lost if code else left.me in left.members):
         # After a failure the launcher ends the others: MPI_Abort hangs after a loss.
         write_whole(os.environ[DONE], lambda file: file.write(str(code).encode()))
     if left.lost:

@@ -20,7 +20,7 @@ from typing import IO, TypeVar
 
 from dlio.errors import UsageError
 from dlio.util.cores import available_cores
-from dlio.util.settings import DONE, LAUNCHER, MIN_RANKS, TERMINAL
+from dlio.util.settings import DONE, LAUNCHER, MIN_RANKS, SPARES, TERMINAL
 from dlio.util.shared import SharedFolder
 from dlio.util.threads import Workers
 
@@ -74,14 +74,17 @@ def run_module(
     ranks: int,
     environment: Mapping[str, str] | None = None,
     min_ranks: int | None = None,
+    spares: int = 0,
 ) -> int:
     """Run `python -m module argv...` on `ranks` ranks, as `run_ranks` does.
 
     Args:
         min_ranks: fewest ranks that go on when others are lost; None to end with any rank.
+        spares: number of ranks beyond `ranks` that wait to take the place of others.
     """
     command = [sys.executable, "-m", module, *argv]
-    return launch(command, ranks, environment=environment, min_ranks=min_ranks).returncode
+    more = {**(environment or {}), SPARES: str(spares)}
+    return launch(command, ranks + spares, environment=more, min_ranks=min_ranks).returncode
 
 
 def launch(

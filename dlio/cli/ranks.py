@@ -27,6 +27,7 @@ def on_ranks(
     *records: object,
     check: Callable[[], object] = lambda: None,
     min_ranks: int | None = None,
+    spares: int = 0,
 ) -> bool:
     """Call `function(*records)` on every rank; start the ranks if -n was given.
 
@@ -35,6 +36,7 @@ def on_ranks(
         function: a module-level function of records of options. Ranks import it by name.
         check: called before ranks are started, to find mistakes early.
         min_ranks: fewest ranks that go on when others are lost; None to end with any rank.
+        spares: number of ranks beyond `ranks` that wait to take the place of others.
 
     Returns True if this process is the launcher, False if it is a rank.
 
@@ -43,7 +45,7 @@ def on_ranks(
     """
     from dlio.comm.environment import under_mpi
 
-    if not under_mpi() and ranks is not None and ranks > 1:
+    if not under_mpi() and ranks is not None and ranks + spares > 1:
         check()
         from dlio.cli import launch
 
@@ -61,14 +63,14 @@ def on_ranks(
                 "paths or fewer repeated options"
             )
         name = function.__module__.rpartition(".")[2]
-        code = launch.run_module("dlio.cli.rank", [name], ranks, {RECORD: text}, min_ranks)
+        code = launch.run_module("dlio.cli.rank", [name], ranks, {RECORD: text}, min_ranks, spares)
         if code:
             raise SystemExit(code)
         return True
 
     from dlio.comm import world
 
-    if ranks is not None and ranks != world().size:
+    if ranks is not None and ranks + spares != world().size:
         raise UsageError(
             f"-n {ranks}, but mpirun has started {world().size} ranks: use either -n or mpirun"
         )

@@ -6,7 +6,7 @@ from typing import Final
 
 from dlio.cli.ranks import on_ranks
 from dlio.cli.records import ConfigFile, Ranks
-from dlio.errors import UsageError
+from dlio.errors import RankLeft, UsageError
 from dlio.train.config import MODEL_NAMES, TrainConfig
 from dlio.train.factory import check_name
 
@@ -33,6 +33,7 @@ def run(config: TrainConfig, ranks: int | None) -> None:
         config,
         check=lambda: _check(config, ranks or 1),
         min_ranks=None if config.fault_tolerance == "off" else config.min_ranks,
+        spares=config.spares,
     )
 
 
@@ -41,7 +42,10 @@ def train_rank(config: TrainConfig) -> None:
     from dlio.comm import world
     from dlio.train.trainer import train
 
-    report = train(config)
+    try:
+        report = train(config)
+    except RankLeft:
+        return
     if world().rank == 0:
         report.print()
 

@@ -15,11 +15,12 @@ from typing import Any, Final, Protocol, TypeAlias, TypeVar, runtime_checkable
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from dlio.comm import Communicator
-from dlio.comm.membership import Membership
-from dlio.errors import PeerLost, UsageError
+from dlio.comm.membership import Elastic, Membership
+from dlio.errors import CommError, PeerLost, RankLeft, UsageError
 
 __all__ = [
     "Dealer",
+    "Follower",
     "Loss",
     "Part",
     "Recovery",
@@ -65,14 +66,25 @@ class Dealer(Protocol):
         """
 
 
+@runtime_checkable
+class Follower(Protocol):
+    """A part that a rank can begin with where the other ranks are."""
+
+    def follow(self, report: Report) -> None:
+        """Be where another rank is, as its report tells. `settle` is called next."""
+
+
+_WORDS: Final = {"lost": "lost", "joined": "joined", "left": "has left"}
+
+
 @dataclass(slots=True)
 class Loss:
-    """The ranks that one recovery went on without, as one of those that are left measured it."""
+    """The ranks that one recovery went on without, or with, as one of the others measured it."""
 
     ranks: tuple[int, ...]
-    """Numbers of the lost ranks when the job began; none if only a communicator had failed."""
+    """Numbers of these ranks when the job began."""
     nodes: tuple[str, ...]
-    """Name of the node of each lost rank."""
+    """Name of the node of each of these ranks."""
     epoch: int
     """Number of the epoch, from 0."""
     step: int
@@ -89,6 +101,8 @@ class Loss:
     """Part of `seconds` until all of these had the same state."""
     samples_again: int = 0
     """Samples dealt to the lost ranks that came again at the end of the epoch."""
+    kind: str = "lost"
+    """`lost`; `joined`: spares that train from then on; `left`: ranks that ended on purpose."""
 
     def sentence(self) -> str:
         """Return the loss in words, such as `rank 5 (node n3) lost at step 812: ...`."""
@@ -96,10 +110,11 @@ class Loss:
             f"{rank} (node {node})" if node else str(rank)
             for rank, node in zip(self.ranks, self.nodes, strict=True)
         )
-        lost = "rank" if len(self.ranks) == 1 else "ranks"
+        ranks = "rank" if len(self.ranks) == 1 else "ranks"
+        what = "have left" if self.kind == "left" and len(self.ranks) > 1 else _WORDS[self.kind]
         where = "" if self.step < 0 else f" at step {self.step}"
         go_on = "rank goes on" if self.left == 1 else "ranks go on"
-        return f"{lost} {who or 'none'} lost{where}: {self.left} {go_on}, {self.seconds:.2f} s"
+        return f"{ranks} {who} {what}{where}: {self.left} {go_on}, {self.seconds:.2f} s"
 
 
 class Recovery:
@@ -115,7 +130,16 @@ class Recovery:
         self._parts: WeakValueDictionary[str, Part] = WeakValueDictionary()
         """Weak: a loop may make a loader for each epoch, and close none."""
         self._made = 0
+        self.number = 0
+        """Number of recoveries and meetings so far."""
         self.losses: list[Loss] = []
+        """Losses of ranks; see `changes` for others."""
+        self.changes: list[Loss] = []
+        """Ranks that joined, and that left on purpose."""
+        self.newcomers: tuple[int, ...] = ()
+        """Ranks of this generation that have just joined, while parts are settled."""
+        self.meets = False
+        """True while parts are settled between two batches, where all members have met."""
         self.last_counted: dict[int, int] = {}
         """By lost member, the number of its last optimizer step that a rank that is left has taken
         in, from 1, since its exchange was created; 0 if there is none. For exchanges that take in
@@ -151,28 +175,102 @@ class Recovery:
 
         Raises CommError when too few ranks are left.
         """
-        began, before = time.perf_counter(), self.membership.members
+        self._renew(meets=False)
+
+    @property
+    def elastic(self) -> Elastic | None:
+        """The membership if ranks may join it and leave."""
+        return self.membership if isinstance(self.membership, Elastic) else None
+
+    def rest(self, ranks: int) -> None:
+        """Have only the first ranks train. Collective, before training begins.
+
+        The others return when they are called, and are then where those are that have trained.
+
+        Raises RankLeft on a rank that is not called before the job ends.
+        """
+        elastic = self.elastic
+        assert elastic is not None
+        elastic.want(ranks)
+        self._renew(meets=True, begins=True)
+        if self.membership.me not in self.membership.members:
+            self._doze(elastic)
+
+    def meet(self, is_due: Callable[[], bool]) -> None:
+        """Have spares join and ranks leave, as was asked. Collective, between two batches.
+
+        Args:
+            is_due: returns whether all ranks meet here, after the last recovery.
+
+        Raises RankLeft on a rank that leaves.
+        """
+        while is_due():
+            try:
+                self._comm.barrier()
+                well = True
+            except PeerLost:
+                well = False
+            if not self.membership.agree(well):
+                self.run()
+                continue
+            self._renew(meets=True)
+            if self.membership.me not in self.membership.members:
+                raise RankLeft
+
+    def end(self) -> None:
+        """End the spares, at the end of the training. Collective."""
+        elastic = self.elastic
+        if elastic is not None and elastic.spares:
+            elastic.dismiss()
+
+    def _doze(self, elastic: Elastic) -> None:
+        while self.membership.me not in self.membership.members:
+            reports: Any = elastic.doze()
+            if not self.membership.members:
+                raise RankLeft
+        self.meets = True
+        if not self._settle(reports):
+            while not self._attempt(meets=True, joins=True):
+                pass
+        self.meets = False
+
+    def _renew(self, meets: bool, begins: bool = False) -> None:
+        began, before = time.perf_counter(), set(self.membership.members)
         self._seconds = [0.0, 0.0]
-        while not self._attempt():
-            pass
-        after = self.membership.members
-        lost = tuple(member for member in before if member not in after)
+        left: set[int] = set()
+        self.meets = meets
+        while True:
+            done = self._attempt(meets)
+            left |= set(self.membership.left)
+            if done:
+                break
+        self.meets = False
+        self.number += 1
+        after = set(self.membership.members)
+        if not begins:
+            self._note("lost", before - after - left, began)
+            self._note("left", left & before, began)
+            self._note("joined", after - before, began)
+
+    def _note(self, kind: str, members: set[int], began: float) -> None:
+        if not members:
+            return
         epoch, step = self._place()
-        self.losses.append(
-            Loss(
-                ranks=lost,
-                nodes=tuple(self._nodes[member] for member in lost),
-                epoch=epoch,
-                step=step,
-                generation=self.membership.number,
-                left=len(after),
-                seconds=time.perf_counter() - began,
-                renew_s=self._seconds[0],
-                settle_s=self._seconds[1],
-            )
+        change = Loss(
+            ranks=tuple(sorted(members)),
+            nodes=tuple(self._nodes[member] for member in sorted(members)),
+            epoch=epoch,
+            step=step,
+            generation=self.membership.number,
+            left=len(self.membership.members),
+            seconds=time.perf_counter() - began,
+            renew_s=self._seconds[0],
+            settle_s=self._seconds[1],
+            kind=kind,
         )
+        (self.losses if kind == "lost" else self.changes).append(change)
         if not self._is_described and self._comm.rank == 0:
-            _log.warning(self.losses[-1].sentence())
+            _log.warning(change.sentence())
 
     def count_again(self, member: int, samples: int) -> None:
         """Note that samples dealt to a lost rank come again."""
@@ -207,22 +305,40 @@ class Recovery:
                 return result
             self.run()
 
-    def _attempt(self) -> bool:
+    def _attempt(self, meets: bool, joins: bool = False) -> bool:
+        """Make the next generation; False if a rank was lost before all were at one place.
+
+        Args:
+            joins: this rank has not followed the others yet.
+        """
         began = time.perf_counter()
-        parts = dict(self._parts)
-        reports: Any = self.membership.renew({name: part.tell() for name, part in parts.items()})
-        renewed = time.perf_counter()
-        self._seconds[0] += renewed - began
+        told = None if joins else {name: part.tell() for name, part in self._parts.items()}
+        reports: Any = self.membership.renew(told, meets)
+        self._seconds[0] += time.perf_counter() - began
+        return self._settle(reports)
+
+    def _settle(self, reports: Sequence[dict[str, Report] | None]) -> bool:
+        began = time.perf_counter()
+        if self.membership.me not in self.membership.members:
+            return True
+        self.newcomers = tuple(rank for rank, each in enumerate(reports) if each is None)
+        others = [each for each in reports if each is not None]
+        if not others:
+            raise CommError("all ranks that had the model are lost: this job ends")
+        joins = self._comm.rank in self.newcomers
         well = True
         try:
-            for name, part in parts.items():
+            for name, part in dict(self._parts).items():
                 # A part that nobody holds any more may be gone on some ranks only.
-                if all(name in each for each in reports):
-                    part.settle([each[name] for each in reports], self._comm)
+                if not all(name in each for each in others):
+                    continue
+                if joins and isinstance(part, Follower):
+                    part.follow(others[0][name])
+                part.settle([(each or others[0])[name] for each in reports], self._comm)
         except PeerLost:
             well = False
         well = self.membership.agree(well)
-        self._seconds[1] += time.perf_counter() - renewed
+        self._seconds[1] += time.perf_counter() - began
         return well
 
 

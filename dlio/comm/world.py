@@ -5,12 +5,13 @@ initialised MPI itself with more than one rank; else torch.distributed if that i
 (`torchrun`); else a single process.
 """
 
+import os
 import sys
 
 from dlio.comm.environment import under_mpi
 from dlio.comm.membership import Membership
 from dlio.comm.protocol import Communicator
-from dlio.util.settings import settings
+from dlio.util.settings import SPARES, settings
 
 __all__ = ["abort", "membership", "mpi_ranks", "world"]
 
@@ -35,7 +36,7 @@ def world() -> Communicator:
             if least is not None and mpi_ranks() > 1:
                 from dlio.comm.ulfm import UlfmMembership
 
-                _world = UlfmMembership(least).world
+                _world = UlfmMembership(least, int(os.environ.get(SPARES, "0"))).world
             else:
                 _world = mpi_world()
         return _world

@@ -27,19 +27,26 @@ from dlio.loader.contract import (
 )
 from dlio.loader.dataset import Dataset
 from dlio.loader.dealing import Dealing, DealtIterator
-from dlio.loader.device import device_feed, target_device, transformed_feed
+from dlio.loader.device import delivered
 from dlio.loader.engines import Engines
 from dlio.loader.feed import Begun, Fed, LoaderIterator, Stats
 from dlio.loader.foreign import accelerate
 from dlio.loader.foreign.adapt import read_by_dlio
-from dlio.loader.options import SAME_NAMES, LoaderOptions, OnError, Tiers, WorkerKind
+from dlio.loader.options import (
+    SAME_NAMES,
+    LoaderOptions,
+    OnError,
+    Tiers,
+    WorkerKind,
+    formula_order,
+)
 from dlio.loader.passes import FormulaOrder, Pass, Place, PlannedPass, SamplerOrder, check_state
 from dlio.loader.stats import PassStats, diagnose, report
 from dlio.loader.trace import Spans, path_of
 from dlio.plan.epoch import EpochPlan
 from dlio.plan.sample_mask import SampleMask
 from dlio.plan.schedule import steps_in_epoch
-from dlio.plan.shares import Shares, checked_shares
+from dlio.plan.shares import Shares
 from dlio.util.cores import available_cores
 
 if TYPE_CHECKING:
@@ -241,15 +248,33 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
             data.mounted.regroup(members)
 
     def redeal(self, position: int, again: Sequence[int]) -> None:
-        """Have the next pass go on with the current one's epoch.
+        """Have the next pass go on with the current one's epoch, or with the one that is chosen.
 
         Args:
             position: of the epoch's order; all before it has been dealt.
             again: samples that come again at the end of the epoch.
         """
-        batches = self.planned
+        begun = self._place.current
         self._end_pass()
-        self._place = self._place.loaded(batches.state_at(position, again))
+        if not isinstance(begun, PlannedPass):  # This rank has joined the others.
+            begun = PlannedPass(self.state_dict(), self.formula, self._place.mask)
+        self._place = self._place.loaded(begun.state_at(position, again))
+
+    def prepare(self, generation: int | None = None) -> int:
+        """Open the tiers, before the first pass. Collective; returns the number of passes so far.
+
+        Args:
+            generation: the number of passes to go on with, of a rank that this one joins.
+        """
+        self._engines.planned.mount(self._options(), self.data)
+        if generation is not None:
+            self._engines.planned.generation = generation
+        return self._engines.planned.generation
+
+    @property
+    def formula(self) -> FormulaOrder:
+        """The order of the next pass, which is dlio's own."""
+        return cast(FormulaOrder, self._order(self._options()))
 
     @property
     def planned(self) -> PlannedPass:
@@ -373,8 +398,7 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         registration = None
         if "accelerate.state" in sys.modules:
             registration = accelerate.Registration(self, begun.batches.steps)
-        handed = partial(self._handed, options, begun, registration)
-        iterator = LoaderIterator(begun, handed)
+        iterator = LoaderIterator(begun, partial(self._handed, options, begun, registration))
         self._current = weakref.ref(iterator)
         return iterator
 
@@ -424,12 +448,10 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         device = options.device
         if device is None and "accelerate.state" in sys.modules:
             device = accelerate.device(self)
-        if device is not None:
-            begun.feed = device_feed(begun.feed, target_device(device))
+        transform = None
         if begun.stats.engine == "planned" and data is not None and options.collates_by_default:
             transform = data.recipe.batch_transform
-            if transform is not None:
-                begun.feed = transformed_feed(begun.feed, transform)
+        begun.feed = delivered(begun.feed, device, transform)
         return begun
 
     def _options(self) -> LoaderOptions:
@@ -446,27 +468,9 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         if not self.follows_formula():
             fresh = not (options.persistent_workers and self._engines.threads.base_seed_drawn)
             return SamplerOrder(self.sampler, self.batch_sampler, options.generator, fresh)
-        assert options.batch_size is not None
         data = self._planned_data() if options.source_order != "sample" else None
-        rank, ranks = place(options.group, options.mesh)
-        shares = None
-        if options.shares is not None:
-            shares = checked_shares(options.shares, options.batch_size, ranks)
-        elif self._dealt is not None:
-            rank, shares = self._dealt
-            ranks = len(shares.counts)
-        return FormulaOrder(
-            seed=self._order_seed(),
-            samples=self._count(),
-            shuffled=bool(options.shuffle),
-            batch_size=options.batch_size,
-            drop_last=options.drop_last,
-            rank=rank,
-            ranks=ranks,
-            source_order=options.source_order,
-            layout=None if data is None else data.reader.layout,
-            shares=shares,
-        )
+        layout = None if data is None else data.reader.layout
+        return formula_order(options, self._order_seed(), self._count(), layout, self._dealt)
 
     def _planned_data(self) -> Dataset | None:
         """The data set as dlio reads it; None if torch's way is taken."""
@@ -480,8 +484,7 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         return self._data
 
     def _count(self) -> int:
-        dataset: Any = self.dataset  # A map-style data set, whose type need not be Sized.
-        return len(dataset)
+        return len(cast(Any, self.dataset))  # A map-style data set's type need not be Sized.
 
     def _global_batch(self) -> int:
         """Samples of a step over all ranks."""

@@ -8,19 +8,20 @@ The trainer deals for its loaders; a loader in a training loop of the user's dea
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 
 from dlio.comm import Communicator
 from dlio.comm.recovery import Recovery, Report
 from dlio.loader.contract import BatchData
+from dlio.loader.dataset import Dataset
 from dlio.loader.feed import LoaderIterator
 from dlio.loader.groups import Groups
-from dlio.loader.passes import PlannedPass
+from dlio.loader.history import Closed, Deal, Taken, recalled, told
+from dlio.loader.passes import FormulaOrder, PlannedPass
 from dlio.loader.stats import PassStats, joined
-from dlio.plan.epoch import EpochPlan, plan_epoch
+from dlio.plan.epoch import EpochPlan
 
 __all__ = ["Dealing", "DealtIterator"]
 
@@ -36,6 +37,19 @@ class _Loader(Protocol):
     def planned(self) -> PlannedPass:
         """The pass that began last."""
 
+    @property
+    def formula(self) -> FormulaOrder:
+        """The order of the next pass."""
+
+    @property
+    def data(self) -> Dataset:
+        """The data set."""
+
+    mode: str
+
+    def prepare(self, generation: int | None = None) -> int:
+        """Open the tiers; returns the number of passes so far."""
+
     def begin(self) -> LoaderIterator:
         """Begin a pass."""
 
@@ -47,37 +61,6 @@ class _Loader(Protocol):
 
     def stats(self) -> PassStats:
         """Return the counts of the pass that began last."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Deal:
-    """A run of batches that is dealt to the same ranks."""
-
-    batches: PlannedPass
-    plan: EpochPlan | None
-    """None if positions of the order alone decide who gets which sample."""
-    members: tuple[int, ...]
-    """Number of each of its ranks when the job began."""
-
-    def samples(self, batch: int, member: int) -> list[int]:
-        """Return a member's samples of one of its batches."""
-        rank = self.members.index(member)
-        if self.plan is None:
-            return self.batches.part(batch, rank)
-        plan = replace(self.plan, rank=rank)
-        dealt: list[int] = plan_epoch(plan).window(range(batch, batch + 1)).samples.tolist()
-        return dealt
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Batch:
-    """A batch that was taken."""
-
-    deal: _Deal
-    number: int
-    """Within its deal."""
-    step: int
-    """Within its epoch."""
 
 
 class Dealing:
@@ -109,20 +92,22 @@ class Dealing:
         self.position = 0
         """Position of the epoch's order after the batch that was yielded last."""
         self._samples = self._end = self._step = 0
-        self._begun: PlannedPass | None = None
-        """The pass that the epoch has begun with."""
+        self._has_begun = False
+        """True once a batch of the epoch was dealt, to this rank or before it joined."""
         self.again: list[int] = []
         """Samples of this epoch that come again at its end."""
         self._comes_again: set[tuple[int, int]] = set()
         """(step, member) of the batches that these are of."""
-        self._open: list[_Batch] = []
+        self._open: list[Taken] = []
         """Batches whose step is under way, or not settled yet."""
-        self._closed: list[tuple[_Batch, int, tuple[int, ...]]] = []
+        self._closed: list[Closed] = []
         """Batches of this epoch, the optimizer step of each, and the members that counted."""
         self._final: dict[int, int] | None = None
         """Last steps of lost members when all had trained the epoch; None until then."""
         self._earlier: list[PassStats] = []
         """Counts of this epoch before ranks were lost."""
+        self._joins = self._joined = False
+        """True on a rank that joins until it begins an epoch; until it begins a pass of it."""
         if recovery is not None:
             self._part = recovery.add("data", self)
 
@@ -133,7 +118,10 @@ class Dealing:
 
     def begin_epoch(self, epoch: int) -> None:
         """Forget the last epoch's batches."""
-        self._epoch, self._step, self._begun, self._final = epoch, 0, None, None
+        if self._joins:
+            self._joins = False  # `follow_epoch` has set it all.
+            return
+        self._epoch, self._step, self._has_begun, self._final = epoch, 0, False, None
         self.again, self._open, self._closed, self._earlier = [], [], [], []
         self._comes_again = set()
 
@@ -153,29 +141,46 @@ class Dealing:
 
     def batches(self) -> Iterator[BatchData]:
         """Yield the batches of an epoch, from the loader's position on; in a later call, those that
-        are left."""
-        if self._begun is None:
+        are left.
+
+        Raises RankLeft on a rank that leaves.
+        """
+        if self._has_begun:
+            if not self._more():
+                return
+        else:
+            self._meet()
             self._deal_to(self._groups.members, self.usual_batch)
-        elif not self._more():
-            return
         while True:
             iterator = self._loader.begin()
             planned = self._loader.planned
-            deal = _Deal(planned, self._loader.plan, self.members)
+            deal = Deal(planned, self._loader.plan, self.members)
             self.position, self._end = planned.cursor.position, planned.samples
-            if self._begun is None:
-                self._begun, self._samples = planned, planned.samples
+            if not self._has_begun:
+                self._has_begun, self._samples = True, planned.samples
             for number, data in enumerate(iterator):
                 self._groups.taken += 1
                 self.position = min(self.position + self._global_batch, self._end)
                 if self._recovery is not None and torch.is_grad_enabled():
-                    self._open.append(_Batch(deal, number, self._step))
+                    self._open.append(Taken(deal, number, self._step))
                 yield data
                 self._step += 1
-                if self._groups.members != deal.members:
+                if self._is_asked():
+                    assert self._recovery is not None
+                    self._recovery.run()
+                if self._groups.members != deal.members or self._groups.meets:
                     break
             if not self._more():
                 return
+
+    def _is_asked(self) -> bool:
+        """True if ranks are to join or leave, and all have to come to one place for it."""
+        elastic = None if self._recovery is None else self._recovery.elastic
+        return elastic is not None and elastic.asked
+
+    def _meet(self) -> None:
+        if self._recovery is not None:
+            self._recovery.meet(lambda: self._groups.meets)
 
     def left(self) -> int:
         """Return the number of batches after this one that are dealt to the same ranks.
@@ -208,8 +213,44 @@ class Dealing:
     def tell(self) -> Report:
         return self._groups.tell()
 
+    def follow(self, report: Report) -> None:
+        self._groups.follow(report)
+
     def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
         self._groups.settle(reports)
+
+    def prepare(self) -> None:
+        """Open the tiers of all loaders, before ranks rest. Collective."""
+        for loader in self._loaders:
+            loader.prepare()
+
+    def tell_epoch(self) -> dict[str, Any]:
+        """Return all that a rank has to know that joins now, as JSON types."""
+        return {
+            "epoch": self._epoch,
+            "step": self._step,
+            "position": self.position,
+            "samples": self._samples,
+            "has_begun": self._has_begun,
+            "again": self.again,
+            "comes_again": sorted(self._comes_again),
+            "final": None if self._final is None else list(self._final.items()),
+            "passes": [loader.prepare() for loader in self._loaders],
+            "history": told(self._closed),
+        }
+
+    def follow_epoch(self, told: dict[str, Any]) -> None:
+        """Go on where another rank is, as it has told."""
+        self._joins, self._joined = True, told["has_begun"]
+        self._epoch, self._step, self.position = told["epoch"], told["step"], told["position"]
+        self._samples, self._has_begun = told["samples"], told["has_begun"]
+        self.again = list(told["again"])
+        self._comes_again = {(step, member) for step, member in told["comes_again"]}
+        self._final = None if told["final"] is None else dict(map(tuple, told["final"]))
+        for loader, passes in zip(self._loaders, told["passes"], strict=True):
+            loader.prepare(passes)
+        self._closed = recalled(told["history"], self._loader)
+        self._open, self._earlier = [], []
 
     def close(self) -> None:
         """Take no part in later recoveries."""
@@ -225,8 +266,9 @@ class Dealing:
 
     def _more(self) -> bool:
         """Deal the rest of the epoch to those that share it now; False if nothing is left."""
-        if self._recovery is None or self._begun is None:
+        if self._recovery is None:
             return False
+        self._meet()
         members = self._groups.members
         for batch, step, counted in self._closed:
             for member in batch.deal.members:
@@ -239,10 +281,13 @@ class Dealing:
                     self.again += samples
                     self._recovery.count_again(member, len(samples))
         rest = self._samples + len(self.again) - self.position
-        if rest < (self.usual_batch if self._begun.formula.drop_last else 1):
+        if rest < (self.usual_batch if self._loader.formula.drop_last else 1):
             self._deal_to(members, self.usual_batch)
             return False
-        self._earlier.append(self._loader.stats())
+        if self._joined:
+            self._joined = False  # This rank has made no pass of this epoch.
+        else:
+            self._earlier.append(self._loader.stats())
         steps = -(-(self._samples - self.position) // self.usual_batch)
         larger = self._keeps_steps and steps > 0
         self._deal_to(members, -(-rest // steps) if larger else self.usual_batch)

@@ -225,7 +225,7 @@ class PlannedPass:
             self.samples += len(self.again)
         self.batch_size = order.batch_size
         self.shares = order.shares
-        self._dealt = order.shares or Shares.even(order.batch_size, order.ranks)
+        self.dealt = order.shares or Shares.even(order.batch_size, order.ranks)
         self.global_batch = order.global_batch
         self._steps = steps_in_epoch(
             self.samples, cursor.position, self.global_batch, order.drop_last
@@ -252,7 +252,7 @@ class PlannedPass:
         """Return the samples of a rank in one of the pass's steps, dealt by position alone."""
         first = self.cursor.position + step * self.global_batch
         last = min(first + self.global_batch, self._end)
-        part = self._dealt.part(last - first, rank)
+        part = self.dealt.part(last - first, rank)
         positions = np.arange(first + part.start, first + part.stop, dtype=np.int64)
         samples: list[int] = self.order.samples(positions).tolist()
         return samples

@@ -128,6 +128,14 @@ class TrainConfig:
     min_ranks: Annotated[
         int, Option("Fewest ranks that go on with --fault-tolerance shrink.", least=1)
     ] = 1
+    spares: Annotated[
+        int,
+        Option(
+            "Ranks to start beyond -n, which wait: each takes the place of a lost "
+            "one with the state of a peer, or joins by `dlio join`.",
+            least=0,
+        ),
+    ] = 0
     balance: Annotated[
         bool,
         Option(
@@ -310,8 +318,9 @@ class TrainConfig:
 
     def _check_fault_tolerance(self) -> None:
         if self.fault_tolerance == "off":
-            if self.min_ranks > 1:
-                raise UsageError("--min-ranks needs --fault-tolerance shrink, too")
+            for option, chosen in (("min-ranks", self.min_ranks > 1), ("spares", self.spares)):
+                if chosen:
+                    raise UsageError(f"--{option} needs --fault-tolerance shrink, too")
             return
         unsuitable = {
             f"--shuffle {self.shuffle}": not is_exact(self.shuffle),

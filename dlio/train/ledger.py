@@ -36,7 +36,7 @@ class SampleLedger:
         self._me = comm.rank
         self._lines: list[_Line] = []
         self._temporary = comm.tell(f"{path}.{os.getpid()}.tmp")
-        self._written = 0
+        self.written = 0
         """Bytes of the epochs that are in the file."""
         self._file = open(self._temporary, "w") if comm.rank == 0 else None  # noqa: SIM115
 
@@ -80,7 +80,7 @@ class SampleLedger:
                 size = self._append(rows)
             return self._comm.tell(size)
 
-        self._written = uniform(self._comm, write)
+        self.written = uniform(self._comm, write)
         self._lines = []
 
     def _append(self, rows: Sequence[_Line]) -> int:
@@ -88,7 +88,7 @@ class SampleLedger:
         try:
             if self._file is None:  # The rank that wrote it is lost.
                 self._file = open(self._temporary, "r+")  # noqa: SIM115
-            self._file.seek(self._written)
+            self._file.seek(self.written)
             self._file.truncate()
             self._file.writelines(json.dumps(row) + "\n" for row in rows)
             self._file.flush()

@@ -18,6 +18,7 @@ from dlio.train.checkpoint.state import restore
 from dlio.train.config import TrainConfig
 from dlio.train.data import difference, make_loader, open_data
 from dlio.train.exchange.buckets import averaged_state
+from dlio.train.joining import Joining
 from dlio.train.ledger import SampleLedger
 from dlio.train.progress import TrainingProgress
 from dlio.train.pruning.pruned_file import save_layout
@@ -123,6 +124,10 @@ def _epochs(stack: ExitStack, config: TrainConfig, comm: Communicator, run: Work
     progress = stack.enter_context(TrainingProgress(config.epochs, run.steps, comm.rank))
     for callback in run.callbacks:
         callback.begins(run)
+    if run.recovery is not None and config.spares:
+        joining = Joining(run, run.recovery, ledger)
+        stack.callback(joining.close)
+        run.rest(comm.size - config.spares)
     for epoch in range(len(run.history), config.epochs):
         progress.epoch_ends(run.epoch(epoch, progress, ledger))
         if run.stopped is not None:
@@ -130,6 +135,8 @@ def _epochs(stack: ExitStack, config: TrainConfig, comm: Communicator, run: Work
     if ledger is not None:
         ledger.finish()
     uniform(comm, comm.barrier)  # Nobody leaves while others need it.
+    if run.recovery is not None:
+        run.recovery.end()
 
 
 def _resume(run: Worker, checkpoints: Checkpoints) -> str | None:

@@ -4,6 +4,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -82,17 +83,20 @@ class Worker:
         # Dropout masks have to differ between ranks.
         torch.manual_seed((config.seed + comm.rank) % 2**63)
         self.callbacks: Sequence[Callback] = ()
-        self.steps = len(loader)
-        """Batches per rank in an epoch of all samples."""
         self.samples = len(loader.data)
         """Samples of this epoch, over all ranks."""
-        self._ranks = comm.size
-        """Ranks at the beginning."""
-        self.global_batch = config.batch_size * comm.size
-        """Samples of one batch, over all ranks."""
         self.recovery = recovery_of(comm)
+        elastic = None if self.recovery is None else self.recovery.elastic
+        self._set_up = comm.size
+        """Ranks at the beginning, with spares: those that the exchange was set up on."""
+        self._ranks = comm.size - (0 if elastic is None else elastic.spares)
+        """Ranks at the beginning."""
+        self.global_batch = config.batch_size * self._ranks
+        """Samples of one batch, over all ranks."""
+        self.steps = math.ceil(self.samples / self.global_batch)
+        """Batches per rank in an epoch of all samples."""
         self._dealing = Dealing(loaders, self.recovery, self.global_batch)
-        self._losses_told = 0
+        self._losses_told = self._changes_told = 0
         self.epoch_number = 0
         """Number of the epoch, from 0."""
         self.position = 0
@@ -113,6 +117,10 @@ class Worker:
         """Reason why the run ends early."""
         self._pending = self._step = 0
         """Samples of this rank in batches that have been accumulated, and batches in this epoch."""
+        self._begun = 0
+        """Position of the epoch's order where this run has begun it."""
+        self._joins = False
+        """True on a rank that has joined an epoch, until it begins."""
         self._update_s: list[float] = []
         if copy_to_time is not None:
             self._balancer.calibrate(self._timed_pass(copy_to_time))
@@ -155,10 +163,9 @@ class Worker:
     ) -> EpochReport:
         """Train an epoch, or the rest of it after resuming, and evaluate. Collective."""
         self._begin_epoch(epoch, progress)
-        begun = self.position
         before = self.exchange.statistics()
         started = time.perf_counter()
-        uniform(self.comm, lambda: self._train(begun, progress, ledger))
+        uniform(self.comm, lambda: self._train(progress, ledger))
         self._dealing.end_epoch()
         self.sums.tolist()  # Waits for the device.
         seconds = time.perf_counter() - started
@@ -174,24 +181,35 @@ class Worker:
             callback.epoch_ends(self, report)
         return report
 
-    def _train(self, begun: int, progress: TrainingProgress, ledger: SampleLedger | None) -> None:
-        """Train on all batches of the epoch, or on those that are left after a loss.
+    def rest(self, ranks: int) -> None:
+        """Have only the first ranks train. Collective; see `Recovery.rest`."""
+        assert self.recovery is not None
+        self._dealing.prepare()
+        self.recovery.rest(ranks)
 
-        Args:
-            begun: position of the epoch's order where this run has begun it.
-        """
+    def tell_place(self) -> dict[str, Any]:
+        """Return where the run is, between two batches, for a rank that joins; as JSON types."""
+        return {"begun": self._begun, "step": self._step, "dealing": self._dealing.tell_epoch()}
+
+    def follow_place(self, told: dict[str, Any]) -> None:
+        """Go on where another rank is, whose state was restored."""
+        self._begun, self._step, self._joins = told["begun"], told["step"], True
+        self._dealing.follow_epoch(told["dealing"])
+
+    def _train(self, progress: TrainingProgress, ledger: SampleLedger | None) -> None:
+        """Train on all batches of the epoch, or on those that are left after a loss."""
         epoch, more = self.epoch_number, True
         updated = time.perf_counter()
         while more:
             more = False
             for images, labels in self._dealing.batches():
                 more = True
-                done = begun // self.global_batch + self._step
+                done = self._begun // self.global_batch + self._step
                 if ledger is not None:
                     ledger.step(epoch, done, self.loader.last_samples.tolist())
                 before_batch = self.position
                 with self._balancer.step(len(images)):
-                    self._batch(images, labels, begun, self._step)
+                    self._batch(images, labels, self._step)
                 self._tell_losses(progress)
                 self._step += 1
                 progress.step(epoch, done, self.position - before_batch, self.loader.stall_s)
@@ -218,12 +236,15 @@ class Worker:
             later = self.config.epochs - epoch - 1
             left = math.ceil((self.samples - self.position) / per_step)
             self.pruner.apoptosis.expect(left + later * math.ceil(self.samples / per_step))
-        self._update_s, self._step = [], 0
+        self._update_s = []
+        if not self._joins:
+            self._begun, self._step = self.position, 0
+        self._joins = False
 
-    def _batch(self, images: torch.Tensor, labels: torch.Tensor, begun: int, step: int) -> None:
+    def _batch(self, images: torch.Tensor, labels: torch.Tensor, step: int) -> None:
         """Run backward on a batch, and an optimizer step if it is the last to accumulate."""
         more = self._pending_batches(step + 1)
-        first = begun + (step - step % self.config.accumulate) * self.global_batch
+        first = self._begun + (step - step % self.config.accumulate) * self.global_batch
         planned = min(self.config.accumulate * self.global_batch, self.samples - first)
         if planned <= 0:
             planned = self.global_batch  # Samples that come again; their number does not matter.
@@ -263,7 +284,7 @@ class Worker:
         total = losses.sum()
         # Where ranks step on their own samples, those that share them now have more of them each.
         alone = self.recovery is not None and not self.exchange.alike
-        mean = total.div(planned / (len(self._dealing.members) if alone else self._ranks))
+        mean = total.div(planned / (len(self._dealing.members) if alone else self._set_up))
         torch.autograd.backward(self.precision.scaler.scale(mean))
         with torch.no_grad():
             self.last_loss = total.detach()
@@ -281,7 +302,7 @@ class Worker:
         config, precision = self.config, self.precision
         self.exchange.before_step()
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        if self._ranks == 1 and self._pending not in (0, planned):
+        if self._set_up == 1 and self._pending not in (0, planned):
             # Unreadable samples do not count; with several ranks the exchange corrects for them.
             torch._foreach_mul_(gradients, planned / self._pending)
         if precision.scales and gradients:
@@ -313,9 +334,10 @@ class Worker:
     def _tell_losses(self, progress: TrainingProgress) -> None:
         if self.recovery is None:
             return
-        for loss in self.recovery.losses[self._losses_told :]:
-            progress.lost(self.comm.rank, loss)
-        self._losses_told = len(self.recovery.losses)
+        losses, changes = self.recovery.losses, self.recovery.changes
+        for change in (*losses[self._losses_told :], *changes[self._changes_told :]):
+            progress.lost(self.comm.rank, change)
+        self._losses_told, self._changes_told = len(losses), len(changes)
 
     def reshaped(self, cuts: Sequence[Cut] = ()) -> None:
         """Adapt the evaluator and the callbacks after the model was cut."""

@@ -26,6 +26,7 @@ from dlio.plan.block_order import BlockOrder
 from dlio.plan.epoch import EpochPlan, WindowPlan, is_exact, plan_epoch
 from dlio.plan.order import Order
 from dlio.plan.sample_mask import masked_layout
+from dlio.plan.schedule import Ranks
 from dlio.shuffle.shuffle import Shuffle, windows_of
 from dlio.shuffle.wire import MessageMemory
 from dlio.storage.fill import filler_threads
@@ -33,7 +34,7 @@ from dlio.storage.mount import Mount
 from dlio.storage.streamed import BlockStream
 from dlio.util.cores import available_cores
 
-__all__ = ["PlannedEngine", "decode_threads"]
+__all__ = ["PlannedEngine", "decode_threads", "epoch_plan"]
 
 _MOST_THREADS: Final = 16
 _AHEAD_BYTES: Final = 64 << 20
@@ -90,7 +91,8 @@ class PlannedEngine:
     def __init__(self) -> None:
         self._comm: Communicator | None = None
         self._other_comm: Communicator | None = None
-        self._generation = 0
+        self.generation = 0
+        """Number of passes; the same on all ranks."""
         self._made: _Made | None = None
         self._memory = MessageMemory()
 
@@ -139,13 +141,13 @@ class PlannedEngine:
             mode=options.mode,
             threads=threads,
             ahead=_ahead(options.prefetch_factor, threads, maker.batch_bytes),
-            generation=self._generation,
+            generation=self.generation,
             skip=on_error == "skip",
             spans=spans,
             memory=self._memory,
             stats=stats,
         )
-        epoch = _epoch_plan(planned)
+        epoch = epoch_plan(batches, mounted, options.mode, mounted.ranks)
         feed = _feed(planned, epoch)
         next(feed)
         return Begun(batches, stats, feed, spans, epoch)
@@ -177,8 +179,8 @@ class PlannedEngine:
         assert self._comm is not None
         if self._other_comm is None and options.persistent_workers:
             self._other_comm = communicator(options.group, options.mesh)
-        self._generation += 1
-        if self._other_comm is not None and self._generation % 2:
+        self.generation += 1
+        if self._other_comm is not None and self.generation % 2:
             return self._other_comm
         return self._comm
 
@@ -233,8 +235,12 @@ def _feed(planned: _Pass, epoch: EpochPlan) -> Feed:
             del fed
 
 
-def _epoch_plan(planned: _Pass) -> EpochPlan:
-    batches, mounted = planned.batches, planned.mounted
+def epoch_plan(batches: PlannedPass, mounted: Mount, mode: str, ranks: Ranks) -> EpochPlan:
+    """Return the facts of a pass that all its ranks agree on.
+
+    Args:
+        ranks: those that share the pass.
+    """
     home = mounted.placement.home
     if isinstance(batches.order, BlockOrder):
         home = mounted.streamed_home(batches.order)
@@ -246,8 +252,8 @@ def _epoch_plan(planned: _Pass) -> EpochPlan:
         position=batches.cursor.position,
         batch_size=batches.batch_size,
         steps=batches.steps,
-        mode=planned.mode,
-        ranks=mounted.ranks,
+        mode=mode,
+        ranks=ranks,
         rank=batches.formula.rank,
         home=home,
         layout=layout,

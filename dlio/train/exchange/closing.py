@@ -86,6 +86,10 @@ class Closing:
             "group": [self._setting.group],
         }
 
+    def follow(self, report: Report) -> None:
+        self.closed = self._taken = report["closed"][0]
+        self.counted = tuple(report["counted"])
+
     def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
         ours = [each for each in reports if each["group"] == [self._setting.group]]
         closed = [each["closed"][0] for each in ours]

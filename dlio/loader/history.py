@@ -1,0 +1,125 @@
+"""The batches of an epoch that its ranks have taken, and who trained on them.
+
+A rank that joins in the middle of an epoch is told, so that it knows, as the others do, which
+samples a rank had been dealt that is lost later.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from dlio.loader.dataset import Dataset
+from dlio.loader.passes import FormulaOrder, PlannedPass
+from dlio.loader.planned.engine import epoch_plan
+from dlio.plan.epoch import EpochPlan, plan_epoch
+from dlio.plan.schedule import Ranks
+from dlio.plan.shares import Shares
+
+_T = TypeVar("_T")
+
+__all__ = ["Closed", "Deal", "Taken", "recalled", "told"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Deal:
+    """A run of batches that is dealt to the same ranks."""
+
+    batches: PlannedPass
+    plan: EpochPlan | None
+    """None if positions of the order alone decide who gets which sample."""
+    members: tuple[int, ...]
+    """Number of each of its ranks when the job began."""
+
+    def samples(self, batch: int, member: int) -> list[int]:
+        """Return a member's samples of one of its batches."""
+        rank = self.members.index(member)
+        if self.plan is None:
+            return self.batches.part(batch, rank)
+        plan = replace(self.plan, rank=rank)
+        dealt: list[int] = plan_epoch(plan).window(range(batch, batch + 1)).samples.tolist()
+        return dealt
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Taken:
+    """A batch that was taken."""
+
+    deal: Deal
+    number: int
+    """Within its deal."""
+    step: int
+    """Within its epoch."""
+
+
+Closed = tuple[Taken, int, tuple[int, ...]]
+"""A batch, its optimizer step, and the members that counted in it."""
+
+
+class _Loader(Protocol):
+    """A loader whose passes are planned."""
+
+    mode: str
+
+    @property
+    def data(self) -> Dataset:
+        """The data set."""
+
+    @property
+    def formula(self) -> FormulaOrder:
+        """The order of the next pass."""
+
+
+def told(closed: Sequence[Closed]) -> dict[str, Any]:
+    """Return the batches of an epoch as JSON types."""
+    deals = _numbered(batch.deal for batch, _, _ in closed)
+    counted = _numbered(members for *_, members in closed)
+    return {
+        "deals": [
+            {
+                "members": deal.members,
+                "state": _begun(deal.batches),
+                "shares": deal.batches.dealt.counts,
+                "node_of": None if deal.plan is None else deal.plan.ranks.node_of.tolist(),
+            }
+            for deal in deals
+        ],
+        "counted": list(counted),
+        "batches": [
+            [deals[batch.deal], batch.number, batch.step, step, counted[members]]
+            for batch, step, members in closed
+        ],
+    }
+
+
+def recalled(history: dict[str, Any], loader: _Loader) -> list[Closed]:
+    """Return the batches that another rank has `told`."""
+    deals = [_recalled(each, loader) for each in history["deals"]]
+    counted = [tuple(members) for members in history["counted"]]
+    return [
+        (Taken(deals[deal], number, step), update, counted[members])
+        for deal, number, step, update, members in history["batches"]
+    ]
+
+
+def _recalled(deal: dict[str, Any], loader: _Loader) -> Deal:
+    shares = Shares(tuple(deal["shares"]))
+    formula = replace(loader.formula, rank=0, ranks=len(shares.counts), shares=shares)
+    batches = PlannedPass(deal["state"], formula)
+    plan = None
+    if deal["node_of"] is not None:
+        mounted = loader.data.mounted
+        assert mounted is not None
+        plan = epoch_plan(batches, mounted, loader.mode, Ranks(np.array(deal["node_of"], np.int32)))
+    return Deal(batches, plan, tuple(deal["members"]))
+
+
+def _begun(batches: PlannedPass) -> dict[str, Any]:
+    """Return the state that a pass began with."""
+    return batches.state_at(batches.cursor.position, batches.again)
+
+
+def _numbered(values: Iterable[_T]) -> dict[_T, int]:
+    """Return the different values, each with its number."""
+    return {value: number for number, value in enumerate(dict.fromkeys(values))}
