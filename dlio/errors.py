@@ -20,6 +20,7 @@ __all__ = [
     "CorruptBlock",
     "DecodeError",
     "DlioError",
+    "JobLeft",
     "PeerLost",
     "RankLeft",
     "SourceError",
@@ -74,3 +75,7 @@ class PeerLost(CommError):
 
 class RankLeft(Exception):
     """This rank has left the job on purpose, or was never called; the others go on without it."""
+
+
+class JobLeft(Exception):
+    """All ranks of the job leave on purpose, between the same two batches."""

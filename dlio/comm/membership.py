@@ -101,6 +101,10 @@ class Elastic(Protocol):
     """Ranks of the job's beginning beyond those that train then."""
     leaves: bool
     """Set this to have this rank leave at the next meeting of all."""
+    leave_at: float
+    """Time of the monotonic clock at which this rank leaves; infinite for never."""
+    ends: bool
+    """True if all members leave at the next meeting: nobody goes on."""
 
     @property
     def asked(self) -> bool:

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from dlio.comm import Communicator
 from dlio.comm.membership import Elastic, Membership
-from dlio.errors import CommError, PeerLost, RankLeft, UsageError
+from dlio.errors import CommError, JobLeft, PeerLost, RankLeft, UsageError
 
 __all__ = [
     "Dealer",
@@ -126,6 +126,8 @@ class Recovery:
 
     def __init__(self, membership: Membership, comm: Communicator) -> None:
         self.membership = membership
+        self.elastic = membership if isinstance(membership, Elastic) else None
+        """The membership if ranks may join it and leave."""
         self._comm = comm
         self._parts: WeakValueDictionary[str, Part] = WeakValueDictionary()
         """Weak: a loop may make a loader for each epoch, and close none."""
@@ -177,11 +179,6 @@ class Recovery:
         """
         self._renew(meets=False)
 
-    @property
-    def elastic(self) -> Elastic | None:
-        """The membership if ranks may join it and leave."""
-        return self.membership if isinstance(self.membership, Elastic) else None
-
     def rest(self, ranks: int) -> None:
         """Have only the first ranks train. Collective, before training begins.
 
@@ -189,12 +186,11 @@ class Recovery:
 
         Raises RankLeft on a rank that is not called before the job ends.
         """
-        elastic = self.elastic
-        assert elastic is not None
-        elastic.want(ranks)
+        assert self.elastic is not None
+        self.elastic.want(ranks)
         self._renew(meets=True, begins=True)
         if self.membership.me not in self.membership.members:
-            self._doze(elastic)
+            self._doze(self.elastic)
 
     def meet(self, is_due: Callable[[], bool]) -> None:
         """Have spares join and ranks leave, as was asked. Collective, between two batches.
@@ -202,7 +198,7 @@ class Recovery:
         Args:
             is_due: returns whether all ranks meet here, after the last recovery.
 
-        Raises RankLeft on a rank that leaves.
+        Raises RankLeft on a rank that leaves, and JobLeft on all ranks if all of them leave.
         """
         while is_due():
             try:
@@ -213,15 +209,16 @@ class Recovery:
             if not self.membership.agree(well):
                 self.run()
                 continue
+            if self.elastic is not None and self.elastic.ends:
+                raise JobLeft
             self._renew(meets=True)
             if self.membership.me not in self.membership.members:
                 raise RankLeft
 
     def end(self) -> None:
         """End the spares, at the end of the training. Collective."""
-        elastic = self.elastic
-        if elastic is not None and elastic.spares:
-            elastic.dismiss()
+        if self.elastic is not None and self.elastic.spares:
+            self.elastic.dismiss()
 
     def _doze(self, elastic: Elastic) -> None:
         while self.membership.me not in self.membership.members:

@@ -9,6 +9,7 @@ spin. Its own detector of stopped ranks is off. A rank that leaves does so by a 
 
 import atexit
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -85,7 +86,10 @@ class UlfmMembership:
         self.spares = spares
         self._alive = self.members
         """Active ranks and spares."""
-        self.leaves = self.due = False
+        self.leaves = self.due = self.ends = False
+        self.leave_at = math.inf
+        self._has_told = False
+        """True once the others know that this rank leaves."""
         self.left: tuple[int, ...] = ()
         self._least = least
         self._wanted = Wanted(0, size)
@@ -127,7 +131,9 @@ class UlfmMembership:
     @property
     def asked(self) -> bool:
         """True if a rank has asked all others to meet, or if this one is about to."""
-        if self.leaves or self._requests.newest() > self._wanted:
+        if self._leaves() and not self._has_told:
+            return True
+        if self._newest_wanted() > self._wanted:
             return True
         with one_at_a_time:
             return bool(self._root.Is_revoked())
@@ -266,9 +272,9 @@ class UlfmMembership:
         self._alive = tuple(s.member for s in standings if s.member not in leavers)
         self._wanted = max(each.wanted for each in standings)
         self._made = max(each[2] for each in told)
-        self.due = is_meeting_due(
-            [replace(s, active=s.member in members) for s in standings if s.member not in leavers]
-        )
+        now = [replace(s, active=s.member in members) for s in standings if s.member in self._alive]
+        self.due = is_meeting_due(now)
+        self.ends = self.due and all(each.leaves for each in now if each.active)
         for number, handle in handles.items():
             if is_mine:
                 handle.replace(made.get(number))
@@ -277,8 +283,16 @@ class UlfmMembership:
         return [each[3] for each in told if each[0][0] in members]
 
     def _standing(self, meets: bool) -> Standing:
-        wanted = max(self._wanted, self._requests.newest())
-        return Standing(self.me, self.me in self.members, self.leaves, meets, wanted)
+        self._has_told = self._leaves()
+        active = self.me in self.members
+        return Standing(self.me, active, self._has_told, meets, self._newest_wanted())
+
+    def _newest_wanted(self) -> Wanted:
+        """Return the newest request; what is asked before training begins waits until then."""
+        return max(self._wanted, self._requests.newest()) if self.number else self._wanted
+
+    def _leaves(self) -> bool:
+        return self.leaves or time.monotonic() >= self.leave_at
 
     def _check_number(self, standings: Sequence[Standing], members: Sequence[int]) -> None:
         """Raise CommError if too few ranks are left."""

@@ -8,27 +8,32 @@ import time
 from typing import Final
 
 from dlio.comm.standing import Wanted
+from dlio.util.files import write_whole
 from dlio.util.settings import DONE
 
-__all__ = ["RankRequests", "read_wanted", "wanted_file"]
+__all__ = ["RankRequests", "read_wanted", "write_wanted"]
 
 _EVERY_S: Final = 0.25
 _NAME: Final = "wanted"
 
 
-def wanted_file(folder: str) -> str:
-    """Return the file of a job's folder."""
-    return os.path.join(folder, _NAME)
+def read_wanted(folder: str) -> tuple[Wanted, int] | None:
+    """Return what is asked of a job, and the most ranks that it can have.
 
-
-def read_wanted(path: str) -> Wanted | None:
-    """Return what a file asks for; None if it does not exist or is damaged."""
+    Returns None if the job's folder does not say so.
+    """
     try:
-        with open(path, encoding="ascii") as file:
-            request, ranks = map(int, file.read().split())
+        with open(os.path.join(folder, _NAME), encoding="ascii") as file:
+            request, ranks, most = map(int, file.read().split())
     except (OSError, ValueError):
         return None
-    return Wanted(request, ranks)
+    return Wanted(request, ranks), most
+
+
+def write_wanted(folder: str, wanted: Wanted, most: int) -> None:
+    """Ask for a number of ranks. Raises UsageError if the folder cannot be written."""
+    text = f"{wanted.request} {wanted.ranks} {most}\n".encode()
+    write_whole(os.path.join(folder, _NAME), lambda file: file.write(text))
 
 
 class RankRequests:
@@ -36,14 +41,16 @@ class RankRequests:
 
     def __init__(self) -> None:
         done = os.environ.get(DONE)
-        self._path = None if done is None else wanted_file(os.path.dirname(done))
+        self._folder = None if done is None else os.path.dirname(done)
         self._newest = Wanted(-1, 0)
         self._next = 0.0
 
     def newest(self) -> Wanted:
-        """Return the newest request; one with number -1 before the first."""
+        """Return the newest request; one with number -1 if there is none."""
         now = time.monotonic()
-        if self._path is not None and now >= self._next:
+        if self._folder is not None and now >= self._next:
             self._next = now + _EVERY_S
-            self._newest = max(self._newest, read_wanted(self._path) or self._newest)
+            read = read_wanted(self._folder)
+            if read is not None:
+                self._newest = max(self._newest, read[0])
         return self._newest

@@ -223,6 +223,7 @@ class Dealing:
         """Open the tiers of all loaders, before ranks rest. Collective."""
         for loader in self._loaders:
             loader.prepare()
+        self._dealt_to = ((), 0)  # The loaders' own even shares are those of ranks and spares.
 
     def tell_epoch(self) -> dict[str, Any]:
         """Return all that a rank has to know that joins now, as JSON types."""

@@ -1,12 +1,14 @@
 """The configuration of a training run."""
 
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Annotated, Final, Literal
 
 from dlio.errors import UsageError
 from dlio.plan.block_order import window_of
 from dlio.plan.epoch import check_mode, check_shares, is_exact
 from dlio.train.exchange_spec import parse_exchange
+from dlio.train.leaving import seconds_until
 from dlio.util.files import check_writable
 from dlio.util.options import Option, check
 
@@ -136,6 +138,15 @@ class TrainConfig:
             least=0,
         ),
     ] = 0
+    leave_at: Annotated[
+        str | None,
+        Option(
+            "Time of day, such as 23:50, at which all ranks finish their batch, write a checkpoint "
+            "if --checkpoint is given, and end.",
+            metavar="HH:MM",
+            default_text="never",
+        ),
+    ] = None
     balance: Annotated[
         bool,
         Option(
@@ -318,10 +329,16 @@ class TrainConfig:
 
     def _check_fault_tolerance(self) -> None:
         if self.fault_tolerance == "off":
-            for option, chosen in (("min-ranks", self.min_ranks > 1), ("spares", self.spares)):
-                if chosen:
-                    raise UsageError(f"--{option} needs --fault-tolerance shrink, too")
+            needing = {
+                "--min-ranks": self.min_ranks > 1,
+                "--spares": self.spares > 0,
+                "--leave-at": self.leave_at is not None,
+            }
+            for option in (option for option, given in needing.items() if given):
+                raise UsageError(f"{option} needs --fault-tolerance shrink, too")
             return
+        if self.leave_at is not None:
+            seconds_until(self.leave_at, datetime.now())
         unsuitable = {
             f"--shuffle {self.shuffle}": not is_exact(self.shuffle),
             f"--source-order {self.source_order}": window_of(self.source_order) is not None,

@@ -1,13 +1,15 @@
 """The trainer of `dlio train`: loader -> model -> exchange -> optimizer, the same on every rank."""
 
 import io
+import signal
 from contextlib import ExitStack
+from typing import NoReturn
 
 import torch
 
 from dlio.comm import Communicator, world
 from dlio.comm.recovery import check_survival, uniform
-from dlio.errors import UsageError
+from dlio.errors import JobLeft, UsageError
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.dataset import Dataset
 from dlio.storage.mount import Mount
@@ -19,6 +21,7 @@ from dlio.train.config import TrainConfig
 from dlio.train.data import difference, make_loader, open_data
 from dlio.train.exchange.buckets import averaged_state
 from dlio.train.joining import Joining
+from dlio.train.leaving import leaving_at
 from dlio.train.ledger import SampleLedger
 from dlio.train.progress import TrainingProgress
 from dlio.train.pruning.pruned_file import save_layout
@@ -40,7 +43,7 @@ def train(config: TrainConfig) -> RunReport:
     comm = world()
     check_survival(comm, config.fault_tolerance, config.min_ranks)
     with ExitStack() as stack:
-        checkpoints = None
+        checkpoints = saving = None
         if config.checkpoint is not None:
             checkpoints = stack.enter_context(Checkpoints(config.checkpoint, comm, config.keep))
             if comm.rank == 0 and not config.resume and checkpoints.paths():
@@ -75,9 +78,13 @@ def train(config: TrainConfig) -> RunReport:
         if checkpoints is not None:
             if config.resume:
                 report.resumed = _resume(run, checkpoints)
-            callbacks.append(CheckpointCallback(run, checkpoints, config.checkpoint_every))
+            saving = CheckpointCallback(run, checkpoints, config.checkpoint_every)
+            callbacks.append(saving)
         run.callbacks = [stack.enter_context(callback) for callback in callbacks]
-        _epochs(stack, config, comm, run)
+        try:
+            _epochs(stack, config, comm, run)
+        except JobLeft:
+            _end_early(run, checkpoints, saving)
         report.epochs, report.stopped = run.history, run.stopped
         report.losses = list(run.losses)
         if checkpoints is not None:
@@ -124,6 +131,8 @@ def _epochs(stack: ExitStack, config: TrainConfig, comm: Communicator, run: Work
     progress = stack.enter_context(TrainingProgress(config.epochs, run.steps, comm.rank))
     for callback in run.callbacks:
         callback.begins(run)
+    elastic = None if run.recovery is None else run.recovery.elastic
+    stack.enter_context(leaving_at(elastic, config.leave_at))
     if run.recovery is not None and config.spares:
         joining = Joining(run, run.recovery, ledger)
         stack.callback(joining.close)
@@ -137,6 +146,21 @@ def _epochs(stack: ExitStack, config: TrainConfig, comm: Communicator, run: Work
     uniform(comm, comm.barrier)  # Nobody leaves while others need it.
     if run.recovery is not None:
         run.recovery.end()
+
+
+def _end_early(
+    run: Worker, checkpoints: Checkpoints | None, saving: CheckpointCallback | None
+) -> NoReturn:
+    """Write a last checkpoint, as all ranks have been told to leave. Collective."""
+    said = "no checkpoint is written without --checkpoint"
+    if checkpoints is not None and saving is not None:
+        saving.save(run)
+        checkpoints.wait()
+        said = f"go on with --resume from {checkpoints.folder}"
+    if run.comm.rank == 0:
+        where = f"epoch {run.epoch_number + 1}, step {run.updates}"
+        print(f"all ranks were told to leave at {where}: {said}", flush=True)
+    raise SystemExit(128 + signal.SIGTERM)
 
 
 def _resume(run: Worker, checkpoints: Checkpoints) -> str | None:
