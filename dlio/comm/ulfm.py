@@ -260,6 +260,7 @@ class UlfmMembership:
         if not agreed(root, well):
             return None
         if leavers:
+            agreed(root, True)  # They end when all others know that they have left.
             self._root = cast(MPI.Intracomm, left)
         # Those of the generation before last: no thread asks for its requests any more.
         for comm in self._spent:
