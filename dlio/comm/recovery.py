@@ -223,13 +223,15 @@ class Recovery:
     def _doze(self, elastic: Elastic) -> None:
         while self.membership.me not in self.membership.members:
             reports: Any = elastic.doze()
-            if not self.membership.members:
+            if not self.membership.members or self.membership.me in self.membership.left:
                 raise RankLeft
-        self.meets = True
+        began, self.meets = time.perf_counter(), True
         if not self._settle(reports):
             while not self._attempt(meets=True, joins=True):
                 pass
         self.meets = False
+        self.number += 1
+        self._note("joined", {self.membership.members[rank] for rank in self.newcomers}, began)
 
     def _renew(self, meets: bool, begins: bool = False) -> None:
         began, before = time.perf_counter(), set(self.membership.members)

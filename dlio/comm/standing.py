@@ -57,19 +57,23 @@ def next_members(standings: Sequence[Standing]) -> tuple[int, ...]:
     wanted = max(each.wanted for each in standings).ranks
     staying = sorted(each.member for each in active if not each.leaves)
     spares = sorted(each.member for each in standings if not each.active and not each.leaves)
-    missing = max(0, wanted - len(staying)) if staying else 0
+    if spares and wanted and not staying:
+        # Somebody has to have the model when the others have left: these leave at the next meeting.
+        staying = sorted(each.member for each in active)
+        return tuple(sorted((*staying, *spares[:wanted])))
+    missing = max(0, wanted - len(staying))
     return tuple(sorted((*staying[:wanted], *spares[:missing])))
 
 
 def leaving_members(standings: Sequence[Standing], members: Sequence[int]) -> set[int]:
-    """Return the active ranks that end now; at the job's beginning they become spares instead.
+    """Return the ranks that end now; at the job's beginning active ones become spares instead.
 
     Args:
         members: those that are active from now on.
     """
     begins = max(each.wanted for each in standings).request == 0
-    active = {each.member for each in standings if each.active and (each.leaves or not begins)}
-    return active - set(members)
+    ending = (each for each in standings if each.leaves or (each.active and not begins))
+    return {each.member for each in ending} - set(members)
 
 
 def is_meeting_due(standings: Sequence[Standing]) -> bool:

@@ -275,7 +275,7 @@ class UlfmMembership:
         self._made = max(each[2] for each in told)
         now = [replace(s, active=s.member in members) for s in standings if s.member in self._alive]
         self.due = is_meeting_due(now)
-        self.ends = self.due and all(each.leaves for each in now if each.active)
+        self.ends = self.due and all(each.leaves for each in now)
         for number, handle in handles.items():
             if is_mine:
                 handle.replace(made.get(number))

@@ -133,7 +133,7 @@ class _Given:
 
 
 def _bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
-    flat = tensor.contiguous().reshape(-1)
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.reshape(-1))
     whole: npt.NDArray[np.uint8] = flat.view(torch.uint8).numpy()
     return whole
 

@@ -189,11 +189,17 @@ class Worker:
 
     def tell_place(self) -> dict[str, Any]:
         """Return where the run is, between two batches, for a rank that joins; as JSON types."""
-        return {"begun": self._begun, "step": self._step, "dealing": self._dealing.tell_epoch()}
+        return {
+            "begun": self._begun,
+            "step": self._step,
+            "said": [self._losses_told, self._changes_told],
+            "dealing": self._dealing.tell_epoch(),
+        }
 
     def follow_place(self, told: dict[str, Any]) -> None:
         """Go on where another rank is, whose state was restored."""
         self._begun, self._step, self._joins = told["begun"], told["step"], True
+        self._losses_told, self._changes_told = told["said"]
         self._dealing.follow_epoch(told["dealing"])
 
     def _train(self, progress: TrainingProgress, ledger: SampleLedger | None) -> None:
