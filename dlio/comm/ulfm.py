@@ -296,8 +296,8 @@ class UlfmMembership:
         return self.leaves or time.monotonic() >= self.leave_at
 
     def _check_number(self, standings: Sequence[Standing], members: Sequence[int]) -> None:
-        """Raise CommError if too few ranks are left."""
-        left = sum(not each.leaves for each in standings)
+        """Raise CommError if too few ranks are left; those that end on purpose may be more."""
+        left = len(standings)
         if members and left < self._least:
             raise CommError(
                 f"{left} ranks are left, and --min-ranks is {self._least}: this job ends"

@@ -84,8 +84,9 @@ class Joining:
         tensors: dict[str, torch.Tensor] = {}
         begin = 0
         for name, kind, shape, size in head["tensors"]:
-            memory = torch.from_numpy(whole[begin : begin + size].copy())
-            tensors[name] = memory.view(getattr(torch, kind)).reshape(shape)
+            tensors[name] = torch.empty(shape, dtype=getattr(torch, kind))
+            into = tensors[name].view(-1).view(torch.uint8).numpy()
+            into[:] = whole[begin : begin + size]
             begin += size
         self._follow(head, tensors, giver)
 

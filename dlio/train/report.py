@@ -231,6 +231,8 @@ class RunReport:
     """Results of --checkpoint."""
     losses: list[Loss] = field(default_factory=list)
     """Losses of ranks that the others went on without (--fault-tolerance)."""
+    changes: list[Loss] = field(default_factory=list)
+    """Ranks that joined, and that left on purpose."""
 
     def to_json(self) -> str:
         """Return the report as indented JSON, with versions and machine."""
@@ -340,6 +342,10 @@ class RunReport:
             )
         if self.losses:
             said.append(_losses(self.losses))
+        for kind, words in (("joined", "joined"), ("left", "left on purpose")):
+            ranks = [rank for each in self.changes if each.kind == kind for rank in each.ranks]
+            if ranks:
+                said.append(f"{len(ranks)} rank(s) {words} ({', '.join(map(str, ranks))}).")
         if self.checkpoints is not None:
             said.append(
                 f"{len(self.checkpoints['written'])} checkpoint(s) were written; training waited "

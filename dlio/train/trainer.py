@@ -87,6 +87,7 @@ def train(config: TrainConfig) -> RunReport:
             _end_early(run, checkpoints, saving)
         report.epochs, report.stopped = run.history, run.stopped
         report.losses = list(run.losses)
+        report.changes = [] if run.recovery is None else list(run.recovery.changes)
         if checkpoints is not None:
             checkpoints.wait()
             report.checkpoints = checkpoints.statistics()

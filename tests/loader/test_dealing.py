@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from dlio.loader import dealing
+from dlio.loader import history
 from dlio.loader.dealing import Dealing
 
 SAMPLES: Final = 83
@@ -44,12 +44,12 @@ class _Loader:
         self._order, self._position = tuple(range(SAMPLES)), 0
         self.plan: Any = None
         self.planned: Any = None
+        self.formula = SimpleNamespace(drop_last=False)
 
     def begin(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         self.planned = SimpleNamespace(
             cursor=SimpleNamespace(position=self._position),
             samples=len(self._order),
-            formula=SimpleNamespace(drop_last=False),
         )
         plan = self.plan = _Plan(self._order, self._position, self._ranks, self._rank)
         batches = range(-(-(len(plan.order) - plan.position) // BATCH))
@@ -67,9 +67,15 @@ class _Loader:
 
 class _Rank:
     def __init__(self, me: int, members: tuple[int, ...]) -> None:
-        self.membership = SimpleNamespace(members=members, me=me)
+        self.membership = SimpleNamespace(members=members, me=me, due=False)
         recovery: Any = SimpleNamespace(
-            membership=self.membership, losses=[], last_counted={}, add=lambda *_: "data"
+            membership=self.membership,
+            elastic=None,
+            number=0,
+            meets=False,
+            last_counted={},
+            add=lambda *_: "data",
+            meet=lambda _: None,
         )
         recovery.count_again = lambda *_: None
         self.recovery = recovery
@@ -101,7 +107,7 @@ def _joined(lists: Iterable[list[int]]) -> list[int]:
 def test_each_sample_counts_once_wherever_ranks_are_when_others_are_lost(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dealing, "plan_epoch", lambda plan: plan)
+    monkeypatch.setattr(history, "plan_epoch", lambda plan: plan)
     draw = random.Random(seed)
     members = tuple(range(draw.randint(2, 5)))
     ranks = {member: _Rank(member, members) for member in members}
@@ -124,7 +130,7 @@ def test_each_sample_counts_once_wherever_ranks_are_when_others_are_lost(
                 lose(draw.choice(sorted(ranks)))
             _settle(ranks, last, list(ranks))
             for rank in ranks.values():
-                rank.recovery.losses.append(None)
+                rank.recovery.number += 1
                 rank.over = False
         else:
             draw.choice(list(ranks.values())).step()
@@ -150,14 +156,14 @@ def _settle(ranks: dict[int, _Rank], last: dict[int, int], some: Sequence[int]) 
 
 
 def test_batches_stay_open_until_it_is_settled_who_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dealing, "plan_epoch", lambda plan: plan)
+    monkeypatch.setattr(history, "plan_epoch", lambda plan: plan)
     rank = _Rank(0, (0, 1))
     batches = rank.dealing.batches()
     for _ in range(2):
         next(batches)
     rank.membership.members = (0,)
     rank.dealing.settle([rank.dealing.tell()], SimpleNamespace())
-    rank.recovery.losses.append(None)
+    rank.recovery.number += 1
     rank.dealing.count((0,))
     taken = [sample for images, _ in batches for sample in images.tolist()]
     assert rank.dealing.again == [*range(1, BATCH, 2), *range(BATCH + 1, 2 * BATCH, 2)]

@@ -26,6 +26,8 @@ class Ran(NamedTuple):
     """Of the report; empty if there is none."""
     losses: list[dict[str, Any]]
     """Of the report, too."""
+    changes: list[dict[str, Any]]
+    """Of the report, too: ranks that joined and left."""
     samples: dict[int, Counter[int]]
     """How often each sample is in the trace, by epoch."""
     steps: dict[tuple[int, int], set[int]]
@@ -43,11 +45,13 @@ def run(pictures: Path, tmp_path: Path) -> Run:
     shutil.copy(Path(__file__).with_name("ending.py"), tmp_path)
     paths = [str(ROOT), *(str(ROOT / room) for room in ("readers", "staging", "bench"))]
 
-    def train(ranks: int, ends: dict[int, list[object]], *more: str) -> Ran:
+    def train(
+        ranks: int, ends: dict[int, list[object]], *more: str, resize: dict[int, int] | None = None
+    ) -> Ran:
         options = ["--epochs", str(EPOCHS), "--batch-size", "4", "--image-size", "32"]
         options += ["--model", "ending:make", "--fault-tolerance", "shrink", "-n", str(ranks)]
         options += ["--trace", "t.jsonl", "--report", "r.json", *more]
-        options += ["--callback", "ending:Digest"]
+        options += ["--callback", "ending:Digest", "--callback", "ending:Resize"]
         done = subprocess.run(
             [sys.executable, "-m", "dlio.cli", "train", str(pictures / "train"), *options],
             cwd=tmp_path,
@@ -57,6 +61,7 @@ def run(pictures: Path, tmp_path: Path) -> Run:
                 "DLIO_CACHE": str(tmp_path / "cache"),
                 "DLIO_TIMEOUT": "60",
                 "ENDS": json.dumps(ends),
+                "RESIZE": json.dumps(resize or {}),
             },
             capture_output=True,
             text=True,
@@ -72,12 +77,21 @@ def run(pictures: Path, tmp_path: Path) -> Run:
                 steps.setdefault((line["epoch"], line["rank"]), set()).add(line["step"])
         wrote = json.loads(report.read_text()) if report.exists() else {}
         epochs, losses = wrote.get("epochs", []), wrote.get("losses", [])
+        changes = wrote.get("changes", [])
         weights = [
             {path.read_text() for path in tmp_path.glob(f"weights-{epoch}-*")}
             for epoch in range(EPOCHS)
         ]
         return Ran(
-            done.returncode, done.stdout, done.stderr, epochs, losses, samples, steps, weights
+            code=done.returncode,
+            output=done.stdout,
+            errors=done.stderr,
+            epochs=epochs,
+            losses=losses,
+            changes=changes,
+            samples=samples,
+            steps=steps,
+            weights=weights,
         )
 
     return train

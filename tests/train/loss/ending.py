@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from dlio.cli.resize import Change, join, leave
 from dlio.train.callbacks import Callback, Run
 from dlio.train.report import EpochReport
 
@@ -28,7 +29,7 @@ def _end(how: str) -> None:
         os.kill(os.getpid(), signal.SIGSEGV)
     elif how == "term":
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(60)
+        return  # It leaves when its batch is done.
     raise RuntimeError("a bug of this rank alone")
 
 
@@ -75,6 +76,17 @@ class Digest(Callback):
         weights = b"".join(p.detach().numpy().tobytes() for p in run.model.parameters())
         name = f"weights-{report.epoch}-{os.environ['OMPI_COMM_WORLD_RANK']}"
         Path(name).write_text(hashlib.sha256(weights).hexdigest(), encoding="ascii")
+
+
+class Resize(Callback):
+    """Asks for more ranks or fewer after some steps: `RESIZE='{"5": 2, "20": -2}'`."""
+
+    def after_step(self, run: Run) -> None:
+        more = json.loads(os.environ.get("RESIZE", "{}")).get(str(run.updates), 0)
+        if more and run.comm.rank == 0:
+            job = Path(os.environ["DLIO_DONE"]).parent.name.removeprefix("dlio-job-")
+            (join if more > 0 else leave)(Change(job, abs(more)))
+            time.sleep(0.5)  # The ranks look at requests a few times in a second.
 
 
 def make(classes: int, image_size: int) -> nn.Module:

@@ -78,8 +78,8 @@ def test_held_out_data_and_accumulated_batches_are_shared_anew(run: Run, picture
     assert all(epoch["val_accuracy"] is not None for epoch in ran.epochs)
 
 
-@pytest.mark.parametrize("how", ["stop", "segv", "term"])
-def test_a_rank_that_is_stopped_or_crashes_or_is_ended_is_lost(run: Run, how: str) -> None:
+@pytest.mark.parametrize("how", ["stop", "segv"])
+def test_a_rank_that_is_stopped_or_crashes_is_lost(run: Run, how: str) -> None:
     check_exact(run(3, {2: [how, 4, 1]}))
 
 
