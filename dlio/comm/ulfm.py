@@ -147,10 +147,17 @@ class UlfmMembership:
 
         Returns what `renew` returns; nothing when the job is over.
         """
-        while not self.asked:
+        while not (self.asked or self._are_all_lost()):
             self.world.poke()
             time.sleep(_NAP_S)
         return self.renew(None)
+
+    def _are_all_lost(self) -> bool:
+        """True if no member is left that could tell this spare."""
+        with one_at_a_time:
+            failed = self._root.Get_failed()
+            ranks = MPI.Group.Translate_ranks(failed, None, self._root.Get_group())
+        return {self._alive[rank] for rank in ranks} >= set(self.members)
 
     def dismiss(self) -> None:
         """End the job's spares, at the end of the training. Collective over active ranks."""
