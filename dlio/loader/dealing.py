@@ -7,15 +7,16 @@ the end of the epoch.
 The trainer deals for its loaders; a loader in a training loop of the user's deals for itself.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeAlias
 
 import torch
 
 from dlio.comm import Communicator
 from dlio.comm.recovery import Recovery, Report
-from dlio.loader.contract import BatchData
+from dlio.loader.contract import BatchData, State
 from dlio.loader.feed import LoaderIterator
 from dlio.loader.groups import Groups
 from dlio.loader.passes import PlannedPass
@@ -44,6 +45,9 @@ class _Loader(Protocol):
 
     def redeal(self, position: int, again: Sequence[int]) -> None:
         """Have the next pass go on with the epoch at a position."""
+
+    def state_dict(self) -> State:
+        """Return the loader's place."""
 
     def stats(self) -> PassStats:
         """Return the counts of the pass that began last."""
@@ -80,6 +84,10 @@ class _Batch:
     """Within its epoch."""
 
 
+_Closed: TypeAlias = tuple[_Batch, int, tuple[int, ...]]
+"""A batch, the number of its optimizer step, and the members that counted in it."""
+
+
 class Dealing:
     """The batches of this rank. Closed by its owner.
 
@@ -108,7 +116,9 @@ class Dealing:
         """Members and global batch of the loaders' passes."""
         self.position = 0
         """Position of the epoch's order after the batch that was yielded last."""
-        self._samples = self._end = self._step = 0
+        self.step = 0
+        """Number of the batch that was yielded last, within its epoch."""
+        self._samples = self._end = 0
         self._begun: PlannedPass | None = None
         """The pass that the epoch has begun with."""
         self.again: list[int] = []
@@ -117,8 +127,8 @@ class Dealing:
         """(step, member) of the batches that these are of."""
         self._open: list[_Batch] = []
         """Batches whose step is under way, or not settled yet."""
-        self._closed: list[tuple[_Batch, int, tuple[int, ...]]] = []
-        """Batches of this epoch, the optimizer step of each, and the members that counted."""
+        self._closed: list[_Closed] = []
+        """Batches of this epoch whose step is settled."""
         self._final: dict[int, int] | None = None
         """Last steps of lost members when all had trained the epoch; None until then."""
         self._earlier: list[PassStats] = []
@@ -133,7 +143,7 @@ class Dealing:
 
     def begin_epoch(self, epoch: int) -> None:
         """Forget the last epoch's batches."""
-        self._epoch, self._step, self._begun, self._final = epoch, 0, None, None
+        self._epoch, self.step, self._begun, self._final = epoch, 0, None, None
         self.again, self._open, self._closed, self._earlier = [], [], [], []
         self._comes_again = set()
 
@@ -164,18 +174,35 @@ class Dealing:
             deal = _Deal(planned, self._loader.plan, self.members)
             self.position, self._end = planned.cursor.position, planned.samples
             if self._begun is None:
-                self._begun, self._samples = planned, planned.samples
+                self._begun, self.again = planned, list(planned.again)
+                self._samples = planned.samples - len(self.again)
+                self.step = self.position // self._global_batch
             for number, data in enumerate(iterator):
                 self._groups.taken += 1
                 self.position = min(self.position + self._global_batch, self._end)
                 if self._recovery is not None and torch.is_grad_enabled():
-                    self._open.append(_Batch(deal, number, self._step))
+                    self._open.append(_Batch(deal, number, self.step))
                 yield data
-                self._step += 1
+                self.step += 1
                 if self._groups.members != deal.members:
                     break
             if not self._more():
                 return
+
+    def state(self) -> State:
+        """Return the loader's state after the batch that was yielded last, whose step is over.
+
+        What ranks were dealt that are lost by now comes again in it.
+        """
+        if self._recovery is None or self._begun is None:
+            return self._loader.state_dict()
+        if self._final is not None:
+            return self._begun.next_state()
+        following = self._groups.steps + 1
+        batches = [*self._closed, *((batch, following, ()) for batch in self._open)]
+        missing = self._missing(self._recovery.membership.members, batches).values()
+        again = [*self.again, *itertools.chain.from_iterable(missing)]
+        return self._loader.planned.state_at(self.position, again)
 
     def left(self) -> int:
         """Return the number of batches after this one that are dealt to the same ranks.
@@ -228,16 +255,10 @@ class Dealing:
         if self._recovery is None or self._begun is None:
             return False
         members = self._groups.members
-        for batch, step, counted in self._closed:
-            for member in batch.deal.members:
-                key = (batch.step, member)
-                if member in members or key in self._comes_again:
-                    continue
-                if not self._has_counted(member, step, counted):
-                    samples = batch.deal.samples(batch.number, member)
-                    self._comes_again.add(key)
-                    self.again += samples
-                    self._recovery.count_again(member, len(samples))
+        for key, samples in self._missing(members, self._closed).items():
+            self._comes_again.add(key)
+            self.again += samples
+            self._recovery.count_again(key[1], len(samples))
         rest = self._samples + len(self.again) - self.position
         if rest < (self.usual_batch if self._begun.formula.drop_last else 1):
             self._deal_to(members, self.usual_batch)
@@ -248,6 +269,20 @@ class Dealing:
         self._deal_to(members, -(-rest // steps) if larger else self.usual_batch)
         self._loader.redeal(self.position, self.again)
         return True
+
+    def _missing(
+        self, living: Sequence[int], batches: Sequence[_Closed]
+    ) -> dict[tuple[int, int], list[int]]:
+        """Return the samples that lost ranks were dealt and have not brought into a step, and that
+        are not among those that come again yet; by (step, member)."""
+        return {
+            (batch.step, member): batch.deal.samples(batch.number, member)
+            for batch, step, counted in batches
+            for member in batch.deal.members
+            if member not in living
+            and (batch.step, member) not in self._comes_again
+            and not self._has_counted(member, step, counted)
+        }
 
     def _has_counted(self, member: int, step: int, counted: tuple[int, ...]) -> bool:
         """True if a lost member's samples of an optimizer step are in the model."""

@@ -298,21 +298,21 @@ class PlannedPass:
     def state(self) -> State:
         here, cursor = self.cursor.position + self._step * self.global_batch, self.cursor
         position = min(here, self._end) if self._step else cursor.position
-        state: State = Cursor(cursor.seed, cursor.epoch, position, cursor.samples).as_dict()
+        return self.state_at(position, self.again)
+
+    def state_at(self, position: int, again: Sequence[int]) -> State:
+        """Return the state at another position, with samples that come again at the end."""
+        state: State = replace(self.cursor, position=position).as_dict()
         if not position:
             return state
         state |= self._bound
-        if self.again:
-            state["again"] = list(self.again)
+        if again:
+            state["again"] = list(again)
         if self.formula.source_order != "sample":
             state["source_order"] = self.formula.source_order
         if self._digest is not None:
             state["kept"] = self._digest
         return state
-
-    def state_at(self, position: int, again: Sequence[int]) -> State:
-        """Return the state at another position, with samples that come again at the end."""
-        return {**replace(self.cursor, position=position).as_dict(), "again": list(again)}
 
     def next_state(self) -> State:
         return Cursor(self.cursor.seed, self.epoch + 1, 0, self.cursor.samples).as_dict()

@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from dlio.comm import Communicator
 from dlio.comm.recovery import Loss, recovery_of, uniform
 from dlio.errors import UsageError
+from dlio.loader.contract import State
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.dealing import Dealing
 from dlio.train.balance import Balancer, Clock
@@ -137,6 +138,13 @@ class Worker:
         """Losses of ranks since the run began."""
         return () if self.recovery is None else self.recovery.losses
 
+    def loader_state(self) -> State:
+        """Return the loader's state, from which any number of ranks goes on; the same on all.
+
+        Call it between two steps.
+        """
+        return self._dealing.state()
+
     def stop(self, reason: str) -> None:
         """End the run after this epoch. Call it on all ranks."""
         self.stopped = reason
@@ -186,7 +194,7 @@ class Worker:
             more = False
             for images, labels in self._dealing.batches():
                 more = True
-                done = begun // self.global_batch + self._step
+                done = self._dealing.step
                 if ledger is not None:
                     ledger.step(epoch, done, self.loader.last_samples.tolist())
                 before_batch = self.position

@@ -33,4 +33,5 @@ class CheckpointCallback(Callback):
     def _save(self, updates: int) -> None:
         if updates != self._last:
             self._last = updates
+            self._checkpoints.wait()  # Ranks may have other numbers afterwards.
             self._checkpoints.save(updates, tensors_of(self._worker), about(self._worker))
