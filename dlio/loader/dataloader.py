@@ -236,6 +236,7 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         """
         self._end_pass()
         self._dealt = (members.index(me), Shares.of(global_batch, len(members)))
+        self.shares = None  # They were those of other ranks.
         data = self._planned_data()
         if data is not None and data.mounted is not None:
             data.mounted.regroup(members)
@@ -449,12 +450,12 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         assert options.batch_size is not None
         data = self._planned_data() if options.source_order != "sample" else None
         rank, ranks = place(options.group, options.mesh)
-        shares = None
-        if options.shares is not None:
-            shares = checked_shares(options.shares, options.batch_size, ranks)
-        elif self._dealt is not None:
+        shares, global_batch = None, options.batch_size * ranks
+        if self._dealt is not None:
             rank, shares = self._dealt
-            ranks = len(shares.counts)
+            ranks, global_batch = len(shares.counts), shares.global_batch
+        if options.shares is not None:
+            shares = checked_shares(options.shares, global_batch, ranks)
         return FormulaOrder(
             seed=self._order_seed(),
             samples=self._count(),

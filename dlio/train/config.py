@@ -316,9 +316,6 @@ class TrainConfig:
         unsuitable = {
             f"--shuffle {self.shuffle}": not is_exact(self.shuffle),
             f"--source-order {self.source_order}": window_of(self.source_order) is not None,
-            "--balance": self.balance,
-            f"--prune {self.prune}": self.prune != "off",
-            "--skip-samples": self.skip_samples,
         }
         for option, chosen in unsuitable.items():
             if chosen:

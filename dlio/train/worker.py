@@ -174,7 +174,7 @@ class Worker:
         if ledger is not None:
             ledger.end_epoch(self._dealing.of_lost)
         exchanged = {key: after[key] - before[key] for key in before}
-        report = uniform(self.comm, lambda: self._report(seconds, exchanged))
+        report = self._report(seconds, exchanged)
         self._tell_losses(progress)
         self.history.append(report)
         self.position = 0
@@ -349,13 +349,9 @@ class Worker:
 
     def _report(self, seconds: float, exchanged: dict[str, float]) -> EpochReport:
         """Evaluate, and combine the measurements of all ranks. Collective."""
-        self._dealing.regroup()
-        mean = averaged_state(self.model, self.comm)
-        everyone = self.comm.allgather(self._measured(seconds, exchanged))
-        self._balancer.agree(everyone)
-        accuracy = None
-        if self._evaluator is not None:
-            accuracy = self._evaluator.accuracy(mean, self.device)
+        mine = self._measured(seconds, exchanged)
+        everyone, accuracy, distance = uniform(self.comm, lambda: self._compared(mine))
+        self._balancer.agree(everyone, self._dealing.usual_batch)
         if self.pruner is not None and accuracy is not None:
             _, correct, samples = np.sum([rank["sums"] for rank in everyone], axis=0).tolist()
             self.pruner.apoptosis.held_out(accuracy, correct / max(1.0, samples))
@@ -363,11 +359,24 @@ class Worker:
             self.epoch_number,
             everyone,
             accuracy,
-            consensus_distance(self.model, mean, self.comm),
+            distance,
             self.config.peak_lr(self._ranks),
             None if self.pruner is None else self.pruner.report(),
             sum(len(samples) for *_, samples in self._dealing.of_lost()),
         )
+
+    def _compared(self, mine: RankEpoch) -> tuple[list[RankEpoch], float | None, float]:
+        """Return (measurements of all ranks, accuracy, distance of the ranks' weights).
+
+        Collective; changes nothing.
+        """
+        self._dealing.regroup()
+        mean = averaged_state(self.model, self.comm)
+        everyone = self.comm.allgather(mine)
+        accuracy = None
+        if self._evaluator is not None:
+            accuracy = self._evaluator.accuracy(mean, self.device)
+        return everyone, accuracy, consensus_distance(self.model, mean, self.comm)
 
     def _measured(self, seconds: float, exchanged: dict[str, float]) -> RankEpoch:
         """This rank's measurements of the epoch."""

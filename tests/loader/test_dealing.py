@@ -49,7 +49,9 @@ class _Loader:
         self.planned = SimpleNamespace(
             cursor=SimpleNamespace(position=self._position),
             samples=len(self._order),
+            again=(),
             formula=SimpleNamespace(drop_last=False),
+            state_at=lambda position, again: {"position": position, "again": again},
         )
         plan = self.plan = _Plan(self._order, self._position, self._ranks, self._rank)
         batches = range(-(-(len(plan.order) - plan.position) // BATCH))
@@ -162,3 +164,26 @@ def test_batches_stay_open_until_it_is_settled_who_counts(monkeypatch: pytest.Mo
     taken = [sample for images, _ in batches for sample in images.tolist()]
     assert rank.dealing.again == [*range(1, BATCH, 2), *range(BATCH + 1, 2 * BATCH, 2)]
     assert sorted(taken) == sorted([*range(2 * BATCH, SAMPLES), *rank.dealing.again])
+
+
+def test_a_state_has_what_ranks_were_dealt_that_are_lost_by_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before this rank has taken the batch from which on it shares with those that are left."""
+    monkeypatch.setattr(dealing, "plan_epoch", lambda plan: plan)
+    rank = _Rank(0, (0, 1, 2))
+    rank.step()
+    next(rank._batches)
+    rank.membership.members = (0, 2)
+    # Another rank has taken a batch more.
+    rank.dealing.settle([rank.dealing.tell(), {"taken": [3]}], SimpleNamespace())
+    rank.recovery.losses.append(None)
+    rank.dealing.count((0, 2))
+    lost = list(range(BATCH + 1, 2 * BATCH, 3))
+    assert rank.dealing.state() == {"position": 2 * BATCH, "again": lost}
+    rank.step()
+    lost += range(2 * BATCH + 1, 3 * BATCH, 3)
+    assert rank.dealing.state() == {"position": 3 * BATCH, "again": lost}
+    rank.step()
+    assert rank.dealing.again == lost
+    assert rank.dealing.state() == {"position": 4 * BATCH, "again": lost}

@@ -160,7 +160,7 @@ def test_a_thousand_ranks_get_shares_that_sum_up() -> None:
 )
 def test_shares_that_cannot_be_say_what_to_give(counts: tuple[int, ...], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        checked_shares(counts, 4, 3)
+        checked_shares(counts, 12, 3)
 
 
 @pytest.mark.parametrize("mode", ["ring", "local", "partial(0.5)"])

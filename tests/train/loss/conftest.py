@@ -74,7 +74,7 @@ def run(pictures: Path, tmp_path: Path) -> Run:
         epochs, losses = wrote.get("epochs", []), wrote.get("losses", [])
         weights = [
             {path.read_text() for path in tmp_path.glob(f"weights-{epoch}-*")}
-            for epoch in range(EPOCHS)
+            for epoch in range(len(epochs))
         ]
         return Ran(
             done.returncode, done.stdout, done.stderr, epochs, losses, samples, steps, weights
