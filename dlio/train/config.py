@@ -315,7 +315,6 @@ class TrainConfig:
             return
         unsuitable = {
             f"--shuffle {self.shuffle}": not is_exact(self.shuffle),
-            f"--source-order {self.source_order}": window_of(self.source_order) is not None,
         }
         for option, chosen in unsuitable.items():
             if chosen:

@@ -26,6 +26,7 @@ from dlio.plan.block_order import BlockOrder
 from dlio.plan.epoch import EpochPlan, WindowPlan, is_exact, plan_epoch
 from dlio.plan.order import Order
 from dlio.plan.sample_mask import masked_layout
+from dlio.plan.tail_order import blocks_of
 from dlio.shuffle.shuffle import Shuffle, windows_of
 from dlio.shuffle.wire import MessageMemory
 from dlio.storage.fill import filler_threads
@@ -119,7 +120,7 @@ class PlannedEngine:
         Raises UsageError when the pass resumes one of another mode or with other homes.
         """
         mounted = self.mount(options, data)
-        if isinstance(batches.order, BlockOrder):
+        if blocks_of(batches.order) is not None:
             mounted.open_stream()
         homes = None
         if not is_exact(options.mode):
@@ -206,9 +207,9 @@ def _feed(planned: _Pass, epoch: EpochPlan) -> Feed:
     with ExitStack() as stack:
         planner = _hurry_first_batch(planned, epoch)
         streamed = None
-        if isinstance(batches.order, BlockOrder):
+        if (blocks := blocks_of(batches.order)) is not None:
             # Before the shuffle starts, so that samples of these blocks are not read one by one.
-            streamed = stack.enter_context(_streamed(planned, epoch, batches.order))
+            streamed = stack.enter_context(_streamed(planned, epoch, blocks))
         hierarchy = planned.mounted.hierarchy
         shuffle = Shuffle(
             planned.comm,
@@ -236,8 +237,8 @@ def _feed(planned: _Pass, epoch: EpochPlan) -> Feed:
 def _epoch_plan(planned: _Pass) -> EpochPlan:
     batches, mounted = planned.batches, planned.mounted
     home = mounted.placement.home
-    if isinstance(batches.order, BlockOrder):
-        home = mounted.streamed_home(batches.order)
+    if (blocks := blocks_of(batches.order)) is not None:
+        home = mounted.streamed_home(blocks)
     layout = mounted.hierarchy.reader.layout
     if batches.mask is not None:
         layout = masked_layout(layout, batches.mask)

@@ -51,7 +51,16 @@ def test_a_loss_at_a_pruning_round_leaves_all_with_one_layout(
 
 
 def test_skipped(run: Run) -> None:
-    ran = run(3, {1: ["kill", 7, 1], 0: ["kill", 13, 1]}, "--skip-samples", "--skip-share", "0.4", "--epochs", "3", "--balance")
+    ran = run(
+        3,
+        {1: ["kill", 7, 1], 0: ["kill", 13, 1]},
+        "--skip-samples",
+        "--skip-share",
+        "0.4",
+        "--epochs",
+        "3",
+        "--balance",
+    )
     print(ran.output, ran.errors)
-    print(ran.epochs, {k: len(v) for k,v in ran.samples.items()})
+    print(ran.epochs, {k: len(v) for k, v in ran.samples.items()})
     assert 0
