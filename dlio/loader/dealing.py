@@ -97,6 +97,8 @@ class Dealing:
         global_batch: samples of a batch over all ranks.
         keeps_steps: after a loss, have larger batches and no more of them than before; otherwise
             the global batch stays as it is.
+        per_rank: samples of a batch on each rank: the global batch follows the number of ranks;
+            None to keep it.
     """
 
     def __init__(
@@ -105,10 +107,11 @@ class Dealing:
         recovery: Recovery | None,
         global_batch: int,
         keeps_steps: bool = False,
+        per_rank: int | None = None,
     ) -> None:
         self._loader, self._loaders = loaders[0], loaders
         self._recovery, self.usual_batch = recovery, global_batch
-        self._keeps_steps = keeps_steps
+        self._keeps_steps, self._per_rank = keeps_steps, per_rank
         self._global_batch = global_batch
         self._epoch = 0
         self._groups = Groups(recovery)
@@ -159,13 +162,13 @@ class Dealing:
         """
         if self._recovery is not None:
             self._groups.meet()
-            self._deal_to(self._groups.members, self.usual_batch)
+            self._deal_to(self._groups.members)
 
     def batches(self) -> Iterator[BatchData]:
         """Yield the batches of an epoch, from the loader's position on; in a later call, those that
         are left."""
         if self._begun is None:
-            self._deal_to(self._groups.members, self.usual_batch)
+            self._deal_to(self._groups.members)
         elif not self._more():
             return
         while True:
@@ -243,8 +246,10 @@ class Dealing:
         if self._recovery is not None:
             self._recovery.remove(self._part)
 
-    def _deal_to(self, members: tuple[int, ...], global_batch: int) -> None:
-        self._global_batch = global_batch
+    def _deal_to(self, members: tuple[int, ...], global_batch: int | None = None) -> None:
+        if self._per_rank is not None and members:
+            self.usual_batch = self._per_rank * len(members)
+        global_batch = self._global_batch = global_batch or self.usual_batch
         if (members, global_batch) != self._dealt_to:
             self._dealt_to = (members, global_batch)
             for loader in self._loaders:
@@ -261,12 +266,12 @@ class Dealing:
             self._recovery.count_again(key[1], len(samples))
         rest = self._samples + len(self.again) - self.position
         if rest < (self.usual_batch if self._begun.formula.drop_last else 1):
-            self._deal_to(members, self.usual_batch)
+            self._deal_to(members)
             return False
         self._earlier.append(self._loader.stats())
         steps = -(-(self._samples - self.position) // self.usual_batch)
         larger = self._keeps_steps and steps > 0
-        self._deal_to(members, -(-rest // steps) if larger else self.usual_batch)
+        self._deal_to(members, -(-rest // steps) if larger else None)
         self._loader.redeal(self.position, self.again)
         return True
 

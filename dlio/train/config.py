@@ -128,6 +128,13 @@ class TrainConfig:
     min_ranks: Annotated[
         int, Option("Fewest ranks that go on with --fault-tolerance shrink.", least=1)
     ] = 1
+    on_loss: Annotated[
+        Literal["keep", "shrink"],
+        Option(
+            "After a loss, keep: the global batch and the learning rate stay, and each rank takes "
+            "more. shrink: batches of each rank stay, and the learning rate is that of fewer ranks."
+        ),
+    ] = "keep"
     balance: Annotated[
         bool,
         Option(
@@ -312,6 +319,8 @@ class TrainConfig:
         if self.fault_tolerance == "off":
             if self.min_ranks > 1:
                 raise UsageError("--min-ranks needs --fault-tolerance shrink, too")
+            if self.on_loss != "keep":
+                raise UsageError("--on-loss needs --fault-tolerance shrink, too")
             return
         unsuitable = {
             f"--shuffle {self.shuffle}": not is_exact(self.shuffle),

@@ -89,10 +89,13 @@ class Worker:
         """Samples of this epoch, over all ranks."""
         self._ranks = comm.size
         """Ranks at the beginning."""
-        self.global_batch = config.batch_size * comm.size
-        """Samples of one batch, over all ranks."""
         self.recovery = recovery_of(comm)
-        self._dealing = Dealing(loaders, self.recovery, self.global_batch)
+        self._dealing = Dealing(
+            loaders,
+            self.recovery,
+            config.batch_size * comm.size,
+            per_rank=config.batch_size if config.on_loss == "shrink" else None,
+        )
         self._losses_told = 0
         self.epoch_number = 0
         """Number of the epoch, from 0."""
@@ -114,6 +117,10 @@ class Worker:
         """Reason why the run ends early."""
         self._pending = self._step = 0
         """Samples of this rank in batches that have been accumulated, and batches in this epoch."""
+        self._first: int | None = None
+        """Position of the epoch's order where the optimizer step under way begins."""
+        self._planned = 0
+        """Samples of that step, over all ranks."""
         self._update_s: list[float] = []
         if copy_to_time is not None:
             self._balancer.calibrate(self._timed_pass(copy_to_time))
@@ -132,6 +139,17 @@ class Worker:
         share = config.skip_share or SHARE
         easy = EASY if config.skip_share is None else math.inf
         return SampleSkipper(self.loader, config.epochs, share, seed=config.seed, easy=easy)
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of one batch, over all ranks."""
+        return self._dealing.usual_batch
+
+    @property
+    def peak_lr(self) -> float:
+        """Peak learning rate: that of the ranks at the beginning, or of those that are left."""
+        left = len(self._dealing.members) if self.config.on_loss == "shrink" else 0
+        return self.config.peak_lr(left or self._ranks)
 
     @property
     def losses(self) -> Sequence[Loss]:
@@ -163,10 +181,9 @@ class Worker:
     ) -> EpochReport:
         """Train an epoch, or the rest of it after resuming, and evaluate. Collective."""
         self._begin_epoch(epoch, progress)
-        begun = self.position
         before = self.exchange.statistics()
         started = time.perf_counter()
-        uniform(self.comm, lambda: self._train(begun, progress, ledger))
+        uniform(self.comm, lambda: self._train(progress, ledger))
         self._dealing.end_epoch()
         self.sums.tolist()  # Waits for the device.
         seconds = time.perf_counter() - started
@@ -182,12 +199,8 @@ class Worker:
             callback.epoch_ends(self, report)
         return report
 
-    def _train(self, begun: int, progress: TrainingProgress, ledger: SampleLedger | None) -> None:
-        """Train on all batches of the epoch, or on those that are left after a loss.
-
-        Args:
-            begun: position of the epoch's order where this run has begun it.
-        """
+    def _train(self, progress: TrainingProgress, ledger: SampleLedger | None) -> None:
+        """Train on all batches of the epoch, or on those that are left after a loss."""
         epoch, more = self.epoch_number, True
         updated = time.perf_counter()
         while more:
@@ -199,7 +212,7 @@ class Worker:
                     ledger.step(epoch, done, self.loader.last_samples.tolist())
                 before_batch = self.position
                 with self._balancer.step(len(images)):
-                    self._batch(images, labels, begun, self._step)
+                    self._batch(images, labels)
                 self._tell_losses(progress)
                 self._step += 1
                 progress.step(epoch, done, self.position - before_batch, self.loader.stall_s)
@@ -228,13 +241,15 @@ class Worker:
             self.pruner.apoptosis.expect(left + later * math.ceil(self.samples / per_step))
         self._update_s, self._step = [], 0
 
-    def _batch(self, images: torch.Tensor, labels: torch.Tensor, begun: int, step: int) -> None:
+    def _batch(self, images: torch.Tensor, labels: torch.Tensor) -> None:
         """Run backward on a batch, and an optimizer step if it is the last to accumulate."""
-        more = self._pending_batches(step + 1)
-        first = begun + (step - step % self.config.accumulate) * self.global_batch
-        planned = min(self.config.accumulate * self.global_batch, self.samples - first)
-        if planned <= 0:
-            planned = self.global_batch  # Samples that come again; their number does not matter.
+        more = self._pending_batches(self._step + 1)
+        if self._first is None:
+            self._first = self.position
+            planned = min(self.config.accumulate * self.global_batch, self.samples - self._first)
+            # Samples that come again: their number does not matter.
+            self._planned = planned if planned > 0 else self.global_batch
+        first, planned = self._first, self._planned
         self._pending += len(images)
         self.exchange.before_backward(self._pending, planned)
         self.exchange.hold(more > 0)
@@ -244,6 +259,7 @@ class Worker:
             self.last_loss = torch.zeros_like(self.last_loss)
         self.position = self._dealing.position
         if not more:
+            self._first = None
             self._update(min(first, self.samples), planned)
 
     def _backward(self, images: torch.Tensor, labels: torch.Tensor, planned: int) -> None:
@@ -341,7 +357,7 @@ class Worker:
         samples = len(self.loader.data)
         each = samples / self.samples
         return learning_rate(
-            peak=each * self.config.peak_lr(self._ranks),
+            peak=each * self.peak_lr,
             done=self.epoch_number * samples + first * each,
             batch=self.config.accumulate * self.global_batch * each,
             total=samples * self.config.epochs,
@@ -360,7 +376,7 @@ class Worker:
             everyone,
             accuracy,
             distance,
-            self.config.peak_lr(self._ranks),
+            self.peak_lr,
             None if self.pruner is None else self.pruner.report(),
             sum(len(samples) for *_, samples in self._dealing.of_lost()),
         )
