@@ -27,6 +27,7 @@ from dlio.loader.contract import (
 )
 from dlio.loader.dataset import Dataset
 from dlio.loader.dealing import Dealing, DealtIterator
+from dlio.loader.dealt import Dealt, Torn, shared_by
 from dlio.loader.device import device_feed, target_device, transformed_feed
 from dlio.loader.engines import Engines
 from dlio.loader.feed import Begun, Fed, LoaderIterator, Stats
@@ -36,10 +37,10 @@ from dlio.loader.options import SAME_NAMES, LoaderOptions, OnError, Tiers, Worke
 from dlio.loader.passes import FormulaOrder, Pass, Place, PlannedPass, SamplerOrder, check_state
 from dlio.loader.stats import PassStats, diagnose, report
 from dlio.loader.trace import Spans, path_of
-from dlio.plan.epoch import EpochPlan
+from dlio.plan.epoch import EpochPlan, is_exact
 from dlio.plan.sample_mask import SampleMask
 from dlio.plan.schedule import steps_in_epoch
-from dlio.plan.shares import Shares, checked_shares
+from dlio.plan.shares import Shares
 from dlio.util.cores import available_cores
 
 if TYPE_CHECKING:
@@ -185,8 +186,8 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         self.deals = True
         """False if someone else deals anew when ranks are lost."""
         self._dealing: Dealing | None = None
-        self._dealt: tuple[int, Shares] | None = None
-        """This rank's number and the shares of all, once ranks have been lost."""
+        self._dealt: Dealt | None = None  # Once ranks have been lost.
+        self._torn: Torn | None = None  # If the next pass goes on with such an epoch.
         self._current: weakref.ref[LoaderIterator] | None = None
         self._options()  # Raises now for options that cannot work.
 
@@ -227,30 +228,29 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         self._place = self._place.chosen(epoch, mask)
 
     def regroup(self, members: Sequence[int], me: int, global_batch: int) -> None:
-        """End the current pass; later ones are dealt to the ranks that are left.
+        """End the current pass; each of the ranks that are left gets an even part of later ones.
 
-        Args:
-            members: number of each rank that is left, when the data set was mounted.
-            me: number of this rank.
-            global_batch: samples of a step over all ranks; each gets an even part of it.
+        Ranks have the numbers that they had when the data set was mounted.
         """
         self._end_pass()
-        self._dealt = (members.index(me), Shares.of(global_batch, len(members)))
+        self._dealt = Dealt(tuple(members), me, Shares.of(global_batch, len(members)))
         self.shares = None  # They were those of other ranks.
         data = self._planned_data()
         if data is not None and data.mounted is not None:
             data.mounted.regroup(members)
 
-    def redeal(self, position: int, again: Sequence[int]) -> None:
-        """Have the next pass go on with the current one's epoch.
+    def redeal(self, position: int, again: Sequence[int], begun: Sequence[int] = ()) -> None:
+        """Have the next pass go on with the current one's epoch, from a position on.
 
         Args:
-            position: of the epoch's order; all before it has been dealt.
             again: samples that come again at the end of the epoch.
+            begun: numbers of the ranks that began it, as for `regroup`.
         """
         batches = self.planned
         self._end_pass()
         self._place = self._place.loaded(batches.state_at(position, again))
+        if self._dealt is not None and not is_exact(self.mode) and position < batches.whole:
+            self._torn = Torn(batches.formula, tuple(begun))
 
     @property
     def planned(self) -> PlannedPass:
@@ -355,7 +355,8 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
 
     def _own_dealing(self) -> Dealing | None:
         """Return the dealing of a loop whose ranks may be lost; None if they end together."""
-        if membership() is None or not self.deals or not self.follows_formula():
+        wanted = membership() is not None or self._place.has_again()
+        if not (wanted and self.deals and self.follows_formula()):
             return None
         if self._dealing is None:
             recovery = recovery_of(world())
@@ -366,6 +367,7 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         """Begin a pass that is dealt to the same ranks until its end."""
         options = self._options()
         batches, self._place = self._place.open(self._order(options))
+        self._torn = None
         ahead = self._engines.take_ahead(batches) if self._engines.ahead else None
         if ahead is not None:
             self._place = self._place.handed_out(ahead.batches)
@@ -449,13 +451,10 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
             return SamplerOrder(self.sampler, self.batch_sampler, options.generator, fresh)
         assert options.batch_size is not None
         data = self._planned_data() if options.source_order != "sample" else None
-        rank, ranks = place(options.group, options.mesh)
-        shares, global_batch = None, options.batch_size * ranks
-        if self._dealt is not None:
-            rank, shares = self._dealt
-            ranks, global_batch = len(shares.counts), shares.global_batch
-        if options.shares is not None:
-            shares = checked_shares(options.shares, global_batch, ranks)
+        if self._torn is not None and self._dealt is not None:
+            return self._torn.shared(self._dealt)
+        here = place(options.group, options.mesh)
+        rank, ranks, shares = shared_by(self._dealt, here, options.batch_size, options.shares)
         return FormulaOrder(
             seed=self._order_seed(),
             samples=self._count(),
@@ -467,6 +466,7 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
             source_order=options.source_order,
             layout=None if data is None else data.reader.layout,
             shares=shares,
+            exact=is_exact(options.mode),
         )
 
     def _planned_data(self) -> Dataset | None:
@@ -489,7 +489,7 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         if self._dealing is not None:
             return self._dealing.usual_batch
         if self._dealt is not None:
-            return self._dealt[1].global_batch
+            return self._dealt.shares.global_batch
         assert self.batch_size is not None
         return self.batch_size * place(self.group, self.mesh)[1]
 

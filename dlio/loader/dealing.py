@@ -9,7 +9,7 @@ The trainer deals for its loaders; a loader in a training loop of the user's dea
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol, Self, TypeAlias
 
 import torch
@@ -21,7 +21,7 @@ from dlio.loader.feed import LoaderIterator
 from dlio.loader.groups import Groups
 from dlio.loader.passes import PlannedPass
 from dlio.loader.stats import PassStats, joined
-from dlio.plan.epoch import EpochPlan, plan_epoch
+from dlio.plan.epoch import EpochPlan, WindowPlan, plan_epoch
 
 __all__ = ["Dealing", "DealtIterator"]
 
@@ -43,7 +43,7 @@ class _Loader(Protocol):
     def regroup(self, members: Sequence[int], me: int, global_batch: int) -> None:
         """Deal later passes to the ranks that are left."""
 
-    def redeal(self, position: int, again: Sequence[int]) -> None:
+    def redeal(self, position: int, again: Sequence[int], begun: Sequence[int]) -> None:
         """Have the next pass go on with the epoch at a position."""
 
     def state_dict(self) -> State:
@@ -62,14 +62,21 @@ class _Deal:
     """None if positions of the order alone decide who gets which sample."""
     members: tuple[int, ...]
     """Number of each of its ranks when the job began."""
+    planners: dict[int, WindowPlan] = field(default_factory=dict)
+    """By member; filled as they are wanted."""
 
     def samples(self, batch: int, member: int) -> list[int]:
         """Return a member's samples of one of its batches."""
         rank = self.members.index(member)
         if self.plan is None:
             return self.batches.part(batch, rank)
-        plan = replace(self.plan, rank=rank)
-        dealt: list[int] = plan_epoch(plan).window(range(batch, batch + 1)).samples.tolist()
+        if member not in self.planners:
+            if self.plan.left is not None:
+                begun = self.batches.formula.members
+                rank = begun.index(member) if member in begun else -1
+            self.planners[member] = plan_epoch(replace(self.plan, rank=rank))
+        window = self.planners[member].window(range(batch, batch + 1))
+        dealt: list[int] = window.samples.tolist()
         return dealt
 
 
@@ -124,6 +131,8 @@ class Dealing:
         self._samples = self._end = 0
         self._begun: PlannedPass | None = None
         """The pass that the epoch has begun with."""
+        self._begun_by: tuple[int, ...] = ()
+        """The ranks that shared it."""
         self.again: list[int] = []
         """Samples of this epoch that come again at its end."""
         self._comes_again: set[tuple[int, int]] = set()
@@ -177,8 +186,8 @@ class Dealing:
             deal = _Deal(planned, self._loader.plan, self.members)
             self.position, self._end = planned.cursor.position, planned.samples
             if self._begun is None:
-                self._begun, self.again = planned, list(planned.again)
-                self._samples = planned.samples - len(self.again)
+                self._begun, self._begun_by = planned, deal.members
+                self.again, self._samples = list(planned.again), planned.whole
                 self.step = self.position // self._global_batch
             for number, data in enumerate(iterator):
                 self._groups.taken += 1
@@ -247,7 +256,7 @@ class Dealing:
             self._recovery.remove(self._part)
 
     def _deal_to(self, members: tuple[int, ...], global_batch: int | None = None) -> None:
-        if self._per_rank is not None and members:
+        if self._per_rank is not None and members and global_batch is None:
             self.usual_batch = self._per_rank * len(members)
         global_batch = self._global_batch = global_batch or self.usual_batch
         if (members, global_batch) != self._dealt_to:
@@ -257,22 +266,26 @@ class Dealing:
 
     def _more(self) -> bool:
         """Deal the rest of the epoch to those that share it now; False if nothing is left."""
-        if self._recovery is None or self._begun is None:
+        if self._begun is None:
             return False
         members = self._groups.members
         for key, samples in self._missing(members, self._closed).items():
             self._comes_again.add(key)
             self.again += samples
-            self._recovery.count_again(key[1], len(samples))
+            if self._recovery is not None:
+                self._recovery.count_again(key[1], len(samples))
         rest = self._samples + len(self.again) - self.position
         if rest < (self.usual_batch if self._begun.formula.drop_last else 1):
             self._deal_to(members)
             return False
         self._earlier.append(self._loader.stats())
         steps = -(-(self._samples - self.position) // self.usual_batch)
-        larger = self._keeps_steps and steps > 0
-        self._deal_to(members, -(-rest // steps) if larger else None)
-        self._loader.redeal(self.position, self.again)
+        if not self._begun.formula.exact and steps > 0:
+            self._deal_to(members, self._begun.global_batch)
+        else:
+            larger = self._keeps_steps and steps > 0
+            self._deal_to(members, -(-rest // steps) if larger else None)
+        self._loader.redeal(self.position, self.again, self._begun_by)
         return True
 
     def _missing(

@@ -160,11 +160,14 @@ class Mount:
         Args:
             members: number of each rank that is left, when the data set was mounted.
         """
-        node_of = self._mounted_on[list(members)]
-        self.ranks = Ranks(node_of)
-        self.nodes = replace(self.nodes, node_of=node_of)
+        self.ranks = self.ranks_of(members)
+        self.nodes = replace(self.nodes, node_of=self.ranks.node_of)
         self._members = tuple(members)
         self._keep_progress()
+
+    def ranks_of(self, members: Sequence[int]) -> Ranks:
+        """Return some of the ranks that mounted the data set, by their numbers then."""
+        return Ranks(self._mounted_on[list(members)])
 
     def spare_tiers(self) -> list[TierSpec]:
         """Return the tiers with the capacity that this data set leaves on every node."""

@@ -317,19 +317,12 @@ class TrainConfig:
 
     def _check_fault_tolerance(self) -> None:
         if self.fault_tolerance == "off":
-            if self.min_ranks > 1:
-                raise UsageError("--min-ranks needs --fault-tolerance shrink, too")
-            if self.on_loss != "keep":
-                raise UsageError("--on-loss needs --fault-tolerance shrink, too")
-            return
-        unsuitable = {
-            f"--shuffle {self.shuffle}": not is_exact(self.shuffle),
-        }
-        for option, chosen in unsuitable.items():
-            if chosen:
-                raise UsageError(
-                    f"{option} does not go with --fault-tolerance shrink yet: leave one of them out"
-                )
+            for option, chosen in (
+                ("--min-ranks", self.min_ranks > 1),
+                ("--on-loss", self.on_loss != "keep"),
+            ):
+                if chosen:
+                    raise UsageError(f"{option} needs --fault-tolerance shrink, too")
 
     def _check_skipping(self) -> None:
         from dlio.train.skipping.rule import SHARE

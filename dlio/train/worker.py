@@ -147,9 +147,8 @@ class Worker:
 
     @property
     def peak_lr(self) -> float:
-        """Peak learning rate: that of the ranks at the beginning, or of those that are left."""
-        left = len(self._dealing.members) if self.config.on_loss == "shrink" else 0
-        return self.config.peak_lr(left or self._ranks)
+        """Peak learning rate: that of as many ranks as the global batch is for."""
+        return self.config.peak_lr(self.global_batch // self.config.batch_size)
 
     @property
     def losses(self) -> Sequence[Loss]:
@@ -239,7 +238,7 @@ class Worker:
             later = self.config.epochs - epoch - 1
             left = math.ceil((self.samples - self.position) / per_step)
             self.pruner.apoptosis.expect(left + later * math.ceil(self.samples / per_step))
-        self._update_s, self._step = [], 0
+        self._update_s, self._step, self._first = [], 0, None
 
     def _batch(self, images: torch.Tensor, labels: torch.Tensor) -> None:
         """Run backward on a batch, and an optimizer step if it is the last to accumulate."""

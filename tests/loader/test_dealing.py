@@ -27,6 +27,7 @@ class _Plan:
     position: int
     ranks: int
     rank: int
+    left: None = None
 
     def samples(self, batch: int) -> list[int]:
         begin = self.position + batch * BATCH
@@ -49,8 +50,9 @@ class _Loader:
         self.planned = SimpleNamespace(
             cursor=SimpleNamespace(position=self._position),
             samples=len(self._order),
+            whole=SAMPLES,
             again=(),
-            formula=SimpleNamespace(drop_last=False),
+            formula=SimpleNamespace(drop_last=False, exact=True),
             state_at=lambda position, again: {"position": position, "again": again},
         )
         plan = self.plan = _Plan(self._order, self._position, self._ranks, self._rank)
@@ -60,7 +62,7 @@ class _Loader:
     def regroup(self, members: Sequence[int], me: int, global_batch: int) -> None:
         self._ranks, self._rank = len(members), members.index(me)
 
-    def redeal(self, position: int, again: Sequence[int]) -> None:
+    def redeal(self, position: int, again: Sequence[int], _: Sequence[int]) -> None:
         self._position, self._order = position, (*range(SAMPLES), *again)
 
     def stats(self) -> Any:

@@ -218,7 +218,8 @@ def _feed(planned: _Pass, epoch: EpochPlan) -> Feed:
             planned.generation,
             planned.memory,
             planner,
-            alone=epoch.ranks.size != planned.comm.size,  # A rank was lost since.
+            # A rank was lost since, or in this epoch.
+            alone=epoch.ranks.size != planned.comm.size or epoch.left is not None,
         )
         pipeline = Pipeline(shuffle, range(batches.steps), _work(planned))
         stack.callback(pipeline.close)
@@ -236,6 +237,7 @@ def _feed(planned: _Pass, epoch: EpochPlan) -> Feed:
 
 def _epoch_plan(planned: _Pass) -> EpochPlan:
     batches, mounted = planned.batches, planned.mounted
+    formula = batches.formula
     home = mounted.placement.home
     if (blocks := blocks_of(batches.order)) is not None:
         home = mounted.streamed_home(blocks)
@@ -248,11 +250,12 @@ def _epoch_plan(planned: _Pass) -> EpochPlan:
         batch_size=batches.batch_size,
         steps=batches.steps,
         mode=planned.mode,
-        ranks=mounted.ranks,
-        rank=batches.formula.rank,
+        ranks=mounted.ranks if formula.left is None else mounted.ranks_of(formula.members),
+        rank=formula.rank,
         home=home,
         layout=layout,
         shares=batches.shares,
+        left=formula.left,
     )
 
 

@@ -3,8 +3,8 @@
 `ENDS='{"1": ["kill", 5, 0]}'` ends rank 1 in its fifth forward pass (place -1) or in the backward
 that follows, when the gradient of parameter number 0, 1, ... in backward's order is ready.
 
-With `PRUNE_EVERY=4` there is a pruning round after each four steps. A round tries plans on copies of
-the model, so place -1 of the pass after it is in the middle of a round.
+With `PRUNE_EVERY=4` there is a pruning round after each four steps. A round tries plans on copies
+of the model, so place -1 of the pass after it is in the middle of a round.
 """
 
 import hashlib
@@ -20,6 +20,7 @@ from torch import nn
 
 from dlio.train.callbacks import Callback, Run
 from dlio.train.pruning import apoptosis
+from dlio.train.pruning.pace import Schedule
 from dlio.train.report import EpochReport
 
 
@@ -83,7 +84,7 @@ class Digest(Callback):
 
 
 if steps := int(os.environ.get("PRUNE_EVERY", "0")):
-    vars(apoptosis)["Schedule"] = partial(apoptosis.Schedule, every=1, looks=steps, begin=0, end=1)
+    vars(apoptosis)["Schedule"] = partial(Schedule, every=1, looks=steps, begin=0, end=1)
 
 
 def make(classes: int, image_size: int) -> nn.Module:
