@@ -242,9 +242,7 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
     def redeal(self, position: int, again: Sequence[int], begun: Sequence[int] = ()) -> None:
         """Have the next pass go on with the current one's epoch, from a position on.
 
-        Args:
-            again: samples that come again at the end of the epoch.
-            begun: numbers of the ranks that began it, as for `regroup`.
+        `again` are samples that come again at its end; `begun`, numbers of the ranks that began it.
         """
         batches = self.planned
         self._end_pass()

@@ -136,7 +136,7 @@ def agree(
 
     Args:
         error: of this rank; empty if its part is written.
-        publish: called on rank 0 if there is no error; returns one, or nothing.
+        publish: called on rank 0 if all went well; returns an error, or nothing.
         wait: returns when all requests are done.
     """
 

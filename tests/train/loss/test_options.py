@@ -1,5 +1,6 @@
 """Losses of ranks with other options of `dlio train`: each sample once, in one run and over two."""
 
+import json
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from dlio.comm.single import SingleCommunicator
+from dlio.plan.order import Order
 from dlio.train.checkpoint import Checkpoints
 from tests.train.loss.conftest import SAMPLES, Ran, Run, check_exact
 
