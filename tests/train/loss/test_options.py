@@ -45,7 +45,8 @@ def test_checkpoints_skipping_and_balance_go_on_without_the_first_rank(
     # The next run would train on the rest of the epoch, with what the lost rank had left.
     about = json.loads((folder / "step-00000006" / "about.json").read_text())
     state = about["loader"]
-    assert (about["ranks"], len(state["again"])) == (2, 4)
+    assert about["ranks"] == 2
+    assert state["again"]
     rest = Order(SAMPLES, state["seed"]).samples(np.arange(state["position"], SAMPLES))
     left = Counter([*rest.tolist(), *state["again"]])
     assert _before(ran, 6) + left == Counter(range(SAMPLES))
@@ -105,7 +106,7 @@ def test_a_run_is_resumed_from_a_checkpoint_after_a_loss(
     ran = run(3, ends, *options)
     check_exact(ran, alike=False)
     before = _before(ran, 6)
-    shutil.move(tmp_path / "c" / "step-00000006", tmp_path / "d" / "step-00000006")
+    shutil.copytree(tmp_path / "c" / "step-00000006", tmp_path / "d" / "step-00000006")
     resumed = run(ranks, {}, "--checkpoint", "d", "--resume", "--exchange", exchange)
     assert resumed.code == 0, resumed.errors
     assert "resumed from" in resumed.output
@@ -118,7 +119,7 @@ def test_a_run_that_is_resumed_loses_ranks_too(run: Run, tmp_path: Path) -> None
     ran = run(3, {1: ["kill", 4, 1]}, *_CHECKPOINTS)
     check_exact(ran)
     before = _before(ran, 6)
-    shutil.move(tmp_path / "c" / "step-00000006", tmp_path / "d" / "step-00000006")
+    shutil.copytree(tmp_path / "c" / "step-00000006", tmp_path / "d" / "step-00000006")
     resumed = run(3, {0: ["kill", 2, 3]}, "--checkpoint", "d", "--resume")
     assert resumed.code == 0, resumed.errors
     assert before + resumed.samples[0] == Counter(range(SAMPLES))
@@ -149,7 +150,7 @@ def test_an_inexact_epoch_is_resumed_on_as_many_ranks(run: Run, tmp_path: Path) 
     ran = run(3, {1: ["kill", 4, 1]}, *_CHECKPOINTS, *options)
     check_exact(ran)
     before = _before(ran, 6)
-    shutil.move(tmp_path / "c" / "step-00000006", tmp_path / "d" / "step-00000006")
+    shutil.copytree(tmp_path / "c" / "step-00000006", tmp_path / "d" / "step-00000006")
     refused = run(2, {}, "--checkpoint", "d", "--resume", *options)
     assert refused.code == 2
     assert "on 3 ranks: continue on as many" in refused.errors
