@@ -7,6 +7,7 @@ the end of the epoch.
 The trainer deals for its loaders; a loader in a training loop of the user's deals for itself.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, Self
 
@@ -14,7 +15,7 @@ import torch
 
 from dlio.comm import Communicator
 from dlio.comm.recovery import Recovery, Report
-from dlio.loader.contract import BatchData
+from dlio.loader.contract import BatchData, State
 from dlio.loader.dataset import Dataset
 from dlio.loader.feed import LoaderIterator
 from dlio.loader.groups import Groups
@@ -22,6 +23,7 @@ from dlio.loader.history import Closed, Deal, Taken, recalled, told
 from dlio.loader.passes import FormulaOrder, PlannedPass
 from dlio.loader.stats import PassStats, joined
 from dlio.plan.epoch import EpochPlan
+from dlio.plan.sample_mask import SampleMask
 
 __all__ = ["Dealing", "DealtIterator"]
 
@@ -42,6 +44,10 @@ class _Loader(Protocol):
         """The order of the next pass."""
 
     @property
+    def mask(self) -> tuple[int, SampleMask] | None:
+        """An epoch, and the samples that it uses; None for all."""
+
+    @property
     def data(self) -> Dataset:
         """The data set."""
 
@@ -56,8 +62,11 @@ class _Loader(Protocol):
     def regroup(self, members: Sequence[int], me: int, global_batch: int) -> None:
         """Deal later passes to the ranks that are left."""
 
-    def redeal(self, position: int, again: Sequence[int]) -> None:
+    def redeal(self, position: int, again: Sequence[int], begun: Sequence[int]) -> None:
         """Have the next pass go on with the epoch at a position."""
+
+    def state_dict(self) -> State:
+        """Return the loader's place."""
 
     def stats(self) -> PassStats:
         """Return the counts of the pass that began last."""
@@ -72,6 +81,8 @@ class Dealing:
         global_batch: samples of a batch over all ranks.
         keeps_steps: after a loss, have larger batches and no more of them than before; otherwise
             the global batch stays as it is.
+        per_rank: samples of a batch on each rank: the global batch follows the number of ranks;
+            None to keep it.
     """
 
     def __init__(
@@ -80,10 +91,11 @@ class Dealing:
         recovery: Recovery | None,
         global_batch: int,
         keeps_steps: bool = False,
+        per_rank: int | None = None,
     ) -> None:
         self._loader, self._loaders = loaders[0], loaders
         self._recovery, self.usual_batch = recovery, global_batch
-        self._keeps_steps = keeps_steps
+        self._keeps_steps, self._per_rank = keeps_steps, per_rank
         self._global_batch = global_batch
         self._epoch = 0
         self._groups = Groups(recovery)
@@ -91,9 +103,15 @@ class Dealing:
         """Members and global batch of the loaders' passes."""
         self.position = 0
         """Position of the epoch's order after the batch that was yielded last."""
-        self._samples = self._end = self._step = 0
+        self.step = 0
+        """Number of the batch that was yielded last, within its epoch."""
+        self._samples = self._end = 0
         self._has_begun = False
         """True once a batch of the epoch was dealt, to this rank or before it joined."""
+        self._begun_with = global_batch
+        """Samples of a batch of the pass that the epoch has begun with."""
+        self._begun_by: tuple[int, ...] = ()
+        """The ranks that shared it."""
         self.again: list[int] = []
         """Samples of this epoch that come again at its end."""
         self._comes_again: set[tuple[int, int]] = set()
@@ -101,7 +119,7 @@ class Dealing:
         self._open: list[Taken] = []
         """Batches whose step is under way, or not settled yet."""
         self._closed: list[Closed] = []
-        """Batches of this epoch, the optimizer step of each, and the members that counted."""
+        """Batches of this epoch whose step is settled."""
         self._final: dict[int, int] | None = None
         """Last steps of lost members when all had trained the epoch; None until then."""
         self._earlier: list[PassStats] = []
@@ -121,7 +139,7 @@ class Dealing:
         if self._joins:
             self._joins = False  # `follow_epoch` has set it all.
             return
-        self._epoch, self._step, self._has_begun, self._final = epoch, 0, False, None
+        self._epoch, self.step, self._has_begun, self._final = epoch, 0, False, None
         self.again, self._open, self._closed, self._earlier = [], [], [], []
         self._comes_again = set()
 
@@ -137,7 +155,7 @@ class Dealing:
         """
         if self._recovery is not None:
             self._groups.meet()
-            self._deal_to(self._groups.members, self.usual_batch)
+            self._deal_to(self._groups.members)
 
     def batches(self) -> Iterator[BatchData]:
         """Yield the batches of an epoch, from the loader's position on; in a later call, those that
@@ -150,21 +168,24 @@ class Dealing:
                 return
         else:
             self._meet()
-            self._deal_to(self._groups.members, self.usual_batch)
+            self._deal_to(self._groups.members)
         while True:
             iterator = self._loader.begin()
             planned = self._loader.planned
             deal = Deal(planned, self._loader.plan, self.members)
             self.position, self._end = planned.cursor.position, planned.samples
             if not self._has_begun:
-                self._has_begun, self._samples = True, planned.samples
+                self._has_begun, self._begun_with = True, planned.global_batch
+                self._begun_by = deal.members
+                self.again, self._samples = list(planned.again), planned.whole
+                self.step = self.position // self._global_batch
             for number, data in enumerate(iterator):
                 self._groups.taken += 1
                 self.position = min(self.position + self._global_batch, self._end)
                 if self._recovery is not None and torch.is_grad_enabled():
-                    self._open.append(Taken(deal, number, self._step))
+                    self._open.append(Taken(deal, number, self.step))
                 yield data
-                self._step += 1
+                self.step += 1
                 if self._is_asked():
                     assert self._recovery is not None
                     self._recovery.run()
@@ -181,6 +202,21 @@ class Dealing:
     def _meet(self) -> None:
         if self._recovery is not None:
             self._recovery.meet(lambda: self._groups.meets)
+
+    def state(self) -> State:
+        """Return the loader's state after the batch that was yielded last, whose step is over.
+
+        What ranks were dealt that are lost by now comes again in it.
+        """
+        if self._recovery is None or not self._has_begun or self._joined:
+            return self._loader.state_dict()
+        if self._final is not None:
+            return self._loader.planned.next_state()
+        following = self._groups.steps + 1
+        batches = [*self._closed, *((batch, following, ()) for batch in self._open)]
+        missing = self._missing(self._recovery.membership.members, batches).values()
+        again = [*self.again, *itertools.chain.from_iterable(missing)]
+        return self._loader.planned.state_at(self.position, again)
 
     def left(self) -> int:
         """Return the number of batches after this one that are dealt to the same ranks.
@@ -229,10 +265,11 @@ class Dealing:
         """Return all that a rank has to know that joins now, as JSON types."""
         return {
             "epoch": self._epoch,
-            "step": self._step,
+            "step": self.step,
             "position": self.position,
             "samples": self._samples,
             "has_begun": self._has_begun,
+            "begun": [self._begun_with, self._begun_by, self.usual_batch],
             "again": self.again,
             "comes_again": sorted(self._comes_again),
             "final": None if self._final is None else list(self._final.items()),
@@ -243,8 +280,10 @@ class Dealing:
     def follow_epoch(self, told: dict[str, Any]) -> None:
         """Go on where another rank is, as it has told."""
         self._joins, self._joined = True, told["has_begun"]
-        self._epoch, self._step, self.position = told["epoch"], told["step"], told["position"]
+        self._epoch, self.step, self.position = told["epoch"], told["step"], told["position"]
         self._samples, self._has_begun = told["samples"], told["has_begun"]
+        self._begun_with, begun_by, self.usual_batch = told["begun"]
+        self._begun_by = tuple(begun_by)
         self.again = list(told["again"])
         self._comes_again = {(step, member) for step, member in told["comes_again"]}
         self._final = None if told["final"] is None else dict(map(tuple, told["final"]))
@@ -258,8 +297,10 @@ class Dealing:
         if self._recovery is not None:
             self._recovery.remove(self._part)
 
-    def _deal_to(self, members: tuple[int, ...], global_batch: int) -> None:
-        self._global_batch = global_batch
+    def _deal_to(self, members: tuple[int, ...], global_batch: int | None = None) -> None:
+        if self._per_rank is not None and members and global_batch is None:
+            self.usual_batch = self._per_rank * len(members)
+        global_batch = self._global_batch = global_batch or self.usual_batch
         if (members, global_batch) != self._dealt_to:
             self._dealt_to = (members, global_batch)
             for loader in self._loaders:
@@ -267,33 +308,43 @@ class Dealing:
 
     def _more(self) -> bool:
         """Deal the rest of the epoch to those that share it now; False if nothing is left."""
-        if self._recovery is None:
-            return False
         self._meet()
         members = self._groups.members
-        for batch, step, counted in self._closed:
-            for member in batch.deal.members:
-                key = (batch.step, member)
-                if member in members or key in self._comes_again:
-                    continue
-                if not self._has_counted(member, step, counted):
-                    samples = batch.deal.samples(batch.number, member)
-                    self._comes_again.add(key)
-                    self.again += samples
-                    self._recovery.count_again(member, len(samples))
+        for key, samples in self._missing(members, self._closed).items():
+            self._comes_again.add(key)
+            self.again += samples
+            if self._recovery is not None:
+                self._recovery.count_again(key[1], len(samples))
         rest = self._samples + len(self.again) - self.position
         if rest < (self.usual_batch if self._loader.formula.drop_last else 1):
-            self._deal_to(members, self.usual_batch)
+            self._deal_to(members)
             return False
         if self._joined:
             self._joined = False  # This rank has made no pass of this epoch.
         else:
             self._earlier.append(self._loader.stats())
         steps = -(-(self._samples - self.position) // self.usual_batch)
-        larger = self._keeps_steps and steps > 0
-        self._deal_to(members, -(-rest // steps) if larger else self.usual_batch)
-        self._loader.redeal(self.position, self.again)
+        if not self._loader.formula.exact and steps > 0:
+            self._deal_to(members, self._begun_with)
+        else:
+            larger = self._keeps_steps and steps > 0
+            self._deal_to(members, -(-rest // steps) if larger else None)
+        self._loader.redeal(self.position, self.again, self._begun_by)
         return True
+
+    def _missing(
+        self, living: Sequence[int], batches: Sequence[Closed]
+    ) -> dict[tuple[int, int], list[int]]:
+        """Return the samples that lost ranks were dealt and have not brought into a step, and that
+        are not among those that come again yet; by (step, member)."""
+        return {
+            (batch.step, member): batch.deal.samples(batch.number, member)
+            for batch, step, counted in batches
+            for member in batch.deal.members
+            if member not in living
+            and (batch.step, member) not in self._comes_again
+            and not self._has_counted(member, step, counted)
+        }
 
     def _has_counted(self, member: int, step: int, counted: tuple[int, ...]) -> bool:
         """True if a lost member's samples of an optimizer step are in the model."""

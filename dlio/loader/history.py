@@ -5,7 +5,7 @@ samples a rank had been dealt that is lost later.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -13,7 +13,8 @@ import numpy as np
 from dlio.loader.dataset import Dataset
 from dlio.loader.passes import FormulaOrder, PlannedPass
 from dlio.loader.planned.engine import epoch_plan
-from dlio.plan.epoch import EpochPlan, plan_epoch
+from dlio.plan.epoch import EpochPlan, WindowPlan, plan_epoch
+from dlio.plan.sample_mask import SampleMask
 from dlio.plan.schedule import Ranks
 from dlio.plan.shares import Shares
 
@@ -31,14 +32,21 @@ class Deal:
     """None if positions of the order alone decide who gets which sample."""
     members: tuple[int, ...]
     """Number of each of its ranks when the job began."""
+    planners: dict[int, WindowPlan] = field(default_factory=dict)
+    """By member; filled as they are wanted."""
 
     def samples(self, batch: int, member: int) -> list[int]:
         """Return a member's samples of one of its batches."""
         rank = self.members.index(member)
         if self.plan is None:
             return self.batches.part(batch, rank)
-        plan = replace(self.plan, rank=rank)
-        dealt: list[int] = plan_epoch(plan).window(range(batch, batch + 1)).samples.tolist()
+        if member not in self.planners:
+            if self.plan.left is not None:
+                begun = self.batches.formula.members
+                rank = begun.index(member) if member in begun else -1
+            self.planners[member] = plan_epoch(replace(self.plan, rank=rank))
+        window = self.planners[member].window(range(batch, batch + 1))
+        dealt: list[int] = window.samples.tolist()
         return dealt
 
 
@@ -70,6 +78,10 @@ class _Loader(Protocol):
     def formula(self) -> FormulaOrder:
         """The order of the next pass."""
 
+    @property
+    def mask(self) -> tuple[int, SampleMask] | None:
+        """An epoch, and the samples that it uses; None for all."""
+
 
 def told(closed: Sequence[Closed]) -> dict[str, Any]:
     """Return the batches of an epoch as JSON types."""
@@ -81,6 +93,10 @@ def told(closed: Sequence[Closed]) -> dict[str, Any]:
                 "members": deal.members,
                 "state": _begun(deal.batches),
                 "shares": deal.batches.dealt.counts,
+                "batch_size": deal.batches.formula.batch_size,
+                "ranks": deal.batches.formula.ranks,
+                "left": deal.batches.formula.left,
+                "began": deal.batches.formula.members,
                 "node_of": None if deal.plan is None else deal.plan.ranks.node_of.tolist(),
             }
             for deal in deals
@@ -105,13 +121,23 @@ def recalled(history: dict[str, Any], loader: _Loader) -> list[Closed]:
 
 def _recalled(deal: dict[str, Any], loader: _Loader) -> Deal:
     shares = Shares(tuple(deal["shares"]))
-    formula = replace(loader.formula, rank=0, ranks=len(shares.counts), shares=shares)
-    batches = PlannedPass(deal["state"], formula)
+    left = deal["left"]
+    formula = replace(
+        loader.formula,
+        batch_size=deal["batch_size"],
+        rank=0,
+        ranks=deal["ranks"],
+        shares=shares,
+        left=None if left is None else tuple(left),
+        members=tuple(deal["began"]),
+    )
+    batches = PlannedPass(deal["state"], formula, loader.mask)
     plan = None
     if deal["node_of"] is not None:
         mounted = loader.data.mounted
         assert mounted is not None
-        plan = epoch_plan(batches, mounted, loader.mode, Ranks(np.array(deal["node_of"], np.int32)))
+        ranks = Ranks(np.array(deal["node_of"], np.int32))
+        plan = epoch_plan(batches, mounted, loader.mode, ranks)
     return Deal(batches, plan, tuple(deal["members"]))
 
 

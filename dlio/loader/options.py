@@ -9,14 +9,10 @@ from typing import TYPE_CHECKING, Final, Literal
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
-from dlio.comm.data_ranks import place
 from dlio.errors import UsageError
 from dlio.loader.contract import CollateFn, ScalarWriter, UserDataset
-from dlio.loader.passes import FormulaOrder
 from dlio.plan.block_order import window_of
 from dlio.plan.epoch import check_mode, check_shares, is_exact
-from dlio.plan.layout import Layout
-from dlio.plan.shares import Shares, checked_shares
 from dlio.storage.spec import TierSpec
 
 if TYPE_CHECKING:
@@ -24,7 +20,7 @@ if TYPE_CHECKING:
 
     from dlio.comm.data_ranks import Group
 
-__all__ = ["SAME_NAMES", "LoaderOptions", "OnError", "Tiers", "WorkerKind", "formula_order"]
+__all__ = ["SAME_NAMES", "LoaderOptions", "OnError", "Tiers", "WorkerKind"]
 
 WorkerKind = Literal["thread", "process"]
 OnError = Literal["stop", "skip"]
@@ -123,39 +119,3 @@ SAME_NAMES: Final = tuple(
     if each.init and each.name not in ("batched", "length_was_read")
 )
 """Options that are public attributes of a loader, under the same names."""
-
-
-def formula_order(
-    options: LoaderOptions,
-    seed: int,
-    samples: int,
-    layout: Layout | None,
-    dealt: tuple[int, Shares] | None,
-) -> FormulaOrder:
-    """Return the order of a pass that is dlio's own, and this rank's part of it.
-
-    Args:
-        samples: number of samples in the data set.
-        layout: of the data set's blocks; None where the order does not follow them.
-        dealt: this rank's number and the shares of all, once ranks have been lost.
-    """
-    assert options.batch_size is not None
-    rank, ranks = place(options.group, options.mesh)
-    shares = None
-    if options.shares is not None:
-        shares = checked_shares(options.shares, options.batch_size, ranks)
-    elif dealt is not None:
-        rank, shares = dealt
-        ranks = len(shares.counts)
-    return FormulaOrder(
-        seed=seed,
-        samples=samples,
-        shuffled=bool(options.shuffle),
-        batch_size=options.batch_size,
-        drop_last=options.drop_last,
-        rank=rank,
-        ranks=ranks,
-        source_order=options.source_order,
-        layout=layout,
-        shares=shares,
-    )

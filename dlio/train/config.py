@@ -1,14 +1,12 @@
 """The configuration of a training run."""
 
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Annotated, Final, Literal
 
 from dlio.errors import UsageError
 from dlio.plan.block_order import window_of
 from dlio.plan.epoch import check_mode, check_shares, is_exact
 from dlio.train.exchange_spec import parse_exchange
-from dlio.train.leaving import seconds_until
 from dlio.util.files import check_writable
 from dlio.util.options import Option, check
 
@@ -133,8 +131,8 @@ class TrainConfig:
     spares: Annotated[
         int,
         Option(
-            "Ranks to start beyond -n, which wait: each takes the place of a lost "
-            "one with the state of a peer, or joins by `dlio join`.",
+            "Ranks to start beyond -n, which wait: each takes the place of a lost one with the "
+            "state of a peer, or joins by `dlio join`.",
             least=0,
         ),
     ] = 0
@@ -147,6 +145,13 @@ class TrainConfig:
             default_text="never",
         ),
     ] = None
+    on_loss: Annotated[
+        Literal["keep", "shrink"],
+        Option(
+            "After a loss, keep: the global batch and the learning rate stay, and each rank takes "
+            "more. shrink: batches of each rank stay, and the learning rate is that of fewer ranks."
+        ),
+    ] = "keep"
     balance: Annotated[
         bool,
         Option(
@@ -329,29 +334,25 @@ class TrainConfig:
 
     def _check_fault_tolerance(self) -> None:
         if self.fault_tolerance == "off":
-            needing = {
-                "--min-ranks": self.min_ranks > 1,
-                "--spares": self.spares > 0,
-                "--leave-at": self.leave_at is not None,
-            }
-            for option in (option for option, given in needing.items() if given):
-                raise UsageError(f"{option} needs --fault-tolerance shrink, too")
-            return
+            for option, chosen in (
+                ("--min-ranks", self.min_ranks > 1),
+                ("--on-loss", self.on_loss != "keep"),
+                ("--spares", self.spares > 0),
+                ("--leave-at", self.leave_at is not None),
+            ):
+                if chosen:
+                    raise UsageError(f"{option} needs --fault-tolerance shrink, too")
         if self.leave_at is not None:
             seconds_until(self.leave_at, datetime.now())
         unsuitable = {
-            f"--shuffle {self.shuffle}": not is_exact(self.shuffle),
-            f"--source-order {self.source_order}": window_of(self.source_order) is not None,
-            "--checkpoint": self.checkpoint is not None,
-            "--balance": self.balance,
             f"--prune {self.prune}": self.prune != "off",
             "--skip-samples": self.skip_samples,
+            "--balance": self.balance,
+            f"--shuffle {self.shuffle}": not is_exact(self.shuffle),
         }
         for option, chosen in unsuitable.items():
-            if chosen:
-                raise UsageError(
-                    f"{option} does not go with --fault-tolerance shrink yet: leave one of them out"
-                )
+            if chosen and self.spares:
+                raise UsageError(f"{option} does not go with --spares yet: leave one of them out")
 
     def _check_skipping(self) -> None:
         from dlio.train.skipping.rule import SHARE

@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from dlio.comm import Communicator
 from dlio.comm.recovery import Loss, recovery_of, uniform
 from dlio.errors import UsageError
+from dlio.loader.contract import State
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.dealing import Dealing
 from dlio.train.balance import Balancer, Clock
@@ -85,17 +86,18 @@ class Worker:
         self.callbacks: Sequence[Callback] = ()
         self.samples = len(loader.data)
         """Samples of this epoch, over all ranks."""
+        self._ranks = comm.size
+        """Ranks at the beginning, with spares."""
         self.recovery = recovery_of(comm)
-        elastic = None if self.recovery is None else self.recovery.elastic
-        self._set_up = comm.size
-        """Ranks at the beginning, with spares: those that the exchange was set up on."""
-        self._ranks = comm.size - (0 if elastic is None else elastic.spares)
-        """Ranks at the beginning."""
-        self.global_batch = config.batch_size * self._ranks
-        """Samples of one batch, over all ranks."""
-        self.steps = math.ceil(self.samples / self.global_batch)
+        global_batch = config.batch_size * (comm.size - config.spares)
+        self.steps = math.ceil(self.samples / global_batch)
         """Batches per rank in an epoch of all samples."""
-        self._dealing = Dealing(loaders, self.recovery, self.global_batch)
+        self._dealing = Dealing(
+            loaders,
+            self.recovery,
+            global_batch,
+            per_rank=config.batch_size if config.on_loss == "shrink" else None,
+        )
         self._losses_told = self._changes_told = 0
         self.epoch_number = 0
         """Number of the epoch, from 0."""
@@ -117,8 +119,10 @@ class Worker:
         """Reason why the run ends early."""
         self._pending = self._step = 0
         """Samples of this rank in batches that have been accumulated, and batches in this epoch."""
-        self._begun = 0
-        """Position of the epoch's order where this run has begun it."""
+        self._first: int | None = None
+        """Position of the epoch's order where the optimizer step under way begins."""
+        self._planned = 0
+        """Samples of that step, over all ranks."""
         self._joins = False
         """True on a rank that has joined an epoch, until it begins."""
         self._update_s: list[float] = []
@@ -141,9 +145,26 @@ class Worker:
         return SampleSkipper(self.loader, config.epochs, share, seed=config.seed, easy=easy)
 
     @property
+    def global_batch(self) -> int:
+        """Samples of one batch, over all ranks."""
+        return self._dealing.usual_batch
+
+    @property
+    def peak_lr(self) -> float:
+        """Peak learning rate: that of as many ranks as the global batch is for."""
+        return self.config.peak_lr(self.global_batch // self.config.batch_size)
+
+    @property
     def losses(self) -> Sequence[Loss]:
         """Losses of ranks since the run began."""
         return () if self.recovery is None else self.recovery.losses
+
+    def loader_state(self) -> State:
+        """Return the loader's state, from which any number of ranks goes on; the same on all.
+
+        Call it between two steps.
+        """
+        return self._dealing.state()
 
     def stop(self, reason: str) -> None:
         """End the run after this epoch. Call it on all ranks."""
@@ -173,7 +194,7 @@ class Worker:
         if ledger is not None:
             ledger.end_epoch(self._dealing.of_lost)
         exchanged = {key: after[key] - before[key] for key in before}
-        report = uniform(self.comm, lambda: self._report(seconds, exchanged))
+        report = self._report(seconds, exchanged)
         self._tell_losses(progress)
         self.history.append(report)
         self.position = 0
@@ -190,17 +211,17 @@ class Worker:
     def tell_place(self) -> dict[str, Any]:
         """Return where the run is, between two batches, for a rank that joins; as JSON types."""
         return {
-            "begun": self._begun,
-            "step": self._step,
+            "step": [self._step, self._first, self._planned],
             "said": [self._losses_told, self._changes_told],
             "dealing": self._dealing.tell_epoch(),
         }
 
     def follow_place(self, told: dict[str, Any]) -> None:
         """Go on where another rank is, whose state was restored."""
-        self._begun, self._step, self._joins = told["begun"], told["step"], True
+        self._step, self._first, self._planned = told["step"]
         self._losses_told, self._changes_told = told["said"]
         self._dealing.follow_epoch(told["dealing"])
+        self._joins = True
 
     def _train(self, progress: TrainingProgress, ledger: SampleLedger | None) -> None:
         """Train on all batches of the epoch, or on those that are left after a loss."""
@@ -210,12 +231,12 @@ class Worker:
             more = False
             for images, labels in self._dealing.batches():
                 more = True
-                done = self._begun // self.global_batch + self._step
+                done = self._dealing.step
                 if ledger is not None:
                     ledger.step(epoch, done, self.loader.last_samples.tolist())
                 before_batch = self.position
                 with self._balancer.step(len(images)):
-                    self._batch(images, labels, self._step)
+                    self._batch(images, labels)
                 self._tell_losses(progress)
                 self._step += 1
                 progress.step(epoch, done, self.position - before_batch, self.loader.stall_s)
@@ -244,16 +265,18 @@ class Worker:
             self.pruner.apoptosis.expect(left + later * math.ceil(self.samples / per_step))
         self._update_s = []
         if not self._joins:
-            self._begun, self._step = self.position, 0
+            self._step, self._first = 0, None
         self._joins = False
 
-    def _batch(self, images: torch.Tensor, labels: torch.Tensor, step: int) -> None:
+    def _batch(self, images: torch.Tensor, labels: torch.Tensor) -> None:
         """Run backward on a batch, and an optimizer step if it is the last to accumulate."""
-        more = self._pending_batches(step + 1)
-        first = self._begun + (step - step % self.config.accumulate) * self.global_batch
-        planned = min(self.config.accumulate * self.global_batch, self.samples - first)
-        if planned <= 0:
-            planned = self.global_batch  # Samples that come again; their number does not matter.
+        more = self._pending_batches(self._step + 1)
+        if self._first is None:
+            self._first = self.position
+            planned = min(self.config.accumulate * self.global_batch, self.samples - self._first)
+            # Samples that come again: their number does not matter.
+            self._planned = planned if planned > 0 else self.global_batch
+        first, planned = self._first, self._planned
         self._pending += len(images)
         self.exchange.before_backward(self._pending, planned)
         self.exchange.hold(more > 0)
@@ -263,6 +286,7 @@ class Worker:
             self.last_loss = torch.zeros_like(self.last_loss)
         self.position = self._dealing.position
         if not more:
+            self._first = None
             self._update(min(first, self.samples), planned)
 
     def _backward(self, images: torch.Tensor, labels: torch.Tensor, planned: int) -> None:
@@ -290,7 +314,7 @@ class Worker:
         total = losses.sum()
         # Where ranks step on their own samples, those that share them now have more of them each.
         alone = self.recovery is not None and not self.exchange.alike
-        mean = total.div(planned / (len(self._dealing.members) if alone else self._set_up))
+        mean = total.div(planned / (len(self._dealing.members) if alone else self._ranks))
         torch.autograd.backward(self.precision.scaler.scale(mean))
         with torch.no_grad():
             self.last_loss = total.detach()
@@ -308,7 +332,7 @@ class Worker:
         config, precision = self.config, self.precision
         self.exchange.before_step()
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        if self._set_up == 1 and self._pending not in (0, planned):
+        if self._ranks == 1 and self._pending not in (0, planned):
             # Unreadable samples do not count; with several ranks the exchange corrects for them.
             torch._foreach_mul_(gradients, planned / self._pending)
         if precision.scales and gradients:
@@ -361,7 +385,7 @@ class Worker:
         samples = len(self.loader.data)
         each = samples / self.samples
         return learning_rate(
-            peak=each * self.config.peak_lr(self._ranks),
+            peak=each * self.peak_lr,
             done=self.epoch_number * samples + first * each,
             batch=self.config.accumulate * self.global_batch * each,
             total=samples * self.config.epochs,
@@ -369,13 +393,9 @@ class Worker:
 
     def _report(self, seconds: float, exchanged: dict[str, float]) -> EpochReport:
         """Evaluate, and combine the measurements of all ranks. Collective."""
-        self._dealing.regroup()
-        mean = averaged_state(self.model, self.comm)
-        everyone = self.comm.allgather(self._measured(seconds, exchanged))
-        self._balancer.agree(everyone)
-        accuracy = None
-        if self._evaluator is not None:
-            accuracy = self._evaluator.accuracy(mean, self.device)
+        mine = self._measured(seconds, exchanged)
+        everyone, accuracy, distance = uniform(self.comm, lambda: self._compared(mine))
+        self._balancer.agree(everyone, self._dealing.usual_batch)
         if self.pruner is not None and accuracy is not None:
             _, correct, samples = np.sum([rank["sums"] for rank in everyone], axis=0).tolist()
             self.pruner.apoptosis.held_out(accuracy, correct / max(1.0, samples))
@@ -383,11 +403,24 @@ class Worker:
             self.epoch_number,
             everyone,
             accuracy,
-            consensus_distance(self.model, mean, self.comm),
-            self.config.peak_lr(self._ranks),
+            distance,
+            self.peak_lr,
             None if self.pruner is None else self.pruner.report(),
             sum(len(samples) for *_, samples in self._dealing.of_lost()),
         )
+
+    def _compared(self, mine: RankEpoch) -> tuple[list[RankEpoch], float | None, float]:
+        """Return (measurements of all ranks, accuracy, distance of the ranks' weights).
+
+        Collective; changes nothing.
+        """
+        self._dealing.regroup()
+        mean = averaged_state(self.model, self.comm)
+        everyone = self.comm.allgather(mine)
+        accuracy = None
+        if self._evaluator is not None:
+            accuracy = self._evaluator.accuracy(mean, self.device)
+        return everyone, accuracy, consensus_distance(self.model, mean, self.comm)
 
     def _measured(self, seconds: float, exchanged: dict[str, float]) -> RankEpoch:
         """This rank's measurements of the epoch."""

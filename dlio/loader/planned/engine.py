@@ -27,6 +27,7 @@ from dlio.plan.epoch import EpochPlan, WindowPlan, is_exact, plan_epoch
 from dlio.plan.order import Order
 from dlio.plan.sample_mask import masked_layout
 from dlio.plan.schedule import Ranks
+from dlio.plan.tail_order import blocks_of
 from dlio.shuffle.shuffle import Shuffle, windows_of
 from dlio.shuffle.wire import MessageMemory
 from dlio.storage.fill import filler_threads
@@ -121,7 +122,7 @@ class PlannedEngine:
         Raises UsageError when the pass resumes one of another mode or with other homes.
         """
         mounted = self.mount(options, data)
-        if isinstance(batches.order, BlockOrder):
+        if blocks_of(batches.order) is not None:
             mounted.open_stream()
         homes = None
         if not is_exact(options.mode):
@@ -147,7 +148,9 @@ class PlannedEngine:
             memory=self._memory,
             stats=stats,
         )
-        epoch = epoch_plan(batches, mounted, options.mode, mounted.ranks)
+        formula = batches.formula
+        ranks = mounted.ranks if formula.left is None else mounted.ranks_of(formula.members)
+        epoch = epoch_plan(batches, mounted, options.mode, ranks)
         feed = _feed(planned, epoch)
         next(feed)
         return Begun(batches, stats, feed, spans, epoch)
@@ -208,9 +211,9 @@ def _feed(planned: _Pass, epoch: EpochPlan) -> Feed:
     with ExitStack() as stack:
         planner = _hurry_first_batch(planned, epoch)
         streamed = None
-        if isinstance(batches.order, BlockOrder):
+        if (blocks := blocks_of(batches.order)) is not None:
             # Before the shuffle starts, so that samples of these blocks are not read one by one.
-            streamed = stack.enter_context(_streamed(planned, epoch, batches.order))
+            streamed = stack.enter_context(_streamed(planned, epoch, blocks))
         hierarchy = planned.mounted.hierarchy
         shuffle = Shuffle(
             planned.comm,
@@ -219,7 +222,8 @@ def _feed(planned: _Pass, epoch: EpochPlan) -> Feed:
             planned.generation,
             planned.memory,
             planner,
-            alone=epoch.ranks.size != planned.comm.size,  # A rank was lost since.
+            # A rank was lost since, or in this epoch.
+            alone=epoch.ranks.size != planned.comm.size or epoch.left is not None,
         )
         pipeline = Pipeline(shuffle, range(batches.steps), _work(planned))
         stack.callback(pipeline.close)
@@ -239,11 +243,13 @@ def epoch_plan(batches: PlannedPass, mounted: Mount, mode: str, ranks: Ranks) ->
     """Return the facts of a pass that all its ranks agree on.
 
     Args:
-        ranks: those that share the pass.
+        ranks: those that share the pass; those that began it, of an inexact one that others go on
+            with.
     """
+    formula = batches.formula
     home = mounted.placement.home
-    if isinstance(batches.order, BlockOrder):
-        home = mounted.streamed_home(batches.order)
+    if (blocks := blocks_of(batches.order)) is not None:
+        home = mounted.streamed_home(blocks)
     layout = mounted.hierarchy.reader.layout
     if batches.mask is not None:
         layout = masked_layout(layout, batches.mask)
@@ -254,10 +260,11 @@ def epoch_plan(batches: PlannedPass, mounted: Mount, mode: str, ranks: Ranks) ->
         steps=batches.steps,
         mode=mode,
         ranks=ranks,
-        rank=batches.formula.rank,
+        rank=formula.rank,
         home=home,
         layout=layout,
         shares=batches.shares,
+        left=formula.left,
     )
 
 

@@ -34,4 +34,5 @@ class CheckpointCallback(Callback):
         """Write a checkpoint, unless the last one is of this step. Collective."""
         if run.updates != self._last:
             self._last = run.updates
+            self._checkpoints.wait()  # Ranks may have other numbers afterwards.
             self._checkpoints.save(run.updates, tensors_of(self._worker), about(self._worker))

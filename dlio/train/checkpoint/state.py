@@ -109,7 +109,7 @@ def about(run: Worker) -> RunState:
         "samples": len(run.loader.data),
         "global_batch": run.global_batch,
         "updates": run.updates,
-        "loader": run.loader.state_dict(),
+        "loader": run.loader_state(),
         "scaler": run.precision.scaler.state_dict(),
         "left_out": run.left_out,
         "epochs": [asdict(report) for report in run.history],

@@ -28,6 +28,8 @@ class Ran(NamedTuple):
     """Of the report, too."""
     changes: list[dict[str, Any]]
     """Of the report, too: ranks that joined and left."""
+    trace: list[dict[str, Any]]
+    """Its lines."""
     samples: dict[int, Counter[int]]
     """How often each sample is in the trace, by epoch."""
     steps: dict[tuple[int, int], set[int]]
@@ -71,16 +73,17 @@ def run(pictures: Path, tmp_path: Path) -> Run:
         report, trace = tmp_path / "r.json", tmp_path / "t.jsonl"
         samples: dict[int, Counter[int]] = {}
         steps: dict[tuple[int, int], set[int]] = {}
-        if trace.exists():
-            for line in map(json.loads, trace.read_text().splitlines()):
-                samples.setdefault(line["epoch"], Counter()).update(line["samples"])
-                steps.setdefault((line["epoch"], line["rank"]), set()).add(line["step"])
-        wrote = json.loads(report.read_text()) if report.exists() else {}
+        lines = trace.read_text().splitlines() if trace.exists() else []
+        traced: list[dict[str, Any]] = list(map(json.loads, lines))
+        for line in traced:
+            samples.setdefault(line["epoch"], Counter()).update(line["samples"])
+            steps.setdefault((line["epoch"], line["rank"]), set()).add(line["step"])
+        wrote: dict[str, Any] = json.loads(report.read_text()) if report.exists() else {}
         epochs, losses = wrote.get("epochs", []), wrote.get("losses", [])
         changes = wrote.get("changes", [])
         weights = [
             {path.read_text() for path in tmp_path.glob(f"weights-{epoch}-*")}
-            for epoch in range(EPOCHS)
+            for epoch in range(len(epochs))
         ]
         return Ran(
             code=done.returncode,
@@ -89,6 +92,7 @@ def run(pictures: Path, tmp_path: Path) -> Run:
             epochs=epochs,
             losses=losses,
             changes=changes,
+            trace=traced,
             samples=samples,
             steps=steps,
             weights=weights,

@@ -2,6 +2,9 @@
 
 `ENDS='{"1": ["kill", 5, 0]}'` ends rank 1 in its fifth forward pass (place -1) or in the backward
 that follows, when the gradient of parameter number 0, 1, ... in backward's order is ready.
+
+With `PRUNE_EVERY=4` there is a pruning round after each four steps. A round tries plans on copies
+of the model, so place -1 of the pass after it is in the middle of a round.
 """
 
 import hashlib
@@ -9,6 +12,7 @@ import json
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,6 +20,8 @@ from torch import nn
 
 from dlio.cli.resize import Change, join, leave
 from dlio.train.callbacks import Callback, Run
+from dlio.train.pruning import apoptosis
+from dlio.train.pruning.pace import Schedule
 from dlio.train.report import EpochReport
 
 
@@ -74,7 +80,7 @@ class Digest(Callback):
 
     def epoch_ends(self, run: Run, report: EpochReport) -> None:
         weights = b"".join(p.detach().numpy().tobytes() for p in run.model.parameters())
-        name = f"weights-{report.epoch}-{os.environ['OMPI_COMM_WORLD_RANK']}"
+        name = f"weights-{report.epoch}-{os.environ.get('OMPI_COMM_WORLD_RANK', '0')}"
         Path(name).write_text(hashlib.sha256(weights).hexdigest(), encoding="ascii")
 
 
@@ -87,6 +93,10 @@ class Resize(Callback):
             job = Path(os.environ["DLIO_DONE"]).parent.name.removeprefix("dlio-job-")
             (join if more > 0 else leave)(Change(job, abs(more)))
             time.sleep(0.5)  # The ranks look at requests a few times in a second.
+
+
+if steps := int(os.environ.get("PRUNE_EVERY", "0")):
+    vars(apoptosis)["Schedule"] = partial(Schedule, every=1, looks=steps, begin=0, end=1)
 
 
 def make(classes: int, image_size: int) -> nn.Module:

@@ -105,31 +105,15 @@ def test_a_run_of_which_no_rank_is_left_has_failed(run: Run) -> None:
     assert ran.samples == {}
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        ("--shuffle", "local"),
-        ("--source-order", "block(2)"),
-        ("--checkpoint", "c"),
-        ("--balance",),
-        ("--prune", "apoptosis"),
-        ("--skip-samples", "--epochs", "3"),
-    ],
-)
-def test_what_does_not_go_with_it_is_refused(run: Run, more: tuple[str, ...]) -> None:
-    ran = run(2, {}, *more)
-    assert ran.code == 2
-    assert f"{more[0]}" in ran.errors
-    assert "does not go with --fault-tolerance shrink yet" in ran.errors
-
-
 def test_more_ranks_to_go_on_than_there_are_is_refused(run: Run) -> None:
     ran = run(2, {}, "--min-ranks", "3")
     assert ran.code == 2
     assert "dlio: error: --min-ranks 3 with 2 ranks" in ran.errors
 
 
-def test_fewest_ranks_without_fault_tolerance_are_refused() -> None:
+def test_options_of_losses_without_fault_tolerance_are_refused() -> None:
+    with pytest.raises(UsageError, match="--on-loss needs --fault-tolerance shrink"):
+        TrainConfig(source="data", on_loss="shrink")
     with pytest.raises(UsageError, match="--min-ranks needs --fault-tolerance shrink"):
         TrainConfig(source="data", min_ranks=2).check_run()
     with pytest.raises(UsageError, match="--min-ranks needs --fault-tolerance shrink"):
