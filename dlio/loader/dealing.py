@@ -110,6 +110,8 @@ class Dealing:
         """True once a batch of the epoch was dealt, to this rank or before it joined."""
         self._begun_with = global_batch
         """Samples of a batch of the pass that the epoch has begun with."""
+        self._is_exact, self._drops_last = True, False
+        """Facts of its order."""
         self._begun_by: tuple[int, ...] = ()
         """The ranks that shared it."""
         self.again: list[int] = []
@@ -177,6 +179,8 @@ class Dealing:
             if not self._has_begun:
                 self._has_begun, self._begun_with = True, planned.global_batch
                 self._begun_by = deal.members
+                self._is_exact = planned.formula.exact
+                self._drops_last = planned.formula.drop_last
                 self.again, self._samples = list(planned.again), planned.whole
                 self.step = self.position // self._global_batch
             for number, data in enumerate(iterator):
@@ -270,6 +274,7 @@ class Dealing:
             "samples": self._samples,
             "has_begun": self._has_begun,
             "begun": [self._begun_with, self._begun_by, self.usual_batch],
+            "order": [self._is_exact, self._drops_last],
             "again": self.again,
             "comes_again": sorted(self._comes_again),
             "final": None if self._final is None else list(self._final.items()),
@@ -284,6 +289,7 @@ class Dealing:
         self._samples, self._has_begun = told["samples"], told["has_begun"]
         self._begun_with, begun_by, self.usual_batch = told["begun"]
         self._begun_by = tuple(begun_by)
+        self._is_exact, self._drops_last = told["order"]
         self.again = list(told["again"])
         self._comes_again = {(step, member) for step, member in told["comes_again"]}
         self._final = None if told["final"] is None else dict(map(tuple, told["final"]))
@@ -316,7 +322,7 @@ class Dealing:
             if self._recovery is not None:
                 self._recovery.count_again(key[1], len(samples))
         rest = self._samples + len(self.again) - self.position
-        if rest < (self.usual_batch if self._loader.formula.drop_last else 1):
+        if rest < (self.usual_batch if self._drops_last else 1):
             self._deal_to(members)
             return False
         if self._joined:
@@ -324,7 +330,7 @@ class Dealing:
         else:
             self._earlier.append(self._loader.stats())
         steps = -(-(self._samples - self.position) // self.usual_batch)
-        if not self._loader.formula.exact and steps > 0:
+        if not self._is_exact and steps > 0:
             self._deal_to(members, self._begun_with)
         else:
             larger = self._keeps_steps and steps > 0

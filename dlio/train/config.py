@@ -1,12 +1,14 @@
 """The configuration of a training run."""
 
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Annotated, Final, Literal
 
 from dlio.errors import UsageError
 from dlio.plan.block_order import window_of
 from dlio.plan.epoch import check_mode, check_shares, is_exact
 from dlio.train.exchange_spec import parse_exchange
+from dlio.train.leaving import seconds_until
 from dlio.util.files import check_writable
 from dlio.util.options import Option, check
 

@@ -54,6 +54,7 @@ class _Loader:
             whole=SAMPLES,
             again=(),
             global_batch=BATCH,
+            formula=self.formula,
             state_at=lambda position, again: {"position": position, "again": again},
         )
         plan = self.plan = _Plan(self._order, self._position, self._ranks, self._rank)
