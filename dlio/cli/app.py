@@ -37,6 +37,7 @@ CORE: Final[Mapping[str, str]] = {
     "run": "dlio.cli.run:command",
     "demo": "dlio.cli.demo:command",
     "ls": "dlio.cli.ls:command",
+    "ledger": "dlio.cli.ledger:command",
     "plan": "dlio.cli.forecast:plan",
     "simulate": "dlio.cli.forecast:simulate",
 }

@@ -46,10 +46,13 @@ def train_rank(config: TrainConfig) -> None:
         report.print()
 
 
-def find_parts(source: str, val: str | None) -> tuple[str, str | None]:
+def find_parts(source: str, val: str | None, quiet: bool = False) -> tuple[str, str | None]:
     """Return (training data, validation data).
 
     A source that holds only the folders train/ and val/ is split into these two.
+
+    Args:
+        quiet: do not print that it is.
     """
     if not os.path.isdir(source):
         return source, val
@@ -62,7 +65,8 @@ def find_parts(source: str, val: str | None) -> tuple[str, str | None]:
         # Prefer val to test if both exist.
         val = os.path.join(source, min(held_out, key=lambda n: _VAL_FOLDERS.index(n.lower())))
     source = os.path.join(source, train[0])
-    print(f"training on {source}" + (f", held out: {val}" if val else ""))
+    if not quiet:
+        print(f"training on {source}" + (f", held out: {val}" if val else ""))
     return source, val
 
 

@@ -164,7 +164,7 @@ class Worker:
         seconds = time.perf_counter() - started
         after = self.exchange.statistics()
         if ledger is not None:
-            ledger.end_epoch(self._dealing.of_lost)
+            ledger.end_epoch(self._dealing.of_lost, len(self.loader.data) - self.samples)
         exchanged = {key: after[key] - before[key] for key in before}
         report = uniform(self.comm, lambda: self._report(seconds, exchanged))
         self._tell_losses(progress)
@@ -188,7 +188,9 @@ class Worker:
                 more = True
                 done = begun // self.global_batch + self._step
                 if ledger is not None:
-                    ledger.step(epoch, done, self.loader.last_samples.tolist())
+                    ranks = len(self._dealing.members) or self._ranks
+                    samples = self.loader.last_samples.tolist()
+                    ledger.step(epoch, done, samples, self.updates, ranks)
                 before_batch = self.position
                 with self._balancer.step(len(images)):
                     self._batch(images, labels, begun, self._step)
