@@ -32,7 +32,7 @@ def run(config: TrainConfig, ranks: int | None) -> None:
         train_rank,
         config,
         check=lambda: _check(config, ranks or 1),
-        min_ranks=None if config.fault_tolerance == "off" else config.min_ranks,
+        min_ranks=config.min_ranks if _may_lose_ranks(config) else None,
     )
 
 
@@ -44,6 +44,10 @@ def train_rank(config: TrainConfig) -> None:
     report = train(config)
     if world().rank == 0:
         report.print()
+
+
+def _may_lose_ranks(config: TrainConfig) -> bool:
+    return config.fault_tolerance != "off" and config.replay is None
 
 
 def find_parts(source: str, val: str | None, quiet: bool = False) -> tuple[str, str | None]:

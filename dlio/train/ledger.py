@@ -75,8 +75,8 @@ class SampleLedger:
                 rows = [row for lines in everyone for row in lines]
                 of_step = {row["step"]: row for row in rows}
                 rows += [
-                    {**of_step[step], "epoch": epoch, "rank": rank, "samples": samples}
-                    for epoch, step, rank, samples in of_lost()
+                    {**of_step[step], "rank": rank, "samples": samples, "lost": True}
+                    for _, step, rank, samples in of_lost()
                 ]
                 rows.sort(key=lambda row: (row["epoch"], row["step"], row["rank"]))
                 size = self._append(_hashed(rows, left_out))

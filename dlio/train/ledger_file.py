@@ -28,7 +28,7 @@ _NUMBERS: Final = ("epoch", "step", "rank")
 
 
 class Line(TypedDict):
-    """One line. The last four keys are missing in files of earlier versions."""
+    """One line. `update`, `ranks` and `hash` are missing in files of earlier versions."""
 
     epoch: int
     """From 0."""
@@ -43,6 +43,8 @@ class Line(TypedDict):
     """Ranks that the batch was dealt to, also those that were lost before it counted."""
     left_out: NotRequired[int]
     """Samples that the epoch does without (`--skip-samples`); missing if there are none."""
+    lost: NotRequired[bool]
+    """True for the lines of a rank that was lost before the end of the epoch."""
     hash: NotRequired[str]
 
 

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 import torch
 
 from dlio.comm import Communicator, world
+from dlio.comm.planned import LeftJob, plan_world
 from dlio.comm.recovery import check_survival, uniform
 from dlio.errors import UsageError
 from dlio.loader.dataloader import DataLoader
@@ -36,8 +37,10 @@ def train(config: TrainConfig) -> RunReport:
     caller ends them with `dlio.comm.abort`.
     """
     config.check_run()
+    planned = None if config.replay is None else plan_world()
     comm = world()
-    check_survival(comm, config.fault_tolerance, config.min_ranks)
+    if planned is None:
+        check_survival(comm, config.fault_tolerance, config.min_ranks)
     with ExitStack() as stack:
         checkpoints = None
         if config.checkpoint is not None:
@@ -76,13 +79,18 @@ def train(config: TrainConfig) -> RunReport:
                 report.resumed = _resume(run, checkpoints)
             callbacks.append(CheckpointCallback(run, checkpoints, config.checkpoint_every))
         run.callbacks = [stack.enter_context(callback) for callback in callbacks]
-        _epochs(stack, config, comm, run)
+        try:
+            _epochs(stack, config, comm, run)
+        except LeftJob:
+            return report
         report.epochs, report.stopped = run.history, run.stopped
         report.losses = list(run.losses)
         if checkpoints is not None:
             checkpoints.wait()
             report.checkpoints = checkpoints.statistics()
         _write(config, comm, run, report)
+        if planned is not None:
+            planned.end()
     return report
 
 

@@ -15,7 +15,6 @@ from dlio.comm import Communicator
 from dlio.comm.recovery import Loss, recovery_of, uniform
 from dlio.errors import UsageError
 from dlio.loader.dataloader import DataLoader
-from dlio.loader.dealing import Dealing
 from dlio.train.balance import Balancer, Clock
 from dlio.train.callbacks.base import Callback
 from dlio.train.config import TrainConfig
@@ -30,6 +29,7 @@ from dlio.train.optimizers import make_optimizer
 from dlio.train.precision import Precision
 from dlio.train.progress import TrainingProgress
 from dlio.train.pruner import Pruner
+from dlio.train.replay import make_dealing
 from dlio.train.report import EpochReport, RankEpoch
 from dlio.train.skipping.rule import EASY, SHARE
 from dlio.train.skipping.skipper import SampleSkipper
@@ -91,7 +91,7 @@ class Worker:
         self.global_batch = config.batch_size * comm.size
         """Samples of one batch, over all ranks."""
         self.recovery = recovery_of(comm)
-        self._dealing = Dealing(loaders, self.recovery, self.global_batch)
+        self._dealing = make_dealing(config, loaders, self.recovery, self.global_batch)
         self._losses_told = 0
         self.epoch_number = 0
         """Number of the epoch, from 0."""

@@ -33,19 +33,15 @@ def _end(how: str) -> None:
 
 
 class Ending(nn.Module):
-    """Three layers of more than a bucket each."""
+    """A model of which some ranks end.
 
-    def __init__(self, pixels: int, classes: int) -> None:
+    Args:
+        layers: of the model.
+    """
+
+    def __init__(self, layers: nn.Module) -> None:
         super().__init__()
-        width = 512
-        self.layers = nn.Sequential(
-            nn.Flatten(),
-            nn.Linear(pixels, width),
-            nn.Tanh(),
-            nn.Linear(width, width),
-            nn.Tanh(),
-            nn.Linear(width, classes),
-        )
+        self.layers = layers
         rank = os.environ.get("OMPI_COMM_WORLD_RANK", "0")
         self.how, self.step, self.place = json.loads(os.environ.get("ENDS", "{}")).get(
             rank, ["", 0, 0]
@@ -78,4 +74,17 @@ class Digest(Callback):
 
 
 def make(classes: int, image_size: int) -> nn.Module:
-    return Ending(3 * image_size * image_size, classes)
+    """Three layers of more than a bucket each."""
+    pixels, width = 3 * image_size * image_size, 512
+    layers = [nn.Flatten(), nn.Linear(pixels, width), nn.Tanh()]
+    layers += [nn.Linear(width, width), nn.Tanh(), nn.Linear(width, classes)]
+    return Ending(nn.Sequential(*layers))
+
+
+def make_noisy(classes: int, image_size: int) -> nn.Module:
+    """Layers that depend on the order of samples, on the batch and on random numbers."""
+    pixels, width = 8 * image_size * image_size, 256
+    layers = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()]
+    layers += [nn.Dropout(0.3), nn.Linear(pixels, width), nn.BatchNorm1d(width), nn.Tanh()]
+    layers += [nn.Dropout(0.5), nn.Linear(width, classes)]
+    return Ending(nn.Sequential(*layers))
