@@ -156,7 +156,8 @@ class Recovery:
         while not self._attempt():
             pass
         after = self.membership.members
-        lost = tuple(member for member in before if member not in after)
+        living = frozenset(after)
+        lost = tuple(member for member in before if member not in living)
         epoch, step = self._place()
         self.losses.append(
             Loss(

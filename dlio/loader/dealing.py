@@ -117,8 +117,10 @@ class Dealing:
         """(step, member) of the batches that these are of."""
         self._open: list[_Batch] = []
         """Batches whose step is under way, or not settled yet."""
-        self._closed: list[tuple[_Batch, int, tuple[int, ...]]] = []
+        self._closed: list[tuple[_Batch, int, frozenset[int]]] = []
         """Batches of this epoch, the optimizer step of each, and the members that counted."""
+        self._counted: tuple[Sequence[int], frozenset[int]] = ((), frozenset())
+        """The members that counted last, and the set of them: it is the same in most steps."""
         self._final: dict[int, int] | None = None
         """Last steps of lost members when all had trained the epoch; None until then."""
         self._earlier: list[PassStats] = []
@@ -192,18 +194,18 @@ class Dealing:
         if not self._open:
             return
         self._groups.steps += 1
-        self._closed += [(batch, self._groups.steps, tuple(counted)) for batch in self._open]
+        if counted is not self._counted[0]:
+            self._counted = (counted, frozenset(counted))
+        self._closed += [(batch, self._groups.steps, self._counted[1]) for batch in self._open]
         self._open = []
 
     def of_lost(self) -> Iterator[tuple[int, int, int, list[int]]]:
         """Yield (epoch, step, member, samples) of lost ranks for the steps that they counted in."""
         if self._recovery is None:
             return
-        living = self._recovery.membership.members
-        for batch, step, counted in self._closed:
-            for member in batch.deal.members:
-                if member not in living and self._has_counted(member, step, counted):
-                    yield self._epoch, batch.step, member, batch.deal.samples(batch.number, member)
+        for batch, step, counted, member in self._parts_of_lost(self._recovery.membership.members):
+            if self._has_counted(member, step, counted):
+                yield self._epoch, batch.step, member, batch.deal.samples(batch.number, member)
 
     def tell(self) -> Report:
         return self._groups.tell()
@@ -228,28 +230,38 @@ class Dealing:
         if self._recovery is None or self._begun is None:
             return False
         members = self._groups.members
-        for batch, step, counted in self._closed:
-            for member in batch.deal.members:
-                key = (batch.step, member)
-                if member in members or key in self._comes_again:
-                    continue
-                if not self._has_counted(member, step, counted):
-                    samples = batch.deal.samples(batch.number, member)
-                    self._comes_again.add(key)
-                    self.again += samples
-                    self._recovery.count_again(member, len(samples))
+        for batch, step, counted, member in self._parts_of_lost(members):
+            key = (batch.step, member)
+            if key not in self._comes_again and not self._has_counted(member, step, counted):
+                samples = batch.deal.samples(batch.number, member)
+                self._comes_again.add(key)
+                self.again += samples
+                self._recovery.count_again(member, len(samples))
         rest = self._samples + len(self.again) - self.position
         if rest < (self.usual_batch if self._begun.formula.drop_last else 1):
             self._deal_to(members, self.usual_batch)
             return False
         self._earlier.append(self._loader.stats())
         steps = -(-(self._samples - self.position) // self.usual_batch)
-        larger = self._keeps_steps and steps > 0
-        self._deal_to(members, -(-rest // steps) if larger else self.usual_batch)
+        larger = -(-rest // steps) if self._keeps_steps and steps > 0 else 0
+        self._deal_to(members, max(larger, self.usual_batch))
         self._loader.redeal(self.position, self.again)
         return True
 
-    def _has_counted(self, member: int, step: int, counted: tuple[int, ...]) -> bool:
+    def _parts_of_lost(
+        self, left: Sequence[int]
+    ) -> Iterator[tuple[_Batch, int, frozenset[int], int]]:
+        """Yield each batch of the epoch, its optimizer step and who counted in it, with each member
+        that it was dealt to and that is not left."""
+        living = frozenset(left)
+        lost: dict[_Deal, list[int]] = {}
+        for batch, step, counted in self._closed:
+            if batch.deal not in lost:
+                lost[batch.deal] = [each for each in batch.deal.members if each not in living]
+            for member in lost[batch.deal]:
+                yield batch, step, counted, member
+
+    def _has_counted(self, member: int, step: int, counted: frozenset[int]) -> bool:
         """True if a lost member's samples of an optimizer step are in the model."""
         assert self._recovery is not None
         last = self._recovery.last_counted if self._final is None else self._final

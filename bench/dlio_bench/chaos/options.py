@@ -13,7 +13,7 @@ __all__ = ["Options"]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options of the command; the case overhead uses some of them."""
+    """Options of the command; the cases overhead and schedules use some of them."""
 
     source: Annotated[
         str | None,
@@ -92,6 +92,11 @@ class Options:
     repeats: Annotated[
         int, Option("Pairs of runs of each model in the case overhead.", least=1)
     ] = 10
+    schedules: Annotated[int, Option("Schedules of losses in the case schedules.", least=1)] = 1000
+    first_schedule: Annotated[
+        int,
+        Option("Number of the first of these; each follows from --seed and its number.", least=0),
+    ] = 0
     megabytes: Annotated[
         tuple[int, ...],
         Option(

@@ -85,6 +85,6 @@ def make_noisy(classes: int, image_size: int) -> nn.Module:
     """Layers that depend on the order of samples, on the batch and on random numbers."""
     pixels, width = 8 * image_size * image_size, 256
     layers = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()]
-    layers += [nn.Dropout(0.3), nn.Linear(pixels, width), nn.BatchNorm1d(width), nn.Tanh()]
+    layers += [nn.Dropout(0.3), nn.Linear(pixels, width), nn.Tanh()]
     layers += [nn.Dropout(0.5), nn.Linear(width, classes)]
     return Ending(nn.Sequential(*layers))
