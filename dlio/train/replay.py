@@ -89,8 +89,8 @@ class Replay:
 
     def begin_epoch(self, epoch: int) -> None:
         """Read the epoch's lines. Raises UsageError if the trace lacks it."""
-        found, rows = next(self._epochs, (-1, ()))
-        if found != epoch:
+        number, rows = next(self._epochs, (-1, ()))
+        if number != epoch:
             raise UsageError(
                 f"--replay {self._path}: has no epoch {epoch}; give the trace of a whole run, and "
                 "the --epochs that it was started with"

@@ -20,7 +20,7 @@ _MOST_WHOLE = 16
 
 @dataclass(slots=True)
 class Outcome:
-    """What a schedule came to."""
+    """The outcome of one schedule, or the sum of several."""
 
     losses: int = 0
     """Ranks that were lost."""
