@@ -76,6 +76,13 @@ class Options:
             "from its newest checkpoint whenever it ends."
         ),
     ] = False
+    replay: Annotated[
+        bool,
+        Option(
+            "Replay each job's trace without faults, and compare the final weights bit by bit; "
+            "not for gossip and asgd."
+        ),
+    ] = False
     checkpoint_every: Annotated[
         int,
         Option("Steps between two checkpoints of the job with --restart.", unit="steps", least=1),
@@ -118,7 +125,11 @@ class Options:
     def __post_init__(self) -> None:
         """Raises UsageError for options that do not go together."""
         check(self)
-        parse_exchange(self.exchange)
+        if parse_exchange(self.exchange).merge in ("half", "parzen") and self.replay:
+            raise UsageError(
+                f"--exchange {self.exchange} does not go with --replay: its weights depend on when "
+                "messages arrive"
+            )
         for kind in self.kinds:
             if kind not in KINDS:
                 raise UsageError(f"--faults {kind}: choose of {', '.join(KINDS)}")

@@ -13,6 +13,7 @@ from dlio_bench.chaos.job import Job, train_argv
 from dlio_bench.chaos.leftovers import shared_memory, wait_until
 from dlio_bench.chaos.options import Options
 from dlio_bench.chaos.records import JobRecord, RunRecord
+from dlio_bench.chaos.replays import WEIGHTS, replay
 from dlio_bench.chaos.schedule import Fault, Made, make_schedule
 from dlio_bench.chaos.stamps import steps_of
 
@@ -103,6 +104,7 @@ def _job(
         own = os.path.join(folder, str(len(record.runs) + 1))
         if mode == "shrink":
             more = ["--fault-tolerance", "shrink"]
+            more += ["--save", f"{own}/{WEIGHTS}"] if options.replay else []
         else:
             more = ["--checkpoint", os.path.join(folder, "checkpoints"), "--resume"]
             more += ["--checkpoint-every", str(options.checkpoint_every)]
@@ -119,6 +121,9 @@ def _job(
         if len(record.runs) == 1 and os.path.exists(f"{own}/trace.jsonl"):
             lines = read_lines(f"{own}/trace.jsonl")
             record.uneven = uneven_epochs(check_ledger(lines, samples, options.epochs))
+            if options.replay:
+                cache = os.path.join(os.path.dirname(folder), "cache")
+                record.replay = replay(options, source, own, cache)
     return record
 
 
