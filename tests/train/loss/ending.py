@@ -1,7 +1,18 @@
 """A model whose ranks end in the middle of a step, at a place that the environment chooses.
 
 `ENDS='{"1": ["kill", 5, 0]}'` ends rank 1 in its fifth forward pass (place -1) or in the backward
-that follows, when the gradient of parameter number 0, 1, ... in backward's order is ready.
+that follows, when the gradient of parameter number 0, 1, ... in backward's order is ready. Other
+places are in the sums of gradients:
+
+| place | the rank ends |
+|---|---|
+| `begun` | when it has begun all sums of the step, before it waits for any |
+| `first` | when it has the first sum |
+| `closed` | when it has all sums |
+| `taken` | when it has written them into the gradients |
+| `late` | never: before it waits for sums, it makes no progress for a while |
+
+Where some ranks had all sums and others lacked some, a file `given-RANK-NUMBER` is written.
 """
 
 import hashlib
@@ -9,13 +20,22 @@ import json
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from dlio.comm import Communicator
+from dlio.comm.recovery import Report
 from dlio.train.callbacks import Callback, Run
+from dlio.train.exchange.bucket_sums import BucketSums
+from dlio.train.exchange.closing import Closing
 from dlio.train.report import EpochReport
+
+_LATE_S = 0.4
+_RANK = os.environ.get("OMPI_COMM_WORLD_RANK", "0")
 
 
 def _end(how: str) -> None:
@@ -42,13 +62,13 @@ class Ending(nn.Module):
     def __init__(self, layers: nn.Module) -> None:
         super().__init__()
         self.layers = layers
-        rank = os.environ.get("OMPI_COMM_WORLD_RANK", "0")
         self.how, self.step, self.place = json.loads(os.environ.get("ENDS", "{}")).get(
-            rank, ["", 0, 0]
+            _RANK, ["", 0, 0]
         )
         self.passes = 0
         parameters = list(reversed(list(self.parameters())))
-        if self.how and self.place >= 0:
+        _watch_sums(self)
+        if self.how and not isinstance(self.place, str) and self.place >= 0:
             parameters[self.place].register_post_accumulate_grad_hook(self._ready)
 
     def _ready(self, _: torch.Tensor) -> None:
@@ -58,10 +78,48 @@ class Ending(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         if self.training:
             self.passes += 1
-            if self.how and self.place < 0 and self.passes == self.step:
+            if self.how and self.place == -1 and self.passes == self.step:
                 _end(self.how)
         logits: torch.Tensor = self.layers(images)
         return logits
+
+
+def _watch_sums(model: Ending) -> None:
+    """Have this rank end, or be late, at a place in the sums, and note givings."""
+    wait, take, settle = BucketSums.wait, BucketSums.take, Closing.settle
+    given: list[int] = []
+
+    def here(*places: str) -> bool:
+        return model.place in places and model.passes == model.step
+
+    def waiting(self: BucketSums, numbers: list[int]) -> None:
+        if here("late"):
+            from dlio.comm.mpi import one_at_a_time
+
+            with one_at_a_time:  # Nor does the thread that makes progress.
+                time.sleep(_LATE_S)
+        if here("begun", "first"):
+            wait(self, numbers[: int(model.place == "first")])
+            _end(model.how)
+        wait(self, numbers)
+        if here("closed"):
+            _end(model.how)
+
+    def taking(self: BucketSums, *arguments: Any) -> None:
+        take(self, *arguments)
+        if here("taken"):
+            _end(model.how)
+
+    def settling(self: Closing, reports: Sequence[Report], comm: Communicator) -> None:
+        if len({each["closed"][0] for each in reports}) > 1:
+            given.append(len(reports))
+            Path(f"given-{_RANK}-{len(given)}").touch()
+        settle(self, reports, comm)
+
+    patched: Any = BucketSums
+    patched.wait, patched.take = waiting, taking
+    patched = Closing
+    patched.settle = settling
 
 
 class Digest(Callback):
@@ -69,7 +127,7 @@ class Digest(Callback):
 
     def epoch_ends(self, run: Run, report: EpochReport) -> None:
         weights = b"".join(p.detach().numpy().tobytes() for p in run.model.parameters())
-        name = f"weights-{report.epoch}-{os.environ['OMPI_COMM_WORLD_RANK']}"
+        name = f"weights-{report.epoch}-{_RANK}"
         Path(name).write_text(hashlib.sha256(weights).hexdigest(), encoding="ascii")
 
 
