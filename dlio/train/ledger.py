@@ -46,15 +46,21 @@ class SampleLedger:
             if not survived and os.path.exists(self._temporary):
                 os.unlink(self._temporary)
 
-    def step(self, epoch: int, step: int, samples: list[int], update: int, ranks: int) -> None:
+    def step(
+        self, epoch: int, step: int, samples: list[int], update: int, ranks: int, part: int = 0
+    ) -> None:
         """Record this rank's samples of one step.
 
         Args:
             update: number of the optimizer step that uses them.
             ranks: number of ranks that the batch was dealt to.
+            part: times that the exchange was finished before, in this epoch.
         """
         line: Line = {"epoch": epoch, "step": step, "rank": self._me, "samples": samples}
-        self._lines.append({**line, "update": update, "ranks": ranks})
+        line["update"], line["ranks"] = update, ranks
+        if part:
+            line["part"] = part
+        self._lines.append(line)
 
     def end_epoch(
         self,

@@ -41,6 +41,9 @@ class Line(TypedDict):
     """Optimizer step since the run began, from 0: several batches may be accumulated for one."""
     ranks: NotRequired[int]
     """Ranks that the batch was dealt to, also those that were lost before it counted."""
+    part: NotRequired[int]
+    """Times that all exchanges had been finished before it, in this epoch; missing for 0. Steps
+    after the first time train on samples of lost ranks."""
     left_out: NotRequired[int]
     """Samples that the epoch does without (`--skip-samples`); missing if there are none."""
     lost: NotRequired[bool]

@@ -39,6 +39,8 @@ class _Step:
     dealt: int
     """Number of ranks that its batch was dealt to."""
     update: int
+    part: int
+    """Times that the exchange had been finished before, in this epoch."""
     samples: Sequence[int]
     """Samples of this rank."""
 
@@ -106,12 +108,15 @@ class Replay:
                 )
 
     def batches(self) -> Iterator[BatchData]:
-        """Yield this rank's batches of the epoch; none in a later call."""
-        steps, self._steps = self._steps, []
+        """Yield this rank's batches up to the next place where all exchanges were finished."""
+        steps = [each for each in self._steps if each.part == self._steps[0].part]
+        del self._steps[: len(steps)]
+        if not steps:
+            return
         self._own[:] = [list(step.samples) for step in steps if step.samples]
         self._data.set_epoch(self._epoch)
         self._batches.set_epoch(self._epoch)
-        batches = iter(self._batches) if self._own else iter(())
+        batches = iter(self._batches)  # Collective the first time: also without samples.
         for number, step in enumerate(steps):
             self._go_on_with(step.counted)
             self.members = tuple(range(step.dealt))
@@ -172,7 +177,9 @@ class Replay:
                 )
             counted = tuple(line["rank"] for line in lines)
             mine = next((line["samples"] for line in lines if line["rank"] == me), [])
-            self._steps.append(_Step(counted, lines[0]["ranks"], lines[0]["update"], mine))
+            first = lines[0]
+            step = _Step(counted, first["ranks"], first["update"], first.get("part", 0), mine)
+            self._steps.append(step)
             others += (line for line in lines if line.get("lost"))
             lost.update(line["rank"] for line in lines if line.get("lost"))
         self._survivors = tuple(each for each in self._steps[-1].counted if each not in lost)

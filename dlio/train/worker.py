@@ -111,8 +111,9 @@ class Worker:
         """Reports of all finished epochs, including those before the run was resumed."""
         self.stopped: str | None = None
         """Reason why the run ends early."""
-        self._pending = self._step = 0
-        """Samples of this rank in batches that have been accumulated, and batches in this epoch."""
+        self._pending = self._step = self._finished = 0
+        """Samples of this rank in batches that have been accumulated, batches in this epoch, and
+        times that the exchange was finished in it."""
         self._update_s: list[float] = []
         if copy_to_time is not None:
             self._balancer.calibrate(self._timed_pass(copy_to_time))
@@ -190,7 +191,7 @@ class Worker:
                 if ledger is not None:
                     ranks = len(self._dealing.members) or self._ranks
                     samples = self.loader.last_samples.tolist()
-                    ledger.step(epoch, done, samples, self.updates, ranks)
+                    ledger.step(epoch, done, samples, self.updates, ranks, self._finished)
                 before_batch = self.position
                 with self._balancer.step(len(images)):
                     self._batch(images, labels, begun, self._step)
@@ -202,6 +203,7 @@ class Worker:
                     self._update_s.append(now - updated)
                     updated = now
             self.exchange.finish()
+            self._finished += 1
 
     def _begin_epoch(self, epoch: int, progress: TrainingProgress) -> None:
         """Choose the epoch's samples, and reset its counters unless it is being resumed."""
@@ -220,7 +222,7 @@ class Worker:
             later = self.config.epochs - epoch - 1
             left = math.ceil((self.samples - self.position) / per_step)
             self.pruner.apoptosis.expect(left + later * math.ceil(self.samples / per_step))
-        self._update_s, self._step = [], 0
+        self._update_s, self._step, self._finished = [], 0, 0
 
     def _batch(self, images: torch.Tensor, labels: torch.Tensor, begun: int, step: int) -> None:
         """Run backward on a batch, and an optimizer step if it is the last to accumulate."""
