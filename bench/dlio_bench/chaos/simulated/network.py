@@ -8,7 +8,7 @@ operations of the present one fail, but for those that are complete: these may.
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final, cast
 
 import numpy as np
 
@@ -47,8 +47,8 @@ class _Operation:
     """True if a rank was lost before it began the operation."""
     arrived: int = 0
     """Ranks that have begun it."""
-    values: dict[Cohort, Any] = field(default_factory=dict)
-    result: Any = None
+    values: dict[Cohort, object] = field(default_factory=dict)
+    result: int | None = None
     decided: bool = False
 
 
@@ -62,7 +62,7 @@ class _Generation:
     """Reports of the cohorts that ask for the next generation."""
     hurt: bool = False
     """True if one of its ranks is lost."""
-    following: "tuple[_Generation, list[Any]] | None" = None
+    following: "tuple[_Generation, list[Json]] | None" = None
     """The next generation, and the reports of its ranks."""
 
 
@@ -108,7 +108,7 @@ class Network:
 
     def gather(
         self, cohort: Cohort, generation: _Generation, number: int, value: object
-    ) -> dict[Cohort, Any]:
+    ) -> dict[Cohort, object]:
         """Return the values of all cohorts in an operation of a generation. Raises PeerLost."""
         self.event(cohort)
         operation = generation.operations.setdefault(number, _Operation(generation.hurt))
@@ -151,7 +151,7 @@ class Network:
 
     def renew(
         self, cohort: Cohort, generation: _Generation, report: Json
-    ) -> tuple[_Generation, list[Any]]:
+    ) -> tuple[_Generation, list[Json]]:
         """Return the next generation and the reports of its ranks, when all have come."""
         self.event(cohort)
         generation.renewing[cohort] = report
@@ -238,7 +238,7 @@ class MemoryMembership:
         self._agreements += 1
         return self._network.agree(self._cohort, self._generation, self._agreements, well)
 
-    def gather(self, value: object) -> dict[Cohort, Any]:
+    def gather(self, value: object) -> dict[Cohort, object]:
         """Return the values of all cohorts. Raises PeerLost."""
         self._operations += 1
         return self._network.gather(self._cohort, self._generation, self._operations, value)
@@ -277,7 +277,7 @@ class MemoryCommunicator:
     def bcast(self, array: Array, root: int = 0) -> None:
         giver = self._network.cohort_of[self._membership.members[root]]
         values = self._membership.gather(np.array(array))
-        array[...] = values[giver]
+        array[...] = cast(Array, values[giver])
 
 
 def _at_once() -> bool:
