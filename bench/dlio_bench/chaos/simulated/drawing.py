@@ -11,7 +11,7 @@ __all__ = ["COHORTS", "Schedule", "draw_schedule"]
 
 COHORTS: Final = 8
 """Largest number of cohorts."""
-_SIZES: Final = ((0.75, 2, 8), (0.17, 9, 200), (0.05, 201, 2_000), (0.03, 2_001, 10_000))
+_SIZES: Final = ((0.8, 2, 8), (0.15, 9, 200), (0.035, 201, 2_000), (0.015, 2_001, 10_000))
 """Share of schedules, fewest and most ranks."""
 _KINDS: Final = ("one", "one", "one", "several", "first", "node", "all but one")
 _MOST_HEARD: Final = 200
