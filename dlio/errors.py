@@ -15,12 +15,12 @@ Each message names the error, its place (path, block, sample, rank) and the reme
 """
 
 __all__ = [
+    "AllLeave",
     "CommError",
     "CommTimeout",
     "CorruptBlock",
     "DecodeError",
     "DlioError",
-    "JobLeft",
     "PeerLost",
     "RankLeft",
     "SourceError",
@@ -77,5 +77,5 @@ class RankLeft(Exception):
     """This rank has left the job on purpose, or was never called; the others go on without it."""
 
 
-class JobLeft(Exception):
+class AllLeave(Exception):
     """All ranks of the job leave on purpose, between the same two batches."""

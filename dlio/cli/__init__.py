@@ -5,7 +5,8 @@ The core's commands are in this folder, one file each. Others plug in through th
 cyclopts apps, or, if typer is installed, typer apps.
 
 Exit codes: 0 for success; 2 for errors that a user can resolve, with one line on standard error; 3
-from `dlio stage` if its deadline passes; 130 if interrupted; 1 for a bug, with a traceback.
+from `dlio stage` if its deadline passes; 130 if interrupted; 1 from `dlio ledger` for a trace that
+is not exact, otherwise for a bug, with a traceback.
 """
 
 import os

@@ -39,6 +39,7 @@ CORE: Final[Mapping[str, str]] = {
     "leave": "dlio.cli.resize:leave",
     "demo": "dlio.cli.demo:command",
     "ls": "dlio.cli.ls:command",
+    "ledger": "dlio.cli.ledger:command",
     "plan": "dlio.cli.forecast:plan",
     "simulate": "dlio.cli.forecast:simulate",
 }

@@ -32,7 +32,7 @@ def run(config: TrainConfig, ranks: int | None) -> None:
         train_rank,
         config,
         check=lambda: _check(config, ranks or 1),
-        min_ranks=None if config.fault_tolerance == "off" else config.min_ranks,
+        min_ranks=config.min_ranks if _may_lose_ranks(config) else None,
         spares=config.spares,
     )
 
@@ -50,10 +50,17 @@ def train_rank(config: TrainConfig) -> None:
         report.print()
 
 
-def find_parts(source: str, val: str | None) -> tuple[str, str | None]:
+def _may_lose_ranks(config: TrainConfig) -> bool:
+    return config.fault_tolerance != "off" and config.replay is None
+
+
+def find_parts(source: str, val: str | None, quiet: bool = False) -> tuple[str, str | None]:
     """Return (training data, validation data).
 
     A source that holds only the folders train/ and val/ is split into these two.
+
+    Args:
+        quiet: do not print that it is.
     """
     if not os.path.isdir(source):
         return source, val
@@ -66,7 +73,8 @@ def find_parts(source: str, val: str | None) -> tuple[str, str | None]:
         # Prefer val to test if both exist.
         val = os.path.join(source, min(held_out, key=lambda n: _VAL_FOLDERS.index(n.lower())))
     source = os.path.join(source, train[0])
-    print(f"training on {source}" + (f", held out: {val}" if val else ""))
+    if not quiet:
+        print(f"training on {source}" + (f", held out: {val}" if val else ""))
     return source, val
 
 

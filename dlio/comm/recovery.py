@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from dlio.comm import Communicator
 from dlio.comm.membership import Elastic, Membership
-from dlio.errors import CommError, JobLeft, PeerLost, RankLeft, UsageError
+from dlio.errors import AllLeave, CommError, PeerLost, RankLeft, UsageError
 
 __all__ = [
     "Dealer",
@@ -198,7 +198,7 @@ class Recovery:
         Args:
             is_due: returns whether all ranks meet here, after the last recovery.
 
-        Raises RankLeft on a rank that leaves, and JobLeft on all ranks if all of them leave.
+        Raises RankLeft on a rank that leaves, and AllLeave on all ranks if all of them leave.
         """
         while is_due():
             try:
@@ -210,7 +210,7 @@ class Recovery:
                 self.run()
                 continue
             if self.elastic is not None and self.elastic.ends:
-                raise JobLeft
+                raise AllLeave
             self._renew(meets=True)
             if self.membership.me not in self.membership.members:
                 raise RankLeft

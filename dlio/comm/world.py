@@ -13,7 +13,7 @@ from dlio.comm.membership import Membership
 from dlio.comm.protocol import Communicator
 from dlio.util.settings import SPARES, settings
 
-__all__ = ["abort", "membership", "mpi_ranks", "world"]
+__all__ = ["abort", "membership", "mpi_ranks", "replace_world", "world"]
 
 _world: Communicator | None = None
 _torch_world: object = None
@@ -54,6 +54,12 @@ def world() -> Communicator:
             _world = SingleCommunicator()
         _torch_world = group
     return _world
+
+
+def replace_world(comm: Communicator) -> None:
+    """Have `world` return another communicator of the same ranks, from its first use on."""
+    global _world
+    _world = comm
 
 
 def membership() -> Membership | None:

@@ -8,7 +8,7 @@ The trainer deals for its loaders; a loader in a training loop of the user's dea
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol, Self
 
 import torch
@@ -122,6 +122,8 @@ class Dealing:
         """Batches whose step is under way, or not settled yet."""
         self._closed: list[Closed] = []
         """Batches of this epoch whose step is settled."""
+        self._counted: tuple[Sequence[int], frozenset[int]] = ((), frozenset())
+        """The members that counted last, and the set of them: it is the same in most steps."""
         self._final: dict[int, int] | None = None
         """Last steps of lost members when all had trained the epoch; None until then."""
         self._earlier: list[PassStats] = []
@@ -217,7 +219,7 @@ class Dealing:
         if self._final is not None:
             return self._loader.planned.next_state()
         following = self._groups.steps + 1
-        batches = [*self._closed, *((batch, following, ()) for batch in self._open)]
+        batches = [*self._closed, *((batch, following, frozenset()) for batch in self._open)]
         missing = self._missing(self._recovery.membership.members, batches).values()
         again = [*self.again, *itertools.chain.from_iterable(missing)]
         return self._loader.planned.state_at(self.position, again)
@@ -237,18 +239,20 @@ class Dealing:
         if not self._open:
             return
         self._groups.steps += 1
-        self._closed += [(batch, self._groups.steps, tuple(counted)) for batch in self._open]
+        if counted is not self._counted[0]:
+            self._counted = (counted, frozenset(counted))
+        self._closed += [(batch, self._groups.steps, self._counted[1]) for batch in self._open]
         self._open = []
 
     def of_lost(self) -> Iterator[tuple[int, int, int, list[int]]]:
         """Yield (epoch, step, member, samples) of lost ranks for the steps that they counted in."""
         if self._recovery is None:
             return
-        living = self._recovery.membership.members
-        for batch, step, counted in self._closed:
-            for member in batch.deal.members:
-                if member not in living and self._has_counted(member, step, counted):
-                    yield self._epoch, batch.step, member, batch.deal.samples(batch.number, member)
+        for batch, step, counted, member in _parts_of_lost(
+            self._recovery.membership.members, self._closed
+        ):
+            if self._has_counted(member, step, counted):
+                yield self._epoch, batch.step, member, batch.deal.samples(batch.number, member)
 
     def tell(self) -> Report:
         return self._groups.tell()
@@ -333,30 +337,42 @@ class Dealing:
         if not self._is_exact and steps > 0:
             self._deal_to(members, self._begun_with)
         else:
-            larger = self._keeps_steps and steps > 0
-            self._deal_to(members, -(-rest // steps) if larger else None)
+            larger = -(-rest // steps) if self._keeps_steps and steps > 0 else 0
+            self._deal_to(members, larger if larger > self.usual_batch else None)
         self._loader.redeal(self.position, self.again, self._begun_by)
         return True
 
     def _missing(
-        self, living: Sequence[int], batches: Sequence[Closed]
+        self, left: Sequence[int], batches: Sequence[Closed]
     ) -> dict[tuple[int, int], list[int]]:
         """Return the samples that lost ranks were dealt and have not brought into a step, and that
         are not among those that come again yet; by (step, member)."""
         return {
             (batch.step, member): batch.deal.samples(batch.number, member)
-            for batch, step, counted in batches
-            for member in batch.deal.members
-            if member not in living
-            and (batch.step, member) not in self._comes_again
+            for batch, step, counted, member in _parts_of_lost(left, batches)
+            if (batch.step, member) not in self._comes_again
             and not self._has_counted(member, step, counted)
         }
 
-    def _has_counted(self, member: int, step: int, counted: tuple[int, ...]) -> bool:
+    def _has_counted(self, member: int, step: int, counted: frozenset[int]) -> bool:
         """True if a lost member's samples of an optimizer step are in the model."""
         assert self._recovery is not None
         last = self._recovery.last_counted if self._final is None else self._final
         return step <= last[member] if member in last else member in counted
+
+
+def _parts_of_lost(
+    left: Sequence[int], batches: Iterable[Closed]
+) -> Iterator[tuple[Taken, int, frozenset[int], int]]:
+    """Yield each batch, its optimizer step and who counted in it, with each member that it was
+    dealt to and that is not left."""
+    living = frozenset(left)
+    lost: dict[Deal, list[int]] = {}
+    for batch, step, counted in batches:
+        if batch.deal not in lost:
+            lost[batch.deal] = [each for each in batch.deal.members if each not in living]
+        for member in lost[batch.deal]:
+            yield batch, step, counted, member
 
 
 class DealtIterator:

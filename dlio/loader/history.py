@@ -61,7 +61,7 @@ class Taken:
     """Within its epoch."""
 
 
-Closed = tuple[Taken, int, tuple[int, ...]]
+Closed = tuple[Taken, int, frozenset[int]]
 """A batch, its optimizer step, and the members that counted in it."""
 
 
@@ -101,7 +101,7 @@ def told(closed: Sequence[Closed]) -> dict[str, Any]:
             }
             for deal in deals
         ],
-        "counted": list(counted),
+        "counted": [sorted(members) for members in counted],
         "batches": [
             [deals[batch.deal], batch.number, batch.step, step, counted[members]]
             for batch, step, members in closed
@@ -112,7 +112,7 @@ def told(closed: Sequence[Closed]) -> dict[str, Any]:
 def recalled(history: dict[str, Any], loader: _Loader) -> list[Closed]:
     """Return the batches that another rank has `told`."""
     deals = [_recalled(each, loader) for each in history["deals"]]
-    counted = [tuple(members) for members in history["counted"]]
+    counted = [frozenset(members) for members in history["counted"]]
     return [
         (Taken(deals[deal], number, step), update, counted[members])
         for deal, number, step, update, members in history["batches"]

@@ -16,6 +16,8 @@ __all__ = ["MIN_IMAGE_SIZE", "MODEL_NAMES", "TrainConfig"]
 
 MIN_IMAGE_SIZE: Final = 32
 """Pixels: of a smaller image too little is left after the strides of the model."""
+_UNORDERED: Final = ("half", "parzen")
+"""Merges whose result depends on when messages arrive."""
 MODEL_NAMES: Final = ("resnet",)
 """Models of `dlio.train.model` that --model takes, besides `module:factory`."""
 
@@ -250,6 +252,15 @@ class TrainConfig:
             "Write the sample numbers of each step to this file, as JSON lines.", metavar="FILE"
         ),
     ] = None
+    replay: Annotated[
+        str | None,
+        Option(
+            "Train on the batches of the run that has written this file by --trace, on as many "
+            "ranks and with the same options: ranks leave where that run lost them, and the "
+            "weights become the same, bit for bit.",
+            metavar="FILE",
+        ),
+    ] = None
     save: Annotated[
         str | None, Option("Write the trained weights to this file.", metavar="FILE")
     ] = None
@@ -333,6 +344,24 @@ class TrainConfig:
             raise UsageError("--prune-tolerance needs --prune apoptosis, too")
         self._check_skipping()
         self._check_fault_tolerance()
+        self._check_replay()
+
+    def _check_replay(self) -> None:
+        if self.replay is None:
+            return
+        unsuitable = {
+            f"--exchange {self.exchange}": parse_exchange(self.exchange).merge in _UNORDERED,
+            "--checkpoint": self.checkpoint is not None,
+            "--balance": self.balance,
+            f"--prune {self.prune}": self.prune != "off",
+            "--skip-samples": self.skip_samples,
+        }
+        for option, chosen in unsuitable.items():
+            if chosen:
+                raise UsageError(
+                    f"{option} does not go with --replay: its weights depend on more than the "
+                    "batches that the trace has"
+                )
 
     def _check_fault_tolerance(self) -> None:
         if self.fault_tolerance == "off":

@@ -8,8 +8,9 @@ from typing import NoReturn
 import torch
 
 from dlio.comm import Communicator, world
+from dlio.comm.planned import plan_world
 from dlio.comm.recovery import check_survival, uniform
-from dlio.errors import JobLeft, UsageError
+from dlio.errors import AllLeave, UsageError
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.dataset import Dataset
 from dlio.storage.mount import Mount
@@ -40,8 +41,10 @@ def train(config: TrainConfig) -> RunReport:
     caller ends them with `dlio.comm.abort`.
     """
     config.check_run()
+    planned = None if config.replay is None else plan_world()
     comm = world()
-    check_survival(comm, config.fault_tolerance, config.min_ranks)
+    if planned is None:
+        check_survival(comm, config.fault_tolerance, config.min_ranks)
     with ExitStack() as stack:
         checkpoints = saving = None
         if config.checkpoint is not None:
@@ -83,7 +86,7 @@ def train(config: TrainConfig) -> RunReport:
         run.callbacks = [stack.enter_context(callback) for callback in callbacks]
         try:
             _epochs(stack, config, comm, run)
-        except JobLeft:
+        except AllLeave:
             _end_early(run, checkpoints, saving)
         report.epochs, report.stopped = run.history, run.stopped
         report.losses = list(run.losses)
@@ -92,6 +95,8 @@ def train(config: TrainConfig) -> RunReport:
             checkpoints.wait()
             report.checkpoints = checkpoints.statistics()
         _write(config, comm, run, report)
+        if planned is not None:
+            planned.end()
     return report
 
 

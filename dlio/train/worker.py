@@ -32,6 +32,7 @@ from dlio.train.optimizers import make_optimizer
 from dlio.train.precision import Precision
 from dlio.train.progress import TrainingProgress
 from dlio.train.pruner import Pruner
+from dlio.train.replay import make_dealing
 from dlio.train.report import EpochReport, RankEpoch
 from dlio.train.skipping.rule import EASY, SHARE
 from dlio.train.skipping.skipper import SampleSkipper
@@ -92,12 +93,7 @@ class Worker:
         global_batch = config.batch_size * (comm.size - config.spares)
         self.steps = math.ceil(self.samples / global_batch)
         """Batches per rank in an epoch of all samples."""
-        self._dealing = Dealing(
-            loaders,
-            self.recovery,
-            global_batch,
-            per_rank=config.batch_size if config.on_loss == "shrink" else None,
-        )
+        self._dealing = make_dealing(config, loaders, self.recovery, global_batch)
         self._losses_told = self._changes_told = 0
         self.epoch_number = 0
         """Number of the epoch, from 0."""
@@ -117,8 +113,9 @@ class Worker:
         """Reports of all finished epochs, including those before the run was resumed."""
         self.stopped: str | None = None
         """Reason why the run ends early."""
-        self._pending = self._step = 0
-        """Samples of this rank in batches that have been accumulated, and batches in this epoch."""
+        self._pending = self._step = self._finished = 0
+        """Samples of this rank in batches that have been accumulated, batches in this epoch, and
+        times that the exchange was finished in it."""
         self._first: int | None = None
         """Position of the epoch's order where the optimizer step under way begins."""
         self._planned = 0
@@ -164,6 +161,7 @@ class Worker:
 
         Call it between two steps.
         """
+        assert isinstance(self._dealing, Dealing)
         return self._dealing.state()
 
     def stop(self, reason: str) -> None:
@@ -192,7 +190,7 @@ class Worker:
         seconds = time.perf_counter() - started
         after = self.exchange.statistics()
         if ledger is not None:
-            ledger.end_epoch(self._dealing.of_lost)
+            ledger.end_epoch(self._dealing.of_lost, len(self.loader.data) - self.samples)
         exchanged = {key: after[key] - before[key] for key in before}
         report = self._report(seconds, exchanged)
         self._tell_losses(progress)
@@ -205,20 +203,23 @@ class Worker:
     def rest(self, ranks: int) -> None:
         """Have only the first ranks train. Collective; see `Recovery.rest`."""
         assert self.recovery is not None
+        assert isinstance(self._dealing, Dealing)
         self._dealing.prepare()
         self.recovery.rest(ranks)
 
     def tell_place(self) -> dict[str, Any]:
         """Return where the run is, between two batches, for a rank that joins; as JSON types."""
+        assert isinstance(self._dealing, Dealing)
         return {
-            "step": [self._step, self._first, self._planned],
+            "step": [self._step, self._finished, self._first, self._planned],
             "said": [self._losses_told, self._changes_told],
             "dealing": self._dealing.tell_epoch(),
         }
 
     def follow_place(self, told: dict[str, Any]) -> None:
         """Go on where another rank is, whose state was restored."""
-        self._step, self._first, self._planned = told["step"]
+        assert isinstance(self._dealing, Dealing)
+        self._step, self._finished, self._first, self._planned = told["step"]
         self._losses_told, self._changes_told = told["said"]
         self._dealing.follow_epoch(told["dealing"])
         self._joins = True
@@ -233,7 +234,9 @@ class Worker:
                 more = True
                 done = self._dealing.step
                 if ledger is not None:
-                    ledger.step(epoch, done, self.loader.last_samples.tolist())
+                    ranks = len(self._dealing.members) or self._ranks
+                    samples = self.loader.last_samples.tolist()
+                    ledger.step(epoch, done, samples, self.updates, ranks, self._finished)
                 before_batch = self.position
                 with self._balancer.step(len(images)):
                     self._batch(images, labels)
@@ -245,6 +248,7 @@ class Worker:
                     self._update_s.append(now - updated)
                     updated = now
             self.exchange.finish()
+            self._finished += 1
 
     def _begin_epoch(self, epoch: int, progress: TrainingProgress) -> None:
         """Choose the epoch's samples, and reset its counters unless it is being resumed."""
@@ -265,7 +269,7 @@ class Worker:
             self.pruner.apoptosis.expect(left + later * math.ceil(self.samples / per_step))
         self._update_s = []
         if not self._joins:
-            self._step, self._first = 0, None
+            self._step, self._finished, self._first = 0, 0, None
         self._joins = False
 
     def _batch(self, images: torch.Tensor, labels: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ import pytest
 from dlio_docs.benchmarks import page
 
 from dlio.cli import main
+from dlio.train.ledger_file import Line, check_ledger
 from dlio.util.shared import SHARED_MEMORY, SharedFolder, user_folder
 from dlio_bench.chaos.accounts import (
     Uneven,
@@ -57,18 +58,21 @@ def _fault(kind: str = "kill") -> Fault:
 
 
 def test_a_trace_shows_samples_that_were_lost_and_doubled() -> None:
+    def line(epoch: int, step: int, *samples: int) -> Line:
+        return {"epoch": epoch, "step": step, "rank": 0, "samples": list(samples)}
+
     ledger = [
-        {"epoch": 0, "samples": [0, 2, 4]},
-        {"epoch": 0, "samples": [1, 3]},
-        {"epoch": 1, "samples": [0, 2, 4, 2]},
-        {"epoch": 1, "samples": [1, 2]},
-        {"epoch": 3, "samples": [4]},
+        line(0, 0, 0, 2, 4),
+        line(0, 1, 1, 3),
+        line(1, 0, 0, 2, 4, 2),
+        line(1, 1, 1, 2),
+        line(3, 0, 0, 1, 2, 3, 4),
     ]
-    assert uneven_epochs(ledger[:2], 5, 1) == []
-    assert uneven_epochs(ledger, 5, 3) == [
+    assert uneven_epochs(check_ledger(ledger[:2], 5, 1)) == []
+    assert uneven_epochs(check_ledger(ledger, 5, 3)) == [
         Uneven(1, lost=1, doubled=2),  # 3 is missing, and 2 comes three times.
-        Uneven(2, lost=5, doubled=0),
-        Uneven(3, lost=0, doubled=1),  # No such epoch was asked for.
+        Uneven(2, lost=5, doubled=0, problems=1),
+        Uneven(3, lost=0, doubled=0, problems=1),  # No such epoch was asked for.
     ]
 
 

@@ -48,11 +48,16 @@ def run(pictures: Path, tmp_path: Path) -> Run:
     paths = [str(ROOT), *(str(ROOT / room) for room in ("readers", "staging", "bench"))]
 
     def train(
-        ranks: int, ends: dict[int, list[object]], *more: str, resize: dict[int, int] | None = None
+        ranks: int,
+        ends: dict[int, list[object]],
+        *more: str,
+        model: str = "make",
+        name: str = "",
+        resize: dict[int, int] | None = None,
     ) -> Ran:
         options = ["--epochs", str(EPOCHS), "--batch-size", "4", "--image-size", "32"]
-        options += ["--model", "ending:make", "--fault-tolerance", "shrink", "-n", str(ranks)]
-        options += ["--trace", "t.jsonl", "--report", "r.json", *more]
+        options += ["--model", f"ending:{model}", "--fault-tolerance", "shrink", "-n", str(ranks)]
+        options += ["--trace", f"{name}t.jsonl", "--report", f"{name}r.json", *more]
         options += ["--callback", "ending:Digest", "--callback", "ending:Resize"]
         done = subprocess.run(
             [sys.executable, "-m", "dlio.cli", "train", str(pictures / "train"), *options],
@@ -70,7 +75,7 @@ def run(pictures: Path, tmp_path: Path) -> Run:
             timeout=240,
             check=False,
         )
-        report, trace = tmp_path / "r.json", tmp_path / "t.jsonl"
+        report, trace = tmp_path / f"{name}r.json", tmp_path / f"{name}t.jsonl"
         samples: dict[int, Counter[int]] = {}
         steps: dict[tuple[int, int], set[int]] = {}
         lines = trace.read_text().splitlines() if trace.exists() else []
