@@ -19,10 +19,10 @@ _VAL_FOLDERS: Final = ("val", "validation", "valid", "test")
 def command(config: TrainConfig, ranks: Ranks, file: ConfigFile) -> None:  # noqa: ARG001
     """Train a network on a data set that is cached in a hierarchy of tiers."""
     source, val = find_parts(config.source, config.val)
-    run(replace(config, source=source, val=val), ranks.ranks)
+    run(replace(config, source=source, val=val), ranks.ranks, ranks.backend)
 
 
-def run(config: TrainConfig, ranks: int | None) -> None:
+def run(config: TrainConfig, ranks: int | None, backend: str = "auto") -> None:
     """Start `ranks` ranks that train, or train as one of them.
 
     Raises SystemExit with the exit code of the ranks if they failed.
@@ -33,6 +33,7 @@ def run(config: TrainConfig, ranks: int | None) -> None:
         config,
         check=lambda: _check(config, ranks or 1),
         min_ranks=None if config.fault_tolerance == "off" else config.min_ranks,
+        backend=backend,
     )
 
 
