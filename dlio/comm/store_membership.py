@@ -20,7 +20,7 @@ from typing import Any, Final, TypeAlias
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from dlio.comm.job_store import EventLog, open_store
+from dlio.comm.job_store import EventLog, JobStore
 from dlio.comm.protocol import Json
 from dlio.comm.stopped import StoppedRanks
 from dlio.comm.store_comm import Generation, Part, StoreCommunicator
@@ -45,23 +45,24 @@ _Wanted: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 class StoreMembership:
-    """The ranks that are left of those that dlio's launcher started. One per process.
-
-    Collective over all of them.
+    """The ranks that are left of those that dlio's launcher started. Collective over all of them.
 
     Args:
+        store: the launcher's.
+        me: number of this rank.
+        ranks: how many there are.
         least: fewest ranks that go on.
     """
 
-    def __init__(self, least: int = 1) -> None:
+    def __init__(self, store: JobStore, me: int, ranks: int, least: int = 1) -> None:
         """Raises CommError if a rank is lost already."""
-        self.me = int(os.environ["RANK"])
-        self.members: tuple[int, ...] = tuple(range(int(os.environ["WORLD_SIZE"])))
+        self.me = me
+        self.members: tuple[int, ...] = tuple(range(ranks))
         self.number = 0
         self.lost = False
         self._least = least
         self._timeout_s = settings().timeout_s
-        self._store = open_store()
+        self._store = store
         self._events = EventLog(self._store)
         self._lock = threading.Lock()
         self._dead: set[int] = set()
@@ -76,7 +77,8 @@ class StoreMembership:
         self._generation = self._begin(0, self.members)
         self._watch = Workers(
             "dlio-deaths", self._read_events, wake=self._wake, serves_others=True
-        ).start()
+        )
+        self._watch.start()
         try:
             everyone = self._open()
             part = self._built(self._generation, [(0, (), self.members)])[0]
@@ -104,6 +106,12 @@ class StoreMembership:
         keys = [f"{name}/{member}" for member in self.members]
         self._await(lambda: self._store.has(keys), "all ranks to start", self._generation)
         return self._store.get(keys)
+
+    def close(self) -> None:
+        """End the threads; the end of the process does so, too."""
+        self._stopped.close()
+        self._watch.close()
+        self.mail.close()
 
     # Deaths
 

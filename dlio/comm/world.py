@@ -63,16 +63,17 @@ def world() -> Communicator:
 
 def _launched_world() -> Communicator:
     """Return the communicator of ranks that dlio's launcher started without MPI. Collective."""
-    least = settings().min_ranks
+    from dlio.comm.job_store import open_store
+
+    store, least = open_store(), settings().min_ranks
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if least is not None:
         from dlio.comm.store_membership import StoreMembership
 
-        return StoreMembership(least).world
-    from dlio.comm.job_store import open_store
+        return StoreMembership(store, rank, size, least).world
     from dlio.comm.torchdist import TorchCommunicator
 
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return TorchCommunicator(open_store().raw, "dlio", rank, size)
+    return TorchCommunicator(store.raw, "dlio", rank, size)
 
 
 def membership() -> Membership | None:

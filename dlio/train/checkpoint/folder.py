@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from dlio.comm import Communicator
-from dlio.comm.environment import under_mpi
+from dlio.comm.environment import under_mpi, under_torch
 from dlio.errors import SourceError, UsageError
 from dlio.train.checkpoint.reader import contents, ignore_no_dist_warning, read_tensors
 from dlio.train.report import CheckpointReport
@@ -245,9 +245,12 @@ class Checkpoints:
             backend = None if under_mpi() and dist.get_backend() == "dlio-mpi" else "gloo"
             self._group = dist.new_group(backend=backend)
             return
-        from dlio.comm.process_group import init_process_group
+        if under_torch():
+            dist.init_process_group("gloo")
+        else:
+            from dlio.comm.process_group import init_process_group
 
-        init_process_group()
+            init_process_group()
         self._group = dist.group.WORLD
 
 
