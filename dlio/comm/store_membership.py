@@ -36,7 +36,7 @@ _Gloo: Final[Any] = dist.ProcessGroupGloo
 _MOST_ROUNDS: Final = 20
 """Losses within one recovery after which a job is given up."""
 _LONGEST_SLEEP_S: Final = 4e-3
-_GROUP_TIMEOUT_S: Final = 30.0
+_GROUP_TIMEOUT_S: Final = 10.0
 """Deadline for gloo to connect ranks that have just met."""
 _FREE_TIMEOUT_S: Final = 10.0
 _TURN_S: Final = 0.05
@@ -64,6 +64,9 @@ class StoreMembership:
         self._timeout_s = settings().timeout_s
         self._store = store
         self._events = EventLog(self._store)
+        self._watched = self._store.another()
+        # Connected ahead: where name servers do not answer, torch takes seconds to connect.
+        self._spare: JobStore | None = self._store.another()
         self._lock = threading.Lock()
         self._dead: set[int] = set()
         self._ended: set[int] = set()
@@ -75,9 +78,7 @@ class StoreMembership:
         """Parts of closed communicators and of earlier generations."""
         self._device = _Gloo.create_device(hostname=_own_host())
         self._generation = self._begin(0, self.members)
-        self._watch = Workers(
-            "dlio-deaths", self._read_events, wake=self._wake, serves_others=True
-        )
+        self._watch = Workers("dlio-deaths", self._read_events, wake=self._wake, serves_others=True)
         self._watch.start()
         try:
             everyone = self._open()
@@ -118,7 +119,7 @@ class StoreMembership:
     def _read_events(self, _: int) -> None:
         """Note deaths and ends of generations as they are written."""
         with suppress(CommError):  # The launcher is gone: this rank is ended, too.
-            events = EventLog(self._store.another())
+            events = EventLog(self._watched)
             while not self._watch.stopping.is_set():
                 event = events.next()
                 with self._lock:
@@ -219,15 +220,16 @@ class StoreMembership:
         generation.check()
         parts: list[Part] = []
         errors: list[Exception] = []
+        spare, self._spare = self._spare, None
 
         def build(_: int) -> None:
             try:
-                store = self._store.another()
+                store = spare or self._store.another()
                 for number, colours, ranks in wanted:
                     name = "/".join(map(str, ("gloo", generation.number, number, *colours)))
-                    parts.append(
-                        self._group(PrefixStore(name, store.raw), generation, ranks, number)
-                    )
+                    prefixed = PrefixStore(name, store.raw)
+                    parts.append(self._group(prefixed, generation, ranks, number))
+                self._spare = store
             except (RuntimeError, CommError) as error:
                 errors.append(error)
 

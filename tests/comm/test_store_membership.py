@@ -4,17 +4,15 @@ A rank is lost here by a word in the store, as the launcher writes it; its threa
 may stay, so that nothing else tells the others of it.
 """
 
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import pytest
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import HashStore
 
 from dlio.comm.job_store import EventLog, JobStore
 from dlio.comm.membership import messages_of
@@ -31,26 +29,15 @@ class Job:
     """Ranks as threads, and the store of a launcher."""
 
     def __init__(self) -> None:
-        limit = timedelta(seconds=LIMIT_S)
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self.port = int(listener.getsockname()[1])
-            raw = TCPStore(
-                "127.0.0.1",
-                self.port,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=limit,
-                master_listen_fd=listener.detach(),
-            )
-        self.store = JobStore(raw)
-        self.events = EventLog(self.store.another())
+        self.store = JobStore(HashStore())
+        self.events = EventLog(self.store)
         self.threads = ThreadPoolExecutor(8)
         self.ranks: list[StoreMembership] = []
 
     def start(self, ranks: int, least: int = 1) -> list[StoreMembership]:
         """Make the membership of each rank."""
         starting = [
-            self.threads.submit(StoreMembership, self.store.another(), rank, ranks, least)
+            self.threads.submit(StoreMembership, self.store, rank, ranks, least)
             for rank in range(ranks)
         ]
         self.ranks = [each.result(LIMIT_S) for each in starting]
