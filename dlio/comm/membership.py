@@ -12,6 +12,7 @@ communicator of the last one in place, with new ranks and sizes.
 | module | members are told of a loss by |
 |---|---|
 | `ulfm` | MPI, if its library has User Level Failure Mitigation (Open MPI 5, `--with-ft ulfm`) |
+| `store_membership` | dlio's launcher, if it has started ranks of torch.distributed |
 
 Source: "User Level Failure Mitigation", Bland et al. 2013; fault-tolerant training over it:
 arXiv 1709.03316.

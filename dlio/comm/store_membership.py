@@ -18,10 +18,10 @@ from datetime import timedelta
 from typing import Any, Final, TypeAlias
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
 
 from dlio.comm.job_store import EventLog, JobStore
 from dlio.comm.protocol import Json
+from dlio.comm.rendezvous import Rendezvous
 from dlio.comm.stopped import StoppedRanks
 from dlio.comm.store_comm import Generation, Part, StoreCommunicator
 from dlio.comm.torch_mail import Mail
@@ -65,8 +65,6 @@ class StoreMembership:
         self._store = store
         self._events = EventLog(self._store)
         self._watched = self._store.another()
-        # Connected ahead: where name servers do not answer, torch takes seconds to connect.
-        self._spare: JobStore | None = self._store.another()
         self._lock = threading.Lock()
         self._dead: set[int] = set()
         self._ended: set[int] = set()
@@ -110,6 +108,7 @@ class StoreMembership:
 
     def close(self) -> None:
         """End the threads; the end of the process does so, too."""
+        atexit.unregister(self._end)
         self._stopped.close()
         self._watch.close()
         self.mail.close()
@@ -215,21 +214,20 @@ class StoreMembership:
     def _built(self, generation: Generation, wanted: Sequence[_Wanted]) -> list[Part]:
         """Make groups of gloo for a generation. Collective over each.
 
-        In a thread: gloo waits for all ranks, and cannot be interrupted when one is lost.
+        In a thread: gloo connects all ranks, which cannot be interrupted when one is lost.
         """
         generation.check()
         parts: list[Part] = []
         errors: list[Exception] = []
-        spare, self._spare = self._spare, None
 
         def build(_: int) -> None:
             try:
-                store = spare or self._store.another()
                 for number, colours, ranks in wanted:
                     name = "/".join(map(str, ("gloo", generation.number, number, *colours)))
-                    prefixed = PrefixStore(name, store.raw)
-                    parts.append(self._group(prefixed, generation, ranks, number))
-                self._spare = store
+                    meeting = Rendezvous(
+                        self._store.raw, f"{name}/", generation.check, _GROUP_TIMEOUT_S
+                    )
+                    parts.append(self._group(meeting, generation, ranks, number))
             except (RuntimeError, CommError) as error:
                 errors.append(error)
 

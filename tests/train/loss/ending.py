@@ -18,6 +18,11 @@ from dlio.train.callbacks import Callback, Run
 from dlio.train.report import EpochReport
 
 
+def _rank() -> str:
+    """Number of this rank at the beginning, of MPI or of torch.distributed."""
+    return os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("RANK", "0")
+
+
 def _end(how: str) -> None:
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -26,6 +31,8 @@ def _end(how: str) -> None:
         time.sleep(60)
     elif how == "segv":
         os.kill(os.getpid(), signal.SIGSEGV)
+    elif how == "exit":
+        os._exit(3)
     elif how == "term":
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
@@ -46,9 +53,8 @@ class Ending(nn.Module):
             nn.Tanh(),
             nn.Linear(width, classes),
         )
-        rank = os.environ.get("OMPI_COMM_WORLD_RANK", "0")
         self.how, self.step, self.place = json.loads(os.environ.get("ENDS", "{}")).get(
-            rank, ["", 0, 0]
+            _rank(), ["", 0, 0]
         )
         self.passes = 0
         parameters = list(reversed(list(self.parameters())))
@@ -73,7 +79,7 @@ class Digest(Callback):
 
     def epoch_ends(self, run: Run, report: EpochReport) -> None:
         weights = b"".join(p.detach().numpy().tobytes() for p in run.model.parameters())
-        name = f"weights-{report.epoch}-{os.environ['OMPI_COMM_WORLD_RANK']}"
+        name = f"weights-{report.epoch}-{_rank()}"
         Path(name).write_text(hashlib.sha256(weights).hexdigest(), encoding="ascii")
 
 
