@@ -10,9 +10,9 @@ import os
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, TypeVar, cast
 
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import Store, TCPStore
 
 from dlio.comm.protocol import Json
 from dlio.comm.waiting import default_timeout_s
@@ -21,6 +21,7 @@ from dlio.util.settings import STORE
 
 __all__ = ["EventLog", "JobStore", "open_store"]
 
+_T = TypeVar("_T")
 _FOR_EVER: Final = timedelta(days=365)
 
 
@@ -42,17 +43,19 @@ class JobStore:
     All raise CommError when the launcher is gone.
     """
 
-    def __init__(self, raw: Any) -> None:
+    def __init__(self, raw: Store) -> None:
         self.raw = raw
 
     def another(self) -> "JobStore":
         """Return another connection, for a thread that waits."""
-        return JobStore(self._call(lambda: self.raw.clone()))
+        store: Any = self.raw  # torch does not annotate this method.
+        return JobStore(self._call(lambda: store.clone()))
 
-    def put(self, key: str, value: Json) -> Any:
+    def put(self, key: str, value: _T) -> _T:
         """Write a key that nobody has written yet; return its value, perhaps another's."""
         text = json.dumps(value)
-        return json.loads(self._call(lambda: self.raw.compare_set(key, "", text)))
+        written: _T = json.loads(self._call(lambda: self.raw.compare_set(key, "", text)))
+        return written
 
     def count(self, key: str) -> int:
         """Add 1 to a counter and return it."""
@@ -62,11 +65,11 @@ class JobStore:
         """True if all of these keys are written."""
         return bool(self._call(lambda: self.raw.check(list(keys))))
 
-    def get(self, keys: Sequence[str]) -> list[Any]:
+    def get(self, keys: Sequence[str]) -> list[Json]:
         """Return the values of keys that are written."""
         return [json.loads(each) for each in self._call(lambda: self.raw.multi_get(list(keys)))]
 
-    def wait(self, key: str) -> Any:
+    def wait(self, key: str) -> Json:
         """Wait until a key is written, without a deadline, and return its value."""
         self._call(lambda: self.raw.wait([key], _FOR_EVER))
         return self.get([key])[0]
@@ -99,6 +102,6 @@ class EventLog:
 
     def next(self) -> dict[str, int]:
         """Wait for the next event and return it."""
-        event: dict[str, int] = self._store.wait(f"event/{self._read}")
+        event = cast("dict[str, int]", self._store.wait(f"event/{self._read}"))
         self._read += 1
         return event

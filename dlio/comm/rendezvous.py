@@ -3,19 +3,16 @@
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Final
 
-from torch._C import _distributed_c10d
+from torch._C._distributed_c10d import Store
 
 from dlio.comm.waiting import LONGEST_SLEEP_S, SHORTEST_SLEEP_S
 from dlio.errors import CommTimeout
 
 __all__ = ["Rendezvous"]
 
-_Store: Final[Any] = _distributed_c10d.Store
 
-
-class Rendezvous(_Store):  # type: ignore[misc] # torch does not annotate what it exports
+class Rendezvous(Store):
     """A part of another store.
 
     Args:
@@ -26,13 +23,13 @@ class Rendezvous(_Store):  # type: ignore[misc] # torch does not annotate what i
     """
 
     def __init__(
-        self, store: Any, prefix: str, check: Callable[[], object], timeout_s: float
+        self, store: Store, prefix: str, check: Callable[[], object], timeout_s: float
     ) -> None:
         super().__init__()
         self._store, self._prefix, self._check = store, prefix, check
         self._timeout_s = timeout_s
 
-    def set(self, key: str, value: Any) -> None:
+    def set(self, key: str, value: str) -> None:
         """Write a key."""
         self._store.set(self._prefix + key, value)
 

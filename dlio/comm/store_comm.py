@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -23,13 +23,27 @@ from dlio.comm.torch_mail import Mail, Message
 from dlio.comm.waiting import default_timeout_s, wait_all
 from dlio.errors import CommError, PeerLost
 
-__all__ = ["Builder", "Generation", "Part", "StoreCommunicator", "StoreMessages"]
+__all__ = ["Builder", "Generation", "Gloo", "Part", "StoreCommunicator", "StoreMessages"]
 
 _GONE: Final = "another rank is gone: it was killed, or its node is lost"
 _OPS: Final = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _PATIENCE_S: Final = 2.0
 """Seconds from a broken connection until the launcher must have told of a lost rank."""
 _T = TypeVar("_T")
+
+
+class Gloo(Protocol):
+    """The collectives of a ProcessGroupGloo, for which torch has no annotations."""
+
+    def allgather(
+        self, into: list[list[torch.Tensor]], mine: list[torch.Tensor], /
+    ) -> dist.Work: ...
+
+    def allreduce(
+        self, tensors: list[torch.Tensor], options: AllreduceOptions = ..., /
+    ) -> dist.Work: ...
+
+    def broadcast(self, tensor: torch.Tensor, root: int, /) -> dist.Work: ...
 
 
 class Generation:
@@ -79,17 +93,19 @@ class Part:
     ranks: tuple[int, ...]
     """Member number of each rank."""
     rank: int
-    group: Any
-    """ProcessGroupGloo of these ranks."""
+    group: Gloo | None
+    """None once it is freed."""
     channel: int
     """Number of the communicator."""
     works: list[dist.Work] = field(default_factory=list)
     """Operations of gloo that may be under way."""
 
-    def begin(self, post: Callable[[Any], dist.Work]) -> dist.Work | None:
+    def begin(self, post: Callable[[Gloo], dist.Work]) -> dist.Work | None:
         """Start an operation of gloo; None if a connection is broken. Raises PeerLost."""
         self.generation.check()
         self.works = [work for work in self.works if not work.is_completed()]
+        if self.group is None:
+            raise PeerLost(_GONE)
         try:
             work = post(self.group)
         except RuntimeError:
@@ -295,7 +311,7 @@ class StoreCommunicator:
             self.over = True
             self.membership.drop(self)
 
-    def _join(self, post: Callable[[Any], dist.Work], what: str) -> None:
+    def _join(self, post: Callable[[Gloo], dist.Work], what: str) -> None:
         part = self._part
         self.wait([_Reduction(part, part.begin(post))], what)
 

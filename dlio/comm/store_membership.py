@@ -281,7 +281,9 @@ class StoreMembership:
             raise CommError(
                 f"{len(members)} ranks are left, and --min-ranks is {self._least}: this job ends"
             )
-        everyone = self._store.get([f"here/{number}/{member}" for member in members])
+        everyone: list[Any] = list(
+            self._store.get([f"here/{number}/{member}" for member in members])
+        )
         generation = self._begin(number, members)
         colours = [each[0] for each in everyone]
         parts = None
