@@ -109,6 +109,7 @@ class StoreMembership:
     def close(self) -> None:
         """End the threads; the end of the process does so, too."""
         atexit.unregister(self._end)
+        self._end()
         self._stopped.close()
         self._watch.close()
         self.mail.close()
@@ -362,7 +363,8 @@ class StoreMembership:
 
     def _end(self) -> None:
         with self._lock:
-            self._spent += [handle.part for handle in self._living().values()] if self.lost else []
+            living = [handle.part for handle in self._living().values()]
+            self._spent += [part for part in living if self.lost or not part.is_idle()]
             self._forget()
 
 

@@ -63,6 +63,7 @@ def test_no_rank_outlasts_the_deadline(tmp_path: Path) -> None:
     assert not any(is_running(int(path.name)) for path in tmp_path.iterdir())
 
 
+@pytest.mark.nightly
 def test_deaths_are_events_of_the_store() -> None:
     """A rank sees the death of another, in the store to which its environment points."""
     text = (
