@@ -5,6 +5,7 @@ lets the others go on. Ranks connect while it still imports torch: it listens be
 """
 
 import contextlib
+import itertools
 import math
 import os
 import select
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -89,7 +91,7 @@ def launch(
                 "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
             }
             full |= own
-        output = stack.enter_context(_Output(capture))
+        output = stack.enter_context(_Output(ranks, capture))
         job = stack.enter_context(_Job(argv, ranks, full, output, done_file))
         code = job.run(listener, timeout_s)
         job.close()
@@ -118,25 +120,20 @@ def _environment(ranks: int, port: int, more: Mapping[str, str]) -> dict[str, st
 
 
 class _Output:
-    """Output of all ranks: captured, or passed on at once, each error once."""
+    """Output of all ranks, by whole lines: captured, or passed on at once, each error once."""
 
-    def __init__(self, capture: bool) -> None:
+    def __init__(self, ranks: int, capture: bool) -> None:
         self._capture = capture
         self.text: str | None = None
         self.errors: str | None = None
-        self.filter = ErrorFilter()
-        self._lines: dict[int, list[str]] = {}
-        self._streams: list[IO[str]] = []
-        self.pipes: list[int | None] = []
-        """Descriptors of the ranks' standard output and error; None for this process's."""
-        for number in range(2):
-            if number == 0 and not capture:
-                self.pipes.append(None)
-                continue
-            end, pipe = os.pipe()
-            self.pipes.append(pipe)
-            self._lines[number] = []
-            self._streams.append(os.fdopen(end, encoding="utf-8", errors="replace"))
+        self._filter = ErrorFilter()
+        self._lock = threading.Lock()
+        self._lines: tuple[list[str], list[str]] = ([], [])
+        self._streams: list[tuple[int, IO[str]]] = []
+        self.pipes: list[list[int | None]] = []
+        """Descriptors of each rank's standard output and error; None for this process's."""
+        for _ in range(ranks):
+            self.pipes.append([self._pipe(0) if capture else None, self._pipe(1)])
         self._relay = Workers(
             "dlio-output", self._read, len(self._streams), stop_timeout_s=_END_TIMEOUT_S
         )
@@ -148,8 +145,8 @@ class _Output:
         self.close()
 
     def start(self) -> None:
-        """Begin to read, once all ranks hold the pipes: their end is the end of all ranks."""
-        for pipe in self.pipes:
+        """Begin to read, once the ranks hold the pipes: a rank's end is the end of its pipes."""
+        for pipe in itertools.chain(*self.pipes):
             if pipe is not None:
                 os.close(pipe)
         self.pipes.clear()
@@ -160,18 +157,25 @@ class _Output:
         if self.pipes:
             self.start()
         if not self._relay.close():
-            for stream in self._streams:
+            for _, stream in self._streams:
                 stream.close()
         if self._capture:
-            self.text, self.errors = ("".join(self._lines[number]) for number in range(2))
+            self.text, self.errors = ("".join(lines) for lines in self._lines)
 
-    def _read(self, number: int) -> None:
-        for line in self._streams[number]:
-            if self._capture:
-                self._lines[number].append(line)
-            elif shown := self.filter.feed(line):
-                sys.stderr.writelines(shown)
-                sys.stderr.flush()
+    def _pipe(self, number: int) -> int:
+        end, pipe = os.pipe()
+        self._streams.append((number, os.fdopen(end, encoding="utf-8", errors="replace")))
+        return pipe
+
+    def _read(self, thread: int) -> None:
+        number, stream = self._streams[thread]
+        for line in stream:
+            with self._lock:
+                if self._capture:
+                    self._lines[number].append(line)
+                elif shown := self._filter.feed(line):
+                    sys.stderr.writelines(shown)
+                    sys.stderr.flush()
 
 
 class _Job:
@@ -196,8 +200,8 @@ class _Job:
                     argv,
                     env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                     stdin=subprocess.DEVNULL,
-                    stdout=output.pipes[0],
-                    stderr=output.pipes[1],
+                    stdout=output.pipes[rank][0],
+                    stderr=output.pipes[rank][1],
                     start_new_session=True,  # `_end` reaches all of a rank.
                 )
         except BaseException:
