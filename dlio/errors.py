@@ -15,14 +15,12 @@ Each message names the error, its place (path, block, sample, rank) and the reme
 """
 
 __all__ = [
-    "AllLeave",
     "CommError",
     "CommTimeout",
     "CorruptBlock",
     "DecodeError",
     "DlioError",
     "PeerLost",
-    "RankLeft",
     "SourceError",
     "TierError",
     "TierFull",
@@ -71,11 +69,3 @@ class PeerLost(CommError):
 
     `dlio.comm.membership` makes the next one of the ranks that are left.
     """
-
-
-class RankLeft(Exception):
-    """This rank has left the job on purpose, or was never called; the others go on without it."""
-
-
-class AllLeave(Exception):
-    """All ranks of the job leave on purpose, between the same two batches."""

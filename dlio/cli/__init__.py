@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from dlio.errors import DlioError, UsageError
-from dlio.util.settings import DONE, LAUNCHER, settings, unknown_variables
+from dlio.util.settings import DONE, LAUNCHER, STORE, settings, unknown_variables
 
 __all__ = ["guarded", "main"]
 
@@ -69,9 +69,9 @@ def guarded(run: Callable[[], object]) -> NoReturn:
         traceback.print_exc()
         code = 1
     if code == _INTERRUPTED:
-        from dlio.comm.environment import under_mpi
+        from dlio.comm.environment import under_mpi, under_torch
 
-        if under_mpi():
+        if under_mpi() or under_torch():
             from dlio.comm.world import membership
 
             if membership() is not None:
@@ -80,7 +80,7 @@ def guarded(run: Callable[[], object]) -> NoReturn:
         print("dlio: interrupted", file=sys.stderr, flush=True)
     if "dlio.comm.world" in sys.modules:
         _end_alone(code if isinstance(code, int) else 1)
-    if code and "mpi4py" in sys.modules:
+    if code and ("mpi4py" in sys.modules or STORE in os.environ):
         from dlio.comm.world import abort
 
         abort(code if isinstance(code, int) else 1)
@@ -154,9 +154,9 @@ def _run(tokens: list[str]) -> None:
 def _warn_of_unknown_variables() -> None:
     unknown = unknown_variables(os.environ)
     if unknown:
-        from dlio.comm.environment import under_mpi
+        from dlio.comm.environment import under_mpi, under_torch
 
-        if under_mpi():
+        if under_mpi() or under_torch():
             return  # The launcher has printed the warning.
     for name, near in unknown:
         hint = f"; the nearest is {near}" if near else ""

@@ -6,7 +6,7 @@ from typing import Final
 
 from dlio.cli.ranks import on_ranks
 from dlio.cli.records import ConfigFile, Ranks
-from dlio.errors import RankLeft, UsageError
+from dlio.errors import UsageError
 from dlio.train.config import MODEL_NAMES, TrainConfig
 from dlio.train.factory import check_name
 
@@ -19,10 +19,10 @@ _VAL_FOLDERS: Final = ("val", "validation", "valid", "test")
 def command(config: TrainConfig, ranks: Ranks, file: ConfigFile) -> None:  # noqa: ARG001
     """Train a network on a data set that is cached in a hierarchy of tiers."""
     source, val = find_parts(config.source, config.val)
-    run(replace(config, source=source, val=val), ranks.ranks)
+    run(replace(config, source=source, val=val), ranks.ranks, ranks.backend)
 
 
-def run(config: TrainConfig, ranks: int | None) -> None:
+def run(config: TrainConfig, ranks: int | None, backend: str = "auto") -> None:
     """Start `ranks` ranks that train, or train as one of them.
 
     Raises SystemExit with the exit code of the ranks if they failed.
@@ -34,12 +34,14 @@ def run(config: TrainConfig, ranks: int | None) -> None:
         check=lambda: _check(config, ranks or 1),
         min_ranks=config.min_ranks if _may_lose_ranks(config) else None,
         spares=config.spares,
+        backend=backend,
     )
 
 
 def train_rank(config: TrainConfig) -> None:
     """Train as this rank; rank 0 prints the report."""
     from dlio.comm import world
+    from dlio.comm.membership import RankLeft
     from dlio.train.trainer import train
 
     try:

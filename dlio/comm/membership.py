@@ -15,6 +15,7 @@ leaves on purpose, when all members renew the generation between two batches.
 | module | members are told of a loss by |
 |---|---|
 | `ulfm` | MPI, if its library has User Level Failure Mitigation (Open MPI 5, `--with-ft ulfm`) |
+| `store_membership` | dlio's launcher, if it has started ranks of torch.distributed |
 
 Source: "User Level Failure Mitigation", Bland et al. 2013; fault-tolerant training over it:
 arXiv 1709.03316.
@@ -24,7 +25,15 @@ from typing import Protocol, runtime_checkable
 
 from dlio.comm.protocol import Buffer, Communicator, Json, Request
 
-__all__ = ["Elastic", "Membership", "Messages", "messages_of"]
+__all__ = ["AllLeave", "Elastic", "Membership", "Messages", "RankLeft", "messages_of"]
+
+
+class RankLeft(Exception):
+    """This rank has left the job on purpose, or was never called; the others go on without it."""
+
+
+class AllLeave(Exception):
+    """All ranks of the job leave on purpose, between the same two batches."""
 
 
 class Messages(Protocol):

@@ -12,10 +12,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from dlio.comm.membership import Messages, messages_of
+from dlio.comm.membership import Messages, RankLeft, messages_of
 from dlio.comm.protocol import Array, Buffer, Communicator, Json, Op, Request
 from dlio.comm.world import replace_world, world
-from dlio.errors import RankLeft
 
 __all__ = ["PlannedMembership", "plan_world"]
 

@@ -15,8 +15,8 @@ from typing import Any, Final, Protocol, TypeAlias, TypeVar, runtime_checkable
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from dlio.comm import Communicator
-from dlio.comm.membership import Elastic, Membership
-from dlio.errors import AllLeave, CommError, PeerLost, RankLeft, UsageError
+from dlio.comm.membership import AllLeave, Elastic, Membership, RankLeft
+from dlio.errors import CommError, PeerLost, UsageError
 
 __all__ = [
     "Dealer",

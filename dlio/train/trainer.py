@@ -8,9 +8,10 @@ from typing import NoReturn
 import torch
 
 from dlio.comm import Communicator, world
+from dlio.comm.membership import AllLeave
 from dlio.comm.planned import plan_world
 from dlio.comm.recovery import check_survival, uniform
-from dlio.errors import AllLeave, UsageError
+from dlio.errors import UsageError
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.dataset import Dataset
 from dlio.storage.mount import Mount

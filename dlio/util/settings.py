@@ -19,6 +19,7 @@ __all__ = [
     "LAUNCHER",
     "RECORD",
     "SETTINGS",
+    "STORE",
     "TERMINAL",
     "Setting",
     "Settings",
@@ -207,12 +208,14 @@ LAUNCHER: Final = "DLIO_LAUNCHER_PID"
 DONE: Final = "DLIO_DONE"
 SPARES: Final = "DLIO_SPARES"
 TERMINAL: Final = "DLIO_TERMINAL"
+STORE: Final = "DLIO_STORE"
 RECORD: Final = "DLIO_RECORD"
 INTERNAL: Final[dict[str, str]] = {
     LAUNCHER: "Process id of the launcher, set for the ranks that it starts.",
     DONE: "File that the ranks make at their successful end, where they survive others.",
     SPARES: "Number of ranks that wait at first, set for the ranks that dlio starts.",
     TERMINAL: "Set for ranks when the launcher's standard output is a terminal.",
+    STORE: "Address of the launcher's store, set for ranks of torch.distributed that it starts.",
     RECORD: "Options of the command as JSON, set for the ranks that it starts.",
     "DLIO_TEST_DATA": "Folder with real images for dlio's own tests.",
 }

@@ -43,7 +43,7 @@ from dlio.train.pruning.pace import Schedule
 from dlio.train.report import EpochReport
 
 _LATE_S = 40.0
-_RANK = os.environ.get("OMPI_COMM_WORLD_RANK", "0")
+_RANK = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("RANK", "0")
 
 
 def _end(how: str) -> None:
@@ -54,6 +54,8 @@ def _end(how: str) -> None:
         time.sleep(60)
     elif how == "segv":
         os.kill(os.getpid(), signal.SIGSEGV)
+    elif how == "exit":
+        os._exit(3)
     elif how == "term":
         os.kill(os.getpid(), signal.SIGTERM)
         return  # It leaves when its batch is done.

@@ -17,12 +17,13 @@ from torch import nn
 import dlio
 
 EPOCHS = 3
+RANK = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["RANK"]
 
 
 def main() -> None:
     """Train on the positions of samples: sample i moves weight i alone."""
     folder, mode = sys.argv[1:]
-    end = json.loads(os.environ["ENDS"]).get(os.environ["OMPI_COMM_WORLD_RANK"], 0)
+    end = json.loads(os.environ["ENDS"]).get(RANK, 0)
     with dlio.open(folder, tiers="ram:64MiB", image_size=32) as data:
         model = nn.Embedding(len(data), 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -49,7 +50,7 @@ def main() -> None:
                     steps += 1
                 line = {"epoch": epoch, "counts": sorted(set(counts.tolist())), "steps": steps}
                 print(json.dumps({**line, "planned": len(loader)}), flush=True)
-    Path(f"ended-{os.environ['OMPI_COMM_WORLD_RANK']}").touch()
+    Path(f"ended-{RANK}").touch()
 
 
 if __name__ == "__main__":
