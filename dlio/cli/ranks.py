@@ -73,6 +73,9 @@ def on_ranks(
         elif spares:
             raise UsageError("--spares needs MPI: pip install 'dlio[mpi]', without --backend torch")
         else:
+            if backend == "auto":
+                said = "no MPI is installed (dlio[mpi]): ranks exchange over torch.distributed"
+                print(f"dlio: {said}", file=sys.stderr, flush=True)
             code = launch_torch.run_module(module, argv, ranks, more, min_ranks)
         if code:
             raise SystemExit(code)

@@ -257,7 +257,7 @@ class StoreMembership:
 
     # The next generation
 
-    def renew(self, report: Json, meets: bool = False) -> list[Json]:  # noqa: ARG002
+    def renew(self, report: Json, meets: bool = False) -> list[Json]:
         self.lost = True
         old = self._generation
         if not old.over:

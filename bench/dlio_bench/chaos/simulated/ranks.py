@@ -134,7 +134,7 @@ class _Loader:
         self._dealt = (members.index(me), Shares.of(global_batch, len(members)))
         self._members = members
 
-    def redeal(self, position: int, again: Sequence[int]) -> None:
+    def redeal(self, position: int, again: Sequence[int], _: Sequence[int]) -> None:
         self._place = self._place.loaded(self.planned.state_at(position, again))
 
     def stats(self) -> Any:
