@@ -63,7 +63,7 @@ def _ask(job: str, more: int) -> None:
     read = read_wanted(folder) if is_ours else None
     if read is None:
         raise UsageError(
-            f"{job}: no such job of yours runs on this machine; `dlio train --fault-tolerance "
+            f"{job}: not a job of yours on this machine; `dlio train --fault-tolerance "
             "shrink --spares 1` prints the job's name"
         )
     wanted, most = read

@@ -311,8 +311,8 @@ class Recovery:
             joins: this rank has not followed the others yet.
         """
         began = time.perf_counter()
-        told = None if joins else {name: part.tell() for name, part in self._parts.items()}
-        reports: Any = self.membership.renew(told, meets)
+        mine = None if joins else {name: part.tell() for name, part in self._parts.items()}
+        reports: Any = self.membership.renew(mine, meets)
         self._seconds[0] += time.perf_counter() - began
         return self._settle(reports)
 

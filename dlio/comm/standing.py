@@ -22,7 +22,7 @@ class Wanted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What a rank tells about itself when a generation ends."""
+    """The facts that a rank reports about itself when a generation ends."""
 
     member: int
     """Number of the rank when the job began."""
@@ -39,9 +39,9 @@ class Standing:
         return [self.member, self.active, self.leaves, self.meets, *self.wanted]
 
     @classmethod
-    def from_list(cls, told: Sequence[int]) -> "Standing":
-        """Return what `as_list` has told."""
-        member, active, leaves, meets, request, ranks = map(int, told)
+    def from_list(cls, numbers: Sequence[int]) -> "Standing":
+        """Return the standing that `as_list` has returned."""
+        member, active, leaves, meets, request, ranks = map(int, numbers)
         return cls(member, bool(active), bool(leaves), bool(meets), Wanted(request, ranks))
 
 

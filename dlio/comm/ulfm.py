@@ -237,7 +237,7 @@ class UlfmMembership:
         handles = self._living()
         made: dict[int, MPI.Intracomm] = {}
         active = cast(MPI.Intracomm, MPI.COMM_NULL)
-        told: list[list[Any]] = []
+        reported: list[list[Any]] = []
         standings: list[Standing] = []
         members: tuple[int, ...] = ()
         leavers: set[int] = set()
@@ -246,15 +246,15 @@ class UlfmMembership:
             # Nobody revokes this communicator: no rank waits on it elsewhere.
             colours = {str(number): list(handle.colours) for number, handle in handles.items()}
             mine = self._standing(meets).as_list()
-            told = MpiCommunicator(root).allgather([mine, colours, self._made, report])
-            standings = [Standing.from_list(each[0]) for each in told]
+            reported = MpiCommunicator(root).allgather([mine, colours, self._made, report])
+            standings = [Standing.from_list(each[0]) for each in reported]
             members = next_members(standings)
             self._check_number(standings, members)
             is_mine = self.me in members
             colour = 0 if is_mine else MPI.UNDEFINED
             active = cast(MPI.Intracomm, root.Split(colour, root.rank))
             if is_mine:
-                chosen = [each for each in told if each[0][0] in members]
+                chosen = [each for each in reported if each[0][0] in members]
                 # A rank may have closed one that others have not closed yet: it is gone.
                 common = set.intersection(*(set(map(int, each[1])) for each in chosen))
                 for number in sorted(common):
@@ -279,7 +279,7 @@ class UlfmMembership:
         self.left = tuple(sorted(leavers))
         self._alive = tuple(s.member for s in standings if s.member not in leavers)
         self._wanted = max(each.wanted for each in standings)
-        self._made = max(each[2] for each in told)
+        self._made = max(each[2] for each in reported)
         now = [replace(s, active=s.member in members) for s in standings if s.member in self._alive]
         self.due = is_meeting_due(now)
         self.ends = self.due and all(each.leaves for each in now)
@@ -288,7 +288,7 @@ class UlfmMembership:
                 handle.replace(made.get(number))
             else:
                 handle.rest()
-        return [each[3] for each in told if each[0][0] in members]
+        return [each[3] for each in reported if each[0][0] in members]
 
     def _standing(self, meets: bool) -> Standing:
         self._has_told = self._leaves()

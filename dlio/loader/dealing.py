@@ -9,7 +9,7 @@ The trainer deals for its loaders; a loader in a training loop of the user's dea
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeAlias
 
 import torch
 
@@ -19,13 +19,17 @@ from dlio.loader.contract import BatchData, State
 from dlio.loader.dataset import Dataset
 from dlio.loader.feed import LoaderIterator
 from dlio.loader.groups import Groups
-from dlio.loader.history import Closed, Deal, Taken, recalled, told
+from dlio.loader.history import Closed, Deal, Taken, described, recalled
 from dlio.loader.passes import FormulaOrder, PlannedPass
 from dlio.loader.stats import PassStats, joined
 from dlio.plan.epoch import EpochPlan
 from dlio.plan.sample_mask import SampleMask
 
-__all__ = ["Dealing", "DealtIterator"]
+__all__ = ["Dealing", "DealtIterator", "EpochPlace"]
+
+
+EpochPlace: TypeAlias = dict[str, Any]
+"""Where a rank is in an epoch, as JSON types; see `Dealing.tell_epoch`."""
 
 
 class _Loader(Protocol):
@@ -269,7 +273,7 @@ class Dealing:
             loader.prepare()
         self._dealt_to = ((), 0)  # The loaders' own even shares are those of ranks and spares.
 
-    def tell_epoch(self) -> dict[str, Any]:
+    def tell_epoch(self) -> EpochPlace:
         """Return all that a rank has to know that joins now, as JSON types."""
         return {
             "epoch": self._epoch,
@@ -283,23 +287,23 @@ class Dealing:
             "comes_again": sorted(self._comes_again),
             "final": None if self._final is None else list(self._final.items()),
             "passes": [loader.prepare() for loader in self._loaders],
-            "history": told(self._closed),
+            "history": described(self._closed),
         }
 
-    def follow_epoch(self, told: dict[str, Any]) -> None:
+    def follow_epoch(self, place: EpochPlace) -> None:
         """Go on where another rank is, as it has told."""
-        self._joins, self._joined = True, told["has_begun"]
-        self._epoch, self.step, self.position = told["epoch"], told["step"], told["position"]
-        self._samples, self._has_begun = told["samples"], told["has_begun"]
-        self._begun_with, begun_by, self.usual_batch = told["begun"]
+        self._joins, self._joined = True, place["has_begun"]
+        self._epoch, self.step, self.position = place["epoch"], place["step"], place["position"]
+        self._samples, self._has_begun = place["samples"], place["has_begun"]
+        self._begun_with, begun_by, self.usual_batch = place["begun"]
         self._begun_by = tuple(begun_by)
-        self._is_exact, self._drops_last = told["order"]
-        self.again = list(told["again"])
-        self._comes_again = {(step, member) for step, member in told["comes_again"]}
-        self._final = None if told["final"] is None else dict(map(tuple, told["final"]))
-        for loader, passes in zip(self._loaders, told["passes"], strict=True):
+        self._is_exact, self._drops_last = place["order"]
+        self.again = list(place["again"])
+        self._comes_again = {(step, member) for step, member in place["comes_again"]}
+        self._final = None if place["final"] is None else dict(map(tuple, place["final"]))
+        for loader, passes in zip(self._loaders, place["passes"], strict=True):
             loader.prepare(passes)
-        self._closed = recalled(told["history"], self._loader)
+        self._closed = recalled(place["history"], self._loader)
         self._open, self._earlier = [], []
 
     def close(self) -> None:

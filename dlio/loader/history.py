@@ -20,7 +20,7 @@ from dlio.plan.shares import Shares
 
 _T = TypeVar("_T")
 
-__all__ = ["Closed", "Deal", "Taken", "recalled", "told"]
+__all__ = ["Closed", "Deal", "Taken", "described", "recalled"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,7 +83,7 @@ class _Loader(Protocol):
         """An epoch, and the samples that it uses; None for all."""
 
 
-def told(closed: Sequence[Closed]) -> dict[str, Any]:
+def described(closed: Sequence[Closed]) -> dict[str, Any]:
     """Return the batches of an epoch as JSON types."""
     deals = _numbered(batch.deal for batch, _, _ in closed)
     counted = _numbered(members for *_, members in closed)
@@ -110,7 +110,7 @@ def told(closed: Sequence[Closed]) -> dict[str, Any]:
 
 
 def recalled(history: dict[str, Any], loader: _Loader) -> list[Closed]:
-    """Return the batches that another rank has `told`."""
+    """Return the batches that another rank has `described`."""
     deals = [_recalled(each, loader) for each in history["deals"]]
     counted = [frozenset(members) for members in history["counted"]]
     return [

@@ -4,7 +4,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from dlio.comm.recovery import Loss, recovery_of, uniform
 from dlio.errors import UsageError
 from dlio.loader.contract import State
 from dlio.loader.dataloader import DataLoader
-from dlio.loader.dealing import Dealing
+from dlio.loader.dealing import Dealing, EpochPlace
 from dlio.train.balance import Balancer, Clock
 from dlio.train.callbacks.base import Callback
 from dlio.train.config import TrainConfig
@@ -37,7 +37,16 @@ from dlio.train.report import EpochReport, RankEpoch
 from dlio.train.skipping.rule import EASY, SHARE
 from dlio.train.skipping.skipper import SampleSkipper
 
-__all__ = ["Worker"]
+__all__ = ["RunPlace", "Worker"]
+
+
+class RunPlace(TypedDict):
+    """Where a run is, between two batches, for a rank that joins; as JSON types."""
+
+    step: tuple[int, int, int | None, int]
+    said: tuple[int, int]
+    """Numbers of losses and of changes that have been shown."""
+    dealing: EpochPlace
 
 
 class Worker:
@@ -207,21 +216,21 @@ class Worker:
         self._dealing.prepare()
         self.recovery.rest(ranks)
 
-    def tell_place(self) -> dict[str, Any]:
-        """Return where the run is, between two batches, for a rank that joins; as JSON types."""
+    def tell_place(self) -> RunPlace:
+        """Return where the run is, between two batches."""
         assert isinstance(self._dealing, Dealing)
         return {
-            "step": [self._step, self._finished, self._first, self._planned],
-            "said": [self._losses_told, self._changes_told],
+            "step": (self._step, self._finished, self._first, self._planned),
+            "said": (self._losses_told, self._changes_told),
             "dealing": self._dealing.tell_epoch(),
         }
 
-    def follow_place(self, told: dict[str, Any]) -> None:
+    def follow_place(self, place: RunPlace) -> None:
         """Go on where another rank is, whose state was restored."""
         assert isinstance(self._dealing, Dealing)
-        self._step, self._finished, self._first, self._planned = told["step"]
-        self._losses_told, self._changes_told = told["said"]
-        self._dealing.follow_epoch(told["dealing"])
+        self._step, self._finished, self._first, self._planned = place["step"]
+        self._losses_told, self._changes_told = place["said"]
+        self._dealing.follow_epoch(place["dealing"])
         self._joins = True
 
     def _train(self, progress: TrainingProgress, ledger: SampleLedger | None) -> None:

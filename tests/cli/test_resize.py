@@ -39,12 +39,12 @@ def test_what_is_not_possible_is_refused(job: Path) -> None:
         join(Change("abc", 3))
     with pytest.raises(UsageError, match="so 0 are not possible"):
         leave(Change("abc", 2))
-    with pytest.raises(UsageError, match="nothing: no such job of yours runs on this machine"):
+    with pytest.raises(UsageError, match="nothing: not a job of yours on this machine"):
         join(Change("nothing"))
     assert read_wanted(str(job)) == (Wanted(0, 2), 4)
 
 
 def test_a_job_of_another_user_is_not_believed(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: os.lstat(job).st_uid + 1)
-    with pytest.raises(UsageError, match="no such job of yours"):
+    with pytest.raises(UsageError, match="not a job of yours"):
         join(Change("abc"))
