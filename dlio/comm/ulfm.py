@@ -21,9 +21,10 @@ import mpi4py
 import numpy as np
 from mpi4py import MPI
 
+from dlio.comm.board import open_board
 from dlio.comm.mpi import MpiCommunicator, MpiRequest, agreed, one_at_a_time
+from dlio.comm.node_watch import NodeWatch
 from dlio.comm.protocol import Json
-from dlio.comm.stopped import StoppedRanks
 from dlio.comm.waiting import wait_all
 from dlio.errors import CommError, PeerLost, UsageError
 from dlio.util.settings import settings
@@ -70,9 +71,12 @@ class UlfmMembership:
         self.world = MpiCommunicator(self._root.Dup(), membership=self)
         # Numbers of processes mean nothing in another container of the same name.
         host = f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
-        everyone: list[tuple[str, int]] = self.world.allgather((host, os.getpid()))
-        here = {member: pid for member, (name, pid) in enumerate(everyone) if name == host}
-        self._stopped = StoppedRanks(here, self.me, lambda: self.members)
+        board = open_board()
+        mine = (host, os.getpid(), board.file)
+        everyone: list[tuple[str, int, int]] = self.world.allgather(mine)
+        here = {member: pid for member, (name, pid, _) in enumerate(everyone) if name == host}
+        files = {member: everyone[member][2] for member in here}
+        self._watch = NodeWatch(here, self.me, lambda: self.members, board, files)
         atexit.register(self._end)
 
     def add(self, handle: MpiCommunicator) -> None:

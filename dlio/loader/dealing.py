@@ -14,6 +14,7 @@ from typing import Protocol, Self
 import torch
 
 from dlio.comm import Communicator
+from dlio.comm.board import computing, end_step
 from dlio.comm.recovery import Recovery, Report
 from dlio.loader.contract import BatchData
 from dlio.loader.feed import LoaderIterator
@@ -154,6 +155,7 @@ class Dealing:
     def batches(self) -> Iterator[BatchData]:
         """Yield the batches of an epoch, from the loader's position on; in a later call, those that
         are left."""
+        end_step()
         if self._begun is None:
             self._deal_to(self._groups.members, self.usual_batch)
         elif not self._more():
@@ -170,7 +172,10 @@ class Dealing:
                 self.position = min(self.position + self._global_batch, self._end)
                 if self._recovery is not None and torch.is_grad_enabled():
                     self._open.append(_Batch(deal, number, self._step))
-                yield data
+                    with computing():
+                        yield data
+                else:
+                    yield data
                 self._step += 1
                 if self._groups.members != deal.members:
                     break

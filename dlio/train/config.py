@@ -128,6 +128,33 @@ class TrainConfig:
     min_ranks: Annotated[
         int, Option("Fewest ranks that go on with --fault-tolerance shrink.", least=1)
     ] = 1
+    hang_after: Annotated[
+        float | None,
+        Option(
+            "Time without progress after which a rank that all others of its node wait for hangs "
+            "and is killed, with --fault-tolerance shrink; 0 for never.",
+            unit="seconds",
+            least=0,
+            default_text="the longer of 30 seconds and 20 steps",
+        ),
+    ] = None
+    evict_slow: Annotated[
+        bool,
+        Option(
+            "Go on without a rank that computes at less than a fifth of the others' speed, with "
+            "--fault-tolerance shrink."
+        ),
+    ] = False
+    check_weights: Annotated[
+        int | None,
+        Option(
+            "Steps of the optimizer between two comparisons of the ranks' weights. A rank that "
+            "differs from most gets theirs.",
+            unit="steps",
+            least=1,
+            default_text="never",
+        ),
+    ] = None
     balance: Annotated[
         bool,
         Option(
@@ -298,7 +325,12 @@ class TrainConfig:
         check(self)
         check_mode(self.shuffle)
         check_shares(self.shuffle, self.balance)
-        parse_exchange(self.exchange)
+        spec = parse_exchange(self.exchange)
+        if self.check_weights is not None and not spec.alike:
+            raise UsageError(
+                f"--check-weights does not go with --exchange {self.exchange}, whose ranks have "
+                "different weights: choose one that sums gradients, such as allreduce"
+            )
         if window_of(self.source_order) is not None and not is_exact(self.shuffle):
             raise UsageError(
                 f"--source-order {self.source_order} goes with --shuffle batch or global"
@@ -312,6 +344,10 @@ class TrainConfig:
         if self.fault_tolerance == "off":
             if self.min_ranks > 1:
                 raise UsageError("--min-ranks needs --fault-tolerance shrink, too")
+            if self.hang_after is not None:
+                raise UsageError("--hang-after needs --fault-tolerance shrink, too")
+            if self.evict_slow:
+                raise UsageError("--evict-slow needs --fault-tolerance shrink, too")
             return
         unsuitable = {
             f"--shuffle {self.shuffle}": not is_exact(self.shuffle),

@@ -1,5 +1,6 @@
 """The callback that writes checkpoints during a run."""
 
+from dlio.comm.board import elsewhere
 from dlio.train.callbacks.base import Callback, Run
 from dlio.train.checkpoint.folder import Checkpoints
 from dlio.train.checkpoint.state import about, tensors_of
@@ -33,4 +34,5 @@ class CheckpointCallback(Callback):
     def _save(self, updates: int) -> None:
         if updates != self._last:
             self._last = updates
-            self._checkpoints.save(updates, tensors_of(self._worker), about(self._worker))
+            with elsewhere():
+                self._checkpoints.save(updates, tensors_of(self._worker), about(self._worker))

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from dlio.comm.stopped import StoppedRanks, is_stopped
+from dlio.comm.node_watch import NodeWatch, is_stopped
 from tests.conftest import in_time
 
 # A signal that stops the stand-in would not stop its program.
@@ -34,7 +34,7 @@ def test_a_stopped_rank_is_killed_and_others_are_not() -> None:
         _rank("import time; time.sleep(60)") as stops,
     ):
         ranks = {1: computes.pid, 2: sleeps.pid, 3: stops.pid, 0: 0}
-        watch = StoppedRanks(ranks, 0, lambda: (0, 1, 2, 3))
+        watch = NodeWatch(ranks, 0, lambda: (0, 1, 2, 3))
         try:
             stops.send_signal(signal.SIGSTOP)
             assert in_time(lambda: is_stopped(stops.pid))
@@ -46,7 +46,7 @@ def test_a_stopped_rank_is_killed_and_others_are_not() -> None:
 
 def test_a_rank_that_goes_on_in_time_is_left_alone() -> None:
     with _rank("import time; time.sleep(60)") as stops:
-        watch = StoppedRanks({0: 0, 1: stops.pid}, 0, lambda: (0, 1))
+        watch = NodeWatch({0: 0, 1: stops.pid}, 0, lambda: (0, 1))
         try:
             stops.send_signal(signal.SIGSTOP)
             assert in_time(lambda: is_stopped(stops.pid))
@@ -58,24 +58,27 @@ def test_a_rank_that_goes_on_in_time_is_left_alone() -> None:
 
 
 def test_the_lowest_rank_that_lives_and_is_not_stopped_watches_the_others() -> None:
-    watched = {me: StoppedRanks({me: 0}, me, lambda: (2, 5, 7))._watched() for me in (2, 5, 7)}
-    assert watched == {2: [], 5: [], 7: []}
     sleep = "import time; time.sleep(60)"
     with _rank(sleep) as two, _rank(sleep) as five, _rank(sleep) as seven:
         here = {2: two.pid, 5: five.pid, 7: seven.pid}
-        made = {me: StoppedRanks(here, me, lambda: (2, 5, 7)) for me in here}
+        made = {me: NodeWatch(here, me, lambda: (2, 5, 7)) for me in here}
         for each in made.values():
             each.close()
-        assert {me: each._watched() for me, each in made.items()} == {2: [5, 7], 5: [], 7: []}
+
+        def on_duty() -> list[int]:
+            return [me for me, each in made.items() if each._is_on_duty([2, 5, 7], 0.0)]
+
+        assert on_duty() == [2]
         five.send_signal(signal.SIGSTOP)
         assert in_time(lambda: is_stopped(five.pid))
-        assert made[7]._watched() == []
+        assert not made[7]._is_on_duty([2, 5, 7], 0.0)
+        assert made[5]._is_on_duty([5, 7], 0.0)
         two.send_signal(signal.SIGSTOP)
         assert in_time(lambda: is_stopped(two.pid))
-        assert made[7]._watched() == [2, 5]
+        assert made[7]._is_on_duty([2, 5, 7], 0.0)
         two.kill()
         two.wait()
-        assert made[7]._watched() == [2, 5]
+        assert made[7]._is_on_duty([2, 5, 7], 0.0)
 
 
 def test_a_stopped_rank_is_killed_though_its_watcher_is_dead() -> None:
@@ -85,7 +88,7 @@ def test_a_stopped_rank_is_killed_though_its_watcher_is_dead() -> None:
         dead.kill()
         dead.wait()
         stops.send_signal(signal.SIGSTOP)
-        watch = StoppedRanks({0: dead.pid, 1: stops.pid, 2: os.getpid()}, 2, lambda: (0, 1, 2))
+        watch = NodeWatch({0: dead.pid, 1: stops.pid, 2: os.getpid()}, 2, lambda: (0, 1, 2))
         try:
             assert stops.wait(30) == -signal.SIGKILL
         finally:
