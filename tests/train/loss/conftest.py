@@ -32,6 +32,8 @@ class Ran(NamedTuple):
     """Steps in the trace, by epoch and rank."""
     weights: list[set[str]]
     """Digests of the ranks' weights, by epoch."""
+    restored: list[dict[str, Any]]
+    """Of the report, too: ranks whose weights were restored."""
 
 
 Run = Callable[..., Ran]
@@ -76,8 +78,17 @@ def run(pictures: Path, tmp_path: Path) -> Run:
             {path.read_text() for path in tmp_path.glob(f"weights-{epoch}-*")}
             for epoch in range(EPOCHS)
         ]
+        restored = wrote.get("restored", [])
         return Ran(
-            done.returncode, done.stdout, done.stderr, epochs, losses, samples, steps, weights
+            done.returncode,
+            done.stdout,
+            done.stderr,
+            epochs,
+            losses,
+            samples,
+            steps,
+            weights,
+            restored,
         )
 
     return train

@@ -4,6 +4,7 @@
 that follows, when the gradient of parameter number 0, 1, ... in backward's order is ready.
 """
 
+import ctypes
 import hashlib
 import json
 import os
@@ -29,6 +30,11 @@ def _end(how: str) -> None:
     elif how == "term":
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
+    elif how == "loop":
+        while True:
+            pass
+    elif how == "held":
+        ctypes.PyDLL(None).sleep(600)  # It does not release Python's lock.
     raise RuntimeError("a bug of this rank alone")
 
 
@@ -75,6 +81,31 @@ class Digest(Callback):
         weights = b"".join(p.detach().numpy().tobytes() for p in run.model.parameters())
         name = f"weights-{report.epoch}-{os.environ['OMPI_COMM_WORLD_RANK']}"
         Path(name).write_text(hashlib.sha256(weights).hexdigest(), encoding="ascii")
+
+
+class Change(Callback):
+    """Changes a bit of one rank's weights and of its optimizer's state after a step."""
+
+    def __init__(self, rank: int, step: int) -> None:
+        self.rank, self.step = rank, step
+
+    @torch.no_grad()
+    def after_step(self, run: Run) -> None:
+        if run.updates == self.step and os.environ["OMPI_COMM_WORLD_RANK"] == str(self.rank):
+            weights = next(run.model.parameters())
+            weights.view(torch.int32)[0, 0] ^= 1
+            run.optimizer.state[weights]["momentum_buffer"][0, 0] += 1
+
+
+class Slow(Callback):
+    """Sleeps in each step of one rank."""
+
+    def __init__(self, rank: int, seconds: float) -> None:
+        self.rank, self.seconds = rank, seconds
+
+    def after_step(self, run: Run) -> None:
+        if os.environ["OMPI_COMM_WORLD_RANK"] == str(self.rank):
+            time.sleep(self.seconds)
 
 
 def make(classes: int, image_size: int) -> nn.Module:
