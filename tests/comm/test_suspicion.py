@@ -1,4 +1,4 @@
-"""Who hangs and who is slow: decisions from boards, states of processes and a clock."""
+"""Decisions about ranks that hang or are slow, from boards, states of processes and a clock."""
 
 import math
 from dataclasses import replace

@@ -110,7 +110,7 @@ class Options:
         float, Option("Length of these pauses.", unit="seconds", least=0, most=3600)
     ] = 6.0
     spinning: Annotated[
-        int, Option("Processes that spin beside the job of the case suspicions.", least=0, most=64)
+        int, Option("Processes that spin next to the job of the case suspicions.", least=0, most=64)
     ] = 4
     keep: Annotated[
         str | None,

@@ -27,7 +27,7 @@ _WORDS: Final = ("hangs and is killed", "times slower than", " lost at step", " 
 
 
 def measure(options: Options, source: str, folder: str) -> dict[str, object]:
-    """Train `options.steps` steps with pauses of `options.pause_s`, beside spinning processes.
+    """Train `options.steps` steps with pauses of `options.pause_s`, next to spinning processes.
 
     Raises UsageError if the job fails.
     """
