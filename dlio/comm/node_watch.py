@@ -117,6 +117,8 @@ class NodeWatch:
 
     def _run(self, _: int) -> None:
         last = time.monotonic()
+        if self._board is not None:
+            self._board.beat()  # Stacks are asked of this thread.
         while not self._workers.stopping.wait(_POLL_S):
             now = time.monotonic()
             if self._board is not None:

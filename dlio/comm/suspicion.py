@@ -75,7 +75,7 @@ def hung_ranks(
         limit_s = max(HANG_AFTER_S, _STEPS_TO_HANG * median_s)
     vain_s = now - max(watching_since, *(each.since for each in rows.values()))
     silent_s = now - max(watching_since, row.beat)
-    if silent_s > _SILENT_S:
+    if silent_s > min(_SILENT_S, limit_s / 2):
         if min(vain_s, silent_s) < limit_s + _HELD_S:
             return []
         why = "no thread of it has run: a call into C holds Python's lock"

@@ -83,6 +83,7 @@ def test_pythons_lock_may_be_held_longer() -> None:
 
     assert _hung(WAITS, held(34), WAITS) == []
     assert _hung(WAITS, held(36), WAITS) == [1]
+    assert _hung(WAITS, held(1.5), WAITS, hang_after_s=1) == []
     # It has computed for long, and is silent since a moment ago.
     assert _hung(WAITS, replace(held(10), since=NOW - 100), WAITS) == []
 

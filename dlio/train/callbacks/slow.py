@@ -18,6 +18,8 @@ from dlio.train.report import EpochReport
 __all__ = ["SlowRankGuard", "slow_ranks"]
 
 _SLOWER: Final = 5.0
+_LEAST_STEPS: Final = 20
+"""Optimizer steps of an epoch from which on it is judged."""
 
 
 def slow_ranks(rates: Sequence[float | None]) -> list[tuple[int, float]]:
@@ -47,13 +49,18 @@ class SlowRankGuard(Callback):
         self._evicts = evicts
         self._members: Members | None = None
         self._told: set[int] = set()
+        self._updates = 0
+        """Optimizer steps at the end of the epoch before."""
 
     def begins(self, run: Run) -> None:
-        self._members = Members(run)
+        self._members, self._updates = Members(run), run.updates
 
     def epoch_ends(self, run: Run, report: EpochReport) -> None:
         assert self._members is not None
         members = self._members.present()
+        steps, self._updates = run.updates - self._updates, run.updates
+        if steps < _LEAST_STEPS:
+            return
         if self._members.survive and len(set(map(self._members.node, members))) == 1:
             return
         if len(members) != len(report.rank_samples_per_s):
