@@ -60,6 +60,8 @@ class Policy:
     """See `dlio.comm.suspicion.hung_ranks`."""
     evicts_slow: bool = False
     """Kill ranks that are slow."""
+    compared: frozenset[int] = frozenset()
+    """Members whose speeds are compared; set by the watch."""
 
 
 _policy: Policy | None = None
@@ -106,6 +108,7 @@ class NodeWatch:
         self._workers = Workers("dlio-node-watch", self._run, serves_others=True)
         if len(self._processes) > 1:
             if board is not None:
+                watch_policy().compared = frozenset(self._processes)
                 faulthandler.register(_STACKS, _STDERR, all_threads=True)
             self._workers.start()
 

@@ -21,11 +21,6 @@ class Members:
             nodes = find_nodes(run.comm, run.config.pretend_nodes)
             self._nodes = [nodes.names[node] for node in nodes.node_of]
 
-    @property
-    def survive(self) -> bool:
-        """True if ranks go on when others are lost."""
-        return self._recovery is not None
-
     def present(self) -> Sequence[int]:
         """Return the number of each present rank."""
         if self._recovery is None:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
+from dlio.comm.node_watch import watch_policy
 from dlio.train.callbacks.base import Callback, Run
 from dlio.train.callbacks.members import Members
 from dlio.train.report import EpochReport
@@ -61,7 +62,7 @@ class SlowRankGuard(Callback):
         steps, self._updates = run.updates - self._updates, run.updates
         if steps < _LEAST_STEPS:
             return
-        if self._members.survive and len(set(map(self._members.node, members))) == 1:
+        if watch_policy().compared.issuperset(members):
             return
         if len(members) != len(report.rank_samples_per_s):
             return  # A rank was lost in between.

@@ -10,6 +10,7 @@ from tests.train.loss.conftest import Ran, Run, check_exact
 
 # The stand-in would end a little later than the program that a signal is sent to.
 pytestmark = [pytest.mark.mpi, pytest.mark.cold]
+_SLOW = ("--batch-size", "1", "--callback", "ending:Slow(rank=1, seconds=0.3)")
 _CHANGE = ("--callback", "ending:Change(rank=1, step=10)")
 
 
@@ -52,14 +53,20 @@ def test_a_rank_may_take_any_time_if_nobody_is_to_hang(run: Run) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("evicts", [False, True])
 def test_a_slow_rank_is_named_and_leaves_on_request(run: Run, evicts: bool) -> None:
-    # A node of its own is compared at the end of an epoch, ranks of one node at each step.
-    for more in ((), ("--pretend-nodes", "3")):
-        options = ("--batch-size", "1", "--callback", "ending:Slow(rank=1, seconds=0.3)", *more)
-        ran = run(3, {}, *options, *(["--evict-slow"] if evicts else []))
-        check_exact(ran)
-        said = ran.output + ran.errors
-        assert len(re.findall(r"^rank 1 .* times slower than the others", said, re.MULTILINE)) == 1
-        assert [each["ranks"] for each in ran.losses] == ([[1]] if evicts else [])
+    ran = run(3, {}, *_SLOW, *(["--evict-slow"] if evicts else []))
+    check_exact(ran)
+    (said,) = re.findall(r"^rank 1 .* times slower than .*", ran.errors, re.MULTILINE)
+    assert said.endswith("--evict-slow kills it") is evicts
+    assert [each["ranks"] for each in ran.losses] == ([[1]] if evicts else [])
+
+
+@pytest.mark.nightly
+def test_a_slow_rank_is_named_without_fault_tolerance_too(run: Run) -> None:
+    ran = run(3, {}, *_SLOW, "--fault-tolerance", "off")
+    check_exact(ran)
+    said = r"^rank 1 \(node .* computed \d+ times slower than the others in epoch 1$"
+    assert len(re.findall(said, ran.output, re.MULTILINE)) == 1
+    assert ran.output.count("times slower") == 1
 
 
 @pytest.mark.nightly
