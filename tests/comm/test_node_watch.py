@@ -139,6 +139,7 @@ def test_a_rank_that_hangs_writes_its_stacks_and_is_killed(
 
 
 def test_a_rank_watches_that_beats_if_no_lower_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_watch, "_policy", None)
     rows = {member: board.Board() for member in range(3)}
     processes = dict.fromkeys(rows, os.getpid())
     files = {member: row.file for member, row in rows.items()}
