@@ -56,15 +56,10 @@ def test_a_rank_that_hangs_in_a_loop_is_lost_if_a_variable_says_when(
     monkeypatch.chdir(tmp_path)
     own = {"ENDS": json.dumps({1: 15}), "HOW": "hang", "DLIO_CACHE": str(tmp_path / "cache")}
     argv = [sys.executable, str(LOOP), str(pictures / "train"), "data"]
-    after = {**own, "DLIO_HANG_AFTER": "2"}
-    done = launch(argv, 3, environment=after, capture=True, timeout_s=240, min_ranks=1)
+    own["DLIO_HANG_AFTER"] = "2"
+    done = launch(argv, 3, environment=own, capture=True, timeout_s=240, min_ranks=1)
     assert re.search(r"^rank 1 \(process \d+\) hangs and is killed", done.stderr, re.MULTILINE)
     assert re.search(r"^rank 1 lost: 2 ranks go on", done.stderr, re.MULTILINE)
-    # Otherwise nobody says that its loop may not take as long as this.
-    never = {**own, "DLIO_TIMEOUT": "10"}
-    done = launch(argv, 3, environment=never, capture=True, timeout_s=240, min_ranks=1)
-    assert "waited 10 s for" in done.stderr
-    assert "hangs and is killed" not in done.stderr
 
 
 @pytest.mark.parametrize("command", ["train", "run"])
