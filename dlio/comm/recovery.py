@@ -161,6 +161,14 @@ class Recovery:
         """
         self._nodes, self._place, self._is_described = nodes, place, True
 
+    def node(self, member: int) -> str:
+        """Return the name of a rank's node, empty if it is not known.
+
+        Args:
+            member: its number when the job began.
+        """
+        return self._nodes[member] if member < len(self._nodes) else ""
+
     def add(self, kind: str, part: Part) -> str:
         """Add a part, in the same order on all ranks; returns its name."""
         name = f"{kind}/{self._made}"

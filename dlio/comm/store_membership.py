@@ -19,10 +19,11 @@ from typing import Any, Final, TypeAlias
 
 import torch.distributed as dist
 
+from dlio.comm.board import open_board
 from dlio.comm.job_store import EventLog, JobStore
+from dlio.comm.node_watch import NodeWatch
 from dlio.comm.protocol import Json
 from dlio.comm.rendezvous import Rendezvous
-from dlio.comm.stopped import StoppedRanks
 from dlio.comm.store_comm import Generation, Part, StoreCommunicator
 from dlio.comm.torch_mail import Mail
 from dlio.comm.waiting import SHORTEST_SLEEP_S, leave
@@ -89,7 +90,9 @@ class StoreMembership:
         here = {
             rank: pid for rank, (name, pid) in enumerate(everyone) if name == everyone[self.me][0]
         }
-        self._stopped = StoppedRanks(here, self.me, lambda: self.members)
+        board = open_board()
+        files = dict(enumerate(self.world.allgather(board.file)))
+        self._hangs = NodeWatch(here, self.me, lambda: self.members, board, files)
         atexit.register(self._end)
 
     def _open(self) -> list[tuple[str, int]]:
@@ -111,7 +114,7 @@ class StoreMembership:
         """End the threads; the end of the process does so, too."""
         atexit.unregister(self._end)
         self._end()
-        self._stopped.close()
+        self._hangs.close()
         self._watch.close()
         self.mail.close()
 

@@ -24,7 +24,9 @@ import mpi4py
 import numpy as np
 from mpi4py import MPI
 
+from dlio.comm.board import open_board
 from dlio.comm.mpi import MpiCommunicator, MpiRequest, agreed, one_at_a_time
+from dlio.comm.node_watch import NodeWatch
 from dlio.comm.protocol import Json
 from dlio.comm.standing import (
     Standing,
@@ -33,7 +35,6 @@ from dlio.comm.standing import (
     leaving_members,
     next_members,
 )
-from dlio.comm.stopped import StoppedRanks
 from dlio.comm.waiting import wait_all
 from dlio.comm.wanted import RankRequests
 from dlio.errors import CommError, PeerLost, UsageError
@@ -105,9 +106,14 @@ class UlfmMembership:
         self.world = MpiCommunicator(self._active.Dup(), membership=self)
         # Numbers of processes mean nothing in another container of the same name.
         host = f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
-        everyone: list[tuple[str, int]] = self.world.allgather((host, os.getpid()))
-        here = {member: pid for member, (name, pid) in enumerate(everyone) if name == host}
-        self._stopped = StoppedRanks(here, self.me, lambda: self._alive)
+        board = open_board()
+        mine = (host, os.getpid(), board.file)
+        everyone: list[tuple[str, int, int]] = self.world.allgather(mine)
+        here = {member: pid for member, (name, pid, _) in enumerate(everyone) if name == host}
+        files = {member: everyone[member][2] for member in here}
+        self._watch = NodeWatch(
+            here, self.me, lambda: self._alive, board, files, lambda: self.members
+        )
         atexit.register(self._end)
 
     def add(self, handle: MpiCommunicator) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Protocol, Self, TypeAlias
 import torch
 
 from dlio.comm import Communicator
+from dlio.comm.board import computing, end_step
 from dlio.comm.recovery import Recovery, Report
 from dlio.loader.contract import BatchData, State
 from dlio.loader.dataset import Dataset
@@ -171,6 +172,7 @@ class Dealing:
 
         Raises RankLeft on a rank that leaves.
         """
+        end_step()
         if self._has_begun:
             if not self._more():
                 return
@@ -194,7 +196,10 @@ class Dealing:
                 self.position = min(self.position + self._global_batch, self._end)
                 if self._recovery is not None and torch.is_grad_enabled():
                     self._open.append(Taken(deal, number, self.step))
-                yield data
+                    with computing():
+                        yield data
+                else:
+                    yield data
                 self.step += 1
                 if self._is_asked():
                     assert self._recovery is not None

@@ -156,6 +156,33 @@ class TrainConfig:
             "more. shrink: batches of each rank stay, and the learning rate is that of fewer ranks."
         ),
     ] = "keep"
+    hang_after: Annotated[
+        float | None,
+        Option(
+            "Time without progress after which a rank that all others of its node wait for hangs "
+            "and is killed, with --fault-tolerance shrink; 0 for never.",
+            unit="seconds",
+            least=0,
+            default_text="the longer of 30 seconds and 20 steps",
+        ),
+    ] = None
+    evict_slow: Annotated[
+        bool,
+        Option(
+            "Go on without a rank that computes at less than a fifth of the others' speed, with "
+            "--fault-tolerance shrink."
+        ),
+    ] = False
+    check_weights: Annotated[
+        int | None,
+        Option(
+            "Steps of the optimizer between two comparisons of the ranks' weights. A rank that "
+            "differs from most gets theirs.",
+            unit="steps",
+            least=1,
+            default_text="never",
+        ),
+    ] = None
     balance: Annotated[
         bool,
         Option(
@@ -335,7 +362,12 @@ class TrainConfig:
         check(self)
         check_mode(self.shuffle)
         check_shares(self.shuffle, self.balance)
-        parse_exchange(self.exchange)
+        spec = parse_exchange(self.exchange)
+        if self.check_weights is not None and not spec.alike:
+            raise UsageError(
+                f"--check-weights does not go with --exchange {self.exchange}, whose ranks have "
+                "different weights: choose one that sums gradients, such as allreduce"
+            )
         if window_of(self.source_order) is not None and not is_exact(self.shuffle):
             raise UsageError(
                 f"--source-order {self.source_order} goes with --shuffle batch or global"
@@ -370,6 +402,8 @@ class TrainConfig:
                 ("--on-loss", self.on_loss != "keep"),
                 ("--spares", self.spares > 0),
                 ("--leave-at", self.leave_at is not None),
+                ("--hang-after", self.hang_after is not None),
+                ("--evict-slow", self.evict_slow),
             ):
                 if chosen:
                     raise UsageError(f"{option} needs --fault-tolerance shrink, too")

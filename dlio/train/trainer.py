@@ -1,6 +1,7 @@
 """The trainer of `dlio train`: loader -> model -> exchange -> optimizer, the same on every rank."""
 
 import io
+import math
 import signal
 from contextlib import ExitStack
 from typing import NoReturn
@@ -9,6 +10,7 @@ import torch
 
 from dlio.comm import Communicator, world
 from dlio.comm.membership import AllLeave
+from dlio.comm.node_watch import watch_policy
 from dlio.comm.planned import plan_world
 from dlio.comm.recovery import check_survival, uniform
 from dlio.errors import UsageError
@@ -16,6 +18,7 @@ from dlio.loader.dataloader import DataLoader
 from dlio.loader.dataset import Dataset
 from dlio.storage.mount import Mount
 from dlio.train.callbacks import make_callbacks
+from dlio.train.callbacks.weights import WeightGuard
 from dlio.train.checkpoint import Checkpoints
 from dlio.train.checkpoint.callback import CheckpointCallback
 from dlio.train.checkpoint.state import restore
@@ -78,6 +81,9 @@ def train(config: TrainConfig) -> RunReport:
                 "the last batches",
                 flush=True,
             )
+        policy = watch_policy()
+        policy.hang_after_s = math.inf if config.hang_after == 0 else config.hang_after
+        policy.evicts_slow = config.evict_slow
         callbacks = make_callbacks(config, comm.rank)
         if checkpoints is not None:
             if config.resume:
@@ -92,6 +98,9 @@ def train(config: TrainConfig) -> RunReport:
         report.epochs, report.stopped = run.history, run.stopped
         report.losses = list(run.losses)
         report.changes = [] if run.recovery is None else list(run.recovery.changes)
+        report.restored = [
+            each for guard in callbacks if isinstance(guard, WeightGuard) for each in guard.restored
+        ]
         if checkpoints is not None:
             checkpoints.wait()
             report.checkpoints = checkpoints.statistics()

@@ -198,6 +198,20 @@ class Settings:
             default_text="none: the job ends with any rank",
         )
     )
+    hang_after_s: float | None = _from(
+        Setting(
+            "DLIO_HANG_AFTER",
+            "number",
+            None,
+            "Time without progress after which a rank that all others of its node wait for hangs, "
+            "and is killed, in loops of your own and `dlio run` where ranks survive others; 0 for "
+            "never.",
+            "give seconds, such as 60, or 0 for never",
+            _between(0),
+            "seconds",
+            default_text="never; `dlio train` has --hang-after",
+        )
+    )
     debug: bool = _switch("DLIO_DEBUG", "Prints the traceback of an error, as --debug does.")
 
 

@@ -30,6 +30,7 @@ from dlio_bench.chaos.overhead import step_seconds
 from dlio_bench.chaos.records import JobRecord, RunRecord
 from dlio_bench.chaos.schedule import KINDS, Fault, Made, make_schedule
 from dlio_bench.chaos.stamps import LossStamp, RankStamps, Stamps, Step, StepStamp, steps_of
+from dlio_bench.chaos.suspicions import pauses_of, suspicions_in
 
 Soon = Callable[[Callable[[], bool]], bool]
 
@@ -397,6 +398,38 @@ def test_overhead_is_of_pairs(source: str, tmp_path: Path) -> None:
     assert row["shrink_over_off"] == row["step_s_shrink"]["median"] / row["step_s_off"]["median"]
     assert row["from_95_percent"] == row["to_95_percent"] == row["shrink_over_off"]
     assert row["peak_MiB_off"] > 15
+
+
+def test_pauses_are_of_one_rank_at_a_step_and_the_same_on_all() -> None:
+    pauses = pauses_of(3, ranks=4, steps=1000, count=100)
+    assert pauses == pauses_of(3, ranks=4, steps=1000, count=100)
+    assert len(pauses) == 100
+    assert set(pauses.values()) == set(range(4))
+    assert min(pauses) >= 1
+    assert max(pauses) <= 1000
+    assert len(pauses_of(0, 2, 5, 9)) == 5
+
+
+def test_suspicions_are_read_from_what_a_job_says() -> None:
+    said = [
+        "epoch 1/2: loss 1.0, 5 samples/s in 1.0 s",
+        "rank 1 (process 5) hangs and is killed: all others of its node have waited 30 s for it",
+        "rank 2 (process 6) computes 7 times slower than the others of its node",
+        "rank 1 (node n) lost at step 5: 3 ranks go on, 0.02 s",
+    ]
+    assert suspicions_in(said) == said[1:]
+
+
+@pytest.mark.nightly
+@pytest.mark.mpi
+@pytest.mark.cold
+@pytest.mark.timeout(2 * 3600)
+def test_nobody_is_suspected_in_ten_thousand_steps_with_pauses(source: str, tmp_path: Path) -> None:
+    report = _bench(tmp_path, source, "-n", "4", "--case", "suspicions", timeout_s=2 * 3600)
+    (row,) = report["suspicions"]["rows"]
+    assert row["steps"] >= 10_000
+    assert row["longest_step_s"] >= 6
+    assert row["suspicions"] == 0
 
 
 @pytest.mark.nightly

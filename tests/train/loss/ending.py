@@ -18,6 +18,7 @@ With `PRUNE_EVERY=4` there is a pruning round after each four steps. A round tri
 of the model, so place -1 of the pass after it is in the middle of a round.
 """
 
+import ctypes
 import hashlib
 import json
 import os
@@ -59,6 +60,11 @@ def _end(how: str) -> None:
     elif how == "term":
         os.kill(os.getpid(), signal.SIGTERM)
         return  # It leaves when its batch is done.
+    elif how == "loop":
+        while True:
+            pass
+    elif how == "held":
+        ctypes.PyDLL(None).sleep(600)  # It does not release Python's lock.
     raise RuntimeError("a bug of this rank alone")
 
 
@@ -165,6 +171,31 @@ class Resize(Callback):
 
 if steps := int(os.environ.get("PRUNE_EVERY", "0")):
     vars(apoptosis)["Schedule"] = partial(Schedule, every=1, looks=steps, begin=0, end=1)
+
+
+class Flip(Callback):
+    """Changes a bit of one rank's weights and of its optimizer's state after a step."""
+
+    def __init__(self, rank: int, step: int) -> None:
+        self.rank, self.step = rank, step
+
+    @torch.no_grad()
+    def after_step(self, run: Run) -> None:
+        if run.updates == self.step and str(self.rank) == _RANK:
+            weights = next(run.model.parameters())
+            weights.view(torch.int32)[0, 0] ^= 1
+            run.optimizer.state[weights]["momentum_buffer"][0, 0] += 1
+
+
+class Slow(Callback):
+    """Sleeps in each step of one rank."""
+
+    def __init__(self, rank: int, seconds: float) -> None:
+        self.rank, self.seconds = rank, seconds
+
+    def after_step(self, run: Run) -> None:
+        if str(self.rank) == _RANK:
+            time.sleep(self.seconds)
 
 
 def make(classes: int, image_size: int) -> nn.Module:

@@ -1,6 +1,7 @@
 """A hand-written loop with `dlio.distribute`: counts how often each sample is in a gradient.
 
-`loop.py FOLDER MODE`, run by MPI. `ENDS='{"1": 3}'` kills rank 1 before its third backward pass.
+`loop.py FOLDER MODE`, run by MPI. `ENDS='{"1": 3}'` kills rank 1 before its third backward pass;
+with `HOW=hang` it computes for ever instead.
 Each rank prints one JSON line an epoch, of how often it saw each sample in the weights.
 """
 
@@ -39,6 +40,8 @@ def main() -> None:
                 steps = 0
                 for batch in loader:
                     passes += 1
+                    while passes == end and os.environ.get("HOW") == "hang":
+                        pass
                     if passes == end:
                         os.kill(os.getpid(), signal.SIGKILL)
                     before = model.weight.detach().clone()
