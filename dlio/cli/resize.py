@@ -51,7 +51,7 @@ def begin_job(folder: str, ranks: int, spares: int) -> str:
 
 
 def _ask(job: str, more: int) -> None:
-    """Raises UsageError if there is no such job, or if it cannot have as many ranks."""
+    """Raises UsageError for an unknown job, or if it cannot have as many ranks."""
     from dlio.comm.standing import Wanted
     from dlio.comm.wanted import read_wanted, write_wanted
 
@@ -63,7 +63,7 @@ def _ask(job: str, more: int) -> None:
     read = read_wanted(folder) if is_ours else None
     if read is None:
         raise UsageError(
-            f"{job}: not a job of yours on this machine; `dlio train --fault-tolerance "
+            f"{job}: not a job of yours that runs here; `dlio train --fault-tolerance "
             "shrink --spares 1` prints the job's name"
         )
     wanted, most = read

@@ -39,7 +39,7 @@ def test_what_is_not_possible_is_refused(job: Path) -> None:
         join(Change("abc", 3))
     with pytest.raises(UsageError, match="so 0 are not possible"):
         leave(Change("abc", 2))
-    with pytest.raises(UsageError, match="nothing: not a job of yours on this machine"):
+    with pytest.raises(UsageError, match="nothing: not a job of yours that runs here"):
         join(Change("nothing"))
     assert read_wanted(str(job)) == (Wanted(0, 2), 4)
 
