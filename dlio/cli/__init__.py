@@ -5,7 +5,8 @@ The core's commands are in this folder, one file each. Others plug in through th
 cyclopts apps, or, if typer is installed, typer apps.
 
 Exit codes: 0 for success; 2 for errors that a user can resolve, with one line on standard error; 3
-from `dlio stage` if its deadline passes; 130 if interrupted; 1 for a bug, with a traceback.
+from `dlio stage` if its deadline passes; 130 if interrupted; 1 from `dlio ledger` for a trace that
+is not exact, otherwise for a bug, with a traceback.
 """
 
 import os
@@ -16,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from dlio.errors import CommError, DlioError, UsageError
-from dlio.util.settings import DONE, LAUNCHER, START, settings, unknown_variables
+from dlio.util.settings import DONE, LAUNCHER, START, STORE, settings, unknown_variables
 
 __all__ = ["guarded", "main"]
 
@@ -70,9 +71,9 @@ def guarded(run: Callable[[], object]) -> NoReturn:
         traceback.print_exc()
         code = 1
     if code == _INTERRUPTED:
-        from dlio.comm.environment import under_mpi
+        from dlio.comm.environment import under_mpi, under_torch
 
-        if under_mpi():
+        if under_mpi() or under_torch():
             from dlio.comm.world import membership
 
             if membership() is not None:
@@ -81,7 +82,7 @@ def guarded(run: Callable[[], object]) -> NoReturn:
         print("dlio: interrupted", file=sys.stderr, flush=True)
     if "dlio.comm.world" in sys.modules:
         _end_alone(code if isinstance(code, int) else 1)
-    if code and "mpi4py" in sys.modules:
+    if code and ("mpi4py" in sys.modules or STORE in os.environ):
         from dlio.comm.world import abort
 
         abort(code if isinstance(code, int) else 1)
@@ -102,10 +103,13 @@ def _end_alone(code: int) -> None:
 
     sys.stdout.flush()
     sys.stderr.flush()
-    if left is not None and ((code == 1 and len(left.members) > 1) or code == _AGAIN):
-        _die()  # A bug: the others go on.
-    is_final = code == _FAILED if left is None else left.lost
-    if DONE in os.environ and (not code or is_final):
+    if left is None:
+        tells = code in (0, _FAILED)
+    else:
+        if (code == 1 and len(left.members) > 1) or code == _AGAIN:
+            _die()  # A bug: the others go on.
+        tells = left.lost if code else left.me in left.members
+    if DONE in os.environ and tells:
         # After a failure the launcher ends the others: MPI_Abort hangs after a loss.
         write_whole(os.environ[DONE], lambda file: file.write(str(code).encode()))
     if left is not None and left.lost:
@@ -156,9 +160,9 @@ def _run(tokens: list[str]) -> None:
 def _warn_of_unknown_variables() -> None:
     unknown = unknown_variables(os.environ)
     if unknown:
-        from dlio.comm.environment import under_mpi
+        from dlio.comm.environment import under_mpi, under_torch
 
-        if under_mpi():
+        if under_mpi() or under_torch():
             return  # The launcher has printed the warning.
     for name, near in unknown:
         hint = f"; the nearest is {near}" if near else ""

@@ -35,8 +35,11 @@ __all__ = [
 CORE: Final[Mapping[str, str]] = {
     "train": "dlio.cli.train:command",
     "run": "dlio.cli.run:command",
+    "join": "dlio.cli.resize:join",
+    "leave": "dlio.cli.resize:leave",
     "demo": "dlio.cli.demo:command",
     "ls": "dlio.cli.ls:command",
+    "ledger": "dlio.cli.ledger:command",
     "plan": "dlio.cli.forecast:plan",
     "simulate": "dlio.cli.forecast:simulate",
 }

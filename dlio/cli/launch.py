@@ -18,9 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import IO, TypeVar
 
+from dlio.cli.resize import begin_job
 from dlio.errors import UsageError
 from dlio.util.cores import available_cores
-from dlio.util.settings import DONE, LAUNCHER, MIN_RANKS, TERMINAL
+from dlio.util.settings import DONE, LAUNCHER, MIN_RANKS, SPARES, TERMINAL
 from dlio.util.shared import SharedFolder
 from dlio.util.threads import Workers
 
@@ -87,14 +88,18 @@ def run_module(
     ranks: int,
     environment: Mapping[str, str] | None = None,
     min_ranks: int | None = None,
+    spares: int = 0,
 ) -> int:
     """Run `python -m module argv...` on `ranks` ranks, as `run_ranks` does.
 
     Args:
         min_ranks: fewest ranks that go on when others are lost; None to end with any rank.
+        spares: number of ranks beyond `ranks` that wait to take the place of others.
     """
     command = [sys.executable, "-m", module, *argv]
-    return launch(command, ranks, environment=environment, min_ranks=min_ranks).returncode
+    return launch(
+        command, ranks, environment=environment, min_ranks=min_ranks, spares=spares
+    ).returncode
 
 
 def launch(
@@ -106,6 +111,7 @@ def launch(
     timeout_s: float | None = None,
     wrap: Callable[[list[str]], list[str]] | None = None,
     min_ranks: int | None = None,
+    spares: int = 0,
 ) -> subprocess.CompletedProcess[str]:
     """Run a program on `ranks` ranks of this machine, under mpirun, and wait for its end.
 
@@ -122,6 +128,7 @@ def launch(
         timeout_s: seconds after which the ranks are ended; None for no limit.
         wrap: converts the mpirun command into the one to run, such as one in a network namespace.
         min_ranks: fewest ranks that go on when others are lost; None to end with any rank.
+        spares: number of ranks beyond `ranks` that wait to take the place of others.
 
     Returns the exit code (128 + N if signal N ended mpirun), and the output if captured.
 
@@ -129,14 +136,17 @@ def launch(
     """
     mpirun, done_file = find_mpirun(), None
     with ExitStack() as stack:
-        options, full = _prepared(mpirun, ranks, environment or {}, stack)
+        options, full = _prepared(mpirun, ranks + spares, environment or {}, stack)
         if min_ranks is not None:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dlio-job-"))
             done_file = os.path.join(folder, "done")
-            own = {MIN_RANKS: str(min_ranks), DONE: done_file}
+            own = {MIN_RANKS: str(min_ranks), DONE: done_file, SPARES: str(spares)}
+            name = begin_job(folder, ranks, spares)
+            if spares:
+                print(f"job {name}: {spares} ranks wait; `dlio join {name}` calls one", flush=True)
             options += SURVIVING
             full = {**SURVIVING_ENVIRONMENT, **full, **own}
-        command = [mpirun, *options, "-n", str(ranks), *argv]
+        command = [mpirun, *options, "-n", str(ranks + spares), *argv]
         if wrap is not None:
             command = wrap(command)
         for start in range(_STARTS):

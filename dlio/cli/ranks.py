@@ -5,6 +5,7 @@ variable. Only this user's processes can read it, and it leaves no file behind.
 """
 
 import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -15,7 +16,7 @@ from dlio.errors import UsageError
 from dlio.util.options import as_mapping, from_mapping
 from dlio.util.settings import RECORD
 
-__all__ = ["on_ranks", "run_as_rank"]
+__all__ = ["has_mpi", "on_ranks", "run_as_rank"]
 
 _LARGEST: Final = 96 << 10
 """Maximum size of the records in bytes: Linux limits a variable to 128 KiB."""
@@ -27,6 +28,8 @@ def on_ranks(
     *records: object,
     check: Callable[[], object] = lambda: None,
     min_ranks: int | None = None,
+    spares: int = 0,
+    backend: str = "auto",
     start: Callable[[str, Sequence[str], int, Mapping[str, str]], int] | None = None,
 ) -> bool:
     """Call `function(*records)` on every rank; start the ranks if -n was given.
@@ -36,6 +39,8 @@ def on_ranks(
         function: a module-level function of records of options. Ranks import it by name.
         check: called before ranks are started, to find mistakes early.
         min_ranks: fewest ranks that go on when others are lost; None to end with any rank.
+        spares: number of ranks beyond `ranks` that wait to take the place of others.
+        backend: `mpi`, `torch`, or `auto` for MPI if it is installed.
         start: runs (module, its arguments, ranks, their variables) in place of the launcher for
             this machine, and returns the exit code.
 
@@ -44,11 +49,12 @@ def on_ranks(
     Raises UsageError if mpirun started another number of ranks; SystemExit with the exit code of
     the ranks if they failed.
     """
-    from dlio.comm.environment import under_mpi
+    from dlio.comm.environment import under_mpi, under_torch
 
-    if not under_mpi() and ranks is not None and (ranks > 1 or start is not None):
+    alone = not under_torch() and (backend == "torch" or not under_mpi())
+    if alone and ranks is not None and (ranks + spares > 1 or start is not None):
         check()
-        from dlio.cli import launch
+        from dlio.cli import launch, launch_torch
 
         task = {
             "function": f"{function.__module__}:{function.__qualname__}",
@@ -64,23 +70,41 @@ def on_ranks(
                 "paths or fewer repeated options"
             )
         name = function.__module__.rpartition(".")[2]
-        own = {RECORD: text}
+        module, argv, more = "dlio.cli.rank", [name], {RECORD: text}
         if start is not None:
-            code = start("dlio.cli.rank", [name], ranks, own)
+            code = start(module, argv, ranks, more)
+        elif backend == "mpi" or (backend == "auto" and has_mpi()):
+            code = launch.run_module(module, argv, ranks, more, min_ranks, spares)
+        elif spares:
+            raise UsageError("--spares needs MPI: pip install 'dlio[mpi]', without --backend torch")
         else:
-            code = launch.run_module("dlio.cli.rank", [name], ranks, own, min_ranks)
+            if backend == "auto":
+                said = "no MPI is installed (dlio[mpi]): ranks exchange over torch.distributed"
+                print(f"dlio: {said}", file=sys.stderr, flush=True)
+            code = launch_torch.run_module(module, argv, ranks, more, min_ranks)
         if code:
             raise SystemExit(code)
         return True
 
     from dlio.comm import world
 
-    if ranks is not None and ranks != world().size:
+    if ranks is not None and ranks + spares != world().size:
         raise UsageError(
             f"-n {ranks}, but mpirun has started {world().size} ranks: use either -n or mpirun"
         )
     function(*records)
     return False
+
+
+def has_mpi() -> bool:
+    """True if this Python can start and be a rank of MPI."""
+    from dlio.cli.launch import find_mpirun
+
+    try:
+        find_mpirun()
+    except UsageError:
+        return False
+    return importlib.util.find_spec("mpi4py") is not None
 
 
 def run_as_rank() -> None:

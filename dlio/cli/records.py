@@ -1,7 +1,7 @@
 """Records of options that several commands share."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from dlio.util.files import check_writable
 from dlio.util.options import Option, check
@@ -11,17 +11,24 @@ __all__ = ["ConfigFile", "Output", "PretendNodes", "Ranks"]
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Number of ranks that a command starts."""
+    """The ranks that a command starts."""
 
     ranks: Annotated[
         int | None,
         Option(
-            "Number of ranks to start on this machine, with mpirun.",
+            "Number of ranks to start on this machine.",
             short="-n",
             least=1,
             default_text="one, or the ranks that mpirun or srun started",
         ),
     ] = None
+    backend: Annotated[
+        Literal["auto", "mpi", "torch"],
+        Option(
+            "Library by which the ranks of -n communicate. mpi: MPI, under mpirun. torch: "
+            "torch.distributed, without MPI. auto: MPI if it is installed."
+        ),
+    ] = "auto"
 
     def __post_init__(self) -> None:
         check(self)

@@ -37,7 +37,7 @@ def command(script: Script, options: RunOptions, ranks: Ranks) -> None:
 
     check()
     least = None if options.fault_tolerance == "off" else options.min_ranks
-    on_ranks(ranks.ranks, run_rank, script, options, min_ranks=least)
+    on_ranks(ranks.ranks, run_rank, script, options, min_ranks=least, backend=ranks.backend)
 
 
 def run_rank(script: Script, options: RunOptions) -> None:

@@ -21,10 +21,10 @@ _VAL_FOLDERS: Final = ("val", "validation", "valid", "test")
 def command(config: TrainConfig, ranks: Ranks, file: ConfigFile) -> None:  # noqa: ARG001
     """Train a network on a data set that is cached in a hierarchy of tiers."""
     source, val = find_parts(config.source, config.val)
-    run(replace(config, source=source, val=val), ranks.ranks)
+    run(replace(config, source=source, val=val), ranks.ranks, ranks.backend)
 
 
-def run(config: TrainConfig, ranks: int | None) -> None:
+def run(config: TrainConfig, ranks: int | None, backend: str = "auto") -> None:
     """Start `ranks` ranks that train, or train as one of them.
 
     Raises SystemExit with the exit code of the ranks if they failed.
@@ -33,12 +33,16 @@ def run(config: TrainConfig, ranks: int | None) -> None:
     if starts_again and ranks is None:
         option = "--nodes" if config.nodes is not None else "--fault-tolerance restart"
         raise UsageError(f"{option} needs -n, too: only ranks that dlio starts begin again")
+    if starts_again and backend == "torch":
+        raise UsageError("--backend torch does not go with --nodes and --fault-tolerance restart")
     on_ranks(
         ranks,
         train_rank,
         config,
         check=lambda: _check(config, ranks or 1),
-        min_ranks=None if config.fault_tolerance == "off" else config.min_ranks,
+        min_ranks=config.min_ranks if _may_lose_ranks(config) else None,
+        spares=config.spares,
+        backend=backend,
         start=partial(_start_again, config) if starts_again else None,
     )
 
@@ -46,9 +50,13 @@ def run(config: TrainConfig, ranks: int | None) -> None:
 def train_rank(config: TrainConfig) -> None:
     """Train as this rank; rank 0 prints the report."""
     from dlio.comm import world
+    from dlio.comm.membership import RankLeft
     from dlio.train.trainer import train
 
-    report = train(config)
+    try:
+        report = train(config)
+    except RankLeft:
+        return
     if world().rank == 0:
         report.print()
 
@@ -85,10 +93,17 @@ def _start_again(
     )
 
 
-def find_parts(source: str, val: str | None) -> tuple[str, str | None]:
+def _may_lose_ranks(config: TrainConfig) -> bool:
+    return config.fault_tolerance != "off" and config.replay is None
+
+
+def find_parts(source: str, val: str | None, quiet: bool = False) -> tuple[str, str | None]:
     """Return (training data, validation data).
 
     A source that holds only the folders train/ and val/ is split into these two.
+
+    Args:
+        quiet: do not print that it is.
     """
     if not os.path.isdir(source):
         return source, val
@@ -101,7 +116,8 @@ def find_parts(source: str, val: str | None) -> tuple[str, str | None]:
         # Prefer val to test if both exist.
         val = os.path.join(source, min(held_out, key=lambda n: _VAL_FOLDERS.index(n.lower())))
     source = os.path.join(source, train[0])
-    print(f"training on {source}" + (f", held out: {val}" if val else ""))
+    if not quiet:
+        print(f"training on {source}" + (f", held out: {val}" if val else ""))
     return source, val
 
 

@@ -4,7 +4,9 @@
 |---|---|
 | `protocol` | `Communicator` and `Request`, the contract |
 | `mpi`, `single`, `torchdist` | its implementations: mpi4py, one process, torch.distributed |
-| `torch_mail` | messages over TCP for `torchdist` |
+| `torch_mail` | messages over TCP for `torchdist` and `store_comm` |
+| `membership`, `ulfm`, `recovery`, `stopped` | ranks that survive each other's loss, over MPI |
+| `store_membership`, `store_comm`, `job_store`, `rendezvous` | the same over torch.distributed |
 | `world` | selects the implementation for this process |
 | `nodes`, `environment`, `devices` | facts about the job: nodes, launcher, MPI on GPU memory |
 | `waiting`, `progress`, `funnel` | deadlines, progress in the background, MPI_THREAD_FUNNELED |

@@ -4,7 +4,7 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
-from dlio.comm.environment import under_mpi
+from dlio.comm.environment import under_mpi, under_torch
 from dlio.comm.protocol import Communicator
 from dlio.comm.world import world
 from dlio.errors import UsageError
@@ -39,7 +39,8 @@ def place(group: "Group | None" = None, mesh: "DeviceMesh | None" = None) -> tup
         group = group_of(mesh)
     if group is None:
         distributed = _distributed()
-        if distributed is not None and not under_mpi() and not _mpi_started():
+        launched = under_mpi() or under_torch() or _mpi_started()
+        if distributed is not None and not launched:
             return distributed.get_rank(), distributed.get_world_size()
         comm = world()
         return comm.rank, comm.size

@@ -6,13 +6,14 @@ import signal
 import sys
 from functools import partial
 
-from dlio.util.settings import LAUNCHER, TERMINAL
+from dlio.util.settings import LAUNCHER, STORE, TERMINAL
 from dlio.util.threads import Workers
 
 __all__ = [
     "launched",
     "shows_terminal",
     "under_mpi",
+    "under_torch",
     "watch_launcher",
 ]
 
@@ -23,7 +24,12 @@ _POLL_S = 0.5
 
 def under_mpi() -> bool:
     """True if mpirun, or srun with an MPI plug-in, started this process as a rank."""
-    return any(name in os.environ for name in _RANK_VARIABLES)
+    return not under_torch() and any(name in os.environ for name in _RANK_VARIABLES)
+
+
+def under_torch() -> bool:
+    """True if dlio's launcher started this process as a rank of torch.distributed."""
+    return STORE in os.environ
 
 
 def shows_terminal() -> bool:
@@ -37,7 +43,7 @@ def shows_terminal() -> bool:
 
 def launched() -> bool:
     """True if this process is a rank that `run_ranks` started."""
-    return LAUNCHER in os.environ and under_mpi()
+    return LAUNCHER in os.environ and (under_mpi() or under_torch())
 
 
 def watch_launcher() -> None:

@@ -9,9 +9,13 @@ communicator of the last one in place, with new ranks and sizes.
                                            ^                    |
                                            +-- another is lost -+
 
+Some ranks may be spares: they are alive, and no members. A spare becomes a member, and a member
+leaves on purpose, when all members renew the generation between two batches.
+
 | module | members are told of a loss by |
 |---|---|
 | `ulfm` | MPI, if its library has User Level Failure Mitigation (Open MPI 5, `--with-ft ulfm`) |
+| `store_membership` | dlio's launcher, if it has started ranks of torch.distributed |
 
 Source: "User Level Failure Mitigation", Bland et al. 2013; fault-tolerant training over it:
 arXiv 1709.03316.
@@ -21,7 +25,15 @@ from typing import Protocol, runtime_checkable
 
 from dlio.comm.protocol import Buffer, Communicator, Json, Request
 
-__all__ = ["Membership", "Messages", "messages_of"]
+__all__ = ["AllLeave", "Elastic", "Membership", "Messages", "RankLeft", "messages_of"]
+
+
+class RankLeft(Exception):
+    """This rank has left the job on purpose, or was never called; the others go on without it."""
+
+
+class AllLeave(Exception):
+    """All ranks of the job leave on purpose, between the same two batches."""
 
 
 class Messages(Protocol):
@@ -62,12 +74,21 @@ class Membership(Protocol):
     """True once a rank was lost: MPI can then neither be ended nor aborted in the ordinary way."""
     members: tuple[int, ...]
     """Number of each rank of this generation when the job began, ascending by rank."""
+    due: bool
+    """True if spares are to join, or members to leave, at the next `renew(..., meets=True)`."""
+    left: tuple[int, ...]
+    """Members that left on purpose when this generation was made."""
 
-    def renew(self, report: Json) -> list[Json]:
+    def renew(self, report: Json, meets: bool = False) -> list[Json]:
         """End this generation, and make the next one of the ranks that are left.
 
         Collective over these; it waits for those that have not noticed. All communicators of the
         last generation must be at rest: the caller drops its requests.
+
+        Args:
+            report: None for a spare that becomes a member.
+            meets: all members have come between two batches: spares join that are asked to, and
+                members leave.
 
         Returns the reports of the new generation, by rank; the same on all of them.
 
@@ -79,3 +100,31 @@ class Membership(Protocol):
 
         All ranks get the same answer, even if one is lost meanwhile.
         """
+
+
+@runtime_checkable
+class Elastic(Protocol):
+    """A membership whose job may have spares, and whose ranks may leave on purpose."""
+
+    spares: int
+    """Ranks of the job's beginning beyond those that train then."""
+    leaves: bool
+    """Set this to have this rank leave at the next meeting of all."""
+    leave_at: float
+    """Time of the monotonic clock at which this rank leaves; infinite for never."""
+    ends: bool
+    """True if all members leave at the next meeting: nobody goes on."""
+
+    @property
+    def asked(self) -> bool:
+        """True if a rank has asked all others to renew, or if this one is about to."""
+
+    def want(self, ranks: int) -> None:
+        """Set the number of members that the job begins with; the rest are spares after the next
+        meeting."""
+
+    def doze(self) -> list[Json]:
+        """Wait, as a spare, until the others renew, and take part in it; as `renew`."""
+
+    def dismiss(self) -> None:
+        """End all spares. Collective over members, at the end of the training."""

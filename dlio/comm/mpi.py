@@ -185,6 +185,8 @@ class MpiCommunicator:
         self.colours = tuple(colours)
         self.over = False
         """True once a later generation lacks it."""
+        self.rests = False
+        """True while this rank is a spare, and takes no part in it."""
         if membership is not None:
             membership.add(self)
 
@@ -195,10 +197,14 @@ class MpiCommunicator:
 
     def replace(self, comm: "MPI.Intracomm | None") -> None:
         """Go on with another communicator; None if there is none in this generation."""
-        self.over = comm is None
+        self.over, self.rests = comm is None, False
         if comm is not None:
             self._comm = comm
             self.rank, self.size = comm.rank, comm.size
+
+    def rest(self) -> None:
+        """Take no part until `replace` is called: this rank is a spare, or about to leave."""
+        self.rests = True
 
     def allgather(self, value: _T) -> list[_T]:
         mine = np.frombuffer(json.dumps(value).encode(), np.uint8)

@@ -15,11 +15,12 @@ from typing import Any, Final, Protocol, TypeAlias, TypeVar, runtime_checkable
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from dlio.comm import Communicator
-from dlio.comm.membership import Membership
-from dlio.errors import PeerLost, UsageError
+from dlio.comm.membership import AllLeave, Elastic, Membership, RankLeft
+from dlio.errors import CommError, PeerLost, UsageError
 
 __all__ = [
     "Dealer",
+    "Follower",
     "Loss",
     "Part",
     "Recovery",
@@ -65,14 +66,25 @@ class Dealer(Protocol):
         """
 
 
+@runtime_checkable
+class Follower(Protocol):
+    """A part that a rank can begin with where the other ranks are."""
+
+    def follow(self, report: Report) -> None:
+        """Be where another rank is, as its report tells. `settle` is called next."""
+
+
+_WORDS: Final = {"lost": "lost", "joined": "joined", "left": "has left"}
+
+
 @dataclass(slots=True)
 class Loss:
-    """The ranks that one recovery went on without, as one of those that are left measured it."""
+    """The ranks that one recovery went on without, or with, as one of the others measured it."""
 
     ranks: tuple[int, ...]
-    """Numbers of the lost ranks when the job began; none if only a communicator had failed."""
+    """Numbers of these ranks when the job began."""
     nodes: tuple[str, ...]
-    """Name of the node of each lost rank."""
+    """Name of the node of each of these ranks."""
     epoch: int
     """Number of the epoch, from 0."""
     step: int
@@ -89,9 +101,9 @@ class Loss:
     """Part of `seconds` until all of these had the same state."""
     samples_again: int = 0
     """Samples dealt to the lost ranks that came again at the end of the epoch."""
-    kind: str = "ranks"
-    """`ranks` if the others went on in place; `restart` if all that were left began again from a
-    copy of the state, as when a whole node is lost."""
+    kind: str = "lost"
+    """`lost`; `joined`: spares that train from then on; `left`: ranks that ended on purpose;
+    `restart`: all ended, as when a whole node is lost, and those that are left began again."""
     steps_again: int = 0
     """Optimizer steps that were made twice, as far as the ranks that are left know."""
 
@@ -101,14 +113,16 @@ class Loss:
             f"{rank} (node {node})" if node else str(rank)
             for rank, node in zip(self.ranks, self.nodes, strict=True)
         )
-        lost = "rank" if len(self.ranks) == 1 else "ranks"
+        ranks = "rank" if len(self.ranks) == 1 else "ranks"
+        if self.kind == "restart":
+            gone = f"{ranks} {who} lost" if who else "all ranks ended"
+            again = "rank" if self.left == 1 else "ranks"
+            at = "" if self.step < 0 else f" at step {self.step}"
+            return f"{gone}{at}: started again on {self.left} {again}, {self.seconds:.2f} s"
+        what = "have left" if self.kind == "left" and len(self.ranks) > 1 else _WORDS[self.kind]
         where = "" if self.step < 0 else f" at step {self.step}"
         go_on = "rank goes on" if self.left == 1 else "ranks go on"
-        if self.kind == "restart":
-            gone = f"{lost} {who} lost" if who else "all ranks ended"
-            ranks = "rank" if self.left == 1 else "ranks"
-            return f"{gone}{where}: started again on {self.left} {ranks}, {self.seconds:.2f} s"
-        return f"{lost} {who or 'none'} lost{where}: {self.left} {go_on}, {self.seconds:.2f} s"
+        return f"{ranks} {who} {what}{where}: {self.left} {go_on}, {self.seconds:.2f} s"
 
 
 class Recovery:
@@ -120,11 +134,22 @@ class Recovery:
 
     def __init__(self, membership: Membership, comm: Communicator) -> None:
         self.membership = membership
+        self.elastic = membership if isinstance(membership, Elastic) else None
+        """The membership if ranks may join it and leave."""
         self._comm = comm
         self._parts: WeakValueDictionary[str, Part] = WeakValueDictionary()
         """Weak: a loop may make a loader for each epoch, and close none."""
         self._made = 0
+        self.number = 0
+        """Number of recoveries and meetings so far."""
         self.losses: list[Loss] = []
+        """Losses of ranks; see `changes` for others."""
+        self.changes: list[Loss] = []
+        """Ranks that joined, and that left on purpose."""
+        self.newcomers: tuple[int, ...] = ()
+        """Ranks of this generation that have just joined, while parts are settled."""
+        self.meets = False
+        """True while parts are settled between two batches, where all members have met."""
         self.last_counted: dict[int, int] = {}
         """By lost member, the number of its last optimizer step that a rank that is left has taken
         in, from 1, since its exchange was created; 0 if there is none. For exchanges that take in
@@ -146,6 +171,14 @@ class Recovery:
         """
         self._nodes, self._place, self._is_described = nodes, place, True
 
+    def node(self, member: int) -> str:
+        """Return the name of a rank's node, empty if it is not known.
+
+        Args:
+            member: its number when the job began.
+        """
+        return self._nodes[member] if member < len(self._nodes) else ""
+
     def add(self, kind: str, part: Part) -> str:
         """Add a part, in the same order on all ranks; returns its name."""
         name = f"{kind}/{self._made}"
@@ -162,28 +195,99 @@ class Recovery:
 
         Raises CommError when too few ranks are left.
         """
-        began, before = time.perf_counter(), self.membership.members
+        self._renew(meets=False)
+
+    def rest(self, ranks: int) -> None:
+        """Have only the first ranks train. Collective, before training begins.
+
+        The others return when they are called, and are then where those are that have trained.
+
+        Raises RankLeft on a rank that is not called before the job ends.
+        """
+        assert self.elastic is not None
+        self.elastic.want(ranks)
+        self._renew(meets=True, begins=True)
+        if self.membership.me not in self.membership.members:
+            self._doze(self.elastic)
+
+    def meet(self, is_due: Callable[[], bool]) -> None:
+        """Have spares join and ranks leave, as was asked. Collective, between two batches.
+
+        Args:
+            is_due: returns whether all ranks meet here, after the last recovery.
+
+        Raises RankLeft on a rank that leaves, and AllLeave on all ranks if all of them leave.
+        """
+        while is_due():
+            try:
+                self._comm.barrier()
+                well = True
+            except PeerLost:
+                well = False
+            if not self.membership.agree(well):
+                self.run()
+                continue
+            if self.elastic is not None and self.elastic.ends:
+                raise AllLeave
+            self._renew(meets=True)
+            if self.membership.me not in self.membership.members:
+                raise RankLeft
+
+    def end(self) -> None:
+        """End the spares, at the end of the training. Collective."""
+        if self.elastic is not None and self.elastic.spares:
+            self.elastic.dismiss()
+
+    def _doze(self, elastic: Elastic) -> None:
+        while self.membership.me not in self.membership.members:
+            reports: Any = elastic.doze()
+            if not self.membership.members or self.membership.me in self.membership.left:
+                raise RankLeft
+        began, self.meets = time.perf_counter(), True
+        if not self._settle(reports):
+            while not self._attempt(meets=True, joins=True):
+                pass
+        self.meets = False
+        self.number += 1
+        self._note("joined", {self.membership.members[rank] for rank in self.newcomers}, began)
+
+    def _renew(self, meets: bool, begins: bool = False) -> None:
+        began, before = time.perf_counter(), set(self.membership.members)
         self._seconds = [0.0, 0.0]
-        while not self._attempt():
-            pass
-        after = self.membership.members
-        lost = tuple(member for member in before if member not in after)
+        left: set[int] = set()
+        self.meets = meets
+        while True:
+            done = self._attempt(meets)
+            left |= set(self.membership.left)
+            if done:
+                break
+        self.meets = False
+        self.number += 1
+        after = set(self.membership.members)
+        if not begins:
+            self._note("lost", before - after - left, began)
+            self._note("left", left & before, began)
+            self._note("joined", after - before, began)
+
+    def _note(self, kind: str, members: set[int], began: float) -> None:
+        if not members:
+            return
         epoch, step = self._place()
-        self.losses.append(
-            Loss(
-                ranks=tuple(self.numbers[member] for member in lost),
-                nodes=tuple(self._nodes[member] for member in lost),
-                epoch=epoch,
-                step=step,
-                generation=self.membership.number,
-                left=len(after),
-                seconds=time.perf_counter() - began,
-                renew_s=self._seconds[0],
-                settle_s=self._seconds[1],
-            )
+        change = Loss(
+            ranks=tuple(self.numbers[member] for member in sorted(members)),
+            nodes=tuple(self._nodes[member] for member in sorted(members)),
+            epoch=epoch,
+            step=step,
+            generation=self.membership.number,
+            left=len(self.membership.members),
+            seconds=time.perf_counter() - began,
+            renew_s=self._seconds[0],
+            settle_s=self._seconds[1],
+            kind=kind,
         )
+        (self.losses if kind == "lost" else self.changes).append(change)
         if not self._is_described and self._comm.rank == 0:
-            _log.warning(self.losses[-1].sentence())
+            _log.warning(change.sentence())
 
     def count_again(self, member: int, samples: int) -> None:
         """Note that samples dealt to a lost rank come again."""
@@ -218,22 +322,40 @@ class Recovery:
                 return result
             self.run()
 
-    def _attempt(self) -> bool:
+    def _attempt(self, meets: bool, joins: bool = False) -> bool:
+        """Make the next generation; False if a rank was lost before all were at one place.
+
+        Args:
+            joins: this rank has not followed the others yet.
+        """
         began = time.perf_counter()
-        parts = dict(self._parts)
-        reports: Any = self.membership.renew({name: part.tell() for name, part in parts.items()})
-        renewed = time.perf_counter()
-        self._seconds[0] += renewed - began
+        mine = None if joins else {name: part.tell() for name, part in self._parts.items()}
+        reports: Any = self.membership.renew(mine, meets)
+        self._seconds[0] += time.perf_counter() - began
+        return self._settle(reports)
+
+    def _settle(self, reports: Sequence[dict[str, Report] | None]) -> bool:
+        began = time.perf_counter()
+        if self.membership.me not in self.membership.members:
+            return True
+        self.newcomers = tuple(rank for rank, each in enumerate(reports) if each is None)
+        others = [each for each in reports if each is not None]
+        if not others:
+            raise CommError("all ranks that had the model are lost: this job ends")
+        joins = self._comm.rank in self.newcomers
         well = True
         try:
-            for name, part in parts.items():
+            for name, part in dict(self._parts).items():
                 # A part that nobody holds any more may be gone on some ranks only.
-                if all(name in each for each in reports):
-                    part.settle([each[name] for each in reports], self._comm)
+                if not all(name in each for each in others):
+                    continue
+                if joins and isinstance(part, Follower):
+                    part.follow(others[0][name])
+                part.settle([(each or others[0])[name] for each in reports], self._comm)
         except PeerLost:
             well = False
         well = self.membership.agree(well)
-        self._seconds[1] += time.perf_counter() - renewed
+        self._seconds[1] += time.perf_counter() - began
         return well
 
 

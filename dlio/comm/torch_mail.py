@@ -14,20 +14,23 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypeAlias
 
 from dlio.comm.waiting import LONGEST_SLEEP_S
 from dlio.errors import CommError
 from dlio.util.threads import Workers
 
-__all__ = ["Mail", "Message"]
+__all__ = ["Channel", "Mail", "Message"]
+
+Channel: TypeAlias = tuple[int, int]
+"""Numbers of a generation of ranks and of a communicator: messages of two channels never mix."""
 
 _CLOSE_TIMEOUT_S: Final = 5.0
 _CANCEL_TIMEOUT_S: Final = 1.0
 _HELLO: Final = struct.Struct("<16sI")
 """The group's secret, the sender's rank."""
-_HEAD: Final = struct.Struct("<iQ")
-"""Tag, bytes."""
+_HEAD: Final = struct.Struct("<IIiQ")
+"""Channel, tag, bytes."""
 _MOST_BYTES: Final = 1 << 40
 """Length of the longest message that a peer may announce."""
 
@@ -35,11 +38,16 @@ _MOST_BYTES: Final = 1 << 40
 class Message:
     """A send or receive under way."""
 
-    def __init__(self, view: memoryview, withdraw: Callable[["Message"], bool]) -> None:
+    def __init__(
+        self, view: memoryview, withdraw: Callable[["Message"], bool], generation: int = 0
+    ) -> None:
         self.view = view
+        self.generation = generation
         self.at = 0
         self.over = False
         self.error: CommError | None = None
+        self.unreachable = False
+        """True if the error is a lost connection."""
         self._withdraw = withdraw
 
     def done(self) -> bool:
@@ -54,6 +62,13 @@ class Message:
         return given_up
 
 
+_Key: TypeAlias = tuple[int, Channel, int]
+"""Source, channel, tag."""
+_NO_KEY: Final[_Key] = (-1, (0, 0), 0)
+_ALWAYS: Final = 1 << 32
+"""Generation of greetings, which no other follows."""
+
+
 class _Incoming:
     """The stream from one peer: a greeting, then messages, each a head and a body."""
 
@@ -62,12 +77,12 @@ class _Incoming:
         self.peer = -1
         self.small = bytearray(_HELLO.size)
         self.at = 0
-        self.tag = 0
+        self.key = _NO_KEY
         self.message: Message | None = None
 
 
 class Mail:
-    """Messages by (source, tag), in the order in which they were sent.
+    """Messages by (source, channel, tag), in the order in which they were sent.
 
     Owns a listening socket, the connections and the thread that moves bytes.
     """
@@ -77,10 +92,15 @@ class Mail:
     ) -> None:
         self._rank = rank
         self._lock = threading.Lock()
-        self._posted: dict[tuple[int, int], deque[Message]] = {}
-        self._early: dict[tuple[int, int], deque[Message]] = {}
+        self._moving = threading.Lock()
+        """Held while bytes are moved; taken before `_lock`."""
+        self._posted: dict[_Key, deque[Message]] = {}
+        self._early: dict[_Key, deque[Message]] = {}
+        self._oldest = 0
+        """Number of the oldest generation whose messages are taken."""
         self._outgoing: dict[int, socket.socket] = {}
         self._queues: dict[int, deque[tuple[bytes, Message]]] = {}
+        self._streams: set[_Incoming] = set()
         self._listener = _listening()
         port = int(self._listener.getsockname()[1])
         everyone = allgather((_own_address(), port, secrets.token_hex(16)))
@@ -102,16 +122,19 @@ class Mail:
         )
         self._thread.start()
 
-    def send(self, view: memoryview, dest: int, tag: int) -> Message:
-        message = Message(view, lambda _: False)
+    def send(self, view: memoryview, dest: int, tag: int, channel: Channel = (0, 0)) -> Message:
+        message = Message(view, lambda _: False, channel[0])
         with self._lock:
-            self._queues.setdefault(dest, deque()).append((_HEAD.pack(tag, len(view)), message))
+            head = _HEAD.pack(*channel, tag, len(view))
+            self._queues.setdefault(dest, deque()).append((head, message))
         self._wake()
         return message
 
-    def receive(self, view: memoryview, source: int, tag: int) -> Message:
-        key = (source, tag)
-        message = Message(view, lambda m: self._withdraw(key, m))
+    def receive(
+        self, view: memoryview, source: int, tag: int, channel: Channel = (0, 0)
+    ) -> Message:
+        key = (source, channel, tag)
+        message = Message(view, lambda m: self._withdraw(key, m), channel[0])
         with self._lock:
             early = self._early.get(key)
             if not early:
@@ -130,7 +153,34 @@ class Mail:
         """Stop after all sends have left, within a deadline."""
         self._thread.close()
 
-    def _withdraw(self, key: tuple[int, int], message: Message) -> bool:
+    def give_up(self, message: Message) -> None:
+        """Never touch a message's memory again; its generation is over."""
+        self._drop(lambda each: each is message)
+
+    def retire(self, oldest: int) -> None:
+        """Drop all messages of generations before `oldest`, also those that arrive later."""
+        self._oldest = oldest
+        self._drop(lambda each: each.generation < oldest)
+
+    def _drop(self, chosen: Callable[[Message], bool]) -> None:
+        with self._moving, self._lock:
+            for table in (self._posted, self._early):
+                for key, messages in list(table.items()):
+                    table[key] = deque(each for each in messages if not chosen(each))
+                    if not table[key]:
+                        del table[key]
+            for incoming in self._streams:
+                if incoming.message is not None and chosen(incoming.message):
+                    incoming.message = _stand_in(incoming.message)
+            for dest, queued in self._queues.items():
+                # The peer still expects the rest of a message that has begun.
+                self._queues[dest] = deque(
+                    (head, _stand_in(each) if chosen(each) else each)
+                    for head, each in queued
+                    if not chosen(each) or each.at
+                )
+
+    def _withdraw(self, key: _Key, message: Message) -> bool:
         with self._lock:
             posted = self._posted.get(key)
             if posted and message in posted:
@@ -145,9 +195,11 @@ class Mail:
     def _run(self, _: int) -> None:
         try:
             while not self._is_over():
-                for key, events in self._selector.select(0.2):
-                    self._serve(key, events)
-                self._connect_all()
+                ready = self._selector.select(0.2)
+                with self._moving:
+                    for key, events in ready:
+                        self._serve(key, events)
+                    self._connect_all()
         finally:
             for key in list(self._selector.get_map().values()):
                 if isinstance(key.fileobj, socket.socket):
@@ -171,7 +223,9 @@ class Mail:
             with contextlib.suppress(OSError):
                 connection, _ = self._listener.accept()
                 connection.setblocking(False)
-                self._selector.register(connection, selectors.EVENT_READ, _Incoming(connection))
+                incoming = _Incoming(connection)
+                self._streams.add(incoming)
+                self._selector.register(connection, selectors.EVENT_READ, incoming)
         elif key.data == "wake":
             with contextlib.suppress(BlockingIOError):
                 self._wake_out.recv(4096)
@@ -193,7 +247,7 @@ class Mail:
                 connection.connect_ex(self._addresses[dest])
                 self._outgoing[dest] = connection
                 greeting = Message(
-                    memoryview(_HELLO.pack(self._secret, self._rank)), lambda _: False
+                    memoryview(_HELLO.pack(self._secret, self._rank)), lambda _: False, _ALWAYS
                 )
                 with self._lock:
                     self._queues[dest].appendleft((b"", greeting))
@@ -234,7 +288,7 @@ class Mail:
         lost = CommError(f"rank {dest} at {host}:{port} cannot be reached: {error}")
         with self._lock:
             for _, message in self._queues[dest]:
-                message.error = lost
+                message.error, message.unreachable = lost, True
             self._queues[dest].clear()
 
     def _read(self, incoming: _Incoming) -> None:
@@ -247,12 +301,13 @@ class Mail:
             # The peer has ended or is a stranger: waits for its messages end at their deadline.
             self._selector.unregister(incoming.connection)
             incoming.connection.close()
+            self._streams.discard(incoming)
             self._cut_off(incoming)
 
     def _cut_off(self, incoming: _Incoming) -> None:
         """Put a half-received message back: nothing writes to its memory any more."""
-        message, key = incoming.message, (incoming.peer, incoming.tag)
-        if message is None:
+        message, key = incoming.message, incoming.key
+        if message is None or message.generation < self._oldest:
             return
         with self._lock:
             early = self._early.get(key)
@@ -273,7 +328,7 @@ class Mail:
             if message.at == len(message.view):
                 incoming.message, incoming.at = None, 0
                 incoming.small = bytearray(_HEAD.size)
-                self._arrived((incoming.peer, incoming.tag), message)
+                self._arrived(incoming.key, message)
             return True
         count = incoming.connection.recv_into(memoryview(incoming.small)[incoming.at :])
         if not count:
@@ -288,11 +343,12 @@ class Mail:
             incoming.peer, incoming.at = peer, 0
             incoming.small = bytearray(_HEAD.size)
             return True
-        incoming.tag, size = _HEAD.unpack(incoming.small)
-        incoming.message = self._begun((incoming.peer, incoming.tag), size)
+        generation, number, tag, size = _HEAD.unpack(incoming.small)
+        incoming.key = (incoming.peer, (generation, number), tag)
+        incoming.message = self._begun(incoming.key, size)
         return True
 
-    def _begun(self, key: tuple[int, int], size: int) -> Message:
+    def _begun(self, key: _Key, size: int) -> Message:
         """Return the receive that a message's body goes into: a posted one, or new memory."""
         with self._lock:
             posted, early = self._posted.get(key), self._early.get(key)
@@ -302,11 +358,12 @@ class Mail:
                 return message
             if size > _MOST_BYTES:
                 raise ValueError(f"a message of {size} bytes")
-            message = Message(memoryview(bytearray(size)), lambda _: False)
-            self._early.setdefault(key, deque()).append(message)
+            message = Message(memoryview(bytearray(size)), lambda _: False, key[1][0])
+            if message.generation >= self._oldest:
+                self._early.setdefault(key, deque()).append(message)
             return message
 
-    def _arrived(self, key: tuple[int, int], message: Message) -> None:
+    def _arrived(self, key: _Key, message: Message) -> None:
         with self._lock:
             message.over = True
             early, posted = self._early.get(key), self._posted.get(key)
@@ -315,6 +372,13 @@ class Mail:
             for table in (self._early, self._posted):
                 if key in table and not table[key]:
                     del table[key]
+
+
+def _stand_in(message: Message) -> Message:
+    """Return a message of the same bytes in memory of its own, moved as far."""
+    instead = Message(memoryview(bytearray(message.view)), lambda _: False, message.generation)
+    instead.at = message.at
+    return instead
 
 
 def _copy(arrived: Message, into: Message) -> None:

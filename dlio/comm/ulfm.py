@@ -9,22 +9,34 @@ spin. Its own detector of stopped ranks is off. A rank that leaves does so by a 
 
 import atexit
 import contextlib
+import math
 import os
 import signal
 import socket
 import sys
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Final, cast
 
 import mpi4py
 import numpy as np
 from mpi4py import MPI
 
+from dlio.comm.board import open_board
 from dlio.comm.mpi import MpiCommunicator, MpiRequest, agreed, one_at_a_time
+from dlio.comm.node_watch import NodeWatch
 from dlio.comm.protocol import Json
-from dlio.comm.stopped import StoppedRanks
+from dlio.comm.standing import (
+    Standing,
+    Wanted,
+    is_meeting_due,
+    leaving_members,
+    next_members,
+)
 from dlio.comm.waiting import wait_all
+from dlio.comm.wanted import RankRequests
 from dlio.errors import CommError, PeerLost, UsageError
 from dlio.util.settings import settings
 
@@ -35,16 +47,23 @@ _ENABLED: Final = "OMPI_MCA_mpi_ft_enable"
 _LOSSES: Final = (MPI.Exception, PeerLost)
 _MOST_ROUNDS: Final = 20
 """Losses within one recovery after which a job is given up."""
+_LAST_REQUEST: Final = 1 << 30
+"""Number of the request that ends the spares."""
+_NAP_S: Final = 0.005
+"""Time between two looks of a spare at whether it is called."""
 
 
 class UlfmMembership:
     """The ranks that are left of MPI's world. One per process.
 
+    All ranks are active at first; `rest` makes some of them spares.
+
     Args:
         least: fewest ranks that go on.
+        spares: ranks beyond those that train at first.
     """
 
-    def __init__(self, least: int = 1) -> None:
+    def __init__(self, least: int = 1, spares: int = 0) -> None:
         """Raises UsageError where MPI was started in another way than losses want."""
         if os.environ.get(_ENABLED) != "1":
             raise UsageError(
@@ -56,23 +75,45 @@ class UlfmMembership:
                 "DLIO_MIN_RANKS is set, but MPI was not started with MPI_THREAD_SERIALIZED, as "
                 "going on after a loss wants: set MPI4PY_RC_THREAD_LEVEL=serialized"
             )
+        size = MPI.COMM_WORLD.size
+        if not 0 <= spares < size:
+            raise UsageError(
+                f"{spares} spares of {size} ranks: start more ranks, or give fewer spares"
+            )
         self.number = 0
         self.lost = False
         self.me = MPI.COMM_WORLD.rank
-        self.members: tuple[int, ...] = tuple(range(MPI.COMM_WORLD.size))
+        self.members: tuple[int, ...] = tuple(range(size))
+        self.spares = spares
+        self._alive = self.members
+        """Active ranks and spares."""
+        self.leaves = self.due = self.ends = False
+        self.leave_at = math.inf
+        self._has_told = False
+        """True once the others know that this rank leaves."""
+        self.left: tuple[int, ...] = ()
         self._least = least
+        self._wanted = Wanted(0, size)
+        self._requests = RankRequests()
         self._handles: dict[int, weakref.ref[MpiCommunicator]] = {}
         self._made = 0
         self._spent: list[MPI.Intracomm] = []
         with one_at_a_time:
             self._root = MPI.COMM_WORLD.Dup()
+            """All that are alive."""
+            self._active = MPI.COMM_WORLD.Dup()
             agreed(self._root, True)
-        self.world = MpiCommunicator(self._root.Dup(), membership=self)
+        self.world = MpiCommunicator(self._active.Dup(), membership=self)
         # Numbers of processes mean nothing in another container of the same name.
         host = f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
-        everyone: list[tuple[str, int]] = self.world.allgather((host, os.getpid()))
-        here = {member: pid for member, (name, pid) in enumerate(everyone) if name == host}
-        self._stopped = StoppedRanks(here, self.me, lambda: self.members)
+        board = open_board()
+        mine = (host, os.getpid(), board.file)
+        everyone: list[tuple[str, int, int]] = self.world.allgather(mine)
+        here = {member: pid for member, (name, pid, _) in enumerate(everyone) if name == host}
+        files = {member: everyone[member][2] for member in here}
+        self._watch = NodeWatch(
+            here, self.me, lambda: self._alive, board, files, lambda: self.members
+        )
         atexit.register(self._end)
 
     def add(self, handle: MpiCommunicator) -> None:
@@ -88,22 +129,59 @@ class UlfmMembership:
     def agree(self, well: bool) -> bool:
         flag = np.array([well], np.int32)
         try:
-            self._poll(lambda: self._root.Iagree(flag), "all ranks to agree")
+            self._poll(lambda: self._active.Iagree(flag), "all ranks to agree")
         except _LOSSES:
             return False
         return bool(flag[0]) and well
 
-    def renew(self, report: Json) -> list[Json]:
-        self.lost = True
-        old = [handle for handle in self._living().values() if not handle.over]
+    @property
+    def asked(self) -> bool:
+        """True if a rank has asked all others to meet, or if this one is about to."""
+        if self._leaves() and not self._has_told:
+            return True
+        if self._newest_wanted() > self._wanted:
+            return True
         with one_at_a_time:
-            for comm in (*(handle.raw for handle in old), self._root):
-                if not comm.Is_revoked():
+            return bool(self._root.Is_revoked())
+
+    def want(self, ranks: int) -> None:
+        """Ask for a number of active ranks, as of the job's beginning."""
+        self._wanted = Wanted(0, ranks)
+
+    def doze(self) -> list[Json]:
+        """Wait, as a spare, until the others make a generation, and take part in it.
+
+        Returns what `renew` returns; nothing when the job is over.
+        """
+        while not (self.asked or self._are_all_lost()):
+            self.world.poke()
+            time.sleep(_NAP_S)
+        return self.renew(None)
+
+    def _are_all_lost(self) -> bool:
+        """True if no member is left that could tell this spare."""
+        with one_at_a_time:
+            failed = self._root.Get_failed()
+            ranks = MPI.Group.Translate_ranks(failed, None, self._root.Get_group())
+        return {self._alive[rank] for rank in ranks} >= set(self.members)
+
+    def dismiss(self) -> None:
+        """End the job's spares, at the end of the training. Collective over active ranks."""
+        members, self._wanted = self.members, Wanted(_LAST_REQUEST, 0)
+        self.renew(None, meets=True)
+        self.members = members
+
+    def renew(self, report: Json, meets: bool = False) -> list[Json]:
+        self.lost = True
+        old = [handle for handle in self._living().values() if not handle.rests]
+        with one_at_a_time:
+            for comm in (*(handle.raw for handle in old), self._active, self._root):
+                if comm != MPI.COMM_NULL and not comm.Is_revoked():
                     comm.Revoke()
         self._await_survivors()
         for _ in range(_MOST_ROUNDS):
             with one_at_a_time:
-                everyone = self._next_generation(report)
+                everyone = self._next_generation(report, meets)
             if everyone is not None:
                 return everyone
         raise CommError(
@@ -131,7 +209,7 @@ class UlfmMembership:
     def _living(self) -> dict[int, MpiCommunicator]:
         living = {number: ref() for number, ref in self._handles.items()}
         self._handles = {n: ref for n, ref in self._handles.items() if living[n] is not None}
-        return {n: handle for n, handle in living.items() if handle is not None}
+        return {n: each for n, each in living.items() if each is not None and not each.over}
 
     def _await_survivors(self) -> None:
         """Return when all that are left have come here. Raises CommTimeout after DLIO_TIMEOUT."""
@@ -153,43 +231,90 @@ class UlfmMembership:
             request = MpiRequest(begin())
         wait_all([request], what, settings().timeout_s, f"rank {self.me}")
 
-    def _next_generation(self, report: Json) -> list[Json] | None:
-        """Make the next generation; None if a rank is lost meanwhile."""
+    def _next_generation(self, report: Json, meets: bool) -> list[Json] | None:
+        """Make the next generation; None if a rank is lost meanwhile.
+
+        Returns the reports of its active ranks.
+        """
         root = cast(MPI.Intracomm, self._root.Shrink())
         self._root = root
         if not agreed(root, True):
             return None
-        if root.size < self._least:
-            raise CommError(
-                f"{root.size} ranks are left, and --min-ranks is {self._least}: this job ends"
-            )
-        handles = {n: handle for n, handle in self._living().items() if not handle.over}
+        handles = self._living()
         made: dict[int, MPI.Intracomm] = {}
-        everyone: list[Any] = []
-        common: set[int] = set()
+        active = cast(MPI.Intracomm, MPI.COMM_NULL)
+        reported: list[list[Any]] = []
+        standings: list[Standing] = []
+        members: tuple[int, ...] = ()
+        leavers: set[int] = set()
         well = True
         try:
             # Nobody revokes this communicator: no rank waits on it elsewhere.
-            mine = {str(number): list(handle.colours) for number, handle in handles.items()}
-            everyone = MpiCommunicator(root).allgather([self.me, mine, report])
-            # A rank may have closed one that others have not closed yet: it is gone.
-            common = set.intersection(*(set(map(int, each[1])) for each in everyone))
-            for number in sorted(common):
-                made[number] = self._remade(root, str(number), [each[1] for each in everyone])
+            colours = {str(number): list(handle.colours) for number, handle in handles.items()}
+            mine = self._standing(meets).as_list()
+            reported = MpiCommunicator(root).allgather([mine, colours, self._made, report])
+            standings = [Standing.from_list(each[0]) for each in reported]
+            members = next_members(standings)
+            self._check_number(standings, members)
+            is_mine = self.me in members
+            colour = 0 if is_mine else MPI.UNDEFINED
+            active = cast(MPI.Intracomm, root.Split(colour, root.rank))
+            if is_mine:
+                chosen = [each for each in reported if each[0][0] in members]
+                # A rank may have closed one that others have not closed yet: it is gone.
+                common = set.intersection(*(set(map(int, each[1])) for each in chosen))
+                for number in sorted(common):
+                    made[number] = self._remade(active, str(number), [each[1] for each in chosen])
+            leavers = leaving_members(standings, members)
+            if leavers:  # The others do not take their end for a loss.
+                left = root.Split(int(self.me in leavers), root.rank)
         except _LOSSES:
             well = False
         if not agreed(root, well):
             return None
+        if leavers:
+            agreed(root, True)  # They end when all others know that they have left.
+            self._root = cast(MPI.Intracomm, left)
         # Those of the generation before last: no thread asks for its requests any more.
         for comm in self._spent:
             with contextlib.suppress(MPI.Exception):
                 comm.Free()
-        self._spent = [handle.raw for handle in handles.values()]
+        self._spent = [handle.raw for handle in handles.values() if not handle.rests]
         self.number += 1
-        self.members = tuple(int(each[0]) for each in everyone)
+        self.members, self._active = members, active
+        self.left = tuple(sorted(leavers))
+        self._alive = tuple(s.member for s in standings if s.member not in leavers)
+        self._wanted = max(each.wanted for each in standings)
+        self._made = max(each[2] for each in reported)
+        now = [replace(s, active=s.member in members) for s in standings if s.member in self._alive]
+        self.due = is_meeting_due(now)
+        self.ends = self.due and all(each.leaves for each in now)
         for number, handle in handles.items():
-            handle.replace(made.get(number))
-        return [each[2] for each in everyone]
+            if is_mine:
+                handle.replace(made.get(number))
+            else:
+                handle.rest()
+        return [each[3] for each in reported if each[0][0] in members]
+
+    def _standing(self, meets: bool) -> Standing:
+        self._has_told = self._leaves()
+        active = self.me in self.members
+        return Standing(self.me, active, self._has_told, meets, self._newest_wanted())
+
+    def _newest_wanted(self) -> Wanted:
+        """Return the newest request; what is asked before training begins waits until then."""
+        return max(self._wanted, self._requests.newest()) if self.number else self._wanted
+
+    def _leaves(self) -> bool:
+        return self.leaves or time.monotonic() >= self.leave_at
+
+    def _check_number(self, standings: Sequence[Standing], members: Sequence[int]) -> None:
+        """Raise CommError if too few ranks are left; those that end on purpose may be more."""
+        left = len(standings)
+        if members and left < self._least:
+            raise CommError(
+                f"{left} ranks are left, and --min-ranks is {self._least}: this job ends"
+            )
 
     def _remade(self, root: MPI.Intracomm, number: str, colours: list[Any]) -> MPI.Intracomm:
         """Make a communicator anew: of all ranks, or of those of the same colours."""

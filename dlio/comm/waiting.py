@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from dlio.comm.board import waiting
 from dlio.comm.protocol import Request
 from dlio.errors import CommError, CommTimeout, PeerLost
 from dlio.util.settings import settings
@@ -45,9 +46,15 @@ def wait_all(requests: Sequence[Request], what: str, limit_s: float, who: str) -
 
     Raises CommTimeout after `limit_s` seconds; the message says that `who` waited for `what`.
     """
+    left = [request for request in requests if not request.done()]
+    if left:
+        with waiting():
+            _wait(left, what, limit_s, who)
+
+
+def _wait(left: Sequence[Request], what: str, limit_s: float, who: str) -> None:
     deadline = time.monotonic() + limit_s
     sleep_s = SHORTEST_SLEEP_S
-    left = list(requests)
     while left := [request for request in left if not request.done()]:
         if time.monotonic() > deadline:
             raise CommTimeout(

@@ -1,18 +1,20 @@
 """The communicator of all ranks of the job.
 
-`world()` selects the implementation: MPI if mpirun or srun started the process, or if the process
-initialised MPI itself with more than one rank; else torch.distributed if that is initialised
-(`torchrun`); else a single process.
+`world()` selects the implementation: torch.distributed if `dlio -n --backend torch` started the
+process; MPI if mpirun or srun did, or if the process initialised MPI itself with more than one
+rank; else torch.distributed if that is initialised (`torchrun`); else a single process.
 """
 
+import os
 import sys
 
-from dlio.comm.environment import under_mpi
+from dlio.comm.environment import under_mpi, under_torch
 from dlio.comm.membership import Membership
 from dlio.comm.protocol import Communicator
-from dlio.util.settings import settings
+from dlio.util.files import write_whole
+from dlio.util.settings import DONE, SPARES, settings
 
-__all__ = ["abort", "membership", "mpi_ranks", "world"]
+__all__ = ["abort", "membership", "mpi_ranks", "replace_world", "world"]
 
 _world: Communicator | None = None
 _torch_world: object = None
@@ -27,6 +29,10 @@ def world() -> Communicator:
     Raises CommError when the process runs under MPI but no MPI library can be loaded.
     """
     global _world, _torch_world
+    if under_torch():
+        if _world is None:
+            _world = _launched_world()
+        return _world
     if under_mpi() or mpi_ranks() > 1:
         if _world is None:
             from dlio.comm.mpi import mpi_world
@@ -35,7 +41,7 @@ def world() -> Communicator:
             if least is not None and mpi_ranks() > 1:
                 from dlio.comm.ulfm import UlfmMembership
 
-                _world = UlfmMembership(least).world
+                _world = UlfmMembership(least, int(os.environ.get(SPARES, "0"))).world
             else:
                 _world = mpi_world()
         return _world
@@ -53,6 +59,27 @@ def world() -> Communicator:
             _world = SingleCommunicator()
         _torch_world = group
     return _world
+
+
+def replace_world(comm: Communicator) -> None:
+    """Have `world` return another communicator of the same ranks, from its first use on."""
+    global _world
+    _world = comm
+
+
+def _launched_world() -> Communicator:
+    """Return the communicator of ranks that dlio's launcher started without MPI. Collective."""
+    from dlio.comm.job_store import open_store
+
+    store, least = open_store(), settings().min_ranks
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if least is not None:
+        from dlio.comm.store_membership import StoreMembership
+
+        return StoreMembership(store, rank, size, least).world
+    from dlio.comm.torchdist import TorchCommunicator
+
+    return TorchCommunicator(store.raw, "dlio", rank, size)
 
 
 def membership() -> Membership | None:
@@ -86,10 +113,13 @@ def _torch_group() -> object:
 
 
 def abort(code: int) -> None:
-    """End all ranks of MPI; return if this is the only rank.
+    """End all ranks; return if this is the only rank, or if the launcher ends the others.
 
     For the top level of a program, after it has printed its error.
     """
+    if under_torch() and DONE in os.environ:
+        write_whole(os.environ[DONE], lambda file: file.write(str(code).encode()))
+        return
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
         return

@@ -27,7 +27,8 @@ from dlio.loader.contract import (
 )
 from dlio.loader.dataset import Dataset
 from dlio.loader.dealing import Dealing, DealtIterator
-from dlio.loader.device import device_feed, target_device, transformed_feed
+from dlio.loader.dealt import Dealt, Torn, formula_order
+from dlio.loader.device import delivered
 from dlio.loader.engines import Engines
 from dlio.loader.feed import Begun, Fed, LoaderIterator, Stats
 from dlio.loader.foreign import accelerate
@@ -36,10 +37,10 @@ from dlio.loader.options import SAME_NAMES, LoaderOptions, OnError, Tiers, Worke
 from dlio.loader.passes import FormulaOrder, Pass, Place, PlannedPass, SamplerOrder, check_state
 from dlio.loader.stats import PassStats, diagnose, report
 from dlio.loader.trace import Spans, path_of
-from dlio.plan.epoch import EpochPlan
+from dlio.plan.epoch import EpochPlan, is_exact
 from dlio.plan.sample_mask import SampleMask
 from dlio.plan.schedule import steps_in_epoch
-from dlio.plan.shares import Shares, checked_shares
+from dlio.plan.shares import Shares
 from dlio.util.cores import available_cores
 
 if TYPE_CHECKING:
@@ -185,8 +186,8 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         self.deals = True
         """False if someone else deals anew when ranks are lost."""
         self._dealing: Dealing | None = None
-        self._dealt: tuple[int, Shares] | None = None
-        """This rank's number and the shares of all, once ranks have been lost."""
+        self._dealt: Dealt | None = None  # Once ranks have been lost.
+        self._torn: Torn | None = None  # If the next pass goes on with such an epoch.
         self._current: weakref.ref[LoaderIterator] | None = None
         self._options()  # Raises now for options that cannot work.
 
@@ -227,29 +228,46 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         self._place = self._place.chosen(epoch, mask)
 
     def regroup(self, members: Sequence[int], me: int, global_batch: int) -> None:
-        """End the current pass; later ones are dealt to the ranks that are left.
+        """End the current pass; each of the ranks that are left gets an even part of later ones.
 
-        Args:
-            members: number of each rank that is left, when the data set was mounted.
-            me: number of this rank.
-            global_batch: samples of a step over all ranks; each gets an even part of it.
+        Ranks have the numbers that they had when the data set was mounted.
         """
         self._end_pass()
-        self._dealt = (members.index(me), Shares.of(global_batch, len(members)))
+        self._dealt = Dealt(tuple(members), me, Shares.of(global_batch, len(members)))
+        self.shares = None  # They were those of other ranks.
         data = self._planned_data()
         if data is not None and data.mounted is not None:
             data.mounted.regroup(members)
 
-    def redeal(self, position: int, again: Sequence[int]) -> None:
-        """Have the next pass go on with the current one's epoch.
+    def redeal(self, position: int, again: Sequence[int], begun: Sequence[int] = ()) -> None:
+        """Have the next pass go on with the current epoch, or the chosen one, from a position on.
 
-        Args:
-            position: of the epoch's order; all before it has been dealt.
-            again: samples that come again at the end of the epoch.
+        `again` are samples that come again at its end; `begun`, numbers of the ranks that began it.
         """
-        batches = self.planned
+        before = self._place.current
         self._end_pass()
-        self._place = self._place.loaded(batches.state_at(position, again))
+        if not isinstance(before, PlannedPass):  # This rank has joined the others.
+            before = PlannedPass(self.state_dict(), self.formula, self._place.mask)
+        self._place = self._place.loaded(before.state_at(position, again))
+        if self._dealt is not None and not is_exact(self.mode) and position < before.whole:
+            self._torn = Torn(before.formula, tuple(begun))
+
+    def prepare(self, generation: int | None = None) -> int:
+        """Open the tiers; returns the number of passes so far, or what it is set to. Collective."""
+        engine = self._engines.planned
+        engine.mount(self._options(), self.data)
+        engine.generation = engine.generation if generation is None else generation
+        return engine.generation
+
+    @property
+    def formula(self) -> FormulaOrder:
+        """The order of the next pass, which is dlio's own."""
+        return cast(FormulaOrder, self._order(self._options()))
+
+    @property
+    def mask(self) -> tuple[int, SampleMask] | None:
+        """An epoch, and the samples that it uses; None for all."""
+        return self._place.mask
 
     @property
     def planned(self) -> PlannedPass:
@@ -354,7 +372,8 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
 
     def _own_dealing(self) -> Dealing | None:
         """Return the dealing of a loop whose ranks may be lost; None if they end together."""
-        if membership() is None or not self.deals or not self.follows_formula():
+        wanted = membership() is not None or self._place.has_again()
+        if not (wanted and self.deals and self.follows_formula()):
             return None
         if self._dealing is None:
             recovery = recovery_of(world())
@@ -365,6 +384,7 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         """Begin a pass that is dealt to the same ranks until its end."""
         options = self._options()
         batches, self._place = self._place.open(self._order(options))
+        self._torn = None
         ahead = self._engines.take_ahead(batches) if self._engines.ahead else None
         if ahead is not None:
             self._place = self._place.handed_out(ahead.batches)
@@ -373,8 +393,7 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         registration = None
         if "accelerate.state" in sys.modules:
             registration = accelerate.Registration(self, begun.batches.steps)
-        handed = partial(self._handed, options, begun, registration)
-        iterator = LoaderIterator(begun, handed)
+        iterator = LoaderIterator(begun, partial(self._handed, options, begun, registration))
         self._current = weakref.ref(iterator)
         return iterator
 
@@ -424,12 +443,10 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         device = options.device
         if device is None and "accelerate.state" in sys.modules:
             device = accelerate.device(self)
-        if device is not None:
-            begun.feed = device_feed(begun.feed, target_device(device))
+        transform = None
         if begun.stats.engine == "planned" and data is not None and options.collates_by_default:
             transform = data.recipe.batch_transform
-            if transform is not None:
-                begun.feed = transformed_feed(begun.feed, transform)
+        begun.feed = delivered(begun.feed, device, transform)
         return begun
 
     def _options(self) -> LoaderOptions:
@@ -446,27 +463,11 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         if not self.follows_formula():
             fresh = not (options.persistent_workers and self._engines.threads.base_seed_drawn)
             return SamplerOrder(self.sampler, self.batch_sampler, options.generator, fresh)
-        assert options.batch_size is not None
         data = self._planned_data() if options.source_order != "sample" else None
-        rank, ranks = place(options.group, options.mesh)
-        shares = None
-        if options.shares is not None:
-            shares = checked_shares(options.shares, options.batch_size, ranks)
-        elif self._dealt is not None:
-            rank, shares = self._dealt
-            ranks = len(shares.counts)
-        return FormulaOrder(
-            seed=self._order_seed(),
-            samples=self._count(),
-            shuffled=bool(options.shuffle),
-            batch_size=options.batch_size,
-            drop_last=options.drop_last,
-            rank=rank,
-            ranks=ranks,
-            source_order=options.source_order,
-            layout=None if data is None else data.reader.layout,
-            shares=shares,
-        )
+        if self._torn is not None and self._dealt is not None:
+            return self._torn.shared(self._dealt)
+        layout = None if data is None else data.reader.layout
+        return formula_order(options, self._order_seed(), self._count(), layout, self._dealt)
 
     def _planned_data(self) -> Dataset | None:
         """The data set as dlio reads it; None if torch's way is taken."""
@@ -480,15 +481,14 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         return self._data
 
     def _count(self) -> int:
-        dataset: Any = self.dataset  # A map-style data set, whose type need not be Sized.
-        return len(dataset)
+        return len(cast(Any, self.dataset))  # A map-style data set's type need not be Sized.
 
     def _global_batch(self) -> int:
         """Samples of a step over all ranks."""
         if self._dealing is not None:
             return self._dealing.usual_batch
         if self._dealt is not None:
-            return self._dealt[1].global_batch
+            return self._dealt.shares.global_batch
         assert self.batch_size is not None
         return self.batch_size * place(self.group, self.mesh)[1]
 

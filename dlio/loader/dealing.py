@@ -7,22 +7,30 @@ the end of the epoch.
 The trainer deals for its loaders; a loader in a training loop of the user's deals for itself.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol, Self, TypeAlias
 
 import torch
 
 from dlio.comm import Communicator
+from dlio.comm.board import computing, end_step
 from dlio.comm.recovery import Recovery, Report
-from dlio.loader.contract import BatchData
+from dlio.loader.contract import BatchData, State
+from dlio.loader.dataset import Dataset
 from dlio.loader.feed import LoaderIterator
 from dlio.loader.groups import Groups
-from dlio.loader.passes import PlannedPass
+from dlio.loader.history import Closed, Deal, Taken, described, recalled
+from dlio.loader.passes import FormulaOrder, PlannedPass
 from dlio.loader.stats import PassStats, joined
-from dlio.plan.epoch import EpochPlan, plan_epoch
+from dlio.plan.epoch import EpochPlan
+from dlio.plan.sample_mask import SampleMask
 
-__all__ = ["Dealing", "DealtIterator"]
+__all__ = ["Dealing", "DealtIterator", "EpochPlace"]
+
+
+EpochPlace: TypeAlias = dict[str, Any]
+"""Where a rank is in an epoch, as JSON types; see `Dealing.tell_epoch`."""
 
 
 class _Loader(Protocol):
@@ -36,48 +44,37 @@ class _Loader(Protocol):
     def planned(self) -> PlannedPass:
         """The pass that began last."""
 
+    @property
+    def formula(self) -> FormulaOrder:
+        """The order of the next pass."""
+
+    @property
+    def mask(self) -> tuple[int, SampleMask] | None:
+        """An epoch, and the samples that it uses; None for all."""
+
+    @property
+    def data(self) -> Dataset:
+        """The data set."""
+
+    mode: str
+
+    def prepare(self, generation: int | None = None) -> int:
+        """Open the tiers; returns the number of passes so far."""
+
     def begin(self) -> LoaderIterator:
         """Begin a pass."""
 
     def regroup(self, members: Sequence[int], me: int, global_batch: int) -> None:
         """Deal later passes to the ranks that are left."""
 
-    def redeal(self, position: int, again: Sequence[int]) -> None:
+    def redeal(self, position: int, again: Sequence[int], begun: Sequence[int]) -> None:
         """Have the next pass go on with the epoch at a position."""
+
+    def state_dict(self) -> State:
+        """Return the loader's place."""
 
     def stats(self) -> PassStats:
         """Return the counts of the pass that began last."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Deal:
-    """A run of batches that is dealt to the same ranks."""
-
-    batches: PlannedPass
-    plan: EpochPlan | None
-    """None if positions of the order alone decide who gets which sample."""
-    members: tuple[int, ...]
-    """Number of each of its ranks when the job began."""
-
-    def samples(self, batch: int, member: int) -> list[int]:
-        """Return a member's samples of one of its batches."""
-        rank = self.members.index(member) if self.members else member
-        if self.plan is None:
-            return self.batches.part(batch, rank)
-        plan = replace(self.plan, rank=rank)
-        dealt: list[int] = plan_epoch(plan).window(range(batch, batch + 1)).samples.tolist()
-        return dealt
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Batch:
-    """A batch that was taken."""
-
-    deal: _Deal
-    number: int
-    """Within its deal."""
-    step: int
-    """Within its epoch."""
 
 
 class Dealing:
@@ -89,6 +86,8 @@ class Dealing:
         global_batch: samples of a batch over all ranks.
         keeps_steps: after a loss, have larger batches and no more of them than before; otherwise
             the global batch stays as it is.
+        per_rank: samples of a batch on each rank: the global batch follows the number of ranks;
+            None to keep it.
     """
 
     def __init__(
@@ -97,10 +96,11 @@ class Dealing:
         recovery: Recovery | None,
         global_batch: int,
         keeps_steps: bool = False,
+        per_rank: int | None = None,
     ) -> None:
         self._loader, self._loaders = loaders[0], loaders
         self._recovery, self.usual_batch = recovery, global_batch
-        self._keeps_steps = keeps_steps
+        self._keeps_steps, self._per_rank = keeps_steps, per_rank
         self._global_batch = global_batch
         self._epoch = 0
         self._groups = Groups(recovery)
@@ -108,21 +108,33 @@ class Dealing:
         """Members and global batch of the loaders' passes."""
         self.position = 0
         """Position of the epoch's order after the batch that was yielded last."""
-        self._samples = self._end = self._step = 0
-        self._begun: PlannedPass | None = None
-        """The pass that the epoch has begun with."""
+        self.step = 0
+        """Number of the batch that was yielded last, within its epoch."""
+        self._samples = self._end = 0
+        self._has_begun = False
+        """True once a batch of the epoch was dealt, to this rank or before it joined."""
+        self._begun_with = global_batch
+        """Samples of a batch of the pass that the epoch has begun with."""
+        self._is_exact, self._drops_last = True, False
+        """Facts of its order."""
+        self._begun_by: tuple[int, ...] = ()
+        """The ranks that shared it."""
         self.again: list[int] = []
         """Samples of this epoch that come again at its end."""
         self._comes_again: set[tuple[int, int]] = set()
         """(step, member) of the batches that these are of."""
-        self._open: list[_Batch] = []
+        self._open: list[Taken] = []
         """Batches whose step is under way, or not settled yet."""
-        self._closed: list[tuple[_Batch, int, tuple[int, ...]]] = []
-        """Batches of this epoch, the optimizer step of each, and the members that counted."""
+        self._closed: list[Closed] = []
+        """Batches of this epoch whose step is settled."""
+        self._counted: tuple[Sequence[int], frozenset[int]] = ((), frozenset())
+        """The members that counted last, and the set of them: it is the same in most steps."""
         self._final: dict[int, int] | None = None
         """Last steps of lost members when all had trained the epoch; None until then."""
         self._earlier: list[PassStats] = []
         """Counts of this epoch before ranks were lost."""
+        self._joins = self._joined = False
+        """True on a rank that joins until it begins an epoch; until it begins a pass of it."""
         self.keeps_trail = recovery is not None
         """True to remember which batches were taken, also where the job ends with any rank."""
         if recovery is not None:
@@ -135,7 +147,10 @@ class Dealing:
 
     def begin_epoch(self, epoch: int) -> None:
         """Forget the last epoch's batches."""
-        self._epoch, self._step, self._begun, self._final = epoch, 0, None, None
+        if self._joins:
+            self._joins = False  # `follow_epoch` has set it all.
+            return
+        self._epoch, self.step, self._has_begun, self._final = epoch, 0, False, None
         self.again, self._open, self._closed, self._earlier = [], [], [], []
         self._comes_again = set()
 
@@ -151,34 +166,74 @@ class Dealing:
         """
         if self._recovery is not None:
             self._groups.meet()
-            self._deal_to(self._groups.members, self.usual_batch)
+            self._deal_to(self._groups.members)
 
     def batches(self) -> Iterator[BatchData]:
         """Yield the batches of an epoch, from the loader's position on; in a later call, those that
-        are left."""
-        if self._begun is None:
-            self._deal_to(self._groups.members, self.usual_batch)
-        elif not self._more():
-            return
+        are left.
+
+        Raises RankLeft on a rank that leaves.
+        """
+        end_step()
+        if self._has_begun:
+            if not self._more():
+                return
+        else:
+            self._meet()
+            self._deal_to(self._groups.members)
         while True:
             iterator = self._loader.begin()
             planned = self._loader.planned
-            deal = _Deal(planned, self._loader.plan, self.members)
+            deal = Deal(planned, self._loader.plan, self.members)
             self.position, self._end = planned.cursor.position, planned.samples
-            if self._begun is None:
-                self._begun, self.again = planned, list(planned.again)
-                self._samples = planned.samples - len(self.again)
+            if not self._has_begun:
+                self._has_begun, self._begun_with = True, planned.global_batch
+                self._begun_by = deal.members
+                self._is_exact = planned.formula.exact
+                self._drops_last = planned.formula.drop_last
+                self.again, self._samples = list(planned.again), planned.whole
+                self.step = self.position // self._global_batch
             for number, data in enumerate(iterator):
                 self._groups.taken += 1
                 self.position = min(self.position + self._global_batch, self._end)
                 if self.keeps_trail and torch.is_grad_enabled():
-                    self._open.append(_Batch(deal, number, self._step))
-                yield data
-                self._step += 1
-                if self._groups.members != deal.members:
+                    self._open.append(Taken(deal, number, self.step))
+                    with computing():
+                        yield data
+                else:
+                    yield data
+                self.step += 1
+                if self._is_asked():
+                    assert self._recovery is not None
+                    self._recovery.run()
+                if self._groups.members != deal.members or self._groups.meets:
                     break
             if not self._more():
                 return
+
+    def _is_asked(self) -> bool:
+        """True if ranks are to join or leave, and all have to come to one place for it."""
+        elastic = None if self._recovery is None else self._recovery.elastic
+        return elastic is not None and elastic.asked
+
+    def _meet(self) -> None:
+        if self._recovery is not None:
+            self._recovery.meet(lambda: self._groups.meets)
+
+    def state(self) -> State:
+        """Return the loader's state after the batch that was yielded last, whose step is over.
+
+        What ranks were dealt that are lost by now comes again in it.
+        """
+        if self._recovery is None or not self._has_begun or self._joined:
+            return self._loader.state_dict()
+        if self._final is not None:
+            return self._loader.planned.next_state()
+        following = self._groups.steps + 1
+        batches = [*self._closed, *((batch, following, frozenset()) for batch in self._open)]
+        missing = self._missing(self._recovery.membership.members, batches).values()
+        again = [*self.again, *itertools.chain.from_iterable(missing)]
+        return self._loader.planned.state_at(self.position, again)
 
     def left(self) -> int:
         """Return the number of batches after this one that are dealt to the same ranks.
@@ -195,41 +250,34 @@ class Dealing:
         if not self._open:
             return
         self._groups.steps += 1
-        self._closed += [(batch, self._groups.steps, tuple(counted)) for batch in self._open]
+        if counted is not self._counted[0]:
+            self._counted = (counted, frozenset(counted))
+        self._closed += [(batch, self._groups.steps, self._counted[1]) for batch in self._open]
         self._open = []
 
     def of_lost(self) -> Iterator[tuple[int, int, int, list[int]]]:
         """Yield (epoch, step, member, samples) of lost ranks for the steps that they counted in."""
         if self._recovery is None:
             return
-        living = self._recovery.membership.members
-        for batch, step, counted in self._closed:
-            for member in batch.deal.members:
-                if member not in living and self._has_counted(member, step, counted):
-                    yield self._epoch, batch.step, member, batch.deal.samples(batch.number, member)
+        for batch, step, counted, member in _parts_of_lost(
+            self._recovery.membership.members, self._closed
+        ):
+            if self._has_counted(member, step, counted):
+                yield self._epoch, batch.step, member, batch.deal.samples(batch.number, member)
 
-    def state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Complete a loader's state between two optimizer steps: samples that come again belong to
-        it, also if the loader does not know of them yet."""
-        again = list(self.again)
-        if self._recovery is not None and self._begun is not None:
-            living = self._recovery.membership.members
-            again += [sample for _, samples in self._coming_again(living) for sample in samples]
-        if not again or state["epoch"] != self._epoch or not state["position"]:
-            return dict(state)
-        return {**state, "again": again}
-
-    def trail(self, since: int) -> Iterator[tuple[int, int, list[int]]]:
-        """Yield (step, member, samples) of the epoch's batches in the model, of all ranks.
+    def trail(self, since: int) -> Iterator[tuple[int, int, int, int, list[int]]]:
+        """Yield (step, optimizer steps since then, ranks, member, samples) of the epoch's batches
+        in the model, of all ranks.
 
         Args:
             since: number of batches to leave out.
         """
-        ranks = range(self._begun.formula.ranks) if self._begun is not None else range(0)
         for batch, step, counted in self._closed[since:]:
-            for member in batch.deal.members or ranks:
+            members = batch.deal.members or range(batch.deal.batches.formula.ranks)
+            for member in members:
                 if self._recovery is None or self._has_counted(member, step, counted):
-                    yield batch.step, member, batch.deal.samples(batch.number, member)
+                    samples = batch.deal.samples(batch.number, member)
+                    yield batch.step, self._groups.steps - step, len(members), member, samples
 
     @property
     def closed(self) -> int:
@@ -239,16 +287,60 @@ class Dealing:
     def tell(self) -> Report:
         return self._groups.tell()
 
+    def follow(self, report: Report) -> None:
+        self._groups.follow(report)
+
     def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
         self._groups.settle(reports)
+
+    def prepare(self) -> None:
+        """Open the tiers of all loaders, before ranks rest. Collective."""
+        for loader in self._loaders:
+            loader.prepare()
+        self._dealt_to = ((), 0)  # The loaders' own even shares are those of ranks and spares.
+
+    def tell_epoch(self) -> EpochPlace:
+        """Return all that a rank has to know that joins now, as JSON types."""
+        return {
+            "epoch": self._epoch,
+            "step": self.step,
+            "position": self.position,
+            "samples": self._samples,
+            "has_begun": self._has_begun,
+            "begun": [self._begun_with, self._begun_by, self.usual_batch],
+            "order": [self._is_exact, self._drops_last],
+            "again": self.again,
+            "comes_again": sorted(self._comes_again),
+            "final": None if self._final is None else list(self._final.items()),
+            "passes": [loader.prepare() for loader in self._loaders],
+            "history": described(self._closed),
+        }
+
+    def follow_epoch(self, place: EpochPlace) -> None:
+        """Go on where another rank is, as it has told."""
+        self._joins, self._joined = True, place["has_begun"]
+        self._epoch, self.step, self.position = place["epoch"], place["step"], place["position"]
+        self._samples, self._has_begun = place["samples"], place["has_begun"]
+        self._begun_with, begun_by, self.usual_batch = place["begun"]
+        self._begun_by = tuple(begun_by)
+        self._is_exact, self._drops_last = place["order"]
+        self.again = list(place["again"])
+        self._comes_again = {(step, member) for step, member in place["comes_again"]}
+        self._final = None if place["final"] is None else dict(map(tuple, place["final"]))
+        for loader, passes in zip(self._loaders, place["passes"], strict=True):
+            loader.prepare(passes)
+        self._closed = recalled(place["history"], self._loader)
+        self._open, self._earlier = [], []
 
     def close(self) -> None:
         """Take no part in later recoveries."""
         if self._recovery is not None:
             self._recovery.remove(self._part)
 
-    def _deal_to(self, members: tuple[int, ...], global_batch: int) -> None:
-        self._global_batch = global_batch
+    def _deal_to(self, members: tuple[int, ...], global_batch: int | None = None) -> None:
+        if self._per_rank is not None and members and global_batch is None:
+            self.usual_batch = self._per_rank * len(members)
+        global_batch = self._global_batch = global_batch or self.usual_batch
         if (members, global_batch) != self._dealt_to:
             self._dealt_to = (members, global_batch)
             for loader in self._loaders:
@@ -256,43 +348,61 @@ class Dealing:
 
     def _more(self) -> bool:
         """Deal the rest of the epoch to those that share it now; False if nothing is left."""
-        if self._recovery is None or self._begun is None:
-            return False
+        self._meet()
         members = self._groups.members
-        for key, samples in self._coming_again(members):
+        for key, samples in self._missing(members, self._closed).items():
             self._comes_again.add(key)
             self.again += samples
-            self._recovery.count_again(key[1], len(samples))
+            if self._recovery is not None:
+                self._recovery.count_again(key[1], len(samples))
         rest = self._samples + len(self.again) - self.position
-        if rest < (self.usual_batch if self._begun.formula.drop_last else 1):
-            self._deal_to(members, self.usual_batch)
+        if rest < (self.usual_batch if self._drops_last else 1):
+            self._deal_to(members)
             return False
-        self._earlier.append(self._loader.stats())
+        if self._joined:
+            self._joined = False  # This rank has made no pass of this epoch.
+        else:
+            self._earlier.append(self._loader.stats())
         steps = -(-(self._samples - self.position) // self.usual_batch)
-        larger = self._keeps_steps and steps > 0
-        self._deal_to(members, -(-rest // steps) if larger else self.usual_batch)
-        self._loader.redeal(self.position, self.again)
+        if not self._is_exact and steps > 0:
+            self._deal_to(members, self._begun_with)
+        else:
+            larger = -(-rest // steps) if self._keeps_steps and steps > 0 else 0
+            self._deal_to(members, larger if larger > self.usual_batch else None)
+        self._loader.redeal(self.position, self.again, self._begun_by)
         return True
 
-    def _coming_again(self, members: Sequence[int]) -> Iterator[tuple[tuple[int, int], list[int]]]:
-        """Yield ((step, member), samples) of lost ranks that did not count.
+    def _missing(
+        self, left: Sequence[int], batches: Sequence[Closed]
+    ) -> dict[tuple[int, int], list[int]]:
+        """Return the samples that lost ranks were dealt and have not brought into a step, and that
+        are not among those that come again yet; by (step, member)."""
+        return {
+            (batch.step, member): batch.deal.samples(batch.number, member)
+            for batch, step, counted, member in _parts_of_lost(left, batches)
+            if (batch.step, member) not in self._comes_again
+            and not self._has_counted(member, step, counted)
+        }
 
-        Args:
-            members: that are left.
-        """
-        for batch, step, counted in self._closed:
-            for member in batch.deal.members:
-                key = (batch.step, member)
-                if member in members or key in self._comes_again:
-                    continue
-                if not self._has_counted(member, step, counted):
-                    yield key, batch.deal.samples(batch.number, member)
-
-    def _has_counted(self, member: int, step: int, counted: tuple[int, ...]) -> bool:
+    def _has_counted(self, member: int, step: int, counted: frozenset[int]) -> bool:
         """True if a lost member's samples of an optimizer step are in the model."""
         assert self._recovery is not None
         last = self._recovery.last_counted if self._final is None else self._final
         return step <= last[member] if member in last else member in counted
+
+
+def _parts_of_lost(
+    left: Sequence[int], batches: Iterable[Closed]
+) -> Iterator[tuple[Taken, int, frozenset[int], int]]:
+    """Yield each batch, its optimizer step and who counted in it, with each member that it was
+    dealt to and that is not left."""
+    living = frozenset(left)
+    lost: dict[Deal, list[int]] = {}
+    for batch, step, counted in batches:
+        if batch.deal not in lost:
+            lost[batch.deal] = [each for each in batch.deal.members if each not in living]
+        for member in lost[batch.deal]:
+            yield batch, step, counted, member
 
 
 class DealtIterator:

@@ -12,7 +12,7 @@ from dlio.loader.feed import Fed, Feed
 from dlio.loader.nested import map_leaves, tensors_in
 from dlio.util.threads import Workers
 
-__all__ = ["device_feed", "moved", "target_device", "transformed_feed"]
+__all__ = ["delivered", "moved"]
 
 _AHEAD: Final = 2
 """Largest number of batches that wait on the device."""
@@ -27,30 +27,28 @@ class _Copied:
     """Completes with the copy; None for an error, which has nothing to copy."""
 
 
-def target_device(device: torch.device | str | int) -> torch.device:
-    """Return the device of a loader's option, with its number."""
-    target = torch.device(device)
-    if target.type == "cuda" and target.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return target
-
-
-def device_feed(feed: Feed, device: torch.device) -> Feed:
-    """Return the batches of `feed` on `device`.
+def delivered(
+    feed: Feed, device: torch.device | str | int | None, transform: Transform | None
+) -> Feed:
+    """Return the batches of `feed` on a device, the first tensor of each transformed there.
 
     On CUDA a thread takes batches and copies them on a stream of its own, ahead of their use. On
     other devices they are copied when they are handed out.
+
+    Args:
+        device: where they are to be; where they are for None.
+        transform: None to leave them as they are.
     """
-    on_device = _on_device(feed, device)
-    next(on_device)
-    return on_device
-
-
-def transformed_feed(feed: Feed, transform: Transform) -> Feed:
-    """Return the batches of `feed` with the first tensor of each transformed, where it lies."""
-    transformed = _transformed(feed, transform)
-    next(transformed)
-    return transformed
+    if device is not None:
+        target = torch.device(device)
+        if target.type == "cuda" and target.index is None:
+            target = torch.device("cuda", torch.cuda.current_device())
+        feed = _on_device(feed, target)
+        next(feed)
+    if transform is not None:
+        feed = _transformed(feed, transform)
+        next(feed)
+    return feed
 
 
 def _on_device(feed: Feed, device: torch.device) -> Feed:

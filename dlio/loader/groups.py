@@ -14,15 +14,17 @@ __all__ = ["Groups"]
 
 
 class _Switch(NamedTuple):
-    """The place from which on the ranks that were left after a loss share batches."""
+    """The place from which on other ranks share batches than before."""
 
-    loss: int
+    recovery: int
     """Number of the recovery, from 0; -1 for the job's beginning."""
     taken: int
     """Batches that a rank takes before."""
     steps: int
     """Optimizer steps that it makes before: lost ranks counted up to there."""
     members: tuple[int, ...]
+    meets: bool
+    """True if all ranks meet there, because others join or leave."""
 
 
 class Groups:
@@ -37,16 +39,24 @@ class Groups:
         self.taken = self.steps = 0
         """Batches that this rank has taken, and optimizer steps that it has made with them."""
         everyone = () if recovery is None else recovery.membership.members
-        self._switches = [_Switch(-1, 0, 0, everyone)]
+        self._switches = [_Switch(-1, 0, 0, everyone, False)]
         """The one that was passed last, then those ahead, in their order."""
 
     @property
     def members(self) -> tuple[int, ...]:
         """The ranks that share the next batch: their numbers when the job began, or nothing if
         the job ends with any rank."""
+        return self._passed().members
+
+    @property
+    def meets(self) -> bool:
+        """True if all ranks meet before the next batch, because others join or leave."""
+        return self._passed().meets
+
+    def _passed(self) -> _Switch:
         while len(self._switches) > 1 and self._is_passed(self._switches[1]):
             del self._switches[0]
-        return self._switches[0].members
+        return self._switches[0]
 
     @property
     def me(self) -> int:
@@ -55,7 +65,11 @@ class Groups:
 
     def tell(self) -> Report:
         """Return how far this rank is."""
-        return {"taken": [self.taken]}
+        return {"taken": [self.taken], "steps": [self.steps]}
+
+    def follow(self, report: Report) -> None:
+        """Be as far as another rank."""
+        self.taken, self.steps = report["taken"][0], report["steps"][0]
 
     def settle(self, reports: Sequence[Report]) -> None:
         """Have the ranks that are left share what none of them has taken.
@@ -64,20 +78,25 @@ class Groups:
             reports: of each rank that is left.
         """
         assert self._recovery is not None
+        if self._recovery.meets:
+            self.meet()
+            return
         switch = _Switch(
-            len(self._recovery.losses),
+            self._recovery.number,
             max(each["taken"][0] for each in reports),
             max(self._recovery.last_counted.values(), default=0),
             self._recovery.membership.members,
+            self._recovery.membership.due,
         )
         # A recovery that another loss interrupts settles twice.
-        self._switches = [each for each in self._switches if each.loss != switch.loss]
+        self._switches = [each for each in self._switches if each.recovery != switch.recovery]
         self._switches.append(switch)
 
     def meet(self) -> None:
         """Note that all ranks that are left have taken the same batches: they share the next."""
         assert self._recovery is not None
-        self._switches = [_Switch(-1, 0, 0, self._recovery.membership.members)]
+        membership = self._recovery.membership
+        self._switches = [_Switch(-1, 0, 0, membership.members, membership.due)]
 
     def _is_passed(self, switch: _Switch) -> bool:
         return switch.taken <= self.taken and switch.steps <= self.steps

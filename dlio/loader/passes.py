@@ -77,6 +77,13 @@ class FormulaOrder:
     layout: Layout | None = field(default=None, compare=False)
     shares: Shares | None = None
     """Samples per rank of a step; even for None."""
+    exact: bool = True
+    """True for a mode whose order is the same on any number of ranks and nodes."""
+    left: tuple[int, ...] | None = None
+    """The ranks that are left of an epoch of an inexact mode that some have lost; `rank` is -1 for
+    one that did not begin it."""
+    members: tuple[int, ...] = ()
+    """Number of each rank that began it when the data set was mounted, if some are lost."""
 
     @property
     def global_batch(self) -> int:
@@ -136,6 +143,10 @@ class Place:
     def copied(self) -> "Place":
         """The place of a loader's copy, which begins where the next pass of the original would."""
         return Place(None, False, self.next_state(), self.epoch, self.mask)
+
+    def has_again(self) -> bool:
+        """True if the next pass goes on with an epoch of which samples come again."""
+        return self.resumed is not None and "again" in self.resumed
 
     def state(self) -> State | None:
         """Return the state; None before the first pass of a loader without a loaded state."""
@@ -213,19 +224,24 @@ class PlannedPass:
         self.mask = mask[1] if mask is not None and mask[0] == cursor.epoch else None
         self.again = again_of(begun)
         """Samples that come again at the end: lost ranks had been dealt them."""
-        self.samples = cursor.samples if self.mask is None else self.mask.count
-        """Number of positions in the whole epoch."""
+        self.whole = cursor.samples if self.mask is None else self.mask.count
+        """Number of positions in the whole epoch, without those that come again."""
+        self.is_tail = bool(self.again) and cursor.position >= self.whole
+        """True if only samples that come again are left."""
+        self.samples = self.whole
+        """Number of positions up to the end of the pass."""
         self._bound: dict[str, Any] = {}
         self._begun = {key: begun[key] for key in _BINDING if key in begun}
         self._digest = None if self.mask is None else self.mask.digest
         self._check_middle(begun)
         self.order = self._make_order()
-        if self.again:
+        # In an inexact mode these are dealt in a pass of their own: the others' steps are fixed.
+        if self.again and (order.exact or self.is_tail):
             self.order = TailOrder.of(self.order, self.again)
             self.samples += len(self.again)
         self.batch_size = order.batch_size
         self.shares = order.shares
-        self._dealt = order.shares or Shares.even(order.batch_size, order.ranks)
+        self.dealt = order.shares or Shares.even(order.batch_size, order.ranks)
         self.global_batch = order.global_batch
         self._steps = steps_in_epoch(
             self.samples, cursor.position, self.global_batch, order.drop_last
@@ -242,7 +258,11 @@ class PlannedPass:
     @property
     def own_batch(self) -> int:
         """Largest number of samples that this rank gets in a step."""
-        return self.batch_size if self.shares is None else self.shares.counts[self.formula.rank]
+        formula = self.formula
+        if formula.exact:
+            return self.batch_size if self.shares is None else self.shares.counts[formula.rank]
+        lost = 0 if formula.left is None else formula.ranks - len(formula.left)
+        return min(self.global_batch, max(self.dealt.counts) * (1 + lost))
 
     def __iter__(self) -> Iterator[list[int]]:
         for step in range(self._steps):
@@ -252,7 +272,7 @@ class PlannedPass:
         """Return the samples of a rank in one of the pass's steps, dealt by position alone."""
         first = self.cursor.position + step * self.global_batch
         last = min(first + self.global_batch, self._end)
-        part = self._dealt.part(last - first, rank)
+        part = self.dealt.part(last - first, rank)
         positions = np.arange(first + part.start, first + part.stop, dtype=np.int64)
         samples: list[int] = self.order.samples(positions).tolist()
         return samples
@@ -282,6 +302,8 @@ class PlannedPass:
                     f"{mode}: continue with the mode that was saved, or at the start of an epoch"
                 )
             return
+        if self.is_tail:
+            return
         self._bound = {"mode": mode, "ranks": self.formula.ranks, "homes": homes}
         if self.cursor.position and self._begun != self._bound:
             reason = "the nodes' tiers hold other blocks than they did then"
@@ -298,21 +320,22 @@ class PlannedPass:
     def state(self) -> State:
         here, cursor = self.cursor.position + self._step * self.global_batch, self.cursor
         position = min(here, self._end) if self._step else cursor.position
-        state: State = Cursor(cursor.seed, cursor.epoch, position, cursor.samples).as_dict()
+        return self.state_at(position, self.again)
+
+    def state_at(self, position: int, again: Sequence[int]) -> State:
+        """Return the state at another position, with samples that come again at the end."""
+        state: State = replace(self.cursor, position=position).as_dict()
         if not position:
             return state
-        state |= self._bound
-        if self.again:
-            state["again"] = list(self.again)
+        if position < self.whole:
+            state |= self._bound
+        if again:
+            state["again"] = list(again)
         if self.formula.source_order != "sample":
             state["source_order"] = self.formula.source_order
         if self._digest is not None:
             state["kept"] = self._digest
         return state
-
-    def state_at(self, position: int, again: Sequence[int]) -> State:
-        """Return the state at another position, with samples that come again at the end."""
-        return {**replace(self.cursor, position=position).as_dict(), "again": list(again)}
 
     def next_state(self) -> State:
         return Cursor(self.cursor.seed, self.epoch + 1, 0, self.cursor.samples).as_dict()

@@ -7,13 +7,14 @@ positions alone decide (`global`), its node's part in `local`, `partial(q)` and 
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from dlio.errors import UsageError
+from dlio.plan.adopted import AdoptedPlan
 from dlio.plan.block_order import BlockOrder
 from dlio.plan.homeplan import HomePlan
 from dlio.plan.layout import Layout
@@ -103,7 +104,10 @@ class EpochPlan:
     window_bytes: int = WINDOW_BYTES
     """Approximate payload bytes of a rank's window."""
     shares: Shares | None = None
-    """Samples per rank of a global batch; even for None. For modes `batch` and `global`."""
+    """Samples per rank of a global batch; even for None."""
+    left: tuple[int, ...] | None = None
+    """Those of `ranks` that are left, if an inexact mode goes on with an epoch after a loss; `rank`
+    is then -1 for a rank that did not begin it."""
 
     @property
     def global_batch(self) -> int:
@@ -127,15 +131,16 @@ class WindowPlan(Protocol):
 def plan_epoch(plan: EpochPlan) -> WindowPlan:
     """Choose the planner for the mode and the number of nodes.
 
-    Raises UsageError when an inexact mode is to begin in the middle of a global batch, or to deal
-    uneven shares.
+    Raises UsageError when an inexact mode is to begin in the middle of a global batch.
     """
     by_block = isinstance(plan.order, BlockOrder | TailOrder)
     if plan.mode == "global" and plan.ranks.nodes > _FEW_NODES and not by_block:
         return GlobalPlan(plan)
     if is_exact(plan.mode):
         return _ExactPlan(plan)
-    check_shares(plan.mode, plan.shares is not None)
+    if isinstance(plan.order, TailOrder):
+        # Only the samples that come again are left: on the nodes that hold them, where possible.
+        return _ExactPlan(replace(plan, mode="batch"))
     global_batch = plan.global_batch
     first, rest = divmod(plan.position, global_batch)
     if rest and plan.position < plan.order.n:
@@ -143,18 +148,21 @@ def plan_epoch(plan: EpochPlan) -> WindowPlan:
             f"mode {plan.mode} cannot continue at position {plan.position}, within a global batch "
             f"of {global_batch}: resume on as many ranks, or at the start of an epoch"
         )
-    return HomePlan(
+    whole = HomePlan(
         plan.order,
         plan.layout,
         plan.home,
         plan.ranks,
         plan.rank,
-        plan.batch_size,
+        plan.shares or Shares.even(plan.batch_size, plan.ranks.size),
         first + plan.steps,
         exchanged(plan.mode),
         first,
         plan.mode == "ring",
     )
+    if plan.left is None:
+        return whole
+    return AdoptedPlan(whole, plan.ranks, plan.left, plan.rank)
 
 
 class _ExactPlan:

@@ -27,6 +27,7 @@ Source: design, modes `local`, `partial(q)` and `ring`; GossipGraD (arXiv 1803.0
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -35,8 +36,9 @@ import xxhash
 
 from dlio.errors import UsageError
 from dlio.plan.layout import Layout
-from dlio.plan.order import Order, share
+from dlio.plan.order import Order
 from dlio.plan.schedule import Ranks, Window, cut_window, with_ranks
+from dlio.plan.shares import Shares
 
 __all__ = ["HomePlan", "carried"]
 
@@ -92,7 +94,7 @@ class HomePlan:
         order: gives the seed, the epoch and the number of samples.
         layout: of the blocks.
         home: home node of each block, -1 for the source alone; shape (blocks,).
-        batch_size: per rank.
+        shares: samples of each rank in a step.
         steps: in the whole epoch.
         fraction: q of `partial(q)`, 0 for `local` and `ring`.
         ring: True if ranks stand in for each other.
@@ -110,29 +112,31 @@ class HomePlan:
         home: _I32,
         ranks: Ranks,
         rank: int,
-        batch_size: int,
+        shares: Shares,
         steps: int,
         fraction: float,
         first_step: int = 0,
         ring: bool = False,
     ) -> None:
         self._layout, self._ranks, self._rank = layout, ranks, rank
-        self._batch_size, self._first_step = batch_size, first_step
+        self._first_step = first_step
         nodes = ranks.nodes
         self._node = int(ranks.node_of[rank])
         self._locals = [ranks.local(node) for node in range(nodes)]
-        on_node = np.array([len(local) for local in self._locals])
-        global_batch = batch_size * ranks.size
+        counts_of = np.diff(shares.edges)
+        self._step_starts = [_starts(counts_of[local].tolist()) for local in self._locals]
+        """Samples of each rank in a whole step, as starts among its node's."""
+        global_batch = shares.global_batch
         self._full_steps = min(steps, order.n // global_batch)
         last = order.n - self._full_steps * global_batch if steps > self._full_steps else 0
-        last_shares = np.array([len(share(last, ranks.size, r)) for r in range(ranks.size)])
+        last_shares = np.array([len(shares.part(last, r)) for r in range(ranks.size)])
         # Samples of each rank in the last, smaller step, as starts among its node's.
         self._last_starts = [
             np.concatenate([[0], np.cumsum(last_shares[local])]).astype(np.int64)
             for local in self._locals
         ]
         quota = [
-            int(self._full_steps * batch_size * on_node[v] + self._last_starts[v][-1])
+            int(self._full_steps * self._step_starts[v][-1] + self._last_starts[v][-1])
             for v in range(nodes)
         ]
         sending = with_ranks(home, ranks)
@@ -158,36 +162,47 @@ class HomePlan:
         self._stood_for = np.argsort(self._stands_for)
         """The rank that consumes the samples of each rank in `local` mode."""
         self._ring = ring
-        self._sent = self._sends()
+
+    def consumed(self, rank: int, steps: range) -> tuple[_I64, _I64]:
+        """Return the samples that any of the ranks consumes, and the start of each step's."""
+        samples, _, starts = self._consumed(rank, steps)
+        return samples, starts
 
     def window(self, steps: range) -> Window:
         """Plan a run of steps; the plans of all ranks agree."""
         first, last = steps.start + self._first_step, steps.stop + self._first_step
-        other = int(self._stands_for[self._rank])
-        node = int(self._ranks.node_of[other])
-        step, slots = self._slots(node, other, first, last)
-        samples, homes = self._filled(node, slots)
+        samples, homes, starts = self._consumed(self._rank, steps)
         away = (homes >= 0) & (homes != self._node)
         senders = np.full(len(samples), -1, np.int32)
         senders[away] = self._sender(homes[away], np.full(int(away.sum()), self._rank))
-        starts = np.searchsorted(step, np.arange(first, last + 1))
         sent_step, consumer, sample = self._sent
         here = slice(*np.searchsorted(sent_step, [first, last]))
         return Window(
             steps,
             samples,
-            starts.astype(np.int64),
+            starts,
             senders,
             cut_window(sample[here], consumer[here], self._ranks.size),
         )
 
+    def _consumed(self, rank: int, steps: range) -> tuple[_I64, _I32, _I64]:
+        """Return (sample, home node or -1) for the samples of a rank, and each step's start."""
+        first, last = steps.start + self._first_step, steps.stop + self._first_step
+        other = int(self._stands_for[rank])
+        node = int(self._ranks.node_of[other])
+        step, slots = self._slots(node, other, first, last)
+        samples, homes = self._filled(node, slots)
+        starts = np.searchsorted(step, np.arange(first, last + 1))
+        return samples, homes, starts.astype(np.int64)
+
     def _slots(self, node: int, rank: int, first: int, last: int) -> tuple[_I64, _I64]:
         """Return (step, slot within the node) of a rank's samples in steps `first` to `last`."""
         place = int(np.flatnonzero(self._locals[node] == rank)[0])
-        a_step = self._batch_size * len(self._locals[node])
+        edges = self._step_starts[node]
+        a_step, inside = int(edges[-1]), np.arange(edges[place], edges[place + 1])
         full = np.arange(first, min(last, self._full_steps), dtype=np.int64)
-        slots = full[:, None] * a_step + place * self._batch_size + np.arange(self._batch_size)
-        steps = np.repeat(full, self._batch_size)
+        slots = full[:, None] * a_step + inside
+        steps = np.repeat(full, len(inside))
         flat = slots.reshape(-1)
         if last > self._full_steps >= first:
             begin, end = self._last_starts[node][place : place + 2]
@@ -236,7 +251,8 @@ class HomePlan:
             samples[here] = self._layout.order.samples(position)
         return samples
 
-    def _sends(self) -> tuple[_I64, npt.NDArray[np.intp], _I64]:
+    @cached_property
+    def _sent(self) -> tuple[_I64, npt.NDArray[np.intp], _I64]:
         """(step, consumer, sample) of all samples that this rank sends, by step and slot."""
         node = self._node
         mix = self._mixes[node]
@@ -279,11 +295,13 @@ class HomePlan:
         consumers = np.empty(len(slots), np.intp)
         for node in np.unique(nodes).tolist():
             here = np.flatnonzero(nodes == node)
-            a_step = self._batch_size * len(self._locals[node])
+            edges = self._step_starts[node]
+            a_step = int(edges[-1])
             step = np.minimum(slots[here] // a_step, self._full_steps)
             inside = slots[here] - step * a_step
             last = np.searchsorted(self._last_starts[node], inside, side="right") - 1
-            place = np.where(step < self._full_steps, inside // self._batch_size, last)
+            full = np.searchsorted(edges, inside, side="right") - 1
+            place = np.where(step < self._full_steps, full, last)
             steps[here], consumers[here] = step, self._locals[node][place]
         return steps, self._stood_for[consumers]
 

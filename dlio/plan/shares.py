@@ -77,13 +77,13 @@ class Shares:
         return (np.searchsorted(self.edges, bound, side="right") - 1).astype(np.int32)
 
 
-def checked_shares(counts: Sequence[int], batch_size: int, ranks: int) -> Shares:
+def checked_shares(counts: Sequence[int], global_batch: int, ranks: int) -> Shares:
     """Return the shares. Raises UsageError when they do not sum to the global batch."""
     shares = Shares(tuple(counts))
-    if len(shares.counts) != ranks or shares.global_batch != batch_size * ranks:
+    if len(shares.counts) != ranks or shares.global_batch != global_batch:
         raise UsageError(
-            f"shares {list(shares.counts)}: with batches of {batch_size}, {ranks} ranks want "
-            f"{ranks} numbers that sum to {batch_size * ranks}"
+            f"shares {list(shares.counts)}: with global batches of {global_batch}, {ranks} ranks "
+            f"want {ranks} numbers that sum to {global_batch}"
         )
     return shares
 

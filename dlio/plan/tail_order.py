@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from dlio.plan.block_order import BlockOrder
 from dlio.plan.order import Order
 
-__all__ = ["TailOrder"]
+__all__ = ["TailOrder", "blocks_of"]
 
 _I64 = npt.NDArray[np.int64]
 
@@ -43,3 +44,12 @@ class TailOrder(Order):
         for place, sample in enumerate(self.again):
             result = np.where(given == sample, len(self.whole) + place, result)
         return result
+
+
+def blocks_of(order: Order) -> BlockOrder | None:
+    """Return the order of blocks that an epoch follows, also if samples come again at its end.
+
+    None if it does not go block by block.
+    """
+    whole = order.whole if isinstance(order, TailOrder) else order
+    return whole if isinstance(whole, BlockOrder) else None

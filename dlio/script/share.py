@@ -10,6 +10,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dlio.comm import Communicator
+from dlio.comm.board import computing, end_step
 from dlio.comm.recovery import uniform
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.foreign.adapt import adapted
@@ -176,6 +177,7 @@ class SharingLoader(DataLoader):
 
     def _whole(self) -> Iterator[Any]:
         self._context.took_whole()
+        end_step()  # An evaluation in the midst of a pass may take any time.
         return _alone(self)
 
     def _shares(self) -> Iterator[Any]:
@@ -195,7 +197,7 @@ class SharingLoader(DataLoader):
             _set_random_states(self.generator, drawn)
             for weight, data in zip(deal.weights, parts, strict=True):
                 context.took(deal.take(weight), data)
-                with self._balance.step(int(weight)):
+                with computing(), self._balance.step(int(weight)):
                     yield data
                 if deal.is_over():
                     inner._end_pass()

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from dlio.comm import Communicator
 from dlio.comm.nodes import Nodes, find_nodes
+from dlio.comm.recovery import uniform
 from dlio.data.reader import Reader, StoredBlocks, data_bytes
 from dlio.data.source import is_remote
 from dlio.errors import TierFull, UsageError
@@ -79,8 +80,12 @@ class Mount:
     _mounted_on: npt.NDArray[np.int32] = field(init=False)
     """Node number of each rank that mounted the data set."""
 
+    _members: tuple[int, ...] = field(init=False)
+    """Numbers of the present ranks among those that mounted the data set."""
+
     def __post_init__(self) -> None:
         self._mounted_on = self.ranks.node_of
+        self._members = tuple(range(self.ranks.size))
 
     def __enter__(self) -> Self:
         return self
@@ -110,14 +115,15 @@ class Mount:
         """
         if self.hierarchy.targets.can_stream:
             return
-        (token, *_) = self.comm.allgather(secrets.token_hex(4))
+        (token, *_) = uniform(self.comm, lambda: self.comm.allgather(secrets.token_hex(4)))
         reader, node = self.hierarchy.reader, self.nodes.names[self.nodes.here]
         spec = TierSpec("ram", SHARED_MEMORY, int(self.block_bytes.sum()))
         name = f"{reader.fingerprint}.{node}.{token}"
         tier = Tier(spec, name, fingerprint=reader.fingerprint)
         self.hierarchy.targets.add_stream_tier(tier)
-        local = self.ranks.local(self.nodes.here).tolist()
-        self._progress = StreamProgress(tier.path, len(local), local.index(self.comm.rank))
+        local, me = self._mounted_here(), self._members[self.comm.rank]
+        self._progress = StreamProgress(tier.path, len(local), local.index(me))
+        self._keep_progress()
 
     @property
     def stream_progress(self) -> StreamProgress:
@@ -154,9 +160,14 @@ class Mount:
         Args:
             members: number of each rank that is left, when the data set was mounted.
         """
-        node_of = self._mounted_on[list(members)]
-        self.ranks = Ranks(node_of)
-        self.nodes = replace(self.nodes, node_of=node_of)
+        self.ranks = self.ranks_of(members)
+        self.nodes = replace(self.nodes, node_of=self.ranks.node_of)
+        self._members = tuple(members)
+        self._keep_progress()
+
+    def ranks_of(self, members: Sequence[int]) -> Ranks:
+        """Return some of the ranks that mounted the data set, by their numbers then."""
+        return Ranks(self._mounted_on[list(members)])
 
     def spare_tiers(self) -> list[TierSpec]:
         """Return the tiers with the capacity that this data set leaves on every node."""
@@ -182,6 +193,17 @@ class Mount:
             self._decoded.close()
         for use in self.uses:
             use.close()
+
+    def _mounted_here(self) -> list[int]:
+        """Numbers of this node's ranks when the data set was mounted."""
+        numbers: list[int] = np.flatnonzero(self._mounted_on == self.nodes.here).tolist()
+        return numbers
+
+    def _keep_progress(self) -> None:
+        """Have no streamed block wait for a rank that is lost."""
+        if self._progress is not None:
+            here = enumerate(self._mounted_here())
+            self._progress.keep([row for row, member in here if member in self._members])
 
     def _pinned(self, node: int, tier: int) -> npt.NDArray[np.bool_]:
         pinned: npt.NDArray[np.bool_] = (self.placement.home == node) & (

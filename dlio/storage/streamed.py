@@ -8,6 +8,7 @@ to a file next to the blocks.
 
 import os
 import threading
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -39,6 +40,15 @@ class StreamProgress:
             file.truncate(16 * ranks)
             self._all = np.memmap(file, np.int64, "r+", shape=(ranks, 2))
         self._mine = self._all[rank]
+        self._living = np.arange(ranks)
+
+    def keep(self, living: Sequence[int]) -> None:
+        """Wait for some of the ranks only: the others are lost.
+
+        Args:
+            living: numbers of ranks among those on this node.
+        """
+        self._living = np.asarray(living, np.int64)
 
     def tell(self, generation: int, position: int) -> None:
         """Say that this rank is done with the positions below `position`.
@@ -49,8 +59,8 @@ class StreamProgress:
         self._mine[:] = generation, position
 
     def span(self, generation: int) -> tuple[int, int] | None:
-        """Return (least, greatest) position of all ranks, None if they are in different passes."""
-        everyone = self._all.copy()
+        """Return (least, greatest) position of the ranks, None if they are in different passes."""
+        everyone = self._all[self._living]
         if (everyone[:, 0] != generation).any():
             return None
         return int(everyone[:, 1].min()), int(everyone[:, 1].max())

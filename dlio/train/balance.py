@@ -178,7 +178,8 @@ class Balancer:
             for size in (few, many)
         ]
         self._cost = Cost.fitted(*taken)
-        self._agree(self._comm.allgather([self._cost.fixed_s, self._cost.per_sample_s]))
+        costs = self._comm.allgather([self._cost.fixed_s, self._cost.per_sample_s])
+        self._agree(costs, self._shares.global_batch)
 
     def measured(self) -> RankSpeed:
         """Return this rank's measurements of the finished epoch, for `agree`."""
@@ -186,20 +187,33 @@ class Balancer:
         if self._cost is not None:
             self._cost = self._cost.corrected(steps)
         cost = self._cost or Cost(0.0, _LEAST_S)
+        shares = self._among(self._comm.size, self._shares.global_batch)
         speed: RankSpeed = {
-            "share": self._shares.counts[self._comm.rank],
+            "share": shares.counts[self._comm.rank],
             "computed_per_s": self._clock.rate(),
             "cost": [cost.fixed_s, cost.per_sample_s],
         }
         self._clock.steps = []
         return speed
 
-    def agree(self, everyone: Sequence[RankSpeed]) -> None:
-        """Set the next epoch's shares from the measurements of all ranks, in rank order."""
-        if self._chosen:
-            self._agree([rank["cost"] for rank in everyone])
+    def agree(self, everyone: Sequence[RankSpeed], global_batch: int) -> None:
+        """Set the next epoch's shares from the measurements of all ranks, in rank order.
 
-    def _agree(self, costs: Sequence[Sequence[float]]) -> None:
-        self._shares = balanced_shares(self._shares, [Cost(*cost) for cost in costs])
+        Args:
+            everyone: the ranks that are left, if some were lost.
+        """
+        if self._chosen:
+            self._agree([rank["cost"] for rank in everyone], global_batch)
+
+    def _among(self, ranks: int, global_batch: int) -> Shares:
+        """Return the present shares; even ones if they are of other ranks."""
+        shares = self._shares
+        if (len(shares.counts), shares.global_batch) == (ranks, global_batch):
+            return shares
+        return Shares.of(global_batch, ranks)
+
+    def _agree(self, costs: Sequence[Sequence[float]], global_batch: int) -> None:
+        shares = self._among(len(costs), global_batch)
+        self._shares = balanced_shares(shares, [Cost(*cost) for cost in costs])
         for loader in self._loaders:
             loader.shares = self.shares

@@ -2,12 +2,14 @@
 
 import re
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Annotated, Final, Literal
 
 from dlio.errors import UsageError
 from dlio.plan.block_order import window_of
 from dlio.plan.epoch import check_mode, check_shares, is_exact
 from dlio.train.exchange_spec import parse_exchange
+from dlio.train.leaving import seconds_until
 from dlio.util.files import check_writable
 from dlio.util.options import Option, check
 
@@ -15,10 +17,13 @@ __all__ = ["MIN_IMAGE_SIZE", "MODEL_NAMES", "TrainConfig"]
 
 MIN_IMAGE_SIZE: Final = 32
 """Pixels: of a smaller image too little is left after the strides of the model."""
-MODEL_NAMES: Final = ("resnet",)
-"""Models of `dlio.train.model` that --model takes, besides `module:factory`."""
+_UNORDERED: Final = ("half", "parzen")
+"""Merges whose result depends on when messages arrive."""
+_OF_ORDER: Final = ("--shuffle", "--source-order")
 _NO_NODE: Final = r"^$|^-|[^\w.\-]"
 """Matches a name that is not a host's."""
+MODEL_NAMES: Final = ("resnet",)
+"""Models of `dlio.train.model` that --model takes, besides `module:factory`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +147,57 @@ class TrainConfig:
             default_text="this machine",
         ),
     ] = None
+    spares: Annotated[
+        int,
+        Option(
+            "Ranks to start beyond -n, which wait: each takes the place of a lost one with the "
+            "state of a peer, or joins by `dlio join`.",
+            least=0,
+        ),
+    ] = 0
+    leave_at: Annotated[
+        str | None,
+        Option(
+            "Time of day, such as 23:50, at which all ranks finish their batch, write a checkpoint "
+            "if --checkpoint is given, and end.",
+            metavar="HH:MM",
+            default_text="never",
+        ),
+    ] = None
+    on_loss: Annotated[
+        Literal["keep", "shrink"],
+        Option(
+            "After a loss, keep: the global batch and the learning rate stay, and each rank takes "
+            "more. shrink: batches of each rank stay, and the learning rate is that of fewer ranks."
+        ),
+    ] = "keep"
+    hang_after: Annotated[
+        float | None,
+        Option(
+            "Time without progress after which a rank that all others of its node wait for hangs "
+            "and is killed, with --fault-tolerance shrink; 0 for never.",
+            unit="seconds",
+            least=0,
+            default_text="the longer of 30 seconds and 20 steps",
+        ),
+    ] = None
+    evict_slow: Annotated[
+        bool,
+        Option(
+            "Go on without a rank that computes at less than a fifth of the others' speed, with "
+            "--fault-tolerance shrink."
+        ),
+    ] = False
+    check_weights: Annotated[
+        int | None,
+        Option(
+            "Steps of the optimizer between two comparisons of the ranks' weights. A rank that "
+            "differs from most gets theirs.",
+            unit="steps",
+            least=1,
+            default_text="never",
+        ),
+    ] = None
     balance: Annotated[
         bool,
         Option(
@@ -238,6 +294,15 @@ class TrainConfig:
             "Write the sample numbers of each step to this file, as JSON lines.", metavar="FILE"
         ),
     ] = None
+    replay: Annotated[
+        str | None,
+        Option(
+            "Train on the batches of the run that has written this file by --trace, on as many "
+            "ranks and with the same options: ranks leave where that run lost them, and the "
+            "weights become the same, bit for bit.",
+            metavar="FILE",
+        ),
+    ] = None
     save: Annotated[
         str | None, Option("Write the trained weights to this file.", metavar="FILE")
     ] = None
@@ -312,7 +377,12 @@ class TrainConfig:
         check(self)
         check_mode(self.shuffle)
         check_shares(self.shuffle, self.balance)
-        parse_exchange(self.exchange)
+        spec = parse_exchange(self.exchange)
+        if self.check_weights is not None and not spec.alike:
+            raise UsageError(
+                f"--check-weights does not go with --exchange {self.exchange}, whose ranks have "
+                "different weights: choose one that sums gradients, such as allreduce"
+            )
         if window_of(self.source_order) is not None and not is_exact(self.shuffle):
             raise UsageError(
                 f"--source-order {self.source_order} goes with --shuffle batch or global"
@@ -321,27 +391,13 @@ class TrainConfig:
             raise UsageError("--prune-tolerance needs --prune apoptosis, too")
         self._check_skipping()
         self._check_fault_tolerance()
+        self._check_replay()
 
-    @property
-    def node_names(self) -> tuple[str, ...]:
-        """The nodes of --nodes; none for this machine alone."""
-        return () if self.nodes is None else tuple(self.nodes.split(","))
-
-    def _check_fault_tolerance(self) -> None:
-        names = self.node_names
-        if len(set(names)) < len(names) or any(re.search(_NO_NODE, name) for name in names):
-            raise UsageError(f"--nodes {self.nodes}: give names of nodes, each once, such as a,b,c")
-        if self.fault_tolerance == "off":
-            if self.min_ranks > 1:
-                raise UsageError("--min-ranks needs --fault-tolerance shrink, too")
-            return
-        if self.fault_tolerance == "restart":
-            if self.checkpoint is None:
-                raise UsageError("--fault-tolerance restart needs --checkpoint, too")
+    def _check_replay(self) -> None:
+        if self.replay is None:
             return
         unsuitable = {
-            f"--shuffle {self.shuffle}": not is_exact(self.shuffle),
-            f"--source-order {self.source_order}": window_of(self.source_order) is not None,
+            f"--exchange {self.exchange}": parse_exchange(self.exchange).merge in _UNORDERED,
             "--checkpoint": self.checkpoint is not None,
             "--balance": self.balance,
             f"--prune {self.prune}": self.prune != "off",
@@ -350,8 +406,58 @@ class TrainConfig:
         for option, chosen in unsuitable.items():
             if chosen:
                 raise UsageError(
-                    f"{option} does not go with --fault-tolerance shrink yet: leave one of them out"
+                    f"{option} does not go with --replay: its weights depend on more than the "
+                    "batches that the trace has"
                 )
+
+    @property
+    def node_names(self) -> tuple[str, ...]:
+        """The nodes of --nodes; none for this machine alone."""
+        return () if self.nodes is None else tuple(self.nodes.split(","))
+
+    def _check_nodes(self) -> None:
+        names = self.node_names
+        if len(set(names)) < len(names) or any(re.search(_NO_NODE, name) for name in names):
+            raise UsageError(f"--nodes {self.nodes}: give names of nodes, each once, such as a,b,c")
+        if self.fault_tolerance == "restart" and self.checkpoint is None:
+            raise UsageError("--fault-tolerance restart needs --checkpoint, too")
+        unsuitable = {
+            "--spares": self.spares > 0,
+            "--leave-at": self.leave_at is not None,
+            "--replay": self.replay is not None,
+            f"--shuffle {self.shuffle}": not is_exact(self.shuffle),
+            f"--source-order {self.source_order}": window_of(self.source_order) is not None,
+        }
+        again = self.fault_tolerance == "restart"
+        for option, chosen in unsuitable.items():
+            if chosen and (names or (again and not option.startswith(_OF_ORDER))):
+                chief = "--nodes" if names else "--fault-tolerance restart"
+                raise UsageError(f"{option} does not go with {chief} yet: leave one of them out")
+
+    def _check_fault_tolerance(self) -> None:
+        self._check_nodes()
+        if self.fault_tolerance == "off":
+            for option, chosen in (
+                ("--min-ranks", self.min_ranks > 1),
+                ("--on-loss", self.on_loss != "keep"),
+                ("--spares", self.spares > 0),
+                ("--leave-at", self.leave_at is not None),
+                ("--hang-after", self.hang_after is not None),
+                ("--evict-slow", self.evict_slow),
+            ):
+                if chosen:
+                    raise UsageError(f"{option} needs --fault-tolerance shrink, too")
+        if self.leave_at is not None:
+            seconds_until(self.leave_at, datetime.now())
+        unsuitable = {
+            f"--prune {self.prune}": self.prune != "off",
+            "--skip-samples": self.skip_samples,
+            "--balance": self.balance,
+            f"--shuffle {self.shuffle}": not is_exact(self.shuffle),
+        }
+        for option, chosen in unsuitable.items():
+            if chosen and self.spares:
+                raise UsageError(f"{option} does not go with --spares yet: leave one of them out")
 
     def _check_skipping(self) -> None:
         from dlio.train.skipping.rule import SHARE

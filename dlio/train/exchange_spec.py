@@ -48,6 +48,11 @@ class ExchangeSpec:
     flat: bool = False
     """Gossip between all ranks, regardless of nodes."""
 
+    @property
+    def alike(self) -> bool:
+        """True if all ranks have bit-identical weights after every step."""
+        return self.payload == "gradient" and self.merge == "sum"
+
     def __str__(self) -> str:
         text = self.preset
         if self.preset in _PERIODS:

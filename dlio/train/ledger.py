@@ -4,23 +4,15 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Self, TypedDict
+from typing import Self, cast
 
 from dlio.comm import Communicator
 from dlio.comm.recovery import recovery_of, uniform
 from dlio.errors import DlioError
+from dlio.train.ledger_file import Line, line_hash
 from dlio.util.files import unwritable
 
 __all__ = ["SampleLedger"]
-
-
-class _Line(TypedDict):
-    """One line of the file."""
-
-    epoch: int
-    step: int
-    rank: int
-    samples: list[int]
 
 
 class SampleLedger:
@@ -49,7 +41,7 @@ class SampleLedger:
         self._numbers = range(comm.size) if numbers is None else numbers
         self._me = self._numbers[comm.rank]
         self._is_kept = token is not None
-        self._lines: list[_Line] = []
+        self._lines: list[Line] = []
         self._temporary = comm.tell(f"{path}.{token or os.getpid()}.tmp")
         self.written = written
         """Bytes of the epochs that are in the file."""
@@ -72,25 +64,36 @@ class SampleLedger:
             if not survived and os.path.exists(self._temporary):
                 os.unlink(self._temporary)
 
-    def step(self, epoch: int, step: int, samples: list[int]) -> None:
-        """Record this rank's samples of one step."""
-        self._lines.append({"epoch": epoch, "step": step, "rank": self._me, "samples": samples})
-
-    def earlier(self, epoch: int, step: int, rank: int, samples: list[int]) -> None:
-        """Record samples of an earlier start.
+    def step(
+        self, epoch: int, step: int, samples: list[int], update: int, ranks: int, part: int = 0
+    ) -> None:
+        """Record this rank's samples of one step.
 
         Args:
-            rank: number when the job began.
+            update: number of the optimizer step that uses them.
+            ranks: number of ranks that the batch was dealt to.
+            part: times that the exchange was finished before, in this epoch.
         """
-        self._lines.append({"epoch": epoch, "step": step, "rank": rank, "samples": samples})
+        line: Line = {"epoch": epoch, "step": step, "rank": self._me, "samples": samples}
+        line["update"], line["ranks"] = update, ranks
+        if part:
+            line["part"] = part
+        self._lines.append(line)
+
+    def earlier(self, line: Line) -> None:
+        """Record a line of an earlier start."""
+        self._lines.append(line)
 
     def end_epoch(
-        self, of_lost: Callable[[], Iterable[tuple[int, int, int, list[int]]]] = tuple
+        self,
+        of_lost: Callable[[], Iterable[tuple[int, int, int, list[int]]]] = tuple,
+        left_out: int = 0,
     ) -> None:
         """Write the epoch's lines. Collective. Raises TierError or UsageError as `unwritable`.
 
         Args:
             of_lost: returns (epoch, step, rank, samples) of ranks that were lost after these steps.
+            left_out: samples that the epoch does without.
         """
 
         def write() -> int:
@@ -98,23 +101,24 @@ class SampleLedger:
             size = 0
             if self._comm.rank == 0:
                 rows = [row for lines in everyone for row in lines]
+                of_step = {row["step"]: row for row in rows}
                 rows += [
                     {
-                        "epoch": epoch,
-                        "step": step,
+                        **of_step[step],
                         "rank": self._numbers[rank],
                         "samples": samples,
+                        "lost": True,
                     }
-                    for epoch, step, rank, samples in of_lost()
+                    for _, step, rank, samples in of_lost()
                 ]
                 rows.sort(key=lambda row: (row["epoch"], row["step"], row["rank"]))
-                size = self._append(rows)
+                size = self._append(_hashed(rows, left_out))
             return self._comm.tell(size)
 
         self.written = uniform(self._comm, write)
         self._lines = []
 
-    def _append(self, rows: Sequence[_Line]) -> int:
+    def _append(self, rows: Sequence[Line]) -> int:
         """Write lines after those of the epochs before; returns the size of the file."""
         try:
             if self._file is None:  # The rank that wrote it is lost.
@@ -142,3 +146,13 @@ class SampleLedger:
             self._comm.barrier()
 
         uniform(self._comm, publish)
+
+
+def _hashed(rows: Sequence[Line], left_out: int) -> list[Line]:
+    """Return an epoch's lines with their hashes."""
+    before, hashed = "", []
+    for row in rows:
+        line: Line = {**row, "left_out": left_out} if left_out else row
+        before = line_hash(before, line)
+        hashed.append(cast(Line, {**line, "hash": before}))
+    return hashed

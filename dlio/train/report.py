@@ -20,6 +20,7 @@ __all__ = [
     "PruningReport",
     "RankEpoch",
     "RankSpeed",
+    "Restored",
     "RunReport",
     "removed_by_kind",
 ]
@@ -83,6 +84,28 @@ class RankEpoch(RankSpeed, total=False):
     decode_saved_s: float
     skipped: list[str]
     notes: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A rank whose weights differed from those of most ranks (--check-weights)."""
+
+    rank: int
+    """Its number when the job began."""
+    node: str
+    alike_at: int
+    """Optimizer steps after which all ranks had the same weights."""
+    seen_at: int
+    """Optimizer steps after which they had not."""
+    giver: int
+    """Number of the rank, when the job began, whose state it has got."""
+
+    def sentence(self) -> str:
+        """Return the repair in words, such as `rank 2 (node n3) has other weights ...`."""
+        return (
+            f"rank {self.rank} (node {self.node}) has other weights than the others since a step "
+            f"after {self.alike_at} (seen at step {self.seen_at}): restored from rank {self.giver}"
+        )
 
 
 class CheckpointReport(TypedDict):
@@ -231,6 +254,10 @@ class RunReport:
     """Results of --checkpoint."""
     losses: list[Loss] = field(default_factory=list)
     """Losses of ranks that the others went on without (--fault-tolerance)."""
+    changes: list[Loss] = field(default_factory=list)
+    """Ranks that joined, and that left on purpose."""
+    restored: list[Restored] = field(default_factory=list)
+    """Ranks whose weights were restored (--check-weights)."""
 
     def to_json(self) -> str:
         """Return the report as indented JSON, with versions and machine."""
@@ -340,6 +367,10 @@ class RunReport:
             )
         if self.losses:
             said.append(_losses(self.losses))
+        for kind, words in (("joined", "joined"), ("left", "left on purpose")):
+            ranks = [rank for each in self.changes if each.kind == kind for rank in each.ranks]
+            if ranks:
+                said.append(f"{len(ranks)} rank(s) {words} ({', '.join(map(str, ranks))}).")
         if self.checkpoints is not None:
             said.append(
                 f"{len(self.checkpoints['written'])} checkpoint(s) were written; training waited "

@@ -1,24 +1,33 @@
 """The trainer of `dlio train`: loader -> model -> exchange -> optimizer, the same on every rank."""
 
 import io
+import math
+import signal
 from contextlib import ExitStack
+from typing import NoReturn
 
 import torch
 
 from dlio.agent.starts import start_of
 from dlio.comm import Communicator, world
+from dlio.comm.membership import AllLeave
+from dlio.comm.node_watch import watch_policy
+from dlio.comm.planned import plan_world
 from dlio.comm.recovery import check_survival, uniform
 from dlio.errors import UsageError
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.dataset import Dataset
 from dlio.storage.mount import Mount
 from dlio.train.callbacks import make_callbacks
+from dlio.train.callbacks.weights import WeightGuard
 from dlio.train.checkpoint import Checkpoints
 from dlio.train.checkpoint.callback import CheckpointCallback
 from dlio.train.checkpoint.state import restore
 from dlio.train.config import TrainConfig
 from dlio.train.data import difference, make_loader, open_data
 from dlio.train.exchange.buckets import averaged_state
+from dlio.train.joining import Joining
+from dlio.train.leaving import leaving_at
 from dlio.train.ledger import SampleLedger
 from dlio.train.progress import TrainingProgress
 from dlio.train.pruning.pruned_file import save_layout
@@ -38,13 +47,15 @@ def train(config: TrainConfig) -> RunReport:
     caller ends them with `dlio.comm.abort`.
     """
     config.check_run()
+    planned = None if config.replay is None else plan_world()
     comm = world()
     start = start_of()
     resuming = None if start is None else Resuming(start)
     is_again = resuming is not None and resuming.is_again
-    check_survival(comm, config.fault_tolerance, config.min_ranks)
+    if planned is None:
+        check_survival(comm, config.fault_tolerance, config.min_ranks)
     with ExitStack() as stack:
-        checkpoints = None
+        checkpoints = saving = None
         if config.checkpoint is not None:
             checkpoints = stack.enter_context(Checkpoints(config.checkpoint, comm, config.keep))
             if comm.rank == 0 and not (config.resume or is_again) and checkpoints.paths():
@@ -77,12 +88,16 @@ def train(config: TrainConfig) -> RunReport:
                 "the last batches",
                 flush=True,
             )
+        policy = watch_policy()
+        policy.hang_after_s = math.inf if config.hang_after == 0 else config.hang_after
+        policy.evicts_slow = config.evict_slow
         callbacks = make_callbacks(config, comm.rank)
         is_restored = resuming is not None and resuming.restore(run)
         if checkpoints is not None:
             if (config.resume or is_again) and not is_restored:
                 report.resumed = _resume(run, checkpoints)
-            callbacks.append(CheckpointCallback(run, checkpoints, config.checkpoint_every))
+            saving = CheckpointCallback(run, checkpoints, config.checkpoint_every)
+            callbacks.append(saving)
         ledger = None
         if config.trace is not None:
             if resuming is None:
@@ -96,13 +111,22 @@ def train(config: TrainConfig) -> RunReport:
                 copies.ledger = ledger
                 callbacks.append(copies)
         run.callbacks = [stack.enter_context(callback) for callback in callbacks]
-        _epochs(stack, config, comm, run, ledger)
+        try:
+            _epochs(stack, config, comm, run, ledger)
+        except AllLeave:
+            _end_early(run, checkpoints, saving)
         report.epochs, report.stopped = run.history, run.stopped
         report.losses = list(run.losses)
+        report.changes = [] if run.recovery is None else list(run.recovery.changes)
+        report.restored = [
+            each for guard in callbacks if isinstance(guard, WeightGuard) for each in guard.restored
+        ]
         if checkpoints is not None:
             checkpoints.wait()
             report.checkpoints = checkpoints.statistics()
         _write(config, comm, run, report)
+        if planned is not None:
+            planned.end()
     return report
 
 
@@ -146,6 +170,12 @@ def _epochs(
     progress = stack.enter_context(TrainingProgress(config.epochs, run.steps, comm.rank))
     for callback in run.callbacks:
         callback.begins(run)
+    elastic = None if run.recovery is None else run.recovery.elastic
+    stack.enter_context(leaving_at(elastic, config.leave_at))
+    if run.recovery is not None and config.spares:
+        joining = Joining(run, run.recovery, ledger)
+        stack.callback(joining.close)
+        run.rest(comm.size - config.spares)
     for epoch in range(len(run.history), config.epochs):
         progress.epoch_ends(run.epoch(epoch, progress, ledger))
         if run.stopped is not None:
@@ -153,6 +183,23 @@ def _epochs(
     if ledger is not None:
         ledger.finish()
     uniform(comm, comm.barrier)  # Nobody leaves while others need it.
+    if run.recovery is not None:
+        run.recovery.end()
+
+
+def _end_early(
+    run: Worker, checkpoints: Checkpoints | None, saving: CheckpointCallback | None
+) -> NoReturn:
+    """Write a last checkpoint, as all ranks have been told to leave. Collective."""
+    said = "no checkpoint is written without --checkpoint"
+    if checkpoints is not None and saving is not None:
+        saving.save(run)
+        checkpoints.wait()
+        said = f"go on with --resume from {checkpoints.folder}"
+    if run.comm.rank == 0:
+        where = f"epoch {run.epoch_number + 1}, step {run.updates}"
+        print(f"all ranks were told to leave at {where}: {said}", flush=True)
+    raise SystemExit(128 + signal.SIGTERM)
 
 
 def _resume(run: Worker, checkpoints: Checkpoints) -> str | None:

@@ -4,6 +4,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -13,15 +14,15 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from dlio.comm import Communicator
 from dlio.comm.recovery import Loss, recovery_of, uniform
-from dlio.errors import UsageError
 from dlio.loader.contract import State
 from dlio.loader.dataloader import DataLoader
-from dlio.loader.dealing import Dealing
+from dlio.loader.dealing import Dealing, EpochPlace
 from dlio.plan.epoch import is_exact
 from dlio.train.balance import Balancer, Clock
 from dlio.train.callbacks.base import Callback
 from dlio.train.config import TrainConfig
 from dlio.train.cut import Cut
+from dlio.train.device import channels_last, choose_device
 from dlio.train.evaluation import Evaluator
 from dlio.train.exchange.buckets import averaged_state, consensus_distance
 from dlio.train.exchange.distribute import distribute
@@ -32,11 +33,21 @@ from dlio.train.optimizers import make_optimizer
 from dlio.train.precision import Precision
 from dlio.train.progress import TrainingProgress
 from dlio.train.pruner import Pruner
+from dlio.train.replay import make_dealing
 from dlio.train.report import EpochReport, RankEpoch
 from dlio.train.skipping.rule import EASY, SHARE
 from dlio.train.skipping.skipper import SampleSkipper
 
-__all__ = ["Worker"]
+__all__ = ["RunPlace", "Worker"]
+
+
+class RunPlace(TypedDict):
+    """Where a run is, between two batches, for a rank that joins; as JSON types."""
+
+    step: tuple[int, int, int | None, int]
+    said: tuple[int, int]
+    """Numbers of losses and of changes that have been shown."""
+    dealing: EpochPlace
 
 
 class Worker:
@@ -61,10 +72,10 @@ class Worker:
         """
         self.config, self.comm = config, comm
         self.loader = loader
-        self.device = _device(config.device, comm)
+        self.device = choose_device(config.device, comm)
         torch.manual_seed(config.seed)
         classes = len(loader.data.classes) or int(loader.data.reader.labels.max()) + 1
-        self.model = _channels_last(make_model(config.model, classes, config.image_size))
+        self.model = channels_last(make_model(config.model, classes, config.image_size))
         self.model.to(self.device)
         self.precision = Precision(config.precision, self.device)
         self._evaluator: Evaluator | None = None
@@ -90,30 +101,29 @@ class Worker:
         # Dropout masks have to differ between ranks.
         torch.manual_seed((config.seed + comm.rank) % 2**63)
         self.callbacks: Sequence[Callback] = ()
-        self.steps = len(loader)
-        """Batches per rank in an epoch of all samples."""
         self.samples = len(loader.data)
         """Samples of this epoch, over all ranks."""
         self._ranks = comm.size
-        """Ranks at the beginning of this process."""
-        self._begun = comm.size if begun is None or not is_exact(config.shuffle) else begun
-        """Ranks at the beginning of the job."""
-        self.global_batch = config.batch_size * self._begun
-        """Samples of one batch, over all ranks."""
+        """Ranks at the beginning, with spares."""
         self.recovery = recovery_of(comm)
-        if self._begun != comm.size:
+        if begun is None or config.on_loss == "shrink" or not is_exact(config.shuffle):
+            begun = comm.size - config.spares
+        global_batch = config.batch_size * begun
+        if begun != comm.size - config.spares:
             for each in loaders:
-                each.regroup(range(comm.size), comm.rank, self.global_batch)
-        self.dealing = Dealing(loaders, self.recovery, self.global_batch)
-        self._losses_told = 0
-        self.epoch_number = 0
-        """Number of the epoch, from 0."""
-        self.position = 0
-        """Samples of the epoch's order that all ranks have trained on."""
+                each.regroup(range(comm.size), comm.rank, global_batch)
+        self.steps = math.ceil(self.samples / global_batch)
+        """Batches per rank in an epoch of all samples."""
+        self._dealing = make_dealing(config, loaders, self.recovery, global_batch)
+        self._losses_told = self._changes_told = 0
         self.earlier_losses: list[Loss] = []
         """Losses before the ranks were started again."""
         self.of_lost = 0
         """Samples of this epoch that ranks trained on before they were lost with their sums."""
+        self.epoch_number = 0
+        """Number of the epoch, from 0."""
+        self.position = 0
+        """Samples of the epoch's order that all ranks have trained on."""
         self.updates = 0
         """Optimizer steps since the run began."""
         self.left_out = 0
@@ -128,8 +138,15 @@ class Worker:
         """Reports of all finished epochs, including those before the run was resumed."""
         self.stopped: str | None = None
         """Reason why the run ends early."""
-        self._pending = self._step = 0
-        """Samples of this rank in batches that have been accumulated, and batches in this epoch."""
+        self._pending = self._step = self._finished = 0
+        """Samples of this rank in batches that have been accumulated, batches in this epoch, and
+        times that the exchange was finished in it."""
+        self._first: int | None = None
+        """Position of the epoch's order where the optimizer step under way begins."""
+        self._planned = 0
+        """Samples of that step, over all ranks."""
+        self._joins = False
+        """True on a rank that has joined an epoch, until it begins."""
         self._update_s: list[float] = []
         if copy_to_time is not None:
             self._balancer.calibrate(self._timed_pass(copy_to_time))
@@ -150,13 +167,38 @@ class Worker:
         return SampleSkipper(self.loader, config.epochs, share, seed=config.seed, easy=easy)
 
     @property
+    def global_batch(self) -> int:
+        """Samples of one batch, over all ranks."""
+        return self._dealing.usual_batch
+
+    @property
+    def peak_lr(self) -> float:
+        """Peak learning rate: that of as many ranks as the global batch is for."""
+        return self.config.peak_lr(self.global_batch // self.config.batch_size)
+
+    @property
     def losses(self) -> Sequence[Loss]:
         """Losses of ranks since the run began."""
         return [*self.earlier_losses, *(self.recovery.losses if self.recovery else ())]
 
+    @property
+    def dealing(self) -> Dealing:
+        """The batches of this rank, dealt by formula."""
+        assert isinstance(self._dealing, Dealing)
+        return self._dealing
+
+    @property
+    def finished(self) -> int:
+        """Times that the exchange was finished in this epoch."""
+        return self._finished
+
     def loader_state(self) -> State:
-        """Return the loader's state between two optimizer steps."""
-        return self.dealing.state(self.loader.state_dict())
+        """Return the loader's state, from which any number of ranks goes on; the same on all.
+
+        Call it between two steps.
+        """
+        assert isinstance(self._dealing, Dealing)
+        return self._dealing.state()
 
     def stop(self, reason: str) -> None:
         """End the run after this epoch. Call it on all ranks."""
@@ -168,7 +210,7 @@ class Worker:
             self.pruner.close()
         if self.skipper is not None:
             self.skipper.close()
-        self.dealing.close()
+        self._dealing.close()
         self.exchange.close()
 
     def epoch(
@@ -176,18 +218,17 @@ class Worker:
     ) -> EpochReport:
         """Train an epoch, or the rest of it after resuming, and evaluate. Collective."""
         self._begin_epoch(epoch, progress)
-        begun = self.position
         before = self.exchange.statistics()
         started = time.perf_counter()
-        uniform(self.comm, lambda: self._train(begun, progress, ledger))
-        self.dealing.end_epoch()
+        uniform(self.comm, lambda: self._train(progress, ledger))
+        self._dealing.end_epoch()
         self.sums.tolist()  # Waits for the device.
         seconds = time.perf_counter() - started
         after = self.exchange.statistics()
         if ledger is not None:
-            ledger.end_epoch(self.dealing.of_lost)
+            ledger.end_epoch(self._dealing.of_lost, len(self.loader.data) - self.samples)
         exchanged = {key: after[key] - before[key] for key in before}
-        report = uniform(self.comm, lambda: self._report(seconds, exchanged))
+        report = self._report(seconds, exchanged)
         self._tell_losses(progress)
         self.history.append(report)
         self.position = 0
@@ -195,24 +236,46 @@ class Worker:
             callback.epoch_ends(self, report)
         return report
 
-    def _train(self, begun: int, progress: TrainingProgress, ledger: SampleLedger | None) -> None:
-        """Train on all batches of the epoch, or on those that are left after a loss.
+    def rest(self, ranks: int) -> None:
+        """Have only the first ranks train. Collective; see `Recovery.rest`."""
+        assert self.recovery is not None
+        assert isinstance(self._dealing, Dealing)
+        self._dealing.prepare()
+        self.recovery.rest(ranks)
 
-        Args:
-            begun: position of the epoch's order where this run has begun it.
-        """
+    def tell_place(self) -> RunPlace:
+        """Return where the run is, between two batches."""
+        assert isinstance(self._dealing, Dealing)
+        return {
+            "step": (self._step, self._finished, self._first, self._planned),
+            "said": (self._losses_told, self._changes_told),
+            "dealing": self._dealing.tell_epoch(),
+        }
+
+    def follow_place(self, place: RunPlace) -> None:
+        """Go on where another rank is, whose state was restored."""
+        assert isinstance(self._dealing, Dealing)
+        self._step, self._finished, self._first, self._planned = place["step"]
+        self._losses_told, self._changes_told = place["said"]
+        self._dealing.follow_epoch(place["dealing"])
+        self._joins = True
+
+    def _train(self, progress: TrainingProgress, ledger: SampleLedger | None) -> None:
+        """Train on all batches of the epoch, or on those that are left after a loss."""
         epoch, more = self.epoch_number, True
         updated = time.perf_counter()
         while more:
             more = False
-            for images, labels in self.dealing.batches():
+            for images, labels in self._dealing.batches():
                 more = True
-                done = begun // self.global_batch + self._step
+                done = self._dealing.step
                 if ledger is not None:
-                    ledger.step(epoch, done, self.loader.last_samples.tolist())
+                    ranks = len(self._dealing.members) or self._ranks
+                    samples = self.loader.last_samples.tolist()
+                    ledger.step(epoch, done, samples, self.updates, ranks, self._finished)
                 before_batch = self.position
                 with self._balancer.step(len(images)):
-                    self._batch(images, labels, begun, self._step)
+                    self._batch(images, labels)
                 self._tell_losses(progress)
                 self._step += 1
                 progress.step(epoch, done, self.position - before_batch, self.loader.stall_s)
@@ -221,11 +284,12 @@ class Worker:
                     self._update_s.append(now - updated)
                     updated = now
             self.exchange.finish()
+            self._finished += 1
 
     def _begin_epoch(self, epoch: int, progress: TrainingProgress) -> None:
         """Choose the epoch's samples, and reset its counters unless it is being resumed."""
         self.model.train()
-        self.dealing.begin_epoch(epoch)
+        self._dealing.begin_epoch(epoch)
         if self.skipper is None:
             self.loader.set_epoch(epoch)
         else:
@@ -239,15 +303,20 @@ class Worker:
             later = self.config.epochs - epoch - 1
             left = math.ceil((self.samples - self.position) / per_step)
             self.pruner.apoptosis.expect(left + later * math.ceil(self.samples / per_step))
-        self._update_s, self._step = [], 0
+        self._update_s = []
+        if not self._joins:
+            self._step, self._finished, self._first = 0, 0, None
+        self._joins = False
 
-    def _batch(self, images: torch.Tensor, labels: torch.Tensor, begun: int, step: int) -> None:
+    def _batch(self, images: torch.Tensor, labels: torch.Tensor) -> None:
         """Run backward on a batch, and an optimizer step if it is the last to accumulate."""
-        more = self._pending_batches(step + 1)
-        first = begun + (step - step % self.config.accumulate) * self.global_batch
-        planned = min(self.config.accumulate * self.global_batch, self.samples - first)
-        if planned <= 0:
-            planned = self.global_batch  # Samples that come again; their number does not matter.
+        more = self._pending_batches(self._step + 1)
+        if self._first is None:
+            self._first = self.position
+            planned = min(self.config.accumulate * self.global_batch, self.samples - self._first)
+            # Samples that come again: their number does not matter.
+            self._planned = planned if planned > 0 else self.global_batch
+        first, planned = self._first, self._planned
         self._pending += len(images)
         self.exchange.before_backward(self._pending, planned)
         self.exchange.hold(more > 0)
@@ -255,8 +324,9 @@ class Worker:
             self._backward(images, labels, planned)
         else:
             self.last_loss = torch.zeros_like(self.last_loss)
-        self.position = self.dealing.position
+        self.position = self._dealing.position
         if not more:
+            self._first = None
             self._update(min(first, self.samples), planned)
 
     def _backward(self, images: torch.Tensor, labels: torch.Tensor, planned: int) -> None:
@@ -284,7 +354,7 @@ class Worker:
         total = losses.sum()
         # Where ranks step on their own samples, those that share them now have more of them each.
         alone = self.recovery is not None and not self.exchange.alike
-        mean = total.div(planned / (len(self.dealing.members) if alone else self._ranks))
+        mean = total.div(planned / (len(self._dealing.members) if alone else self._ranks))
         torch.autograd.backward(self.precision.scaler.scale(mean))
         with torch.no_grad():
             self.last_loss = total.detach()
@@ -294,7 +364,7 @@ class Worker:
 
     def _pending_batches(self, done: int) -> int:
         """Number of batches to accumulate before the next optimizer step, after `done` batches."""
-        return min(-done % self.config.accumulate, self.dealing.left())
+        return min(-done % self.config.accumulate, self._dealing.left())
 
     @torch.no_grad()
     def _update(self, first: int, planned: int) -> None:
@@ -334,9 +404,10 @@ class Worker:
     def _tell_losses(self, progress: TrainingProgress) -> None:
         if self.recovery is None:
             return
-        for loss in self.recovery.losses[self._losses_told :]:
-            progress.lost(self.comm.rank, loss)
-        self._losses_told = len(self.recovery.losses)
+        losses, changes = self.recovery.losses, self.recovery.changes
+        for change in (*losses[self._losses_told :], *changes[self._changes_told :]):
+            progress.lost(self.comm.rank, change)
+        self._losses_told, self._changes_told = len(losses), len(changes)
 
     def reshaped(self, cuts: Sequence[Cut] = ()) -> None:
         """Adapt the evaluator and the callbacks after the model was cut."""
@@ -354,7 +425,7 @@ class Worker:
         samples = len(self.loader.data)
         each = samples / self.samples
         return learning_rate(
-            peak=each * self.config.peak_lr(self._begun),
+            peak=each * self.peak_lr,
             done=self.epoch_number * samples + first * each,
             batch=self.config.accumulate * self.global_batch * each,
             total=samples * self.config.epochs,
@@ -362,13 +433,9 @@ class Worker:
 
     def _report(self, seconds: float, exchanged: dict[str, float]) -> EpochReport:
         """Evaluate, and combine the measurements of all ranks. Collective."""
-        self.dealing.regroup()
-        mean = averaged_state(self.model, self.comm)
-        everyone = self.comm.allgather(self._measured(seconds, exchanged))
-        self._balancer.agree(everyone)
-        accuracy = None
-        if self._evaluator is not None:
-            accuracy = self._evaluator.accuracy(mean, self.device)
+        mine = self._measured(seconds, exchanged)
+        everyone, accuracy, distance = uniform(self.comm, lambda: self._compared(mine))
+        self._balancer.agree(everyone, self._dealing.usual_batch)
         if self.pruner is not None and accuracy is not None:
             _, correct, samples = np.sum([rank["sums"] for rank in everyone], axis=0).tolist()
             self.pruner.apoptosis.held_out(accuracy, correct / max(1.0, samples))
@@ -376,15 +443,28 @@ class Worker:
             self.epoch_number,
             everyone,
             accuracy,
-            consensus_distance(self.model, mean, self.comm),
-            self.config.peak_lr(self._begun),
+            distance,
+            self.peak_lr,
             None if self.pruner is None else self.pruner.report(),
-            sum(len(samples) for *_, samples in self.dealing.of_lost()) + self.of_lost,
+            sum(len(samples) for *_, samples in self._dealing.of_lost()) + self.of_lost,
         )
+
+    def _compared(self, mine: RankEpoch) -> tuple[list[RankEpoch], float | None, float]:
+        """Return (measurements of all ranks, accuracy, distance of the ranks' weights).
+
+        Collective; changes nothing.
+        """
+        self._dealing.regroup()
+        mean = averaged_state(self.model, self.comm)
+        everyone = self.comm.allgather(mine)
+        accuracy = None
+        if self._evaluator is not None:
+            accuracy = self._evaluator.accuracy(mean, self.device)
+        return everyone, accuracy, consensus_distance(self.model, mean, self.comm)
 
     def _measured(self, seconds: float, exchanged: dict[str, float]) -> RankEpoch:
         """This rank's measurements of the epoch."""
-        stats = self.dealing.stats()
+        stats = self._dealing.stats()
         steps_ms = np.array(self._update_s) * 1000 if self._update_s else np.zeros(1)
         return {
             **self._balancer.measured(),
@@ -421,21 +501,3 @@ class Worker:
             torch.autograd.backward(loss)
 
         return compute
-
-
-def _channels_last(model: nn.Module) -> nn.Module:
-    """Lay out the model's 4-dimensional tensors with the channels last."""
-    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
-
-
-def _device(name: str, comm: Communicator) -> torch.device:
-    """Return the device of --device; `auto` prefers a GPU. Raises UsageError."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda":
-        if not torch.cuda.is_available():
-            raise UsageError("--device cuda: torch finds no GPU here; use --device cpu")
-        name = f"cuda:{comm.rank % torch.cuda.device_count()}"
-    if name.split(":")[0] not in ("cpu", "cuda"):
-        raise UsageError(f"--device {name}: choose auto, cpu or cuda")
-    return torch.device(name)

@@ -19,6 +19,7 @@ __all__ = [
     "LAUNCHER",
     "RECORD",
     "SETTINGS",
+    "STORE",
     "TERMINAL",
     "Setting",
     "Settings",
@@ -202,6 +203,20 @@ class Settings:
         "Remote shell, with options, that starts ranks on the nodes of --nodes.",
         "ssh",
     )
+    hang_after_s: float | None = _from(
+        Setting(
+            "DLIO_HANG_AFTER",
+            "number",
+            None,
+            "Time without progress after which a rank that all others of its node wait for hangs, "
+            "and is killed, in loops of your own and `dlio run` where ranks survive others; 0 for "
+            "never.",
+            "give seconds, such as 60, or 0 for never",
+            _between(0),
+            "seconds",
+            default_text="never; `dlio train` has --hang-after",
+        )
+    )
     debug: bool = _switch("DLIO_DEBUG", "Prints the traceback of an error, as --debug does.")
 
 
@@ -210,14 +225,18 @@ SETTINGS: Final[tuple[Setting, ...]] = tuple(each.metadata["setting"] for each i
 MIN_RANKS: Final = "DLIO_MIN_RANKS"
 LAUNCHER: Final = "DLIO_LAUNCHER_PID"
 DONE: Final = "DLIO_DONE"
+SPARES: Final = "DLIO_SPARES"
 TERMINAL: Final = "DLIO_TERMINAL"
+STORE: Final = "DLIO_STORE"
 RECORD: Final = "DLIO_RECORD"
 AGENT: Final = "DLIO_AGENT"
 START: Final = "DLIO_START"
 INTERNAL: Final[dict[str, str]] = {
     LAUNCHER: "Process id of the launcher, set for the ranks that it starts.",
     DONE: "File that the ranks make at their successful end, where they survive others.",
+    SPARES: "Number of ranks that wait at first, set for the ranks that dlio starts.",
     TERMINAL: "Set for ranks when the launcher's standard output is a terminal.",
+    STORE: "Address of the launcher's store, set for ranks of torch.distributed that it starts.",
     RECORD: "Options of the command as JSON, set for the ranks that it starts.",
     AGENT: "Folder of the node's agent, set for the ranks that it keeps state for.",
     START: "Number of the start and ranks of a job that starts again, as JSON.",

@@ -166,7 +166,7 @@ def _plan(report: Mapping[str, Json]) -> str:
 
 def _chaos(report: Mapping[str, Json]) -> str:
     tables = []
-    for case in ("storm", "overhead"):
+    for case in ("storm", "overhead", "suspicions"):
         figures = _dict(report.get(case, {}))
         rows = figures.get("rows", [])
         assert isinstance(rows, list)

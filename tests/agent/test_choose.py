@@ -1,6 +1,6 @@
 """The state that the living nodes have together."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -8,6 +8,7 @@ import torch
 
 from dlio.agent.snapshot import Slots
 from dlio.comm.single import SingleCommunicator
+from dlio.train.ledger_file import Line
 from dlio.train.snapshot.copying import Facts, turn_of, write_slot
 from dlio.train.snapshot.journal import Journal, lines_until
 from dlio.train.snapshot.saved import COMMON, Choice, Part, choose, newest_state
@@ -95,36 +96,51 @@ def test_nodes_without_copies_have_no_state(tmp_path: Path) -> None:
 
 
 class _Trail:
-    """A dealing that has trained some batches."""
+    """A dealing that has trained some batches, one per optimizer step."""
 
-    def __init__(self, lines: list[tuple[int, int, list[int]]]) -> None:
-        self.lines = lines
+    def __init__(self, *batches: tuple[int, list[list[int]]]) -> None:
+        self.batches = list(batches)
 
     @property
     def closed(self) -> int:
-        return len(self.lines)
+        return len(self.batches)
 
-    def trail(self, since: int) -> list[tuple[int, int, list[int]]]:
-        return self.lines[since:]
+    def trail(self, since: int) -> Iterator[tuple[int, int, int, int, list[int]]]:
+        for number, (step, shares) in enumerate(self.batches[since:], since + 1):
+            for member, samples in enumerate(shares):
+                yield step, len(self.batches) - number, len(shares), member, samples
+
+
+def _line(step: int, rank: int, samples: list[int], update: int, ranks: int) -> Line:
+    line: Line = {"epoch": 1, "step": step, "rank": rank, "samples": samples}
+    line["update"], line["ranks"] = update, ranks
+    return line
 
 
 def test_a_journal_has_the_lines_up_to_a_turn(tmp_path: Path) -> None:
-    dealt = _Trail([(0, 0, [1, 2]), (0, 1, [3])])
+    dealt = _Trail((10, [[1, 2], [3]]), (11, [[4], [6]]))
     journal = Journal(str(tmp_path), numbers=[4, 6])
-    journal.write(2, 1, dealt, 10)
-    dealt.lines += [(1, 0, [5]), (1, 1, [7])]
-    journal.write(4, 1, dealt, 10)
-    first = [(10, 4, [1, 2]), (10, 6, [3])]
-    assert lines_until(str(tmp_path), 1, 2) == first
-    assert lines_until(str(tmp_path), 1, 5) == [*first, (11, 4, [5]), (11, 6, [7])]
-    assert lines_until(str(tmp_path), 0, 5) == []
-    # All begin again at turn 2, without rank 6; then a writer is killed in the middle of a line.
+    journal.write(44, 1, dealt, 22, 0)
+    dealt.batches.append((12, [[5], [7]]))
+    journal.write(46, 1, dealt, 23, 0)
+    first = [
+        _line(10, 4, [1, 2], 20, 2),
+        _line(10, 6, [3], 20, 2),
+        _line(11, 4, [4], 21, 2),
+        _line(11, 6, [6], 21, 2),
+    ]
+    assert lines_until(str(tmp_path), 1, 44) == first
+    second = [_line(12, 4, [5], 22, 2), _line(12, 6, [7], 22, 2)]
+    assert lines_until(str(tmp_path), 1, 47) == [*first, *second]
+    assert lines_until(str(tmp_path), 0, 47) == []
+    # All begin again at turn 44, without rank 6; then a writer is killed in the middle of a line.
     again = Journal(str(tmp_path), numbers=[4])
-    again.begin(1, 2, first)
-    again.write(4, 1, _Trail([(0, 0, [5, 7])]), 11)
+    again.begin(1, 44, first)
+    again.write(46, 1, _Trail((12, [[5, 7]])), 23, 1)
     (path,) = tmp_path.iterdir()
-    path.write_text(path.read_text() + '{"turn": 6, "lines": [[12', encoding="ascii")
-    assert lines_until(str(tmp_path), 1, 9) == [*first, (11, 4, [5, 7])]
+    path.write_text(path.read_text() + '{"turn": 48, "lines": [[13', encoding="ascii")
+    last: Line = {**_line(12, 4, [5, 7], 22, 1), "part": 1}
+    assert lines_until(str(tmp_path), 1, 99) == [*first, last]
     for epoch in (2, 3):
-        again.write(8, epoch, _Trail([]), 0)
+        again.write(80, epoch, _Trail(), 40, 0)
     assert {path.name for path in tmp_path.iterdir()} == {"journal-2", "journal-3"}

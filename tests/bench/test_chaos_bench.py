@@ -15,6 +15,7 @@ import pytest
 from dlio_docs.benchmarks import page
 
 from dlio.cli import main
+from dlio.train.ledger_file import Line, check_ledger
 from dlio.util.shared import SHARED_MEMORY, SharedFolder, user_folder
 from dlio_bench.chaos.accounts import (
     Uneven,
@@ -29,6 +30,7 @@ from dlio_bench.chaos.overhead import step_seconds
 from dlio_bench.chaos.records import JobRecord, RunRecord
 from dlio_bench.chaos.schedule import KINDS, Fault, Made, make_schedule
 from dlio_bench.chaos.stamps import LossStamp, RankStamps, Stamps, Step, StepStamp, steps_of
+from dlio_bench.chaos.suspicions import pauses_of, suspicions_in
 
 Soon = Callable[[Callable[[], bool]], bool]
 
@@ -57,18 +59,21 @@ def _fault(kind: str = "kill") -> Fault:
 
 
 def test_a_trace_shows_samples_that_were_lost_and_doubled() -> None:
+    def line(epoch: int, step: int, *samples: int) -> Line:
+        return {"epoch": epoch, "step": step, "rank": 0, "samples": list(samples)}
+
     ledger = [
-        {"epoch": 0, "samples": [0, 2, 4]},
-        {"epoch": 0, "samples": [1, 3]},
-        {"epoch": 1, "samples": [0, 2, 4, 2]},
-        {"epoch": 1, "samples": [1, 2]},
-        {"epoch": 3, "samples": [4]},
+        line(0, 0, 0, 2, 4),
+        line(0, 1, 1, 3),
+        line(1, 0, 0, 2, 4, 2),
+        line(1, 1, 1, 2),
+        line(3, 0, 0, 1, 2, 3, 4),
     ]
-    assert uneven_epochs(ledger[:2], 5, 1) == []
-    assert uneven_epochs(ledger, 5, 3) == [
+    assert uneven_epochs(check_ledger(ledger[:2], 5, 1)) == []
+    assert uneven_epochs(check_ledger(ledger, 5, 3)) == [
         Uneven(1, lost=1, doubled=2),  # 3 is missing, and 2 comes three times.
-        Uneven(2, lost=5, doubled=0),
-        Uneven(3, lost=0, doubled=1),  # No such epoch was asked for.
+        Uneven(2, lost=5, doubled=0, problems=1),
+        Uneven(3, lost=0, doubled=0, problems=1),  # No such epoch was asked for.
     ]
 
 
@@ -393,6 +398,38 @@ def test_overhead_is_of_pairs(source: str, tmp_path: Path) -> None:
     assert row["shrink_over_off"] == row["step_s_shrink"]["median"] / row["step_s_off"]["median"]
     assert row["from_95_percent"] == row["to_95_percent"] == row["shrink_over_off"]
     assert row["peak_MiB_off"] > 15
+
+
+def test_pauses_are_of_one_rank_at_a_step_and_the_same_on_all() -> None:
+    pauses = pauses_of(3, ranks=4, steps=1000, count=100)
+    assert pauses == pauses_of(3, ranks=4, steps=1000, count=100)
+    assert len(pauses) == 100
+    assert set(pauses.values()) == set(range(4))
+    assert min(pauses) >= 1
+    assert max(pauses) <= 1000
+    assert len(pauses_of(0, 2, 5, 9)) == 5
+
+
+def test_suspicions_are_read_from_what_a_job_says() -> None:
+    said = [
+        "epoch 1/2: loss 1.0, 5 samples/s in 1.0 s",
+        "rank 1 (process 5) hangs and is killed: all others of its node have waited 30 s for it",
+        "rank 2 (process 6) computes 7 times slower than the others of its node",
+        "rank 1 (node n) lost at step 5: 3 ranks go on, 0.02 s",
+    ]
+    assert suspicions_in(said) == said[1:]
+
+
+@pytest.mark.nightly
+@pytest.mark.mpi
+@pytest.mark.cold
+@pytest.mark.timeout(2 * 3600)
+def test_nobody_is_suspected_in_ten_thousand_steps_with_pauses(source: str, tmp_path: Path) -> None:
+    report = _bench(tmp_path, source, "-n", "4", "--case", "suspicions", timeout_s=2 * 3600)
+    (row,) = report["suspicions"]["rows"]
+    assert row["steps"] >= 10_000
+    assert row["longest_step_s"] >= 6
+    assert row["suspicions"] == 0
 
 
 @pytest.mark.nightly

@@ -136,7 +136,8 @@ def test_a_missing_mpirun_is_named_with_its_remedy(
     python.symlink_to(sys.executable)
     text = (
         f"import sys; sys.executable = {str(python)!r}\n"
-        f"from dlio.cli import main; main(['train', {str(pictures)!r}, '-n', '2'])"
+        f"from dlio.cli import main; main(['train', {str(pictures)!r}, '-n', '2', "
+        "'--backend', 'mpi'])"
     )
     done = subprocess.run(
         [sys.executable, "-c", text],

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from dlio.loader import dealing
+from dlio.loader import history
 from dlio.loader.dealing import Dealing
 
 SAMPLES: Final = 83
@@ -27,6 +27,7 @@ class _Plan:
     position: int
     ranks: int
     rank: int
+    left: None = None
 
     def samples(self, batch: int) -> list[int]:
         begin = self.position + batch * BATCH
@@ -44,13 +45,17 @@ class _Loader:
         self._order, self._position = tuple(range(SAMPLES)), 0
         self.plan: Any = None
         self.planned: Any = None
+        self.formula = SimpleNamespace(drop_last=False, exact=True)
 
     def begin(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         self.planned = SimpleNamespace(
             cursor=SimpleNamespace(position=self._position),
             samples=len(self._order),
-            again=self._order[SAMPLES:],
-            formula=SimpleNamespace(drop_last=False),
+            whole=SAMPLES,
+            again=(),
+            global_batch=BATCH,
+            formula=self.formula,
+            state_at=lambda position, again: {"position": position, "again": again},
         )
         plan = self.plan = _Plan(self._order, self._position, self._ranks, self._rank)
         batches = range(-(-(len(plan.order) - plan.position) // BATCH))
@@ -59,7 +64,7 @@ class _Loader:
     def regroup(self, members: Sequence[int], me: int, global_batch: int) -> None:
         self._ranks, self._rank = len(members), members.index(me)
 
-    def redeal(self, position: int, again: Sequence[int]) -> None:
+    def redeal(self, position: int, again: Sequence[int], _: Sequence[int]) -> None:
         self._position, self._order = position, (*range(SAMPLES), *again)
 
     def stats(self) -> Any:
@@ -68,9 +73,15 @@ class _Loader:
 
 class _Rank:
     def __init__(self, me: int, members: tuple[int, ...]) -> None:
-        self.membership = SimpleNamespace(members=members, me=me)
+        self.membership = SimpleNamespace(members=members, me=me, due=False)
         recovery: Any = SimpleNamespace(
-            membership=self.membership, losses=[], last_counted={}, add=lambda *_: "data"
+            membership=self.membership,
+            elastic=None,
+            number=0,
+            meets=False,
+            last_counted={},
+            add=lambda *_: "data",
+            meet=lambda _: None,
         )
         recovery.count_again = lambda *_: None
         self.recovery = recovery
@@ -102,7 +113,7 @@ def _joined(lists: Iterable[list[int]]) -> list[int]:
 def test_each_sample_counts_once_wherever_ranks_are_when_others_are_lost(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dealing, "plan_epoch", lambda plan: plan)
+    monkeypatch.setattr(history, "plan_epoch", lambda plan: plan)
     draw = random.Random(seed)
     members = tuple(range(draw.randint(2, 5)))
     ranks = {member: _Rank(member, members) for member in members}
@@ -125,7 +136,7 @@ def test_each_sample_counts_once_wherever_ranks_are_when_others_are_lost(
                 lose(draw.choice(sorted(ranks)))
             _settle(ranks, last, list(ranks))
             for rank in ranks.values():
-                rank.recovery.losses.append(None)
+                rank.recovery.number += 1
                 rank.over = False
         else:
             draw.choice(list(ranks.values())).step()
@@ -151,15 +162,38 @@ def _settle(ranks: dict[int, _Rank], last: dict[int, int], some: Sequence[int]) 
 
 
 def test_batches_stay_open_until_it_is_settled_who_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dealing, "plan_epoch", lambda plan: plan)
+    monkeypatch.setattr(history, "plan_epoch", lambda plan: plan)
     rank = _Rank(0, (0, 1))
     batches = rank.dealing.batches()
     for _ in range(2):
         next(batches)
     rank.membership.members = (0,)
     rank.dealing.settle([rank.dealing.tell()], SimpleNamespace())
-    rank.recovery.losses.append(None)
+    rank.recovery.number += 1
     rank.dealing.count((0,))
     taken = [sample for images, _ in batches for sample in images.tolist()]
     assert rank.dealing.again == [*range(1, BATCH, 2), *range(BATCH + 1, 2 * BATCH, 2)]
     assert sorted(taken) == sorted([*range(2 * BATCH, SAMPLES), *rank.dealing.again])
+
+
+def test_a_state_has_what_ranks_were_dealt_that_are_lost_by_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before this rank has taken the batch from which on it shares with those that are left."""
+    monkeypatch.setattr(history, "plan_epoch", lambda plan: plan)
+    rank = _Rank(0, (0, 1, 2))
+    rank.step()
+    next(rank._batches)
+    rank.membership.members = (0, 2)
+    # Another rank has taken a batch more.
+    rank.dealing.settle([rank.dealing.tell(), {"taken": [3]}], SimpleNamespace())
+    rank.recovery.number += 1
+    rank.dealing.count((0, 2))
+    lost = list(range(BATCH + 1, 2 * BATCH, 3))
+    assert rank.dealing.state() == {"position": 2 * BATCH, "again": lost}
+    rank.step()
+    lost += range(2 * BATCH + 1, 3 * BATCH, 3)
+    assert rank.dealing.state() == {"position": 3 * BATCH, "again": lost}
+    rank.step()
+    assert rank.dealing.again == lost
+    assert rank.dealing.state() == {"position": 4 * BATCH, "again": lost}

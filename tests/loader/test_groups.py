@@ -12,9 +12,11 @@ def _shares(groups: Groups) -> tuple[int, ...]:
 
 
 def _ranks(count: int) -> tuple[list[Groups], SimpleNamespace]:
-    membership = SimpleNamespace(members=tuple(range(count)), me=0)
-    recovery = cast(Any, SimpleNamespace(membership=membership, losses=[], last_counted={}))
-    membership.losses = recovery.losses
+    membership = SimpleNamespace(members=tuple(range(count)), me=0, due=False)
+    recovery = cast(
+        Any, SimpleNamespace(membership=membership, number=0, meets=False, last_counted={})
+    )
+    membership.recovery = recovery
     return [Groups(recovery) for _ in range(count)], membership
 
 
@@ -23,7 +25,7 @@ def _lose(groups: list[Groups], membership: SimpleNamespace, member: int) -> Non
     reports: list[Report] = [groups[each].tell() for each in membership.members]
     for each in membership.members:
         groups[each].settle(reports)
-    membership.losses.append(member)
+    membership.recovery.number += 1
 
 
 def test_a_batch_that_any_rank_has_taken_stays_shared_as_it_was() -> None:
@@ -59,3 +61,19 @@ def test_a_loss_before_anything_was_taken_forgets_the_lost() -> None:
 
 def test_without_losses_nobody_is_named() -> None:
     assert Groups(None).members == ()
+
+
+def test_ranks_meet_where_the_furthest_is_if_others_are_to_join() -> None:
+    groups, membership = _ranks(2)
+    groups[0].taken, groups[1].taken = 3, 4
+    membership.due = True
+    _lose(groups, membership, 9)  # Nobody is lost: a rank has asked the others.
+    assert (groups[0].meets, groups[1].meets) == (False, True)
+    groups[0].taken += 1
+    assert groups[0].meets
+    membership.members, membership.due, membership.recovery.meets = (0, 1, 2), False, True
+    newcomer = Groups(membership.recovery)
+    newcomer.follow(groups[0].tell())
+    for each in (*groups, newcomer):
+        each.settle([each.tell()] * 3)
+        assert (each.taken, each.members, each.meets) == (4, (0, 1, 2), False)

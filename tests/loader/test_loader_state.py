@@ -86,3 +86,43 @@ class TestDistributedSampler(_Sampler):
         data = list(range(2 * COUNT))
         sampler: DistributedSampler[int] = DistributedSampler(data, 2, 1, shuffle=True, seed=4)  # type: ignore[arg-type]
         return dlio.DataLoader(data, 4, sampler=sampler, num_workers=workers)
+
+
+@pytest.mark.parametrize("mode", ["batch", "local", "ring"])
+def test_what_lost_ranks_had_left_comes_at_the_end_of_the_epoch(pictures: Path, mode: str) -> None:
+    with dlio.open(str(pictures), image_size=8, tiers="ram:16MiB") as data:
+
+        def made() -> dlio.DataLoader:
+            return dlio.DataLoader(data, 3, shuffle=True, seed=4, mode=mode, num_workers=1)
+
+        first = made()
+        trained: list[int] = []
+        batches = iter(first)
+        for _ in range(2):
+            next(batches)
+            trained += first.last_samples.tolist()
+        state = first.state_dict()
+        again = trained[1:3]
+        second = made()
+        second.load_state_dict({**state, "again": again})
+        rest: list[int] = []
+        states = []
+        for _ in second:
+            rest += second.last_samples.tolist()
+            states.append(second.state_dict())
+        assert sorted(rest) == sorted([*set(range(len(data))) - set(trained), *again])
+        assert rest[-len(again) :] == again
+        # From any place on, on as many ranks.
+        third = made()
+        third.load_state_dict(states[0])
+        left: list[int] = []
+        for _ in third:
+            left += third.last_samples.tolist()
+        assert left == rest[3:]
+        assert all("again" in each for each in states[:-1])
+        third.load_state_dict(states[-1])
+        for _ in range(2):  # Nothing is left of it: the next epoch has all samples once.
+            left = [sample for _ in third for sample in third.last_samples.tolist()]
+        assert sorted(left) == list(range(len(data)))
+        for loader in (first, second, third):
+            loader.close()

@@ -1,6 +1,8 @@
 """Plans of all modes: every rank's agree, each sample is consumed once, no more moves than must."""
 
 import time
+from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from dlio.plan.layout import Layout
 from dlio.plan.order import Order, share
 from dlio.plan.sample_mask import MaskedOrder, SampleMask, masked_layout
 from dlio.plan.schedule import Ranks, Window, assign, steps_in_epoch
+from dlio.plan.shares import Shares
 
 MODES = ("batch", "global", "ring", "local", "partial(0.1)", "partial(0.5)", "partial(1)")
 
@@ -90,6 +93,61 @@ def test_plans_of_all_ranks_agree_and_give_each_sample_once(plan: EpochPlan, mod
     left = plan.order.n - plan.position
     expected = min(left, plan.steps * plan.batch_size * plan.ranks.size)
     assert len(consumed) == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(epochs(), st.sampled_from(["local", "ring", "partial(0.3)"]), st.data())
+def test_inexact_modes_give_each_sample_once_by_uneven_shares(
+    plan: EpochPlan, mode: str, data: st.DataObject
+) -> None:
+    """As when fewer ranks go on with a global batch that their number does not divide."""
+    ranks = plan.ranks.size
+    shares = Shares.of(data.draw(st.integers(ranks, 9 * ranks)), ranks)
+    whole = shares.global_batch
+    steps = steps_in_epoch(plan.order.n, 0, whole)
+    uneven = replace(plan, position=0, steps=steps, shares=shares)
+    windows = _windows(uneven, mode)
+    consumed = np.sort(np.concatenate([window.samples for window in windows]))
+    assert np.array_equal(consumed, np.sort(plan.order.samples(np.arange(plan.order.n))))
+    for rank, window in enumerate(windows):
+        for sender in range(ranks):
+            pushed = windows[sender].sends.get(rank, np.empty(0, np.int64))
+            assert np.array_equal(window.samples[window.senders == sender], pushed)
+        if mode != "ring":
+            assert (np.diff(window.starts)[: plan.order.n // whole] == shares.counts[rank]).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(epochs(), st.sampled_from(["local", "ring", "partial(0.3)"]), st.data())
+def test_ranks_that_are_left_take_over_what_their_neighbours_would_have_consumed(
+    plan: EpochPlan, mode: str, data: st.DataObject
+) -> None:
+    ranks = plan.ranks
+    left = tuple(sorted(data.draw(st.sets(st.integers(0, ranks.size - 1), min_size=1))))
+    before = _windows(plan, mode)
+    windows = {
+        rank: plan_epoch(replace(plan, mode=mode, rank=rank, left=left)).window(range(plan.steps))
+        for rank in left
+    }
+    stranger = plan_epoch(replace(plan, mode=mode, rank=-1, left=left)).window(range(plan.steps))
+    assert len(stranger.samples) == 0
+    for step in range(plan.steps):
+        taken = Counter(
+            sample
+            for window in windows.values()
+            for sample in window.samples[window.starts[step] : window.starts[step + 1]].tolist()
+        )
+        dealt = [w.samples[w.starts[step] : w.starts[step + 1]] for w in before]
+        assert taken == Counter(np.concatenate(dealt).tolist())
+        for rank, samples in enumerate(dealt):
+            near = [each for each in left if ranks.node_of[each] == ranks.node_of[rank]]
+            for sample in samples.tolist() if near else []:
+                by = [
+                    each
+                    for each, w in windows.items()
+                    if sample in w.samples[w.starts[step] : w.starts[step + 1]]
+                ]
+                assert ranks.node_of[by[0]] == ranks.node_of[rank]
 
 
 @settings(max_examples=60, deadline=None)

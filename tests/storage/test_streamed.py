@@ -44,3 +44,15 @@ def test_a_block_that_comes_while_old_ones_are_removed_is_kept(tmp_path: Path) -
     assert in_time(lambda: not there, 30.0)
     stream.close()
     assert {8, 9}.isdisjoint(dropped[: dropped.index(0)])
+
+
+def test_a_lost_rank_holds_no_block_back(tmp_path: Path) -> None:
+    first, lost, third = (StreamProgress(str(tmp_path), 3, rank) for rank in range(3))
+    for each, position in ((first, 5), (lost, 2), (third, 7)):
+        each.tell(1, position)
+    assert first.span(1) == (2, 7)
+    for each, position in ((first, 8), (third, 9)):
+        each.tell(2, position)
+    assert first.span(2) is None
+    first.keep([0, 2])
+    assert first.span(2) == (8, 9)

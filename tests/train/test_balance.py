@@ -165,7 +165,7 @@ def test_without_the_option_ranks_are_measured_and_nothing_changes() -> None:
     speed = balancer.measured()
     assert speed["computed_per_s"] is not None
     assert speed["computed_per_s"] > 0
-    balancer.agree([speed, speed])
+    balancer.agree([speed, speed], 8)
     assert balancer.shares == [32, 32]
     assert loader.shares is None
     # Each epoch measures its own rates.

@@ -80,7 +80,7 @@ def test_a_run_resumed_within_an_epoch_equals_an_uninterrupted_one(
     assert whole.returncode == 0, whole.stderr
     names = sorted(path.name for path in (here / "c").glob("step-*"))
     assert names == [f"step-{step:08d}" for step in (4, 6, 8, 12)]
-    steps = [json.loads(line) for line in (here / "t.jsonl").read_text().splitlines()]
+    steps = _traced(here / "t.jsonl")
     epochs = json.loads((here / "r.json").read_text())["epochs"]
     _forget_after(here / "c", 3)
 
@@ -88,7 +88,7 @@ def test_a_run_resumed_within_an_epoch_equals_an_uninterrupted_one(
     assert again.returncode == 0, again.stderr
     assert "step-00000008: epoch 2, step 8" in again.stdout
     assert _equal(here / "whole.pt", here / "again.pt")
-    resumed = [json.loads(line) for line in (here / "t.jsonl").read_text().splitlines()]
+    resumed = _traced(here / "t.jsonl")
     assert resumed == [row for row in steps if (row["epoch"], row["step"]) >= (1, 2)]
     report = json.loads((here / "r.json").read_text())
     assert report["resumed"].endswith("step-00000008")
@@ -127,7 +127,7 @@ def test_a_run_is_resumed_with_another_number_of_ranks(
     mine, theirs = _weights(here / "whole.pt"), _weights(here / "again.pt")
     for name, value in mine.items():
         assert torch.allclose(value, theirs[name], rtol=0, atol=1e-5), name
-    rows = [json.loads(line) for line in (here / "t.jsonl").read_text().splitlines()]
+    rows = _traced(here / "t.jsonl")
     # 8 of the run's 12 steps are done, and so 2 of this epoch's 6, each of 20 samples.
     assert len([s for row in rows for s in row["samples"]]) == 101 - 40
 
@@ -202,6 +202,12 @@ def _kill(run: "subprocess.Popen[str]") -> None:
             continue
     run.communicate(timeout=60)
     assert in_time(lambda: not any(is_running(pid) for pid in family), _START_TIMEOUT_S)
+
+
+def _traced(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a trace, without hashes: they begin anew with a run."""
+    lines = map(json.loads, path.read_text().splitlines())
+    return [{key: value for key, value in line.items() if key != "hash"} for line in lines]
 
 
 def _lines(path: Path) -> int:

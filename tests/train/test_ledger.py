@@ -1,5 +1,6 @@
 """Reports and traces appear complete or not at all."""
 
+import hashlib
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -10,6 +11,7 @@ import pytest
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
 from dlio.train.ledger import SampleLedger
+from dlio.train.ledger_file import check_ledger, read_lines
 from dlio.util.files import check_writable, write_whole
 
 FullDisk = Callable[[int], AbstractContextManager[None]]
@@ -51,7 +53,7 @@ def test_a_trace_on_a_full_disk_is_named_and_nothing_is_left(
 ) -> None:
     path = str(tmp_path / "trace.jsonl")
     with full_disk(1000), SampleLedger(path, SingleCommunicator()) as trace:
-        trace.step(0, 0, list(range(1000)))
+        trace.step(0, 0, list(range(1000)), 0, 1)
         with pytest.raises(UsageError, match=r"trace\.jsonl cannot be written"):
             trace.end_epoch()
     assert not list(tmp_path.iterdir())
@@ -60,24 +62,33 @@ def test_a_trace_on_a_full_disk_is_named_and_nothing_is_left(
 def test_a_trace_appears_when_it_is_finished_with_empty_steps_too(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     with SampleLedger(str(path), SingleCommunicator()) as trace:
-        trace.step(0, 0, [3, 1])
-        trace.step(0, 1, [])
+        trace.step(0, 0, [3, 1], 0, 1)
+        trace.step(0, 1, [], 0, 1)
         trace.end_epoch()
         assert not path.exists()
-        trace.step(1, 0, [2])
-        trace.end_epoch()
+        trace.step(1, 0, [2], 1, 1)
+        trace.end_epoch(left_out=3)
         trace.finish()
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [
-        {"epoch": 0, "step": 0, "rank": 0, "samples": [3, 1]},
-        {"epoch": 0, "step": 1, "rank": 0, "samples": []},
-        {"epoch": 1, "step": 0, "rank": 0, "samples": [2]},
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    hashes = [line.pop("hash") for line in lines]
+    assert lines == [
+        {"epoch": 0, "step": 0, "rank": 0, "samples": [3, 1], "update": 0, "ranks": 1},
+        {"epoch": 0, "step": 1, "rank": 0, "samples": [], "update": 0, "ranks": 1},
+        {"epoch": 1, "step": 0, "rank": 0, "samples": [2], "update": 1, "ranks": 1, "left_out": 3},
     ]
+    before = ""
+    for line, stated in zip(lines[:2], hashes, strict=False):
+        # As the documentation has it, without the code of the package.
+        text = before + json.dumps(line, separators=(",", ":"), sort_keys=True)
+        before = hashlib.sha256(text.encode()).hexdigest()[:32]
+        assert stated == before
+    assert check_ledger(read_lines(str(path)), 4)[1].exact
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_run_that_ends_early_leaves_no_trace(tmp_path: Path) -> None:
     with SampleLedger(str(tmp_path / "t"), SingleCommunicator()) as trace:
-        trace.step(0, 0, [1])
+        trace.step(0, 0, [1], 0, 1)
         trace.end_epoch()
     assert not list(tmp_path.iterdir())
 

@@ -6,6 +6,8 @@
 | `schedule` | faults, and when they are made |
 | `storm` | the case storm: jobs, and faults that are made in them |
 | `records`, `figures` | what is kept of the jobs; the figures of a storm |
+| `replays` | a job's trace again, without faults, and the comparison of weights |
+| `schedules`, `simulated` | the case schedules: losses on thousands of ranks, without processes |
 | `job`, `leftovers` | one job, seen and hurt from outside; all that jobs leave behind |
 | `inside` | the bench's callback in each rank, and the models of the case overhead |
 | `stamps` | the files that the callback writes |

@@ -1,13 +1,13 @@
 """Arithmetic of `dlio bench chaos`, without a job."""
 
 import statistics
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import Final
 
 import numpy as np
 
+from dlio.train.ledger_file import EpochCheck
 from dlio_bench.chaos.stamps import Step
 
 __all__ = ["Effective", "Uneven", "confidence", "effective_time", "quantiles", "uneven_epochs"]
@@ -24,30 +24,17 @@ class Uneven:
     """Samples that nobody trained on."""
     doubled: int
     """Times that a sample was trained on after the first."""
+    problems: int = 0
+    """Steps that are missing, and the like."""
 
 
-def uneven_epochs(
-    ledger: Iterable[Mapping[str, object]], samples: int, epochs: int
-) -> list[Uneven]:
-    """Return the epochs of a trace in which not every sample came exactly once.
-
-    Args:
-        ledger: lines of `dlio train --trace`: `epoch`, and sample numbers in `samples`.
-        samples: number of the data set's samples.
-        epochs: number of epochs that the trace should have.
-    """
-    times: dict[int, Counter[int]] = {epoch: Counter() for epoch in range(epochs)}
-    for line in ledger:
-        taken = cast(Sequence[int], line["samples"])
-        times.setdefault(cast(int, line["epoch"]), Counter()).update(taken)
-    uneven = []
-    for epoch, counted in sorted(times.items()):
-        lost = sum(sample not in counted for sample in range(samples)) if epoch < epochs else 0
-        wanted = samples - lost if epoch < epochs else 0
-        doubled = counted.total() - wanted
-        if lost or doubled:
-            uneven.append(Uneven(epoch, lost, doubled))
-    return uneven
+def uneven_epochs(checked: Iterable[EpochCheck]) -> list[Uneven]:
+    """Return the epochs in which not every sample came exactly once."""
+    return [
+        Uneven(each.epoch, each.lost, each.doubled, len(each.problems))
+        for each in checked
+        if not each.exact
+    ]
 
 
 @dataclass(frozen=True, slots=True)

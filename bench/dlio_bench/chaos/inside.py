@@ -89,7 +89,7 @@ class Inside(Callback):
 
     def _tell_losses(self, run: Run) -> None:
         for loss in run.losses[self._losses :]:
-            self._stamp({"kind": "loss", **asdict(loss)})
+            self._stamp({**asdict(loss), "kind": "loss"})
         self._losses = len(run.losses)
 
     def _stamp(self, line: dict[str, object]) -> None:

@@ -13,7 +13,7 @@ __all__ = ["Options"]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options of the command; the case overhead uses some of them."""
+    """Options of the command; the cases overhead and schedules use some of them."""
 
     source: Annotated[
         str | None,
@@ -76,6 +76,13 @@ class Options:
             "from its newest checkpoint whenever it ends."
         ),
     ] = False
+    replay: Annotated[
+        bool,
+        Option(
+            "Replay each job's trace without faults, and compare the final weights bit by bit; "
+            "not for gossip and asgd."
+        ),
+    ] = False
     checkpoint_every: Annotated[
         int,
         Option("Steps between two checkpoints of the job with --restart.", unit="steps", least=1),
@@ -92,6 +99,11 @@ class Options:
     repeats: Annotated[
         int, Option("Pairs of runs of each model in the case overhead.", least=1)
     ] = 10
+    schedules: Annotated[int, Option("Schedules of losses in the case schedules.", least=1)] = 1000
+    first_schedule: Annotated[
+        int,
+        Option("Number of the first of these; each follows from --seed and its number.", least=0),
+    ] = 0
     megabytes: Annotated[
         tuple[int, ...],
         Option(
@@ -102,6 +114,16 @@ class Options:
             default_text="25 and 100",
         ),
     ] = ()
+    steps: Annotated[int, Option("Steps of the case suspicions.", least=1)] = 10_000
+    pauses: Annotated[
+        int, Option("Pauses of a rank in the case suspicions, each at a random step.", least=0)
+    ] = 20
+    pause_s: Annotated[
+        float, Option("Length of these pauses.", unit="seconds", least=0, most=3600)
+    ] = 6.0
+    spinning: Annotated[
+        int, Option("Processes that spin next to the job of the case suspicions.", least=0, most=64)
+    ] = 4
     keep: Annotated[
         str | None,
         Option(
@@ -113,7 +135,11 @@ class Options:
     def __post_init__(self) -> None:
         """Raises UsageError for options that do not go together."""
         check(self)
-        parse_exchange(self.exchange)
+        if parse_exchange(self.exchange).merge in ("half", "parzen") and self.replay:
+            raise UsageError(
+                f"--exchange {self.exchange} does not go with --replay: its weights depend on when "
+                "messages arrive"
+            )
         for kind in self.kinds:
             if kind not in KINDS:
                 raise UsageError(f"--faults {kind}: choose of {', '.join(KINDS)}")

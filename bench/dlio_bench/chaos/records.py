@@ -33,6 +33,9 @@ class JobRecord:
     """Epochs with lost or doubled samples; None if there is not a trace of the whole job."""
     epochs: int = 0
     """Finished epochs."""
+    replay: str = ""
+    """`equal`, if a replay without faults has the same final weights, `other` if it has not, or the
+    reason why it failed; empty if it was not tried."""
 
     @property
     def hangs(self) -> int:

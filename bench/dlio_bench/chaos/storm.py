@@ -1,19 +1,19 @@
 """`--case storm`: jobs with faults, until all of the schedule are made."""
 
-import json
 import os
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Final
 
-from dlio_bench.chaos.accounts import Uneven, uneven_epochs
+from dlio.train.ledger_file import check_ledger, read_lines
+from dlio_bench.chaos.accounts import uneven_epochs
 from dlio_bench.chaos.figures import figures_of, rows_of
 from dlio_bench.chaos.job import Job, train_argv
 from dlio_bench.chaos.leftovers import shared_memory, wait_until
 from dlio_bench.chaos.options import Options
 from dlio_bench.chaos.records import JobRecord, RunRecord
+from dlio_bench.chaos.replays import WEIGHTS, replay
 from dlio_bench.chaos.schedule import Fault, Made, make_schedule
 from dlio_bench.chaos.stamps import steps_of
 
@@ -104,6 +104,7 @@ def _job(
         own = os.path.join(folder, str(len(record.runs) + 1))
         if mode == "shrink":
             more = ["--fault-tolerance", "shrink"]
+            more += ["--save", f"{own}/{WEIGHTS}"] if options.replay else []
         else:
             more = ["--checkpoint", os.path.join(folder, "checkpoints"), "--resume"]
             more += ["--checkpoint-every", str(options.checkpoint_every)]
@@ -116,10 +117,13 @@ def _job(
     last = record.runs[-1]
     if last.code == 0 and not last.hung:
         record.epochs = options.epochs
-        if len(record.runs) == 1:
-            # A run that is resumed has no trace of the steps before.
-            with suppress(FileNotFoundError):
-                record.uneven = _uneven(f"{own}/trace.jsonl", samples, options.epochs)
+        # A run that is resumed has no trace of the steps before.
+        if len(record.runs) == 1 and os.path.exists(f"{own}/trace.jsonl"):
+            lines = read_lines(f"{own}/trace.jsonl")
+            record.uneven = uneven_epochs(check_ledger(lines, samples, options.epochs))
+            if options.replay:
+                cache = os.path.join(os.path.dirname(folder), "cache")
+                record.replay = replay(options, source, own, cache)
     return record
 
 
@@ -127,11 +131,6 @@ def _reason(job: JobRecord) -> str:
     """Return the last line that a job wrote to standard error."""
     lines = job.runs[-1].errors.splitlines() if job.runs else []
     return lines[-1] if lines else "it said nothing"
-
-
-def _uneven(trace: str, samples: int, epochs: int) -> list[Uneven]:
-    with open(trace, encoding="ascii") as file:
-        return uneven_epochs(map(json.loads, file), samples, epochs)
 
 
 def _run(options: Options, argv: Sequence[str], folder: str, mode: str, clock: _Clock) -> RunRecord:

@@ -26,6 +26,8 @@ from dlio.plan.block_order import BlockOrder
 from dlio.plan.epoch import EpochPlan, WindowPlan, is_exact, plan_epoch
 from dlio.plan.order import Order
 from dlio.plan.sample_mask import masked_layout
+from dlio.plan.schedule import Ranks
+from dlio.plan.tail_order import blocks_of
 from dlio.shuffle.shuffle import Shuffle, windows_of
 from dlio.shuffle.wire import MessageMemory
 from dlio.storage.fill import filler_threads
@@ -33,7 +35,7 @@ from dlio.storage.mount import Mount
 from dlio.storage.streamed import BlockStream
 from dlio.util.cores import available_cores
 
-__all__ = ["PlannedEngine", "decode_threads"]
+__all__ = ["PlannedEngine", "decode_threads", "epoch_plan"]
 
 _MOST_THREADS: Final = 16
 _AHEAD_BYTES: Final = 64 << 20
@@ -90,7 +92,8 @@ class PlannedEngine:
     def __init__(self) -> None:
         self._comm: Communicator | None = None
         self._other_comm: Communicator | None = None
-        self._generation = 0
+        self.generation = 0
+        """Number of passes; the same on all ranks."""
         self._made: _Made | None = None
         self._memory = MessageMemory()
 
@@ -119,7 +122,7 @@ class PlannedEngine:
         Raises UsageError when the pass resumes one of another mode or with other homes.
         """
         mounted = self.mount(options, data)
-        if isinstance(batches.order, BlockOrder):
+        if blocks_of(batches.order) is not None:
             mounted.open_stream()
         homes = None
         if not is_exact(options.mode):
@@ -139,13 +142,15 @@ class PlannedEngine:
             mode=options.mode,
             threads=threads,
             ahead=_ahead(options.prefetch_factor, threads, maker.batch_bytes),
-            generation=self._generation,
+            generation=self.generation,
             skip=on_error == "skip",
             spans=spans,
             memory=self._memory,
             stats=stats,
         )
-        epoch = _epoch_plan(planned)
+        formula = batches.formula
+        ranks = mounted.ranks if formula.left is None else mounted.ranks_of(formula.members)
+        epoch = epoch_plan(batches, mounted, options.mode, ranks)
         feed = _feed(planned, epoch)
         next(feed)
         return Begun(batches, stats, feed, spans, epoch)
@@ -177,8 +182,8 @@ class PlannedEngine:
         assert self._comm is not None
         if self._other_comm is None and options.persistent_workers:
             self._other_comm = communicator(options.group, options.mesh)
-        self._generation += 1
-        if self._other_comm is not None and self._generation % 2:
+        self.generation += 1
+        if self._other_comm is not None and self.generation % 2:
             return self._other_comm
         return self._comm
 
@@ -206,9 +211,9 @@ def _feed(planned: _Pass, epoch: EpochPlan) -> Feed:
     with ExitStack() as stack:
         planner = _hurry_first_batch(planned, epoch)
         streamed = None
-        if isinstance(batches.order, BlockOrder):
+        if (blocks := blocks_of(batches.order)) is not None:
             # Before the shuffle starts, so that samples of these blocks are not read one by one.
-            streamed = stack.enter_context(_streamed(planned, epoch, batches.order))
+            streamed = stack.enter_context(_streamed(planned, epoch, blocks))
         hierarchy = planned.mounted.hierarchy
         shuffle = Shuffle(
             planned.comm,
@@ -217,7 +222,8 @@ def _feed(planned: _Pass, epoch: EpochPlan) -> Feed:
             planned.generation,
             planned.memory,
             planner,
-            alone=epoch.ranks.size != planned.comm.size,  # A rank was lost since.
+            # A rank was lost since, or in this epoch.
+            alone=epoch.ranks.size != planned.comm.size or epoch.left is not None,
         )
         pipeline = Pipeline(shuffle, range(batches.steps), _work(planned))
         stack.callback(pipeline.close)
@@ -233,11 +239,17 @@ def _feed(planned: _Pass, epoch: EpochPlan) -> Feed:
             del fed
 
 
-def _epoch_plan(planned: _Pass) -> EpochPlan:
-    batches, mounted = planned.batches, planned.mounted
+def epoch_plan(batches: PlannedPass, mounted: Mount, mode: str, ranks: Ranks) -> EpochPlan:
+    """Return the facts of a pass that all its ranks agree on.
+
+    Args:
+        ranks: those that share the pass; those that began it, of an inexact one that others go on
+            with.
+    """
+    formula = batches.formula
     home = mounted.placement.home
-    if isinstance(batches.order, BlockOrder):
-        home = mounted.streamed_home(batches.order)
+    if (blocks := blocks_of(batches.order)) is not None:
+        home = mounted.streamed_home(blocks)
     layout = mounted.hierarchy.reader.layout
     if batches.mask is not None:
         layout = masked_layout(layout, batches.mask)
@@ -246,12 +258,13 @@ def _epoch_plan(planned: _Pass) -> EpochPlan:
         position=batches.cursor.position,
         batch_size=batches.batch_size,
         steps=batches.steps,
-        mode=planned.mode,
-        ranks=mounted.ranks,
-        rank=batches.formula.rank,
+        mode=mode,
+        ranks=ranks,
+        rank=formula.rank,
         home=home,
         layout=layout,
         shares=batches.shares,
+        left=formula.left,
     )
 
 

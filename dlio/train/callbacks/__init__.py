@@ -18,10 +18,14 @@ def make_callbacks(config: TrainConfig, rank: int) -> list[Callback]:
     from dlio.train.callbacks.early import EarlyStopping
     from dlio.train.callbacks.matrices import MatrixDump
     from dlio.train.callbacks.nan import NanGuard
+    from dlio.train.callbacks.slow import SlowRankGuard
     from dlio.train.callbacks.tensorboard import TensorBoard
+    from dlio.train.callbacks.weights import WeightGuard
     from dlio.train.factory import call_with, load_factory, split_options
 
-    callbacks: list[Callback] = []
+    callbacks: list[Callback] = [SlowRankGuard(config.evict_slow)]
+    if config.check_weights is not None:
+        callbacks.append(WeightGuard(config.check_weights))
     if config.nan != "off":
         callbacks.append(NanGuard(skip=config.nan == "skip"))
     survives = config.fault_tolerance != "off"

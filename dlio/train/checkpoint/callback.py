@@ -1,5 +1,6 @@
 """The callback that writes checkpoints during a run."""
 
+from dlio.comm.board import elsewhere
 from dlio.train.callbacks.base import Callback, Run
 from dlio.train.checkpoint.folder import Checkpoints
 from dlio.train.checkpoint.state import about, tensors_of
@@ -25,12 +26,15 @@ class CheckpointCallback(Callback):
     def after_step(self, run: Run) -> None:
         whole_epoch = run.position >= self._worker.samples
         if self._every is not None and not whole_epoch and run.updates % self._every == 0:
-            self._save(run.updates)
+            self.save(run)
 
     def epoch_ends(self, run: Run, report: EpochReport) -> None:
-        self._save(run.updates)
+        self.save(run)
 
-    def _save(self, updates: int) -> None:
-        if updates != self._last:
-            self._last = updates
-            self._checkpoints.save(updates, tensors_of(self._worker), about(self._worker))
+    def save(self, run: Run) -> None:
+        """Write a checkpoint, unless the last one is of this step. Collective."""
+        if run.updates != self._last:
+            self._last = run.updates
+            with elsewhere():
+                self._checkpoints.wait()  # Ranks may have other numbers afterwards.
+                self._checkpoints.save(run.updates, tensors_of(self._worker), about(self._worker))

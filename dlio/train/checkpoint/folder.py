@@ -6,7 +6,8 @@
 
 A checkpoint is written under a temporary name, and renamed when the files of all ranks are on disk.
 A run that is killed at any time therefore leaves only complete checkpoints; the next run removes
-the unfinished one.
+the unfinished one. If a rank is lost meanwhile and the others go on, they complete the checkpoint
+if the lost one had written its part, and remove it otherwise.
 """
 
 import contextlib
@@ -19,21 +20,21 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import xxhash
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import save
 
-from dlio.comm import Communicator
-from dlio.comm.environment import under_mpi
-from dlio.errors import SourceError, UsageError
-from dlio.train.checkpoint.reader import contents, ignore_no_dist_warning, read_tensors
+from dlio.comm import Communicator, Request
+from dlio.comm.membership import Messages, messages_of
+from dlio.comm.recovery import Report, recovery_of, uniform
+from dlio.comm.waiting import wait_all
+from dlio.errors import PeerLost, SourceError, UsageError
+from dlio.train.checkpoint.parts import agree, complete, has_part, write_part
+from dlio.train.checkpoint.reader import contents, read_tensors
 from dlio.train.report import CheckpointReport
 from dlio.util.files import take_lock, unwritable, write_json
 from dlio.util.threads import Workers
@@ -52,6 +53,19 @@ _FORMAT: Final = 1
 _WRITE_TIMEOUT_S: Final = 1800.0
 _LOCK_TIMEOUT_S: Final = 2.0
 Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Unfinished:
+    """A checkpoint that is being written by all ranks of one generation."""
+
+    hidden: str
+    """Path while it is written."""
+    name: str
+    about: Mapping[str, object]
+    rank: int
+    ranks: int
+    messages: Messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,22 +102,30 @@ class Checkpoints:
 
     def __init__(self, folder: str, comm: Communicator, keep: int = 2) -> None:
         self.folder, self._comm, self._keep = os.path.abspath(folder), comm, keep
-        self._group: Any = None
+        self._thread_comm = comm.dup()
+        """For the thread's messages alone."""
         self._staged: dict[str, torch.Tensor] = {}
         self._writer: Workers | None = None
-        self._failed: BaseException | None = None
+        self._unfinished: _Unfinished | None = None
+        """Written by the thread."""
+        self._outcome: str | None = None
+        """Error of the unfinished one, empty if it was published; None if a loss interrupted it."""
         self._lock: int | None = None
         self.written: list[str] = []
-        """Names of this run's checkpoints, on rank 0."""
+        """Names of this run's checkpoints."""
         self.failures: list[str] = []
         """Errors of checkpoints that could not be written."""
         self.wait_s = 0.0
         """Seconds that training has waited for copies, and for the previous checkpoint."""
-        if comm.rank == 0:
-            self._lock = _lock(self.folder)
+        self._leads = False
+        """True on the rank that publishes."""
+        self._lead()
+        if self._leads:
             for name in os.listdir(self.folder):
                 if name.startswith(_UNFINISHED):
                     shutil.rmtree(os.path.join(self.folder, name), ignore_errors=True)
+        self._recovery = recovery_of(comm)
+        self._part = "" if self._recovery is None else self._recovery.add("checkpoints", self)
 
     def __enter__(self) -> Self:
         return self
@@ -112,11 +134,24 @@ class Checkpoints:
         if self._writer is not None:
             # After an error on this rank the others may have ended, so do not wait long.
             self._writer.close(_WRITE_TIMEOUT_S if kind is None else 5.0)
-        if kind is None and self._group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._group)
+        if self._recovery is not None:
+            self._recovery.remove(self._part)
+        if kind is None:
+            self._thread_comm.close()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+    def tell(self) -> Report:
+        return {}
+
+    def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
+        self._lead()
+
+    def _lead(self) -> None:
+        """Lock the folder if this rank publishes: the system has freed a lost rank's lock."""
+        if self._comm.rank == 0 and not self._leads:
+            self._leads, self._lock = True, _lock(self.folder)
 
     def paths(self) -> list[str]:
         """Paths of complete checkpoints, the newest first."""
@@ -157,58 +192,120 @@ class Checkpoints:
                 on all ranks, named `all/...`, which the ranks write in shares.
             about: further state as JSON types; rank 0's is written.
         """
-        began = time.perf_counter()
         self.wait()
-        self._join_group()
+        began = time.perf_counter()
         self._stage(tensors)
         self.wait_s += time.perf_counter() - began
-        stored = {**about, "format": _FORMAT, "step": step, "ranks": self._comm.size}
+        rank, ranks = self._comm.rank, self._comm.size
+        unfinished = self._unfinished = _Unfinished(
+            hidden=os.path.join(self.folder, f"{_UNFINISHED}{step:08d}"),
+            name=f"step-{step:08d}",
+            about={**about, "format": _FORMAT, "step": step, "ranks": ranks},
+            rank=rank,
+            ranks=ranks,
+            messages=messages_of(self._thread_comm),
+        )
+        self._outcome = None
         self._writer = Workers(
             "dlio-checkpoint",
-            lambda _: self._write(step, stored),
+            lambda _: self._write(unfinished),
             stop_timeout_s=_WRITE_TIMEOUT_S,
         ).start()
 
     def wait(self) -> None:
-        """Wait until the checkpoint in progress is complete or has failed.
+        """Wait until the checkpoint in progress is complete or has failed. Collective.
 
         Raises UsageError if that takes longer than 30 minutes.
         """
-        if self._writer is None:
+        if self._writer is None or self._unfinished is None:
             return
+        began = time.perf_counter()
         if not self._writer.wait(_WRITE_TIMEOUT_S):
             raise UsageError(
                 f"{self.folder}: writing a checkpoint took over {_WRITE_TIMEOUT_S:.0f} s: check "
                 "that the file system responds"
             )
-        self._writer = None
-        if self._failed is not None:
-            text = f"no checkpoint: {_first_line(self._failed)}"
-            self._failed = None
-            self.failures.append(text)
+        unfinished, self._writer, self._unfinished = self._unfinished, None, None
+        error = self._outcome
+        if self._recovery is not None:
+            error = uniform(self._comm, lambda: self._settled(unfinished))
+        if error:
+            self.failures.append(f"no checkpoint: {error}")
             if self._comm.rank == 0:
-                sys.stderr.write(f"dlio: {text}\n")
+                sys.stderr.write(f"dlio: no checkpoint: {error}\n")
+        else:
+            self.written.append(unfinished.name)
+        self.wait_s += time.perf_counter() - began
 
     def statistics(self) -> CheckpointReport:
         """Figures of this run on this rank."""
         return {"written": self.written, "failures": self.failures, "wait_s": self.wait_s}
 
-    def _write(self, step: int, about: Mapping[str, object]) -> None:
-        """Write and publish the staged tensors; runs in the thread. Keeps errors for `wait`."""
-        hidden = os.path.join(self.folder, f"{_UNFINISHED}{step:08d}")
+    def _write(self, unfinished: _Unfinished) -> None:
+        """Write and publish the staged tensors; runs in the thread. Keeps the error for `wait`."""
+        error = ""
         try:
-            tensors = {**self._staged, _sum_name(self._comm.rank): _checksum(self._staged)}
-            writer = FileSystemWriter(hidden, sync_files=True, overwrite=True)
-            alone = self._group is None
-            ignore_no_dist_warning()
-            save(tensors, storage_writer=writer, process_group=self._group, no_dist=alone)
-            if self._comm.rank == 0:
-                write_json(os.path.join(hidden, "about.json"), about)
-                self._publish(hidden, f"step-{step:08d}")
-        except BaseException as error:
-            self._failed = error
-            if self._comm.rank == 0:
-                shutil.rmtree(hidden, ignore_errors=True)
+            checksum = {_sum_name(unfinished.rank): _checksum(self._staged)}
+            write_part(unfinished.hidden, unfinished.rank, {**self._staged, **checksum})
+        except BaseException as raised:
+            error = _first_line(raised)
+            if unfinished.ranks > 1:
+                error = f"rank {unfinished.rank}: {error}"
+
+        def wait(requests: Sequence[Request]) -> None:
+            who = f"rank {unfinished.rank} of {unfinished.ranks}"
+            wait_all(requests, "the parts of a checkpoint", _WRITE_TIMEOUT_S, who)
+
+        try:
+            self._outcome = agree(
+                unfinished.messages,
+                unfinished.rank,
+                unfinished.ranks,
+                error,
+                lambda: self._published(unfinished),
+                wait,
+            )
+            if unfinished.rank == 0 and self._outcome:
+                shutil.rmtree(unfinished.hidden, ignore_errors=True)
+        except PeerLost:
+            pass  # Those that are left settle in `wait` what becomes of it.
+        except BaseException as raised:
+            self._outcome = _first_line(raised)
+
+    def _settled(self, unfinished: _Unfinished) -> str:
+        """Return the error of a checkpoint that all ranks that are left have done with, or nothing.
+
+        Collective. If none of them knows how it ended, it is published if all parts are there.
+        """
+        known = [each for each in self._comm.allgather(self._outcome) if each is not None]
+        error = known[0] if known else ""
+        if self._comm.rank == 0:
+            if not known:
+                error = self._finished(unfinished)
+            if error:
+                shutil.rmtree(unfinished.hidden, ignore_errors=True)
+        return self._comm.tell(error)
+
+    def _finished(self, unfinished: _Unfinished) -> str:
+        """Publish a checkpoint that a loss has interrupted; return the error, or nothing."""
+        hidden = unfinished.hidden
+        if not os.path.exists(hidden):  # The lost rank has done it.
+            path = os.path.join(self.folder, unfinished.name)
+            return "" if os.path.exists(path) else "a rank was lost while it was removed"
+        for rank in range(unfinished.ranks):
+            if not has_part(hidden, rank):
+                return f"rank {rank} was lost before it had written its part"
+        return self._published(unfinished)
+
+    def _published(self, unfinished: _Unfinished) -> str:
+        """Complete a checkpoint of which all parts are there; return the error, or nothing."""
+        try:
+            complete(unfinished.hidden, unfinished.ranks)
+            write_json(os.path.join(unfinished.hidden, "about.json"), unfinished.about)
+            self._publish(unfinished.hidden, unfinished.name)
+        except Exception as error:
+            return _first_line(error)
+        return ""
 
     def _publish(self, hidden: str, name: str) -> None:
         path = os.path.join(self.folder, name)
@@ -217,7 +314,6 @@ class Checkpoints:
         _sync(hidden)
         os.rename(hidden, path)
         _sync(self.folder)
-        self.written.append(name)
         for old in self.paths()[self._keep :]:
             # Hide it before deleting its files, so that it never looks complete meanwhile.
             doomed = os.path.join(self.folder, f"{_UNFINISHED}{os.path.basename(old)}")
@@ -236,20 +332,6 @@ class Checkpoints:
             if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
                 held = self._staged[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
             held.copy_(tensor.detach())
-
-    def _join_group(self) -> None:
-        """Make the process group that torch's writer needs, once. Collective."""
-        if self._comm.size == 1 or self._group is not None:
-            return
-        if dist.is_initialized():
-            # A group of its own, because the script uses the default one.
-            backend = None if under_mpi() and dist.get_backend() == "dlio-mpi" else "gloo"
-            self._group = dist.new_group(backend=backend)
-            return
-        from dlio.comm.process_group import init_process_group
-
-        init_process_group()
-        self._group = dist.group.WORLD
 
 
 def open_checkpoint(path: str) -> StoredCheckpoint:
@@ -352,7 +434,6 @@ def _first_line(error: BaseException) -> str:
     """First line of the cause that torch wraps, which is the part that a user can act on."""
     causes = getattr(error, "failures", None)
     if causes:
-        rank, wrapped = next(iter(causes.items()))
+        wrapped = next(iter(causes.values()))
         error = wrapped[0] if isinstance(wrapped, tuple) else wrapped
-        return f"rank {rank}: {error}"
     return f"{error}".strip().splitlines()[0] if f"{error}".strip() else type(error).__name__

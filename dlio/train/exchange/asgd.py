@@ -193,7 +193,10 @@ class Asgd:
         self._out = []
 
     def tell(self) -> Report:
-        return {"heard": self._hearing.tell()}
+        return {"heard": self._hearing.tell(), "made": [self._made]}
+
+    def follow(self, report: Report) -> None:
+        self._made = report["made"][0]
 
     def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
         self._hearing.settle(reports)

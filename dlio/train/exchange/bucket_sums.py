@@ -52,10 +52,11 @@ class BucketSums:
         group: dist.ProcessGroup | None,
         progress: Progress,
     ) -> None:
-        groups = in_buckets(named) if setting.comm.size > 1 else []
         self.carries_weight = setting.spec.compressor is None
         self._keeps = setting.recovery is not None
         """Keep each step's sums until the next one's are complete, for ranks that lack them."""
+        # A rank that is left alone goes on as before: a loss is scaled by the ranks at first.
+        groups = in_buckets(named) if setting.comm.size > 1 or self._keeps else []
         self._progress = progress
         self.buckets = [Bucket(each, int(self.carries_weight), device) for each in groups]
         self._paths: list[Path] = []

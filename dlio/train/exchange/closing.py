@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.comm import Communicator
+from dlio.comm.board import waiting
 from dlio.comm.recovery import Recovery, Report
 from dlio.errors import PeerLost
 from dlio.train.exchange.setting import Setting
@@ -59,7 +60,8 @@ class Closing:
         if recovery is None:
             self._sums.sum_all()
         else:
-            self._over_losses(recovery)
+            with waiting(any_thread=True):  # Autograd's thread of a GPU waits for the main one.
+                self._over_losses(recovery)
 
     def take(self) -> None:
         """Note that the sums of the turn have been taken: the next one begins."""
@@ -85,6 +87,10 @@ class Closing:
             "counted": list(self.counted),
             "group": [self._setting.group],
         }
+
+    def follow(self, report: Report) -> None:
+        self.closed = self._taken = report["closed"][0]
+        self.counted = tuple(report["counted"])
 
     def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
         ours = [each for each in reports if each["group"] == [self._setting.group]]

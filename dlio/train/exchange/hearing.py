@@ -44,8 +44,9 @@ class Hearing:
             reports: of each rank that is left; `heard` is the result of `tell`.
         """
         assert self._recovery is not None
+        living = frozenset(self._recovery.membership.members)
         heard = [max(steps) for steps in zip(*(each["heard"] for each in reports), strict=True)]
         for member, step in zip(self._members, heard, strict=True):
-            if member not in self._recovery.membership.members:
+            if member not in living:
                 # Kept for later losses: the rank that has heard it may be lost, too.
                 self._recovery.last_counted[member] = self._heard[member] = step

@@ -60,7 +60,7 @@ class Periodic:
 
         The parameters' current values become the common ones.
         """
-        groups = in_buckets(self._named) if self._comm.size > 1 else []
+        groups = in_buckets(self._named) if self._comm.size > 1 or self._keeps else []
         self._buckets = [Bucket(group) for group in groups]
         self._sums = [
             make_sum(self._setting, bucket.tensors, _FIRST_TAG + number * TAGS)

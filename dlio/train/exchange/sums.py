@@ -113,11 +113,12 @@ class AllreduceSum:
         self._comm = comm
         self._request: Request | None = None
         self._wait_s = 0.0
-        self._starts = self._bytes = 0
+        self._messages = self._bytes = 0.0
 
     def start(self, region: _F32) -> None:
-        self._starts += 1
-        self._bytes += region.nbytes
+        hops = 2 * (self._comm.size - 1)
+        self._messages += hops
+        self._bytes += hops * region.nbytes / self._comm.size
         self._request = self._comm.iallreduce(region)
 
     def advance(self) -> bool:
@@ -144,9 +145,7 @@ class AllreduceSum:
 
     def statistics(self) -> dict[str, float]:
         """Totals of a ring: each rank sends 2 (p - 1) messages of a p-th of the bytes."""
-        hops = 2 * (self._comm.size - 1)
-        sent = hops * self._bytes / self._comm.size
-        return {"wait_s": self._wait_s, "messages": float(hops * self._starts), "bytes": sent}
+        return {"wait_s": self._wait_s, "messages": self._messages, "bytes": self._bytes}
 
     def reset(self, undo: bool) -> None:
         if self._request is not None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from dlio.comm import Communicator, world
+from dlio.comm.recovery import uniform
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import DlioError, UsageError
 from dlio.train.cut import Cut
@@ -307,24 +308,36 @@ class Apoptosis:
         if all(group.name in alone for group in self.groups):
             pace.rested(self.steps)
             return None
-        for exchange in self._exchanges:
-            exchange.finish()
-        trials = PlanTrials(
-            self.model, self.groups, self._window.statistics(), self._weighted_probe, self._comm
-        )
-        if trials.before is not None and not math.isfinite(trials.before):
+        tried = uniform(self._comm, self._tried)
+        if tried is None:
             pace.skipped(self.steps)
             return None
-        allowed = None if trials.before is None else pace.allowed(trials.before)
-        least = {each.name: math.ceil(pace.keep * each.width) for each in self._original}
-        limits = replace(pace.limits(self._limits, allowed), least={**least, **self._limits.least})
-        result = trials.round(limits, allowed or 0.0)
+        result, allowed, pace.first_loss = tried
         pace.hurt(result.hurt)
         if result.plan.keep:
             self._carry_out(result, allowed)
         else:
             pace.nothing(self.steps, bool(result.hurt))
         return self._record(result, allowed, began)
+
+    def _tried(self) -> tuple[TrialResult, float | None, float | None] | None:
+        """Return (an acceptable plan, the rise of the loss that is allowed, the first loss).
+
+        None if the probe has no samples. Collective. Changes nothing, so that it can be done again
+        when a rank is lost.
+        """
+        pace = replace(self._pace)
+        for exchange in self._exchanges:
+            exchange.finish()
+        trials = PlanTrials(
+            self.model, self.groups, self._window.statistics(), self._weighted_probe, self._comm
+        )
+        if trials.before is not None and not math.isfinite(trials.before):
+            return None
+        allowed = None if trials.before is None else pace.allowed(trials.before)
+        least = {each.name: math.ceil(pace.keep * each.width) for each in self._original}
+        limits = replace(pace.limits(self._limits, allowed), least={**least, **self._limits.least})
+        return trials.round(limits, allowed or 0.0), allowed, pace.first_loss
 
     def _carry_out(self, result: TrialResult, allowed: float | None) -> None:
         """Cut the model, its optimizers and exchanges, and begin a new window."""

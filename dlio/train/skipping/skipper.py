@@ -9,6 +9,7 @@ import torch
 
 from dlio.comm import Communicator
 from dlio.comm.data_ranks import communicator
+from dlio.comm.recovery import uniform
 from dlio.errors import UsageError
 from dlio.loader.dataloader import DataLoader
 from dlio.plan.sample_mask import SampleMask
@@ -17,7 +18,9 @@ from dlio.train.skipping.rule import (
     EASY,
     SHARE,
     UNKNOWN,
+    Codes,
     SkipRule,
+    Table,
     encode_losses,
     keep_probabilities,
     probability_table,
@@ -127,8 +130,10 @@ class SampleSkipper:
         After `load_state` in the middle of an epoch, the choice for that epoch is the same again.
         """
         if epoch != self._epoch:
-            self._gather()
-            self._table = self._agreed(epoch)
+            self._look()
+            # If a rank is lost meanwhile, all do this again, without the losses that it knew.
+            self._scores, self._table = uniform(self._comm, lambda: self._agreed(epoch))
+            self._sums[:] = UNKNOWN
             self._epoch = epoch
             self._choose()
         self._loader.set_epoch(epoch, self.sample_mask)
@@ -219,22 +224,19 @@ class SampleSkipper:
             self._seen[ids] = encode_losses(losses)
             self._waiting.clear()
 
-    def _gather(self) -> None:
-        """Merge the codes that all ranks recorded into the stored ones. Collective."""
-        self._look()
-        self._comm.wait([self._comm.iallreduce(self._sums)], "the samples' losses")
-        self._scores = update_codes(self._scores, self._seen)
-        self._sums[:] = UNKNOWN
-
-    def _agreed(self, epoch: int) -> npt.NDArray[np.int64]:
-        """Return the probabilities by code, computed on rank 0. Collective."""
+    def _agreed(self, epoch: int) -> tuple[Codes, Table]:
+        """Return (the codes that all ranks recorded merged into the stored ones, the probabilities
+        by code, computed on rank 0). Collective; changes nothing."""
+        sums = self._sums.copy()
+        self._comm.wait([self._comm.iallreduce(sums)], "the samples' losses")
+        scores = update_codes(self._scores, sums.view(np.uint8)[: self.total])
         if self.rule.sees_all(epoch):
-            return np.full(256, CERTAIN, np.int64)
+            return scores, np.full(256, CERTAIN, np.int64)
         table = np.zeros(256, np.int64)
         if self._comm.rank == 0:
-            table += probability_table(np.bincount(self._scores, minlength=256), self.rule)
+            table += probability_table(np.bincount(scores, minlength=256), self.rule)
         self._comm.wait([self._comm.iallreduce(table)], "the samples' probabilities")
-        return table
+        return scores, table
 
     def _choose(self) -> None:
         self.sample_mask = None

@@ -89,7 +89,6 @@ class Snapshots(Callback):
         self._costs: list[float] = []
         self._steps: list[float] = []
         self._since = time.perf_counter()
-        self._epoch, self._first = -1, 0
         self._failed = False
 
     def __exit__(self, *_: object) -> None:
@@ -99,7 +98,6 @@ class Snapshots(Callback):
             self._common.close()
 
     def begins(self, run: Run) -> None:
-        self._epoch, self._first = run.epoch_number, run.position // self._worker.global_batch
         if self.ledger is not None:
             self._worker.dealing.keeps_trail = True
 
@@ -175,9 +173,8 @@ class Snapshots(Callback):
     def _trace(self, run: Run, turn: int) -> None:
         if turn % 2:
             return  # The epoch's lines are in the trace.
-        if run.epoch_number != self._epoch:
-            self._epoch, self._first = run.epoch_number, 0
-        self.journal.write(turn, run.epoch_number, self._worker.dealing, self._first)
+        worker = self._worker
+        self.journal.write(turn, run.epoch_number, worker.dealing, run.updates, worker.finished)
 
     def _facts(self, about: Mapping[str, object]) -> Facts:
         members = [self._numbers[member] for member in self._living()]

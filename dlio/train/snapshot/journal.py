@@ -7,11 +7,12 @@ find the lines here. One rank of each node writes those of all ranks, which foll
 import json
 import os
 from collections.abc import Iterable, Sequence
-from typing import Final, Protocol, TypeAlias
+from typing import Final, Protocol
 
+from dlio.train.ledger_file import Line
 from dlio.util.files import write_whole
 
-__all__ = ["Journal", "Line", "lines_until"]
+__all__ = ["Journal", "lines_until"]
 
 _NAME: Final = "journal-"
 
@@ -22,11 +23,7 @@ class _Trail(Protocol):
     @property
     def closed(self) -> int: ...
 
-    def trail(self, since: int) -> Iterable[tuple[int, int, list[int]]]: ...
-
-
-Line: TypeAlias = tuple[int, int, list[int]]
-"""Step in the epoch, number of the rank, its samples."""
+    def trail(self, since: int) -> Iterable[tuple[int, int, int, int, list[int]]]: ...
 
 
 class Journal:
@@ -47,11 +44,12 @@ class Journal:
         text = json.dumps({"turn": turn, "lines": lines}) + "\n"
         write_whole(_path(self._folder, epoch), lambda file: file.write(text.encode()))
 
-    def write(self, turn: int, epoch: int, dealing: _Trail, first: int) -> None:
+    def write(self, turn: int, epoch: int, dealing: _Trail, updates: int, part: int) -> None:
         """Write the lines of the batches that are in the model since the last call.
 
         Args:
-            first: number of the step in the epoch with which this process has begun it.
+            updates: optimizer steps since the run began.
+            part: times that the exchange was finished in this epoch.
         """
         if epoch != self._epoch:
             # The last one is kept: another node may not have ended its epoch.
@@ -60,10 +58,14 @@ class Journal:
                 number = name.removeprefix(_NAME)
                 if number != name and number.isdigit() and int(number) < epoch - 1:
                     os.unlink(os.path.join(self._folder, name))
-        lines = [
-            (step + first, self._numbers[member], samples)
-            for step, member, samples in dealing.trail(self._written)
-        ]
+        lines: list[Line] = []
+        for step, since, ranks, member, samples in dealing.trail(self._written):
+            rank = self._numbers[member]
+            line: Line = {"epoch": epoch, "step": step, "rank": rank, "samples": samples}
+            line["update"], line["ranks"] = updates - 1 - since, ranks
+            if part:
+                line["part"] = part
+            lines.append(line)
         self._written = dealing.closed
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         descriptor = os.open(_path(self._folder, epoch), flags, 0o600)
@@ -72,7 +74,7 @@ class Journal:
 
 
 def lines_until(folder: str, epoch: int, turn: int) -> list[Line]:
-    """Return (step, member, samples) of an epoch's lines up to a turn."""
+    """Return an epoch's lines up to a turn."""
     lines: dict[tuple[int, int], Line] = {}
     try:
         with open(_path(folder, epoch), encoding="ascii") as file:
@@ -82,7 +84,7 @@ def lines_until(folder: str, epoch: int, turn: int) -> list[Line]:
                 entry = json.loads(text)
                 if entry["turn"] <= turn:
                     # Another rank may have written the same again.
-                    lines.update({(s, rank): (s, rank, own) for s, rank, own in entry["lines"]})
+                    lines.update({(line["step"], line["rank"]): line for line in entry["lines"]})
     except FileNotFoundError:
         return []
     return [lines[key] for key in sorted(lines)]

@@ -9,8 +9,9 @@ from dlio.agent.starts import Start
 from dlio.comm.recovery import Loss
 from dlio.train.checkpoint.state import restore
 from dlio.train.ledger import SampleLedger
+from dlio.train.ledger_file import Line
 from dlio.train.snapshot.copying import Snapshots
-from dlio.train.snapshot.journal import Line, lines_until
+from dlio.train.snapshot.journal import lines_until
 from dlio.train.snapshot.saved import SnapshotState, newest_state
 from dlio.train.worker import Worker
 from dlio.util.settings import AGENT
@@ -59,7 +60,7 @@ class Resuming:
         # A node whose ranks had not started yet has none.
         everyone = run.comm.allgather(len(lines))
         giver = everyone.index(max(everyone))
-        self._lines = [(step, rank, own) for step, rank, own in run.comm.tell(lines, giver)]
+        self._lines = run.comm.tell(lines, giver)
         losses: Any = kept.get("losses", [])
         run.earlier_losses = [
             Loss(**{**each, "ranks": tuple(each["ranks"]), "nodes": tuple(each["nodes"])})
@@ -88,8 +89,9 @@ class Resuming:
             path, run.comm, numbers=self._start.ranks, token=self._start.token, written=written
         )
         if run.comm.rank == 0:
-            for step, rank, samples in self._lines:
-                ledger.earlier(run.epoch_number, step, rank, samples)
+            for line in self._lines:
+                lost: Line = {**line, "lost": True}
+                ledger.earlier(line if line["rank"] in self._start.ranks else lost)
         return ledger
 
     def note_losses(self, run: Worker) -> None:

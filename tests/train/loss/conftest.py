@@ -26,12 +26,18 @@ class Ran(NamedTuple):
     """Of the report; empty if there is none."""
     losses: list[dict[str, Any]]
     """Of the report, too."""
+    changes: list[dict[str, Any]]
+    """Of the report, too: ranks that joined and left."""
+    trace: list[dict[str, Any]]
+    """Its lines."""
     samples: dict[int, Counter[int]]
     """How often each sample is in the trace, by epoch."""
     steps: dict[tuple[int, int], set[int]]
     """Steps in the trace, by epoch and rank."""
     weights: list[set[str]]
     """Digests of the ranks' weights, by epoch."""
+    restored: list[dict[str, Any]]
+    """Of the report, too: ranks whose weights were restored."""
 
 
 Run = Callable[..., Ran]
@@ -43,11 +49,18 @@ def run(pictures: Path, tmp_path: Path) -> Run:
     shutil.copy(Path(__file__).with_name("ending.py"), tmp_path)
     paths = [str(ROOT), *(str(ROOT / room) for room in ("readers", "staging", "bench"))]
 
-    def train(ranks: int, ends: dict[int, list[object]], *more: str) -> Ran:
+    def train(
+        ranks: int,
+        ends: dict[int, list[object]],
+        *more: str,
+        model: str = "make",
+        name: str = "",
+        resize: dict[int, int] | None = None,
+    ) -> Ran:
         options = ["--epochs", str(EPOCHS), "--batch-size", "4", "--image-size", "32"]
-        options += ["--model", "ending:make", "--fault-tolerance", "shrink", "-n", str(ranks)]
-        options += ["--trace", "t.jsonl", "--report", "r.json", *more]
-        options += ["--callback", "ending:Digest"]
+        options += ["--model", f"ending:{model}", "--fault-tolerance", "shrink", "-n", str(ranks)]
+        options += ["--trace", f"{name}t.jsonl", "--report", f"{name}r.json", *more]
+        options += ["--callback", "ending:Digest", "--callback", "ending:Resize"]
         done = subprocess.run(
             [sys.executable, "-m", "dlio.cli", "train", str(pictures / "train"), *options],
             cwd=tmp_path,
@@ -57,27 +70,41 @@ def run(pictures: Path, tmp_path: Path) -> Run:
                 "DLIO_CACHE": str(tmp_path / "cache"),
                 "DLIO_TIMEOUT": "60",
                 "ENDS": json.dumps(ends),
+                "RESIZE": json.dumps(resize or {}),
             },
             capture_output=True,
             text=True,
             timeout=240,
             check=False,
         )
-        report, trace = tmp_path / "r.json", tmp_path / "t.jsonl"
+        report, trace = tmp_path / f"{name}r.json", tmp_path / f"{name}t.jsonl"
         samples: dict[int, Counter[int]] = {}
         steps: dict[tuple[int, int], set[int]] = {}
-        if trace.exists():
-            for line in map(json.loads, trace.read_text().splitlines()):
-                samples.setdefault(line["epoch"], Counter()).update(line["samples"])
-                steps.setdefault((line["epoch"], line["rank"]), set()).add(line["step"])
-        wrote = json.loads(report.read_text()) if report.exists() else {}
+        lines = trace.read_text().splitlines() if trace.exists() else []
+        traced: list[dict[str, Any]] = list(map(json.loads, lines))
+        for line in traced:
+            samples.setdefault(line["epoch"], Counter()).update(line["samples"])
+            steps.setdefault((line["epoch"], line["rank"]), set()).add(line["step"])
+        wrote: dict[str, Any] = json.loads(report.read_text()) if report.exists() else {}
         epochs, losses = wrote.get("epochs", []), wrote.get("losses", [])
+        changes = wrote.get("changes", [])
         weights = [
             {path.read_text() for path in tmp_path.glob(f"weights-{epoch}-*")}
-            for epoch in range(EPOCHS)
+            for epoch in range(len(epochs))
         ]
+        restored = wrote.get("restored", [])
         return Ran(
-            done.returncode, done.stdout, done.stderr, epochs, losses, samples, steps, weights
+            code=done.returncode,
+            output=done.stdout,
+            errors=done.stderr,
+            epochs=epochs,
+            losses=losses,
+            changes=changes,
+            trace=traced,
+            samples=samples,
+            steps=steps,
+            weights=weights,
+            restored=restored,
         )
 
     return train

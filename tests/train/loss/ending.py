@@ -1,21 +1,50 @@
 """A model whose ranks end in the middle of a step, at a place that the environment chooses.
 
 `ENDS='{"1": ["kill", 5, 0]}'` ends rank 1 in its fifth forward pass (place -1) or in the backward
-that follows, when the gradient of parameter number 0, 1, ... in backward's order is ready.
+that follows, when the gradient of parameter number 0, 1, ... in backward's order is ready. Other
+places are in the sums of gradients:
+
+| place | the rank ends |
+|---|---|
+| `begun` | when it has begun all sums of the step, before it waits for any |
+| `first` | when it has the first sum |
+| `closed` | when it has all sums |
+| `taken` | when it has written them into the gradients |
+| `late` | never: it learns of the loss when two others have all sums, and it has none |
+
+Where some ranks had all sums and others lacked some, a file `given-RANK-NUMBER` is written.
+
+With `PRUNE_EVERY=4` there is a pruning round after each four steps. A round tries plans on copies
+of the model, so place -1 of the pass after it is in the middle of a round.
 """
 
+import ctypes
 import hashlib
 import json
 import os
 import signal
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from dlio.cli.resize import Change, join, leave
+from dlio.comm import Communicator
+from dlio.comm.recovery import Report
+from dlio.errors import PeerLost
 from dlio.train.callbacks import Callback, Run
+from dlio.train.exchange.bucket_sums import BucketSums
+from dlio.train.exchange.closing import Closing
+from dlio.train.pruning import apoptosis
+from dlio.train.pruning.pace import Schedule
 from dlio.train.report import EpochReport
+
+_LATE_S = 40.0
+_RANK = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("RANK", "0")
 
 
 def _end(how: str) -> None:
@@ -26,33 +55,36 @@ def _end(how: str) -> None:
         time.sleep(60)
     elif how == "segv":
         os.kill(os.getpid(), signal.SIGSEGV)
+    elif how == "exit":
+        os._exit(3)
     elif how == "term":
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(60)
+        return  # It leaves when its batch is done.
+    elif how == "loop":
+        while True:
+            pass
+    elif how == "held":
+        ctypes.PyDLL(None).sleep(600)  # It does not release Python's lock.
     raise RuntimeError("a bug of this rank alone")
 
 
 class Ending(nn.Module):
-    """Three layers of more than a bucket each."""
+    """A model of which some ranks end.
 
-    def __init__(self, pixels: int, classes: int) -> None:
+    Args:
+        layers: of the model.
+    """
+
+    def __init__(self, layers: nn.Module) -> None:
         super().__init__()
-        width = 512
-        self.layers = nn.Sequential(
-            nn.Flatten(),
-            nn.Linear(pixels, width),
-            nn.Tanh(),
-            nn.Linear(width, width),
-            nn.Tanh(),
-            nn.Linear(width, classes),
-        )
-        rank = os.environ.get("OMPI_COMM_WORLD_RANK", "0")
+        self.layers = layers
         self.how, self.step, self.place = json.loads(os.environ.get("ENDS", "{}")).get(
-            rank, ["", 0, 0]
+            _RANK, ["", 0, 0]
         )
         self.passes = 0
         parameters = list(reversed(list(self.parameters())))
-        if self.how and self.place >= 0:
+        _watch_sums(self)
+        if self.how and not isinstance(self.place, str) and self.place >= 0:
             parameters[self.place].register_post_accumulate_grad_hook(self._ready)
 
     def _ready(self, _: torch.Tensor) -> None:
@@ -62,10 +94,59 @@ class Ending(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         if self.training:
             self.passes += 1
-            if self.how and self.place < 0 and self.passes == self.step:
+            if self.how and self.place == -1 and self.passes == self.step:
                 _end(self.how)
         logits: torch.Tensor = self.layers(images)
         return logits
+
+
+def _lack(pattern: str) -> None:
+    """Fail when two others have all sums; no call of MPI meanwhile lets this rank have them."""
+    from dlio.comm.mpi import one_at_a_time
+
+    deadline = time.monotonic() + _LATE_S
+    with one_at_a_time:
+        while len(list(Path().glob(pattern))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        raise PeerLost("a loss that this rank sees first")
+
+
+def _watch_sums(model: Ending) -> None:
+    """Have this rank end, or be late, at a place in the sums, and note givings."""
+    wait, take, settle = BucketSums.wait, BucketSums.take, Closing.settle
+    given: list[int] = []
+
+    def here(*places: str) -> bool:
+        return model.place in places and model.passes == model.step
+
+    def waiting(self: BucketSums, numbers: list[int]) -> None:
+        if here("late"):
+            model.place = 0
+            _lack(f"sums-{model.step}-*")
+        if here("begun", "first"):
+            wait(self, numbers[: int(model.place == "first")])
+            _end(model.how)
+        wait(self, numbers)
+        if "late" in os.environ.get("ENDS", ""):
+            Path(f"sums-{model.passes}-{_RANK}").touch()
+        if here("closed"):
+            _end(model.how)
+
+    def taking(self: BucketSums, *arguments: Any) -> None:
+        take(self, *arguments)
+        if here("taken"):
+            _end(model.how)
+
+    def settling(self: Closing, reports: Sequence[Report], comm: Communicator) -> None:
+        if len({each["closed"][0] for each in reports}) > 1:
+            given.append(len(reports))
+            Path(f"given-{_RANK}-{len(given)}").touch()
+        settle(self, reports, comm)
+
+    patched: Any = BucketSums
+    patched.wait, patched.take = waiting, taking
+    patched = Closing
+    patched.settle = settling
 
 
 class Digest(Callback):
@@ -73,9 +154,62 @@ class Digest(Callback):
 
     def epoch_ends(self, run: Run, report: EpochReport) -> None:
         weights = b"".join(p.detach().numpy().tobytes() for p in run.model.parameters())
-        name = f"weights-{report.epoch}-{os.environ['OMPI_COMM_WORLD_RANK']}"
+        name = f"weights-{report.epoch}-{_RANK}"
         Path(name).write_text(hashlib.sha256(weights).hexdigest(), encoding="ascii")
 
 
+class Resize(Callback):
+    """Asks for more ranks or fewer after some steps: `RESIZE='{"5": 2, "20": -2}'`."""
+
+    def after_step(self, run: Run) -> None:
+        more = json.loads(os.environ.get("RESIZE", "{}")).get(str(run.updates), 0)
+        if more and run.comm.rank == 0:
+            job = Path(os.environ["DLIO_DONE"]).parent.name.removeprefix("dlio-job-")
+            (join if more > 0 else leave)(Change(job, abs(more)))
+            time.sleep(0.5)  # The ranks look at requests a few times in a second.
+
+
+if steps := int(os.environ.get("PRUNE_EVERY", "0")):
+    vars(apoptosis)["Schedule"] = partial(Schedule, every=1, looks=steps, begin=0, end=1)
+
+
+class Flip(Callback):
+    """Changes a bit of one rank's weights and of its optimizer's state after a step."""
+
+    def __init__(self, rank: int, step: int) -> None:
+        self.rank, self.step = rank, step
+
+    @torch.no_grad()
+    def after_step(self, run: Run) -> None:
+        if run.updates == self.step and str(self.rank) == _RANK:
+            weights = next(run.model.parameters())
+            weights.view(torch.int32)[0, 0] ^= 1
+            run.optimizer.state[weights]["momentum_buffer"][0, 0] += 1
+
+
+class Slow(Callback):
+    """Sleeps in each step of one rank."""
+
+    def __init__(self, rank: int, seconds: float) -> None:
+        self.rank, self.seconds = rank, seconds
+
+    def after_step(self, run: Run) -> None:
+        if str(self.rank) == _RANK:
+            time.sleep(self.seconds)
+
+
 def make(classes: int, image_size: int) -> nn.Module:
-    return Ending(3 * image_size * image_size, classes)
+    """Three layers of more than a bucket each."""
+    pixels, width = 3 * image_size * image_size, 512
+    layers = [nn.Flatten(), nn.Linear(pixels, width), nn.Tanh()]
+    layers += [nn.Linear(width, width), nn.Tanh(), nn.Linear(width, classes)]
+    return Ending(nn.Sequential(*layers))
+
+
+def make_noisy(classes: int, image_size: int) -> nn.Module:
+    """Layers that depend on the order of samples, on the batch and on random numbers."""
+    pixels, width = 8 * image_size * image_size, 256
+    layers = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()]
+    layers += [nn.Dropout(0.3), nn.Linear(pixels, width), nn.Tanh()]
+    layers += [nn.Dropout(0.5), nn.Linear(width, classes)]
+    return Ending(nn.Sequential(*layers))

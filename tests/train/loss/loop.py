@@ -1,6 +1,7 @@
 """A hand-written loop with `dlio.distribute`: counts how often each sample is in a gradient.
 
-`loop.py FOLDER MODE`, run by MPI. `ENDS='{"1": 3}'` kills rank 1 before its third backward pass.
+`loop.py FOLDER MODE`, run by MPI. `ENDS='{"1": 3}'` kills rank 1 before its third backward pass;
+with `HOW=hang` it computes for ever instead.
 Each rank prints one JSON line an epoch, of how often it saw each sample in the weights.
 """
 
@@ -17,12 +18,13 @@ from torch import nn
 import dlio
 
 EPOCHS = 3
+RANK = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["RANK"]
 
 
 def main() -> None:
     """Train on the positions of samples: sample i moves weight i alone."""
     folder, mode = sys.argv[1:]
-    end = json.loads(os.environ["ENDS"]).get(os.environ["OMPI_COMM_WORLD_RANK"], 0)
+    end = json.loads(os.environ["ENDS"]).get(RANK, 0)
     with dlio.open(folder, tiers="ram:64MiB", image_size=32) as data:
         model = nn.Embedding(len(data), 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -38,6 +40,8 @@ def main() -> None:
                 steps = 0
                 for batch in loader:
                     passes += 1
+                    while passes == end and os.environ.get("HOW") == "hang":
+                        pass
                     if passes == end:
                         os.kill(os.getpid(), signal.SIGKILL)
                     before = model.weight.detach().clone()
@@ -49,7 +53,7 @@ def main() -> None:
                     steps += 1
                 line = {"epoch": epoch, "counts": sorted(set(counts.tolist())), "steps": steps}
                 print(json.dumps({**line, "planned": len(loader)}), flush=True)
-    Path(f"ended-{os.environ['OMPI_COMM_WORLD_RANK']}").touch()
+    Path(f"ended-{RANK}").touch()
 
 
 if __name__ == "__main__":

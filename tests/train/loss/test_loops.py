@@ -49,6 +49,19 @@ def test_each_sample_is_in_one_gradient_of_each_epoch_in_as_many_steps(
             assert line["steps"] == line["planned"] == steps
 
 
+@pytest.mark.nightly
+def test_a_rank_that_hangs_in_a_loop_is_lost_if_a_variable_says_when(
+    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    own = {"ENDS": json.dumps({1: 15}), "HOW": "hang", "DLIO_CACHE": str(tmp_path / "cache")}
+    argv = [sys.executable, str(LOOP), str(pictures / "train"), "data"]
+    own["DLIO_HANG_AFTER"] = "2"
+    done = launch(argv, 3, environment=own, capture=True, timeout_s=240, min_ranks=1)
+    assert re.search(r"^rank 1 \(process \d+\) hangs and is killed", done.stderr, re.MULTILINE)
+    assert re.search(r"^rank 1 lost: 2 ranks go on", done.stderr, re.MULTILINE)
+
+
 @pytest.mark.parametrize("command", ["train", "run"])
 def test_a_variable_without_the_option_is_refused(command: str, pictures: Path) -> None:
     argv = [sys.executable, "-m", "dlio.cli", command]

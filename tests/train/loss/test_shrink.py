@@ -5,6 +5,7 @@ import re
 import socket
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,21 +19,33 @@ from tests.train.loss.conftest import EPOCHS, SAMPLES, Run, check_exact
 pytestmark = [pytest.mark.mpi, pytest.mark.cold]
 
 
+TWO = {1: ["kill", 3, 0], 3: ["kill", 3, 5]}
+ALL_BUT_ONE = {0: ["kill", 2, -1], 1: ["kill", 4, 3], 2: ["kill", 8, 1]}
+
+
+def _nightly(*values: object, name: str) -> Any:
+    return pytest.param(*values, marks=pytest.mark.nightly, id=name)
+
+
 @pytest.mark.parametrize(
-    ("ranks", "ends"),
+    ("backend", "ranks", "ends"),
     [
-        pytest.param(3, {1: ["kill", 3, -1]}, marks=pytest.mark.nightly),
-        (3, {0: ["kill", 3, 2]}),
-        pytest.param(4, {1: ["kill", 3, 0], 3: ["kill", 3, 5]}, marks=pytest.mark.nightly),
-        (4, {0: ["kill", 2, -1], 1: ["kill", 4, 3], 2: ["kill", 8, 1]}),
-        (2, {1: ["kill", 13, 5]}),  # The last step of the first epoch.
+        _nightly("mpi", 3, {1: ["kill", 3, -1]}, name="forward"),
+        pytest.param("mpi", 3, {0: ["kill", 3, 2]}, id="rank 0"),
+        _nightly("mpi", 4, TWO, name="two at once"),
+        pytest.param("mpi", 4, ALL_BUT_ONE, id="all but one"),
+        pytest.param("mpi", 2, {1: ["kill", 13, 5]}, id="the last step"),  # Of the first epoch.
+        _nightly("torch", 3, {1: ["kill", 3, -1]}, name="forward, torch"),
+        pytest.param("torch", 3, {0: ["kill", 3, 2]}, id="rank 0, torch"),
+        _nightly("torch", 4, TWO, name="two at once, torch"),
+        _nightly("torch", 4, ALL_BUT_ONE, name="all but one, torch"),
+        _nightly("torch", 2, {1: ["kill", 13, 5]}, name="the last step, torch"),
     ],
-    ids=["forward", "rank 0", "two at once", "all but one", "the last step"],
 )
 def test_the_others_go_on_and_each_sample_counts_once(
-    run: Run, ranks: int, ends: dict[int, list[object]]
+    run: Run, backend: str, ranks: int, ends: dict[int, list[object]]
 ) -> None:
-    ran = run(ranks, ends)
+    ran = run(ranks, ends, "--backend", backend)
     check_exact(ran)
     said = r"^ranks? (.+) lost at step (\d+): (\d) ranks? goe?s? on, "
     lines = re.findall(said, ran.output, re.MULTILINE)
@@ -78,49 +91,62 @@ def test_held_out_data_and_accumulated_batches_are_shared_anew(run: Run, picture
     assert all(epoch["val_accuracy"] is not None for epoch in ran.epochs)
 
 
-@pytest.mark.parametrize("how", ["stop", "segv", "term"])
-def test_a_rank_that_is_stopped_or_crashes_or_is_ended_is_lost(run: Run, how: str) -> None:
-    check_exact(run(3, {2: [how, 4, 1]}))
+@pytest.mark.parametrize("backend", ["mpi", pytest.param("torch", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("how", ["stop", "segv"])
+def test_a_rank_that_is_stopped_or_crashes_is_lost(run: Run, backend: str, how: str) -> None:
+    check_exact(run(3, {2: [how, 4, 1]}, "--backend", backend))
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_with_a_bug_tells_it_and_is_lost(run: Run, rank: int) -> None:
+@pytest.mark.nightly
+def test_a_rank_that_exits_is_lost_without_mpi(run: Run) -> None:
+    """MPI tells nobody of an exit code; the launcher does."""
+    check_exact(run(3, {2: ["exit", 4, 1]}, "--backend", "torch"))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("exchange", "nodes"),
+    [
+        ("tree", 1),
+        ("allreduce+int8", 1),
+        ("hierarchical+onebit", 2),
+        ("local-sgd(3)", 1),
+        ("gossip", 1),
+        ("gossip+int8", 2),
+        ("asgd", 1),
+    ],
+)
+def test_every_exchange_goes_on_without_mpi(run: Run, exchange: str, nodes: int) -> None:
+    ends: dict[int, list[object]] = {1: ["kill", 3, 2], 2: ["kill", 6, -1]}
+    more = ("--exchange", exchange, "--pretend-nodes", str(nodes), "--backend", "torch")
+    check_exact(run(4, ends, *more), alike=exchange.split("+")[0] not in ("gossip", "asgd"))
+
+
+@pytest.mark.parametrize(
+    ("backend", "rank"),
+    [("mpi", 0), ("mpi", 1), pytest.param("torch", 0, marks=pytest.mark.nightly)],
+)
+def test_a_rank_with_a_bug_tells_it_and_is_lost(run: Run, backend: str, rank: int) -> None:
     # In the second epoch: rank 0 has written the trace of the first one.
-    ran = run(3, {rank: ["raise", 12, -1]})
+    ran = run(3, {rank: ["raise", 12, -1]}, "--backend", backend)
     assert ran.code == 0
     assert "RuntimeError: a bug of this rank alone" in ran.errors
     assert ran.samples == {epoch: Counter(range(SAMPLES)) for epoch in range(EPOCHS)}
 
 
-def test_too_few_ranks_end_the_run_in_one_line(run: Run) -> None:
-    ran = run(3, {1: ["kill", 4, -1]}, "--min-ranks", "3")
+@pytest.mark.parametrize("backend", ["mpi", pytest.param("torch", marks=pytest.mark.nightly)])
+def test_too_few_ranks_end_the_run_in_one_line(run: Run, backend: str) -> None:
+    ran = run(3, {1: ["kill", 4, -1]}, "--min-ranks", "3", "--backend", backend)
     assert ran.code == 2
     assert ran.errors == "dlio: error: 2 ranks are left, and --min-ranks is 3: this job ends\n"
     assert ran.samples == {}
 
 
-def test_a_run_of_which_no_rank_is_left_has_failed(run: Run) -> None:
-    ran = run(2, {0: ["kill", 4, 1], 1: ["kill", 4, 1]})
+@pytest.mark.parametrize("backend", ["mpi", pytest.param("torch", marks=pytest.mark.nightly)])
+def test_a_run_of_which_no_rank_is_left_has_failed(run: Run, backend: str) -> None:
+    ran = run(2, {0: ["kill", 4, 1], 1: ["kill", 4, 1]}, "--backend", backend)
     assert ran.code != 0
     assert ran.samples == {}
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        ("--shuffle", "local"),
-        ("--source-order", "block(2)"),
-        ("--checkpoint", "c"),
-        ("--balance",),
-        ("--prune", "apoptosis"),
-        ("--skip-samples", "--epochs", "3"),
-    ],
-)
-def test_what_does_not_go_with_it_is_refused(run: Run, more: tuple[str, ...]) -> None:
-    ran = run(2, {}, *more)
-    assert ran.code == 2
-    assert f"{more[0]}" in ran.errors
-    assert "does not go with --fault-tolerance shrink yet" in ran.errors
 
 
 def test_more_ranks_to_go_on_than_there_are_is_refused(run: Run) -> None:
@@ -129,7 +155,9 @@ def test_more_ranks_to_go_on_than_there_are_is_refused(run: Run) -> None:
     assert "dlio: error: --min-ranks 3 with 2 ranks" in ran.errors
 
 
-def test_fewest_ranks_without_fault_tolerance_are_refused() -> None:
+def test_options_of_losses_without_fault_tolerance_are_refused() -> None:
+    with pytest.raises(UsageError, match="--on-loss needs --fault-tolerance shrink"):
+        TrainConfig(source="data", on_loss="shrink")
     with pytest.raises(UsageError, match="--min-ranks needs --fault-tolerance shrink"):
         TrainConfig(source="data", min_ranks=2).check_run()
     with pytest.raises(UsageError, match="--min-ranks needs --fault-tolerance shrink"):

@@ -1,0 +1,340 @@
+"""The launcher without MPI: starts ranks of torch.distributed on this machine.
+
+It serves the store by which ranks meet, and writes each death of a rank there. Unlike torchrun, it
+lets the others go on. Ranks connect while it still imports torch: it listens before it starts them.
+"""
+
+import contextlib
+import itertools
+import math
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import IO, TYPE_CHECKING, Final
+
+from dlio.cli.launch import ErrorFilter
+from dlio.util.cores import available_cores
+from dlio.util.settings import DONE, LAUNCHER, MIN_RANKS, STORE, settings
+from dlio.util.threads import Workers
+
+if TYPE_CHECKING:
+    from dlio.comm.job_store import EventLog
+
+__all__ = ["launch", "run_module"]
+
+_HOST: Final = "127.0.0.1"
+_END_TIMEOUT_S: Final = 10.0
+_LOOK_S: Final = 0.2
+_TURN_S: Final = 0.005
+"""Pause between two looks at all ranks, on systems without file descriptors of processes."""
+_ALL_LOST: Final = 1
+
+
+def run_module(
+    module: str,
+    argv: Sequence[str],
+    ranks: int,
+    environment: Mapping[str, str] | None = None,
+    min_ranks: int | None = None,
+) -> int:
+    """Run `python -m module argv...` on `ranks` ranks and return the exit code.
+
+    As `dlio.cli.launch.run_module`, but without MPI.
+    """
+    command = [sys.executable, "-m", module, *argv]
+    return launch(command, ranks, environment=environment, min_ranks=min_ranks).returncode
+
+
+def launch(
+    argv: Sequence[str],
+    ranks: int,
+    *,
+    environment: Mapping[str, str] | None = None,
+    capture: bool = False,
+    timeout_s: float | None = None,
+    min_ranks: int | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a program on `ranks` ranks of this machine, and wait for their end.
+
+    Ctrl-C and SIGTERM end the ranks. If this process is killed, they end themselves.
+
+    Args:
+        environment: variables to set for the ranks, in addition to this process's own.
+        capture: return standard output and standard error, instead of passing them on.
+        timeout_s: seconds after which the ranks are ended; None for no limit.
+        min_ranks: fewest ranks that go on when others are lost; None to end with any rank.
+
+    Returns the exit code of the first rank that failed (128 + N if signal N ended it), and the
+    output if captured. If ranks survive others: 0 if any rank succeeded.
+
+    Raises subprocess.TimeoutExpired after `timeout_s`.
+    """
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server((_HOST, 0), backlog=4 * ranks))
+        full = _environment(ranks, int(listener.getsockname()[1]), environment or {})
+        done_file = None
+        if min_ranks is not None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dlio-job-"))
+            done_file = os.path.join(folder, "done")
+            # A rank of NCCL that aborts its communicators goes on.
+            own = {
+                MIN_RANKS: str(min_ranks),
+                DONE: done_file,
+                "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+            }
+            full |= own
+        output = stack.enter_context(_Output(ranks, capture))
+        job = stack.enter_context(_Job(argv, ranks, full, output, done_file))
+        code = job.run(listener, timeout_s)
+        job.close()
+        output.close()
+        return subprocess.CompletedProcess(list(argv), code, output.text, output.errors)
+
+
+def _environment(ranks: int, port: int, more: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that all ranks have in common."""
+    full = {**os.environ, "PYTHONUNBUFFERED": "1", LAUNCHER: str(os.getpid())}
+    full.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // ranks)))
+    # Its warnings of sockets that a lost rank has closed.
+    full.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    count = str(ranks)
+    full |= {
+        STORE: f"{_HOST}:{port}",
+        "MASTER_ADDR": _HOST,
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": count,
+        "LOCAL_WORLD_SIZE": count,
+        "GROUP_RANK": "0",
+        # `init_process_group` of a script connects to this store, and serves none itself.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    return {**full, **more}
+
+
+class _Output:
+    """Output of all ranks, by whole lines: captured, or passed on at once, each error once."""
+
+    def __init__(self, ranks: int, capture: bool) -> None:
+        self._capture = capture
+        self.text: str | None = None
+        self.errors: str | None = None
+        self._filter = ErrorFilter()
+        self._lock = threading.Lock()
+        self._lines: tuple[list[str], list[str]] = ([], [])
+        self._streams: list[tuple[int, IO[str]]] = []
+        self.pipes: list[list[int | None]] = []
+        """Descriptors of each rank's standard output and error; None for this process's."""
+        for _ in range(ranks):
+            self.pipes.append([self._pipe(0) if capture else None, self._pipe(1)])
+        self._relay = Workers(
+            "dlio-output", self._read, len(self._streams), stop_timeout_s=_END_TIMEOUT_S
+        )
+
+    def __enter__(self) -> "_Output":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Begin to read, once the ranks hold the pipes: a rank's end is the end of its pipes."""
+        for pipe in itertools.chain(*self.pipes):
+            if pipe is not None:
+                os.close(pipe)
+        self.pipes.clear()
+        self._relay.start()
+
+    def close(self) -> None:
+        """Read to the end, unless a process that outlives its rank holds a pipe."""
+        if self.pipes:
+            self.start()
+        if not self._relay.close():
+            for _, stream in self._streams:
+                stream.close()
+        if self._capture:
+            self.text, self.errors = ("".join(lines) for lines in self._lines)
+
+    def _pipe(self, number: int) -> int:
+        end, pipe = os.pipe()
+        self._streams.append((number, os.fdopen(end, encoding="utf-8", errors="replace")))
+        return pipe
+
+    def _read(self, thread: int) -> None:
+        number, stream = self._streams[thread]
+        for line in stream:
+            with self._lock:
+                if self._capture:
+                    self._lines[number].append(line)
+                elif shown := self._filter.feed(line):
+                    sys.stderr.writelines(shown)
+                    sys.stderr.flush()
+
+
+class _Job:
+    """The ranks, and the store that tells them of deaths."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        ranks: int,
+        environment: Mapping[str, str],
+        output: _Output,
+        done_file: str | None,
+    ) -> None:
+        self._done_file = done_file
+        self._output = output
+        self._ranks: dict[int, subprocess.Popen[bytes]] = {}
+        self._codes: dict[int, int] = {}
+        """Exit code of each rank that has ended, in the order of their ends."""
+        try:
+            for rank in range(ranks):
+                self._ranks[rank] = subprocess.Popen(
+                    argv,
+                    env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output.pipes[rank][0],
+                    stderr=output.pipes[rank][1],
+                    start_new_session=True,  # `_end` reaches all of a rank.
+                )
+        except BaseException:
+            self.close()
+            raise
+        output.start()
+
+    def __enter__(self) -> "_Job":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, listener: socket.socket, timeout_s: float | None) -> int:
+        """Serve the store until all ranks have ended; return the exit code of the job.
+
+        Raises subprocess.TimeoutExpired.
+        """
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        events = _serve(listener)
+        for rank in self._ends(deadline, timeout_s or 0.0):
+            if rank is not None:
+                events.append({"dead": rank})
+                if self._done_file is None and self._codes[rank]:
+                    return self._failed(rank)
+            elif failure := self._failure():
+                return failure
+        if failure := self._failure():
+            return failure
+        if 0 in self._codes.values():
+            return 0
+        self._say("all ranks were lost before the end")
+        return _ALL_LOST
+
+    def _failed(self, rank: int) -> int:
+        """Return the exit code of a rank that others do not survive."""
+        code = self._codes[rank]
+        if code >= 0:
+            return code
+        name = signal.Signals(-code).name
+        self._say(f"rank {rank} was ended by {name}, and with it the others")
+        return 128 - code
+
+    def _failure(self) -> int | None:
+        """Return the exit code with which a rank has ended the job."""
+        if self._done_file is None:
+            return None
+        with (
+            contextlib.suppress(FileNotFoundError),
+            open(self._done_file, encoding="ascii") as file,
+        ):
+            return int(file.read())
+        return None
+
+    def _say(self, message: str) -> None:
+        print(f"dlio: error: {message}", file=sys.stderr, flush=True)
+
+    def _ends(self, deadline: float, timeout_s: float) -> Iterator[int | None]:
+        """Yield each rank when it ends, and None from time to time; end with the last one."""
+        with ExitStack() as stack:
+            poll = select.poll()
+            watched = {rank: _watch(process, stack) for rank, process in self._ranks.items()}
+            for descriptor in watched.values():
+                if descriptor is not None:
+                    poll.register(descriptor, select.POLLIN)
+            all_watched = None not in watched.values()
+            while len(self._codes) < len(self._ranks):
+                ready = poll.poll(1000 * (_LOOK_S if all_watched else _TURN_S))
+                for rank, process in self._ranks.items():
+                    if rank not in self._codes and process.poll() is not None:
+                        self._codes[rank] = process.returncode
+                        if (descriptor := watched[rank]) is not None:
+                            poll.unregister(descriptor)
+                        yield rank
+                if not ready:
+                    yield None
+                if time.monotonic() > deadline:
+                    raise subprocess.TimeoutExpired("dlio", timeout_s)
+
+    def close(self) -> None:
+        """End the ranks by SIGTERM, and by SIGKILL if they ignore it."""
+        for number, patience_s in ((signal.SIGTERM, _END_TIMEOUT_S), (signal.SIGKILL, math.inf)):
+            living = [process for process in self._ranks.values() if process.poll() is None]
+            for process in living:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+            deadline = time.monotonic() + patience_s
+            for process in living:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    left_s = max(0.0, deadline - time.monotonic())
+                    process.wait(None if math.isinf(left_s) else left_s)
+
+
+def _watch(process: "subprocess.Popen[bytes]", stack: ExitStack) -> int | None:
+    """Return a descriptor that becomes readable when a process ends; None if there is none."""
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except (AttributeError, OSError):
+        # Linux before 5.3, a Python built on one, or a sandbox.
+        return None
+    stack.callback(os.close, descriptor)
+    return descriptor
+
+
+def _serve(listener: socket.socket) -> "EventLog":
+    """Serve the store on a socket; takes the socket over. Returns the job's events."""
+    from datetime import timedelta
+
+    with _quietly():
+        from torch._C._distributed_c10d import TCPStore
+
+        from dlio.comm.job_store import EventLog, JobStore
+
+    host, port = listener.getsockname()
+    store = TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=settings().timeout_s),
+        master_listen_fd=listener.detach(),
+    )
+    return EventLog(JobStore(store))
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Import torch without its warnings of sockets that a lost rank has closed."""
+    name = "TORCH_CPP_LOG_LEVEL"
+    before = os.environ.get(name)
+    os.environ.setdefault(name, "ERROR")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]

@@ -1,0 +1,56 @@
+"""The number of ranks that a job is asked to have: a file in the folder that its launcher owns.
+
+`dlio join` and `dlio leave` write it; the ranks look at it a few times in a second.
+"""
+
+import os
+import time
+from typing import Final
+
+from dlio.comm.standing import Wanted
+from dlio.util.files import write_whole
+from dlio.util.settings import DONE
+
+__all__ = ["RankRequests", "read_wanted", "write_wanted"]
+
+_EVERY_S: Final = 0.25
+_NAME: Final = "wanted"
+
+
+def read_wanted(folder: str) -> tuple[Wanted, int] | None:
+    """Return what is asked of a job, and the most ranks that it can have.
+
+    Returns None if the job's folder does not say so.
+    """
+    try:
+        with open(os.path.join(folder, _NAME), encoding="ascii") as file:
+            request, ranks, most = map(int, file.read().split())
+    except (OSError, ValueError):
+        return None
+    return Wanted(request, ranks), most
+
+
+def write_wanted(folder: str, wanted: Wanted, most: int) -> None:
+    """Ask for a number of ranks. Raises UsageError if the folder cannot be written."""
+    text = f"{wanted.request} {wanted.ranks} {most}\n".encode()
+    write_whole(os.path.join(folder, _NAME), lambda file: file.write(text))
+
+
+class RankRequests:
+    """The newest request for a number of ranks, as this rank has seen it."""
+
+    def __init__(self) -> None:
+        done = os.environ.get(DONE)
+        self._folder = None if done is None else os.path.dirname(done)
+        self._newest = Wanted(-1, 0)
+        self._next = 0.0
+
+    def newest(self) -> Wanted:
+        """Return the newest request; one with number -1 if there is none."""
+        now = time.monotonic()
+        if self._folder is not None and now >= self._next:
+            self._next = now + _EVERY_S
+            read = read_wanted(self._folder)
+            if read is not None:
+                self._newest = max(self._newest, read[0])
+        return self._newest

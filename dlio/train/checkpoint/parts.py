@@ -1,0 +1,175 @@
+"""The parts of a checkpoint: each rank writes its own, and any rank can complete it.
+
+    FOLDER/__0_0.distcp      tensors of rank 0
+    FOLDER/part-0.json       where they lie in it; written when they are on disk
+    FOLDER/.metadata         the table of contents, made from all parts
+
+The files are those of torch.distributed.checkpoint. Its own collective operations are not used: a
+rank that is lost would leave the others waiting.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemWriter,
+    _StorageInfo,
+    _StoragePrefix,
+)
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+
+from dlio.comm.membership import Messages
+from dlio.comm.protocol import Request
+from dlio.comm.waiting import leave
+from dlio.train.checkpoint.reader import ignore_no_dist_warning
+from dlio.util.files import write_json
+
+__all__ = ["agree", "complete", "has_part", "write_part"]
+
+_TEXT_BYTES: Final = 1024
+"""Bytes of an outcome in a message; the rest of a longer text is cut off."""
+_TAG: Final = 1
+
+
+class _PartWriter(FileSystemWriter):
+    """torch's writer for the tensors of one of several ranks."""
+
+    def __init__(self, folder: str, rank: int) -> None:
+        super().__init__(folder, sync_files=True, overwrite=True)
+        self._number = rank
+        self.results: list[WriteResult] = []
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        self.fs.mkdir(self.path)
+        return replace(plan, storage_data=_StoragePrefix(f"__{self._number}_"))
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        self.results = [result for each in results for result in each]
+
+
+def write_part(folder: str, rank: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a rank's tensors into the folder of an unfinished checkpoint."""
+    writer = _PartWriter(folder, rank)
+    ignore_no_dist_warning()
+    save(dict(tensors), storage_writer=writer, no_dist=True)
+    entries = {}
+    for result in writer.results:
+        tensor, place = tensors[result.index.fqn], result.storage_data
+        entries[result.index.fqn] = {
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "shape": list(tensor.shape),
+            "file": place.relative_path,
+            "offset": place.offset,
+            "length": place.length,
+        }
+    write_json(_part(folder, rank), entries)
+
+
+def has_part(folder: str, rank: int) -> bool:
+    """True if a rank has written all of its tensors."""
+    return any(map(os.path.exists, (_part(folder, rank), _contents(folder))))
+
+
+def complete(folder: str, ranks: int) -> None:
+    """Make the table of contents of all parts, in place of the files that describe each.
+
+    May be called again by another rank if this one is lost meanwhile.
+    """
+    if not os.path.exists(_contents(folder)):
+        _write_contents(folder, ranks)
+    for rank in range(ranks):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(_part(folder, rank))
+
+
+def _write_contents(folder: str, ranks: int) -> None:
+    described: dict[str, TensorStorageMetadata] = {}
+    results: list[WriteResult] = []
+    for rank in range(ranks):
+        with open(_part(folder, rank), encoding="utf-8") as file:
+            entries: dict[str, Any] = json.load(file)
+        for name, entry in entries.items():
+            size = torch.Size(entry["shape"])
+            offsets = torch.Size([0] * len(size))
+            described[name] = TensorStorageMetadata(
+                TensorProperties(dtype=getattr(torch, entry["dtype"])),
+                size,
+                [ChunkStorageMetadata(offsets, size)],
+            )
+            place = _StorageInfo(entry["file"], entry["offset"], entry["length"])
+            index = MetadataIndex(name, offsets, 0)
+            results.append(WriteResult(index, entry["length"], place))
+    metadata = Metadata(
+        dict(described),
+        planner_data={name: (name,) for name in described},
+    )
+    writer = FileSystemWriter(folder, sync_files=True)
+    writer.set_up_storage_writer(True)
+    writer.finish(metadata, [results])
+
+
+def agree(
+    messages: Messages,
+    rank: int,
+    ranks: int,
+    error: str,
+    publish: Callable[[], str],
+    wait: Callable[[Sequence[Request]], None],
+) -> str:
+    """Publish a checkpoint when all ranks have written their parts; return the error, or nothing.
+
+    The same on all ranks, which call it together, each in a thread. Raises PeerLost.
+
+    Args:
+        error: of this rank; empty if its part is written.
+        publish: called on rank 0 if all went well; returns an error, or nothing.
+        wait: returns when all requests are done.
+    """
+
+    def exchange(send: bool, others: Sequence[int], texts: Sequence[str]) -> list[str]:
+        buffers = [bytearray(_encoded(text)) for text in texts]
+        start = messages.isend if send else messages.irecv
+        requests: list[Request] = []
+        try:
+            for other, buffer in zip(others, buffers, strict=True):
+                requests.append(start(buffer, other, _TAG))
+            wait(requests)
+        except BaseException:
+            leave(requests, buffers)  # MPI may still use them.
+            raise
+        return [bytes(buffer).rstrip(b"\0").decode(errors="ignore") for buffer in buffers]
+
+    if rank:
+        exchange(True, [0], [error])
+        return exchange(False, [0], [""])[0]
+    others = range(1, ranks)
+    errors = [error, *exchange(False, others, [""] * len(others))]
+    outcome = next((each for each in errors if each), "") or publish()
+    exchange(True, others, [outcome] * len(others))
+    return outcome
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+
+
+def _contents(folder: str) -> str:
+    return os.path.join(folder, ".metadata")
+
+
+def _part(folder: str, rank: int) -> str:
+    return os.path.join(folder, f"part-{rank}.json")

@@ -1,0 +1,27 @@
+"""The device of a rank, and the layout of a model on it."""
+
+import torch
+from torch import nn
+
+from dlio.comm import Communicator
+from dlio.errors import UsageError
+
+__all__ = ["channels_last", "choose_device"]
+
+
+def channels_last(model: nn.Module) -> nn.Module:
+    """Lay out the model's 4-dimensional tensors with the channels last."""
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+
+def choose_device(name: str, comm: Communicator) -> torch.device:
+    """Return the device of --device; `auto` prefers a GPU. Raises UsageError."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        if not torch.cuda.is_available():
+            raise UsageError("--device cuda: torch finds no GPU here; use --device cpu")
+        name = f"cuda:{comm.rank % torch.cuda.device_count()}"
+    if name.split(":")[0] not in ("cpu", "cuda"):
+        raise UsageError(f"--device {name}: choose auto, cpu or cuda")
+    return torch.device(name)

@@ -1,0 +1,101 @@
+"""The parts of a checkpoint: any rank completes it, and all agree on how it ended. No MPI."""
+
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from dlio.comm.protocol import Buffer, Request
+from dlio.train.checkpoint.parts import agree, complete, has_part, write_part
+from dlio.train.checkpoint.reader import contents, read_tensors
+
+
+def test_any_rank_completes_the_parts_and_another_goes_on_with_it(tmp_path: Path) -> None:
+    folder = str(tmp_path / "c")
+    tensors = {"all/w": torch.arange(6.0).reshape(2, 3), "rank1/n": torch.tensor(7)}
+    write_part(folder, 0, {"all/w": tensors["all/w"]})
+    assert [has_part(folder, rank) for rank in (0, 1)] == [True, False]
+    write_part(folder, 1, {"rank1/n": tensors["rank1/n"]})
+    part = (tmp_path / "c" / "part-1.json").read_bytes()
+    complete(folder, 2)
+    # As if the rank that completed it had been lost before it had removed what describes a part.
+    (tmp_path / "c" / "part-1.json").write_bytes(part)
+    assert has_part(folder, 0)
+    complete(folder, 2)
+    assert set(contents(folder)) == set(tensors)
+    read = read_tensors(folder, tensors)
+    assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
+    assert read["rank1/n"].dtype is torch.int64
+    assert not list((tmp_path / "c").glob("part-*"))
+
+
+class _Message:
+    """A request that is done once its message is there."""
+
+    def __init__(self, mail: "queue.Queue[bytes]", into: Buffer | None) -> None:
+        self._mail, self._into = mail, cast(Any, into)
+
+    def done(self) -> bool:
+        if self._into is not None:
+            memoryview(self._into)[:] = self._mail.get(timeout=30)
+            self._into = None
+        return True
+
+    def cancel(self) -> bool:
+        return True
+
+
+class _Post:
+    """Messages of one of several threads."""
+
+    def __init__(self, boxes: Any, rank: int) -> None:
+        self._boxes, self._rank = boxes, rank
+
+    def isend(self, data: Buffer, dest: int, tag: int) -> Request:
+        self._boxes[self._rank, dest, tag].put(bytes(data))
+        return _Message(queue.Queue(), None)
+
+    def irecv(self, into: Buffer, source: int, tag: int) -> Request:
+        return _Message(self._boxes[source, self._rank, tag], into)
+
+
+@pytest.mark.parametrize(
+    ("errors", "published", "outcome"),
+    [
+        (["", "", ""], "", ""),
+        (["", "rank 1: no space", ""], "", "rank 1: no space"),
+        (["", "", ""], "cannot be renamed", "cannot be renamed"),
+        (["x" * 3000, "", ""], "", "x" * 1024),
+    ],
+)
+def test_all_ranks_agree_on_how_a_checkpoint_ended(
+    errors: list[str], published: str, outcome: str
+) -> None:
+    boxes: Any = defaultdict(queue.Queue)
+    ended: dict[int, str] = {}
+    calls: list[int] = []
+
+    def wait(requests: Sequence[Request]) -> None:
+        for request in requests:
+            request.done()
+
+    def run(rank: int) -> None:
+        def publish() -> str:
+            calls.append(rank)
+            return published
+
+        ended[rank] = agree(_Post(boxes, rank), rank, 3, errors[rank], publish, wait)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert {each[:1024] for each in ended.values()} == {outcome}
+    assert len(ended) == 3
+    assert calls == ([] if any(errors) else [0])
