@@ -138,7 +138,7 @@ class Worker:
         """Reports of all finished epochs, including those before the run was resumed."""
         self.stopped: str | None = None
         """Reason why the run ends early."""
-        self._pending = self._step = self._finished = 0
+        self._pending = self._step = self.finished = 0
         """Samples of this rank in batches that have been accumulated, batches in this epoch, and
         times that the exchange was finished in it."""
         self._first: int | None = None
@@ -186,11 +186,6 @@ class Worker:
         """The batches of this rank, dealt by formula."""
         assert isinstance(self._dealing, Dealing)
         return self._dealing
-
-    @property
-    def finished(self) -> int:
-        """Times that the exchange was finished in this epoch."""
-        return self._finished
 
     def loader_state(self) -> State:
         """Return the loader's state, from which any number of ranks goes on; the same on all.
@@ -247,7 +242,7 @@ class Worker:
         """Return where the run is, between two batches."""
         assert isinstance(self._dealing, Dealing)
         return {
-            "step": (self._step, self._finished, self._first, self._planned),
+            "step": (self._step, self.finished, self._first, self._planned),
             "said": (self._losses_told, self._changes_told),
             "dealing": self._dealing.tell_epoch(),
         }
@@ -255,7 +250,7 @@ class Worker:
     def follow_place(self, place: RunPlace) -> None:
         """Go on where another rank is, whose state was restored."""
         assert isinstance(self._dealing, Dealing)
-        self._step, self._finished, self._first, self._planned = place["step"]
+        self._step, self.finished, self._first, self._planned = place["step"]
         self._losses_told, self._changes_told = place["said"]
         self._dealing.follow_epoch(place["dealing"])
         self._joins = True
@@ -272,7 +267,7 @@ class Worker:
                 if ledger is not None:
                     ranks = len(self._dealing.members) or self._ranks
                     samples = self.loader.last_samples.tolist()
-                    ledger.step(epoch, done, samples, self.updates, ranks, self._finished)
+                    ledger.step(epoch, done, samples, self.updates, ranks, self.finished)
                 before_batch = self.position
                 with self._balancer.step(len(images)):
                     self._batch(images, labels)
@@ -284,7 +279,7 @@ class Worker:
                     self._update_s.append(now - updated)
                     updated = now
             self.exchange.finish()
-            self._finished += 1
+            self.finished += 1
 
     def _begin_epoch(self, epoch: int, progress: TrainingProgress) -> None:
         """Choose the epoch's samples, and reset its counters unless it is being resumed."""
@@ -305,7 +300,7 @@ class Worker:
             self.pruner.apoptosis.expect(left + later * math.ceil(self.samples / per_step))
         self._update_s = []
         if not self._joins:
-            self._step, self._finished, self._first = 0, 0, None
+            self._step, self.finished, self._first = 0, 0, None
         self._joins = False
 
     def _batch(self, images: torch.Tensor, labels: torch.Tensor) -> None:
