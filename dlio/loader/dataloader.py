@@ -27,7 +27,7 @@ from dlio.loader.contract import (
 )
 from dlio.loader.dataset import Dataset
 from dlio.loader.dealing import Dealing, DealtIterator
-from dlio.loader.dealt import Dealt, Torn, formula_order
+from dlio.loader.dealt import Dealt, Torn
 from dlio.loader.device import delivered
 from dlio.loader.engines import Engines
 from dlio.loader.feed import Begun, Fed, LoaderIterator, Stats
@@ -183,8 +183,7 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         self._stats = Stats()
         self.plan: EpochPlan | None = None
         """Plan of the current pass; None where dlio does not make it."""
-        self.deals = True
-        """False if someone else deals anew when ranks are lost."""
+        self.deals = True  # False if someone else deals anew when ranks are lost.
         self._dealing: Dealing | None = None
         self._dealt: Dealt | None = None  # Once ranks have been lost.
         self._torn: Torn | None = None  # If the next pass goes on with such an epoch.
@@ -254,10 +253,10 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
 
     def prepare(self, generation: int | None = None) -> int:
         """Open the tiers; returns the number of passes so far, or what it is set to. Collective."""
-        engine = self._engines.planned
-        engine.mount(self._options(), self.data)
-        engine.generation = engine.generation if generation is None else generation
-        return engine.generation
+        self._engines.planned.mount(self._options(), self.data)
+        if generation is not None:
+            self._engines.planned.generation = generation
+        return self._engines.planned.generation
 
     @property
     def formula(self) -> FormulaOrder:
@@ -372,7 +371,7 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
 
     def _own_dealing(self) -> Dealing | None:
         """Return the dealing of a loop whose ranks may be lost; None if they end together."""
-        wanted = membership() is not None or self._place.has_again()
+        wanted = membership() is not None or self._place.has_again
         if not (wanted and self.deals and self.follows_formula()):
             return None
         if self._dealing is None:
@@ -446,7 +445,8 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         transform = None
         if begun.stats.engine == "planned" and data is not None and options.collates_by_default:
             transform = data.recipe.batch_transform
-        begun.feed = delivered(begun.feed, device, transform)
+        if device is not None or transform is not None:
+            begun.feed = delivered(begun.feed, device, transform)
         return begun
 
     def _options(self) -> LoaderOptions:
@@ -467,7 +467,7 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         if self._torn is not None and self._dealt is not None:
             return self._torn.shared(self._dealt)
         layout = None if data is None else data.reader.layout
-        return formula_order(options, self._order_seed(), self._count(), layout, self._dealt)
+        return options.formula(self._order_seed(), self._count(), layout, self._dealt)
 
     def _planned_data(self) -> Dataset | None:
         """The data set as dlio reads it; None if torch's way is taken."""

@@ -9,10 +9,15 @@ from typing import TYPE_CHECKING, Final, Literal
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
+from dlio.comm.data_ranks import place
 from dlio.errors import UsageError
 from dlio.loader.contract import CollateFn, ScalarWriter, UserDataset
+from dlio.loader.dealt import Dealt
+from dlio.loader.passes import FormulaOrder
 from dlio.plan.block_order import window_of
 from dlio.plan.epoch import check_mode, check_shares, is_exact
+from dlio.plan.layout import Layout
+from dlio.plan.shares import checked_shares
 from dlio.storage.spec import TierSpec
 
 if TYPE_CHECKING:
@@ -111,6 +116,40 @@ class LoaderOptions:
             return self.workers == "thread"
         for_processes = self.worker_init_fn is not None or self.multiprocessing_context is not None
         return None if for_processes else True
+
+    def formula(
+        self, seed: int, samples: int, layout: Layout | None, dealt: Dealt | None
+    ) -> FormulaOrder:
+        """Return the order of a pass that is dlio's own, and this rank's part of it.
+
+        Args:
+            samples: number of samples in the data set.
+            layout: of the data set's blocks; None where the order does not follow them.
+            dealt: the ranks that are left; None if none was lost.
+
+        Raises UsageError if chosen shares do not fit the ranks.
+        """
+        assert self.batch_size is not None
+        (rank, ranks), shares = place(self.group, self.mesh), None
+        global_batch = self.batch_size * ranks
+        if dealt is not None:
+            rank, ranks, shares = dealt.rank, len(dealt.members), dealt.shares
+            global_batch = shares.global_batch
+        if self.shares is not None:
+            shares = checked_shares(self.shares, global_batch, ranks)
+        return FormulaOrder(
+            seed=seed,
+            samples=samples,
+            shuffled=bool(self.shuffle),
+            batch_size=self.batch_size,
+            drop_last=self.drop_last,
+            rank=rank,
+            ranks=ranks,
+            source_order=self.source_order,
+            layout=layout,
+            shares=shares,
+            exact=is_exact(self.mode),
+        )
 
 
 SAME_NAMES: Final = tuple(

@@ -144,6 +144,7 @@ class Place:
         """The place of a loader's copy, which begins where the next pass of the original would."""
         return Place(None, False, self.next_state(), self.epoch, self.mask)
 
+    @property
     def has_again(self) -> bool:
         """True if the next pass goes on with an epoch of which samples come again."""
         return self.resumed is not None and "again" in self.resumed
