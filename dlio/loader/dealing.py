@@ -280,6 +280,12 @@ class Dealing:
                     yield batch.step, self._groups.steps - step, len(members), member, samples
 
     @property
+    def is_settled(self) -> bool:
+        """True if all batches that were taken are in the model: between two rounds of exchanges
+        that make several steps in one."""
+        return not self._open
+
+    @property
     def closed(self) -> int:
         """Number of the epoch's batches in the model."""
         return len(self._closed)

@@ -110,7 +110,7 @@ class Snapshots(Callback):
             self._worker.dealing.count(range(run.comm.size))
         if self._is_large and len(self._costs) == _FIRST and self._every == 1:
             self._choose_interval()
-        if run.updates % self._every == 0:
+        if run.updates % self._every == 0 and self._worker.dealing.is_settled:
             self._copy(run, turn_of(run.updates, False))
 
     def epoch_ends(self, run: Run, report: EpochReport) -> None:
