@@ -92,12 +92,13 @@ def test_it_goes_with_an_owner_that_is_killed(source: Path) -> None:
 def test_a_request_waits_for_its_latency_and_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
+    monkeypatch.setattr(time, "monotonic", lambda: 7.0)
     pace = Pace(0.005, 1000.0)
     for _ in range(3):
         pace.wait(100)
-    assert [round(seconds, 2) for seconds in slept] == [0.1, 0.2, 0.3]
+    assert [round(seconds, 6) for seconds in slept] == [0.1, 0.2, 0.3]
     Pace(0.005, None).wait(10**9)
-    assert 0.004 < slept[-1] <= 0.005
+    assert round(slept[-1], 6) == 0.005
 
 
 def test_it_writes_nothing(source: Path) -> None:
