@@ -108,7 +108,7 @@ def _end_alone(code: int) -> None:
     else:
         if (code == 1 and len(left.members) > 1) or code == _AGAIN:
             _die()  # A bug: the others go on.
-        tells = left.lost if code else left.me in left.members
+        tells = left.lost or code == _FAILED if code else left.me in left.members
     if DONE in os.environ and tells:
         # After a failure the launcher ends the others: MPI_Abort hangs after a loss.
         write_whole(os.environ[DONE], lambda file: file.write(str(code).encode()))

@@ -47,6 +47,9 @@ _ENABLED: Final = "OMPI_MCA_mpi_ft_enable"
 _LOSSES: Final = (MPI.Exception, PeerLost)
 _MOST_ROUNDS: Final = 20
 """Losses within one recovery after which a job is given up."""
+_WELL: Final = 1
+_RENEWS: Final = 2
+"""Bits in which ranks agree: that all went well, and that they are making a generation."""
 _LAST_REQUEST: Final = 1 << 30
 """Number of the request that ends the spares."""
 _NAP_S: Final = 0.005
@@ -127,12 +130,12 @@ class UlfmMembership:
         handle.over = True
 
     def agree(self, well: bool) -> bool:
-        flag = np.array([well], np.int32)
+        flag = np.array([_WELL if well else 0], np.int32)
         try:
             self._poll(lambda: self._active.Iagree(flag), "all ranks to agree")
         except _LOSSES:
             return False
-        return bool(flag[0]) and well
+        return bool(flag[0] & _WELL) and well
 
     @property
     def asked(self) -> bool:
@@ -213,14 +216,23 @@ class UlfmMembership:
 
     def _await_survivors(self) -> None:
         """Return when all that are left have come here. Raises CommTimeout after DLIO_TIMEOUT."""
-        flag = np.array([1], np.int32)
-        while True:
-            try:
-                self._poll(lambda: self._root.Iagree(flag), "all that are left to regroup")
-                return
-            except _LOSSES:
-                with one_at_a_time:
-                    self._root.Ack_failed()
+        if self._active != MPI.COMM_NULL:
+            # Members that wait in `agree` meet this call there, and come here next.
+            while self._agreed_by_all(self._active, _RENEWS) != _RENEWS:
+                pass
+        while self._agreed_by_all(self._root, _RENEWS) is None:
+            pass
+
+    def _agreed_by_all(self, comm: MPI.Intracomm, mine: int) -> int | None:
+        """Return the bits that all ranks give; None if one is lost that was not known to be."""
+        flag = np.array([mine], np.int32)
+        try:
+            self._poll(lambda: comm.Iagree(flag), "all that are left to regroup")
+        except _LOSSES:
+            with one_at_a_time:
+                comm.Ack_failed()
+            return None
+        return int(flag[0])
 
     def _poll(self, begin: Callable[[], MPI.Request], what: str) -> None:
         """Wait for an operation without spinning; blocking calls of MPI would.

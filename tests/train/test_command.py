@@ -205,8 +205,10 @@ def _handed(monkeypatch: pytest.MonkeyPatch, config: TrainConfig) -> TrainConfig
         count: int,
         environment: dict[str, str],
         min_ranks: int | None,
+        spares: int,
     ) -> int:
-        assert (module, argv, count, min_ranks) == ("dlio.cli.rank", ["train"], 2, None)
+        assert (module, argv, count) == ("dlio.cli.rank", ["train"], 2)
+        assert (min_ranks, spares) == (None, 0)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         ranks.run_as_rank()

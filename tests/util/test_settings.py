@@ -55,5 +55,5 @@ def test_an_invalid_value_is_named_with_its_variable_and_the_remedy(
 
 
 def test_an_unknown_variable_is_found_with_the_nearest_known_one() -> None:
-    names = ["DLIO_TIER", "DLIO_TIERS", "DLIO_LAUNCHER_PID", "PATH", "DLIO_ZZZ"]
-    assert unknown_variables(names) == [("DLIO_TIER", "DLIO_TIERS"), ("DLIO_ZZZ", None)]
+    names = ["DLIO_TIER", "DLIO_TIERS", "DLIO_LAUNCHER_PID", "PATH", "DLIO_WQWQWQ"]
+    assert unknown_variables(names) == [("DLIO_TIER", "DLIO_TIERS"), ("DLIO_WQWQWQ", None)]
