@@ -101,15 +101,15 @@ class SampleLedger:
             size = 0
             if self._comm.rank == 0:
                 rows = [row for lines in everyone for row in lines]
-                of_step = {row["step"]: row for row in rows}
+                of_step = {row["step"]: row for row in rows}  # Without steps of lost ranks alone.
                 rows += [
                     {
-                        **of_step[step],
+                        **of_step.get(step, _line(epoch, step, rank, samples)),
                         "rank": self._numbers[rank],
                         "samples": samples,
                         "lost": True,
                     }
-                    for _, step, rank, samples in of_lost()
+                    for epoch, step, rank, samples in of_lost()
                 ]
                 rows.sort(key=lambda row: (row["epoch"], row["step"], row["rank"]))
                 size = self._append(_hashed(rows, left_out))
@@ -146,6 +146,10 @@ class SampleLedger:
             self._comm.barrier()
 
         uniform(self._comm, publish)
+
+
+def _line(epoch: int, step: int, rank: int, samples: list[int]) -> Line:
+    return {"epoch": epoch, "step": step, "rank": rank, "samples": samples}
 
 
 def _hashed(rows: Sequence[Line], left_out: int) -> list[Line]:
