@@ -9,7 +9,7 @@ What is promised: docs/guides/fault-tolerance.md.
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeAlias, TypeVar, runtime_checkable
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -106,6 +106,12 @@ class Loss:
     `restart`: all ended, as when a whole node is lost, and those that are left began again."""
     steps_again: int = 0
     """Optimizer steps that were made twice, as far as the ranks that are left know."""
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, object]) -> "Loss":
+        """Return the loss whose fields went through JSON."""
+        told: dict[str, Any] = dict(fields)
+        return cls(**{**told, "ranks": tuple(told["ranks"]), "nodes": tuple(told["nodes"])})
 
     def sentence(self) -> str:
         """Return the loss in words, such as `rank 5 (node n3) lost at step 812: ...`."""

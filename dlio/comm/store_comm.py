@@ -6,7 +6,6 @@ abandoned operation goes on in gloo's threads, and may write its results much la
 memory of its own, which is copied when it is done.
 """
 
-import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions
 
+from dlio.comm.gloo import allgather_json, bytes_of, sum_options
 from dlio.comm.protocol import Array, Buffer, Op, Request, broadcast_json
 from dlio.comm.torch_mail import Mail, Message
 from dlio.comm.waiting import default_timeout_s, wait_all
@@ -26,7 +26,6 @@ from dlio.errors import CommError, PeerLost
 __all__ = ["Builder", "Generation", "Gloo", "Part", "StoreCommunicator", "StoreMessages"]
 
 _GONE: Final = "another rank is gone: it was killed, or its node is lost"
-_OPS: Final = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _PATIENCE_S: Final = 2.0
 """Seconds from a broken connection until the launcher must have told of a lost rank."""
 _T = TypeVar("_T")
@@ -240,20 +239,10 @@ class StoreCommunicator:
         self.rank, self.size = part.rank, len(part.ranks)
 
     def allgather(self, value: _T) -> list[_T]:
-        mine = bytearray(json.dumps(value).encode())
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self._join(
-            lambda group: group.allgather([lengths], [torch.tensor([len(mine)])]),
-            "allgather of lengths",
-        )
-        longest = max(int(length) for length in lengths)
-        padded = torch.frombuffer(mine + bytearray(longest - len(mine)), dtype=torch.uint8)
-        everyone = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        self._join(lambda group: group.allgather([everyone], [padded]), "allgather")
-        return [
-            json.loads(text[: int(length)].numpy().tobytes())
-            for text, length in zip(everyone, lengths, strict=True)
-        ]
+        def gather(into: list[list[torch.Tensor]], mine: list[torch.Tensor]) -> None:
+            self._join(lambda group: group.allgather(into, mine), "allgather")
+
+        return allgather_json(value, self.size, gather)
 
     def tell(self, value: _T, root: int = 0) -> _T:
         return broadcast_json(self, value, root)
@@ -275,10 +264,7 @@ class StoreCommunicator:
         return self.bound().irecv(into, source, tag)
 
     def iallreduce(self, array: Array, op: Op = "sum") -> Request:
-        if array.dtype not in (np.float32, np.float64, np.int64):
-            raise CommError(f"cannot reduce {array.dtype}: convert it to float32 first")
-        options = AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(_OPS[op])
+        options = sum_options(array, op)
         own = torch.from_numpy(array.copy())
         part = self._part
         work = part.begin(lambda group: group.allreduce([own], options))
@@ -325,11 +311,11 @@ class StoreMessages:
 
     def isend(self, data: Buffer, dest: int, tag: int) -> Request:
         member = self._member(dest)
-        return self._begun(self._mail.send(_bytes_of(data), member, tag, self._channel))
+        return self._begun(self._mail.send(bytes_of(data), member, tag, self._channel))
 
     def irecv(self, into: Buffer, source: int, tag: int) -> Request:
         member = self._member(source)
-        return self._begun(self._mail.receive(_bytes_of(into), member, tag, self._channel))
+        return self._begun(self._mail.receive(bytes_of(into), member, tag, self._channel))
 
     def _begun(self, message: Message) -> Request:
         return _Mailed(self._part, message, self._mail)
@@ -339,7 +325,3 @@ class StoreMessages:
         if not 0 <= rank < len(self._part.ranks):
             raise CommError(f"no rank {rank} among {len(self._part.ranks)}")
         return self._part.ranks[rank]
-
-
-def _bytes_of(data: Buffer) -> memoryview:
-    return memoryview(data).cast("B")  # type: ignore[arg-type]

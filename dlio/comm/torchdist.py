@@ -6,16 +6,16 @@ user's collectives, whichever groups the user creates or destroys. Messages go t
 """
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
+from dlio.comm.gloo import allgather_json, bytes_of, sum_options
 from dlio.comm.protocol import Array, Buffer, Communicator, Op, Request, broadcast_json
 from dlio.comm.single import SingleCommunicator
 from dlio.comm.torch_mail import Mail
@@ -25,7 +25,6 @@ from dlio.errors import CommError, CommTimeout
 __all__ = ["TorchCommunicator", "torch_world"]
 
 _T = TypeVar("_T")
-_OPS: Final = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 def torch_world(group: dist.ProcessGroup | None = None) -> Communicator:
@@ -92,18 +91,10 @@ class TorchCommunicator:
         self._mail = Mail(self.rank, self.allgather)
 
     def allgather(self, value: _T) -> list[_T]:
-        mine = bytearray(json.dumps(value).encode())
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         with self._errors("allgather"):
-            self._group.allgather([lengths], [torch.tensor([len(mine)])]).wait()
-            longest = max(int(length) for length in lengths)
-            padded = torch.frombuffer(mine + bytearray(longest - len(mine)), dtype=torch.uint8)
-            everyone = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-            self._group.allgather([everyone], [padded]).wait()
-        return [
-            json.loads(text[: int(length)].numpy().tobytes())
-            for text, length in zip(everyone, lengths, strict=True)
-        ]
+            return allgather_json(
+                value, self.size, lambda into, mine: self._group.allgather(into, mine).wait()
+            )
 
     def tell(self, value: _T, root: int = 0) -> _T:
         return broadcast_json(self, value, root)
@@ -118,16 +109,13 @@ class TorchCommunicator:
             self._group.broadcast(flat, root).wait()
 
     def isend(self, data: Buffer, dest: int, tag: int) -> Request:
-        return self._mail.send(_bytes_of(data), self._peer(dest), tag)
+        return self._mail.send(bytes_of(data), self._peer(dest), tag)
 
     def irecv(self, into: Buffer, source: int, tag: int) -> Request:
-        return self._mail.receive(_bytes_of(into), self._peer(source), tag)
+        return self._mail.receive(bytes_of(into), self._peer(source), tag)
 
     def iallreduce(self, array: Array, op: Op = "sum") -> Request:
-        if array.dtype not in (np.float32, np.float64, np.int64):
-            raise CommError(f"cannot reduce {array.dtype}: convert it to float32 first")
-        options = AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(_OPS[op])
+        options = sum_options(array, op)
         with self._errors("reduction"):
             work = self._group.allreduce([torch.from_numpy(array)], options)
         return _Reduction(work, self._errors)
@@ -176,7 +164,3 @@ class TorchCommunicator:
                 f"rank {self.rank} of {self.size}: {what} failed: another rank is stopped, far "
                 f"behind, or left the run (DLIO_TIMEOUT sets the deadline): {error}"
             ) from error
-
-
-def _bytes_of(data: Buffer) -> memoryview:
-    return memoryview(data).cast("B")  # type: ignore[arg-type]

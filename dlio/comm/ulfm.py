@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final, cast
 
@@ -218,14 +218,15 @@ class UlfmMembership:
         """Return when all that are left have come here. Raises CommTimeout after DLIO_TIMEOUT."""
         if self._active != MPI.COMM_NULL:
             # Members that wait in `agree` meet this call there, and come here next.
-            while self._agreed_by_all(self._active, _RENEWS) != _RENEWS:
+            while self._regrouped(self._active) != _RENEWS:
                 pass
-        while self._agreed_by_all(self._root, _RENEWS) is None:
+        while self._regrouped(self._root) is None:
             pass
 
-    def _agreed_by_all(self, comm: MPI.Intracomm, mine: int) -> int | None:
-        """Return the bits that all ranks give; None if one is lost that was not known to be."""
-        flag = np.array([mine], np.int32)
+    def _regrouped(self, comm: MPI.Intracomm) -> int | None:
+        """Return `_RENEWS` if all ranks regroup, other bits if one agrees instead, None at a loss
+        that was not known."""
+        flag = np.array([_RENEWS], np.int32)
         try:
             self._poll(lambda: comm.Iagree(flag), "all that are left to regroup")
         except _LOSSES:
@@ -267,7 +268,11 @@ class UlfmMembership:
             reported = MpiCommunicator(root).allgather([mine, colours, self._made, report])
             standings = [Standing.from_list(each[0]) for each in reported]
             members = next_members(standings)
-            self._check_number(standings, members)
+            if members and len(standings) < self._least:
+                raise CommError(
+                    f"{len(standings)} ranks are left, and --min-ranks is {self._least}: this job "
+                    "ends"
+                )
             is_mine = self.me in members
             colour = 0 if is_mine else MPI.UNDEFINED
             active = cast(MPI.Intracomm, root.Split(colour, root.rank))
@@ -319,14 +324,6 @@ class UlfmMembership:
 
     def _leaves(self) -> bool:
         return self.leaves or time.monotonic() >= self.leave_at
-
-    def _check_number(self, standings: Sequence[Standing], members: Sequence[int]) -> None:
-        """Raise CommError if too few ranks are left; those that end on purpose may be more."""
-        left = len(standings)
-        if members and left < self._least:
-            raise CommError(
-                f"{left} ranks are left, and --min-ranks is {self._least}: this job ends"
-            )
 
     def _remade(self, root: MPI.Intracomm, number: str, colours: list[Any]) -> MPI.Intracomm:
         """Make a communicator anew: of all ranks, or of those of the same colours."""

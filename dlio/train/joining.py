@@ -12,15 +12,13 @@ import torch
 from dlio.comm import Communicator
 from dlio.comm.membership import messages_of
 from dlio.comm.recovery import Loss, Recovery, Report
-from dlio.train.checkpoint.state import about, restore, tensors_of
+from dlio.train.checkpoint.state import OWED, about, restore, tensors_of
 from dlio.train.ledger import SampleLedger
 from dlio.train.worker import Worker
 
 __all__ = ["Joining"]
 
 _TAG: Final = 7001
-_OWED: Final = "/owed/"
-"""Part of the names of error-feedback residuals, of which a rank that joins has none."""
 
 
 class Joining:
@@ -100,7 +98,7 @@ class Joining:
             {
                 name.removeprefix(mine): value
                 for name, value in tensors.items()
-                if name.startswith(mine) and _OWED not in name
+                if name.startswith(mine) and OWED not in name
             }
         )
         run.follow_place(head["place"])
@@ -108,8 +106,8 @@ class Joining:
             self._ledger.written = head["ledger"]
         recovery.number = head["number"]
         recovery.last_counted.update(dict(head["last_counted"]))
-        recovery.losses[:] = [_loss(each) for each in head["losses"]]
-        recovery.changes[:] = [_loss(each) for each in head["changes"]]
+        recovery.losses[:] = [Loss.from_dict(each) for each in head["losses"]]
+        recovery.changes[:] = [Loss.from_dict(each) for each in head["changes"]]
 
 
 class _Given:
@@ -138,7 +136,3 @@ def _bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     flat = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.reshape(-1))
     whole: npt.NDArray[np.uint8] = flat.view(torch.uint8).numpy()
     return whole
-
-
-def _loss(told: dict[str, Any]) -> Loss:
-    return Loss(**{**told, "ranks": tuple(told["ranks"]), "nodes": tuple(told["nodes"])})

@@ -192,8 +192,7 @@ class Worker:
 
         Call it between two steps.
         """
-        assert isinstance(self._dealing, Dealing)
-        return self._dealing.state()
+        return self.dealing.state()
 
     def stop(self, reason: str) -> None:
         """End the run after this epoch. Call it on all ranks."""
@@ -234,25 +233,22 @@ class Worker:
     def rest(self, ranks: int) -> None:
         """Have only the first ranks train. Collective; see `Recovery.rest`."""
         assert self.recovery is not None
-        assert isinstance(self._dealing, Dealing)
-        self._dealing.prepare()
+        self.dealing.prepare()
         self.recovery.rest(ranks)
 
     def tell_place(self) -> RunPlace:
         """Return where the run is, between two batches."""
-        assert isinstance(self._dealing, Dealing)
         return {
             "step": (self._step, self.finished, self._first, self._planned),
             "said": (self._losses_told, self._changes_told),
-            "dealing": self._dealing.tell_epoch(),
+            "dealing": self.dealing.tell_epoch(),
         }
 
     def follow_place(self, place: RunPlace) -> None:
         """Go on where another rank is, whose state was restored."""
-        assert isinstance(self._dealing, Dealing)
         self._step, self.finished, self._first, self._planned = place["step"]
         self._losses_told, self._changes_told = place["said"]
-        self._dealing.follow_epoch(place["dealing"])
+        self.dealing.follow_epoch(place["dealing"])
         self._joins = True
 
     def _train(self, progress: TrainingProgress, ledger: SampleLedger | None) -> None:

@@ -11,9 +11,9 @@ from dlio.train.pruner import PrunerState
 from dlio.train.report import EpochReport
 from dlio.train.worker import Worker
 
-__all__ = ["RunState", "SavedState", "about", "restore", "tensors_of"]
+__all__ = ["OWED", "RunState", "SavedState", "about", "restore", "tensors_of"]
 
-_OWED: Final = "/owed/"
+OWED: Final = "/owed/"
 """Part of the names of error-feedback residuals in an exchange's state."""
 _FIXED: Final = ("model", "optimizer", "image_size", "seed")
 """Options that cannot change when a run is resumed."""
@@ -222,7 +222,7 @@ def _residuals(checkpoint: SavedState, rank: int, ranks: int) -> dict[str, torch
     total: dict[str, torch.Tensor] = {}
     for each in _taken_over(checkpoint, rank, ranks):
         for name, value in checkpoint.read(f"rank{each}/exchange/").items():
-            if _OWED in name:
+            if OWED in name:
                 total[name] = total[name] + value if name in total else value
     return total
 

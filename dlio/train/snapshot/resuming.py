@@ -62,10 +62,7 @@ class Resuming:
         giver = everyone.index(max(everyone))
         self._lines = run.comm.tell(lines, giver)
         losses: Any = kept.get("losses", [])
-        run.earlier_losses = [
-            Loss(**{**each, "ranks": tuple(each["ranks"]), "nodes": tuple(each["nodes"])})
-            for each in losses
-        ]
+        run.earlier_losses = [Loss.from_dict(each) for each in losses]
         if run.position:
             counted = sum(int(sums[2]) for sums in run.comm.allgather(run.sums.tolist()))
             # Positions of the order that were dealt and did not count come again at its end.
