@@ -55,6 +55,8 @@ class LightningLosses:
         """Number of recoveries before this epoch."""
         self._planned: tuple[float, float | None] = (0, None)
         """Lightning's numbers of batches of an epoch, and until it validates, without a loss."""
+        self._paced = 0.0
+        """Batches of the first epoch: schedules of learning rates count on as many in each."""
         if recovery is None:
             return
         self._told, self._begun = len(recovery.losses), recovery.number
@@ -98,6 +100,7 @@ class LightningLosses:
             self._deal_torch_loaders()
         self._begun = self._recovery.number
         self._planned = fit.max_batches, self._trainer.val_check_batch
+        self._paced = self._paced or fit.max_batches
 
     def begin_batch(self) -> None:
         """Note that the next batch has been taken, and its step begins."""
@@ -136,12 +139,15 @@ class LightningLosses:
         fetcher.done = fit.epoch_loop.batch_progress.is_last_batch = coming == 0
 
     def _pace_schedules(self) -> None:
-        """Have no schedule of learning rates step more often than planned, which some refuse."""
+        """Have no schedule of learning rates step more often than planned, which some refuse.
+
+        Epochs may have more batches after a loss. The rate stays as it is in those.
+        """
         loop: Any = self._fit.epoch_loop
         update = loop.update_lr_schedulers
 
         def in_plan(interval: str, **options: Any) -> None:
-            beyond = self._is_torn() and loop.batch_idx >= self._planned[0]
+            beyond = self._trainer.max_steps < 0 and loop.batch_idx >= self._paced
             if interval != "step" or not beyond:
                 update(interval, **options)
 
@@ -175,6 +181,8 @@ class LightningLosses:
             return
         for loss in losses[first:]:
             _log.warning("%s", loss.sentence())
+        if self._trainer.evaluating or self._trainer.sanity_checking:
+            _log.warning("this evaluation may lack samples of the lost rank; the next one is whole")
         loaders = self._fit._combined_loader
         if not first and loaders is not None and not all(map(deals_itself, loaders.flattened)):
             _log.warning(

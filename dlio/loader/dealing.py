@@ -176,6 +176,7 @@ class Dealing:
         Raises RankLeft on a rank that leaves.
         """
         end_step()
+        self._groups.evaluates = not torch.is_grad_enabled()
         if self._has_begun:
             if not self._more():
                 return

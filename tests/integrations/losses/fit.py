@@ -92,6 +92,7 @@ class Module(lightning.LightningModule):  # type: ignore[misc, unused-ignore]
 
     def on_before_optimizer_step(self, _: Any) -> None:
         come_to("step")
+        self._count()  # Lightning does not set gradients to zero where it accumulates.
         self.before = self.table.weight.detach().clone()
 
     def on_before_zero_grad(self, _: Any) -> None:
@@ -123,7 +124,7 @@ class Module(lightning.LightningModule):  # type: ignore[misc, unused-ignore]
         optimizer = torch.optim.SGD(self.parameters(), 1.0)
         # It refuses to step more often than planned.
         whole = int(self.trainer.estimated_stepping_batches)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, whole)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, whole, cycle_momentum=False)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
