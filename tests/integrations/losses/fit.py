@@ -42,9 +42,10 @@ class Strategy(DlioStrategy):
     """The strategy, with places in its collective calls."""
 
     def reduce(self, tensor: Any, *arguments: Any, **options: Any) -> Any:
-        come_to("reduce")
+        stage = self.lightning_module.trainer.state.stage.value
+        come_to(f"before a sum, {stage}")
         result = super().reduce(tensor, *arguments, **options)
-        come_to("reduced")
+        come_to(f"after a sum, {stage}")
         return result
 
 
@@ -108,7 +109,7 @@ class Module(lightning.LightningModule):  # type: ignore[misc, unused-ignore]
             changed = (self.table.weight.detach() != before)[:, 0]
             self.epochs[-1] = [k + int(c) for k, c in zip(self.epochs[-1], changed, strict=True)]
             self.steps[-1] += 1
-            self.before = None
+            self.before = None  # type: ignore[assignment]
 
     def validation_step(self, batch: Any, _: int) -> None:
         come_to("validation")
