@@ -317,8 +317,9 @@ class _Takeover:
 
 
 _REFUSED: Final = (
-    "the script calls torch.distributed.init_process_group, so it is distributed already: "
-    "start it with mpirun or torchrun, or remove that call and use `dlio run`"
+    "the script, or a framework in it such as Accelerate, calls torch.distributed's "
+    "init_process_group, so it is distributed already: start it with mpirun or torchrun, or remove "
+    "that call and use `dlio run`"
 )
 
 
