@@ -42,7 +42,7 @@ class Strategy(DlioStrategy):
     """The strategy, with places in its collective calls."""
 
     def reduce(self, tensor: Any, *arguments: Any, **options: Any) -> Any:
-        stage = self.lightning_module.trainer.state.stage.value
+        stage = getattr(self.lightning_module.trainer.state.stage, "value", "no stage")
         come_to(f"before a sum, {stage}")
         result = super().reduce(tensor, *arguments, **options)
         come_to(f"after a sum, {stage}")
