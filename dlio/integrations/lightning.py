@@ -339,13 +339,13 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
             save(checkpoint, filepath, storage_options)
             return
         end_step()  # It may take any time.
-        saved_by = -1
+        is_saved = False
 
         def on_rank_0() -> None:
-            nonlocal saved_by
-            if comm.rank == 0 and saved_by < 0:
+            nonlocal is_saved
+            if comm.rank == 0 and not is_saved:
                 save(checkpoint, filepath, storage_options)
-                saved_by = 0
+                is_saved = True
             comm.barrier()
 
         self._losses.together(on_rank_0)

@@ -7,7 +7,7 @@ left of the epoch, and the samplers of torch's loaders between two epochs.
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import torch
 from torch.utils.data import DistributedSampler
@@ -22,6 +22,8 @@ __all__ = ["LightningLosses", "deals_itself"]
 
 _log = logging.getLogger("dlio")
 _T = TypeVar("_T")
+_FOLLOWS: Final = 8
+"""Beginnings and ends of steps after a loss by when all ranks deal to those that are left."""
 
 
 class _RankHolder(Protocol):
@@ -57,6 +59,8 @@ class LightningLosses:
         """Lightning's numbers of batches of an epoch, and until it validates, without a loss."""
         self._paced = 0.0
         """Batches of the first epoch: schedules of learning rates count on as many in each."""
+        self._followed = (0, 0)
+        """Number of the last recovery, and calls of `_follow` since then."""
         if recovery is None:
             return
         self._told, self._begun = len(recovery.losses), recovery.number
@@ -78,6 +82,7 @@ class LightningLosses:
         """Take no part in later recoveries."""
         if self._recovery is not None:
             self._recovery.remove(self._part)
+            vars(self._fit.epoch_loop).pop("update_lr_schedulers", None)
 
     def together(self, act: Callable[[], _T]) -> _T:
         """Return `act()`; after a loss, when all that are left have done it. Collective."""
@@ -116,7 +121,8 @@ class LightningLosses:
             return
         was_last = self._fit.epoch_loop.batch_progress.is_last_batch
         self._follow()
-        if was_last and not self._fit.epoch_loop.batch_progress.is_last_batch:
+        goes_on = was_last and not self._fit.epoch_loop.batch_progress.is_last_batch
+        if goes_on and self._trainer.lightning_module.automatic_optimization:
             optimizer.zero_grad()  # Lightning does so only where it begins to accumulate.
 
     def _is_torn(self) -> bool:
@@ -125,12 +131,18 @@ class LightningLosses:
 
     def _follow(self) -> None:
         """Have Lightning's epoch end where the loader's does."""
+        assert self._recovery is not None
         fit, fetcher = self._fit, self._fit._data_fetcher
+        if self._followed[0] != self._recovery.number:
+            self._followed = (self._recovery.number, 0)
+        self._followed = (self._followed[0], self._followed[1] + 1)
         iterators = getattr(fit._combined_loader._iterator, "iterators", [])
         if len(iterators) != 1 or not isinstance(iterators[0], DealtIterator):
             return
         if fetcher.length is None or self._planned[0] < len(iterators[0]):
             return  # `limit_train_batches` ends it before.
+        if self._followed[1] > _FOLLOWS and fetcher.fetched + 1 < fetcher.length:
+            return  # To count costs more the longer the epoch is.
         coming = iterators[0].coming()
         batches = fetcher.fetched + coming
         if self._trainer.val_check_batch == fit.max_batches:
@@ -151,9 +163,7 @@ class LightningLosses:
             if interval != "step" or not beyond:
                 update(interval, **options)
 
-        if not getattr(update, "of_dlio", False):
-            in_plan.of_dlio = True  # type: ignore[attr-defined]
-            loop.update_lr_schedulers = in_plan
+        loop.update_lr_schedulers = in_plan
 
     def _deal_torch_loaders(self) -> None:
         """Have Lightning make its samplers anew for the ranks that are left."""
