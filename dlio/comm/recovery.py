@@ -110,8 +110,8 @@ class Loss:
     @classmethod
     def from_dict(cls, fields: Mapping[str, object]) -> "Loss":
         """Return the loss whose fields went through JSON."""
-        told: dict[str, Any] = dict(fields)
-        return cls(**{**told, "ranks": tuple(told["ranks"]), "nodes": tuple(told["nodes"])})
+        own: dict[str, Any] = dict(fields)
+        return cls(**{**own, "ranks": tuple(own["ranks"]), "nodes": tuple(own["nodes"])})
 
     def sentence(self) -> str:
         """Return the loss in words, such as `rank 5 (node n3) lost at step 812: ...`."""

@@ -117,7 +117,7 @@ def train(config: TrainConfig) -> RunReport:
             _end_early(run, checkpoints, saving)
         report.epochs, report.stopped = run.history, run.stopped
         report.losses = list(run.losses)
-        report.changes = [] if run.recovery is None else list(run.recovery.changes)
+        report.changes = list(run.changes)
         report.restored = [
             each for guard in callbacks if isinstance(guard, WeightGuard) for each in guard.restored
         ]

@@ -182,6 +182,11 @@ class Worker:
         return [*self.earlier_losses, *(self.recovery.losses if self.recovery else ())]
 
     @property
+    def changes(self) -> Sequence[Loss]:
+        """Ranks that joined or left on purpose since the run began."""
+        return self.recovery.changes if self.recovery else ()
+
+    @property
     def dealing(self) -> Dealing:
         """The batches of this rank, dealt by formula."""
         assert isinstance(self._dealing, Dealing)
