@@ -9,6 +9,7 @@ from dlio_bench.chaos.accounts import effective_time, quantiles
 from dlio_bench.chaos.records import JobRecord, RunRecord
 from dlio_bench.chaos.schedule import Made
 from dlio_bench.chaos.stamps import LossStamp, RankStamps, steps_of
+from dlio_bench.chaos.torchft_accounts import next_quorum_step
 
 __all__ = ["figures_of", "next_step", "rows_of"]
 
@@ -46,7 +47,7 @@ def figures_of(mode: str, jobs: Sequence[JobRecord], samples: int) -> dict[str, 
     """Return the figures of a storm.
 
     Args:
-        mode: `shrink`, or `restart` for jobs that are started again.
+        mode: `shrink`, `restart` for jobs that are started again, or `torchft`.
         samples: number of the data set's samples.
     """
     runs = [run for job in jobs for run in job.runs]
@@ -60,6 +61,8 @@ def figures_of(mode: str, jobs: Sequence[JobRecord], samples: int) -> dict[str, 
             for each in run.made:
                 if mode == "shrink":
                     until = next_step(run.ranks, each)
+                elif mode == "torchft":
+                    until = next_quorum_step(run.ranks, each)
                 else:
                     until = _next_run(job.runs[number + 1 :])
                     if (new := _new_step(job.runs, number)) is not None:
