@@ -23,6 +23,8 @@ _SHOWN: Final = {
     "failed_jobs": "jobs that failed",
     "unchecked_jobs": "jobs without a trace",
     "samples_lost": "samples lost",
+    "samples_dropped": "of them, in batches that were computed",
+    "samples_beyond": "samples of epochs after the last",
     "samples_doubled": "samples doubled",
     "ledger_problems": "wrong lines of traces",
     "replays": "jobs replayed without faults",
@@ -108,6 +110,13 @@ def figures_of(mode: str, jobs: Sequence[JobRecord], samples: int) -> dict[str, 
         ),
         "epochs_checked": sum(job.epochs for job in checked),
         "samples_lost": sum(each["lost"] for each in uneven) if checked else None,
+        **{
+            f"samples_{name}": sum(each or 0 for each in values) if any(values) else None
+            for name, values in (
+                ("dropped", [job.dropped for job in jobs]),
+                ("beyond", [job.beyond for job in jobs]),
+            )
+        },
         "samples_doubled": sum(each["doubled"] for each in uneven) if checked else None,
         "ledger_problems": sum(each["problems"] for each in uneven) if checked else None,
         "replays": len(replayed) or None,

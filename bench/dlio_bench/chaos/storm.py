@@ -16,7 +16,7 @@ from dlio_bench.chaos.records import JobRecord, RunRecord
 from dlio_bench.chaos.replays import WEIGHTS, replay
 from dlio_bench.chaos.schedule import Fault, Made, make_schedule
 from dlio_bench.chaos.stamps import steps_of
-from dlio_bench.chaos.torchft_accounts import committed_lines, joins, read_batches
+from dlio_bench.chaos.torchft_accounts import account, joins, read_batches
 from dlio_bench.chaos.torchft_job import torchft_argv
 
 __all__ = ["measure"]
@@ -135,8 +135,9 @@ def _job(
     if last.code == 0 and not last.hung:
         record.epochs = options.epochs
         if mode == "torchft":
-            ledger = committed_lines(read_batches(own), last.ranks)
-            record.uneven = uneven_epochs(check_ledger(ledger, samples, options.epochs))
+            ledger = account(read_batches(own), last.ranks, options.epochs)
+            record.dropped, record.beyond = ledger.dropped, ledger.beyond
+            record.uneven = uneven_epochs(check_ledger(ledger.lines, samples, options.epochs))
             return record
         # A run that is resumed has no trace of the steps before.
         if len(record.runs) == 1 and os.path.exists(f"{own}/trace.jsonl"):

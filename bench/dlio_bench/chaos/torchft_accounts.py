@@ -5,6 +5,7 @@ import json
 import os
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypedDict
 
@@ -12,11 +13,11 @@ from dlio.train.ledger_file import Line
 from dlio_bench.chaos.schedule import Made
 from dlio_bench.chaos.stamps import LossStamp, RankStamps, steps_of
 
-__all__ = ["Batch", "committed_lines", "joins", "next_quorum_step", "read_batches"]
+__all__ = ["Account", "Batch", "account", "joins", "next_quorum_step", "read_batches"]
 
 
 class Batch(TypedDict):
-    """A batch whose gradients a replica group has added to a sum, or was about to."""
+    """A batch whose gradients a replica group has computed."""
 
     epoch: int
     batch: int
@@ -24,14 +25,28 @@ class Batch(TypedDict):
     step: int
     """Step of the sum, from 1."""
     quorum: int
+    sums: bool
+    """False if zeros were added in the place of its gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """A ledger, and the samples of which it has no line."""
+
+    lines: list[Line]
+    """One for each epoch."""
+    dropped: int
+    """Samples of batches that were computed and are not in the model. All others that are lost were
+    never computed: their replica group was away, and did not come to them before the end."""
+    beyond: int
+    """Samples that are in the model in epochs after the last one."""
 
 
 def next_quorum_step(ranks: Sequence[RankStamps], made: Made) -> float | None:
     """Return when all that were left had committed their first step without the ranks of a fault.
 
     A quorum without them is newer than all that had a step before the fault. Replica groups that
-    join later are not waited for. None if there is no such step: the fault was not felt before the
-    end.
+    join later are not waited for. None if there is not one: the fault was not felt before the end.
     """
     before = [each for each in ranks if each.steps and each.steps[0]["t"] <= made.at]
     quorum = max(
@@ -84,24 +99,37 @@ def read_batches(folder: str) -> list[tuple[int, Batch]]:
     return batches
 
 
-def committed_lines(
-    batches: Iterable[tuple[int, Batch]], ranks: Sequence[RankStamps]
-) -> list[Line]:
-    """Return a ledger of the batches that are in the model: one line for each epoch.
+def account(
+    batches: Iterable[tuple[int, Batch]], ranks: Sequence[RankStamps], epochs: int
+) -> Account:
+    """Return the ledger of a job, of the batches that are in the model.
 
     A batch is in the model if its step was committed in its quorum, by any replica group: also if
     its own one was killed between the sum and its own commit. A step that was committed twice, as
     nobody was left who had it, counts in the later quorum.
+
+    Args:
+        epochs: epochs of the job; replica groups that were never away come to later ones, in the
+            place of others that were.
     """
     quorum_of: dict[int, int] = {}
     for each in ranks:
         for step in each.steps:
             quorum_of[step["step"]] = max(step["generation"], quorum_of.get(step["step"], -1))
     samples: dict[int, list[int]] = {}
+    tried: dict[int, set[int]] = {}
+    beyond = 0
     for _, batch in batches:
-        if quorum_of.get(batch["step"]) == batch["quorum"]:
+        counts = batch["sums"] and quorum_of.get(batch["step"]) == batch["quorum"]
+        if batch["epoch"] >= epochs:
+            beyond += counts * len(batch["samples"])
+            continue
+        tried.setdefault(batch["epoch"], set()).update(batch["samples"])
+        if counts:
             samples.setdefault(batch["epoch"], []).extend(batch["samples"])
-    return [
-        {"epoch": epoch, "step": 0, "rank": 0, "samples": each}
-        for epoch, each in sorted(samples.items())
+    dropped = sum(len(each.difference(samples.get(epoch, ()))) for epoch, each in tried.items())
+    lines: list[Line] = [
+        {"epoch": epoch, "step": 0, "rank": 0, "samples": samples.get(epoch, [])}
+        for epoch in range(epochs)
     ]
+    return Account(lines, dropped, beyond)

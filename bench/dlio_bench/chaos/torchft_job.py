@@ -114,7 +114,7 @@ def _script(text: str, classes: int, seed: int, path: str) -> None:
         # torch.export has no training mode whose batches may end with a smaller one.
         warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
         try:
-            torch.jit.save(torch.jit.script(model), path)  # type: ignore[no-untyped-call]
+            torch.jit.save(torch.jit.script(model), path)
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0]
             raise UsageError(

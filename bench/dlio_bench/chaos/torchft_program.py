@@ -8,9 +8,10 @@ It stands alone, as it runs in an environment that has torchft and torch, and no
 
 - `rank-<number>-<process>.jsonl`: its committed steps, in the format of `stamps`, with the number
   of torchft's quorum as generation;
-- `batches-<number>-<process>.jsonl`: a line for each batch whose gradients it adds to a sum, before
-  it does so: `epoch`, `batch`, `samples`, `step` and `quorum`. The batch is in the model if this
-  step was committed in this quorum by anyone;
+- `batches-<number>-<process>.jsonl`: a line for each batch, before its gradients are summed:
+  `epoch`, `batch`, `samples`, `step`, `quorum`, and `sums`, false if torchft puts zeros in their
+  place, as the group joins. The batch is in the model if it is in the sum and its step was
+  committed in this quorum by anyone;
 - `position-<number>.json`: where it stands in its share of the data, after each step, as torchft
   recommends to keep it; a group that is started again goes on from there.
 """
@@ -64,6 +65,7 @@ _ALL_LOST: Final = 3
 """Exit code of a replica group that would begin anew, as nobody has the model any more."""
 _MOST_STARTS: Final = 10
 """Replica groups that are started again, with no step between, after which the job has failed."""
+_RATE: Final = 0.001
 _LATE_S: Final = 10.0
 """Time after the last step in which all replica groups are to end."""
 _START_S: Final = 120.0
@@ -187,7 +189,7 @@ class _Group:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // settings["ranks"]))
         self._model: nn.Module = torch.jit.load(settings["model"])  # type: ignore[no-untyped-call]
         self._model.train()
-        self._sgd = torch.optim.SGD(self._model.parameters(), 0.05, momentum=0.9, nesterov=True)
+        self._sgd = torch.optim.SGD(self._model.parameters(), _RATE, momentum=0.9, nesterov=True)
         self._pictures = torch.from_numpy(np.load(os.path.join(settings["data"], "pictures.npy")))
         self._labels = torch.from_numpy(np.load(os.path.join(settings["data"], "labels.npy")))
         self._dataset = torch.utils.data.TensorDataset(self._pictures, self._labels)
@@ -306,10 +308,17 @@ class _Group:
 
         def note() -> None:
             nonlocal written
-            if not written and manager.is_participating():
+            if not written:
                 epoch, batch = self._at
                 where = {"step": manager.current_step() + 1, "quorum": group.quorum}
-                line = {"epoch": epoch, "batch": batch, "samples": self._dealt(samples), **where}
+                sums = manager.is_participating()
+                line = {
+                    "epoch": epoch,
+                    "batch": batch,
+                    "samples": self._dealt(samples),
+                    **where,
+                    "sums": sums,
+                }
                 os.write(self._batches, json.dumps(line).encode() + b"\n")
             written = True
 
