@@ -613,6 +613,7 @@ def test_a_job_of_torchft_has_decoded_pictures_and_a_model(
     (tmp_path / "odd_model.py").write_text(
         "from torch import nn\n"
         "class Odd(nn.Module):\n"
+        "    def __init__(self, classes): super().__init__()\n"
         "    def forward(self, *images, **more): return 1\n"
     )
     monkeypatch.syspath_prepend(tmp_path)

@@ -8,6 +8,7 @@ from typing import Final
 
 import numpy as np
 import torch
+from torch.jit.frontend import FrontendError
 
 from dlio.errors import UsageError
 from dlio_bench.chaos.job import IMAGE_SIZE
@@ -115,7 +116,7 @@ def _script(text: str, classes: int, seed: int, path: str) -> None:
         warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
         try:
             torch.jit.save(torch.jit.script(model), path)
-        except RuntimeError as error:
+        except (FrontendError, OSError, RuntimeError, TypeError) as error:
             reason = str(error).strip().splitlines()[0]
             raise UsageError(
                 f"--model {text}: torch.jit.script cannot script it for --torchft: {reason}"
