@@ -175,6 +175,12 @@ class Options:
                 f"--exchange {self.exchange} does not go with --replay: its weights depend on when "
                 "messages arrive"
             )
+        if self.spares and self.replay:
+            raise UsageError(
+                "--spares does not go with --replay: a job that ranks joined cannot be replayed"
+            )
+        if self.spares and self.backend == "torch":
+            raise UsageError("--spares does not go with --backend torch")
         for kind in self.kinds:
             if kind not in KINDS:
                 raise UsageError(f"--faults {kind}: choose of {', '.join(KINDS)}")
