@@ -208,12 +208,13 @@ class _Group:
         from torch.utils.data import DistributedSampler
 
         settings = self._settings
-        store = dist.FileStore(  # type: ignore[attr-defined]
-            os.path.join(self._folder, "store"), settings["ranks"]
-        )
         timeout = timedelta(seconds=_MANAGER_S)
         dist.init_process_group(
-            "gloo", store=store, rank=self._rank, world_size=settings["ranks"], timeout=timeout
+            "gloo",
+            init_method=f"file://{os.path.join(self._folder, 'store')}",
+            rank=self._rank,
+            world_size=settings["ranks"],
+            timeout=timeout,
         )
         model = DistributedDataParallel(self._model)
         sampler: Sampler = DistributedSampler(
@@ -233,7 +234,7 @@ class _Group:
         return 0
 
     def _run_torchft(self) -> int:
-        from torch.distributed import GradBucket, TCPStore  # type: ignore[attr-defined]
+        from torch._C._distributed_c10d import GradBucket, TCPStore
         from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
         from torchft.data import DistributedSampler
 
