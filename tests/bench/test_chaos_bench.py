@@ -309,6 +309,8 @@ def test_shared_memory_is_left_over_when_nobody_uses_it() -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
+        (["--torchft", "/nowhere/python"], "--torchft /nowhere/python: cannot be run"),
+        (["--torchft", "false"], "cannot import torchft (it said nothing): name the interpreter"),
         (["--faults", "kill,plague"], "--faults plague: choose of kill, stop"),
         (["-n", "2", "--faults", "twice"], "-n 3"),
         (["-n", "7"], "6"),

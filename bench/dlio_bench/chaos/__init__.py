@@ -11,6 +11,8 @@
 | `job`, `leftovers` | one job, seen and hurt from outside; all that jobs leave behind |
 | `inside` | the bench's callback in each rank, and the models of the case overhead |
 | `stamps` | the files that the callback writes |
+| `torchft_job`, `torchft_program` | a job of torchft: its command, and its training |
+| `torchft_accounts` | arithmetic of the files that it writes |
 | `accounts` | arithmetic: exactly once, effective training time, quantiles, confidence |
 | `overhead` | the case overhead: step times of jobs without faults |
 """

@@ -1,6 +1,5 @@
 """`dlio bench chaos`: the command and its cases."""
 
-import importlib.util
 import json
 import os
 import pkgutil
@@ -55,15 +54,17 @@ def command(options: Options, cases: Cases, output: Output) -> None:
     the faults, jobs that hung or failed, samples lost or doubled, times of recovery, the share of
     time that counts, and leftovers.
     """
+    from dlio_bench.chaos.torchft_job import torchft_versions
     from dlio_bench.exchange.command import show
     from dlio_bench.machine import describe_machine
 
     output.check_writable()
+    torchft = None if options.torchft is None else torchft_versions(options.torchft)
     report: dict[str, Any] = {
         "benchmark": "chaos",
         "options": asdict(options),
         "machine": {**describe_machine(_VERSIONS), "load_average": list(os.getloadavg())},
-        "torchft": _torchft(),
+        "torchft": torchft,
     }
     with ExitStack() as stack:
         folder = options.keep
@@ -85,7 +86,6 @@ def command(options: Options, cases: Cases, output: Output) -> None:
             if output.report is not None:
                 # Figures so far stay, if a later case fails.
                 write_json(output.report, report)
-    print(f"torchft: {report['torchft']}")
     if output.as_json:
         print(json.dumps(report))
 
@@ -106,9 +106,3 @@ def _source(options: Options, folder: str) -> str:
     drawn = os.path.join(folder, "pictures")
     draw_dataset(drawn, images=_IMAGES, validation=3, classes=3)
     return os.path.join(drawn, "train")
-
-
-def _torchft() -> str:
-    if importlib.util.find_spec("torchft") is None:
-        return "not installed here, so not compared"
-    return "installed, but this command does not measure it"

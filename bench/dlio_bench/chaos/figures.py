@@ -9,6 +9,7 @@ from dlio_bench.chaos.accounts import effective_time, quantiles
 from dlio_bench.chaos.records import JobRecord, RunRecord
 from dlio_bench.chaos.schedule import Made
 from dlio_bench.chaos.stamps import LossStamp, RankStamps, steps_of
+from dlio_bench.chaos.torchft_accounts import next_quorum_step
 
 __all__ = ["figures_of", "next_step", "rows_of"]
 
@@ -22,6 +23,8 @@ _SHOWN: Final = {
     "failed_jobs": "jobs that failed",
     "unchecked_jobs": "jobs without a trace",
     "samples_lost": "samples lost",
+    "samples_dropped": "of them, in batches that were computed",
+    "samples_beyond": "samples of epochs after the last",
     "samples_doubled": "samples doubled",
     "ledger_problems": "wrong lines of traces",
     "replays": "jobs replayed without faults",
@@ -46,7 +49,7 @@ def figures_of(mode: str, jobs: Sequence[JobRecord], samples: int) -> dict[str, 
     """Return the figures of a storm.
 
     Args:
-        mode: `shrink`, or `restart` for jobs that are started again.
+        mode: `shrink`, `restart` for jobs that are started again, or `torchft`.
         samples: number of the data set's samples.
     """
     runs = [run for job in jobs for run in job.runs]
@@ -60,6 +63,8 @@ def figures_of(mode: str, jobs: Sequence[JobRecord], samples: int) -> dict[str, 
             for each in run.made:
                 if mode == "shrink":
                     until = next_step(run.ranks, each)
+                elif mode == "torchft":
+                    until = next_quorum_step(run.ranks, each)
                 else:
                     until = _next_run(job.runs[number + 1 :])
                     if (new := _new_step(job.runs, number)) is not None:
@@ -105,6 +110,13 @@ def figures_of(mode: str, jobs: Sequence[JobRecord], samples: int) -> dict[str, 
         ),
         "epochs_checked": sum(job.epochs for job in checked),
         "samples_lost": sum(each["lost"] for each in uneven) if checked else None,
+        **{
+            f"samples_{name}": sum(each or 0 for each in values) if any(values) else None
+            for name, values in (
+                ("dropped", [job.dropped for job in jobs]),
+                ("beyond", [job.beyond for job in jobs]),
+            )
+        },
         "samples_doubled": sum(each["doubled"] for each in uneven) if checked else None,
         "ledger_problems": sum(each["problems"] for each in uneven) if checked else None,
         "replays": len(replayed) or None,

@@ -1,4 +1,4 @@
-"""One run of `dlio train`, seen and hurt from outside."""
+"""One run of `dlio train`, or of another training that stamps steps, seen and hurt from outside."""
 
 import os
 import signal
@@ -12,9 +12,12 @@ from typing import Final, Self
 from dlio_bench.chaos.leftovers import JOB, kill, processes_of, wait_until
 from dlio_bench.chaos.options import Options
 from dlio_bench.chaos.schedule import EXIT, HANG, RAISE, STACKS, Fault, Made
-from dlio_bench.chaos.stamps import Stamps
+from dlio_bench.chaos.stamps import RankStamps, Stamps
 
-__all__ = ["Job", "train_argv"]
+__all__ = ["IMAGE_SIZE", "Job", "train_argv"]
+
+IMAGE_SIZE: Final = 32
+"""Side of the pictures, in pixels."""
 
 _END_TIMEOUT_S: Final = 20.0
 _GRACE_S: Final = 15.0
@@ -43,23 +46,42 @@ _TAIL: Final = 2000
 def train_argv(
     options: Options, source: str, folder: str, model: str, more: Sequence[str]
 ) -> list[str]:
-    """Return the arguments of a `dlio train` that stamps its steps into `folder`."""
+    """Return the command of a `dlio train` that stamps its steps into `folder`."""
     inside = (
         f"dlio_bench.chaos.inside:Inside(folder={folder!r}, bench={os.getpid()}, "
         f"pause_ms={options.pause_ms})"
     )
-    shape = ["--batch-size", str(options.batch_size), "--image-size", "32", "--model", model]
+    shape = [
+        "--batch-size",
+        str(options.batch_size),
+        "--image-size",
+        str(IMAGE_SIZE),
+        "--model",
+        model,
+    ]
     run = ["--epochs", str(options.epochs), "--seed", str(options.seed)]
     run += ["--exchange", options.exchange, "-n", str(options.ranks)]
     outputs = ["--trace", f"{folder}/trace.jsonl", "--report", f"{folder}/report.json"]
-    return ["train", source, *shape, *run, *outputs, "--callback", inside, *more]
+    return [
+        sys.executable,
+        "-m",
+        "dlio.cli",
+        "train",
+        source,
+        *shape,
+        *run,
+        *outputs,
+        "--callback",
+        inside,
+        *more,
+    ]
 
 
 class Job:
-    """A run of `dlio train` with its ranks. A context manager, which ends it.
+    """A training with its ranks. A context manager, which ends it.
 
     Args:
-        argv: arguments of `dlio`.
+        argv: its command.
         folder: a new folder of its own, for stamps, output and temporary files.
         cache: value of DLIO_CACHE.
         deadline_s: time without a finished step after which it has hung; it may take longer to
@@ -70,7 +92,7 @@ class Job:
         self.folder, self._deadline_s = folder, deadline_s
         self.stamps = Stamps(folder)
         self.hurt: set[int] = set()
-        """Ranks that were hurt."""
+        """Processes of ranks that were hurt."""
         self.hung = False
         self.left_processes = 0
         """Processes that were there after the end, and were killed."""
@@ -93,7 +115,7 @@ class Job:
             )
             self._started = time.monotonic()
             self._process = subprocess.Popen(
-                [*_WITHOUT_CORES, sys.executable, "-m", "dlio.cli", *argv],
+                [*_WITHOUT_CORES, *argv],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -141,23 +163,30 @@ class Job:
     def left(self) -> list[int]:
         """Return the ranks that train and were not hurt, ascending."""
         return [
-            each.rank for each in self.stamps.ranks if each.steps and each.rank not in self.hurt
+            rank
+            for rank, each in self._newest().items()
+            if each.steps and each.pid not in self.hurt
         ]
 
     def hurt_by(self, fault: Fault) -> Made | None:
         """Make a fault; None if a rank to hurt had ended before."""
         chosen = fault.choose(self.left())
-        processes = {each.rank: each.pid for each in self.stamps.ranks}
+        newest = self._newest()
         at = time.monotonic()
         for number, rank in enumerate(chosen):
             if number:
                 time.sleep(fault.gap_s)
             try:
-                os.kill(processes[rank], _SIGNALS[fault.kind])
+                os.kill(newest[rank].pid, _SIGNALS[fault.kind])
             except ProcessLookupError:
                 return None
-            self.hurt.add(rank)
+            self.hurt.add(newest[rank].pid)
         return Made(fault, at, tuple(chosen))
+
+    def _newest(self) -> dict[int, RankStamps]:
+        """Return the stamps of each rank's newest process, by rank."""
+        by_begin = sorted(self.stamps.ranks, key=lambda each: each.begun)
+        return dict(sorted({each.rank: each for each in by_begin}.items()))
 
     def end(self) -> None:
         """End it with all its processes, and note what it left behind."""

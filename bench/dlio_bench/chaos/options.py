@@ -94,6 +94,23 @@ class Options:
             "from its newest checkpoint whenever it ends."
         ),
     ] = False
+    torchft: Annotated[
+        str | None,
+        Option(
+            "Python interpreter of an environment with torchft and torch; the same faults are made "
+            "in a job of torchft, too, whose replica groups are started again at once.",
+            metavar="PYTHON",
+        ),
+    ] = None
+    torchft_heartbeat_ms: Annotated[
+        int,
+        Option(
+            "Time without a heartbeat after which torchft takes a replica group as lost.",
+            unit="milliseconds",
+            least=200,
+            most=600_000,
+        ),
+    ] = 5000
     replay: Annotated[
         bool,
         Option(

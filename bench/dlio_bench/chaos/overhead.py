@@ -12,6 +12,7 @@ from dlio_bench.chaos.accounts import confidence
 from dlio_bench.chaos.job import Job, train_argv
 from dlio_bench.chaos.options import Options
 from dlio_bench.chaos.stamps import RankStamps
+from dlio_bench.chaos.torchft_job import torchft_argv
 
 __all__ = ["measure", "step_seconds"]
 
@@ -20,10 +21,14 @@ _WARM_UP: Final = 5
 """Steps of a run that are left out."""
 _POLL_S: Final = 0.1
 _MODES: Final = ("off", "shrink")
+_OTHERS: Final = ("ddp", "torchft")
+"""Training with --torchft, without and with torchft."""
 
 
 def measure(options: Options, source: str, folder: str) -> dict[str, object]:
     """Measure pairs of runs, one without and one with `--fault-tolerance shrink`, in turn.
+
+    With `--torchft` also pairs without and with torchft.
 
     Which one comes first changes from pair to pair. A run's step time is the median over the steps
     of rank 0; the overhead is the median over the pairs of the ratio of both, with a confidence
@@ -31,54 +36,68 @@ def measure(options: Options, source: str, folder: str) -> dict[str, object]:
 
     Raises UsageError if a run fails.
     """
-    from dlio_bench.machine import spread
-
     rows: list[dict[str, Any]] = []
     for megabytes in options.megabytes or _MEGABYTES:
-        seconds: dict[str, list[float]] = {mode: [] for mode in _MODES}
-        peaks: dict[str, list[float]] = {mode: [] for mode in _MODES}
-        for pair in range(options.repeats):
-            for mode in _MODES[:: -1 if pair % 2 else 1]:
-                own = os.path.join(folder, f"{megabytes}-{pair}-{mode}")
-                ranks = _run(options, source, own, megabytes, mode)
-                seconds[mode].append(statistics.median(step_seconds(ranks[0])))
-                peaks[mode].append(max(each.peak_kib or 0 for each in ranks) / 1024)
-        ratios = [on / off for off, on in zip(seconds["off"], seconds["shrink"], strict=True)]
-        low, high = confidence(ratios, options.seed)
-        rows.append(
-            {
-                "parameters_MB": megabytes,
-                "step_s_off": spread(seconds["off"]),
-                "step_s_shrink": spread(seconds["shrink"]),
-                "shrink_over_off": statistics.median(ratios),
-                "from_95_percent": low,
-                "to_95_percent": high,
-                "peak_MiB_off": statistics.median(peaks["off"]),
-                "peak_MiB_shrink": statistics.median(peaks["shrink"]),
-                "ratios": ratios,
+        row = {"parameters_MB": megabytes, **_pairs(options, source, folder, megabytes, _MODES)}
+        if options.torchft is not None:
+            other = _pairs(options, source, folder, megabytes, _OTHERS)
+            row |= {
+                key if "ddp" in key or "torchft" in key else f"torchft_{key}": figure
+                for key, figure in other.items()
             }
-        )
+        rows.append(row)
     return {
         "rows": rows,
         "said": [
             f"{options.repeats} pair(s) of runs on {options.ranks} ranks, {options.exchange}. "
             "shrink over off: median of the pairs' ratios of step times, and its 95 % confidence "
-            "interval by the bootstrap. Memory is the largest of a rank."
+            "interval by the bootstrap. Memory is the largest of a rank. ddp: torch's "
+            "DistributedDataParallel over gloo, which torchft has under it."
         ],
+    }
+
+
+def _pairs(
+    options: Options, source: str, folder: str, megabytes: int, modes: tuple[str, str]
+) -> dict[str, Any]:
+    """Measure pairs of runs with a model, and return the second mode over the first."""
+    from dlio_bench.machine import spread
+
+    seconds: dict[str, list[float]] = {mode: [] for mode in modes}
+    peaks: dict[str, list[float]] = {mode: [] for mode in modes}
+    for pair in range(options.repeats):
+        for mode in modes[:: -1 if pair % 2 else 1]:
+            own = os.path.join(folder, f"{megabytes}-{pair}-{mode}")
+            ranks = _run(options, source, own, megabytes, mode)
+            seconds[mode].append(statistics.median(step_seconds(ranks[0])))
+            peaks[mode].append(max(each.peak_kib or 0 for each in ranks) / 1024)
+    without, with_ = modes
+    ratios = [on / off for off, on in zip(seconds[without], seconds[with_], strict=True)]
+    low, high = confidence(ratios, options.seed)
+    return {
+        **{f"step_s_{mode}": spread(seconds[mode]) for mode in modes},
+        f"{with_}_over_{without}": statistics.median(ratios),
+        "from_95_percent": low,
+        "to_95_percent": high,
+        **{f"peak_MiB_{mode}": statistics.median(peaks[mode]) for mode in modes},
+        "ratios": ratios,
     }
 
 
 def _run(options: Options, source: str, folder: str, megabytes: int, mode: str) -> list[RankStamps]:
     model = f"dlio_bench.chaos.inside:sized(megabytes={megabytes})"
-    argv = train_argv(options, source, folder, model, ["--fault-tolerance", mode, "--lr", "0.001"])
+    if mode in _OTHERS:
+        argv = torchft_argv(options, source, folder, model, plain=mode == "ddp")
+    else:
+        more = ["--fault-tolerance", mode, "--lr", "0.001"]
+        argv = train_argv(options, source, folder, model, more)
     cache = os.path.join(os.path.dirname(folder), "cache")
     with Job(argv, folder, cache, options.deadline) as job:
         while job.runs():
             time.sleep(_POLL_S)
         if job.code or job.hung:
             raise UsageError(
-                f"a training with --fault-tolerance {mode} "
-                f"{'has hung' if job.hung else 'failed'}: {job.errors}"
+                f"a training ({mode}) {'has hung' if job.hung else 'failed'}: {job.errors}"
             )
     ranks = job.stamps.ranks
     if len(step_seconds(ranks[0])) < 1:

@@ -31,6 +31,10 @@ class JobRecord:
     runs: list[RunRecord] = field(default_factory=list)
     uneven: list[Uneven] | None = None
     """Epochs with lost or doubled samples; None if there is not a trace of the whole job."""
+    dropped: int | None = None
+    """Of the lost samples of a job of torchft, those of batches that were computed."""
+    beyond: int | None = None
+    """Samples that a job of torchft trained on in epochs after its last one."""
     epochs: int = 0
     """Finished epochs."""
     replay: str = ""

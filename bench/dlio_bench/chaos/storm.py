@@ -16,6 +16,8 @@ from dlio_bench.chaos.records import JobRecord, RunRecord
 from dlio_bench.chaos.replays import WEIGHTS, replay
 from dlio_bench.chaos.schedule import Fault, Made, make_schedule
 from dlio_bench.chaos.stamps import steps_of
+from dlio_bench.chaos.torchft_accounts import account, joins, read_batches
+from dlio_bench.chaos.torchft_job import torchft_argv
 
 __all__ = ["measure"]
 
@@ -52,7 +54,9 @@ class _Clock:
 
 
 def measure(options: Options, source: str, folder: str) -> dict[str, object]:
-    """Make all faults of the schedule in jobs that shrink and, with `--restart`, in others, too.
+    """Make all faults of the schedule in jobs that shrink and, if wished, in others, too.
+
+    `--restart` and `--torchft` add others.
 
     A job of n ranks and k spares takes n - 1 + k losses. Then it is left to finish, and the next
     one begins.
@@ -70,7 +74,8 @@ def measure(options: Options, source: str, folder: str) -> dict[str, object]:
         f"{options.ranks} ranks a job; {options.kills} fault(s), one in {options.every:g} s of "
         f"steps; {samples:,} samples an epoch. {_REPLACED[options.spares > 0]}"
     ]
-    for mode in ("shrink", "restart") if options.restart else ("shrink",):
+    others = {"restart": options.restart, "torchft": options.torchft is not None}
+    for mode in ("shrink", *(mode for mode, wanted in others.items() if wanted)):
         faults = make_schedule(
             options.kinds, options.kills, options.every, options.spacing, options.seed
         )
@@ -106,6 +111,13 @@ def _job(
     idle = 0
     while idle < _IDLE:
         own = os.path.join(folder, str(len(record.runs) + 1))
+        if mode == "torchft":
+            argv = torchft_argv(options, source, own, options.model)
+            run = _run(options, argv, own, mode, clock)
+            for rank, join in joins(run.ranks):
+                rank.losses.append(join)
+            record.runs.append(run)
+            break
         if mode == "shrink":
             more = ["--fault-tolerance", "shrink", "--backend", options.backend]
             more += ["--spares", str(options.spares)] if options.spares else []
@@ -122,6 +134,11 @@ def _job(
     last = record.runs[-1]
     if last.code == 0 and not last.hung:
         record.epochs = options.epochs
+        if mode == "torchft":
+            ledger = account(read_batches(own), last.ranks, options.epochs)
+            record.dropped, record.beyond = ledger.dropped, ledger.beyond
+            record.uneven = uneven_epochs(check_ledger(ledger.lines, samples, options.epochs))
+            return record
         # A run that is resumed has no trace of the steps before.
         if len(record.runs) == 1 and os.path.exists(f"{own}/trace.jsonl"):
             lines = read_lines(f"{own}/trace.jsonl")
@@ -139,15 +156,16 @@ def _reason(job: JobRecord) -> str:
 
 
 def _run(options: Options, argv: Sequence[str], folder: str, mode: str, clock: _Clock) -> RunRecord:
-    """Run `dlio train` to its end; make faults meanwhile."""
+    """Run a training to its end; make faults meanwhile."""
     cache = os.path.join(os.path.dirname(os.path.dirname(folder)), "cache")
     all_ranks = options.ranks + (options.spares if mode == "shrink" else 0)
     made: list[Made] = []
     with Job(argv, folder, cache, options.deadline) as job:
         while job.runs():
             takes = clock.faults[0].takes if clock.faults else 0
-            spare = len(job.left()) > takes and (mode == "shrink" or not made)
-            begun = len(job.stamps.ranks) == all_ranks and job.stamps.stepping is not None
+            spare = len(job.left()) > takes and (mode != "restart" or not made)
+            # torchft's groups begin again, as further ones.
+            begun = len(job.stamps.ranks) >= all_ranks and job.stamps.stepping is not None
             fault = clock.due(begun and spare)
             if fault is not None and (hurt := job.hurt_by(fault)) is not None:
                 made.append(hurt)
