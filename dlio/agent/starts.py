@@ -38,6 +38,8 @@ class Start:
     ranks: tuple[int, ...]
     """Number of each rank of this start when the job began."""
     incidents: tuple[Incident, ...] = ()
+    launched: float = 0.0
+    """Time when the launcher started mpirun, in seconds since the epoch."""
 
     def to_json(self) -> str:
         """Return the record as text; see `start_of`."""

@@ -13,7 +13,6 @@ import contextlib
 import os
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -29,16 +28,14 @@ from dlio.agent.places import job_folder
 from dlio.agent.starts import Incident, Patience, Start, living, spread
 from dlio.cli import launch
 from dlio.cli.agents import Agents, remote_shell
+from dlio.cli.mpirun import Mpirun
 from dlio.util.cores import available_cores
 from dlio.util.settings import DONE, LAUNCHER, MIN_RANKS, START, TERMINAL
-from dlio.util.threads import Workers
 
 __all__ = ["Job", "run"]
 
 _KILLED: Final = 1
 _FEW: Final = 2
-_MPIRUN_TIMEOUT_S: Final = 1.0
-_STDERR_TIMEOUT_S: Final = 10.0
 _MODULES: Final = (
     "numpy",
     "torch",
@@ -124,16 +121,25 @@ class _Starts:
         agents: Agents | None,
         folder: str,
     ) -> None:
-        self._job, self._mpirun, self._token = job, mpirun, token
+        self._job, self._program, self._token = job, mpirun, token
         self._environment, self._agents, self._folder = environment, agents, folder
         self._placed = spread(job.ranks, job.nodes or ("",))
         self._ranks = living(self._placed, ())
         self._incidents: list[Incident] = []
         self._patience = Patience()
         self._noticed = 0.0
+        self._mpiruns: list[Mpirun] = []
+        """Of all starts: with agents, one may be ending while the next begins."""
 
     def run(self) -> int:
         """Start ranks until they have reached their end; returns the exit code."""
+        try:
+            return self._run()
+        finally:
+            for each in self._mpiruns:
+                each.close()
+
+    def _run(self) -> int:
         number = 0
         while True:
             before = self._ranks
@@ -176,7 +182,14 @@ class _Starts:
     def _start(self, number: int) -> tuple[int | None, int]:
         """Run mpirun; return the exit code if the job is over, and the newest snapshot's turn."""
         job = self._job
-        record = Start(number, self._token, job.ranks, self._ranks, tuple(self._incidents))
+        record = Start(
+            number,
+            self._token,
+            job.ranks,
+            self._ranks,
+            tuple(self._incidents),
+            launched=time.time(),
+        )
         own = {START: record.to_json()}
         done_file = os.path.join(self._folder, f"done-{number}")
         if self._agents is None:
@@ -184,29 +197,21 @@ class _Starts:
         else:
             self._agents.start(number, own)
         command = self._command(number)
-        process = launch.started(command, {**self._environment, **own}, None)
-        assert process.stderr is not None
-        errors, sorter = process.stderr, launch.ErrorFilter(survives=True)
-        relay = Workers(
-            "dlio-stderr",
-            lambda _: launch.relay_lines(errors, sys.stderr, sorter),
-            stop_timeout_s=_STDERR_TIMEOUT_S,
-        ).start()
+        mpirun = Mpirun(command, {**self._environment, **own})
+        self._mpiruns.append(mpirun)
         try:
-            code = self._watch(process, done_file)
+            code = self._watch(mpirun.process, done_file)
             turn = -1
             if self._agents is not None:
                 turn = self._agents.stop()
                 code = self._agents.done
-            _end(process)
-            return code, turn
         except BaseException as error:
-            sorter.interrupted = isinstance(error, KeyboardInterrupt)
-            launch.end(process)
+            mpirun.interrupt(isinstance(error, KeyboardInterrupt))
             raise
-        finally:
-            if not relay.close():
-                errors.close()
+        mpirun.end()
+        if self._agents is None:
+            mpirun.close()  # It takes its ranks along.
+        return code, turn
 
     def _watch(self, process: subprocess.Popen[str], done_file: str) -> int | None:
         """Return when mpirun has ended, when a rank has failed or a node is lost.
@@ -247,7 +252,7 @@ class _Starts:
             shim = os.path.abspath(dlio.agent.shim.__file__)
             folder = job_folder(self._token, "{node}")
             rank = [sys.executable, "-I", "-S", shim, folder, str(number), job.module]
-        return [self._mpirun, *options, "-n", str(len(self._ranks)), *rank, *job.argv]
+        return [self._program, *options, "-n", str(len(self._ranks)), *rank, *job.argv]
 
 
 def _environment(job: Job) -> dict[str, str]:
@@ -265,17 +270,6 @@ def _environment(job: Job) -> dict[str, str]:
     if job.survives:
         full = {**launch.SURVIVING_ENVIRONMENT, **full, MIN_RANKS: str(job.min_ranks)}
     return {**full, **job.environment}
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """End an mpirun whose ranks are gone; it is not waited for long."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_MPIRUN_TIMEOUT_S)
-            return
-    process.wait()
 
 
 def _remove(paths: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ What is promised: docs/guides/fault-tolerance.md.
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, TypeAlias, TypeVar, runtime_checkable
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -106,6 +106,11 @@ class Loss:
     `restart`: all ended, as when a whole node is lost, and those that are left began again."""
     steps_again: int = 0
     """Optimizer steps that were made twice, as far as the ranks that are left know."""
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds of a restart by phase: `stop` until the old ranks were gone, `start` until the new
+    ones ran, `meet` until MPI had connected them, `open` until data and tiers were open, `read`
+    until all nodes had the state, `model` until there was a model, `restore` until it had that
+    state."""
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, object]) -> "Loss":

@@ -24,8 +24,8 @@ from dlio.train.config import TrainConfig
 from dlio.train.cut import Cut
 from dlio.train.device import channels_last, choose_device
 from dlio.train.evaluation import Evaluator
-from dlio.train.exchange.buckets import averaged_state, consensus_distance
-from dlio.train.exchange.distribute import distribute
+from dlio.train.exchange.buckets import averaged_state, broadcast_state, consensus_distance
+from dlio.train.exchange.distribute import connect
 from dlio.train.learning_rate import learning_rate
 from dlio.train.ledger import SampleLedger
 from dlio.train.model import make_model, normalised
@@ -64,11 +64,13 @@ class Worker:
         loader: DataLoader,
         held_out: DataLoader | None,
         begun: int | None = None,
+        is_found: bool = False,
     ) -> None:
         """
         Args:
             begun: ranks when the job began, if some were lost and the others started again: the
                 global batch stays as it was.
+            is_found: a state is restored next, so that the ranks' models need not be alike.
         """
         self.config, self.comm = config, comm
         self.loader = loader
@@ -85,7 +87,9 @@ class Worker:
         self.optimizer = make_optimizer(
             config.optimizer, self.model, config.momentum, config.weight_decay
         )
-        self.exchange = distribute(
+        if not is_found:
+            broadcast_state(self.model, comm)
+        self.exchange = connect(
             self.model,
             self.optimizer,
             config.exchange,

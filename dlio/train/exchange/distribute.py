@@ -16,7 +16,7 @@ from dlio.train.exchange.buckets import Named, broadcast_state
 from dlio.train.exchange.running import RunningExchange, start_exchange
 from dlio.train.exchange_spec import ExchangeSpec, parse_exchange
 
-__all__ = ["Distributed", "distribute", "exchange_around", "parameters_of"]
+__all__ = ["Distributed", "connect", "distribute", "exchange_around", "parameters_of"]
 
 _around: "WeakKeyDictionary[torch.optim.Optimizer, RunningExchange]" = WeakKeyDictionary()
 """Exchanges that are called around an optimizer's steps."""
@@ -207,10 +207,30 @@ def distribute(
 
     Raises UsageError for an unknown exchange.
     """
-    spec = parse_exchange(exchange)
-    comm = world()
+    parse_exchange(exchange)
+    broadcast_state(model, world())
+    return connect(
+        model,
+        optimizer,
+        exchange,
+        seed=seed,
+        pretend_nodes=pretend_nodes,
+        follow_steps=follow_steps,
+    )
+
+
+def connect(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    exchange: str,
+    *,
+    seed: int,
+    pretend_nodes: int | None,
+    follow_steps: bool,
+) -> Distributed:
+    """Do as `distribute` for a model that is alike on all ranks, or soon will be. Collective."""
+    spec, comm = parse_exchange(exchange), world()
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-    broadcast_state(model, comm)
     ranks = Distributed(spec, comm, seed, pretend_nodes, follow_steps)
     names = {parameter: name for name, parameter in model.named_parameters()}
     # In the model's order, which is about backward's reversed, however an optimizer groups them.

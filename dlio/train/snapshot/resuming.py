@@ -2,10 +2,13 @@
 
 import os
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from dlio.agent.places import STATE
-from dlio.agent.starts import Start
+from dlio.agent.starts import Incident, Start
+from dlio.comm import Communicator
 from dlio.comm.recovery import Loss
 from dlio.train.checkpoint.state import restore
 from dlio.train.ledger import SampleLedger
@@ -16,7 +19,7 @@ from dlio.train.snapshot.saved import SnapshotState, newest_state
 from dlio.train.worker import Worker
 from dlio.util.settings import AGENT
 
-__all__ = ["Resuming"]
+__all__ = ["Resuming", "not_told"]
 
 
 class Resuming:
@@ -24,14 +27,15 @@ class Resuming:
 
     Args:
         start: from the launcher.
+        began: time when this rank began, in seconds since the epoch.
     """
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: Start, began: float) -> None:
         self._start = start
         agent = os.environ.get(AGENT)
         self._folder = None if agent is None else os.path.join(agent, STATE)
-        self._met = time.time()
-        """When all ranks had met."""
+        self._ends = {"stop": start.launched, "start": began, "meet": time.time()}
+        """When the phases of this start ended, in their order; see `Loss.phases`."""
         self._state: SnapshotState | None = None
         self._lines: list[Line] = []
 
@@ -44,15 +48,23 @@ class Resuming:
         """Return a rank's number when the job began."""
         return self._start.ranks[rank]
 
-    def restore(self, run: Worker) -> bool:
-        """Take the newest state of the nodes' memory; False if there is none."""
-        if not self.is_again or self._folder is None:
-            return False
-        state = newest_state(run.comm, self._folder)
-        if state is None:
-            return False
-        restore(run, state)
-        self._state, kept = state, state.about
+    def end_phase(self, name: str) -> None:
+        """Note the end of a phase of this start; see `Loss.phases`. Not collective."""
+        self._ends[name] = time.time()
+
+    def find(self, comm: Communicator) -> bool:
+        """Get the newest state of the nodes' memory, for `restore`; False if there is none."""
+        if self.is_again and self._folder is not None:
+            self._state = newest_state(comm, self._folder)
+        return self._state is not None
+
+    def restore(self, run: Worker) -> None:
+        """Take the state that was found."""
+        assert self._state is not None
+        assert self._folder is not None
+        restore(run, self._state)
+        state = self._state = replace(self._state, tensors={})  # Their memory can be freed.
+        kept = state.about
         lines: list[Line] = []
         folders = run.comm.allgather(self._folder)
         if folders.index(self._folder) == run.comm.rank:
@@ -68,7 +80,6 @@ class Resuming:
             # Positions of the order that were dealt and did not count come again at its end.
             again = len(run.loader_state().get("again", ()))
             run.of_lost = max(0, run.position - again - counted)
-        return True
 
     def snapshots(self, run: Worker) -> Snapshots | None:
         """Return the callback that copies the state; None if no agent keeps it."""
@@ -96,22 +107,46 @@ class Resuming:
         noted = sum(loss.kind == "restart" for loss in run.earlier_losses)
         now = time.time()
         for incident in self._start.incidents[noted:]:
+            gone = not_told(incident, run.earlier_losses)
+            ends = self._ends if incident is self._start.incidents[-1] else {}
+            starts = (incident.noticed, *ends.values())
+            met = self._ends["meet"]
             again = 0
             if self._state is not None:
                 again = max(0, self._state.newest // 2 - run.updates)
             loss = Loss(
-                ranks=incident.ranks,
-                nodes=incident.nodes,
+                ranks=tuple(rank for rank, _ in gone),
+                nodes=tuple(node for _, node in gone),
                 epoch=run.epoch_number,
                 step=run.updates,
                 generation=0,
                 left=run.comm.size,
                 seconds=max(0.0, now - incident.noticed),
-                renew_s=max(0.0, self._met - incident.noticed),
-                settle_s=max(0.0, now - self._met),
+                renew_s=max(0.0, met - incident.noticed),
+                settle_s=max(0.0, now - met),
                 kind="restart",
                 steps_again=again,
+                phases={
+                    each: end - start
+                    for start, (each, end) in zip(starts, ends.items(), strict=False)
+                },
             )
             run.earlier_losses.append(loss)
             if run.comm.rank == 0:
                 print(loss.sentence(), flush=True)
+
+
+def not_told(incident: Incident, losses: Sequence[Loss]) -> list[tuple[int, str]]:
+    """Return the ranks that an incident took, with their nodes. Pure.
+
+    Ranks of a node may be lost one by one before the others end, and each is then told of.
+
+    Args:
+        losses: so far.
+    """
+    told: set[int] = set()
+    for loss in losses:
+        told = set() if loss.kind == "restart" else told | set(loss.ranks)
+    return [
+        each for each in zip(incident.ranks, incident.nodes, strict=True) if each[0] not in told
+    ]
