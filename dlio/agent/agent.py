@@ -10,9 +10,11 @@ lets go of all that it keeps, and ends.
 |---|---|
 | `environment`, `modules`, `folder` | `node`, at once: shims wait until the zygote is ready |
 | `start`: number, `environment` | |
+| `file`: name, `text` | |
 | `stop` | `stopped` with `done` and `newest` when no rank is left |
 
-Besides, it sends `beat` twice a second, and `done` with an exit code when a rank has left one.
+Besides, it sends `beat` twice a second, `ready` when the zygote is, `done` with an exit code when a
+rank has left one, and `paused` with a time when ranks have said that all of them have.
 """
 
 import contextlib
@@ -28,8 +30,18 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final
 
-from dlio.agent.places import KEEPER, STATE, ZYGOTE, folder_name, listen, pack, receive_exactly
+from dlio.agent.places import (
+    KEEPER,
+    PAUSED,
+    STATE,
+    ZYGOTE,
+    folder_name,
+    listen,
+    pack,
+    receive_exactly,
+)
 from dlio.agent.snapshot import newest_turn
+from dlio.util.files import write_whole
 from dlio.util.settings import AGENT, DONE, LAUNCHER
 from dlio.util.shared import SharedFolder
 
@@ -74,6 +86,9 @@ class Agent:
         self._zygotes = 0
         self._is_ready = self._stopping = False
         self._done: int | None = None
+        self._paused: float | None = None
+        self._files: set[str] = set()
+        """Files that the launcher has asked for in this start."""
         self._line = b""
         self._selector = selectors.DefaultSelector()
         self._selector.register(orders, selectors.EVENT_READ)
@@ -137,12 +152,18 @@ class Agent:
             self._spawn()
         elif "start" in order:
             self._begin(order["start"], order["environment"])
+        elif "file" in order:
+            self._write(order["file"], order["text"])
         else:
             self._stop()
 
     def _begin(self, start: int, environment: Mapping[str, str]) -> None:
         """Let the zygote fork the ranks of a start."""
-        self._start, self._done = start, None
+        for name in self._files:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(self._folder, name))
+        self._files = set()
+        self._start, self._done, self._paused = start, None, None
         memory = os.path.join(self._folder, f"mpi-{start}")
         os.mkdir(memory, 0o700)
         own = {
@@ -156,6 +177,12 @@ class Agent:
             "environment": {**self._environment, **environment, **own},
         }
         self._order(self._started)
+
+    def _write(self, name: str, text: str) -> None:
+        """Write a file for the ranks of this start, whole or not at all."""
+        name = os.path.basename(name)
+        self._files.add(name)
+        write_whole(os.path.join(self._folder, name), lambda file: file.write(text.encode()))
 
     def _stop(self) -> None:
         """Kill the ranks; answers when they are gone."""
@@ -219,6 +246,7 @@ class Agent:
             return
         if "ready" in message:
             self._is_ready = True
+            self._answer({"ready": True})
         elif self._stopping:
             self._stopped()
 
@@ -252,6 +280,12 @@ class Agent:
                 with open(self._done_file(), encoding="ascii") as file:
                     self._done = int(file.read())
                 self._answer({"done": self._done, "start": self._start})
+        if self._paused is None and self._start >= 0:
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                name = os.path.join(self._folder, f"{PAUSED}{self._start}")
+                with open(name, encoding="ascii") as file:
+                    self._paused = float(file.read())
+                self._answer({"paused": self._paused, "start": self._start})
 
     def _answer(self, message: Mapping[str, object]) -> None:
         data = json.dumps(message).encode() + b"\n"

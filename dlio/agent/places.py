@@ -5,7 +5,8 @@
         keeper          socket that takes locks which outlive ranks
         done-<start>    exit code that ranks leave at their end
         mpi-<start>/    shared memory of Open MPI
-        state/          snapshots
+        paused-<start>  time when all ranks had paused, to be started again among others
+    state/          snapshots
 
 Node names are part of the folder's name: nodes may be pretended on one machine.
 """
@@ -24,6 +25,7 @@ from dlio.util.shared import SHARED_MEMORY, user_folder
 
 __all__ = [
     "KEEPER",
+    "PAUSED",
     "STATE",
     "ZYGOTE",
     "Message",
@@ -37,6 +39,8 @@ __all__ = [
 
 ZYGOTE: Final = "zygote"
 KEEPER: Final = "keeper"
+PAUSED: Final = "paused-"
+"""Beginning of a file's name; the number of the start follows."""
 STATE: Final = "state"
 Message: TypeAlias = dict[str, Any]
 """A message between processes of one job, as JSON."""

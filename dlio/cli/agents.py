@@ -16,7 +16,7 @@ from typing import Any, Final, Self
 from dlio.errors import UsageError
 from dlio.util.settings import settings
 
-__all__ = ["Agents", "remote_shell"]
+__all__ = ["Agents", "no_agent", "remote_shell"]
 
 _READY_TIMEOUT_S: Final = 60.0
 _STOP_TIMEOUT_S: Final = 5.0
@@ -45,8 +45,12 @@ class _Agent:
         """Name that the node has for itself; None until its agent has answered."""
         self.stopped: dict[str, Any] | None = None
         """Its answer to the last order to stop."""
+        self.ready = False
+        """True if it can fork ranks."""
         self.done: int | None = None
         """Exit code that its ranks have left in this start."""
+        self.paused: float | None = None
+        """When all ranks of this start had paused."""
         self.heard = time.monotonic()
         self._line = b""
 
@@ -70,6 +74,10 @@ class _Agent:
             answer = json.loads(line)
             if "node" in answer:
                 self.name = answer["node"]
+            elif "ready" in answer:
+                self.ready = True
+            elif "paused" in answer:
+                self.paused = answer["paused"]
             elif "stopped" in answer:
                 self.stopped = answer
                 self.done = answer["done"] if self.done is None else self.done
@@ -113,14 +121,16 @@ class Agents:
         self.lost: list[str] = []
         """Nodes whose agents are gone."""
         self._agents: dict[str, _Agent] = {}
+        self._dismissed: list[_Agent] = []
+        self._joining: dict[str, tuple[_Agent, float]] = {}
+        """Agents that are not ready, with the times when they were started."""
         self._selector = selectors.DefaultSelector()
         passed = {k: v for k, v in environment.items() if not k.startswith(_OF_HOST)}
-        hello = {"environment": passed, "modules": list(modules), "folder": os.getcwd()}
+        self._hello = {"environment": passed, "modules": list(modules), "folder": os.getcwd()}
+        self._token = token
         try:
             for node in nodes:
-                agent = self._agents[node] = _Agent(node, _command(node, token))
-                self._selector.register(agent.answers, selectors.EVENT_READ, agent)
-                agent.order(hello)
+                self._agents[node] = self._started(node)
             self._await_names()
         except BaseException:
             self.close()
@@ -143,11 +153,53 @@ class Agents:
         codes = [agent.done for agent in self._agents.values() if agent.done is not None]
         return max(codes, default=None)
 
+    @property
+    def paused(self) -> float | None:
+        """Time when all ranks of this start had paused; None while they train."""
+        return next((a.paused for a in self._agents.values() if a.paused is not None), None)
+
+    def pause(self) -> None:
+        """Have all ranks pause between the same two batches; see `paused`."""
+        from dlio.comm.standing import Wanted
+        from dlio.comm.wanted import WANTED, wanted_text
+
+        for node in self.living:
+            self._agents[node].order({"file": WANTED, "text": wanted_text(Wanted(1, 0), 0)})
+
+    def prepare(self, node: str) -> None:
+        """Start the agent of a node that is to join; see `prepared`."""
+        self._joining[node] = (self._started(node), time.monotonic())
+
+    def prepared(self, node: str) -> bool | None:
+        """Return whether a node can join: True if its zygote is ready, False if its agent does not
+        start, None if that is open."""
+        if node not in self._joining:
+            return False
+        agent, since = self._joining[node]
+        if not agent.ready and time.monotonic() > since + _READY_TIMEOUT_S:
+            self.dismiss(node)
+            return False
+        return agent.ready or None
+
+    def admit(self, node: str) -> None:
+        """Take in a node that is prepared, behind the others."""
+        if node in self.lost:
+            self.lost.remove(node)
+            self._agents.pop(node).end(_STOP_TIMEOUT_S)
+        self._agents[node] = self._joining.pop(node)[0]
+
+    def dismiss(self, node: str) -> None:
+        """End the agent of a node, which is not lost."""
+        agent = self._joining.pop(node)[0] if node in self._joining else self._agents.pop(node)
+        self._selector.unregister(agent.answers)
+        agent.close()
+        self._dismissed.append(agent)
+
     def start(self, number: int, environment: Mapping[str, str]) -> None:
         """Have the zygotes fork the ranks of a start."""
         for node in self.living:
             agent = self._agents[node]
-            agent.stopped = agent.done = None
+            agent.stopped = agent.done = agent.paused = None
             agent.order({"start": number, "environment": environment})
 
     def stop(self) -> int:
@@ -192,12 +244,20 @@ class Agents:
 
     def close(self) -> None:
         """End the agents, and with them all that they have started."""
+        for node in list(self._joining):
+            self.dismiss(node)
         for agent in self._agents.values():
             agent.close()
         deadline = time.monotonic() + _END_TIMEOUT_S
-        for agent in self._agents.values():
+        for agent in (*self._agents.values(), *self._dismissed):
             agent.end(max(0.0, deadline - time.monotonic()))
         self._selector.close()
+
+    def _started(self, node: str) -> _Agent:
+        agent = _Agent(node, _command(node, self._token))
+        self._selector.register(agent.answers, selectors.EVENT_READ, agent)
+        agent.order(self._hello)
+        return agent
 
     def _await_names(self) -> None:
         deadline = time.monotonic() + _READY_TIMEOUT_S
@@ -207,13 +267,12 @@ class Agents:
             silent = [n for n, each in self._agents.items() if each.name is None]
             bad = self.lost or (silent if late else [])
             if bad:
-                shell = " ".join(remote_shell())
-                raise UsageError(
-                    f"--nodes: no agent starts on {bad[0]}: check `{shell} {bad[0]} "
-                    f"{sys.executable} -V`, which has to work without a password"
-                )
+                raise UsageError(f"--nodes: {no_agent(bad[0])}")
 
     def _lose(self, agent: _Agent) -> None:
+        if self._joining.get(agent.node, (None,))[0] is agent:
+            self.dismiss(agent.node)
+            return
         if agent.node in self.lost:
             return
         self.lost.append(agent.node)
@@ -222,6 +281,15 @@ class Agents:
         # Its remote shell would wait for a node that does not answer.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(agent.process.pid, signal.SIGKILL)
+
+
+def no_agent(node: str) -> str:
+    """Return what to say of a node on which no agent starts."""
+    shell = " ".join(remote_shell())
+    return (
+        f"no agent starts on {node}: check `{shell} {node} {sys.executable} -V`, which has to work "
+        "without a password"
+    )
 
 
 def remote_shell() -> list[str]:

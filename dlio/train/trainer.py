@@ -11,7 +11,7 @@ import torch
 
 from dlio.agent.starts import start_of
 from dlio.comm import Communicator, world
-from dlio.comm.membership import AllLeave
+from dlio.comm.membership import AllLeave, AllPause
 from dlio.comm.node_watch import watch_policy
 from dlio.comm.planned import plan_world
 from dlio.comm.recovery import check_survival, uniform
@@ -33,6 +33,7 @@ from dlio.train.ledger import SampleLedger
 from dlio.train.progress import TrainingProgress
 from dlio.train.pruning.pruned_file import save_layout
 from dlio.train.report import RunReport
+from dlio.train.snapshot.copying import changes_of
 from dlio.train.snapshot.resuming import Resuming
 from dlio.train.worker import Worker
 from dlio.util.cores import available_cores
@@ -117,6 +118,7 @@ def train(config: TrainConfig) -> RunReport:
             else:
                 ledger = resuming.open_ledger(run, config.trace)
             stack.enter_context(ledger)
+        copies = None
         if resuming is not None:
             resuming.note_losses(run)
             if (copies := resuming.snapshots(run)) is not None:
@@ -125,11 +127,15 @@ def train(config: TrainConfig) -> RunReport:
         run.callbacks = [stack.enter_context(callback) for callback in callbacks]
         try:
             _epochs(stack, config, comm, run, ledger)
+        except AllPause:
+            assert resuming is not None
+            assert copies is not None
+            resuming.pause(run, copies)
         except AllLeave:
             _end_early(run, checkpoints, saving)
         report.epochs, report.stopped = run.history, run.stopped
         report.losses = list(run.losses)
-        report.changes = [] if run.recovery is None else list(run.recovery.changes)
+        report.changes = changes_of(run)
         report.restored = [
             each for guard in callbacks if isinstance(guard, WeightGuard) for each in guard.restored
         ]

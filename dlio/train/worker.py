@@ -122,6 +122,7 @@ class Worker:
         self._losses_told = self._changes_told = 0
         self.earlier_losses: list[Loss] = []
         """Losses before the ranks were started again."""
+        self.earlier_changes: list[Loss] = []
         self.of_lost = 0
         """Samples of this epoch that ranks trained on before they were lost with their sums."""
         self.epoch_number = 0

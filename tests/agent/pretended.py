@@ -29,6 +29,7 @@ class Nodes:
     """
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._list = folder / "namespaces"
         self._list.touch()
         self.environment = {"DLIO_RSH": str(FAKESSH), "FAKESSH": str(self._list)}

@@ -16,7 +16,7 @@ from typing import Final, TypedDict
 import torch
 
 from dlio.agent.snapshot import Slots
-from dlio.comm.recovery import uniform
+from dlio.comm.recovery import Loss, uniform
 from dlio.train.callbacks.base import Callback, Run
 from dlio.train.checkpoint.state import about, tensors_of
 from dlio.train.ledger import SampleLedger
@@ -26,7 +26,7 @@ from dlio.train.snapshot.saved import COMMON, MEMBER
 from dlio.train.worker import Worker
 from dlio.util.threads import Workers
 
-__all__ = ["Facts", "Snapshots", "turn_of", "write_slot"]
+__all__ = ["Facts", "Snapshots", "changes_of", "turn_of", "write_slot"]
 
 _SMALL: Final = 64 << 20
 """Bytes of a node's copy up to which each step is copied."""
@@ -65,6 +65,12 @@ def turn_of(updates: int, is_between: bool) -> int:
     return 2 * updates + is_between
 
 
+def changes_of(worker: Worker) -> list[Loss]:
+    """Return the ranks that have joined and left on purpose since the run began."""
+    now = () if worker.recovery is None else worker.recovery.changes
+    return [*worker.earlier_changes, *now]
+
+
 class Snapshots(Callback):
     """Copies the state of a run to its nodes' memory. One per rank.
 
@@ -82,6 +88,9 @@ class Snapshots(Callback):
         self._common: Slots | None = None
         self._copying: Workers | None = None
         self.journal = Journal(folder, numbers)
+        self.incidents = 0
+        """Number of the launcher's incidents that losses and changes tell of."""
+        self._newest = -1
         self.ledger: SampleLedger | None = None
         """The trace, if there is one."""
         self._every = 1
@@ -116,6 +125,13 @@ class Snapshots(Callback):
     def epoch_ends(self, run: Run, report: EpochReport) -> None:
         self._copy(run, turn_of(run.updates, True))
 
+    def complete(self, run: Run) -> None:
+        """Copy what has been trained since the last copy; returns when it is whole."""
+        turn = turn_of(run.updates, False)
+        if turn > self._newest and self._worker.dealing.is_settled:
+            self._copy(run, turn)
+        self._wait()
+
     def _choose_interval(self) -> None:
         """Agree on the steps between two copies. Collective."""
         cost, step = max(self._costs[1:]), min(self._steps[1:])
@@ -147,6 +163,7 @@ class Snapshots(Callback):
         tensors = tensors_of(worker)
         own = {n.removeprefix(me): t for n, t in tensors.items() if not n.startswith(_ALL)}
         common = {n.removeprefix(_ALL): t for n, t in tensors.items() if n.startswith(_ALL)}
+        self._newest = turn
         self._is_large = sum(t.nbytes for t in tensors.values()) > _SMALL
         facts = self._facts({})
         write_slot(self._own, turn, own, facts)
@@ -159,7 +176,14 @@ class Snapshots(Callback):
         slots = self._common
         losses = [asdict(loss) for loss in worker.losses]
         trace = 0 if self.ledger is None else self.ledger.written
-        state = {**about(worker), "losses": losses, "trace_bytes": trace}
+        changes = [asdict(change) for change in changes_of(worker)]
+        state = {
+            **about(worker),
+            "losses": losses,
+            "changes": changes,
+            "incidents": self.incidents,
+            "trace_bytes": trace,
+        }
         head = self._facts(state)
         if sum(tensor.nbytes for tensor in common.values()) <= _AT_ONCE:
             write_slot(slots, turn, common, head)

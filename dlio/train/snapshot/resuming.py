@@ -4,12 +4,13 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final, NoReturn
 
-from dlio.agent.places import STATE
+from dlio.agent.places import PAUSED, STATE
 from dlio.agent.starts import Incident, Start
 from dlio.comm import Communicator
-from dlio.comm.recovery import Loss
+from dlio.comm.recovery import Loss, uniform
+from dlio.errors import CommError
 from dlio.train.checkpoint.state import restore
 from dlio.train.ledger import SampleLedger
 from dlio.train.ledger_file import Line
@@ -17,9 +18,12 @@ from dlio.train.snapshot.copying import Snapshots
 from dlio.train.snapshot.journal import lines_until
 from dlio.train.snapshot.saved import SnapshotState, newest_state
 from dlio.train.worker import Worker
+from dlio.util.files import write_whole
 from dlio.util.settings import AGENT
 
 __all__ = ["Resuming", "not_told"]
+
+_PAUSE_TIMEOUT_S: Final = 60.0
 
 
 class Resuming:
@@ -75,6 +79,8 @@ class Resuming:
         self._lines = run.comm.tell(lines, giver)
         losses: Any = kept.get("losses", [])
         run.earlier_losses = [Loss.from_dict(each) for each in losses]
+        changes: Any = kept.get("changes", [])
+        run.earlier_changes = [Loss.from_dict(each) for each in changes]
         if run.position:
             counted = sum(int(sums[2]) for sums in run.comm.allgather(run.sums.tolist()))
             # Positions of the order that were dealt and did not count come again at its end.
@@ -86,6 +92,7 @@ class Resuming:
         if self._folder is None:
             return None
         copies = Snapshots(run, self._folder, self._start.ranks)
+        copies.incidents = len(self._start.incidents)
         if self._state is not None and not self._state.turn % 2:
             copies.journal.begin(run.epoch_number, self._state.turn, self._lines)
         return copies
@@ -104,19 +111,18 @@ class Resuming:
 
     def note_losses(self, run: Worker) -> None:
         """Add the ends of former starts to the report, when training is about to go on."""
-        noted = sum(loss.kind == "restart" for loss in run.earlier_losses)
-        now = time.time()
+        now, state = time.time(), self._state
+        noted: Any = 0 if state is None else state.about.get("incidents", 0)
+        again = 0 if state is None else max(0, state.newest // 2 - run.updates)
         for incident in self._start.incidents[noted:]:
-            gone = not_told(incident, run.earlier_losses)
-            ends = self._ends if incident is self._start.incidents[-1] else {}
+            is_last = incident.noticed == self._start.incidents[-1].noticed
+            ends = self._ends if is_last else {}
             starts = (incident.noticed, *ends.values())
             met = self._ends["meet"]
-            again = 0
-            if self._state is not None:
-                again = max(0, self._state.newest // 2 - run.updates)
-            loss = Loss(
-                ranks=tuple(rank for rank, _ in gone),
-                nodes=tuple(node for _, node in gone),
+            ranks = not_told(incident, run.earlier_losses)
+            change = Loss(
+                ranks=tuple(rank for rank, _ in ranks),
+                nodes=tuple(node for _, node in ranks),
                 epoch=run.epoch_number,
                 step=run.updates,
                 generation=0,
@@ -124,16 +130,31 @@ class Resuming:
                 seconds=max(0.0, now - incident.noticed),
                 renew_s=max(0.0, met - incident.noticed),
                 settle_s=max(0.0, now - met),
-                kind="restart",
-                steps_again=again,
+                kind=incident.kind,
+                steps_again=again if is_last else 0,
                 phases={
                     each: end - start
                     for start, (each, end) in zip(starts, ends.items(), strict=False)
                 },
             )
-            run.earlier_losses.append(loss)
+            is_loss = incident.kind == "restart"
+            (run.earlier_losses if is_loss else run.earlier_changes).append(change)
             if run.comm.rank == 0:
-                print(loss.sentence(), flush=True)
+                print(change.sentence(), flush=True)
+
+    def pause(self, run: Worker, copies: Snapshots) -> NoReturn:
+        """Complete the copies of the state, and wait until the launcher ends this rank."""
+        paused = time.time()
+        uniform(run.comm, lambda: copies.complete(run))
+        uniform(run.comm, run.comm.barrier)  # All are whole.
+        if run.comm.rank == 0:
+            name = os.path.join(os.environ[AGENT], f"{PAUSED}{self._start.number}")
+            write_whole(name, lambda file: file.write(str(paused).encode()))
+        time.sleep(_PAUSE_TIMEOUT_S)
+        raise CommError(
+            f"the launcher has not started other ranks within {_PAUSE_TIMEOUT_S:.0f} s after all "
+            "had paused"
+        )
 
 
 def not_told(incident: Incident, losses: Sequence[Loss]) -> list[tuple[int, str]]:
@@ -145,6 +166,8 @@ def not_told(incident: Incident, losses: Sequence[Loss]) -> list[tuple[int, str]
         losses: so far.
     """
     told: set[int] = set()
+    if incident.kind != "restart":
+        losses = ()
     for loss in losses:
         told = set() if loss.kind == "restart" else told | set(loss.ranks)
     return [

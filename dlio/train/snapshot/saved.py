@@ -178,12 +178,16 @@ def _everywhere(
         root: a rank whose node has it.
         is_local: True if all nodes have it.
     """
-    text, data = np.empty(part["text"], np.uint8), np.empty(part["data"], np.uint8)
-    if mine is not None:
+    if is_local:
+        assert mine is not None
         # Not copied: ranks that were started again write to slots of their own.
+        return mine.text, np.frombuffer(mine.data, np.uint8)
+    # Texts of nodes differ in the times that each has measured, and in length.
+    text, data = np.empty(part["text"], np.uint8), np.empty(part["data"], np.uint8)
+    if comm.rank == root:
+        assert mine is not None
         text[:], data = np.frombuffer(mine.text, np.uint8), np.frombuffer(mine.data, np.uint8)
-    if not is_local:
-        for array in (text, data):
-            if len(array):
-                comm.bcast(array, root)
+    for array in (text, data):
+        if len(array):
+            comm.bcast(array, root)
     return text.tobytes(), data
