@@ -370,7 +370,7 @@ def test_requests_for_nodes_that_cannot_be_are_refused_in_one_line(run: Run) -> 
         "--nodes A: A is in the job already: it has A, B\n",
         "--nodes no-such: no agent starts on no-such: check `",
         "--nodes D: D is not a node of the job: it has A, B\n",
-        "--nodes A,B: no node would be left: it has B\n",
+        "--nodes A,B: no node would be left: it has A, B\n",
         "--nodes A: 2 ranks would be left, and --min-ranks is 3\n",
         " runs on several nodes: name those that join or leave by --nodes\n",
     )

@@ -77,7 +77,10 @@ def choose(parts: Sequence[Part]) -> Choice | None:
         return len(having(turn)) == len([m for m in common[turn]["members"] if m in own])
 
     if not common[turns[0]]["alike"]:
-        return Choice(turns[-1], having(turns[-1]), newest)
+        # A slow rank may be behind all common parts of its node.
+        slowest = min(having(turns[0]).values(), default=newest)
+        turn = next((each for each in turns if each <= slowest), turns[-1])
+        return Choice(turn, having(turn), newest)
     turn = next((each for each in turns if complete(each)), turns[0])
     return Choice(turn, having(turn), newest)
 
