@@ -3,12 +3,14 @@
     python -P -m dlio.agent.agent TOKEN
 
 The launcher starts it, through ssh or by itself, and talks to it over standard input and output,
-one JSON object per line. When standard input ends, whatever the reason, the agent kills the ranks,
-lets go of all that it keeps, and ends.
+one JSON object per line. When standard input ends, whatever the reason, or the launcher gives no
+sign of life, the agent kills the ranks, lets go of all that it keeps, and ends: beyond a cut of the
+network, the job goes on without this node.
 
 | the launcher sends | the agent answers |
 |---|---|
-| `environment`, `modules`, `folder` | `node`, at once: shims wait until the zygote is ready |
+| `environment`, `modules`, `folder`, `silence_s` | `node`, at once: shims wait for the zygote |
+| `beat`, twice a second | |
 | `start`: number, `environment` | |
 | `file`: name, `text` | |
 | `stop` | `stopped` with `done` and `newest` when no rank is left |
@@ -19,6 +21,7 @@ rank has left one, and `paused` with a time when ranks have said that all of the
 
 import contextlib
 import json
+import math
 import os
 import selectors
 import shutil
@@ -31,6 +34,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from dlio.agent.places import (
+    BEAT_S,
     KEEPER,
     PAUSED,
     STATE,
@@ -47,7 +51,6 @@ from dlio.util.shared import SharedFolder
 
 __all__ = ["Agent", "main"]
 
-_BEAT_S: Final = 0.5
 _LOOK_S: Final = 0.05
 _TIMEOUT_S: Final = 5.0
 _MOST_KEPT: Final = 8
@@ -90,12 +93,14 @@ class Agent:
         self._files: set[str] = set()
         """Files that the launcher has asked for in this start."""
         self._line = b""
+        self._heard_of, self._silence_s = time.monotonic(), math.inf
+        """When the launcher gave its last sign of life, and for how long there may be none."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(orders, selectors.EVENT_READ)
         self._selector.register(self._keeper, selectors.EVENT_READ)
 
     def run(self) -> None:
-        """Serve until the launcher is gone."""
+        """Serve until the launcher is gone, or silent."""
         beat = 0.0
         try:
             while True:
@@ -106,8 +111,11 @@ class Agent:
                         self._heard()
                     elif not self._read():
                         return
+                # After the selector: if this process was stopped, there are signs to read.
+                if time.monotonic() - self._heard_of > self._silence_s:
+                    return
                 self._look_for_end()
-                if time.monotonic() - beat >= _BEAT_S:
+                if time.monotonic() - beat >= BEAT_S:
                     beat = time.monotonic()
                     self._answer({"beat": self._start})
         except BrokenPipeError:
@@ -138,6 +146,7 @@ class Agent:
         piece = os.read(self._orders, 1 << 16)
         if not piece or len(self._line) > _LARGEST_LINE:
             return False
+        self._heard_of = time.monotonic()
         *lines, self._line = (self._line + piece).split(b"\n")
         for line in lines:
             self._obey(json.loads(line))
@@ -146,10 +155,13 @@ class Agent:
     def _obey(self, order: Mapping[str, Any]) -> None:
         if "modules" in order:
             self._environment, self._modules = order["environment"], order["modules"]
+            self._silence_s = order["silence_s"]
             with contextlib.suppress(OSError):
                 os.chdir(order["folder"])
             self._answer({"node": self._node})
             self._spawn()
+        elif "beat" in order:
+            pass
         elif "start" in order:
             self._begin(order["start"], order["environment"])
         elif "file" in order:

@@ -24,6 +24,7 @@ from dlio.errors import TierError
 from dlio.util.shared import SHARED_MEMORY, user_folder
 
 __all__ = [
+    "BEAT_S",
     "KEEPER",
     "PAUSED",
     "STATE",
@@ -39,6 +40,8 @@ __all__ = [
 
 ZYGOTE: Final = "zygote"
 KEEPER: Final = "keeper"
+BEAT_S: Final = 0.5
+"""Seconds between two signs of life of an agent, and of the launcher."""
 PAUSED: Final = "paused-"
 """Beginning of a file's name; the number of the start follows."""
 STATE: Final = "state"

@@ -9,21 +9,23 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Self
 
+from dlio.agent.places import BEAT_S
 from dlio.errors import UsageError
 from dlio.util.settings import settings
+from dlio.util.threads import Workers
 
 __all__ = ["Agents", "no_agent", "remote_shell"]
 
 _READY_TIMEOUT_S: Final = 60.0
 _STOP_TIMEOUT_S: Final = 5.0
 _END_TIMEOUT_S: Final = 15.0
-_SILENT_S: Final = 10.0
-"""Seconds without a beat after which a node is lost: an agent sends two a second."""
 _LOOK_S: Final = 0.2
+_BEAT: Final = b'{"beat": true}\n'
 _OF_HOST: Final = ("SSH_", "HOSTNAME", "DISPLAY", "XDG_", "PMIX_", "PRTE_", "PMI_", "_", "PWD")
 """Beginnings of variables that mean something on the launcher's host alone."""
 
@@ -53,12 +55,25 @@ class _Agent:
         """When all ranks of this start had paused."""
         self.heard = time.monotonic()
         self._line = b""
+        self._lock = threading.Lock()
+        """Of its input: signs of life are sent by a thread."""
 
     def order(self, order: Mapping[str, object]) -> None:
         """Send an order. If the agent is gone, its end is seen next."""
-        with contextlib.suppress(OSError):
+        with self._lock, contextlib.suppress(OSError, ValueError):
             self._orders.write(json.dumps(order).encode() + b"\n")
             self._orders.flush()
+
+    def beat(self) -> None:
+        """Send a sign of life, unless an order is being sent."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._orders.write(_BEAT)
+                self._orders.flush()
+            except (OSError, ValueError):
+                pass  # It is gone, which is seen next.
+            finally:
+                self._lock.release()
 
     def read(self) -> bool:
         """Take its answers; False if it is gone."""
@@ -126,8 +141,16 @@ class Agents:
         """Agents that are not ready, with the times when they were started."""
         self._selector = selectors.DefaultSelector()
         passed = {k: v for k, v in environment.items() if not k.startswith(_OF_HOST)}
-        self._hello = {"environment": passed, "modules": list(modules), "folder": os.getcwd()}
+        self._hello: dict[str, object] = {
+            "environment": passed,
+            "modules": list(modules),
+            "folder": os.getcwd(),
+            "silence_s": settings().node_timeout_s,
+        }
+        self._silence_s = settings().node_timeout_s
         self._token = token
+        self._beating = Workers("dlio-agents-beat", lambda _: self._beat())
+        self._beating.start()
         try:
             for node in nodes:
                 self._agents[node] = self._started(node)
@@ -238,12 +261,14 @@ class Agents:
             if process is not None:
                 self._selector.unregister(process)
         for node in self.living:
-            if time.monotonic() - self._agents[node].heard > _SILENT_S:
+            # Longer than the agent waits: it has killed its ranks before others start.
+            if time.monotonic() - self._agents[node].heard > self._silence_s + 2 * BEAT_S:
                 self._lose(self._agents[node])
         return ended
 
     def close(self) -> None:
         """End the agents, and with them all that they have started."""
+        self._beating.close()
         for node in list(self._joining):
             self.dismiss(node)
         for agent in self._agents.values():
@@ -252,6 +277,12 @@ class Agents:
         for agent in (*self._agents.values(), *self._dismissed):
             agent.end(max(0.0, deadline - time.monotonic()))
         self._selector.close()
+
+    def _beat(self) -> None:
+        while not self._beating.stopping.wait(BEAT_S):
+            joining = [agent for agent, _ in list(self._joining.values())]
+            for agent in (*list(self._agents.values()), *joining):
+                agent.beat()
 
     def _started(self, node: str) -> _Agent:
         agent = _Agent(node, _command(node, self._token))

@@ -43,7 +43,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class NodeChange:
-    """What a request changes."""
+    """The nodes that a request changes."""
 
     joined: tuple[str, ...]
     left: tuple[str, ...]

@@ -116,8 +116,8 @@ class Loss:
     @classmethod
     def from_dict(cls, fields: Mapping[str, object]) -> "Loss":
         """Return the loss whose fields went through JSON."""
-        told: dict[str, Any] = dict(fields)
-        return cls(**{**told, "ranks": tuple(told["ranks"]), "nodes": tuple(told["nodes"])})
+        values: dict[str, Any] = dict(fields)
+        return cls(**{**values, "ranks": tuple(values["ranks"]), "nodes": tuple(values["nodes"])})
 
     def sentence(self) -> str:
         """Return the loss in words, such as `rank 5 (node n3) lost at step 812: ...`."""

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,8 +102,10 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def nodes(tmp_path: Path) -> Nodes:
-    return Nodes(tmp_path)
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    nodes = Nodes(tmp_path)
+    yield nodes
+    nodes.close()
 
 
 @pytest.fixture
@@ -378,3 +380,31 @@ def test_requests_for_nodes_that_cannot_be_are_refused_in_one_line(run: Run) -> 
         assert line.startswith("dlio: error: ")
         assert words in line
         assert line.count("\n") == 1
+
+
+def test_beyond_a_cut_of_the_network_ranks_end_before_others_are_started(
+    run: Run, nodes: Nodes
+) -> None:
+    nodes.relay()
+    ended: list[float] = []
+
+    def cut(nodes: Nodes, _: object) -> None:
+        began = time.time()
+        nodes.cut("B")
+        deadline = time.monotonic() + TIMEOUT_S
+        while any("dlio.agent" in line for line in nodes.processes("B").values()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        ended.append(time.time())
+        stamps = nodes.folder / "stamps"
+        while not any(s["what"] == "begin" and s["time"] > began for s in _stamps(stamps)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    ran = run("AB", 4, {7: cut}, asked="AB")
+    ran.check_exact()
+    ran.check_steps()
+    assert ran.gone == [(2, "B"), (3, "B")]
+    assert [loss["left"] for loss in ran.restarts] == [2]
+    begun = next(s["time"] for s in ran.stamps if s["what"] == "begin" and s["time"] > ran.hurt)
+    assert ended[0] < begun

@@ -165,11 +165,11 @@ def not_told(incident: Incident, losses: Sequence[Loss]) -> list[tuple[int, str]
     Args:
         losses: so far.
     """
-    told: set[int] = set()
+    known: set[int] = set()
     if incident.kind != "restart":
         losses = ()
     for loss in losses:
-        told = set() if loss.kind == "restart" else told | set(loss.ranks)
+        known = set() if loss.kind == "restart" else known | set(loss.ranks)
     return [
-        each for each in zip(incident.ranks, incident.nodes, strict=True) if each[0] not in told
+        each for each in zip(incident.ranks, incident.nodes, strict=True) if each[0] not in known
     ]
