@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -280,7 +280,12 @@ class MpiRun(Protocol):
     """Run a Python program on several ranks; raises when it outlasts its deadline."""
 
     def __call__(
-        self, ranks: int, *args: str, env: dict[str, str] | None = None, timeout_s: float = 240
+        self,
+        ranks: int,
+        *args: str,
+        env: dict[str, str] | None = None,
+        timeout_s: float = 240,
+        options: Sequence[str] = (),
     ) -> subprocess.CompletedProcess[str]: ...
 
 
@@ -293,7 +298,11 @@ def mpirun() -> MpiRun:
         pytest.skip("no mpirun: pip install 'dlio[mpi]'")
 
     def run(
-        ranks: int, *args: str, env: dict[str, str] | None = None, timeout_s: float = 240
+        ranks: int,
+        *args: str,
+        env: dict[str, str] | None = None,
+        timeout_s: float = 240,
+        options: Sequence[str] = (),
     ) -> subprocess.CompletedProcess[str]:
         paths = [str(ROOT), *(str(ROOT / room) for room in ("readers", "staging", "bench"))]
         full = {
@@ -306,7 +315,7 @@ def mpirun() -> MpiRun:
             "DLIO_TIMEOUT": "60",
             **(env or {}),
         }
-        command = [launcher, "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
+        command = [launcher, "--oversubscribe", "--bind-to", "none", "-n", str(ranks), *options]
         while True:
             done = subprocess.run(
                 [*command, sys.executable, *args],

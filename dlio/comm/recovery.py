@@ -116,8 +116,8 @@ class Loss:
     @classmethod
     def from_dict(cls, fields: Mapping[str, object]) -> "Loss":
         """Return the loss whose fields went through JSON."""
-        values: dict[str, Any] = dict(fields)
-        return cls(**{**values, "ranks": tuple(values["ranks"]), "nodes": tuple(values["nodes"])})
+        own: dict[str, Any] = dict(fields)
+        return cls(**{**own, "ranks": tuple(own["ranks"]), "nodes": tuple(own["nodes"])})
 
     def sentence(self) -> str:
         """Return the loss in words, such as `rank 5 (node n3) lost at step 812: ...`."""

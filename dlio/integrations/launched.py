@@ -2,10 +2,11 @@
 
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dlio.comm import mpi_ranks, world
 from dlio.comm.environment import under_mpi
+from dlio.comm.recovery import recovery_of, uniform
 
 __all__ = ["Launched", "launched"]
 
@@ -23,12 +24,18 @@ class Launched:
     machine: int
     """Number of its machine, in the order of ranks."""
 
+    def now(self) -> "Launched":
+        """Return the place with the present rank and number of ranks, if others have been lost."""
+        if self.by == "nobody" or recovery_of(comm := world()) is None:
+            return self
+        return replace(self, rank=comm.rank, ranks=comm.size)
+
 
 def launched() -> Launched:
     """Return this process's place. Collective under MPI; torch.distributed need not be set up."""
     if under_mpi() or mpi_ranks() > 1:
         comm = world()
-        hosts = comm.allgather(socket.gethostname())
+        hosts = uniform(comm, lambda: comm.allgather(socket.gethostname()))
         here = hosts[comm.rank]
         machines = list(dict.fromkeys(hosts))
         return Launched(

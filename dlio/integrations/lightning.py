@@ -18,22 +18,30 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from dlio.comm import Communicator, world
+from dlio.comm.board import end_step
+from dlio.comm.recovery import recovery_of, uniform
 from dlio.errors import CommError, UsageError
 from dlio.integrations.launched import Launched, launched
+from dlio.integrations.lightning_losses import LightningLosses, deals_itself
+from dlio.integrations.metrics import keeps_together, reduce_over_ranks
 from dlio.integrations.objects import broadcast_object, gather_tensor
-from dlio.loader.dataloader import DataLoader
+from dlio.integrations.reductions import REDUCED, Gather
 from dlio.train.exchange import parse_exchange
+from dlio.train.exchange.aside import set_aside
 from dlio.train.exchange.buckets import averaged_state
 from dlio.train.exchange.distribute import Distributed, distribute
 
 __all__ = ["DlioEnvironment", "DlioStrategy"]
+
+
+_T = TypeVar("_T")
 
 
 def _package() -> str:
@@ -51,6 +59,9 @@ _strategies: Any = import_module(f"{_PYTORCH}.strategies")
 _environments: Any = import_module(f"{_FABRIC}.plugins.environments")
 _rank_zero: Any = import_module(f"{_PYTORCH}.utilities.rank_zero")
 _seed: Any = import_module(f"{_FABRIC}.utilities.seed")
+_data: Any = import_module(f"{_FABRIC}.utilities.data")
+_callbacks: Any = import_module(f"{_PYTORCH}.callbacks")
+_results: Any = import_module(f"{_PYTORCH}.trainer.connectors.logger_connector.result")
 
 
 class DlioEnvironment(_environments.ClusterEnvironment):  # type: ignore[misc]
@@ -74,13 +85,13 @@ class DlioEnvironment(_environments.ClusterEnvironment):  # type: ignore[misc]
         return False  # The strategy brings its environment; Lightning need not look for it.
 
     def world_size(self) -> int:
-        return self._place.ranks
+        return self._place.now().ranks
 
     def set_world_size(self, size: int) -> None:
         pass
 
     def global_rank(self) -> int:
-        return self._place.rank
+        return self._place.now().rank
 
     def set_global_rank(self, rank: int) -> None:
         pass
@@ -105,6 +116,11 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
     A `dlio.DataLoader` divides its data among the ranks itself; torch's loaders get Lightning's
     DistributedSampler. Under MPI, torch.distributed is initialised from set-up to teardown, for
     metrics that use it.
+
+    Where ranks survive the loss of others, training goes on without them: each sample of a
+    `dlio.DataLoader` is still used once an epoch. Rank and world size are then those of the ranks
+    that are left. torch.distributed is not initialised then; the module's torchmetrics are
+    reduced over the ranks that are left.
 
     Args:
         exchange: name of an exchange, as for `dlio train --exchange`.
@@ -134,12 +150,18 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
             pretend_nodes=pretend_nodes,
             follow_steps=False,
         )
-        self._place = launched()
-        options.setdefault("cluster_environment", DlioEnvironment(self._place))
+        set_aside()
+        self._began = launched()
+        options.setdefault("cluster_environment", DlioEnvironment(self._began))
         super().__init__(**options)
         self.num_nodes = 1
         self._ranks: Distributed | None = None
+        self._losses: LightningLosses | None = None
         self._owns_group = self._failed = False
+
+    @property
+    def _place(self) -> Launched:
+        return self._began.now()
 
     @property
     def is_distributed(self) -> bool:
@@ -148,12 +170,13 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
     @property
     def root_device(self) -> torch.device:
         devices: Any = self.parallel_devices or [torch.device("cpu")]
-        device: torch.device = devices[self._place.local_rank % len(devices)]
+        device: torch.device = devices[self._began.local_rank % len(devices)]
         return device
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self._place.ranks, "rank": self._place.rank}
+        place = self._place
+        return {"num_replicas": place.ranks, "rank": place.rank}
 
     def set_world_ranks(self) -> None:
         """Called by Lightning when it creates the trainer."""
@@ -175,7 +198,7 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
     def setup_environment(self) -> None:
         super().setup_environment()
         _seed.reset_seed()
-        if self._place.ranks == 1 or dist.is_initialized():
+        if self._place.ranks == 1 or dist.is_initialized() or recovery_of(world()) is not None:
             return
         if self._place.by == "mpi":
             from dlio.comm.process_group import check_threads, init_process_group
@@ -199,11 +222,26 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
     def setup(self, trainer: Any) -> None:
         self._failed = False
         _leave_loaders_of_ours(trainer)
+        self._prepare_for_losses(trainer)
         if trainer.state.fn == "fit" and self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
         super().setup(trainer)
         optimizers = list(self.optimizers) if trainer.state.fn == "fit" else []
         self._ranks = self._start(self.model, optimizers)
+
+    def _prepare_for_losses(self, trainer: Any) -> None:
+        if self._losses is not None:
+            self._losses.close()
+        comm = world()
+        recovery = recovery_of(comm)
+        rank_zero, reset = _rank_zero.rank_zero_only, _data._set_sampler_epoch
+        self._losses = LightningLosses(recovery, comm, trainer, rank_zero, reset)
+        if recovery is None:
+            return
+        reduce_over_ranks(self.lightning_module)
+        keeps_together(_results._ResultMetric, "compute", _logged_states)
+        if not any(isinstance(each, _EpochStart) for each in trainer.callbacks):
+            trainer.callbacks.append(_EpochStart())
 
     def model_to_device(self) -> None:
         self.model.to(self.root_device)
@@ -220,6 +258,9 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
                 dist.destroy_process_group()
                 self._owns_group = False
         self._ranks = None
+        if self._losses is not None:
+            self._losses.close()
+            self._losses = None
         super().teardown()
 
     # Training.
@@ -229,7 +270,14 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
         if self._ranks is not None:
             self._ranks.finish()
 
+    def on_train_epoch_start(self) -> None:
+        """Called by Lightning through a callback of ours. Collective."""
+        if self._losses is not None:
+            self._losses.begin_epoch()
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self._losses is not None:
+            self._losses.begin_batch()
         if self._ranks is not None:
             self._ranks.weigh(_samples_in(batch))
 
@@ -268,30 +316,60 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
 
         output = super().optimizer_step(optimizer, with_exchange, model, **options)
         exchange.after_step()
+        if self._losses is not None:
+            self._losses.end_step(optimizer)
         return output
 
     def on_train_end(self) -> None:
         self.finish()
         if self._ranks_differ:
-            model = self.lightning_module
-            model.load_state_dict(averaged_state(model, world()))
+            self.lightning_module.load_state_dict(self._mean_state())
 
     def on_validation_start(self) -> None:
+        end_step()  # It may take any time.
         self.finish()
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Write a checkpoint on rank 0, or on the next one if that is lost meanwhile. Collective
+        where ranks survive others."""
+        save = super().save_checkpoint
+        if self._losses is None or recovery_of(comm := world()) is None:
+            save(checkpoint, filepath, storage_options)
+            return
+        end_step()  # It may take any time.
+        is_saved = False
+
+        def on_rank_0() -> None:
+            nonlocal is_saved
+            if comm.rank == 0 and not is_saved:
+                save(checkpoint, filepath, storage_options)
+                is_saved = True
+            comm.barrier()
+
+        self._losses.together(on_rank_0)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """State to be saved, the same on all ranks. Collective."""
         self.finish()
         if self._ranks_differ:
-            return averaged_state(self.lightning_module, world())
+            return self._mean_state()
         state: dict[str, Any] = super().lightning_module_state_dict()
         return state
+
+    def _mean_state(self) -> dict[str, Any]:
+        return self._together(lambda: averaged_state(self.lightning_module, world()))
 
     @property
     def _ranks_differ(self) -> bool:
         return self._place.ranks > 1 and self._spec.merge in ("half", "parzen")
 
     # Between ranks.
+
+    def _together(self, act: Callable[[], _T]) -> _T:
+        """Return `act()` when it has succeeded on all ranks that are left. Collective."""
+        return uniform(world(), act) if self._losses is None else self._losses.together(act)
 
     def _comm(self) -> Communicator | None:
         """Return the ranks' communicator; None if this process is (still) the only rank."""
@@ -300,10 +378,12 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
 
     def barrier(self, name: str | None = None) -> None:
         if (comm := self._comm()) is not None:
-            comm.barrier()
+            self._together(comm.barrier)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return rank `src`'s object. Collective.
+
+        If that rank is lost meanwhile, it is the object of the first one that is left.
 
         Args:
             obj: a tensor, or plain values and containers (see `objects.broadcast_object`).
@@ -311,7 +391,19 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
         Raises UsageError for any other type.
         """
         comm = self._comm()
-        return obj if comm is None else broadcast_object(obj, comm, src)
+        if comm is None:
+            return obj
+        recovery = recovery_of(comm)
+        if recovery is None:
+            return broadcast_object(obj, comm, src)
+        membership = recovery.membership
+        member = membership.members[src]
+
+        def tell() -> object:
+            left = membership.members
+            return broadcast_object(obj, comm, left.index(member) if member in left else 0)
+
+        return self._together(tell)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over all ranks, in place as Lightning's own strategies do. Collective.
@@ -328,11 +420,12 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
         if group is not None:
             return _fabric_distributed()._sync_ddp_if_available(tensor, group, reduce_op)
         name = "mean" if reduce_op is None else str(reduce_op).rpartition(".")[2].lower()
-        if name not in _REDUCED:
-            raise UsageError(f"reduce_op={reduce_op!r}: choose one of {', '.join(_REDUCED)}")
+        if name not in REDUCED:
+            raise UsageError(f"reduce_op={reduce_op!r}: choose one of {', '.join(REDUCED)}")
         if name in ("mean", "avg") and not tensor.is_floating_point():
             tensor = tensor.float()
-        reduced = _REDUCED[name](gather_tensor(tensor, comm)).to(tensor.dtype)
+        rows = self._together(lambda: gather_tensor(tensor, comm))
+        reduced = REDUCED[name](rows).to(tensor.dtype)
         return tensor.detach().copy_(reduced)
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
@@ -342,32 +435,8 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
         if group is not None:
             return super().all_gather(tensor, group, sync_grads)
         if sync_grads:
-            return _Gather.apply(tensor, comm)  # type: ignore[no-untyped-call]
-        return gather_tensor(tensor, comm)
-
-
-_REDUCED: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
-    "mean": lambda rows: rows.mean(0),
-    "avg": lambda rows: rows.mean(0),
-    "sum": lambda rows: rows.sum(0),
-    "max": lambda rows: rows.amax(0),
-    "min": lambda rows: rows.amin(0),
-    "product": lambda rows: rows.prod(0),
-}
-
-
-class _Gather(torch.autograd.Function):
-    """An all-gather with gradients: backward sums each tensor's gradients on its own rank."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, comm: Communicator) -> torch.Tensor:
-        ctx.comm = comm
-        return gather_tensor(tensor, comm)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        mine = gather_tensor(gradients[0], ctx.comm)
-        return mine.sum(0)[ctx.comm.rank], None
+            return Gather.apply(tensor, comm)  # type: ignore[no-untyped-call]
+        return self._together(lambda: gather_tensor(tensor, comm))
 
 
 def _leave_loaders_of_ours(trainer: Any) -> None:
@@ -381,12 +450,23 @@ def _leave_loaders_of_ours(trainer: Any) -> None:
         return
 
     def requires(loader: Any) -> bool:
-        ours = isinstance(loader, DataLoader) and not loader.follows_sampler
         # For predictions Lightning needs its own sampler, to restore the order of samples.
-        return not (ours and not trainer.predicting) and bool(asked(loader))
+        return not (deals_itself(loader) and not trainer.predicting) and bool(asked(loader))
 
     requires.of_dlio = True  # type: ignore[attr-defined]
     connector._requires_distributed_sampler = requires
+
+
+class _EpochStart(_callbacks.Callback):  # type: ignore[misc]
+    """Tells the strategy that an epoch begins, which Lightning does not."""
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        trainer.strategy.on_train_epoch_start()
+
+
+def _logged_states(metric: Any) -> tuple[str, ...]:
+    """Return the attributes of Lightning's logged value that its computation changes."""
+    return ("cumulated_batch_size",) if hasattr(metric, "cumulated_batch_size") else ()
 
 
 def _samples_in(batch: Any) -> float:

@@ -12,7 +12,7 @@ import torch
 from dlio.comm import Communicator, Json
 from dlio.errors import UsageError
 
-__all__ = ["broadcast_object", "gather_tensor", "packed", "unpacked"]
+__all__ = ["broadcast_object", "gather_tensor", "gather_tensors", "packed", "unpacked"]
 
 _DTYPES: Final = {
     str(kind).removeprefix("torch."): kind
@@ -54,6 +54,18 @@ def gather_tensor(tensor: torch.Tensor, comm: Communicator) -> torch.Tensor:
         comm.bcast(flat, root)
         rows.append(_as_tensor(flat, tensor))
     return torch.stack(rows)
+
+
+def gather_tensors(tensor: torch.Tensor, comm: Communicator) -> list[torch.Tensor]:
+    """Return all ranks' tensors of one type; their shapes may differ. Collective."""
+    shapes = comm.allgather(list(tensor.shape))
+    rows = []
+    for root, shape in enumerate(shapes):
+        mine = tensor if root == comm.rank else tensor.new_empty(shape)
+        flat = _as_bytes(mine)
+        comm.bcast(flat, root)
+        rows.append(_as_tensor(flat, mine))
+    return rows
 
 
 def packed(value: object) -> Json:

@@ -8,6 +8,7 @@ The trainer deals for its loaders; a loader in a training loop of the user's dea
 """
 
 import itertools
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol, Self, TypeAlias
 
@@ -175,6 +176,7 @@ class Dealing:
         Raises RankLeft on a rank that leaves.
         """
         end_step()
+        self._groups.evaluates = not torch.is_grad_enabled()
         if self._has_begun:
             if not self._more():
                 return
@@ -241,6 +243,25 @@ class Dealing:
         It is the same on all ranks at the same batch, whatever each knows of later losses.
         """
         return -(-(self._end - self.position) // self._global_batch)
+
+    def coming(self) -> int:
+        """Return the number of batches that come after this one, whoever shares them.
+
+        It is the same on all ranks, at the beginning of a batch and at the end of its step.
+        """
+        whole = operator.floordiv if self._drops_last else _ceildiv
+        members, usual = self._groups.members, self.usual_batch
+        missing = self._missing(members, self._closed).values()
+        again = len(self.again) + sum(map(len, missing))
+        rest = self._samples - self.position
+        if members == self.members:
+            of_pass = self._end - self.position
+            return whole(of_pass, self._global_batch) + whole(rest + again - of_pass, usual)
+        steps = _ceildiv(rest, usual)
+        if not self._is_exact and steps > 0:
+            return whole(rest, self._begun_with) + whole(again, usual)
+        larger = _ceildiv(rest + again, steps) if self._keeps_steps and steps > 0 else 0
+        return whole(rest + again, max(larger, usual))
 
     def stats(self) -> PassStats:
         """Return this rank's counts of the epoch."""
@@ -397,6 +418,10 @@ class Dealing:
         return step <= last[member] if member in last else member in counted
 
 
+def _ceildiv(dividend: int, divisor: int) -> int:
+    return -(-dividend // divisor)
+
+
 def _parts_of_lost(
     left: Sequence[int], batches: Iterable[Closed]
 ) -> Iterator[tuple[Taken, int, frozenset[int], int]]:
@@ -421,12 +446,16 @@ class DealtIterator:
 
     def __init__(self, dealing: Dealing, length: int) -> None:
         dealing.begin_epoch(0)
-        self._batches = dealing.batches()
+        self._dealing, self._batches = dealing, dealing.batches()
         self._length = length
 
     def __len__(self) -> int:
         """Batches of the pass if no rank is lost."""
         return self._length
+
+    def coming(self) -> int:
+        """Return the number of batches that come after this one; see `Dealing.coming`."""
+        return self._dealing.coming()
 
     def __iter__(self) -> Self:
         return self

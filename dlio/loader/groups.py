@@ -38,6 +38,8 @@ class Groups:
         self._recovery = recovery
         self.taken = self.steps = 0
         """Batches that this rank has taken, and optimizer steps that it has made with them."""
+        self.evaluates = False
+        """True in passes without optimizer steps: these decide nothing then."""
         everyone = () if recovery is None else recovery.membership.members
         self._switches = [_Switch(-1, 0, 0, everyone, False)]
         """The one that was passed last, then those ahead, in their order."""
@@ -99,4 +101,6 @@ class Groups:
         self._switches = [_Switch(-1, 0, 0, membership.members, membership.due)]
 
     def _is_passed(self, switch: _Switch) -> bool:
-        return switch.taken <= self.taken and switch.steps <= self.steps
+        if switch.taken > self.taken:
+            return False
+        return self.evaluates or switch.steps <= self.steps

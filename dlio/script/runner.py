@@ -25,6 +25,7 @@ from dlio.script import share
 from dlio.script.options import RunOptions
 from dlio.script.share import Context, SharingLoader
 from dlio.train.exchange import RunningExchange, parse_exchange
+from dlio.train.exchange.aside import when_aside
 from dlio.train.exchange.buckets import broadcast_tensors
 from dlio.train.exchange.distribute import Distributed, parameters_of
 from dlio.train.pruning.copies import is_bare_copy
@@ -110,7 +111,7 @@ class _Takeover:
             yield
             return
         share.use(self._context)
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack, when_aside(self._step_aside):
             put = _putter(stack)
             put(torch.utils.data, "DataLoader", SharingLoader)
             put(torch.utils.data.dataloader, "DataLoader", SharingLoader)
@@ -118,7 +119,8 @@ class _Takeover:
             put(nn.Module, "train", self._mode_set(nn.Module.train))
             put(torch, "save", self._saved(torch.save))
             put(torch.amp.GradScaler, "step", self._scaled_step(torch.amp.GradScaler.step))
-            put(torch.distributed, "init_process_group", _refused)
+            made = self._group_made(torch.distributed.init_process_group)
+            put(torch.distributed, "init_process_group", made)
             for hook in (
                 register_module_forward_pre_hook(self._forward),
                 register_module_parameter_registration_hook(self._registered),
@@ -129,6 +131,10 @@ class _Takeover:
                 put(sys, "stdout", _OfRank0(sys.stdout, self._comm))
                 put(builtins, "__import__", _without_writers(builtins.__import__))
             yield
+
+    def _step_aside(self) -> None:
+        """Leave the rest of the script to itself, but for the output of ranks other than 0."""
+        self._context.aside = True
 
     def finish(self) -> None:
         """Complete pending messages, so that weights are those of the next step. Collective."""
@@ -147,6 +153,8 @@ class _Takeover:
         """Limits that the user should know of, one line each."""
         context = self._context
         notes = list(context.notes)
+        if context.aside:
+            return notes
         if context.dealing.missed:
             notes.append(
                 f"{context.dealing.missed} samples of lost ranks were not trained on: the script "
@@ -169,7 +177,8 @@ class _Takeover:
 
         def made(optimizer: torch.optim.Optimizer, *args: Any, **options: Any) -> None:
             original(optimizer, *args, **options)
-            self._adopt(optimizer)
+            if not self._context.aside:
+                self._adopt(optimizer)
 
         return made
 
@@ -200,7 +209,7 @@ class _Takeover:
     def _tell_losses(self) -> None:
         """Say that ranks were lost; the lowest of those that are left says it."""
         recovery = recovery_of(self._comm)
-        if recovery is None or self._losses_told == len(recovery.losses):
+        if recovery is None or self._context.aside or self._losses_told == len(recovery.losses):
             return
         for loss in recovery.losses[self._losses_told :]:
             if self._comm.rank == 0:
@@ -239,7 +248,7 @@ class _Takeover:
         The weight is set here, not when the loader returns the batch: a script may ask for the next
         batch before it calls backward on this one.
         """
-        if is_bare_copy(module):
+        if self._context.aside or is_bare_copy(module):
             return  # Pruning tries its plan on this copy; it is not trained.
         if self._context.training:
             self._context.use(inputs)
@@ -278,8 +287,19 @@ class _Takeover:
 
         return train
 
+    def _group_made(self, original: Callable[..., None]) -> Callable[..., None]:
+        def made(*args: Any, **options: Any) -> None:
+            if not self._context.aside:
+                raise UsageError(_REFUSED)
+            original(*args, **options)
+
+        return made
+
     def _saved(self, original: Callable[..., None]) -> Callable[..., None]:
         def save(*args: Any, **options: Any) -> None:
+            if self._context.aside:
+                original(*args, **options)
+                return
             self._ranks.finish()
             is_saved = False
 
@@ -294,6 +314,13 @@ class _Takeover:
             uniform(self._comm, of_rank_0)
 
         return save
+
+
+_REFUSED: Final = (
+    "the script, or a framework in it such as Accelerate, calls torch.distributed's "
+    "init_process_group, so it is distributed already: start it with mpirun or torchrun, or remove "
+    "that call and use `dlio run`"
+)
 
 
 def _putter(stack: contextlib.ExitStack) -> Callable[[Any, str, Any], None]:
@@ -317,13 +344,6 @@ class _OfRank0(io.TextIOBase):
 
     def flush(self) -> None:
         self._output.flush()
-
-
-def _refused(*_: object, **__: object) -> None:
-    raise UsageError(
-        "the script calls torch.distributed.init_process_group, so it is distributed already: "
-        "start it with mpirun or torchrun, or remove that call and use `dlio run`"
-    )
 
 
 class _Writer:

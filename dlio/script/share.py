@@ -29,6 +29,8 @@ class Context:
         self.batch = batch
         """`global`: ranks divide each batch of the script. `per-rank`: each rank gets a batch."""
         self.tiers = tiers
+        self.aside = False
+        """True once the script distributes its training itself: its loaders are dlio's own."""
         self.evaluating = False
         """True if the script last called `eval()` on a module, False if `train()`."""
         self.weight = 1.0
@@ -151,6 +153,8 @@ class SharingLoader(DataLoader):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         context = self._context
+        if context.aside:
+            return DataLoader.__iter__(self)
         if context.comm.size == 1 or not context.training:
             return self._whole()
         if isinstance(self.dataset, IterableDataset):
@@ -168,6 +172,8 @@ class SharingLoader(DataLoader):
     def __len__(self) -> int:
         """Number of batches that a pass yields: as in one process, or that divided by the number of
         ranks (rounded up) if each rank gets batches of its own (`per-rank`)."""
+        if self._context.aside:
+            return super().__len__()
         self.follows_sampler = True  # As `_alone` sets it: the length must agree with a pass.
         count = super().__len__()
         shared = not isinstance(self.dataset, IterableDataset) and self._context.training

@@ -169,7 +169,9 @@ class Replay:
             lines = list(of_step)
             if any(key not in line for line in lines for key in _NEEDED):
                 raise UsageError(
-                    f"--replay {self._path}: was written by an earlier version; trace the run again"
+                    f"--replay {self._path}: epoch {self._epoch} lacks what is known of step "
+                    f"{number} when ranks join, or was written by an earlier version: such a run "
+                    "cannot be replayed"
                 )
             if not (self._epoch or number) and lines[0]["ranks"] != ranks:
                 raise UsageError(

@@ -33,7 +33,6 @@ from dlio.train.ledger import SampleLedger
 from dlio.train.progress import TrainingProgress
 from dlio.train.pruning.pruned_file import save_layout
 from dlio.train.report import RunReport
-from dlio.train.snapshot.copying import changes_of
 from dlio.train.snapshot.resuming import Resuming
 from dlio.train.worker import Worker
 from dlio.util.cores import available_cores
@@ -135,7 +134,7 @@ def train(config: TrainConfig) -> RunReport:
             _end_early(run, checkpoints, saving)
         report.epochs, report.stopped = run.history, run.stopped
         report.losses = list(run.losses)
-        report.changes = changes_of(run)
+        report.changes = list(run.changes)
         report.restored = [
             each for guard in callbacks if isinstance(guard, WeightGuard) for each in guard.restored
         ]

@@ -24,7 +24,7 @@ from dlio.train.config import TrainConfig
 from dlio.train.cut import Cut
 from dlio.train.device import channels_last, choose_device
 from dlio.train.evaluation import Evaluator
-from dlio.train.exchange.buckets import averaged_state, broadcast_state, consensus_distance
+from dlio.train.exchange.buckets import averaged_state, consensus_distance
 from dlio.train.exchange.distribute import connect
 from dlio.train.learning_rate import learning_rate
 from dlio.train.ledger import SampleLedger
@@ -68,8 +68,7 @@ class Worker:
     ) -> None:
         """
         Args:
-            begun: ranks when the job began, if some were lost and the others started again: the
-                global batch stays as it was.
+            begun: ranks when the job began, if they were started again: the global batch stays.
             is_found: a state is restored next, so that the ranks' models need not be alike.
         """
         self.config, self.comm = config, comm
@@ -87,14 +86,13 @@ class Worker:
         self.optimizer = make_optimizer(
             config.optimizer, self.model, config.momentum, config.weight_decay
         )
-        if not is_found:
-            broadcast_state(self.model, comm)
         self.exchange = connect(
             self.model,
             self.optimizer,
             config.exchange,
             seed=config.seed,
             pretend_nodes=config.pretend_nodes,
+            are_alike=is_found,
             follow_steps=False,  # Gradients are clipped when they are final.
         )
         self.pruner = self._make_pruner()
@@ -187,16 +185,18 @@ class Worker:
         return [*self.earlier_losses, *(self.recovery.losses if self.recovery else ())]
 
     @property
+    def changes(self) -> Sequence[Loss]:
+        """Ranks that joined or left on purpose since the run began."""
+        return [*self.earlier_changes, *(self.recovery.changes if self.recovery else ())]
+
+    @property
     def dealing(self) -> Dealing:
         """The batches of this rank, dealt by formula."""
         assert isinstance(self._dealing, Dealing)
         return self._dealing
 
     def loader_state(self) -> State:
-        """Return the loader's state, from which any number of ranks goes on; the same on all.
-
-        Call it between two steps.
-        """
+        """Return the loader's state between two steps: any number of ranks goes on from it."""
         return self.dealing.state()
 
     def stop(self, reason: str) -> None:

@@ -43,8 +43,10 @@ def _stamp(step: int, t: float, generation: int = 0, epoch: int = 0) -> StepStam
     return {"t": t, "epoch": epoch, "step": step, "generation": generation, "ranks": 2}
 
 
-def _loss(generation: int, *ranks: int) -> LossStamp:
+def _loss(generation: int, *ranks: int, t: float = 0.0, change: str = "lost") -> LossStamp:
     return {
+        "t": t,
+        "change": change,
         "ranks": list(ranks),
         "generation": generation,
         "seconds": 0.25 * generation,
@@ -127,8 +129,8 @@ def test_the_same_seed_draws_the_same_faults_of_all_kinds() -> None:
     assert faults == make_schedule(KINDS, 70, 2.0, "exponential", 5)
     assert faults != make_schedule(KINDS, 70, 2.0, "exponential", 6)
     kinds = [fault.kind for fault in faults]
-    assert all(sorted(kinds[k : k + 7]) == sorted(KINDS) for k in range(0, 70, 7))
-    assert all(fault.gap_s <= 0.02 for fault in faults)
+    assert all(sorted(kinds[k : k + 9]) == sorted(KINDS) for k in range(0, 63, 9))
+    assert all(fault.gap_s <= 0.08 for fault in faults)
     many = make_schedule(["kill"], 4000, 2.0, "exponential", 0)
     assert many[-1].due_s / len(many) == pytest.approx(2.0, rel=0.1)
     even = [fault.due_s for fault in make_schedule(["kill"], 100, 2.0, "uniform", 0)]
@@ -154,6 +156,25 @@ def test_the_next_step_is_that_of_the_last_rank_that_is_left() -> None:
     left.losses = [_loss(1, 2)]
     assert next_step([left, slow, hurt], made) == 3.5
     assert next_step([left, slow, hurt], Made(_fault("twice"), 1.5, (1, 2))) is None
+
+
+def test_a_rank_that_joins_is_not_waited_for_and_its_joining_is_no_loss() -> None:
+    left, spare, third = RankStamps(0, 10, 0.0), RankStamps(1, 11, 0.0), RankStamps(2, 12, 0.0)
+    left.steps = [_stamp(1, 1.0), _stamp(2, 2.0, generation=1), _stamp(3, 3.0, generation=2)]
+    left.losses = [_loss(1, 2), _loss(2, 1, change="joined", t=2.5)]
+    spare.steps = [_stamp(3, 3.5, generation=2)]
+    spare.losses = left.losses
+    third.steps = [_stamp(1, 1.0)]
+    ranks = [left, spare, third]
+    assert next_step(ranks, Made(_fault(), 1.5, (2,))) == 2.0
+    lost_again = Made(_fault(), 4.0, (1,))
+    assert next_step(ranks, lost_again) is None
+    left.losses.append(_loss(3, 1))
+    left.steps.append(_stamp(4, 5.0, generation=3))
+    assert next_step(ranks, lost_again) == 5.0
+    run = RunRecord(0, False, ranks, [], 6.0, "", 0, [])
+    figures = figures_of("shrink", [JobRecord([run], [], epochs=1)], samples=10)
+    assert (figures["joins"], figures["joining_s"]) == (1, quantiles([0.5]))
 
 
 def test_figures_are_of_the_records() -> None:

@@ -197,3 +197,29 @@ def test_a_state_has_what_ranks_were_dealt_that_are_lost_by_now(
     rank.step()
     assert rank.dealing.again == lost
     assert rank.dealing.state() == {"position": 4 * BATCH, "again": lost}
+
+
+@pytest.mark.parametrize("lost_at", range(1, 8))
+@pytest.mark.parametrize("has_counted", [True, False])
+def test_the_number_of_batches_that_come_is_known_once_a_step_is_over(
+    lost_at: int, has_counted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 2 is lost in a step: it counts, or its samples of the step come again."""
+    monkeypatch.setattr(history, "plan_epoch", lambda plan: plan)
+    rank = _Rank(0, (0, 1, 2))
+    known: list[int] = []
+    while not known or known[-1]:
+        if len(known) + 1 == lost_at and not has_counted:
+            rank.membership.members = (0, 1)
+        rank.step()
+        if len(known) + 1 == lost_at:
+            _settle({0: rank, 1: rank}, {}, [0])
+            rank.recovery.number += 1
+        known.append(rank.dealing.coming())
+    rank.step()
+    assert rank.over
+    planned = -(-SAMPLES // BATCH)
+    steps = planned + (not has_counted)  # The last batch has room for one more sample.
+    before, after = known[: lost_at - 1], known[lost_at - 1 :]
+    assert before == list(range(planned - 1, planned - lost_at, -1))
+    assert after == list(range(steps - lost_at, -1, -1))

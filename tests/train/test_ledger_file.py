@@ -72,6 +72,21 @@ def test_a_trace_that_was_changed_is_told(
         assert words in said
 
 
+def test_steps_that_no_rank_was_left_for_are_no_problem_where_another_rank_began_later() -> None:
+    def line(step: int, rank: int, *samples: int) -> Line:
+        return {"epoch": 0, "step": step, "rank": rank, "samples": list(samples)}
+
+    (joined,) = check_ledger([line(0, 0, 0, 2), line(1, 0, 1), line(7, 4, 3)], 4, 1)
+    assert joined.exact
+    (spanned,) = check_ledger([line(0, 0, 0, 2), line(2, 0, 1), line(7, 4, 3)], 4, 1)
+    assert spanned.problems == (
+        "step 1 has no line",
+        "rank 0 has no line between step 0 and step 2",
+    )
+    (late,) = check_ledger([line(1, 0, 0, 1, 2, 3)], 4, 1)
+    assert late.problems == ("step 0 has no line",)
+
+
 def test_lost_and_doubled_samples_are_named_with_steps_and_ranks() -> None:
     lines = _epoch(0)
     lines[1]["samples"], lines[7]["samples"] = [2, 2], [14, 2]

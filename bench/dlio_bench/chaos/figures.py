@@ -29,6 +29,8 @@ _SHOWN: Final = {
     "recovery_s": "recovery, s",
     "renew_s": "of it, to renew, s",
     "settle_s": "of it, to settle, s",
+    "joins": "ranks that joined",
+    "joining_s": "others held by them, s",
     "next_step_s": "fault to the next step of all, s",
     "caught_up_s": "fault to the next new step, s",
     "ettr": "effective training time ratio",
@@ -65,12 +67,17 @@ def figures_of(mode: str, jobs: Sequence[JobRecord], samples: int) -> dict[str, 
                 felt.append((each, until))
                 unnoticed += until is None and not job.failed and not job.hangs
                 disturbed.append((each.at, run.ended if until is None else until))
+            disturbed += [
+                (each["t"] - each["seconds"], each["t"]) for each in _changes(run.ranks, "joined")
+            ]
         effective.append(effective_time([steps_of(run.ranks) for run in job.runs], disturbed))
-    losses = [loss for run in runs for loss in _recoveries(run.ranks)]
+    losses = [loss for run in runs for loss in _changes(run.ranks, "lost")]
+    joins = [join for run in runs for join in _changes(run.ranks, "joined")]
     seconds = {
         "recovery_s": [loss["seconds"] for loss in losses],
         "renew_s": [loss["renew_s"] for loss in losses],
         "settle_s": [loss["settle_s"] for loss in losses],
+        "joining_s": [join["seconds"] for join in joins],
     }
     counted_s, wall_s = (
         sum(each.counted_s for each in effective),
@@ -104,6 +111,7 @@ def figures_of(mode: str, jobs: Sequence[JobRecord], samples: int) -> dict[str, 
         "replays_equal": replayed.count("equal") if replayed else None,
         "unequal_replays": [each for each in replayed if each != "equal"],
         "uneven_epochs": uneven,
+        "joins": sum(len(join["ranks"]) for join in joins) or None,
         "samples_again": sum(loss["samples_again"] for loss in losses),
         **{key: quantiles(values) for key, values in seconds.items()},
         "next_step_s": quantiles([until - each.at for each, until in felt if until is not None]),
@@ -136,11 +144,17 @@ def figures_of(mode: str, jobs: Sequence[JobRecord], samples: int) -> dict[str, 
 def next_step(ranks: Sequence[RankStamps], made: Made) -> float | None:
     """Return when all that were left had finished their first step without the ranks of a fault.
 
+    Ranks that join later are not waited for.
     None if they made none: the fault was not felt before the end.
     """
     generations = [
         min(
-            (loss["generation"] for each in ranks for loss in each.losses if lost in loss["ranks"]),
+            (
+                loss["generation"]
+                for each in ranks
+                for loss in each.losses
+                if lost in loss["ranks"] and loss["change"] != "joined"
+            ),
             default=None,
         )
         for lost in made.ranks
@@ -151,6 +165,7 @@ def next_step(ranks: Sequence[RankStamps], made: Made) -> float | None:
     firsts = [
         next((step["t"] for step in each.steps if step["generation"] >= max(known)), None)
         for each in ranks
+        if each.steps and each.steps[0]["t"] <= made.at
     ]
     return max((first for first in firsts if first is not None), default=None)
 
@@ -168,11 +183,11 @@ def rows_of(result: Mapping[str, Mapping[str, object]]) -> list[dict[str, str]]:
     ]
 
 
-def _recoveries(ranks: Sequence[RankStamps]) -> list[LossStamp]:
-    """Return each recovery of a run, as the rank saw it that took longest."""
+def _changes(ranks: Sequence[RankStamps], kind: str) -> list[LossStamp]:
+    """Return each change of a kind, as the rank saw it that took longest."""
     longest: dict[int, LossStamp] = {}
     for each in ranks:
-        for loss in each.losses:
+        for loss in (loss for loss in each.losses if loss["change"] == kind):
             other = longest.setdefault(loss["generation"], loss)
             if loss["seconds"] > other["seconds"]:
                 longest[loss["generation"]] = loss

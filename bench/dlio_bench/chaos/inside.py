@@ -18,7 +18,7 @@ from torch import nn
 
 from dlio.train.callbacks import Callback, Run
 from dlio.train.report import EpochReport
-from dlio_bench.chaos.schedule import EXIT, RAISE, STACKS
+from dlio_bench.chaos.schedule import EXIT, HANG, RAISE, STACKS
 
 __all__ = ["Inside", "sized"]
 
@@ -39,8 +39,9 @@ class Inside(Callback):
         self._file = -1
         self._stacks: IO[str] | None = None
         self._run: Run | None = None
-        self._losses = 0
-        self._raises = False
+        self._changes = 0
+        self._generation = 0
+        self._raises = self._hangs = False
 
     def __enter__(self) -> Self:
         return self
@@ -63,6 +64,7 @@ class Inside(Callback):
         faulthandler.register(STACKS, self._stacks, all_threads=True)
         signal.signal(RAISE, self._on_raise)
         signal.signal(EXIT, self._on_exit)
+        signal.signal(HANG, self._on_hang)
         who = {"rank": run.comm.rank, "pid": os.getpid(), "step": run.updates}
         self._stamp({"kind": "begin", **who})
 
@@ -71,13 +73,14 @@ class Inside(Callback):
             time.sleep(self._pause_s)
         if self._raises:
             raise RuntimeError("dlio bench chaos: a bug of this rank alone")
+        while self._hangs:
+            pass
         return True
 
     def after_step(self, run: Run) -> None:
         self._tell_losses(run)
-        generation = run.losses[-1].generation if run.losses else 0
         where = {"epoch": run.epoch_number, "step": run.updates}
-        ranks = {"generation": generation, "ranks": run.comm.size}
+        ranks = {"generation": self._generation, "ranks": run.comm.size}
         self._stamp({"kind": "step", **where, **ranks})
         try:
             os.kill(self._bench, 0)
@@ -88,9 +91,11 @@ class Inside(Callback):
         self._tell_losses(run)
 
     def _tell_losses(self, run: Run) -> None:
-        for loss in run.losses[self._losses :]:
-            self._stamp({**asdict(loss), "kind": "loss"})
-        self._losses = len(run.losses)
+        changes = sorted((*run.losses, *run.changes), key=lambda each: each.generation)
+        for change in changes[self._changes :]:
+            self._generation = change.generation
+            self._stamp({**asdict(change), "kind": "loss", "change": change.kind})
+        self._changes = len(changes)
 
     def _stamp(self, line: dict[str, object]) -> None:
         # One write: a rank that is killed leaves whole lines.
@@ -98,6 +103,9 @@ class Inside(Callback):
 
     def _on_raise(self, number: int, frame: FrameType | None) -> None:
         self._raises = True
+
+    def _on_hang(self, number: int, frame: FrameType | None) -> None:
+        self._hangs = True
 
     def _on_exit(self, number: int, frame: FrameType | None) -> None:
         os._exit(0)

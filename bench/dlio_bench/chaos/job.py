@@ -11,7 +11,7 @@ from typing import Final, Self
 
 from dlio_bench.chaos.leftovers import JOB, kill, processes_of, wait_until
 from dlio_bench.chaos.options import Options
-from dlio_bench.chaos.schedule import EXIT, RAISE, STACKS, Fault, Made
+from dlio_bench.chaos.schedule import EXIT, HANG, RAISE, STACKS, Fault, Made
 from dlio_bench.chaos.stamps import Stamps
 
 __all__ = ["Job", "train_argv"]
@@ -32,6 +32,8 @@ _SIGNALS: Final = {
     "raise": RAISE,
     "twice": signal.SIGKILL,
     "first": signal.SIGKILL,
+    "hang": HANG,
+    "leave": signal.SIGTERM,
 }
 _WITHOUT_CORES: Final = ("sh", "-c", 'ulimit -c 0; exec "$@"', "sh")
 """Runs a command whose crashes leave no files."""
@@ -137,8 +139,10 @@ class Job:
         return not self.hung
 
     def left(self) -> list[int]:
-        """Return the ranks that have begun and were not hurt, ascending."""
-        return [each.rank for each in self.stamps.ranks if each.rank not in self.hurt]
+        """Return the ranks that train and were not hurt, ascending."""
+        return [
+            each.rank for each in self.stamps.ranks if each.steps and each.rank not in self.hurt
+        ]
 
     def hurt_by(self, fault: Fault) -> Made | None:
         """Make a fault; None if a rank to hurt had ended before."""

@@ -25,6 +25,22 @@ class Options:
         ),
     ] = None
     ranks: Annotated[int, Option("Ranks of each job.", short="-n", least=2, most=6)] = 4
+    spares: Annotated[
+        int,
+        Option(
+            "Spares of each job, as for `dlio train --spares`: they replace the ranks that are "
+            "lost.",
+            least=0,
+            most=64,
+        ),
+    ] = 0
+    backend: Annotated[
+        str,
+        Option(
+            "How ranks communicate, as for `dlio train --backend`.",
+            choices=("auto", "mpi", "torch"),
+        ),
+    ] = "auto"
     kills: Annotated[int, Option("Number of faults to make.", least=1)] = 10
     every: Annotated[
         float,
@@ -45,7 +61,9 @@ class Options:
         Option(
             "Kinds of faults, separated by commas. kill: SIGKILL. stop: SIGSTOP. segv: a crash. "
             "exit: the process ends with code 0. raise: an exception of Python. twice: two ranks "
-            "are killed within 20 ms. first: rank 0 is killed.",
+            "are killed within 80 ms, so that the second is often lost while the others regroup. "
+            "first: the first rank is killed. hang: a rank computes for ever. leave: SIGTERM, on "
+            "which a rank leaves after its batch.",
             metavar="KINDS",
         ),
     ] = "kill"
@@ -140,6 +158,12 @@ class Options:
                 f"--exchange {self.exchange} does not go with --replay: its weights depend on when "
                 "messages arrive"
             )
+        if self.spares and self.replay:
+            raise UsageError(
+                "--spares does not go with --replay: a job that ranks joined cannot be replayed"
+            )
+        if self.spares and self.backend == "torch":
+            raise UsageError("--spares does not go with --backend torch")
         for kind in self.kinds:
             if kind not in KINDS:
                 raise UsageError(f"--faults {kind}: choose of {', '.join(KINDS)}")

@@ -6,16 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["EXIT", "KINDS", "RAISE", "STACKS", "Fault", "Made", "make_schedule"]
+__all__ = ["EXIT", "HANG", "KINDS", "RAISE", "STACKS", "Fault", "Made", "make_schedule"]
 
-KINDS: Final = ("kill", "stop", "segv", "exit", "raise", "twice", "first")
+KINDS: Final = ("kill", "stop", "segv", "exit", "raise", "twice", "first", "hang", "leave")
 RAISE: Final = signal.SIGUSR1
 """Signal on which a rank raises an exception before its next optimizer step."""
 EXIT: Final = signal.SIGUSR2
 """Signal on which a rank ends with code 0, wherever it is."""
+HANG: Final = signal.SIGRTMIN
+"""Signal on which a rank never comes to its next optimizer step, and computes."""
 STACKS: Final = signal.SIGQUIT
 """Signal on which a rank writes the stacks of its threads into its job's folder."""
-_TWICE_S: Final = 0.02
+_TWICE_S: Final = 0.08
 
 
 @dataclass(frozen=True, slots=True)

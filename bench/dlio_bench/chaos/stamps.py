@@ -7,7 +7,7 @@ monotonic clock, and a `kind`:
 |---|---|
 | `begin` | `rank`, `pid`, `step`: optimizer steps before the first one of this process |
 | `step` | a finished step: `epoch`, `step` (from 1), `generation`, `ranks` |
-| `loss` | the fields of `dlio.comm.recovery.Loss` |
+| `loss` | the fields of `dlio.comm.recovery.Loss`, of which `change` is the kind |
 | `end` | `peak_KiB`: largest resident memory |
 """
 
@@ -32,8 +32,10 @@ class StepStamp(TypedDict):
 
 
 class LossStamp(TypedDict):
-    """A loss that a rank has survived."""
+    """A loss that a rank has survived, or another change of the ranks."""
 
+    t: float
+    change: str
     ranks: list[int]
     generation: int
     seconds: float

@@ -22,6 +22,10 @@ __all__ = ["measure"]
 _POLL_S: Final = 0.01
 _IDLE: Final = 3
 """Processes in a row that make no step after which the bench gives up."""
+_REPLACED: Final = {
+    False: "Ranks are not replaced: the next job begins when too few are left.",
+    True: "Spares replace lost ranks; the next job begins when too few are left.",
+}
 
 
 class _Clock:
@@ -50,7 +54,8 @@ class _Clock:
 def measure(options: Options, source: str, folder: str) -> dict[str, object]:
     """Make all faults of the schedule in jobs that shrink and, with `--restart`, in others, too.
 
-    A job of n ranks takes n - 1 losses. Then it is left to finish, and the next one begins.
+    A job of n ranks and k spares takes n - 1 + k losses. Then it is left to finish, and the next
+    one begins.
 
     Returns figures by way of surviving, and what was left behind.
     """
@@ -63,8 +68,7 @@ def measure(options: Options, source: str, folder: str) -> dict[str, object]:
     result: dict[str, dict[str, object]] = {}
     said = [
         f"{options.ranks} ranks a job; {options.kills} fault(s), one in {options.every:g} s of "
-        f"steps; {samples:,} samples an epoch. Ranks are not replaced yet: the next job begins "
-        "when too few are left."
+        f"steps; {samples:,} samples an epoch. {_REPLACED[options.spares > 0]}"
     ]
     for mode in ("shrink", "restart") if options.restart else ("shrink",):
         faults = make_schedule(
@@ -103,7 +107,8 @@ def _job(
     while idle < _IDLE:
         own = os.path.join(folder, str(len(record.runs) + 1))
         if mode == "shrink":
-            more = ["--fault-tolerance", "shrink"]
+            more = ["--fault-tolerance", "shrink", "--backend", options.backend]
+            more += ["--spares", str(options.spares)] if options.spares else []
             more += ["--save", f"{own}/{WEIGHTS}"] if options.replay else []
         else:
             more = ["--checkpoint", os.path.join(folder, "checkpoints"), "--resume"]
@@ -136,12 +141,13 @@ def _reason(job: JobRecord) -> str:
 def _run(options: Options, argv: Sequence[str], folder: str, mode: str, clock: _Clock) -> RunRecord:
     """Run `dlio train` to its end; make faults meanwhile."""
     cache = os.path.join(os.path.dirname(os.path.dirname(folder)), "cache")
+    all_ranks = options.ranks + (options.spares if mode == "shrink" else 0)
     made: list[Made] = []
     with Job(argv, folder, cache, options.deadline) as job:
         while job.runs():
             takes = clock.faults[0].takes if clock.faults else 0
             spare = len(job.left()) > takes and (mode == "shrink" or not made)
-            begun = len(job.stamps.ranks) == options.ranks and job.stamps.stepping is not None
+            begun = len(job.stamps.ranks) == all_ranks and job.stamps.stepping is not None
             fault = clock.due(begun and spare)
             if fault is not None and (hurt := job.hurt_by(fault)) is not None:
                 made.append(hurt)

@@ -48,6 +48,10 @@ class Run(Protocol):
     def losses(self) -> Sequence[Loss]:
         """Losses of ranks since the run began (--fault-tolerance)."""
 
+    @property
+    def changes(self) -> Sequence[Loss]:
+        """Ranks that joined or left on purpose since the run began."""
+
     def reshaped(self, cuts: Sequence[Cut] = ()) -> None:
         """Adapt to cut tensors of the model. Call it on all ranks."""
 

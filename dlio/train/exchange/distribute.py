@@ -207,14 +207,13 @@ def distribute(
 
     Raises UsageError for an unknown exchange.
     """
-    parse_exchange(exchange)
-    broadcast_state(model, world())
     return connect(
         model,
         optimizer,
         exchange,
         seed=seed,
         pretend_nodes=pretend_nodes,
+        are_alike=False,
         follow_steps=follow_steps,
     )
 
@@ -226,10 +225,17 @@ def connect(
     *,
     seed: int,
     pretend_nodes: int | None,
+    are_alike: bool,
     follow_steps: bool,
 ) -> Distributed:
-    """Do as `distribute` for a model that is alike on all ranks, or soon will be. Collective."""
+    """Do as `distribute`. Collective.
+
+    Args:
+        are_alike: the ranks' models are alike, or soon will be: nobody gets rank 0's.
+    """
     spec, comm = parse_exchange(exchange), world()
+    if not are_alike:
+        broadcast_state(model, comm)
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     ranks = Distributed(spec, comm, seed, pretend_nodes, follow_steps)
     names = {parameter: name for name, parameter in model.named_parameters()}

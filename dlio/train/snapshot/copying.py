@@ -16,7 +16,7 @@ from typing import Final, TypedDict
 import torch
 
 from dlio.agent.snapshot import Slots
-from dlio.comm.recovery import Loss, uniform
+from dlio.comm.recovery import uniform
 from dlio.train.callbacks.base import Callback, Run
 from dlio.train.checkpoint.state import about, tensors_of
 from dlio.train.ledger import SampleLedger
@@ -26,7 +26,7 @@ from dlio.train.snapshot.saved import COMMON, MEMBER
 from dlio.train.worker import Worker
 from dlio.util.threads import Workers
 
-__all__ = ["Facts", "Snapshots", "changes_of", "turn_of", "write_slot"]
+__all__ = ["Facts", "Snapshots", "turn_of", "write_slot"]
 
 _SMALL: Final = 64 << 20
 """Bytes of a node's copy up to which each step is copied."""
@@ -63,12 +63,6 @@ def turn_of(updates: int, is_between: bool) -> int:
         is_between: True between two epochs.
     """
     return 2 * updates + is_between
-
-
-def changes_of(worker: Worker) -> list[Loss]:
-    """Return the ranks that have joined and left on purpose since the run began."""
-    now = () if worker.recovery is None else worker.recovery.changes
-    return [*worker.earlier_changes, *now]
 
 
 class Snapshots(Callback):
@@ -176,7 +170,7 @@ class Snapshots(Callback):
         slots = self._common
         losses = [asdict(loss) for loss in worker.losses]
         trace = 0 if self.ledger is None else self.ledger.written
-        changes = [asdict(change) for change in changes_of(worker)]
+        changes = [asdict(change) for change in worker.changes]
         state = {
             **about(worker),
             "losses": losses,

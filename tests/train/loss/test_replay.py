@@ -100,7 +100,7 @@ def test_one_rank_replays_its_trace_with_the_same_bits(
     ("change", "said"),
     [
         ({"ranks": 3}, "is of 3 ranks, and there are 1; start as many (-n)"),
-        ({"ranks": None}, "was written by an earlier version; trace the run again"),
+        ({"ranks": None}, "when ranks join, or was written by an earlier version"),
         ({"epoch": 1}, "has no epoch 0; give the trace of a whole run"),
         ({"step": 4}, "epoch 0 lacks step 0; see `dlio ledger`"),
         ({"rank": 5}, "rank(s) [5] came back after they had been lost, or joined"),

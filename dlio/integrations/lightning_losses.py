@@ -1,0 +1,221 @@
+"""Changes to a Lightning trainer that has to go on when ranks are lost.
+
+Lightning reads the numbers of ranks and the length of an epoch once, and counts on them. They are
+set anew here: the rank that prints and saves at once, the length where the loader deals what is
+left of the epoch, and the samplers of torch's loaders between two epochs.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol, TypeVar
+
+import torch
+from torch.utils.data import DistributedSampler
+
+from dlio.comm import Communicator
+from dlio.comm.nodes import find_nodes
+from dlio.comm.recovery import Recovery, Report
+from dlio.loader.dataloader import DataLoader
+from dlio.loader.dealing import DealtIterator
+
+__all__ = ["LightningLosses", "deals_itself"]
+
+_log = logging.getLogger("dlio")
+_T = TypeVar("_T")
+_FOLLOWS: Final = 8
+"""Beginnings and ends of steps after a loss by when all ranks deal to those that are left."""
+
+
+class _RankHolder(Protocol):
+    """Lightning's `rank_zero_only`."""
+
+    rank: int
+
+
+class LightningLosses:
+    """Brings one entry point of a trainer over losses. Closed by its owner.
+
+    Args:
+        recovery: of the ranks; None if the job ends with any rank, and nothing is done.
+        trainer: Lightning's trainer.
+        holder: has the number of this rank, by which Lightning prints and logs.
+        reset_epoch: Lightning's function that tells a loader's sampler its epoch.
+    """
+
+    def __init__(
+        self,
+        recovery: Recovery | None,
+        comm: Communicator,
+        trainer: Any,
+        holder: _RankHolder,
+        reset_epoch: Callable[[object, int], None],
+    ) -> None:
+        self._recovery, self._comm = recovery, comm
+        self._trainer, self._holder, self._reset_epoch = trainer, holder, reset_epoch
+        self._fit: Any = trainer.fit_loop
+        self._begun = 0
+        """Number of recoveries before this epoch."""
+        self._planned: tuple[float, float | None] = (0, None)
+        """Lightning's numbers of batches of an epoch, and until it validates, without a loss."""
+        self._paced = 0.0
+        """Batches of the first epoch: schedules of learning rates count on as many in each."""
+        self._followed = (0, 0)
+        """Number of the last recovery, and calls of `_follow` since then."""
+        if recovery is None:
+            return
+        self._told, self._begun = len(recovery.losses), recovery.number
+        self._dealt_to = recovery.membership.members
+        if not recovery.number:
+            nodes = find_nodes(comm)
+            names = [nodes.names[node] for node in nodes.node_of]
+            recovery.describe(names, lambda: (trainer.current_epoch, trainer.global_step))
+        self._part = recovery.add("lightning", self)
+        self._pace_schedules()
+
+    def tell(self) -> Report:
+        return {}
+
+    def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
+        self._holder.rank = comm.rank
+
+    def close(self) -> None:
+        """Take no part in later recoveries."""
+        if self._recovery is not None:
+            self._recovery.remove(self._part)
+            vars(self._fit.epoch_loop).pop("update_lr_schedulers", None)
+
+    def together(self, act: Callable[[], _T]) -> _T:
+        """Return `act()`; after a loss, when all that are left have done it. Collective."""
+        if self._recovery is None:
+            return act()
+        result = self._recovery.uniform(act)
+        self._say()
+        return result
+
+    def begin_epoch(self) -> None:
+        """Have the ranks that are left share the next epoch. Collective."""
+        if self._recovery is None:
+            return
+        membership, fit = self._recovery.membership, self._fit
+        self.together(self._comm.barrier)
+        if self._begun != self._recovery.number and self._planned[0]:
+            fit.max_batches, self._trainer.val_check_batch = self._planned
+        if self._dealt_to != membership.members:
+            self._dealt_to = membership.members
+            self._deal_torch_loaders()
+        self._begun = self._recovery.number
+        self._planned = fit.max_batches, self._trainer.val_check_batch
+        self._paced = self._paced or fit.max_batches
+
+    def begin_batch(self) -> None:
+        """Note that the next batch has been taken, and its step begins."""
+        if self._is_torn():
+            self._follow()
+
+    def end_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that an optimizer has made its step, or skipped it."""
+        if self._recovery is None:
+            return
+        self._say()
+        if not self._is_torn():
+            return
+        was_last = self._fit.epoch_loop.batch_progress.is_last_batch
+        self._follow()
+        goes_on = was_last and not self._fit.epoch_loop.batch_progress.is_last_batch
+        if goes_on and self._trainer.lightning_module.automatic_optimization:
+            optimizer.zero_grad()  # Lightning does so only where it begins to accumulate.
+
+    def _is_torn(self) -> bool:
+        """True if a rank was lost in this epoch."""
+        return self._recovery is not None and self._begun != self._recovery.number
+
+    def _follow(self) -> None:
+        """Have Lightning's epoch end where the loader's does."""
+        assert self._recovery is not None
+        fit, fetcher = self._fit, self._fit._data_fetcher
+        if self._followed[0] != self._recovery.number:
+            self._followed = (self._recovery.number, 0)
+        self._followed = (self._followed[0], self._followed[1] + 1)
+        iterators = getattr(fit._combined_loader._iterator, "iterators", [])
+        if len(iterators) != 1 or not isinstance(iterators[0], DealtIterator):
+            return
+        if fetcher.length is None or self._planned[0] < len(iterators[0]):
+            return  # `limit_train_batches` ends it before.
+        if self._followed[1] > _FOLLOWS and fetcher.fetched + 1 < fetcher.length:
+            return  # To count costs more the longer the epoch is.
+        coming = iterators[0].coming()
+        batches = fetcher.fetched + coming
+        if self._trainer.val_check_batch == fit.max_batches:
+            self._trainer.val_check_batch = batches
+        fetcher.length = fit.max_batches = batches
+        fetcher.done = fit.epoch_loop.batch_progress.is_last_batch = coming == 0
+
+    def _pace_schedules(self) -> None:
+        """Have no schedule of learning rates step more often than planned, which some refuse.
+
+        Epochs may have more batches after a loss. The rate stays as it is in those.
+        """
+        loop: Any = self._fit.epoch_loop
+        update = loop.update_lr_schedulers
+
+        def in_plan(interval: str, **options: Any) -> None:
+            beyond = self._trainer.max_steps < 0 and loop.batch_idx >= self._paced
+            if interval != "step" or not beyond:
+                update(interval, **options)
+
+        loop.update_lr_schedulers = in_plan
+
+    def _deal_torch_loaders(self) -> None:
+        """Have Lightning make its samplers anew for the ranks that are left."""
+        fit, validation = self._fit, self._fit.epoch_loop.val_loop
+        for loop in (fit, validation):
+            loaders = [] if loop._combined_loader is None else loop._combined_loader.flattened
+            for loader in loaders:
+                sampler = getattr(loader, "sampler", None)
+                if isinstance(sampler, DistributedSampler):
+                    _deal(sampler, self._comm)
+            if not all(map(deals_itself, loaders)):
+                loop._combined_loader = None  # It is made again, from the user's loaders.
+        if fit._combined_loader is None:
+            fit.setup_data()
+            made: Any = fit._combined_loader
+            for loader in made.flattened:
+                self._reset_epoch(loader, fit.epoch_progress.current.processed)
+
+    def _say(self) -> None:
+        """Say that ranks were lost; the lowest of those that are left says it."""
+        assert self._recovery is not None
+        losses, first = self._recovery.losses, self._told
+        self._told = len(losses)
+        if self._comm.rank or len(losses) == first:
+            return
+        for loss in losses[first:]:
+            _log.warning("%s", loss.sentence())
+        if self._trainer.evaluating or self._trainer.sanity_checking:
+            _log.warning("this evaluation may lack samples of the lost rank; the next one is whole")
+        loaders = self._fit._combined_loader
+        if not first and loaders is not None and not all(map(deals_itself, loaders.flattened)):
+            _log.warning(
+                "what a lost rank had left of an epoch is missing from it, as torch's loader has "
+                "dealt it; a dlio.DataLoader deals it again"
+            )
+
+
+def deals_itself(loader: object) -> bool:
+    """True for a loader of dlio's that shares its data among the ranks itself."""
+    return isinstance(loader, DataLoader) and not loader.follows_sampler
+
+
+def _deal(sampler: "DistributedSampler[Any]", comm: Communicator) -> None:
+    """Have a sampler share its data among the present ranks."""
+    epoch = sampler.epoch
+    DistributedSampler.__init__(
+        sampler,
+        sampler.dataset,
+        comm.size,
+        comm.rank,
+        sampler.shuffle,
+        sampler.seed,
+        sampler.drop_last,
+    )
+    sampler.set_epoch(epoch)

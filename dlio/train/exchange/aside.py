@@ -1,0 +1,25 @@
+"""Agreement on the distributor of a script: `dlio run`, or the script by Lightning's strategy."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+__all__ = ["set_aside", "when_aside"]
+
+_step_aside: Callable[[], None] | None = None
+
+
+@contextlib.contextmanager
+def when_aside(act: Callable[[], None]) -> Iterator[None]:
+    """Have `set_aside` call `act` inside the `with` block."""
+    global _step_aside
+    _step_aside = act
+    try:
+        yield
+    finally:
+        _step_aside = None
+
+
+def set_aside() -> None:
+    """Have `dlio run`, if it runs this script, leave the training to the script."""
+    if _step_aside is not None:
+        _step_aside()
