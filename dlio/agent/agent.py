@@ -3,20 +3,25 @@
     python -P -m dlio.agent.agent TOKEN
 
 The launcher starts it, through ssh or by itself, and talks to it over standard input and output,
-one JSON object per line. When standard input ends, whatever the reason, the agent kills the ranks,
-lets go of all that it keeps, and ends.
+one JSON object per line. When standard input ends, whatever the reason, or the launcher gives no
+sign of life, the agent kills the ranks, lets go of all that it keeps, and ends: beyond a cut of the
+network, the job goes on without this node.
 
 | the launcher sends | the agent answers |
 |---|---|
-| `environment`, `modules`, `folder` | `node`, at once: shims wait until the zygote is ready |
+| `environment`, `modules`, `folder`, `silence_s` | `node`, at once: shims wait for the zygote |
+| `beat`, twice a second | |
 | `start`: number, `environment` | |
+| `file`: name, `text` | |
 | `stop` | `stopped` with `done` and `newest` when no rank is left |
 
-Besides, it sends `beat` twice a second, and `done` with an exit code when a rank has left one.
+Besides, it sends `beat` twice a second, `ready` when the zygote is, `done` with an exit code when a
+rank has left one, and `paused` with a time when ranks have said that all of them have.
 """
 
 import contextlib
 import json
+import math
 import os
 import selectors
 import shutil
@@ -28,14 +33,24 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final
 
-from dlio.agent.places import KEEPER, STATE, ZYGOTE, folder_name, listen, pack, receive_exactly
+from dlio.agent.places import (
+    BEAT_S,
+    KEEPER,
+    PAUSED,
+    STATE,
+    ZYGOTE,
+    folder_name,
+    listen,
+    pack,
+    receive_exactly,
+)
 from dlio.agent.snapshot import newest_turn
+from dlio.util.files import write_whole
 from dlio.util.settings import AGENT, DONE, LAUNCHER
 from dlio.util.shared import SharedFolder
 
 __all__ = ["Agent", "main"]
 
-_BEAT_S: Final = 0.5
 _LOOK_S: Final = 0.05
 _TIMEOUT_S: Final = 5.0
 _MOST_KEPT: Final = 8
@@ -74,13 +89,18 @@ class Agent:
         self._zygotes = 0
         self._is_ready = self._stopping = False
         self._done: int | None = None
+        self._paused: float | None = None
+        self._files: set[str] = set()
+        """Files that the launcher has asked for in this start."""
         self._line = b""
+        self._heard_of, self._silence_s = time.monotonic(), math.inf
+        """When the launcher gave its last sign of life, and for how long there may be none."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(orders, selectors.EVENT_READ)
         self._selector.register(self._keeper, selectors.EVENT_READ)
 
     def run(self) -> None:
-        """Serve until the launcher is gone."""
+        """Serve until the launcher is gone, or silent."""
         beat = 0.0
         try:
             while True:
@@ -91,8 +111,11 @@ class Agent:
                         self._heard()
                     elif not self._read():
                         return
+                # After the selector: if this process was stopped, there are signs to read.
+                if time.monotonic() - self._heard_of > self._silence_s:
+                    return
                 self._look_for_end()
-                if time.monotonic() - beat >= _BEAT_S:
+                if time.monotonic() - beat >= BEAT_S:
                     beat = time.monotonic()
                     self._answer({"beat": self._start})
         except BrokenPipeError:
@@ -123,6 +146,7 @@ class Agent:
         piece = os.read(self._orders, 1 << 16)
         if not piece or len(self._line) > _LARGEST_LINE:
             return False
+        self._heard_of = time.monotonic()
         *lines, self._line = (self._line + piece).split(b"\n")
         for line in lines:
             self._obey(json.loads(line))
@@ -131,18 +155,27 @@ class Agent:
     def _obey(self, order: Mapping[str, Any]) -> None:
         if "modules" in order:
             self._environment, self._modules = order["environment"], order["modules"]
+            self._silence_s = order["silence_s"]
             with contextlib.suppress(OSError):
                 os.chdir(order["folder"])
             self._answer({"node": self._node})
             self._spawn()
+        elif "beat" in order:
+            pass
         elif "start" in order:
             self._begin(order["start"], order["environment"])
+        elif "file" in order:
+            self._write(order["file"], order["text"])
         else:
             self._stop()
 
     def _begin(self, start: int, environment: Mapping[str, str]) -> None:
         """Let the zygote fork the ranks of a start."""
-        self._start, self._done = start, None
+        for name in self._files:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(self._folder, name))
+        self._files = set()
+        self._start, self._done, self._paused = start, None, None
         memory = os.path.join(self._folder, f"mpi-{start}")
         os.mkdir(memory, 0o700)
         own = {
@@ -156,6 +189,12 @@ class Agent:
             "environment": {**self._environment, **environment, **own},
         }
         self._order(self._started)
+
+    def _write(self, name: str, text: str) -> None:
+        """Write a file for the ranks of this start, whole or not at all."""
+        name = os.path.basename(name)
+        self._files.add(name)
+        write_whole(os.path.join(self._folder, name), lambda file: file.write(text.encode()))
 
     def _stop(self) -> None:
         """Kill the ranks; answers when they are gone."""
@@ -219,6 +258,7 @@ class Agent:
             return
         if "ready" in message:
             self._is_ready = True
+            self._answer({"ready": True})
         elif self._stopping:
             self._stopped()
 
@@ -252,6 +292,12 @@ class Agent:
                 with open(self._done_file(), encoding="ascii") as file:
                     self._done = int(file.read())
                 self._answer({"done": self._done, "start": self._start})
+        if self._paused is None and self._start >= 0:
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                name = os.path.join(self._folder, f"{PAUSED}{self._start}")
+                with open(name, encoding="ascii") as file:
+                    self._paused = float(file.read())
+                self._answer({"paused": self._paused, "start": self._start})
 
     def _answer(self, message: Mapping[str, object]) -> None:
         data = json.dumps(message).encode() + b"\n"

@@ -5,7 +5,8 @@
         keeper          socket that takes locks which outlive ranks
         done-<start>    exit code that ranks leave at their end
         mpi-<start>/    shared memory of Open MPI
-        state/          snapshots
+        paused-<start>  time when all ranks had paused, to be started again among others
+    state/          snapshots
 
 Node names are part of the folder's name: nodes may be pretended on one machine.
 """
@@ -23,7 +24,9 @@ from dlio.errors import TierError
 from dlio.util.shared import SHARED_MEMORY, user_folder
 
 __all__ = [
+    "BEAT_S",
     "KEEPER",
+    "PAUSED",
     "STATE",
     "ZYGOTE",
     "Message",
@@ -37,6 +40,10 @@ __all__ = [
 
 ZYGOTE: Final = "zygote"
 KEEPER: Final = "keeper"
+BEAT_S: Final = 0.5
+"""Seconds between two signs of life of an agent, and of the launcher."""
+PAUSED: Final = "paused-"
+"""Beginning of a file's name; the number of the start follows."""
 STATE: Final = "state"
 Message: TypeAlias = dict[str, Any]
 """A message between processes of one job, as JSON."""

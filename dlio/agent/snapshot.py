@@ -34,7 +34,8 @@ class Stored:
     turn: int
     text: bytes
     data: memoryview
-    """Stays readable when the slot is written again, with other contents."""
+    """Stays readable when the slot is written again, by the same writer with other contents. What
+    a reader writes to it is its own."""
 
 
 class Slots:
@@ -49,7 +50,8 @@ class Slots:
         self._paths = [os.path.join(folder, f"{writer}.{slot}") for slot in (0, 1)]
         self._maps: list[mmap.mmap | None] = [None, None]
         self._next = 0
-        turns = [each.turn if each is not None else -1 for each in map(_read, self._paths)]
+        slots = [_read(path, check=False) for path in self._paths]
+        turns = [each.turn if each is not None else -1 for each in slots]
         if turns[0] > turns[1]:
             self._next = 1
 
@@ -115,9 +117,13 @@ class Slots:
         return memory
 
 
-def stored(folder: str, writer: str) -> list[Stored]:
-    """Return a writer's whole slots, the newest first."""
-    slots = [_read(os.path.join(folder, f"{writer}.{slot}"), check=True) for slot in (0, 1)]
+def stored(folder: str, writer: str, check: bool = True) -> list[Stored]:
+    """Return a writer's whole slots, the newest first.
+
+    Args:
+        check: compare checksums; False where another process has.
+    """
+    slots = [_read(os.path.join(folder, f"{writer}.{slot}"), check) for slot in (0, 1)]
     return sorted((each for each in slots if each is not None), key=lambda each: -each.turn)
 
 
@@ -130,18 +136,18 @@ def writers(folder: str) -> list[str]:
 def newest_turn(folder: str) -> int:
     """Return the newest turn of any writer, without checking the data; -1 if there is none."""
     names = [name for name in os.listdir(folder) if name[-2:] in (".0", ".1")]
-    slots = [_read(os.path.join(folder, name)) for name in names]
+    slots = [_read(os.path.join(folder, name), check=False) for name in names]
     return max((slot.turn for slot in slots if slot is not None), default=-1)
 
 
-def _read(path: str, check: bool = False) -> Stored | None:
+def _read(path: str, check: bool) -> Stored | None:
     """Return a slot; None if it is not whole."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return None
     try:
-        memory = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+        memory = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
     except (OSError, ValueError):
         return None
     finally:

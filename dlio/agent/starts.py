@@ -15,14 +15,18 @@ _MOST_IDLE: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """An end of all ranks, after which those that are left were started again."""
+    """An end of all ranks, after which they were started again: those that were left, or others."""
 
     ranks: tuple[int, ...]
-    """Numbers of the ranks that are gone for good; none if all could be started again."""
+    """Numbers of the ranks that are gone for good, or have joined; none if the same ranks were
+    started again."""
     nodes: tuple[str, ...]
     """Node of each of them."""
     noticed: float
-    """Time when the launcher learned of it, in seconds since the epoch."""
+    """Time when the launcher learned of it, or when all ranks had paused, in seconds since the
+    epoch."""
+    kind: str = "restart"
+    """`restart`; `joined`: ranks of other nodes; `left`: nodes on purpose. See `Loss.kind`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,8 @@ class Start:
     ranks: tuple[int, ...]
     """Number of each rank of this start when the job began."""
     incidents: tuple[Incident, ...] = ()
+    launched: float = 0.0
+    """Time when the launcher started mpirun, in seconds since the epoch."""
 
     def to_json(self) -> str:
         """Return the record as text; see `start_of`."""
@@ -51,7 +57,7 @@ def start_of(environment: Mapping[str, str] = os.environ) -> Start | None:
         return None
     fields = json.loads(text)
     incidents = tuple(
-        Incident(tuple(each["ranks"]), tuple(each["nodes"]), each["noticed"])
+        Incident(tuple(each["ranks"]), tuple(each["nodes"]), each["noticed"], each["kind"])
         for each in fields["incidents"]
     )
     return Start(**{**fields, "ranks": tuple(fields["ranks"]), "incidents": incidents})

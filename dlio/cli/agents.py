@@ -9,21 +9,23 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Self
 
+from dlio.agent.places import BEAT_S
 from dlio.errors import UsageError
 from dlio.util.settings import settings
+from dlio.util.threads import Workers
 
-__all__ = ["Agents", "remote_shell"]
+__all__ = ["Agents", "no_agent", "remote_shell"]
 
 _READY_TIMEOUT_S: Final = 60.0
 _STOP_TIMEOUT_S: Final = 5.0
 _END_TIMEOUT_S: Final = 15.0
-_SILENT_S: Final = 10.0
-"""Seconds without a beat after which a node is lost: an agent sends two a second."""
 _LOOK_S: Final = 0.2
+_BEAT: Final = b'{"beat": true}\n'
 _OF_HOST: Final = ("SSH_", "HOSTNAME", "DISPLAY", "XDG_", "PMIX_", "PRTE_", "PMI_", "_", "PWD")
 """Beginnings of variables that mean something on the launcher's host alone."""
 
@@ -45,16 +47,33 @@ class _Agent:
         """Name that the node has for itself; None until its agent has answered."""
         self.stopped: dict[str, Any] | None = None
         """Its answer to the last order to stop."""
+        self.ready = False
+        """True if it can fork ranks."""
         self.done: int | None = None
         """Exit code that its ranks have left in this start."""
+        self.paused: float | None = None
+        """When all ranks of this start had paused."""
         self.heard = time.monotonic()
         self._line = b""
+        self._lock = threading.Lock()
+        """Of its input: signs of life are sent by a thread."""
 
     def order(self, order: Mapping[str, object]) -> None:
         """Send an order. If the agent is gone, its end is seen next."""
-        with contextlib.suppress(OSError):
+        with self._lock, contextlib.suppress(OSError, ValueError):
             self._orders.write(json.dumps(order).encode() + b"\n")
             self._orders.flush()
+
+    def beat(self) -> None:
+        """Send a sign of life, unless an order is being sent."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._orders.write(_BEAT)
+                self._orders.flush()
+            except (OSError, ValueError):
+                pass  # It is gone, which is seen next.
+            finally:
+                self._lock.release()
 
     def read(self) -> bool:
         """Take its answers; False if it is gone."""
@@ -70,6 +89,10 @@ class _Agent:
             answer = json.loads(line)
             if "node" in answer:
                 self.name = answer["node"]
+            elif "ready" in answer:
+                self.ready = True
+            elif "paused" in answer:
+                self.paused = answer["paused"]
             elif "stopped" in answer:
                 self.stopped = answer
                 self.done = answer["done"] if self.done is None else self.done
@@ -113,14 +136,24 @@ class Agents:
         self.lost: list[str] = []
         """Nodes whose agents are gone."""
         self._agents: dict[str, _Agent] = {}
+        self._dismissed: list[_Agent] = []
+        self._joining: dict[str, tuple[_Agent, float]] = {}
+        """Agents that are not ready, with the times when they were started."""
         self._selector = selectors.DefaultSelector()
         passed = {k: v for k, v in environment.items() if not k.startswith(_OF_HOST)}
-        hello = {"environment": passed, "modules": list(modules), "folder": os.getcwd()}
+        self._hello: dict[str, object] = {
+            "environment": passed,
+            "modules": list(modules),
+            "folder": os.getcwd(),
+            "silence_s": settings().node_timeout_s,
+        }
+        self._silence_s = settings().node_timeout_s
+        self._token = token
+        self._beating = Workers("dlio-agents-beat", lambda _: self._beat())
+        self._beating.start()
         try:
             for node in nodes:
-                agent = self._agents[node] = _Agent(node, _command(node, token))
-                self._selector.register(agent.answers, selectors.EVENT_READ, agent)
-                agent.order(hello)
+                self._agents[node] = self._started(node)
             self._await_names()
         except BaseException:
             self.close()
@@ -143,11 +176,53 @@ class Agents:
         codes = [agent.done for agent in self._agents.values() if agent.done is not None]
         return max(codes, default=None)
 
+    @property
+    def paused(self) -> float | None:
+        """Time when all ranks of this start had paused; None while they train."""
+        return next((a.paused for a in self._agents.values() if a.paused is not None), None)
+
+    def pause(self) -> None:
+        """Have all ranks pause between the same two batches; see `paused`."""
+        from dlio.comm.standing import Wanted
+        from dlio.comm.wanted import WANTED, wanted_text
+
+        for node in self.living:
+            self._agents[node].order({"file": WANTED, "text": wanted_text(Wanted(1, 0), 0)})
+
+    def prepare(self, node: str) -> None:
+        """Start the agent of a node that is to join; see `prepared`."""
+        self._joining[node] = (self._started(node), time.monotonic())
+
+    def prepared(self, node: str) -> bool | None:
+        """Return whether a node can join: True if its zygote is ready, False if its agent does not
+        start, None if that is open."""
+        if node not in self._joining:
+            return False
+        agent, since = self._joining[node]
+        if not agent.ready and time.monotonic() > since + _READY_TIMEOUT_S:
+            self.dismiss(node)
+            return False
+        return agent.ready or None
+
+    def admit(self, node: str) -> None:
+        """Take in a node that is prepared, behind the others."""
+        if node in self.lost:
+            self.lost.remove(node)
+            self._agents.pop(node).end(_STOP_TIMEOUT_S)
+        self._agents[node] = self._joining.pop(node)[0]
+
+    def dismiss(self, node: str) -> None:
+        """End the agent of a node, which is not lost."""
+        agent = self._joining.pop(node)[0] if node in self._joining else self._agents.pop(node)
+        self._selector.unregister(agent.answers)
+        agent.close()
+        self._dismissed.append(agent)
+
     def start(self, number: int, environment: Mapping[str, str]) -> None:
         """Have the zygotes fork the ranks of a start."""
         for node in self.living:
             agent = self._agents[node]
-            agent.stopped = agent.done = None
+            agent.stopped = agent.done = agent.paused = None
             agent.order({"start": number, "environment": environment})
 
     def stop(self) -> int:
@@ -186,18 +261,34 @@ class Agents:
             if process is not None:
                 self._selector.unregister(process)
         for node in self.living:
-            if time.monotonic() - self._agents[node].heard > _SILENT_S:
+            # Longer than the agent waits: it has killed its ranks before others start.
+            if time.monotonic() - self._agents[node].heard > self._silence_s + 2 * BEAT_S:
                 self._lose(self._agents[node])
         return ended
 
     def close(self) -> None:
         """End the agents, and with them all that they have started."""
+        self._beating.close()
+        for node in list(self._joining):
+            self.dismiss(node)
         for agent in self._agents.values():
             agent.close()
         deadline = time.monotonic() + _END_TIMEOUT_S
-        for agent in self._agents.values():
+        for agent in (*self._agents.values(), *self._dismissed):
             agent.end(max(0.0, deadline - time.monotonic()))
         self._selector.close()
+
+    def _beat(self) -> None:
+        while not self._beating.stopping.wait(BEAT_S):
+            joining = [agent for agent, _ in list(self._joining.values())]
+            for agent in (*list(self._agents.values()), *joining):
+                agent.beat()
+
+    def _started(self, node: str) -> _Agent:
+        agent = _Agent(node, _command(node, self._token))
+        self._selector.register(agent.answers, selectors.EVENT_READ, agent)
+        agent.order(self._hello)
+        return agent
 
     def _await_names(self) -> None:
         deadline = time.monotonic() + _READY_TIMEOUT_S
@@ -207,13 +298,12 @@ class Agents:
             silent = [n for n, each in self._agents.items() if each.name is None]
             bad = self.lost or (silent if late else [])
             if bad:
-                shell = " ".join(remote_shell())
-                raise UsageError(
-                    f"--nodes: no agent starts on {bad[0]}: check `{shell} {bad[0]} "
-                    f"{sys.executable} -V`, which has to work without a password"
-                )
+                raise UsageError(f"--nodes: {no_agent(bad[0])}")
 
     def _lose(self, agent: _Agent) -> None:
+        if self._joining.get(agent.node, (None,))[0] is agent:
+            self.dismiss(agent.node)
+            return
         if agent.node in self.lost:
             return
         self.lost.append(agent.node)
@@ -222,6 +312,15 @@ class Agents:
         # Its remote shell would wait for a node that does not answer.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(agent.process.pid, signal.SIGKILL)
+
+
+def no_agent(node: str) -> str:
+    """Return what to say of a node on which no agent starts."""
+    shell = " ".join(remote_shell())
+    return (
+        f"no agent starts on {node}: check `{shell} {node} {sys.executable} -V`, which has to work "
+        "without a password"
+    )
 
 
 def remote_shell() -> list[str]:

@@ -13,7 +13,6 @@ import contextlib
 import os
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -29,16 +28,17 @@ from dlio.agent.places import job_folder
 from dlio.agent.starts import Incident, Patience, Start, living, spread
 from dlio.cli import launch
 from dlio.cli.agents import Agents, remote_shell
+from dlio.cli.growth import Growth
+from dlio.cli.mpirun import Mpirun
+from dlio.cli.node_requests import NodeRequests
+from dlio.cli.resize import PREFIX
 from dlio.util.cores import available_cores
 from dlio.util.settings import DONE, LAUNCHER, MIN_RANKS, START, TERMINAL
-from dlio.util.threads import Workers
 
 __all__ = ["Job", "run"]
 
 _KILLED: Final = 1
 _FEW: Final = 2
-_MPIRUN_TIMEOUT_S: Final = 1.0
-_STDERR_TIMEOUT_S: Final = 10.0
 _MODULES: Final = (
     "numpy",
     "torch",
@@ -101,10 +101,16 @@ def run(job: Job) -> int:
             readers = {entry.module for entry in entry_points(group="dlio.readers")}
             modules = [*_MODULES, *sorted(readers)]
             agents = stack.enter_context(Agents(job.nodes, token, environment, modules))
-            code = _Starts(job, mpirun, token, environment, agents, "").run()
+            requests = None
+            if job.survives:
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=PREFIX))
+                requests = NodeRequests(folder, job.nodes)
+                name = os.path.basename(folder).removeprefix(PREFIX)
+                print(f"job {name}: `dlio join {name} --nodes d` takes in a node d", flush=True)
+            code = _Starts(job, mpirun, token, environment, agents, "", requests).run()
         else:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dlio-job-"))
-            code = _Starts(job, mpirun, token, environment, None, folder).run()
+            code = _Starts(job, mpirun, token, environment, None, folder, None).run()
     return code
 
 
@@ -113,6 +119,7 @@ class _Starts:
 
     Args:
         folder: for the file that ranks leave at their end; empty with agents.
+        requests: for other nodes; None where ranks cannot pause for that.
     """
 
     def __init__(
@@ -123,35 +130,74 @@ class _Starts:
         environment: dict[str, str],
         agents: Agents | None,
         folder: str,
+        requests: NodeRequests | None,
     ) -> None:
-        self._job, self._mpirun, self._token = job, mpirun, token
+        self._job, self._program, self._token = job, mpirun, token
         self._environment, self._agents, self._folder = environment, agents, folder
         self._placed = spread(job.ranks, job.nodes or ("",))
         self._ranks = living(self._placed, ())
         self._incidents: list[Incident] = []
         self._patience = Patience()
         self._noticed = 0.0
+        self._next_rank = job.ranks
+        self._per_node = max(len(ranks) for ranks in self._placed.values())
+        self._growth = None
+        if requests is not None and agents is not None:
+            self._growth = Growth(agents, requests, self._per_node, job.min_ranks)
+        self._mpiruns: list[Mpirun] = []
+        """Of all starts: with agents, one may be ending while the next begins."""
 
     def run(self) -> int:
         """Start ranks until they have reached their end; returns the exit code."""
+        try:
+            return self._run()
+        finally:
+            for each in self._mpiruns:
+                each.close()
+
+    def _run(self) -> int:
         number = 0
         while True:
             before = self._ranks
             code, turn = self._start(number)
             if code is not None:
                 return code
-            noticed = self._noticed
             self._ranks = living(self._placed, self._lost())
             gone = [rank for rank in before if rank not in self._ranks]
-            node_of = {rank: node for node, ranks in self._placed.items() for rank in ranks}
-            self._incidents.append(
-                Incident(tuple(gone), tuple(node_of[rank] for rank in gone), noticed)
-            )
-            if reason := self._reason_to_end(turn):
+            is_planned = self._growth is not None and self._growth.has_paused
+            if gone or not is_planned:
+                self._note("restart", gone)
+            self._change()
+            if not is_planned and (reason := self._reason_to_end(turn)):
                 sys.stderr.write(f"dlio: error: {reason}\n")
                 sys.stderr.flush()
                 return _FEW
             number += 1
+
+    def _note(self, kind: str, ranks: Sequence[int]) -> None:
+        node_of = {rank: node for node, placed in self._placed.items() for rank in placed}
+        nodes = tuple(node_of[rank] for rank in ranks)
+        self._incidents.append(Incident(tuple(ranks), nodes, self._noticed, kind))
+
+    def _change(self) -> None:
+        """Take in the nodes that are to join, and leave out those that leave."""
+        change = None if self._growth is None else self._growth.apply()
+        if change is None:
+            return
+        left = [rank for node in change.left for rank in self._placed[node]]
+        if left:
+            self._note("left", left)
+        for node in change.left:
+            del self._placed[node]
+        joined: list[int] = []
+        for node in change.joined:
+            self._placed.pop(node, None)  # Ranks that come back get numbers of their own.
+            ranks = tuple(range(self._next_rank, self._next_rank + self._per_node))
+            self._placed[node], self._next_rank = ranks, self._next_rank + self._per_node
+            joined += ranks
+        if joined:
+            self._note("joined", joined)
+        self._ranks = living(self._placed, self._lost())
 
     def _reason_to_end(self, turn: int) -> str:
         """Return the reason why ranks are not started again; empty if they are."""
@@ -176,7 +222,14 @@ class _Starts:
     def _start(self, number: int) -> tuple[int | None, int]:
         """Run mpirun; return the exit code if the job is over, and the newest snapshot's turn."""
         job = self._job
-        record = Start(number, self._token, job.ranks, self._ranks, tuple(self._incidents))
+        record = Start(
+            number,
+            self._token,
+            job.ranks,
+            self._ranks,
+            tuple(self._incidents),
+            launched=time.time(),
+        )
         own = {START: record.to_json()}
         done_file = os.path.join(self._folder, f"done-{number}")
         if self._agents is None:
@@ -184,29 +237,21 @@ class _Starts:
         else:
             self._agents.start(number, own)
         command = self._command(number)
-        process = launch.started(command, {**self._environment, **own}, None)
-        assert process.stderr is not None
-        errors, sorter = process.stderr, launch.ErrorFilter(survives=True)
-        relay = Workers(
-            "dlio-stderr",
-            lambda _: launch.relay_lines(errors, sys.stderr, sorter),
-            stop_timeout_s=_STDERR_TIMEOUT_S,
-        ).start()
+        mpirun = Mpirun(command, {**self._environment, **own})
+        self._mpiruns.append(mpirun)
         try:
-            code = self._watch(process, done_file)
+            code = self._watch(mpirun.process, done_file)
             turn = -1
             if self._agents is not None:
                 turn = self._agents.stop()
                 code = self._agents.done
-            _end(process)
-            return code, turn
         except BaseException as error:
-            sorter.interrupted = isinstance(error, KeyboardInterrupt)
-            launch.end(process)
+            mpirun.interrupt(isinstance(error, KeyboardInterrupt))
             raise
-        finally:
-            if not relay.close():
-                errors.close()
+        mpirun.end()
+        if self._agents is None:
+            mpirun.close()  # It takes its ranks along.
+        return code, turn
 
     def _watch(self, process: subprocess.Popen[str], done_file: str) -> int | None:
         """Return when mpirun has ended, when a rank has failed or a node is lost.
@@ -223,8 +268,11 @@ class _Starts:
                     ended, code = process.poll() is not None, launch.code_of(done_file)
                 else:
                     ended, code = self._agents.look(watch), self._agents.done
-                if ended or code or len(self._lost()) > lost:
-                    self._noticed = time.time()
+                paused = None
+                if self._growth is not None:
+                    paused = self._growth.attend(self._placed)
+                if ended or code or paused is not None or len(self._lost()) > lost:
+                    self._noticed = time.time() if paused is None else paused
                     return launch.code_of(done_file) if self._agents is None else code
         finally:
             os.close(watch)
@@ -247,7 +295,7 @@ class _Starts:
             shim = os.path.abspath(dlio.agent.shim.__file__)
             folder = job_folder(self._token, "{node}")
             rank = [sys.executable, "-I", "-S", shim, folder, str(number), job.module]
-        return [self._mpirun, *options, "-n", str(len(self._ranks)), *rank, *job.argv]
+        return [self._program, *options, "-n", str(len(self._ranks)), *rank, *job.argv]
 
 
 def _environment(job: Job) -> dict[str, str]:
@@ -265,17 +313,6 @@ def _environment(job: Job) -> dict[str, str]:
     if job.survives:
         full = {**launch.SURVIVING_ENVIRONMENT, **full, MIN_RANKS: str(job.min_ranks)}
     return {**full, **job.environment}
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """End an mpirun whose ranks are gone; it is not waited for long."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_MPIRUN_TIMEOUT_S)
-            return
-    process.wait()
 
 
 def _remove(paths: Sequence[str]) -> None:

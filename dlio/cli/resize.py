@@ -5,12 +5,14 @@ import tempfile
 from dataclasses import dataclass
 from typing import Annotated, Final
 
+from dlio.cli.node_requests import read_request, request_nodes
 from dlio.errors import UsageError
 from dlio.util.options import Option, check
 
-__all__ = ["Change", "begin_job", "join", "leave"]
+__all__ = ["PREFIX", "Change", "begin_job", "join", "leave"]
 
-_PREFIX: Final = "dlio-job-"
+PREFIX: Final = "dlio-job-"
+"""Beginning of the name of a job's temporary folder; the job's name follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,20 +27,35 @@ class Change:
             metavar="JOB",
         ),
     ]
-    ranks: Annotated[int, Option("Number of ranks.", short="-n", least=1)] = 1
+    ranks: Annotated[
+        int | None, Option("Number of ranks.", short="-n", least=1, default_text="1")
+    ] = None
+    nodes: Annotated[
+        str | None,
+        Option(
+            "Nodes of a job that was started with --nodes: names with commas between them.",
+            metavar="NAMES",
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         check(self)
 
 
 def join(change: Change) -> None:
-    """Have spare ranks of a job train with the others, from the next batch on."""
-    _ask(change.job, change.ranks)
+    """Have spare ranks of a job, or other nodes, train with the others, from the next batch on."""
+    if change.nodes is None:
+        _ask(change.job, change.ranks or 1)
+    else:
+        _ask_for_nodes(change, change.nodes, joins=True)
 
 
 def leave(change: Change) -> None:
-    """Have the last ranks of a job end after their batch; the others go on."""
-    _ask(change.job, -change.ranks)
+    """Have the last ranks of a job, or some nodes, end after their batch; the others go on."""
+    if change.nodes is None:
+        _ask(change.job, -(change.ranks or 1))
+    else:
+        _ask_for_nodes(change, change.nodes, joins=False)
 
 
 def begin_job(folder: str, ranks: int, spares: int) -> str:
@@ -47,7 +64,7 @@ def begin_job(folder: str, ranks: int, spares: int) -> str:
     from dlio.comm.wanted import write_wanted
 
     write_wanted(folder, Wanted(0, ranks), ranks + spares)
-    return os.path.basename(folder).removeprefix(_PREFIX)
+    return os.path.basename(folder).removeprefix(PREFIX)
 
 
 def _ask(job: str, more: int) -> None:
@@ -55,17 +72,12 @@ def _ask(job: str, more: int) -> None:
     from dlio.comm.standing import Wanted
     from dlio.comm.wanted import read_wanted, write_wanted
 
-    folder = os.path.join(tempfile.gettempdir(), _PREFIX + os.path.basename(job))
-    try:
-        is_ours = os.lstat(folder).st_uid == os.geteuid()
-    except OSError:
-        is_ours = False
-    read = read_wanted(folder) if is_ours else None
+    folder = _folder_of(job)
+    if read_request(folder) is not None:
+        raise UsageError(f"{job} runs on several nodes: name those that join or leave by --nodes")
+    read = read_wanted(folder)
     if read is None:
-        raise UsageError(
-            f"{job}: not a job of yours that runs here; `dlio train --fault-tolerance "
-            "shrink --spares 1` prints the job's name"
-        )
+        raise _unknown(job)
     wanted, most = read
     ranks = wanted.ranks + more
     if not 1 <= ranks <= most:
@@ -75,3 +87,30 @@ def _ask(job: str, more: int) -> None:
         )
     write_wanted(folder, Wanted(wanted.request + 1, ranks), most)
     print(f"{job} is asked to have {ranks} ranks, after {wanted.ranks}")
+
+
+def _ask_for_nodes(change: Change, names: str, joins: bool) -> None:
+    """Raises UsageError if the job cannot have other nodes, or not these."""
+    if change.ranks is not None:
+        raise UsageError("-n does not go with --nodes: a node has as many ranks as the others")
+    asked = request_nodes(_folder_of(change.job), change.job, names, joins)
+    what = "join" if joins else "leave"
+    print(f"{names} {what} {change.job} after the batch under way: {', '.join(asked.nodes)} go on")
+
+
+def _folder_of(job: str) -> str:
+    """Return the folder of a job of this user. Raises UsageError if there is none."""
+    folder = os.path.join(tempfile.gettempdir(), PREFIX + os.path.basename(job))
+    try:
+        if os.lstat(folder).st_uid == os.geteuid():
+            return folder
+    except OSError:
+        pass
+    raise _unknown(job)
+
+
+def _unknown(job: str) -> UsageError:
+    return UsageError(
+        f"{job}: not a job of yours that runs here; `dlio train --fault-tolerance shrink` with "
+        "--spares 1 or --nodes prints the job's name"
+    )

@@ -25,7 +25,7 @@ from typing import Protocol, runtime_checkable
 
 from dlio.comm.protocol import Buffer, Communicator, Json, Request
 
-__all__ = ["AllLeave", "Elastic", "Membership", "Messages", "RankLeft", "messages_of"]
+__all__ = ["AllLeave", "AllPause", "Elastic", "Membership", "Messages", "RankLeft", "messages_of"]
 
 
 class RankLeft(Exception):
@@ -34,6 +34,10 @@ class RankLeft(Exception):
 
 class AllLeave(Exception):
     """All ranks of the job leave on purpose, between the same two batches."""
+
+
+class AllPause(AllLeave):
+    """All ranks are about to be started again, among others."""
 
 
 class Messages(Protocol):
@@ -114,6 +118,8 @@ class Elastic(Protocol):
     """Time of the monotonic clock at which this rank leaves; infinite for never."""
     ends: bool
     """True if all members leave at the next meeting: nobody goes on."""
+    pauses: bool
+    """True if they do so to be started again, among others."""
 
     @property
     def asked(self) -> bool:

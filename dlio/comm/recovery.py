@@ -10,12 +10,12 @@ What is promised: docs/guides/fault-tolerance.md.
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, TypeAlias, TypeVar, runtime_checkable
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from dlio.comm import Communicator
-from dlio.comm.membership import AllLeave, Elastic, Membership, RankLeft
+from dlio.comm.membership import AllLeave, AllPause, Elastic, Membership, RankLeft
 from dlio.errors import CommError, PeerLost, UsageError
 
 __all__ = [
@@ -103,9 +103,15 @@ class Loss:
     """Samples dealt to the lost ranks that came again at the end of the epoch."""
     kind: str = "lost"
     """`lost`; `joined`: spares that train from then on; `left`: ranks that ended on purpose;
-    `restart`: all ended, as when a whole node is lost, and those that are left began again."""
+    `restart`: all ended, as when a whole node is lost, and those that are left began again. Where
+    nodes joined or left, all paused and began again, and there are `phases`."""
     steps_again: int = 0
     """Optimizer steps that were made twice, as far as the ranks that are left know."""
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds by phase where all ranks were started again: `stop` until the old ones were gone,
+    `start` until the new ones ran, `meet` until MPI had connected them, `open` until data and
+    tiers were open, `read` until all nodes had the state, `model` until there was a model,
+    `restore` until it had that state."""
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, object]) -> "Loss":
@@ -125,7 +131,12 @@ class Loss:
             again = "rank" if self.left == 1 else "ranks"
             at = "" if self.step < 0 else f" at step {self.step}"
             return f"{gone}{at}: started again on {self.left} {again}, {self.seconds:.2f} s"
-        what = "have left" if self.kind == "left" and len(self.ranks) > 1 else _WORDS[self.kind]
+        if self.phases:
+            # Whole nodes: all ranks were started again for it.
+            names = list(dict.fromkeys(self.nodes))
+            ranks, who = "node" if len(names) == 1 else "nodes", ", ".join(names)
+        are_several = len(self.nodes if not self.phases else set(self.nodes)) > 1
+        what = "have left" if self.kind == "left" and are_several else _WORDS[self.kind]
         where = "" if self.step < 0 else f" at step {self.step}"
         go_on = "rank goes on" if self.left == 1 else "ranks go on"
         return f"{ranks} {who} {what}{where}: {self.left} {go_on}, {self.seconds:.2f} s"
@@ -222,7 +233,7 @@ class Recovery:
         Args:
             is_due: returns whether all ranks meet here, after the last recovery.
 
-        Raises RankLeft on a rank that leaves, and AllLeave on all ranks if all of them leave.
+        Raises RankLeft on a rank that leaves, and AllLeave or AllPause on all ranks if all leave.
         """
         while is_due():
             try:
@@ -234,7 +245,7 @@ class Recovery:
                 self.run()
                 continue
             if self.elastic is not None and self.elastic.ends:
-                raise AllLeave
+                raise AllPause if self.elastic.pauses else AllLeave
             self._renew(meets=True)
             if self.membership.me not in self.membership.members:
                 raise RankLeft

@@ -90,7 +90,7 @@ class UlfmMembership:
         self.spares = spares
         self._alive = self.members
         """Active ranks and spares."""
-        self.leaves = self.due = self.ends = False
+        self.leaves = self.due = self.ends = self.pauses = False
         self.leave_at = math.inf
         self._has_told = False
         """True once the others know that this rank leaves."""
@@ -311,7 +311,8 @@ class UlfmMembership:
         self._made = max(each[2] for each in reported)
         now = [replace(s, active=s.member in members) for s in standings if s.member in self._alive]
         self.due = is_meeting_due(now)
-        self.ends = self.due and all(each.leaves for each in now)
+        self.pauses = self.due and self._wanted.ranks == 0
+        self.ends = self.pauses or (self.due and all(each.leaves for each in now))
         for number, handle in handles.items():
             if is_mine:
                 handle.replace(made.get(number))
@@ -325,8 +326,10 @@ class UlfmMembership:
         return Standing(self.me, active, self._has_told, meets, self._newest_wanted())
 
     def _newest_wanted(self) -> Wanted:
-        """Return the newest request; what is asked before training begins waits until then."""
-        return max(self._wanted, self._requests.newest()) if self.number else self._wanted
+        """Return the newest request; what is asked before spares rest waits until then."""
+        if not self.number and self.spares:
+            return self._wanted
+        return max(self._wanted, self._requests.newest())
 
     def _leaves(self) -> bool:
         return self.leaves or time.monotonic() >= self.leave_at

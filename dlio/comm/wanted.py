@@ -1,6 +1,7 @@
 """The number of ranks that a job is asked to have: a file in the folder that its launcher owns.
 
-`dlio join` and `dlio leave` write it; the ranks look at it a few times in a second.
+`dlio join` and `dlio leave` write it; the ranks look at it a few times in a second. With agents,
+the launcher has it written on each node, and asks for no ranks before it starts others: all pause.
 """
 
 import os
@@ -11,10 +12,11 @@ from dlio.comm.standing import Wanted
 from dlio.util.files import write_whole
 from dlio.util.settings import DONE
 
-__all__ = ["RankRequests", "read_wanted", "write_wanted"]
+__all__ = ["WANTED", "RankRequests", "read_wanted", "wanted_text", "write_wanted"]
 
 _EVERY_S: Final = 0.25
-_NAME: Final = "wanted"
+WANTED: Final = "wanted"
+"""Name of the file."""
 
 
 def read_wanted(folder: str) -> tuple[Wanted, int] | None:
@@ -23,7 +25,7 @@ def read_wanted(folder: str) -> tuple[Wanted, int] | None:
     Returns None if the job's folder does not say so.
     """
     try:
-        with open(os.path.join(folder, _NAME), encoding="ascii") as file:
+        with open(os.path.join(folder, WANTED), encoding="ascii") as file:
             request, ranks, most = map(int, file.read().split())
     except (OSError, ValueError):
         return None
@@ -32,8 +34,13 @@ def read_wanted(folder: str) -> tuple[Wanted, int] | None:
 
 def write_wanted(folder: str, wanted: Wanted, most: int) -> None:
     """Ask for a number of ranks. Raises UsageError if the folder cannot be written."""
-    text = f"{wanted.request} {wanted.ranks} {most}\n".encode()
-    write_whole(os.path.join(folder, _NAME), lambda file: file.write(text))
+    text = wanted_text(wanted, most).encode()
+    write_whole(os.path.join(folder, WANTED), lambda file: file.write(text))
+
+
+def wanted_text(wanted: Wanted, most: int) -> str:
+    """Return the contents of the file."""
+    return f"{wanted.request} {wanted.ranks} {most}\n"
 
 
 class RankRequests:

@@ -3,6 +3,7 @@
 import io
 import math
 import signal
+import time
 from contextlib import ExitStack
 from typing import NoReturn
 
@@ -10,7 +11,7 @@ import torch
 
 from dlio.agent.starts import start_of
 from dlio.comm import Communicator, world
-from dlio.comm.membership import AllLeave
+from dlio.comm.membership import AllLeave, AllPause
 from dlio.comm.node_watch import watch_policy
 from dlio.comm.planned import plan_world
 from dlio.comm.recovery import check_survival, uniform
@@ -47,10 +48,11 @@ def train(config: TrainConfig) -> RunReport:
     caller ends them with `dlio.comm.abort`.
     """
     config.check_run()
+    began = time.time()
     planned = None if config.replay is None else plan_world()
     comm = world()
     start = start_of()
-    resuming = None if start is None else Resuming(start)
+    resuming = None if start is None else Resuming(start, began)
     is_again = resuming is not None and resuming.is_again
     if planned is None:
         check_survival(comm, config.fault_tolerance, config.min_ranks)
@@ -68,7 +70,13 @@ def train(config: TrainConfig) -> RunReport:
         held_out = _open_held_out(stack, config, comm, data, mounted)
         cores = available_cores()
         torch.set_num_threads(max(1, cores * mounted.nodes.machines // comm.size))
-        run = Worker(config, comm, loader, held_out, None if start is None else start.begun)
+        is_found = False
+        if resuming is not None:
+            resuming.end_phase("open")
+            is_found = resuming.find(comm)
+            resuming.end_phase("read")
+        begun = None if start is None else start.begun
+        run = Worker(config, comm, loader, held_out, begun, is_found)
         stack.callback(run.close)
         if run.recovery is not None:
             nodes = [mounted.nodes.names[node] for node in mounted.nodes.node_of]
@@ -92,9 +100,13 @@ def train(config: TrainConfig) -> RunReport:
         policy.hang_after_s = math.inf if config.hang_after == 0 else config.hang_after
         policy.evicts_slow = config.evict_slow
         callbacks = make_callbacks(config, comm.rank)
-        is_restored = resuming is not None and resuming.restore(run)
+        if resuming is not None:
+            resuming.end_phase("model")
+            if is_found:
+                resuming.restore(run)
+            resuming.end_phase("restore")
         if checkpoints is not None:
-            if (config.resume or is_again) and not is_restored:
+            if (config.resume or is_again) and not is_found:
                 report.resumed = _resume(run, checkpoints)
             saving = CheckpointCallback(run, checkpoints, config.checkpoint_every)
             callbacks.append(saving)
@@ -105,6 +117,7 @@ def train(config: TrainConfig) -> RunReport:
             else:
                 ledger = resuming.open_ledger(run, config.trace)
             stack.enter_context(ledger)
+        copies = None
         if resuming is not None:
             resuming.note_losses(run)
             if (copies := resuming.snapshots(run)) is not None:
@@ -113,6 +126,10 @@ def train(config: TrainConfig) -> RunReport:
         run.callbacks = [stack.enter_context(callback) for callback in callbacks]
         try:
             _epochs(stack, config, comm, run, ledger)
+        except AllPause:
+            assert resuming is not None
+            assert copies is not None
+            resuming.pause(run, copies)
         except AllLeave:
             _end_early(run, checkpoints, saving)
         report.epochs, report.stopped = run.history, run.stopped

@@ -25,7 +25,7 @@ from dlio.train.cut import Cut
 from dlio.train.device import channels_last, choose_device
 from dlio.train.evaluation import Evaluator
 from dlio.train.exchange.buckets import averaged_state, consensus_distance
-from dlio.train.exchange.distribute import distribute
+from dlio.train.exchange.distribute import connect
 from dlio.train.learning_rate import learning_rate
 from dlio.train.ledger import SampleLedger
 from dlio.train.model import make_model, normalised
@@ -64,11 +64,12 @@ class Worker:
         loader: DataLoader,
         held_out: DataLoader | None,
         begun: int | None = None,
+        is_found: bool = False,
     ) -> None:
         """
         Args:
-            begun: ranks when the job began, if some were lost and the others started again: the
-                global batch stays as it was.
+            begun: ranks when the job began, if they were started again: the global batch stays.
+            is_found: a state is restored next, so that the ranks' models need not be alike.
         """
         self.config, self.comm = config, comm
         self.loader = loader
@@ -85,12 +86,13 @@ class Worker:
         self.optimizer = make_optimizer(
             config.optimizer, self.model, config.momentum, config.weight_decay
         )
-        self.exchange = distribute(
+        self.exchange = connect(
             self.model,
             self.optimizer,
             config.exchange,
             seed=config.seed,
             pretend_nodes=config.pretend_nodes,
+            are_alike=is_found,
             follow_steps=False,  # Gradients are clipped when they are final.
         )
         self.pruner = self._make_pruner()
@@ -118,6 +120,7 @@ class Worker:
         self._losses_told = self._changes_told = 0
         self.earlier_losses: list[Loss] = []
         """Losses before the ranks were started again."""
+        self.earlier_changes: list[Loss] = []
         self.of_lost = 0
         """Samples of this epoch that ranks trained on before they were lost with their sums."""
         self.epoch_number = 0
@@ -184,7 +187,7 @@ class Worker:
     @property
     def changes(self) -> Sequence[Loss]:
         """Ranks that joined or left on purpose since the run began."""
-        return self.recovery.changes if self.recovery else ()
+        return [*self.earlier_changes, *(self.recovery.changes if self.recovery else ())]
 
     @property
     def dealing(self) -> Dealing:
@@ -193,10 +196,7 @@ class Worker:
         return self._dealing
 
     def loader_state(self) -> State:
-        """Return the loader's state, from which any number of ranks goes on; the same on all.
-
-        Call it between two steps.
-        """
+        """Return the loader's state between two steps: any number of ranks goes on from it."""
         return self.dealing.state()
 
     def stop(self, reason: str) -> None:

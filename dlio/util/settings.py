@@ -198,6 +198,12 @@ class Settings:
             default_text="none: the job ends with any rank",
         )
     )
+    node_timeout_s: float = _seconds(
+        "DLIO_NODE_TIMEOUT",
+        2.0,
+        "Time without a sign of life between the launcher and a node of `dlio train --nodes` after "
+        "which the node is lost, and ends its ranks by itself.",
+    )
     remote_shell: str | None = _text(
         "DLIO_RSH",
         "Remote shell, with options, that starts ranks on the nodes of --nodes.",

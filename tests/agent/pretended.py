@@ -29,6 +29,7 @@ class Nodes:
     """
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._list = folder / "namespaces"
         self._list.touch()
         self.environment = {"DLIO_RSH": str(FAKESSH), "FAKESSH": str(self._list)}
@@ -55,6 +56,26 @@ class Nodes:
         for folder in memory.glob(f"*.{node}"):
             shutil.rmtree(folder, ignore_errors=True)
         return len(killed)
+
+    def relay(self) -> None:
+        """Have the words of later agents pass through processes of their own; see `cut`."""
+        self.environment["FAKESSH_RELAY"] = str(self.folder / "relays")
+
+    def cut(self, node: str) -> None:
+        """Let nothing through between a node's agent and the launcher; both live on."""
+        for process in self._relays(node):
+            os.kill(process, signal.SIGSTOP)
+
+    def close(self) -> None:
+        """End what passes words on."""
+        for process in self._relays():
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+    def _relays(self, node: str | None = None) -> list[int]:
+        path = self.folder / "relays"
+        rows = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+        return [int(process) for name, process in rows if node in (None, name)]
 
     def kill(self, node: str, words: str) -> int:
         """Kill the processes of a node whose command line has some words; returns their number."""

@@ -1,4 +1,4 @@
-"""A callback that notes the time of each optimizer step of rank 0."""
+"""A callback that notes when rank 0 makes its optimizer steps, and waits where a file says so."""
 
 import json
 import os
@@ -13,6 +13,8 @@ class Stamping(Callback):
 
     def after_step(self, run: Run) -> None:
         self._note(run, "step")
+        while run.comm.rank == 0 and os.path.exists(f"hold-{run.updates}"):
+            time.sleep(0.01)
 
     def _note(self, run: Run, what: str) -> None:
         if run.comm.rank == 0:

@@ -42,7 +42,7 @@ def _is_there(process: int) -> bool:
 class _Job:
     """An agent with a light zygote, as the launcher sees it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, silence_s: float = 1e9) -> None:
         self.token = f"test{os.getpid()}{time.monotonic_ns()}"
         self.folder = Path(job_folder(self.token, socket.gethostname()))
         self.agent = subprocess.Popen(
@@ -52,7 +52,8 @@ class _Job:
             stdout=subprocess.PIPE,
         )
         environment = {"GIVEN": "by the launcher", "PMIX_RANK": "of another job"}
-        self.order(environment=environment, modules=["token", "no.such.module"], folder="/")
+        modules = ["token", "no.such.module"]
+        self.order(environment=environment, modules=modules, folder="/", silence_s=silence_s)
         self.node = self.answer("node")["node"]
 
     def order(self, **order: object) -> None:
@@ -212,3 +213,15 @@ def test_locks_outlive_ranks_and_all_ends_with_the_launcher(tmp_path: Path) -> N
         _until(lambda: not _is_there(process))
         assert rank.wait(TIMEOUT_S) == -signal.SIGKILL
     _until(lambda: not job.folder.exists() and not kept.exists())
+
+
+def test_an_agent_that_hears_nothing_of_the_launcher_ends_with_its_ranks(tmp_path: Path) -> None:
+    job = _Job(tmp_path, silence_s=2.0)
+    try:
+        job.order(start=0, environment={})
+        with job.rank("sleep") as rank:
+            assert job.agent.wait(TIMEOUT_S) == 0
+            assert rank.wait(TIMEOUT_S) == -signal.SIGKILL
+        assert not job.folder.exists()
+    finally:
+        job.close()

@@ -54,6 +54,8 @@ def _parts(
         (_parts([8], members=(0, 2), r0=[8], r1=[2], r2=[8]), Choice(8, {0: 8, 2: 8}, 8)),
         # Models of their own: the slowest rank's place, everyone's newest model.
         (_parts([4, 8], alike=False, r0=[6, 8], r1=[2, 4]), Choice(4, {0: 8, 1: 4}, 8)),
+        # All paused after the same step: none is made again.
+        (_parts([6, 8], alike=False, r0=[6, 8], r1=[6, 8]), Choice(8, {0: 8, 1: 8}, 8)),
     ],
 )
 def test_the_newest_whole_state_is_chosen(parts: list[Part], expected: Choice | None) -> None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ class _Ran:
 
     code: int
     errors: str
+    output: str
     report: dict[str, Any]
     stamps: list[dict[str, Any]]
     """Steps of rank 0, and the beginnings of its processes, in their order."""
@@ -52,6 +53,16 @@ class _Ran:
     def losses(self) -> list[dict[str, Any]]:
         losses: list[dict[str, Any]] = self.report["losses"]
         return losses
+
+    @property
+    def gone(self) -> list[tuple[int, str]]:
+        """Lost ranks with their nodes. A rank may be lost before the others of its node."""
+        each = [zip(loss["ranks"], loss["nodes"], strict=True) for loss in self.losses]
+        return sorted(rank for ranks in each for rank in ranks)
+
+    @property
+    def restarts(self) -> list[dict[str, Any]]:
+        return [loss for loss in self.losses if loss["kind"] == "restart"]
 
     def check_exact(self) -> None:
         """Every sample once in each epoch."""
@@ -91,22 +102,30 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def nodes(tmp_path: Path) -> Nodes:
-    return Nodes(tmp_path)
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    nodes = Nodes(tmp_path)
+    yield nodes
+    nodes.close()
 
 
 @pytest.fixture
 def run(pictures: Path, tmp_path: Path, nodes: Nodes) -> Run:
-    """Train on pretended nodes, and hurt them after some optimizer steps."""
+    """Train on pretended nodes, and hurt them after some optimizer steps.
+
+    With `asked`, the nodes to begin with, training waits until the damage is done.
+    """
     shutil.copy(Path(__file__).with_name("stamping.py"), tmp_path)
     paths = [str(ROOT), *(str(ROOT / room) for room in ("readers", "staging", "bench"))]
 
-    def train(names: str, ranks: int, hurts: dict[int, Hurt], *more: str) -> _Ran:
+    def train(names: str, ranks: int, hurts: dict[int, Hurt], *more: str, asked: str = "") -> _Ran:
         options = ["--epochs", str(EPOCHS), "--batch-size", str(SAMPLES // 3 // ranks)]
         options += ["--image-size", "32", "--model", "resnet(width=16)", "-n", str(ranks)]
-        options += ["--nodes", ",".join(names), "--fault-tolerance", "shrink"]
+        options += ["--nodes", ",".join(asked or names), "--fault-tolerance", "shrink"]
         options += ["--trace", "t.jsonl", "--report", "r.json", "--callback", "stamping:make"]
         stamps = tmp_path / "stamps"
+        for updates in hurts if asked else ():
+            (tmp_path / f"hold-{updates}").touch()
+        output = (tmp_path / "output").open("w", encoding="utf-8")
         with subprocess.Popen(
             [sys.executable, "-m", "dlio.cli", "train", str(pictures), *options, *more],
             cwd=tmp_path,
@@ -117,15 +136,17 @@ def run(pictures: Path, tmp_path: Path, nodes: Nodes) -> Run:
                 "DLIO_CACHE": str(tmp_path / "cache"),
                 "DLIO_TIMEOUT": "60",
             },
-            stdout=subprocess.DEVNULL,
+            stdout=output,
             stderr=subprocess.PIPE,
             text=True,
         ) as job:
+            output.close()
             hurt = 0.0
             for updates, act in sorted(hurts.items()):
                 _await_step(stamps, updates, job)
                 hurt = time.time()
                 act(nodes, job)
+                (tmp_path / f"hold-{updates}").unlink(missing_ok=True)
             _, errors = job.communicate(timeout=TIMEOUT_S)
         report, trace = tmp_path / "r.json", tmp_path / "t.jsonl"
         samples: dict[int, Counter[int]] = {}
@@ -134,7 +155,8 @@ def run(pictures: Path, tmp_path: Path, nodes: Nodes) -> Run:
             samples.setdefault(line["epoch"], Counter()).update(line["samples"])
             lines[(line["epoch"], line["step"], line["rank"])] += 1
         wrote = json.loads(report.read_text()) if report.exists() else {}
-        ran = _Ran(job.returncode, errors, wrote, _stamps(stamps), hurt, samples, lines)
+        said = (tmp_path / "output").read_text()
+        ran = _Ran(job.returncode, errors, said, wrote, _stamps(stamps), hurt, samples, lines)
         _check_nothing_is_left(nodes, names, tmp_path, ran.code == -signal.SIGKILL)
         return ran
 
@@ -184,15 +206,15 @@ def test_a_node_is_lost(
     ran = run(names, 2 * len(names), {7: _lose(lost)})
     ran.check_exact()
     ran.check_steps()
-    (loss,) = ran.losses
+    loss = ran.losses[-1]
     first = 2 * names.index(lost)
-    assert loss["ranks"] == [first, first + 1]
-    assert loss["nodes"] == [lost, lost]
+    assert ran.gone == [(first, lost), (first + 1, lost)]
     assert loss["kind"] == "restart"
     assert loss["left"] == 2 * len(names) - 2
     assert loss["epoch"] > 0
     assert loss["steps_again"] <= 1
     assert 0 < loss["renew_s"] + loss["settle_s"] <= loss["seconds"] + 1e-6
+    assert 0 < sum(loss["phases"].values()) <= loss["seconds"] + 1e-6
     # Its blocks are read from the source once more, and nothing else.
     read = [epoch["bytes"]["source"] for epoch in ran.report["epochs"]]
     whole = ran.report["dataset"]["bytes"]
@@ -207,15 +229,15 @@ def test_a_node_is_lost(
 def test_a_node_is_lost_with_other_exchanges(run: Run, exchange: str) -> None:
     ran = run("AB", 4, {7: _lose("B")}, "--exchange", exchange)
     ran.check_exact()
-    assert [loss["ranks"] for loss in ran.losses] == [[2, 3]]
+    assert ran.gone == [(2, "B"), (3, "B")]
 
 
 def test_one_node_after_another_is_lost(run: Run) -> None:
     ran = run("ABC", 6, {4: _lose("C"), 8: _lose("A")})
     ran.check_exact()
     ran.check_steps()
-    assert [loss["ranks"] for loss in ran.losses] == [[4, 5], [0, 1]]
-    assert [loss["left"] for loss in ran.losses] == [4, 2]
+    assert ran.gone == [(0, "A"), (1, "A"), (4, "C"), (5, "C")]
+    assert [loss["left"] for loss in ran.restarts] == [4, 2]
 
 
 def test_a_rank_is_lost_and_then_a_node_in_the_same_epoch(run: Run) -> None:
@@ -225,29 +247,30 @@ def test_a_rank_is_lost_and_then_a_node_in_the_same_epoch(run: Run) -> None:
 
     ran = run("AB", 4, {7: first_rank, 9: _lose("B")})
     ran.check_exact()
-    assert [loss["kind"] for loss in ran.losses] == ["lost", "restart"]
-    assert ran.losses[1]["left"] == 2, "the living node has all of its ranks again"
+    assert ran.losses[0]["kind"] == "lost"
+    assert [loss["left"] for loss in ran.restarts] == [2], ran.errors
 
 
 def test_a_daemon_is_lost_and_all_ranks_begin_again(run: Run) -> None:
     ran = run("AB", 4, {7: _kill("B", "prted")})
     ran.check_exact()
     ran.check_steps()
-    (loss,) = ran.losses
+    (loss,) = ran.restarts
     assert (loss["ranks"], loss["left"]) == ([], 4)
 
 
 def test_a_zygote_is_lost_and_the_others_go_on_in_place(run: Run) -> None:
     ran = run("AB", 4, {7: _kill("B", "agent.zygote")})
     ran.check_exact()
-    (loss,) = ran.losses
-    assert (loss["ranks"], loss["kind"]) == ([2, 3], "lost")
+    assert ran.gone == [(2, "B"), (3, "B")]
+    assert ran.restarts == []
 
 
 def test_an_agent_is_lost_and_its_node_with_it(run: Run) -> None:
     ran = run("AB", 4, {7: _kill("B", "agent.agent")})
     ran.check_exact()
-    assert [loss["nodes"] for loss in ran.losses] == [["B", "B"]]
+    assert ran.gone == [(2, "B"), (3, "B")]
+    assert len(ran.restarts) == 1
 
 
 def test_too_few_ranks_end_the_job_in_one_line(run: Run) -> None:
@@ -271,3 +294,117 @@ def test_a_node_that_cannot_be_reached_is_named(run: Run, monkeypatch: pytest.Mo
     ran = run("AB", 4, {})
     assert ran.code == 2
     assert "dlio: error: --nodes: no agent starts on A: check `false A" in ran.errors
+
+
+def _change(verb: str, names: str) -> Hurt:
+    """Have nodes join the job or leave it; returns when they are ready."""
+
+    def act(nodes: Nodes, _: object) -> None:
+        done = _ask(nodes, verb, "--nodes", names)
+        assert done.returncode == 0, done.stderr
+
+    return act
+
+
+def _ask(nodes: Nodes, verb: str, *options: str) -> "subprocess.CompletedProcess[str]":
+    name = (nodes.folder / "output").read_text().split("job ", 1)[1].split(":", 1)[0]
+    return subprocess.run(
+        [sys.executable, "-m", "dlio.cli", verb, name, *options],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TIMEOUT_S,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+def test_a_node_joins_and_another_leaves(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    ran = run("ABD", 4, {4: _change("join", "D"), 12: _change("leave", "A")}, asked="AB")
+    ran.check_exact()
+    assert ran.losses == []
+    joined, left = ran.report["changes"]
+    assert (joined["kind"], joined["ranks"], joined["nodes"]) == ("joined", [4, 5], ["D", "D"])
+    assert (left["kind"], left["ranks"], left["nodes"]) == ("left", [0, 1], ["A", "A"])
+    assert [each["left"] for each in (joined, left)] == [6, 4]
+    assert [each["steps_again"] for each in (joined, left)] == [0, 0]
+    made = [stamp["updates"] for stamp in ran.stamps if stamp["what"] == "step"]
+    assert made == sorted(set(made)), "no step is made twice"
+    assert f"node D joined at step {joined['step']}: 6 ranks go on" in ran.output
+    assert f"node A has left at step {left['step']}: 4 ranks go on" in ran.output
+    with capsys.disabled():
+        print(f"\n{joined['seconds']:.2f} s to join, {left['seconds']:.2f} s to leave")
+
+
+@pytest.mark.parametrize("exchange", ["allreduce+onebit", "local-sgd(3)", "gossip", "asgd"])
+def test_a_node_joins_with_other_exchanges(run: Run, exchange: str) -> None:
+    ran = run("ABD", 4, {4: _change("join", "D")}, "--exchange", exchange, asked="AB")
+    ran.check_exact()
+    assert [each["ranks"] for each in ran.report["changes"]] == [[4, 5]]
+
+
+def test_a_lost_node_is_taken_in_again(run: Run) -> None:
+    ran = run("AB", 4, {4: _lose("B"), 9: _change("join", "B")}, asked="AB")
+    ran.check_exact()
+    assert ran.gone == [(2, "B"), (3, "B")]
+    assert [each["ranks"] for each in ran.report["changes"]] == [[4, 5]]
+
+
+def test_requests_for_nodes_that_cannot_be_are_refused_in_one_line(run: Run) -> None:
+    said: list[str] = []
+
+    def ask(nodes: Nodes, _: object) -> None:
+        for verb, *options in (
+            ("join", "--nodes", "A"),
+            ("join", "--nodes", "no-such"),
+            ("leave", "--nodes", "D"),
+            ("leave", "--nodes", "A,B"),
+            ("leave", "--nodes", "A"),
+            ("join",),
+        ):
+            done = _ask(nodes, verb, *options)
+            assert done.returncode == 2
+            said.append(done.stderr)
+
+    ran = run("AB", 4, {4: ask}, "--min-ranks", "3", asked="AB")
+    ran.check_exact()
+    assert ran.report["changes"] == []
+    expected = (
+        "--nodes A: A is in the job already: it has A, B\n",
+        "--nodes no-such: no agent starts on no-such: check `",
+        "--nodes D: D is not a node of the job: it has A, B\n",
+        "--nodes A,B: no node would be left: it has A, B\n",
+        "--nodes A: 2 ranks would be left, and --min-ranks is 3\n",
+        " runs on several nodes: name those that join or leave by --nodes\n",
+    )
+    for line, words in zip(said, expected, strict=True):
+        assert line.startswith("dlio: error: ")
+        assert words in line
+        assert line.count("\n") == 1
+
+
+def test_beyond_a_cut_of_the_network_ranks_end_before_others_are_started(
+    run: Run, nodes: Nodes
+) -> None:
+    nodes.relay()
+    ended: list[float] = []
+
+    def cut(nodes: Nodes, _: object) -> None:
+        began = time.time()
+        nodes.cut("B")
+        deadline = time.monotonic() + TIMEOUT_S
+        while any("dlio.agent" in line for line in nodes.processes("B").values()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        ended.append(time.time())
+        stamps = nodes.folder / "stamps"
+        while not any(s["what"] == "begin" and s["time"] > began for s in _stamps(stamps)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    ran = run("AB", 4, {7: cut}, asked="AB")
+    ran.check_exact()
+    ran.check_steps()
+    assert ran.gone == [(2, "B"), (3, "B")]
+    assert [loss["left"] for loss in ran.restarts] == [2]
+    begun = next(s["time"] for s in ran.stamps if s["what"] == "begin" and s["time"] > ran.hurt)
+    assert ended[0] < begun

@@ -185,8 +185,10 @@ def _restore_optimizer(run: Worker, state: Mapping[str, torch.Tensor]) -> None:
         parameter_name, _, key = name.rpartition("/")
         parameter = parameters[parameter_name]
         if value.shape == parameter.shape and value.ndim:
-            value = torch.empty_like(parameter).copy_(value)
-        run.optimizer.state[parameter][key] = value
+            own = torch.empty_like(parameter).copy_(value)
+        else:
+            own = value.clone()  # It would keep all of a copy in memory alive.
+        run.optimizer.state[parameter][key] = own
 
 
 def _merged(checkpoint: SavedState, saved: int) -> dict[str, torch.Tensor]:

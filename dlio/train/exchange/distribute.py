@@ -16,7 +16,7 @@ from dlio.train.exchange.buckets import Named, broadcast_state
 from dlio.train.exchange.running import RunningExchange, start_exchange
 from dlio.train.exchange_spec import ExchangeSpec, parse_exchange
 
-__all__ = ["Distributed", "distribute", "exchange_around", "parameters_of"]
+__all__ = ["Distributed", "connect", "distribute", "exchange_around", "parameters_of"]
 
 _around: "WeakKeyDictionary[torch.optim.Optimizer, RunningExchange]" = WeakKeyDictionary()
 """Exchanges that are called around an optimizer's steps."""
@@ -207,10 +207,36 @@ def distribute(
 
     Raises UsageError for an unknown exchange.
     """
-    spec = parse_exchange(exchange)
-    comm = world()
+    return connect(
+        model,
+        optimizer,
+        exchange,
+        seed=seed,
+        pretend_nodes=pretend_nodes,
+        are_alike=False,
+        follow_steps=follow_steps,
+    )
+
+
+def connect(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    exchange: str,
+    *,
+    seed: int,
+    pretend_nodes: int | None,
+    are_alike: bool,
+    follow_steps: bool,
+) -> Distributed:
+    """Do as `distribute`. Collective.
+
+    Args:
+        are_alike: the ranks' models are alike, or soon will be: nobody gets rank 0's.
+    """
+    spec, comm = parse_exchange(exchange), world()
+    if not are_alike:
+        broadcast_state(model, comm)
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-    broadcast_state(model, comm)
     ranks = Distributed(spec, comm, seed, pretend_nodes, follow_steps)
     names = {parameter: name for name, parameter in model.named_parameters()}
     # In the model's order, which is about backward's reversed, however an optimizer groups them.

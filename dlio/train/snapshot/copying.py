@@ -82,6 +82,9 @@ class Snapshots(Callback):
         self._common: Slots | None = None
         self._copying: Workers | None = None
         self.journal = Journal(folder, numbers)
+        self.incidents = 0
+        """Number of the launcher's incidents that losses and changes tell of."""
+        self._newest = -1
         self.ledger: SampleLedger | None = None
         """The trace, if there is one."""
         self._every = 1
@@ -116,6 +119,13 @@ class Snapshots(Callback):
     def epoch_ends(self, run: Run, report: EpochReport) -> None:
         self._copy(run, turn_of(run.updates, True))
 
+    def complete(self, run: Run) -> None:
+        """Copy what has been trained since the last copy; returns when it is whole."""
+        turn = turn_of(run.updates, False)
+        if turn > self._newest and self._worker.dealing.is_settled:
+            self._copy(run, turn)
+        self._wait()
+
     def _choose_interval(self) -> None:
         """Agree on the steps between two copies. Collective."""
         cost, step = max(self._costs[1:]), min(self._steps[1:])
@@ -147,6 +157,7 @@ class Snapshots(Callback):
         tensors = tensors_of(worker)
         own = {n.removeprefix(me): t for n, t in tensors.items() if not n.startswith(_ALL)}
         common = {n.removeprefix(_ALL): t for n, t in tensors.items() if n.startswith(_ALL)}
+        self._newest = turn
         self._is_large = sum(t.nbytes for t in tensors.values()) > _SMALL
         facts = self._facts({})
         write_slot(self._own, turn, own, facts)
@@ -159,7 +170,14 @@ class Snapshots(Callback):
         slots = self._common
         losses = [asdict(loss) for loss in worker.losses]
         trace = 0 if self.ledger is None else self.ledger.written
-        state = {**about(worker), "losses": losses, "trace_bytes": trace}
+        changes = [asdict(change) for change in worker.changes]
+        state = {
+            **about(worker),
+            "losses": losses,
+            "changes": changes,
+            "incidents": self.incidents,
+            "trace_bytes": trace,
+        }
         head = self._facts(state)
         if sum(tensor.nbytes for tensor in common.values()) <= _AT_ONCE:
             write_slot(slots, turn, common, head)

@@ -2,11 +2,15 @@
 
 import os
 import time
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final, NoReturn
 
-from dlio.agent.places import STATE
-from dlio.agent.starts import Start
-from dlio.comm.recovery import Loss
+from dlio.agent.places import PAUSED, STATE
+from dlio.agent.starts import Incident, Start
+from dlio.comm import Communicator
+from dlio.comm.recovery import Loss, uniform
+from dlio.errors import CommError
 from dlio.train.checkpoint.state import restore
 from dlio.train.ledger import SampleLedger
 from dlio.train.ledger_file import Line
@@ -14,9 +18,12 @@ from dlio.train.snapshot.copying import Snapshots
 from dlio.train.snapshot.journal import lines_until
 from dlio.train.snapshot.saved import SnapshotState, newest_state
 from dlio.train.worker import Worker
+from dlio.util.files import write_whole
 from dlio.util.settings import AGENT
 
-__all__ = ["Resuming"]
+__all__ = ["Resuming", "not_told"]
+
+_PAUSE_TIMEOUT_S: Final = 60.0
 
 
 class Resuming:
@@ -24,14 +31,15 @@ class Resuming:
 
     Args:
         start: from the launcher.
+        began: time when this rank began, in seconds since the epoch.
     """
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: Start, began: float) -> None:
         self._start = start
         agent = os.environ.get(AGENT)
         self._folder = None if agent is None else os.path.join(agent, STATE)
-        self._met = time.time()
-        """When all ranks had met."""
+        self._ends = {"stop": start.launched, "start": began, "meet": time.time()}
+        """When the phases of this start ended, in their order; see `Loss.phases`."""
         self._state: SnapshotState | None = None
         self._lines: list[Line] = []
 
@@ -44,15 +52,23 @@ class Resuming:
         """Return a rank's number when the job began."""
         return self._start.ranks[rank]
 
-    def restore(self, run: Worker) -> bool:
-        """Take the newest state of the nodes' memory; False if there is none."""
-        if not self.is_again or self._folder is None:
-            return False
-        state = newest_state(run.comm, self._folder)
-        if state is None:
-            return False
-        restore(run, state)
-        self._state, kept = state, state.about
+    def end_phase(self, name: str) -> None:
+        """Note the end of a phase of this start; see `Loss.phases`. Not collective."""
+        self._ends[name] = time.time()
+
+    def find(self, comm: Communicator) -> bool:
+        """Get the newest state of the nodes' memory, for `restore`; False if there is none."""
+        if self.is_again and self._folder is not None:
+            self._state = newest_state(comm, self._folder)
+        return self._state is not None
+
+    def restore(self, run: Worker) -> None:
+        """Take the state that was found."""
+        assert self._state is not None
+        assert self._folder is not None
+        restore(run, self._state)
+        state = self._state = replace(self._state, tensors={})  # Their memory can be freed.
+        kept = state.about
         lines: list[Line] = []
         folders = run.comm.allgather(self._folder)
         if folders.index(self._folder) == run.comm.rank:
@@ -63,18 +79,20 @@ class Resuming:
         self._lines = run.comm.tell(lines, giver)
         losses: Any = kept.get("losses", [])
         run.earlier_losses = [Loss.from_dict(each) for each in losses]
+        changes: Any = kept.get("changes", [])
+        run.earlier_changes = [Loss.from_dict(each) for each in changes]
         if run.position:
             counted = sum(int(sums[2]) for sums in run.comm.allgather(run.sums.tolist()))
             # Positions of the order that were dealt and did not count come again at its end.
             again = len(run.loader_state().get("again", ()))
             run.of_lost = max(0, run.position - again - counted)
-        return True
 
     def snapshots(self, run: Worker) -> Snapshots | None:
         """Return the callback that copies the state; None if no agent keeps it."""
         if self._folder is None:
             return None
         copies = Snapshots(run, self._folder, self._start.ranks)
+        copies.incidents = len(self._start.incidents)
         if self._state is not None and not self._state.turn % 2:
             copies.journal.begin(run.epoch_number, self._state.turn, self._lines)
         return copies
@@ -93,25 +111,65 @@ class Resuming:
 
     def note_losses(self, run: Worker) -> None:
         """Add the ends of former starts to the report, when training is about to go on."""
-        noted = sum(loss.kind == "restart" for loss in run.earlier_losses)
-        now = time.time()
+        now, state = time.time(), self._state
+        noted: Any = 0 if state is None else state.about.get("incidents", 0)
+        again = 0 if state is None else max(0, state.newest // 2 - run.updates)
         for incident in self._start.incidents[noted:]:
-            again = 0
-            if self._state is not None:
-                again = max(0, self._state.newest // 2 - run.updates)
-            loss = Loss(
-                ranks=incident.ranks,
-                nodes=incident.nodes,
+            is_last = incident.noticed == self._start.incidents[-1].noticed
+            ends = self._ends if is_last else {}
+            starts = (incident.noticed, *ends.values())
+            met = self._ends["meet"]
+            ranks = not_told(incident, run.earlier_losses)
+            change = Loss(
+                ranks=tuple(rank for rank, _ in ranks),
+                nodes=tuple(node for _, node in ranks),
                 epoch=run.epoch_number,
                 step=run.updates,
                 generation=0,
                 left=run.comm.size,
                 seconds=max(0.0, now - incident.noticed),
-                renew_s=max(0.0, self._met - incident.noticed),
-                settle_s=max(0.0, now - self._met),
-                kind="restart",
-                steps_again=again,
+                renew_s=max(0.0, met - incident.noticed),
+                settle_s=max(0.0, now - met),
+                kind=incident.kind,
+                steps_again=again if is_last else 0,
+                phases={
+                    each: end - start
+                    for start, (each, end) in zip(starts, ends.items(), strict=False)
+                },
             )
-            run.earlier_losses.append(loss)
+            is_loss = incident.kind == "restart"
+            (run.earlier_losses if is_loss else run.earlier_changes).append(change)
             if run.comm.rank == 0:
-                print(loss.sentence(), flush=True)
+                print(change.sentence(), flush=True)
+
+    def pause(self, run: Worker, copies: Snapshots) -> NoReturn:
+        """Complete the copies of the state, and wait until the launcher ends this rank."""
+        paused = time.time()
+        uniform(run.comm, lambda: copies.complete(run))
+        uniform(run.comm, run.comm.barrier)  # All are whole.
+        if run.comm.rank == 0:
+            name = os.path.join(os.environ[AGENT], f"{PAUSED}{self._start.number}")
+            write_whole(name, lambda file: file.write(str(paused).encode()))
+        time.sleep(_PAUSE_TIMEOUT_S)
+        raise CommError(
+            f"the launcher has not started other ranks within {_PAUSE_TIMEOUT_S:.0f} s after all "
+            "had paused"
+        )
+
+
+def not_told(incident: Incident, losses: Sequence[Loss]) -> list[tuple[int, str]]:
+    """Return the ranks that an incident took, with their nodes. Pure.
+
+    Ranks of a node may be lost one by one before the others end, and each is then told of.
+
+    Args:
+        losses: so far.
+    """
+    known: set[int] = set()
+    if incident.kind != "restart":
+        losses = ()
+    for loss in losses:
+        known = set() if loss.kind == "restart" else known | set(loss.ranks)
+    return [
+        each for each in zip(incident.ranks, incident.nodes, strict=True) if each[0] not in known
+    ]

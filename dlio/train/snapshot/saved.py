@@ -77,7 +77,10 @@ def choose(parts: Sequence[Part]) -> Choice | None:
         return len(having(turn)) == len([m for m in common[turn]["members"] if m in own])
 
     if not common[turns[0]]["alike"]:
-        return Choice(turns[-1], having(turns[-1]), newest)
+        # A slow rank may be behind all common parts of its node.
+        slowest = min(having(turns[0]).values(), default=newest)
+        turn = next((each for each in turns if each <= slowest), turns[-1])
+        return Choice(turn, having(turn), newest)
     turn = next((each for each in turns if complete(each)), turns[0])
     return Choice(turn, having(turn), newest)
 
@@ -134,7 +137,9 @@ def newest_state(comm: Communicator, folder: str) -> SnapshotState | None:
         local = {folders[rank] for rank in having}
         mine = None
         if folder in local:
-            mine = next((s for s in stored(folder, writer) if s.turn == turn), None)
+            # The first rank of the node has compared its checksum.
+            slots = stored(folder, writer, check=False)
+            mine = next((s for s in slots if s.turn == turn), None)
         text = _everywhere(comm, mine, root, having[root], set(folders) <= local)
         head = json.loads(text[0])
         if not number:
@@ -176,13 +181,16 @@ def _everywhere(
         root: a rank whose node has it.
         is_local: True if all nodes have it.
     """
+    if is_local:
+        assert mine is not None
+        # Not copied: ranks that were started again write to slots of their own.
+        return mine.text, np.frombuffer(mine.data, np.uint8)
+    # Texts of nodes differ in the times that each has measured, and in length.
     text, data = np.empty(part["text"], np.uint8), np.empty(part["data"], np.uint8)
-    if mine is not None:
-        # A copy: the slot is written again while the tensors are in use.
-        text[:] = np.frombuffer(mine.text, np.uint8)
-        data[:] = np.frombuffer(mine.data, np.uint8)
-    if not is_local:
-        for array in (text, data):
-            if len(array):
-                comm.bcast(array, root)
+    if comm.rank == root:
+        assert mine is not None
+        text[:], data = np.frombuffer(mine.text, np.uint8), np.frombuffer(mine.data, np.uint8)
+    for array in (text, data):
+        if len(array):
+            comm.bcast(array, root)
     return text.tobytes(), data
