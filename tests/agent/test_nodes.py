@@ -17,7 +17,7 @@ import pytest
 
 from dlio.cli.demo_pictures import draw_dataset
 from dlio.util.shared import SHARED_MEMORY, user_folder
-from tests.agent.pretended import Nodes, may_pretend
+from dlio_bench.chaos.pretended import Nodes, may_pretend
 
 pytestmark = [
     pytest.mark.mpi,

@@ -18,6 +18,7 @@ __all__ = ["CASES", "Cases", "command"]
 
 CASES: Final[dict[str, str]] = {
     "storm": "dlio_bench.chaos.storm:measure",
+    "nodes": "dlio_bench.chaos.node_storm:measure",
     "overhead": "dlio_bench.chaos.overhead:measure",
     "schedules": "dlio_bench.chaos.schedules:measure",
     "suspicions": "dlio_bench.chaos.suspicions:measure",
@@ -35,10 +36,11 @@ class Cases:
     case: Annotated[
         tuple[str, ...],
         Option(
-            "storm: jobs that are hurt. overhead: step times with and without fault tolerance, "
-            "of jobs that are not. schedules: losses that are simulated, on up to 10,000 ranks. "
-            "suspicions: ranks that are taken to hang or to be slow in a job that nobody hurts, on "
-            "a busy machine. Repeatable.",
+            "storm: jobs that are hurt. nodes: whole nodes are lost, cut off and join again; "
+            "they are pretended on this machine. overhead: step times with and without fault "
+            "tolerance, of jobs that are not. schedules: losses that are simulated, on up to "
+            "10,000 ranks. suspicions: ranks that are taken to hang or to be slow in a job that "
+            "nobody hurts, on a busy machine. Repeatable.",
             choices=tuple(CASES),
         ),
     ] = ("storm",)

@@ -11,7 +11,7 @@ from dlio_bench.chaos.schedule import Made
 from dlio_bench.chaos.stamps import LossStamp, RankStamps, steps_of
 from dlio_bench.chaos.torchft_accounts import next_quorum_step
 
-__all__ = ["figures_of", "next_step", "rows_of"]
+__all__ = ["figure_text", "figures_of", "next_step", "rows_of"]
 
 _SHOWN: Final = {
     "faults": "faults made",
@@ -189,7 +189,7 @@ def rows_of(result: Mapping[str, Mapping[str, object]]) -> list[dict[str, str]]:
         result: `figures_of` each way.
     """
     return [
-        {"figure": words, **{mode: _text(result[mode][key]) for mode in result}}
+        {"figure": words, **{mode: figure_text(result[mode][key]) for mode in result}}
         for key, words in _SHOWN.items()
         if any(result[mode][key] not in (None, {"count": 0}) for mode in result)
     ]
@@ -221,7 +221,8 @@ def _new_step(runs: Sequence[RunRecord], number: int) -> float | None:
     return None
 
 
-def _text(value: object) -> str:
+def figure_text(value: object) -> str:
+    """Return a figure in words; quantiles as median, p90, p99 and max."""
     if isinstance(value, dict) and "count" in value:
         if not value["count"]:
             return "-"

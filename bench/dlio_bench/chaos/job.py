@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Final, Self
 
@@ -86,9 +86,17 @@ class Job:
         cache: value of DLIO_CACHE.
         deadline_s: time without a finished step after which it has hung; it may take longer to
             start.
+        environment: more variables.
     """
 
-    def __init__(self, argv: Sequence[str], folder: str, cache: str, deadline_s: float) -> None:
+    def __init__(
+        self,
+        argv: Sequence[str],
+        folder: str,
+        cache: str,
+        deadline_s: float,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.folder, self._deadline_s = folder, deadline_s
         self.stamps = Stamps(folder)
         self.hurt: set[int] = set()
@@ -100,9 +108,10 @@ class Job:
         """Temporary files and folders, such as sessions of MPI, that were there after the end."""
         self._temporary = os.path.join(folder, "tmp")
         os.makedirs(self._temporary)
-        environment = {
+        self.environment = {
             "DLIO_TIMEOUT": _TIMEOUT,
             **os.environ,
+            **(environment or {}),
             JOB: folder,
             "DLIO_CACHE": cache,
             "TMPDIR": self._temporary,
@@ -116,7 +125,7 @@ class Job:
             self._started = time.monotonic()
             self._process = subprocess.Popen(
                 [*_WITHOUT_CORES, *argv],
-                env=environment,
+                env=self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=errors,
@@ -134,6 +143,12 @@ class Job:
     def code(self) -> int | None:
         """Exit code; None while it runs."""
         return self._process.poll()
+
+    @property
+    def output(self) -> str:
+        """Its standard output."""
+        with open(os.path.join(self.folder, "output.txt"), errors="replace") as file:
+            return file.read()
 
     @property
     def errors(self) -> str:

@@ -6,7 +6,7 @@ from typing import Annotated
 from dlio.errors import UsageError
 from dlio.train.exchange_spec import parse_exchange
 from dlio.util.options import Option, check
-from dlio_bench.chaos.schedule import KINDS
+from dlio_bench.chaos.schedule import KINDS, NODE_KINDS
 
 __all__ = ["Options"]
 
@@ -67,6 +67,18 @@ class Options:
             metavar="KINDS",
         ),
     ] = "kill"
+    nodes: Annotated[
+        int, Option("Pretended nodes of each job of the case nodes.", least=2, most=6)
+    ] = 3
+    node_faults: Annotated[
+        str,
+        Option(
+            "Kinds of faults of the case nodes, separated by commas. node: all processes of a node "
+            "are killed, and its memory is gone. cut: nothing passes between a node's agent and "
+            "the launcher. After each, the node joins again.",
+            metavar="KINDS",
+        ),
+    ] = "node"
     seed: Annotated[int, Option("Seed of the faults and of the training.", least=0)] = 0
     epochs: Annotated[int, Option("Epochs of each job.", least=1)] = 30
     exchange: Annotated[
@@ -181,11 +193,19 @@ class Options:
             )
         if self.spares and self.backend == "torch":
             raise UsageError("--spares does not go with --backend torch")
+        for kind in self.node_kinds:
+            if kind not in NODE_KINDS:
+                raise UsageError(f"--node-faults {kind}: choose of {', '.join(NODE_KINDS)}")
         for kind in self.kinds:
             if kind not in KINDS:
                 raise UsageError(f"--faults {kind}: choose of {', '.join(KINDS)}")
         if self.ranks < 3 and "twice" in self.kinds:
             raise UsageError("--faults twice: two of -n 2 ranks would leave none; give -n 3")
+
+    @property
+    def node_kinds(self) -> tuple[str, ...]:
+        """Kinds of faults of the case nodes."""
+        return tuple(each.strip() for each in self.node_faults.split(","))
 
     @property
     def kinds(self) -> tuple[str, ...]:

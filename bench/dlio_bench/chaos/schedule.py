@@ -6,9 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["EXIT", "HANG", "KINDS", "RAISE", "STACKS", "Fault", "Made", "make_schedule"]
+__all__ = [
+    "EXIT",
+    "HANG",
+    "KINDS",
+    "NODE_KINDS",
+    "RAISE",
+    "STACKS",
+    "Fault",
+    "Made",
+    "make_schedule",
+]
 
 KINDS: Final = ("kill", "stop", "segv", "exit", "raise", "twice", "first", "hang", "leave")
+NODE_KINDS: Final = ("node", "cut")
 RAISE: Final = signal.SIGUSR1
 """Signal on which a rank raises an exception before its next optimizer step."""
 EXIT: Final = signal.SIGUSR2
@@ -27,7 +38,7 @@ class Fault:
     due_s: float
     """Time at which it is made, in seconds during which jobs make steps, over all jobs."""
     kind: str
-    """One of KINDS."""
+    """One of KINDS, or of NODE_KINDS."""
     picks: tuple[float, float]
     """Numbers in [0, 1) that choose among the ranks that are left."""
     gap_s: float

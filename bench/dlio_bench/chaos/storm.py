@@ -2,19 +2,19 @@
 
 import os
 import time
-from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
 from dlio.train.ledger_file import check_ledger, read_lines
 from dlio_bench.chaos.accounts import uneven_epochs
+from dlio_bench.chaos.clock import Clock
 from dlio_bench.chaos.figures import figures_of, rows_of
 from dlio_bench.chaos.job import Job, train_argv
 from dlio_bench.chaos.leftovers import shared_memory, wait_until
 from dlio_bench.chaos.options import Options
 from dlio_bench.chaos.records import JobRecord, RunRecord
 from dlio_bench.chaos.replays import WEIGHTS, replay
-from dlio_bench.chaos.schedule import Fault, Made, make_schedule
+from dlio_bench.chaos.schedule import Made, make_schedule
 from dlio_bench.chaos.stamps import steps_of
 from dlio_bench.chaos.torchft_accounts import account, joins, read_batches
 from dlio_bench.chaos.torchft_job import torchft_argv
@@ -28,29 +28,6 @@ _REPLACED: Final = {
     False: "Ranks are not replaced: the next job begins when too few are left.",
     True: "Spares replace lost ranks; the next job begins when too few are left.",
 }
-
-
-class _Clock:
-    """The faults that are still to be made, and the time that counts for them."""
-
-    def __init__(self, faults: Sequence[Fault]) -> None:
-        self.faults = deque(faults)
-        self._passed_s = 0.0
-        self._last: float | None = None
-
-    def due(self, runs: bool) -> Fault | None:
-        """Return the next fault if its time has come.
-
-        Args:
-            runs: True if the next fault can be made now; time stands still otherwise.
-        """
-        now = time.monotonic()
-        if runs and self._last is not None:
-            self._passed_s += now - self._last
-        self._last = now if runs else None
-        if runs and self.faults and self._passed_s >= self.faults[0].due_s:
-            return self.faults[0]
-        return None
 
 
 def measure(options: Options, source: str, folder: str) -> dict[str, object]:
@@ -79,7 +56,7 @@ def measure(options: Options, source: str, folder: str) -> dict[str, object]:
         faults = make_schedule(
             options.kinds, options.kills, options.every, options.spacing, options.seed
         )
-        clock = _Clock(faults)
+        clock = Clock(faults)
         jobs: list[JobRecord] = []
         idle = 0
         while clock.faults and idle < _IDLE:
@@ -104,7 +81,7 @@ def measure(options: Options, source: str, folder: str) -> dict[str, object]:
 
 
 def _job(
-    options: Options, source: str, folder: str, samples: int, mode: str, clock: _Clock
+    options: Options, source: str, folder: str, samples: int, mode: str, clock: Clock
 ) -> JobRecord:
     """Run a job to its end; make faults meanwhile."""
     record = JobRecord()
@@ -155,7 +132,7 @@ def _reason(job: JobRecord) -> str:
     return lines[-1] if lines else "it said nothing"
 
 
-def _run(options: Options, argv: Sequence[str], folder: str, mode: str, clock: _Clock) -> RunRecord:
+def _run(options: Options, argv: Sequence[str], folder: str, mode: str, clock: Clock) -> RunRecord:
     """Run a training to its end; make faults meanwhile."""
     cache = os.path.join(os.path.dirname(os.path.dirname(folder)), "cache")
     all_ranks = options.ranks + (options.spares if mode == "shrink" else 0)

@@ -6,10 +6,13 @@ import signal
 import subprocess
 from contextlib import suppress
 from pathlib import Path
+from typing import Final
 
 from dlio.util.shared import SHARED_MEMORY, user_folder
 
-FAKESSH = Path(__file__).with_name("fakessh")
+__all__ = ["Nodes", "may_pretend"]
+
+_FAKESSH: Final = Path(__file__).with_name("fakessh")
 
 
 def may_pretend() -> bool:
@@ -32,7 +35,7 @@ class Nodes:
         self.folder = folder
         self._list = folder / "namespaces"
         self._list.touch()
-        self.environment = {"DLIO_RSH": str(FAKESSH), "FAKESSH": str(self._list)}
+        self.environment = {"DLIO_RSH": f"bash {_FAKESSH}", "FAKESSH": str(self._list)}
 
     def processes(self, node: str) -> dict[int, str]:
         """Return the command line of each process on a node."""
@@ -62,9 +65,13 @@ class Nodes:
         self.environment["FAKESSH_RELAY"] = str(self.folder / "relays")
 
     def cut(self, node: str) -> None:
-        """Let nothing through between a node's agent and the launcher; both live on."""
+        """Let nothing through between a node's agent and the launcher; both live on.
+
+        Messages of MPI go on: they do not pass through these processes.
+        """
         for process in self._relays(node):
-            os.kill(process, signal.SIGSTOP)
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGSTOP)
 
     def close(self) -> None:
         """End what passes words on."""
