@@ -54,6 +54,8 @@ def _package() -> str:
 
 _PACKAGE: Final = _package()
 _PYTORCH: Final = "lightning.pytorch" if _PACKAGE == "lightning" else "pytorch_lightning"
+_MARK: Final = "of_dlio"
+"""Attribute of a function that takes the place of Lightning's."""
 _FABRIC: Final = "lightning.fabric" if _PACKAGE == "lightning" else "lightning_fabric"
 _strategies: Any = import_module(f"{_PYTORCH}.strategies")
 _environments: Any = import_module(f"{_FABRIC}.plugins.environments")
@@ -446,14 +448,14 @@ def _leave_loaders_of_ours(trainer: Any) -> None:
     """
     connector = trainer._data_connector
     asked = getattr(connector, "_requires_distributed_sampler", None)
-    if asked is None or getattr(asked, "of_dlio", False):
+    if asked is None or getattr(asked, _MARK, False):
         return
 
     def requires(loader: Any) -> bool:
         # For predictions Lightning needs its own sampler, to restore the order of samples.
         return not (deals_itself(loader) and not trainer.predicting) and bool(asked(loader))
 
-    requires.of_dlio = True  # type: ignore[attr-defined]
+    setattr(requires, _MARK, True)
     connector._requires_distributed_sampler = requires
 
 

@@ -5,7 +5,7 @@ gathered, all of them are gathered again, from the same ranks.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -15,6 +15,9 @@ from dlio.comm.recovery import recovery_of, uniform
 from dlio.integrations.objects import gather_tensors
 
 __all__ = ["are_ranks", "gathered", "keeps_together", "reduce_over_ranks"]
+
+_MARK: Final = "of_dlio"
+"""Attribute of a method that takes the place of another."""
 
 
 def are_ranks() -> bool:
@@ -46,7 +49,7 @@ def keeps_together(kind: type[Any], name: str, states: Callable[[Any], tuple[str
         states: returns the names of the object's attributes that the method may change.
     """
     original = getattr(kind, name)
-    if getattr(original, "of_dlio", False):
+    if getattr(original, _MARK, False):
         return
 
     def method(self: Any, *args: Any, **options: Any) -> Any:
@@ -62,7 +65,7 @@ def keeps_together(kind: type[Any], name: str, states: Callable[[Any], tuple[str
             for each, value in before.items():
                 setattr(self, each, _copied(value))
 
-    method.of_dlio = True  # type: ignore[attr-defined]
+    setattr(method, _MARK, True)
     setattr(kind, name, method)
 
 

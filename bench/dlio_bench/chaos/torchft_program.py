@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from types import FrameType
-from typing import IO, Final, NoReturn, Protocol, TypedDict, cast
+from typing import IO, Any, Final, NoReturn, Protocol, TypedDict, cast
 
 import numpy as np
 import torch
@@ -187,7 +187,8 @@ class _Group:
         settings = self._settings
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // settings["ranks"]))
-        self._model: nn.Module = torch.jit.load(settings["model"])  # type: ignore[no-untyped-call]
+        load: Any = torch.jit.load
+        self._model: nn.Module = load(settings["model"])
         self._model.train()
         self._sgd = torch.optim.SGD(self._model.parameters(), _RATE, momentum=0.9, nesterov=True)
         self._pictures = torch.from_numpy(np.load(os.path.join(settings["data"], "pictures.npy")))
