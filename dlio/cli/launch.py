@@ -12,12 +12,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import IO, TypeVar
 
+from dlio.cli.job_folder import open_job_folder
 from dlio.cli.resize import begin_job
 from dlio.errors import UsageError
 from dlio.util.cores import available_cores
@@ -138,7 +138,7 @@ def launch(
     with ExitStack() as stack:
         options, full = _prepared(mpirun, ranks + spares, environment or {}, stack)
         if min_ranks is not None:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dlio-job-"))
+            folder = stack.enter_context(open_job_folder())
             done_file = os.path.join(folder, "done")
             own = {MIN_RANKS: str(min_ranks), DONE: done_file, SPARES: str(spares)}
             name = begin_job(folder, ranks, spares)

@@ -13,13 +13,13 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import IO, TYPE_CHECKING, Final
 
+from dlio.cli.job_folder import open_job_folder
 from dlio.cli.launch import ErrorFilter
 from dlio.util.cores import available_cores
 from dlio.util.settings import DONE, LAUNCHER, MIN_RANKS, STORE, settings
@@ -82,7 +82,7 @@ def launch(
         full = _environment(ranks, int(listener.getsockname()[1]), environment or {})
         done_file = None
         if min_ranks is not None:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dlio-job-"))
+            folder = stack.enter_context(open_job_folder())
             done_file = os.path.join(folder, "done")
             # A rank of NCCL that aborts its communicators goes on.
             own = {

@@ -15,7 +15,6 @@ import secrets
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -29,9 +28,9 @@ from dlio.agent.starts import Incident, Patience, Start, living, spread
 from dlio.cli import launch
 from dlio.cli.agents import Agents, remote_shell
 from dlio.cli.growth import Growth
+from dlio.cli.job_folder import PREFIX, open_job_folder
 from dlio.cli.mpirun import Mpirun
 from dlio.cli.node_requests import NodeRequests
-from dlio.cli.resize import PREFIX
 from dlio.util.cores import available_cores
 from dlio.util.settings import DONE, LAUNCHER, MIN_RANKS, START, TERMINAL
 
@@ -103,13 +102,13 @@ def run(job: Job) -> int:
             agents = stack.enter_context(Agents(job.nodes, token, environment, modules))
             requests = None
             if job.survives:
-                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=PREFIX))
+                folder = stack.enter_context(open_job_folder())
                 requests = NodeRequests(folder, job.nodes)
                 name = os.path.basename(folder).removeprefix(PREFIX)
                 print(f"job {name}: `dlio join {name} --nodes d` takes in a node d", flush=True)
             code = _Starts(job, mpirun, token, environment, agents, "", requests).run()
         else:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dlio-job-"))
+            folder = stack.enter_context(open_job_folder())
             code = _Starts(job, mpirun, token, environment, None, folder, None).run()
     return code
 

@@ -3,16 +3,14 @@
 import os
 import tempfile
 from dataclasses import dataclass
-from typing import Annotated, Final
+from typing import Annotated
 
+from dlio.cli.job_folder import PREFIX
 from dlio.cli.node_requests import read_request, request_nodes
 from dlio.errors import UsageError
 from dlio.util.options import Option, check
 
-__all__ = ["PREFIX", "Change", "begin_job", "join", "leave"]
-
-PREFIX: Final = "dlio-job-"
-"""Beginning of the name of a job's temporary folder; the job's name follows."""
+__all__ = ["Change", "begin_job", "join", "leave"]
 
 
 @dataclass(frozen=True, slots=True)

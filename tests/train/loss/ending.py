@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dlio.cli.job_folder import PREFIX
 from dlio.cli.resize import Change, join, leave
 from dlio.comm import Communicator
 from dlio.comm.recovery import Report
@@ -164,7 +165,7 @@ class Resize(Callback):
     def after_step(self, run: Run) -> None:
         more = json.loads(os.environ.get("RESIZE", "{}")).get(str(run.updates), 0)
         if more and run.comm.rank == 0:
-            job = Path(os.environ["DLIO_DONE"]).parent.name.removeprefix("dlio-job-")
+            job = Path(os.environ["DLIO_DONE"]).parent.name.removeprefix(PREFIX)
             (join if more > 0 else leave)(Change(job, abs(more)))
             time.sleep(0.5)  # The ranks look at requests a few times in a second.
 
