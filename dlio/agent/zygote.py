@@ -20,6 +20,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,11 +28,15 @@ from types import FrameType
 from typing import Any, Final
 
 from dlio.agent.places import pack, receive_exactly
+from dlio.util.processes import is_stopped
 
 __all__ = ["Zygote", "main", "rank_environment"]
 
 _STREAMS: Final = 3
 _TIMEOUT_S: Final = 10.0
+_LOOK_S: Final = 0.25
+_PATIENCE_S: Final = 1.5
+"""Time for which a rank may be stopped by a signal."""
 _PDEATHSIG: Final = 1
 _OF_MPI: Final = ("OMPI_", "PMIX_", "PRTE_", "PMI_")
 """Prefixes of variables that mpirun and its daemons set for each rank."""
@@ -96,6 +101,8 @@ class Zygote:
         self._start = -1
         self._environment: dict[str, str] = {}
         self._stopping = False
+        self._stopped_since: float | None = None
+        """Since when the node's only rank is stopped."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(control, selectors.EVENT_READ)
@@ -103,7 +110,7 @@ class Zygote:
     def serve(self) -> _Request | None:
         """Fork for each shim: returns the request in the child, None in the zygote at its end."""
         while True:
-            for key, _ in self._selector.select():
+            for key, _ in self._selector.select(_LOOK_S if len(self._ranks) == 1 else None):
                 source = key.fileobj
                 if source is self._listener:
                     self._connected()
@@ -116,6 +123,7 @@ class Zygote:
                         self._heard(source, key.data)
                 elif not key.data.reaped:
                     self._ended(key.data)
+            self._look_for_stopped()
             # A shim may be here before the agent's order.
             due = [asked for asked in self._asked if asked.start <= self._start]
             self._asked = [asked for asked in self._asked if asked not in due]
@@ -177,6 +185,17 @@ class Zygote:
         with suppress(OSError):
             connection.sendall(_NUMBER.pack(process))
         return None
+
+    def _look_for_stopped(self) -> None:
+        """Kill the node's only rank if it is stopped; of several, they watch each other."""
+        ranks = list(self._ranks.values())
+        if len(ranks) != 1 or not is_stopped(ranks[0].process):
+            self._stopped_since = None
+        elif self._stopped_since is None:
+            self._stopped_since = time.monotonic()
+        elif time.monotonic() - self._stopped_since >= _PATIENCE_S:
+            self._stopped_since = None
+            os.kill(ranks[0].process, signal.SIGKILL)
 
     def _heard(self, shim: socket.socket, rank: _Rank) -> None:
         """Kill the rank of a shim that is gone."""

@@ -20,10 +20,11 @@ from typing import Final
 
 from dlio.comm.board import Board, BoardReader, Row
 from dlio.comm.suspicion import Seen, SlowRanks, hung_ranks
+from dlio.util.processes import is_stopped, process_state
 from dlio.util.settings import settings
 from dlio.util.threads import Workers
 
-__all__ = ["NodeWatch", "Policy", "is_stopped", "watch_policy"]
+__all__ = ["NodeWatch", "Policy", "watch_policy"]
 
 _log = logging.getLogger("dlio")
 _POLL_S: Final = 0.25
@@ -36,20 +37,6 @@ _DUMP_S: Final = 0.5
 _STDERR: Final = 2
 _STACKS: Final = signal.SIGRTMAX - 3
 """Signal that makes a rank write its stacks."""
-
-
-def is_stopped(process: int) -> bool:
-    """True if a process is stopped by a signal."""
-    return _state(process) == "T"
-
-
-def _state(process: int) -> str:
-    """Return the state of a process, as in /proc; X if there is none."""
-    try:
-        with open(f"/proc/{process}/stat", encoding="ascii", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return "X"
 
 
 @dataclass(slots=True)
@@ -148,7 +135,7 @@ class NodeWatch:
         lower = here[: here.index(self._me)] if self._me in here else here
         # A generation lasts until all that are left have met: some of it may be dead.
         return not any(
-            _state(self._processes[member]) not in "TZX" and not self._is_silent(member, now)
+            process_state(self._processes[member]) not in "TZX" and not self._is_silent(member, now)
             for member in lower
         )
 
@@ -171,7 +158,10 @@ class NodeWatch:
             _kill(process)
 
     def _look_for_hangs(self, here: list[int], now: float) -> None:
-        seen = {member: Seen(_state(self._processes[member]), self._row(member)) for member in here}
+        seen = {
+            member: Seen(process_state(self._processes[member]), self._row(member))
+            for member in here
+        }
         policy = watch_policy()
         before, self._suspected = self._suspected, set()
         for each in hung_ranks(seen, now, self._watching_since, policy.hang_after_s):

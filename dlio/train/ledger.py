@@ -42,6 +42,7 @@ class SampleLedger:
         self._me = self._numbers[comm.rank]
         self._is_kept = token is not None
         self._lines: list[Line] = []
+        self._earlier: list[Line] = []
         self._temporary = comm.tell(f"{path}.{token or os.getpid()}.tmp")
         self.written = written
         """Bytes of the epochs that are in the file."""
@@ -80,9 +81,9 @@ class SampleLedger:
             line["part"] = part
         self._lines.append(line)
 
-    def earlier(self, line: Line) -> None:
-        """Record a line of an earlier start."""
-        self._lines.append(line)
+    def earlier(self, lines: Sequence[Line]) -> None:
+        """Record lines of an earlier start, on all ranks: the first that is left writes them."""
+        self._earlier = list(lines)
 
     def end_epoch(
         self,
@@ -100,7 +101,7 @@ class SampleLedger:
             everyone = self._comm.allgather(self._lines)
             size = 0
             if self._comm.rank == 0:
-                rows = [row for lines in everyone for row in lines]
+                rows = [*self._earlier, *(row for lines in everyone for row in lines)]
                 of_step = {row["step"]: row for row in rows}  # Without steps of lost ranks alone.
                 rows += [
                     {
@@ -116,7 +117,7 @@ class SampleLedger:
             return self._comm.tell(size)
 
         self.written = uniform(self._comm, write)
-        self._lines = []
+        self._lines, self._earlier = [], []
 
     def _append(self, rows: Sequence[Line]) -> int:
         """Write lines after those of the epochs before; returns the size of the file."""

@@ -187,7 +187,7 @@ class EpochReport:
         consensus: float,
         peak_lr: float,
         pruning: PruningReport | None = None,
-        of_lost: int = 0,
+        samples: int = 0,
     ) -> "EpochReport":
         """Combine the measurements of all ranks.
 
@@ -195,16 +195,17 @@ class EpochReport:
             ranks: the measurements, in rank order.
             val_accuracy: accuracy on the held-out samples.
             consensus: see `consensus_distance`.
-            of_lost: samples that ranks trained on before they were lost, with their measurements.
+            samples: that the epoch has, if measurements of some were lost with ranks.
         """
         loss, correct, count = (sum(rank["sums"][k] for rank in ranks) for k in range(3))
+        trained = max(int(count), samples)
         seconds = max(rank["seconds"] for rank in ranks)
         first = [rank["first_batch_s"] for rank in ranks if rank["first_batch_s"] is not None]
         return cls(
             epoch=epoch,
             seconds=seconds,
-            samples=int(count) + of_lost,
-            samples_per_s=(count + of_lost) / seconds,
+            samples=trained,
+            samples_per_s=trained / seconds,
             stall_fraction=_mean([rank["stall_s"] / rank["seconds"] for rank in ranks]),
             loss=loss / count if count else None,
             accuracy=correct / count if count else None,

@@ -121,8 +121,6 @@ class Worker:
         self.earlier_losses: list[Loss] = []
         """Losses before the ranks were started again."""
         self.earlier_changes: list[Loss] = []
-        self.of_lost = 0
-        """Samples of this epoch that ranks trained on before they were lost with their sums."""
         self.epoch_number = 0
         """Number of the epoch, from 0."""
         self.position = 0
@@ -292,7 +290,7 @@ class Worker:
             self.skipper.begin(epoch)
             self.samples, progress.steps = self.skipper.samples, len(self.loader)
         if self.epoch_number != epoch or not self.position:
-            self.epoch_number, self.position, self.left_out, self.of_lost = epoch, 0, 0, 0
+            self.epoch_number, self.position, self.left_out = epoch, 0, 0
             self.sums.zero_()
         if self.pruner is not None:
             per_step = self.global_batch * self.config.accumulate
@@ -442,7 +440,7 @@ class Worker:
             distance,
             self.peak_lr,
             None if self.pruner is None else self.pruner.report(),
-            sum(len(samples) for *_, samples in self._dealing.of_lost()) + self.of_lost,
+            self.samples if self.recovery or self.earlier_losses else 0,
         )
 
     def _compared(self, mine: RankEpoch) -> tuple[list[RankEpoch], float | None, float]:

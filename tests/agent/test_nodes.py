@@ -251,6 +251,31 @@ def test_a_rank_is_lost_and_then_a_node_in_the_same_epoch(run: Run) -> None:
     assert [loss["left"] for loss in ran.restarts] == [2], ran.errors
 
 
+def test_the_first_rank_is_lost_in_the_epoch_in_which_all_began_again(run: Run) -> None:
+    def first_rank(nodes: Nodes, _: object) -> None:
+        ranks = [p for p, line in nodes.processes("A").items() if "agent.zygote" in line]
+        os.kill(sorted(ranks)[1], signal.SIGKILL)  # The zygote is the first.
+
+    # An epoch has three steps.
+    ran = run("AB", 4, {7: _kill("B", "prted"), 8: first_rank})
+    ran.check_exact()
+    assert [loss["left"] for loss in ran.losses] == [4, 3]
+    assert [epoch for epoch, step, _ in ran.lines if step == 0] == [
+        epoch for epoch in range(EPOCHS) for _ in range(4)
+    ]
+
+
+def test_the_only_rank_of_a_node_is_stopped(run: Run) -> None:
+    def stop(nodes: Nodes, _: object) -> None:
+        ranks = [p for p, line in nodes.processes("B").items() if "agent.zygote" in line]
+        os.kill(max(ranks), signal.SIGSTOP)
+
+    ran = run("AB", 2, {7: stop})
+    ran.check_exact()
+    assert ran.gone == [(1, "B")]
+    assert ran.restarts == []
+
+
 def test_a_daemon_is_lost_and_all_ranks_begin_again(run: Run) -> None:
     ran = run("AB", 4, {7: _kill("B", "prted")})
     ran.check_exact()

@@ -43,7 +43,7 @@ def _stamp(step: int, t: float, generation: int = 0, epoch: int = 0) -> StepStam
     return {"t": t, "epoch": epoch, "step": step, "generation": generation, "ranks": 2}
 
 
-def _loss(generation: int, *ranks: int, t: float = 0.0, change: str = "lost") -> LossStamp:
+def _loss(generation: int, *ranks: int, t: float = 100.0, change: str = "lost") -> LossStamp:
     return {
         "t": t,
         "change": change,

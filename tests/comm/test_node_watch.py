@@ -11,7 +11,8 @@ from contextlib import contextmanager
 import pytest
 
 from dlio.comm import board, node_watch
-from dlio.comm.node_watch import NodeWatch, Policy, is_stopped
+from dlio.comm.node_watch import NodeWatch, Policy
+from dlio.util.processes import is_stopped
 from tests.conftest import in_time
 
 # A signal that stops the stand-in would not stop its program.

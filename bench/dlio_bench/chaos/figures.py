@@ -32,6 +32,8 @@ _SHOWN: Final = {
     "recovery_s": "recovery, s",
     "renew_s": "of it, to renew, s",
     "settle_s": "of it, to settle, s",
+    "other_weights": "ranks with other weights than the others",
+    "refills": "times that all ranks began again",
     "joins": "ranks that joined",
     "joining_s": "others held by them, s",
     "next_step_s": "fault to the next step of all, s",
@@ -72,6 +74,7 @@ def figures_of(mode: str, jobs: Sequence[JobRecord], samples: int) -> dict[str, 
                 felt.append((each, until))
                 unnoticed += until is None and not job.failed and not job.hangs
                 disturbed.append((each.at, run.ended if until is None else until))
+            disturbed += run.refills
             disturbed += [
                 (each["t"] - each["seconds"], each["t"]) for each in _changes(run.ranks, "joined")
             ]
@@ -124,6 +127,8 @@ def figures_of(mode: str, jobs: Sequence[JobRecord], samples: int) -> dict[str, 
         "unequal_replays": [each for each in replayed if each != "equal"],
         "uneven_epochs": uneven,
         "joins": sum(len(join["ranks"]) for join in joins) or None,
+        "refills": sum(len(run.refills) for run in runs) or None,
+        "other_weights": sum(job.other_weights for job in jobs),
         "samples_again": sum(loss["samples_again"] for loss in losses),
         **{key: quantiles(values) for key, values in seconds.items()},
         "next_step_s": quantiles([until - each.at for each, until in felt if until is not None]),
@@ -165,7 +170,7 @@ def next_step(ranks: Sequence[RankStamps], made: Made) -> float | None:
                 loss["generation"]
                 for each in ranks
                 for loss in each.losses
-                if lost in loss["ranks"] and loss["change"] != "joined"
+                if lost in loss["ranks"] and loss["change"] != "joined" and loss["t"] >= made.at
             ),
             default=None,
         )
@@ -175,7 +180,14 @@ def next_step(ranks: Sequence[RankStamps], made: Made) -> float | None:
     if len(known) < len(generations):
         return None
     firsts = [
-        next((step["t"] for step in each.steps if step["generation"] >= max(known)), None)
+        next(
+            (
+                step["t"]
+                for step in each.steps
+                if step["t"] >= made.at and step["generation"] >= max(known)
+            ),
+            None,
+        )
         for each in ranks
         if each.steps and each.steps[0]["t"] <= made.at
     ]
@@ -197,12 +209,14 @@ def rows_of(result: Mapping[str, Mapping[str, object]]) -> list[dict[str, str]]:
 
 def _changes(ranks: Sequence[RankStamps], kind: str) -> list[LossStamp]:
     """Return each change of a kind, as the rank saw it that took longest."""
-    longest: dict[int, LossStamp] = {}
+    longest: dict[tuple[int, tuple[int, ...]], LossStamp] = {}
     for each in ranks:
         for loss in (loss for loss in each.losses if loss["change"] == kind):
-            other = longest.setdefault(loss["generation"], loss)
+            # Generations are counted anew when all ranks begin again.
+            which = (loss["generation"], tuple(loss["ranks"]))
+            other = longest.setdefault(which, loss)
             if loss["seconds"] > other["seconds"]:
-                longest[loss["generation"]] = loss
+                longest[which] = loss
     return list(longest.values())
 
 

@@ -39,7 +39,7 @@ class Inside(Callback):
         self._file = -1
         self._stacks: IO[str] | None = None
         self._run: Run | None = None
-        self._changes = 0
+        self._losses = self._changes = 0
         self._generation = 0
         self._raises = self._hangs = False
 
@@ -65,6 +65,8 @@ class Inside(Callback):
         signal.signal(RAISE, self._on_raise)
         signal.signal(EXIT, self._on_exit)
         signal.signal(HANG, self._on_hang)
+        # Those of ranks that this one takes the place of have been told.
+        self._losses, self._changes = len(run.losses), len(run.changes)
         who = {"rank": run.comm.rank, "pid": os.getpid(), "step": run.updates}
         self._stamp({"kind": "begin", **who})
 
@@ -91,11 +93,12 @@ class Inside(Callback):
         self._tell_losses(run)
 
     def _tell_losses(self, run: Run) -> None:
-        changes = sorted((*run.losses, *run.changes), key=lambda each: each.generation)
-        for change in changes[self._changes :]:
+        losses, changes = run.losses, run.changes
+        added = (*losses[self._losses :], *changes[self._changes :])
+        for change in sorted(added, key=lambda each: each.generation):
             self._generation = change.generation
             self._stamp({**asdict(change), "kind": "loss", "change": change.kind})
-        self._changes = len(changes)
+        self._losses, self._changes = len(losses), len(changes)
 
     def _stamp(self, line: dict[str, object]) -> None:
         # One write: a rank that is killed leaves whole lines.

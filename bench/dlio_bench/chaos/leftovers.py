@@ -10,7 +10,7 @@ from typing import Final
 
 from dlio.util.shared import SHARED_MEMORY, user_folder
 
-__all__ = ["JOB", "kill", "processes_of", "shared_memory", "wait_until"]
+__all__ = ["JOB", "kill", "lives", "processes_of", "shared_memory", "wait_until"]
 
 JOB: Final = "CHAOS_JOB"
 """Environment variable by which all processes of a job are known, whoever started them."""
@@ -32,6 +32,15 @@ def processes_of(job: str) -> list[int]:
             if wanted in file.read().split(b"\0"):
                 living.append(int(name))
     return living
+
+
+def lives(process: int) -> bool:
+    """Return True if a process lives, False if it has ended or is a zombie."""
+    try:
+        with open(f"/proc/{process}/cmdline", "rb") as file:
+            return bool(file.read(1))  # A zombie has none.
+    except OSError:
+        return False
 
 
 def kill(processes: list[int]) -> None:

@@ -19,7 +19,7 @@ from dlio_bench.chaos.accounts import Uneven, effective_time, quantiles, uneven_
 from dlio_bench.chaos.clock import Clock
 from dlio_bench.chaos.figures import figure_text
 from dlio_bench.chaos.job import Job, train_argv
-from dlio_bench.chaos.leftovers import shared_memory, wait_until
+from dlio_bench.chaos.leftovers import lives, shared_memory, wait_until
 from dlio_bench.chaos.options import Options
 from dlio_bench.chaos.pretended import Nodes, may_pretend
 from dlio_bench.chaos.schedule import make_schedule
@@ -174,7 +174,7 @@ class _World:
         firsts = [
             each.steps[0]["t"]
             for each in self._job.stamps.ranks
-            if each.steps and each.begun > self._since and _lives(each.pid)
+            if each.steps and each.begun > self._since and lives(each.pid)
         ]
         wanted = len(self.names) * self._per_node
         return max(firsts) if self._join is None and len(firsts) == wanted else None
@@ -270,11 +270,3 @@ def _add_report(record: NodeJob, folder: str, samples: int, epochs: int) -> None
         record.losses, record.changes = wrote["losses"], wrote["changes"]
     if record.code == 0 and os.path.exists(trace):
         record.uneven = uneven_epochs(check_ledger(read_lines(trace), samples, epochs))
-
-
-def _lives(process: int) -> bool:
-    try:
-        with open(f"/proc/{process}/cmdline", "rb") as file:
-            return bool(file.read(1))  # A zombie has none.
-    except OSError:
-        return False

@@ -34,6 +34,14 @@ class Options:
             most=64,
         ),
     ] = 0
+    refill: Annotated[
+        bool,
+        Option(
+            "Whenever too few ranks are left, have all of them begin again: Open MPI's daemon of a "
+            "pretended node is killed. Ranks begin without importing torch, so that many faults "
+            "take little time. Wants root and an even number of ranks."
+        ),
+    ] = False
     backend: Annotated[
         str,
         Option(
@@ -190,6 +198,12 @@ class Options:
         if self.spares and self.replay:
             raise UsageError(
                 "--spares does not go with --replay: a job that ranks joined cannot be replayed"
+            )
+        others = self.spares or self.replay or self.backend == "torch"
+        if self.refill and (others or self.ranks % 2):
+            raise UsageError(
+                "--refill goes with an even number of ranks, and neither with --spares, --replay "
+                "nor --backend torch"
             )
         if self.spares and self.backend == "torch":
             raise UsageError("--spares does not go with --backend torch")

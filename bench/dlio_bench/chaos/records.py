@@ -22,6 +22,8 @@ class RunRecord:
     errors: str
     left_processes: int
     left_files: list[str]
+    refills: list[tuple[float, float]] = field(default_factory=list)
+    """Begin and end of the times in which all ranks began again (`--refill`)."""
 
 
 @dataclass(slots=True)
@@ -37,6 +39,8 @@ class JobRecord:
     """Samples that a job of torchft trained on in epochs after its last one."""
     epochs: int = 0
     """Finished epochs."""
+    other_weights: int = 0
+    """Ranks whose weights were found to differ from the others'."""
     replay: str = ""
     """`equal`, if a replay without faults has the same final weights, `other` if it has not, or the
     reason why it failed; empty if it was not tried."""

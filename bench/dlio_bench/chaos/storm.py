@@ -1,17 +1,22 @@
 """`--case storm`: jobs with faults, until all of the schedule are made."""
 
+import json
 import os
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Final
 
+from dlio.train.exchange_spec import parse_exchange
 from dlio.train.ledger_file import check_ledger, read_lines
 from dlio_bench.chaos.accounts import uneven_epochs
 from dlio_bench.chaos.clock import Clock
 from dlio_bench.chaos.figures import figures_of, rows_of
 from dlio_bench.chaos.job import Job, train_argv
-from dlio_bench.chaos.leftovers import shared_memory, wait_until
+from dlio_bench.chaos.leftovers import lives, shared_memory, wait_until
 from dlio_bench.chaos.options import Options
+from dlio_bench.chaos.pretended import Nodes
 from dlio_bench.chaos.records import JobRecord, RunRecord
 from dlio_bench.chaos.replays import WEIGHTS, replay
 from dlio_bench.chaos.schedule import Made, make_schedule
@@ -22,6 +27,8 @@ from dlio_bench.chaos.torchft_job import torchft_argv
 __all__ = ["measure"]
 
 _POLL_S: Final = 0.01
+_CHECKED: Final = 25
+"""Steps after which ranks compare their weights."""
 _IDLE: Final = 3
 """Processes in a row that make no step after which the bench gives up."""
 _REPLACED: Final = {
@@ -80,6 +87,40 @@ def measure(options: Options, source: str, folder: str) -> dict[str, object]:
     return {**result, "shared_memory_left": left, "rows": rows_of(result), "said": said}
 
 
+class _Refill:
+    """Has all ranks of a job begin again; on pretended nodes A and B.
+
+    Args:
+        folder: of the job.
+        ranks: number of ranks.
+    """
+
+    def __init__(self, folder: str, ranks: int) -> None:
+        os.makedirs(f"{folder}-nodes")
+        self._nodes = Nodes(Path(f"{folder}-nodes"))
+        self.environment = self._nodes.environment
+        self.close = self._nodes.close
+        self._ranks = ranks
+        self.times: list[tuple[float, float]] = []
+        """Begin and end of each time."""
+        self._begun = 0.0
+
+    @property
+    def is_under_way(self) -> bool:
+        """True from the daemon's death until all ranks make steps."""
+        return bool(self._begun)
+
+    def look(self, job: Job, wanted: bool) -> None:
+        """Kill a daemon if that is wanted, or see whether all ranks make steps again."""
+        if not self._begun:
+            settled = not job.hurt & {each.pid for each in job.stamps.ranks if lives(each.pid)}
+            if wanted and settled and self._nodes.kill("B", "prted"):
+                self._begun = time.monotonic()
+        elif len(job.left()) == self._ranks:
+            self.times.append((self._begun, time.monotonic()))
+            self._begun = 0.0
+
+
 def _job(
     options: Options, source: str, folder: str, samples: int, mode: str, clock: Clock
 ) -> JobRecord:
@@ -96,7 +137,10 @@ def _job(
             record.runs.append(run)
             break
         if mode == "shrink":
-            more = ["--fault-tolerance", "shrink", "--backend", options.backend]
+            more = ["--fault-tolerance", "shrink"]
+            more += ["--nodes", "A,B"] if options.refill else ["--backend", options.backend]
+            if parse_exchange(options.exchange).alike:
+                more += ["--check-weights", str(_CHECKED)]
             more += ["--spares", str(options.spares)] if options.spares else []
             more += ["--save", f"{own}/{WEIGHTS}"] if options.replay else []
         else:
@@ -117,6 +161,8 @@ def _job(
             record.uneven = uneven_epochs(check_ledger(ledger.lines, samples, options.epochs))
             return record
         # A run that is resumed has no trace of the steps before.
+        with open(f"{own}/report.json", encoding="utf-8") as file:
+            record.other_weights = len(json.load(file)["restored"])
         if len(record.runs) == 1 and os.path.exists(f"{own}/trace.jsonl"):
             lines = read_lines(f"{own}/trace.jsonl")
             record.uneven = uneven_epochs(check_ledger(lines, samples, options.epochs))
@@ -137,12 +183,22 @@ def _run(options: Options, argv: Sequence[str], folder: str, mode: str, clock: C
     cache = os.path.join(os.path.dirname(os.path.dirname(folder)), "cache")
     all_ranks = options.ranks + (options.spares if mode == "shrink" else 0)
     made: list[Made] = []
-    with Job(argv, folder, cache, options.deadline) as job:
+    refill = None
+    with ExitStack() as stack:
+        if options.refill and mode == "shrink":
+            refill = _Refill(folder, options.ranks)
+            stack.callback(refill.close)
+        job = stack.enter_context(
+            Job(argv, folder, cache, options.deadline, refill.environment if refill else None)
+        )
         while job.runs():
             takes = clock.faults[0].takes if clock.faults else 0
             spare = len(job.left()) > takes and (mode != "restart" or not made)
             # torchft's groups begin again, as further ones.
             begun = len(job.stamps.ranks) >= all_ranks and job.stamps.stepping is not None
+            if refill is not None and begun:
+                refill.look(job, bool(clock.faults) and not spare)
+                begun = not refill.is_under_way
             fault = clock.due(begun and spare)
             if fault is not None and (hurt := job.hurt_by(fault)) is not None:
                 made.append(hurt)
@@ -159,5 +215,6 @@ def _run(options: Options, argv: Sequence[str], folder: str, mode: str, clock: C
         ended=ended,
         errors=job.errors,
         left_processes=job.left_processes,
-        left_files=job.left_files,
+        left_files=[each for each in job.left_files if not (refill and each.startswith("prted."))],
+        refills=refill.times if refill else [],
     )

@@ -81,11 +81,6 @@ class Resuming:
         run.earlier_losses = [Loss.from_dict(each) for each in losses]
         changes: Any = kept.get("changes", [])
         run.earlier_changes = [Loss.from_dict(each) for each in changes]
-        if run.position:
-            counted = sum(int(sums[2]) for sums in run.comm.allgather(run.sums.tolist()))
-            # Positions of the order that were dealt and did not count come again at its end.
-            again = len(run.loader_state().get("again", ()))
-            run.of_lost = max(0, run.position - again - counted)
 
     def snapshots(self, run: Worker) -> Snapshots | None:
         """Return the callback that copies the state; None if no agent keeps it."""
@@ -103,10 +98,11 @@ class Resuming:
         ledger = SampleLedger(
             path, run.comm, numbers=self._start.ranks, token=self._start.token, written=written
         )
-        if run.comm.rank == 0:
-            for line in self._lines:
-                lost: Line = {**line, "lost": True}
-                ledger.earlier(line if line["rank"] in self._start.ranks else lost)
+        earlier: list[Line] = [
+            line if line["rank"] in self._start.ranks else {**line, "lost": True}
+            for line in self._lines
+        ]
+        ledger.earlier(earlier)
         return ledger
 
     def note_losses(self, run: Worker) -> None:
