@@ -100,14 +100,15 @@ class UlfmMembership:
         self._requests = RankRequests()
         self._handles: dict[int, weakref.ref[MpiCommunicator]] = {}
         self._made = 0
-        self._replaced: list[MPI.Intracomm] = []
-        """Former roots, of which the generation that is made takes the place."""
         self._spent: list[MPI.Intracomm] = []
         with one_at_a_time:
             self._root = MPI.COMM_WORLD.Dup()
             """All that are alive."""
             self._active = MPI.COMM_WORLD.Dup()
             agreed(self._root, True)
+            self._whole = self._root
+            """That from which the last generation was made. Those of generations that a loss
+            interrupted may be half made, and are never freed."""
         self.world = MpiCommunicator(self._active.Dup(), membership=self)
         # Numbers of processes mean nothing in another container of the same name.
         host = f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
@@ -252,7 +253,6 @@ class UlfmMembership:
         Returns the reports of its active ranks.
         """
         root = cast(MPI.Intracomm, self._root.Shrink())
-        self._replaced.append(self._root)
         self._root = root
         if not agreed(root, True):
             return None
@@ -294,15 +294,14 @@ class UlfmMembership:
             return None
         if leavers:
             agreed(root, True)  # They end when all others know that they have left.
-            self._replaced.append(root)
             self._root = cast(MPI.Intracomm, left)
         # Those of the generation before last: no thread asks for its requests any more.
         for comm in self._spent:
             with contextlib.suppress(MPI.Exception):
                 comm.Free()
         self._spent = [handle.raw for handle in handles.values() if not handle.rests]
-        self._spent += [*self._replaced, *([] if self._active == MPI.COMM_NULL else [self._active])]
-        self._replaced = []
+        self._spent += [each for each in (self._whole, self._active) if each != MPI.COMM_NULL]
+        self._whole = root
         self.number += 1
         self.members, self._active = members, active
         self.left = tuple(sorted(leavers))

@@ -17,6 +17,7 @@ _SHOWN: Final = {
     "faults": "faults made",
     "ranks_hurt": "ranks hurt",
     "unnoticed": "faults that nobody felt, at an end",
+    "others_lost": "ranks lost that were not hurt",
     "jobs": "jobs",
     "runs": "processes started for them",
     "hangs": "hangs",
@@ -103,6 +104,7 @@ def figures_of(mode: str, jobs: Sequence[JobRecord], samples: int) -> dict[str, 
         "faults": dict(Counter(each.fault.kind for each in made)),
         "ranks_hurt": sum(len(each.ranks) for each in made),
         "unnoticed": unnoticed,
+        "others_lost": sum(_others_lost(run) for run in runs) if mode == "shrink" else None,
         "jobs": len(jobs),
         "runs": len(runs),
         "hangs": sum(job.hangs for job in jobs),
@@ -156,6 +158,13 @@ def figures_of(mode: str, jobs: Sequence[JobRecord], samples: int) -> dict[str, 
         "left_processes": sum(run.left_processes for run in runs),
         "left_files": sorted({name for run in runs for name in run.left_files}),
     }
+
+
+def _others_lost(run: RunRecord) -> int:
+    """Return the number of ranks that were lost without a fault: Open MPI has crashed them."""
+    hurt = {rank for each in run.made for rank in each.ranks}
+    lost = {rank for loss in _changes(run.ranks, "lost") for rank in loss["ranks"]}
+    return len(lost - hurt)
 
 
 def next_step(ranks: Sequence[RankStamps], made: Made) -> float | None:
