@@ -29,18 +29,21 @@ class SampleLedger:
         numbers: Sequence[int] | None = None,
         token: str | None = None,
         written: int = 0,
+        start: int = 0,
     ) -> None:
         """
         Args:
             numbers: of the ranks when the job began; None if it has begun with them.
             token: of a job that starts again; its launcher then removes what a failed run leaves.
             written: bytes in the file of the epochs before this start.
+            start: times that all ranks have begun again.
         """
         self._path = path
         self._comm = comm
         self._numbers = range(comm.size) if numbers is None else numbers
         self._me = self._numbers[comm.rank]
         self._is_kept = token is not None
+        self._start = start
         self._lines: list[Line] = []
         self._earlier: list[Line] = []
         self._temporary = comm.tell(f"{path}.{token or os.getpid()}.tmp")
@@ -79,6 +82,8 @@ class SampleLedger:
         line["update"], line["ranks"] = update, ranks
         if part:
             line["part"] = part
+        if self._start:
+            line["start"] = self._start
         self._lines.append(line)
 
     def earlier(self, lines: Sequence[Line]) -> None:

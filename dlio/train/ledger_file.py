@@ -44,6 +44,9 @@ class Line(TypedDict):
     part: NotRequired[int]
     """Times that all exchanges had been finished before it, in this epoch; missing for 0. Steps
     after the first time train on samples of lost ranks."""
+    start: NotRequired[int]
+    """Times that all ranks had begun again before it (`--nodes`); missing for 0. A rank may have
+    been away before its first line of a start."""
     left_out: NotRequired[int]
     """Samples that the epoch does without (`--skip-samples`); missing if there are none."""
     lost: NotRequired[bool]
@@ -187,25 +190,25 @@ def _gaps(rows: Sequence[Line]) -> Iterator[str]:
     if not rows:
         return
     updates: defaultdict[int, set[int | None]] = defaultdict(set)
-    of_rank: defaultdict[int, list[int]] = defaultdict(list)
+    of_rank: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
     for row in rows:
         updates[row["step"]].add(row.get("update"))
-        of_rank[row["rank"]].append(row["step"])
+        of_rank[row["rank"]].append((row["step"], row.get("start", 0)))
     # In an exchange whose ranks do not wait for each other, all ranks that were that far may have
     # been lost before a step of theirs counted, and a spare may have begun later.
-    lasting = [(steps[0], steps[-1]) for steps in of_rank.values()]
+    lasting = [(steps[0][0], steps[-1][0]) for steps in of_rank.values()]
     for step in range(max(updates)):
         if step not in updates and (
             step < min(updates) or any(low < step < high for low, high in lasting)
         ):
             yield f"step {step} has no line"
     for rank, steps in sorted(of_rank.items()):
-        for one, other in pairwise(steps):
+        for (one, start), (other, later) in pairwise(steps):
             if other == one:
                 yield f"rank {rank} has two lines for step {one}"
             elif other < one:
                 yield f"rank {rank} has step {other} after step {one}"
-            elif other > one + 1:
+            elif other > one + 1 and start == later:
                 yield f"rank {rank} has no line between step {one} and step {other}"
     before: int | None = None
     for step, numbers in sorted(updates.items()):

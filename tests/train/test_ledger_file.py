@@ -87,6 +87,17 @@ def test_steps_that_no_rank_was_left_for_are_no_problem_where_another_rank_began
     assert late.problems == ("step 0 has no line",)
 
 
+def test_a_rank_that_began_again_may_have_been_away() -> None:
+    def line(step: int, rank: int, *samples: int, start: int = 0) -> Line:
+        return {"epoch": 0, "step": step, "rank": rank, "samples": list(samples), "start": start}
+
+    lines = [line(0, 0, 0), line(0, 1, 1), line(1, 0, 2)]
+    (back,) = check_ledger([*lines, line(2, 0, 3, start=1), line(2, 1, 4, start=1)], 5, 1)
+    assert back.exact
+    (away,) = check_ledger([*lines, line(2, 0, 3), line(2, 1, 4)], 5, 1)
+    assert away.problems == ("rank 1 has no line between step 0 and step 2",)
+
+
 def test_lost_and_doubled_samples_are_named_with_steps_and_ranks() -> None:
     lines = _epoch(0)
     lines[1]["samples"], lines[7]["samples"] = [2, 2], [14, 2]

@@ -72,16 +72,17 @@ class Snapshots(Callback):
         worker: the run.
         folder: of this node's snapshots.
         numbers: of the ranks of this start when the job began.
+        start: times that all ranks have begun again.
     """
 
-    def __init__(self, worker: Worker, folder: str, numbers: Sequence[int]) -> None:
+    def __init__(self, worker: Worker, folder: str, numbers: Sequence[int], start: int = 0) -> None:
         self._worker, self._folder, self._numbers = worker, folder, numbers
         self._me = worker.comm.rank
         self._folders = worker.comm.allgather(folder)
         self._own = Slots(folder, f"{MEMBER}{numbers[self._me]}")
         self._common: Slots | None = None
         self._copying: Workers | None = None
-        self.journal = Journal(folder, numbers)
+        self.journal = Journal(folder, numbers, start)
         self.incidents = 0
         """Number of the launcher's incidents that losses and changes tell of."""
         self._newest = -1

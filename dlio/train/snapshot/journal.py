@@ -32,10 +32,11 @@ class Journal:
     Args:
         folder: of the node's snapshots.
         numbers: of the ranks of this start when the job began.
+        start: times that all ranks have begun again.
     """
 
-    def __init__(self, folder: str, numbers: Sequence[int]) -> None:
-        self._folder, self._numbers = folder, numbers
+    def __init__(self, folder: str, numbers: Sequence[int], start: int = 0) -> None:
+        self._folder, self._numbers, self._start = folder, numbers, start
         self._epoch = -1
         self._written = 0
 
@@ -65,6 +66,8 @@ class Journal:
             line["update"], line["ranks"] = updates - 1 - since, ranks
             if part:
                 line["part"] = part
+            if self._start:
+                line["start"] = self._start
             lines.append(line)
         self._written = dealing.closed
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW

@@ -86,7 +86,7 @@ class Resuming:
         """Return the callback that copies the state; None if no agent keeps it."""
         if self._folder is None:
             return None
-        copies = Snapshots(run, self._folder, self._start.ranks)
+        copies = Snapshots(run, self._folder, self._start.ranks, self._start.number)
         copies.incidents = len(self._start.incidents)
         if self._state is not None and not self._state.turn % 2:
             copies.journal.begin(run.epoch_number, self._state.turn, self._lines)
@@ -96,7 +96,12 @@ class Resuming:
         """Open the trace, which goes on where the state was copied."""
         written: Any = 0 if self._state is None else self._state.about.get("trace_bytes", 0)
         ledger = SampleLedger(
-            path, run.comm, numbers=self._start.ranks, token=self._start.token, written=written
+            path,
+            run.comm,
+            numbers=self._start.ranks,
+            token=self._start.token,
+            written=written,
+            start=self._start.number,
         )
         earlier: list[Line] = [
             line if line["rank"] in self._start.ranks else {**line, "lost": True}
