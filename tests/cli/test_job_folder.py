@@ -12,8 +12,9 @@ import pytest
 from dlio.cli.job_folder import PREFIX, open_job_folder
 
 _KILLED = """
-import os, signal
+import os, signal, sys, tempfile
 from dlio.cli.job_folder import open_job_folder
+tempfile.tempdir = sys.argv[1]
 with open_job_folder():
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -33,12 +34,9 @@ def test_a_job_takes_its_folder_along(temporary: Path) -> None:
     assert not list(temporary.iterdir())
 
 
+@pytest.mark.cold
 def test_the_next_job_removes_the_folder_of_a_launcher_that_was_killed(temporary: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _KILLED],
-        env={**os.environ, "TMPDIR": str(temporary)},
-        check=False,
-    )
+    done = subprocess.run([sys.executable, "-c", _KILLED, str(temporary)], check=False)
     assert done.returncode == -signal.SIGKILL
     (left,) = temporary.iterdir()
     kept = temporary / "mine"
