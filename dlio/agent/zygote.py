@@ -28,15 +28,13 @@ from types import FrameType
 from typing import Any, Final
 
 from dlio.agent.places import pack, receive_exactly
-from dlio.util.processes import is_stopped
+from dlio.util.processes import STOPPED_S, is_stopped
 
 __all__ = ["Zygote", "main", "rank_environment"]
 
 _STREAMS: Final = 3
 _TIMEOUT_S: Final = 10.0
 _LOOK_S: Final = 0.25
-_PATIENCE_S: Final = 1.5
-"""Time for which a rank may be stopped by a signal."""
 _PDEATHSIG: Final = 1
 _OF_MPI: Final = ("OMPI_", "PMIX_", "PRTE_", "PMI_")
 """Prefixes of variables that mpirun and its daemons set for each rank."""
@@ -193,7 +191,7 @@ class Zygote:
             self._stopped_since = None
         elif self._stopped_since is None:
             self._stopped_since = time.monotonic()
-        elif time.monotonic() - self._stopped_since >= _PATIENCE_S:
+        elif time.monotonic() - self._stopped_since >= STOPPED_S:
             self._stopped_since = None
             os.kill(ranks[0].process, signal.SIGKILL)
 

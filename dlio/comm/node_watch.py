@@ -20,7 +20,7 @@ from typing import Final
 
 from dlio.comm.board import Board, BoardReader, Row
 from dlio.comm.suspicion import Seen, SlowRanks, hung_ranks
-from dlio.util.processes import is_stopped, process_state
+from dlio.util.processes import STOPPED_S, is_stopped, process_state
 from dlio.util.settings import settings
 from dlio.util.threads import Workers
 
@@ -28,8 +28,6 @@ __all__ = ["NodeWatch", "Policy", "watch_policy"]
 
 _log = logging.getLogger("dlio")
 _POLL_S: Final = 0.25
-_PATIENCE_S: Final = 1.5
-"""Seconds that a rank may be stopped: Ctrl-Z and `fg` stop all of a job at once, this one, too."""
 _ON_DUTY_S: Final = 5.0
 """Age of a rank's last beat up to which it is taken to watch the others."""
 _DUMP_S: Final = 0.5
@@ -116,7 +114,7 @@ class NodeWatch:
             now = time.monotonic()
             if self._board is not None:
                 self._board.beat()
-            if now - last > _PATIENCE_S:
+            if now - last > STOPPED_S:
                 # This rank was stopped itself, perhaps with all others.
                 self._since.clear()
                 self._watching_since = now
@@ -154,7 +152,7 @@ class NodeWatch:
         process = self._processes[member]
         if not is_stopped(process):
             self._since.pop(member, None)
-        elif now - self._since.setdefault(member, now) >= _PATIENCE_S:
+        elif now - self._since.setdefault(member, now) >= STOPPED_S:
             _kill(process)
 
     def _look_for_hangs(self, here: list[int], now: float) -> None:

@@ -9,7 +9,7 @@ from typing import Self, cast
 from dlio.comm import Communicator
 from dlio.comm.recovery import recovery_of, uniform
 from dlio.errors import DlioError
-from dlio.train.ledger_file import Line, line_hash
+from dlio.train.ledger_file import Line, line_hash, placed
 from dlio.util.files import unwritable
 
 __all__ = ["SampleLedger"]
@@ -78,13 +78,8 @@ class SampleLedger:
             ranks: number of ranks that the batch was dealt to.
             part: times that the exchange was finished before, in this epoch.
         """
-        line: Line = {"epoch": epoch, "step": step, "rank": self._me, "samples": samples}
-        line["update"], line["ranks"] = update, ranks
-        if part:
-            line["part"] = part
-        if self._start:
-            line["start"] = self._start
-        self._lines.append(line)
+        line = _line(epoch, step, self._me, samples)
+        self._lines.append(placed(line, update, ranks, part, self._start))
 
     def earlier(self, lines: Sequence[Line]) -> None:
         """Record lines of an earlier start, on all ranks: the first that is left writes them."""

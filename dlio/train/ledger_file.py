@@ -21,7 +21,7 @@ import numpy as np
 
 from dlio.errors import UsageError
 
-__all__ = ["EpochCheck", "Line", "check_ledger", "line_hash", "read_lines"]
+__all__ = ["EpochCheck", "Line", "check_ledger", "line_hash", "placed", "read_lines"]
 
 _DIGITS: Final = 32
 _NUMBERS: Final = ("epoch", "step", "rank")
@@ -52,6 +52,16 @@ class Line(TypedDict):
     lost: NotRequired[bool]
     """True for the lines of a rank that was lost before the end of the epoch."""
     hash: NotRequired[str]
+
+
+def placed(line: Line, update: int, ranks: int, part: int, start: int) -> Line:
+    """Return a line with its place in the run; see `Line` for the fields."""
+    line["update"], line["ranks"] = update, ranks
+    if part:
+        line["part"] = part
+    if start:
+        line["start"] = start
+    return line
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,11 @@
 """The states of processes, as the kernel tells them."""
 
-__all__ = ["is_stopped", "process_state"]
+from typing import Final
+
+__all__ = ["STOPPED_S", "is_stopped", "process_state"]
+
+STOPPED_S: Final = 1.5
+"""Seconds that a rank may be stopped: Ctrl-Z and `fg` stop all of a job, its watcher, too."""
 
 
 def process_state(process: int) -> str:

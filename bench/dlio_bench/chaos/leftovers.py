@@ -10,12 +10,21 @@ from typing import Final
 
 from dlio.util.shared import SHARED_MEMORY, user_folder
 
-__all__ = ["JOB", "kill", "lives", "processes_of", "shared_memory", "wait_until"]
+__all__ = [
+    "JOB",
+    "kill",
+    "left_in_shared_memory",
+    "lives",
+    "processes_of",
+    "shared_memory",
+    "wait_until",
+]
 
 JOB: Final = "CHAOS_JOB"
 """Environment variable by which all processes of a job are known, whoever started them."""
 _ALIVE: Final = "alive"
 _POLL_S: Final = 0.05
+_REAPED_S: Final = 10.0
 
 
 def processes_of(job: str) -> list[int]:
@@ -94,6 +103,12 @@ def _mapped() -> set[str]:
     return {
         path.removeprefix(prefix).split("/")[0].strip() for path in paths if path.startswith(prefix)
     }
+
+
+def left_in_shared_memory(before: set[str]) -> list[str]:
+    """Return what is there besides `before`, once reapers had time for killed jobs' folders."""
+    wait_until(lambda: not shared_memory() - before, _REAPED_S)
+    return sorted(shared_memory() - before)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:

@@ -19,17 +19,15 @@ from dlio_bench.chaos.accounts import Uneven, effective_time, quantiles, uneven_
 from dlio_bench.chaos.clock import Clock
 from dlio_bench.chaos.figures import figure_text
 from dlio_bench.chaos.job import Job, train_argv
-from dlio_bench.chaos.leftovers import lives, shared_memory, wait_until
+from dlio_bench.chaos.leftovers import left_in_shared_memory, lives, shared_memory
 from dlio_bench.chaos.options import Options
-from dlio_bench.chaos.pretended import Nodes, may_pretend
+from dlio_bench.chaos.pretended import Nodes, may_pretend, without_daemons
 from dlio_bench.chaos.schedule import make_schedule
 from dlio_bench.chaos.stamps import steps_of
 
 __all__ = ["NodeJob", "Outage", "figures_of_nodes", "measure"]
 
 _NAMES: Final = "ABCDEF"
-_DAEMON: Final = "prted."
-"""Beginning of the name of a folder of Open MPI's daemon, which stays if its node is lost."""
 _POLL_S: Final = 0.01
 _JOIN_TIMEOUT_S: Final = 120.0
 _SHOWN: Final = {
@@ -105,8 +103,7 @@ def measure(options: Options, source: str, folder: str) -> dict[str, object]:
         jobs.append(_job(options, source, os.path.join(folder, str(len(jobs) + 1)), samples, clock))
         idle = 0 if len(clock.faults) < remaining else idle + 1
     figures = figures_of_nodes(jobs)
-    wait_until(lambda: not shared_memory() - before, 10.0)
-    left = sorted(shared_memory() - before)
+    left = left_in_shared_memory(before)
     said = [
         f"{options.ranks} ranks on {options.nodes} pretended nodes of this machine, "
         f"{samples:,} samples an epoch. A lost node joins again once the others have gone on. "
@@ -251,7 +248,7 @@ def _job(options: Options, source: str, folder: str, samples: int, clock: Clock)
             record.code, record.hung = job.code, job.hung
     record.errors = job.errors
     record.left_processes = job.left_processes
-    record.left_files = [each for each in job.left_files if not each.startswith(_DAEMON)]
+    record.left_files = without_daemons(job.left_files)
     _add_report(record, own, samples, options.epochs)
     disturbed = [(each.at, each.until or float("inf")) for each in record.outages]
     stamps = [stamp for rank in job.stamps.ranks for stamp in rank.losses]

@@ -4,13 +4,14 @@ import os
 import shutil
 import signal
 import subprocess
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from dlio.util.shared import SHARED_MEMORY, user_folder
 
-__all__ = ["Nodes", "may_pretend"]
+__all__ = ["Nodes", "may_pretend", "without_daemons"]
 
 _FAKESSH: Final = Path(__file__).with_name("fakessh")
 
@@ -22,6 +23,12 @@ def may_pretend() -> bool:
     except FileNotFoundError:
         return False
     return done.returncode == 0
+
+
+def without_daemons(names: Iterable[str]) -> list[str]:
+    """Return the names of temporary files without those of Open MPI's daemons, which stay if their
+    node is lost, as on one that has lost its power."""
+    return [name for name in names if not name.startswith("prted.")]
 
 
 class Nodes:

@@ -14,9 +14,9 @@ from dlio_bench.chaos.accounts import uneven_epochs
 from dlio_bench.chaos.clock import Clock
 from dlio_bench.chaos.figures import figures_of, rows_of
 from dlio_bench.chaos.job import Job, train_argv
-from dlio_bench.chaos.leftovers import lives, shared_memory, wait_until
+from dlio_bench.chaos.leftovers import left_in_shared_memory, lives, shared_memory
 from dlio_bench.chaos.options import Options
-from dlio_bench.chaos.pretended import Nodes
+from dlio_bench.chaos.pretended import Nodes, without_daemons
 from dlio_bench.chaos.records import JobRecord, RunRecord
 from dlio_bench.chaos.replays import WEIGHTS, replay
 from dlio_bench.chaos.schedule import Made, make_schedule
@@ -76,9 +76,7 @@ def measure(options: Options, source: str, folder: str) -> dict[str, object]:
         result[mode] = figures_of(mode, jobs, samples)
         reasons = dict.fromkeys(_reason(job) for job in jobs if job.failed)
         said += [f"{mode}: a job failed: {reason}" for reason in reasons]
-    # Reapers remove the folders of jobs that were killed.
-    wait_until(lambda: not shared_memory() - before, 10.0)
-    left = sorted(shared_memory() - before)
+    left = left_in_shared_memory(before)
     said.append(
         f"Left in shared memory: {', '.join(left) or 'nothing'}. Times are median, p90, p99 and "
         "max. The effective training time ratio is the time in steps that count over that from "
@@ -160,9 +158,9 @@ def _job(
             record.dropped, record.beyond = ledger.dropped, ledger.beyond
             record.uneven = uneven_epochs(check_ledger(ledger.lines, samples, options.epochs))
             return record
-        # A run that is resumed has no trace of the steps before.
         with open(f"{own}/report.json", encoding="utf-8") as file:
             record.other_weights = len(json.load(file)["restored"])
+        # A run that is resumed has no trace of the steps before.
         if len(record.runs) == 1 and os.path.exists(f"{own}/trace.jsonl"):
             lines = read_lines(f"{own}/trace.jsonl")
             record.uneven = uneven_epochs(check_ledger(lines, samples, options.epochs))
@@ -215,6 +213,6 @@ def _run(options: Options, argv: Sequence[str], folder: str, mode: str, clock: C
         ended=ended,
         errors=job.errors,
         left_processes=job.left_processes,
-        left_files=[each for each in job.left_files if not (refill and each.startswith("prted."))],
+        left_files=without_daemons(job.left_files) if refill else job.left_files,
         refills=refill.times if refill else [],
     )

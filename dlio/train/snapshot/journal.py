@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
-from dlio.train.ledger_file import Line
+from dlio.train.ledger_file import Line, placed
 from dlio.util.files import write_whole
 
 __all__ = ["Journal", "lines_until"]
@@ -63,12 +63,7 @@ class Journal:
         for step, since, ranks, member, samples in dealing.trail(self._written):
             rank = self._numbers[member]
             line: Line = {"epoch": epoch, "step": step, "rank": rank, "samples": samples}
-            line["update"], line["ranks"] = updates - 1 - since, ranks
-            if part:
-                line["part"] = part
-            if self._start:
-                line["start"] = self._start
-            lines.append(line)
+            lines.append(placed(line, updates - 1 - since, ranks, part, self._start))
         self._written = dealing.closed
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         descriptor = os.open(_path(self._folder, epoch), flags, 0o600)
