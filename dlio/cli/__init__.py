@@ -10,13 +10,13 @@ is not exact, otherwise for a bug, with a traceback.
 """
 
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from dlio.errors import CommError, DlioError, UsageError
+from dlio.util.processes import die
 from dlio.util.settings import DONE, LAUNCHER, START, STORE, settings, unknown_variables
 
 __all__ = ["guarded", "main"]
@@ -77,7 +77,7 @@ def guarded(run: Callable[[], object]) -> NoReturn:
             from dlio.comm.world import membership
 
             if membership() is not None:
-                _die()  # Others that may go on are told of a signal, and never of an exit code.
+                die()  # Others that may go on are told of a signal, and never of an exit code.
             os._exit(_INTERRUPTED)  # An ordinary exit would wait in MPI for the other ranks.
         print("dlio: interrupted", file=sys.stderr, flush=True)
     if "dlio.comm.world" in sys.modules:
@@ -107,20 +107,13 @@ def _end_alone(code: int) -> None:
         tells = code in (0, _FAILED)
     else:
         if (code == 1 and len(left.members) > 1) or code == _AGAIN:
-            _die()  # A bug: the others go on.
+            die()  # A bug: the others go on.
         tells = left.lost or code == _FAILED if code else left.me in left.members
     if DONE in os.environ and tells:
         # After a failure the launcher ends the others: MPI_Abort hangs after a loss.
         write_whole(os.environ[DONE], lambda file: file.write(str(code).encode()))
     if left is not None and left.lost:
         os._exit(code)
-
-
-def _die() -> None:
-    """End this process by a signal."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _run(tokens: list[str]) -> None:

@@ -9,7 +9,7 @@ The trainer deals for its loaders; a loader in a training loop of the user's dea
 
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, Self, TypeAlias
 
 import torch
@@ -89,6 +89,7 @@ class Dealing:
             the global batch stays as it is.
         per_rank: samples of a batch on each rank: the global batch follows the number of ranks;
             None to keep it.
+        updates: returns the number of optimizer steps so far, for `trail`.
     """
 
     def __init__(
@@ -98,10 +99,11 @@ class Dealing:
         global_batch: int,
         keeps_steps: bool = False,
         per_rank: int | None = None,
+        updates: Callable[[], int] = int,
     ) -> None:
         self._loader, self._loaders = loaders[0], loaders
         self._recovery, self.usual_batch = recovery, global_batch
-        self._keeps_steps, self._per_rank = keeps_steps, per_rank
+        self._keeps_steps, self._per_rank, self._updates = keeps_steps, per_rank, updates
         self._global_batch = global_batch
         self._epoch = 0
         self._groups = Groups(recovery)
@@ -199,7 +201,7 @@ class Dealing:
                 self._groups.taken += 1
                 self.position = min(self.position + self._global_batch, self._end)
                 if self.keeps_trail and torch.is_grad_enabled():
-                    self._open.append(Taken(deal, number, self.step))
+                    self._open.append(Taken(deal, number, self.step, self._updates()))
                     with computing():
                         yield data
                 else:
@@ -287,7 +289,7 @@ class Dealing:
                 yield self._epoch, batch.step, member, batch.deal.samples(batch.number, member)
 
     def trail(self, since: int) -> Iterator[tuple[int, int, int, int, list[int]]]:
-        """Yield (step, optimizer steps since then, ranks, member, samples) of the epoch's batches
+        """Yield (step, optimizer steps before it, ranks, member, samples) of the epoch's batches
         in the model, of all ranks.
 
         Args:
@@ -298,7 +300,17 @@ class Dealing:
             for member in members:
                 if self._recovery is None or self._has_counted(member, step, counted):
                     samples = batch.deal.samples(batch.number, member)
-                    yield batch.step, self._groups.steps - step, len(members), member, samples
+                    yield batch.step, batch.update, len(members), member, samples
+
+    def taken_back(self) -> Iterator[tuple[int, int]]:
+        """Yield (step, member) of the epoch's batches of lost ranks that come again.
+
+        `trail` may have had them in the model: in exchanges whose ranks do not wait for each other,
+        a step of a rank that is lost before another has heard of it is lost, too.
+        """
+        yield from self._comes_again
+        if self._recovery is not None:
+            yield from self._missing(self._recovery.membership.members, self._closed)
 
     @property
     def is_settled(self) -> bool:

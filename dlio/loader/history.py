@@ -59,10 +59,13 @@ class Taken:
     """Within its deal."""
     step: int
     """Within its epoch."""
+    update: int
+    """Number of the optimizer step that uses it, since the run began."""
 
 
 Closed = tuple[Taken, int, frozenset[int]]
-"""A batch, its optimizer step, and the members that counted in it."""
+"""A batch, the exchange of gradients or weights that brought it into the model, and the members
+that counted in it."""
 
 
 class _Loader(Protocol):
@@ -103,7 +106,7 @@ def described(closed: Sequence[Closed]) -> dict[str, Any]:
         ],
         "counted": [sorted(members) for members in counted],
         "batches": [
-            [deals[batch.deal], batch.number, batch.step, step, counted[members]]
+            [deals[batch.deal], batch.number, batch.step, batch.update, step, counted[members]]
             for batch, step, members in closed
         ],
     }
@@ -114,8 +117,8 @@ def recalled(history: dict[str, Any], loader: _Loader) -> list[Closed]:
     deals = [_recalled(each, loader) for each in history["deals"]]
     counted = [frozenset(members) for members in history["counted"]]
     return [
-        (Taken(deals[deal], number, step), update, counted[members])
-        for deal, number, step, update, members in history["batches"]
+        (Taken(deals[deal], number, step, update), counting, counted[members])
+        for deal, number, step, update, counting, members in history["batches"]
     ]
 
 

@@ -6,7 +6,7 @@ its weights are those of the run, bit for bit, then the run's losses have change
 trained on what.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
@@ -209,11 +209,16 @@ def make_dealing(
     loaders: Sequence[DataLoader],
     recovery: Recovery | None,
     global_batch: int,
+    updates: Callable[[], int],
 ) -> "Dealing | Replay":
-    """Return the batches of a run: dealt by formula, or those of `--replay`."""
+    """Return the batches of a run: dealt by formula, or those of `--replay`.
+
+    Args:
+        updates: returns the number of optimizer steps so far.
+    """
     if config.replay is None:
         per_rank = config.batch_size if config.on_loss == "shrink" else None
-        return Dealing(loaders, recovery, global_batch, per_rank=per_rank)
+        return Dealing(loaders, recovery, global_batch, per_rank=per_rank, updates=updates)
     assert recovery is not None
     return Replay(config.replay, loaders, recovery, global_batch, config.workers)
 

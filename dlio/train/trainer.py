@@ -4,6 +4,7 @@ import io
 import math
 import signal
 import time
+import traceback
 from contextlib import ExitStack
 from typing import NoReturn
 
@@ -11,11 +12,11 @@ import torch
 
 from dlio.agent.starts import start_of
 from dlio.comm import Communicator, world
-from dlio.comm.membership import AllLeave, AllPause
+from dlio.comm.membership import AllLeave, AllPause, RankLeft
 from dlio.comm.node_watch import watch_policy
 from dlio.comm.planned import plan_world
 from dlio.comm.recovery import check_survival, uniform
-from dlio.errors import UsageError
+from dlio.errors import DlioError, UsageError
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.dataset import Dataset
 from dlio.storage.mount import Mount
@@ -37,6 +38,7 @@ from dlio.train.snapshot.resuming import Resuming
 from dlio.train.worker import Worker
 from dlio.util.cores import available_cores
 from dlio.util.files import write_whole
+from dlio.util.processes import die
 
 __all__ = ["train"]
 
@@ -132,6 +134,11 @@ def train(config: TrainConfig) -> RunReport:
             resuming.pause(run, copies)
         except AllLeave:
             _end_early(run, checkpoints, saving)
+        except RankLeft:
+            raise
+        except Exception as error:
+            _die_of_bug(run, error)
+            raise
         report.epochs, report.stopped = run.history, run.stopped
         report.losses = list(run.losses)
         report.changes = list(run.changes)
@@ -145,6 +152,14 @@ def train(config: TrainConfig) -> RunReport:
         if planned is not None:
             planned.end()
     return report
+
+
+def _die_of_bug(run: Worker, error: Exception) -> None:
+    """End a rank that has a bug before it closes anything, which may wait for the other ranks: if
+    these can go on without it, they shall not wait for it."""
+    if run.recovery is not None and run.comm.size > 1 and not isinstance(error, DlioError):
+        traceback.print_exception(error)
+        die()
 
 
 def _open_training(

@@ -116,7 +116,9 @@ class Worker:
                 each.regroup(range(comm.size), comm.rank, global_batch)
         self.steps = math.ceil(self.samples / global_batch)
         """Batches per rank in an epoch of all samples."""
-        self._dealing = make_dealing(config, loaders, self.recovery, global_batch)
+        self._dealing = make_dealing(
+            config, loaders, self.recovery, global_batch, lambda: self.updates
+        )
         self._losses_told = self._changes_told = 0
         self.earlier_losses: list[Loss] = []
         """Losses before the ranks were started again."""

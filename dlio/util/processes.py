@@ -1,11 +1,21 @@
 """The states of processes, as the kernel tells them."""
 
+import os
+import signal
+import sys
 from typing import Final
 
-__all__ = ["STOPPED_S", "is_stopped", "process_state"]
+__all__ = ["STOPPED_S", "die", "is_stopped", "process_state"]
 
 STOPPED_S: Final = 1.5
 """Seconds that a rank may be stopped: Ctrl-Z and `fg` stop all of a job, its watcher, too."""
+
+
+def die() -> None:
+    """End this process by a signal, which alone tells other ranks of an MPI job that it is lost."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def process_state(process: int) -> str:

@@ -9,32 +9,53 @@ import torch
 from dlio.agent.snapshot import Slots
 from dlio.comm.single import SingleCommunicator
 from dlio.train.ledger_file import Line
-from dlio.train.snapshot.copying import Facts, turn_of, write_slot
-from dlio.train.snapshot.journal import Journal, lines_until
-from dlio.train.snapshot.saved import COMMON, Choice, Part, choose, newest_state
+from dlio.train.snapshot.copying import Facts, write_slot
+from dlio.train.snapshot.journal import Journal, divided, lines_until
+from dlio.train.snapshot.saved import COMMON, Choice, Part, choose, newest_state, turn_of
 
 
-def _part(writer: str, turn: int, members: Sequence[int], alike: bool = True) -> Part:
+def _part(
+    writer: str, turn: int, members: Sequence[int], apart: bool = False, generation: int = 0
+) -> Part:
     return {
         "writer": writer,
         "turn": turn,
         "text": 1,
         "data": 1,
-        "alike": alike,
+        "apart": apart,
+        "era": [1, generation],
         "members": list(members),
     }
 
 
 def _parts(
-    common: Sequence[int], alike: bool = True, members: Sequence[int] = (0, 1, 2), **own: list[int]
+    common: Sequence[int], members: Sequence[int] = (0, 1, 2), **own: list[int]
 ) -> list[Part]:
     """Parts of ranks r0, r1, ... and the common ones."""
-    parts = [_part(COMMON, turn, members, alike) for turn in common]
+    parts = [_part(COMMON, turn, members) for turn in common]
     return parts + [
-        _part(f"rank-{name[1:]}", turn, members, alike)
-        for name, turns in own.items()
-        for turn in turns
+        _part(f"rank-{name[1:]}", turn, members) for name, turns in own.items() for turn in turns
     ]
+
+
+def _apart(
+    members: Sequence[int] = (0, 1, 2), lag: int = 0, newer: Sequence[int] = (), **own: list[int]
+) -> list[Part]:
+    """Parts of ranks r0, r1, ... that step without waiting for each other.
+
+    Args:
+        lag: turns that the common part of rank 0 is behind its own.
+        newer: ranks that know of a loss that the others do not know of.
+    """
+    parts: list[Part] = []
+    for name, turns in own.items():
+        number = int(name[1:])
+        for turn in turns:
+            parts.append(_part(f"rank-{number}", turn, members, True, number in newer))
+            behind = 0 if number else lag
+            common = f"{COMMON}-{number}"
+            parts.append(_part(common, turn - behind, members, True, number in newer))
+    return parts
 
 
 @pytest.mark.parametrize(
@@ -52,10 +73,17 @@ def _parts(
         (_parts([4, 6], r0=[4, 6], r1=[0, 2]), Choice(6, {0: 6}, 6)),
         # Rank 1 was lost long ago; its part is of no use.
         (_parts([8], members=(0, 2), r0=[8], r1=[2], r2=[8]), Choice(8, {0: 8, 2: 8}, 8)),
-        # Models of their own: the slowest rank's place, everyone's newest model.
-        (_parts([4, 8], alike=False, r0=[6, 8], r1=[2, 4]), Choice(4, {0: 8, 1: 4}, 8)),
-        # All paused after the same step: none is made again.
-        (_parts([6, 8], alike=False, r0=[6, 8], r1=[6, 8]), Choice(8, {0: 8, 1: 8}, 8)),
+        # Ranks step on their own: the furthest rank's place, everyone's newest model.
+        (_apart(r0=[6, 8], r1=[2, 4]), Choice(8, {0: 8, 1: 4}, 8, "common-0")),
+        # All paused after the same step.
+        (_apart(r0=[6, 8], r1=[6, 8]), Choice(8, {0: 8, 1: 8}, 8, "common-1")),
+        # Rank 0 was killed before its place was whole: the part that belongs to it is used.
+        (_apart(r0=[6, 8], r1=[2, 4], lag=2), Choice(6, {0: 6, 1: 4}, 8, "common-0")),
+        # Rank 0 had come further than all that know of its loss.
+        (
+            _apart(members=(1, 2), newer=(1, 2), r0=[7, 8], r1=[2, 4], r2=[4, 6]),
+            Choice(6, {1: 4, 2: 6}, 8, "common-2"),
+        ),
     ],
 )
 def test_the_newest_whole_state_is_chosen(parts: list[Part], expected: Choice | None) -> None:
@@ -75,7 +103,7 @@ def test_tensors_come_back_as_they_were(tmp_path: Path) -> None:
         "empty": torch.zeros(0, 3),
         "step": torch.tensor(5, dtype=torch.int64),
     }
-    facts: Facts = {"alike": True, "members": [3], "about": {}}
+    facts: Facts = {"apart": False, "era": [0, 0], "members": [3], "about": {}}
     own = {"random": torch.get_rng_state(), "sums": torch.ones(3, dtype=torch.float64)}
     with Slots(str(tmp_path), COMMON) as slots, Slots(str(tmp_path), "rank-3") as mine:
         write_slot(mine, 6, own, facts)
@@ -102,15 +130,19 @@ class _Trail:
 
     def __init__(self, *batches: tuple[int, list[list[int]]]) -> None:
         self.batches = list(batches)
+        self.back: list[tuple[int, int]] = []
 
     @property
     def closed(self) -> int:
         return len(self.batches)
 
     def trail(self, since: int) -> Iterator[tuple[int, int, int, int, list[int]]]:
-        for number, (step, shares) in enumerate(self.batches[since:], since + 1):
+        for step, shares in self.batches[since:]:
             for member, samples in enumerate(shares):
-                yield step, len(self.batches) - number, len(shares), member, samples
+                yield step, step + 10, len(shares), member, samples
+
+    def taken_back(self) -> Iterator[tuple[int, int]]:
+        return iter(self.back)
 
 
 def _line(step: int, rank: int, samples: list[int], update: int, ranks: int) -> Line:
@@ -119,12 +151,27 @@ def _line(step: int, rank: int, samples: list[int], update: int, ranks: int) -> 
     return line
 
 
+def test_a_journal_takes_back_what_nobody_had_heard_of(tmp_path: Path) -> None:
+    dealt = _Trail((10, [[1, 2], [3]]), (11, [[4], [6]]))
+    journal = Journal(str(tmp_path), numbers=[4, 6])
+    journal.write(44, 1, dealt, 0)
+    dealt.batches.append((12, [[5]]))
+    dealt.back.append((11, 1))
+    journal.write(46, 1, dealt, 0)
+    taken = [_line(10, 4, [1, 2], 20, 2), _line(10, 6, [3], 20, 2), _line(11, 4, [4], 21, 2)]
+    assert lines_until(str(tmp_path), 1, 44) == [*taken, _line(11, 6, [6], 21, 2)]
+    # A rank that has taken over writes all again.
+    Journal(str(tmp_path), numbers=[4, 6]).write(48, 1, dealt, 0)
+    for turn in (46, 48):
+        assert lines_until(str(tmp_path), 1, turn) == [*taken, _line(12, 4, [5], 22, 1)]
+
+
 def test_a_journal_has_the_lines_up_to_a_turn(tmp_path: Path) -> None:
     dealt = _Trail((10, [[1, 2], [3]]), (11, [[4], [6]]))
     journal = Journal(str(tmp_path), numbers=[4, 6])
-    journal.write(44, 1, dealt, 22, 0)
+    journal.write(44, 1, dealt, 0)
     dealt.batches.append((12, [[5], [7]]))
-    journal.write(46, 1, dealt, 23, 0)
+    journal.write(46, 1, dealt, 0)
     first = [
         _line(10, 4, [1, 2], 20, 2),
         _line(10, 6, [3], 20, 2),
@@ -138,11 +185,38 @@ def test_a_journal_has_the_lines_up_to_a_turn(tmp_path: Path) -> None:
     # All begin again at turn 44, without rank 6; then a writer is killed in the middle of a line.
     again = Journal(str(tmp_path), numbers=[4])
     again.begin(1, 44, first)
-    again.write(46, 1, _Trail((12, [[5, 7]])), 23, 1)
+    again.write(46, 1, _Trail((12, [[5, 7]])), 1)
     (path,) = tmp_path.iterdir()
     path.write_text(path.read_text() + '{"turn": 48, "lines": [[13', encoding="ascii")
     last: Line = {**_line(12, 4, [5, 7], 22, 1), "part": 1}
     assert lines_until(str(tmp_path), 1, 99) == [*first, last]
     for epoch in (2, 3):
-        again.write(80, epoch, _Trail(), 40, 0)
-    assert {path.name for path in tmp_path.iterdir()} == {"journal-2", "journal-3"}
+        again.write(80, epoch, _Trail(), 0)
+    assert {path.name for path in tmp_path.iterdir()} == {"journal-common-2", "journal-common-3"}
+
+
+def test_samples_that_only_lost_weights_have_seen_come_again() -> None:
+    lines = [
+        _line(10, 4, [1, 2], 20, 2),
+        _line(10, 6, [3], 20, 2),
+        _line(11, 4, [4], 21, 2),
+        _line(11, 6, [6], 21, 2),
+    ]
+    assert divided(lines, {}) == (lines, [])
+    # Rank 6's part was made after optimizer step 20, before step 21.
+    assert divided(lines, {4: 44, 6: turn_of(21, False)}) == (lines[:3], [6])
+
+
+def test_parts_tell_which_steps_of_other_ranks_they_have(tmp_path: Path) -> None:
+    facts: Facts = {"apart": True, "era": [0, 0], "members": [3, 4, 5], "about": {}}
+    for member, turn, heard in ((3, 8, 4), (4, 6, 6)):
+        about = {"heard": [[5, heard], [4, 8]]}
+        with Slots(str(tmp_path), f"rank-{member}") as own:
+            write_slot(own, turn, {"sums": torch.ones(3)}, {**facts, "about": about})
+        with Slots(str(tmp_path), f"{COMMON}-{member}") as common:
+            write_slot(common, turn, {}, {**facts, "about": {"updates": turn // 2}})
+    state = newest_state(SingleCommunicator(), str(tmp_path))
+    assert state is not None
+    assert (state.turn, state.about, state.writer) == (8, {"updates": 4}, "common-3")
+    # Rank 4 restores what it had copied, whatever others have taken in of it.
+    assert state.reached == {3: 8, 4: 6, 5: 6}

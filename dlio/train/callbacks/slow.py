@@ -4,10 +4,7 @@ At the end of each epoch, by its measurements. Where ranks survive others, the r
 compared while they train; see `dlio.comm.suspicion`.
 """
 
-import os
-import signal
 import statistics
-import sys
 from collections.abc import Sequence
 from typing import Final
 
@@ -15,6 +12,7 @@ from dlio.comm.node_watch import watch_policy
 from dlio.train.callbacks.base import Callback, Run
 from dlio.train.callbacks.members import Members
 from dlio.train.report import EpochReport
+from dlio.util.processes import die
 
 __all__ = ["SlowRankGuard", "slow_ranks"]
 
@@ -77,5 +75,4 @@ class SlowRankGuard(Callback):
                 print(f"{who} {what} {report.epoch + 1}{end}", flush=True)
             self._told.add(member)
             if leaves and rank == run.comm.rank:
-                sys.stdout.flush()
-                os.kill(os.getpid(), signal.SIGKILL)  # The others are told of a signal only.
+                die()

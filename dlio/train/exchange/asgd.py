@@ -108,7 +108,7 @@ class Asgd:
         self._made = 0
         """Steps of the optimizer since the exchange was created."""
         self._recovery = setting.recovery
-        self._hearing = Hearing(setting.recovery)
+        self.hearing = Hearing(setting.recovery)
         if self._recovery is not None:
             self._part = self._recovery.add("asgd", self)
         self._messages = self._bytes = 0
@@ -193,13 +193,13 @@ class Asgd:
         self._out = []
 
     def tell(self) -> Report:
-        return {"heard": self._hearing.tell(), "made": [self._made]}
+        return {"heard": self.hearing.tell(), "made": [self._made]}
 
     def follow(self, report: Report) -> None:
         self._made = report["made"][0]
 
     def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
-        self._hearing.settle(reports)
+        self.hearing.settle(reports)
         arriving = [each.request for each in self._arriving]
         leaving = [request for sent in self._sends for request in sent.requests]
         await_end([*self._expected.values(), *arriving, *leaving])
@@ -284,7 +284,7 @@ class Asgd:
             merged = self._merge([each.memory[: each.count] for each in messages])
             for each, was_merged in zip(messages, merged, strict=True):
                 if was_merged and self._recovery is not None:
-                    self._hearing.note(self._hearing.members([each.peer]), each.step)
+                    self.hearing.note(self.hearing.members([each.peer]), each.step)
         return bool(messages)
 
     def _collect(self) -> list[_Arriving]:

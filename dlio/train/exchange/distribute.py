@@ -13,6 +13,7 @@ from torch import nn
 from dlio.comm import Communicator, world
 from dlio.train.cut import Cut
 from dlio.train.exchange.buckets import Named, broadcast_state
+from dlio.train.exchange.hearing import Hearing
 from dlio.train.exchange.running import RunningExchange, start_exchange
 from dlio.train.exchange_spec import ExchangeSpec, parse_exchange
 
@@ -139,6 +140,11 @@ class Distributed:
     def alike(self) -> bool:
         """True if all ranks have bit-identical weights after every step."""
         return all(exchange.alike for exchange in self.exchanges)
+
+    @property
+    def hearing(self) -> Hearing | None:
+        """The steps of other ranks that have reached this one; None if all ranks step together."""
+        return self.exchanges[0].hearing
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return all that later steps depend on besides weights; see `Exchange.state`."""

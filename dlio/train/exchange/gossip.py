@@ -139,7 +139,7 @@ class Gossip:
         self._resume = 0
         """Steps up to which nothing is exchanged."""
         self._recovery = setting.recovery
-        self._hearing = hearing or Hearing(setting.recovery)
+        self.hearing = hearing or Hearing(setting.recovery)
         self._sources: tuple[int, ...] = ()
         """Members whose steps are in the messages under way."""
         self._find_places()
@@ -231,10 +231,10 @@ class Gossip:
         }
 
     def tell(self) -> Report:
-        return {"step": [self.step], "heard": self._hearing.tell()}
+        return {"step": [self.step], "heard": self.hearing.tell()}
 
     def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
-        self._hearing.settle(reports)
+        self.hearing.settle(reports)
         self.drop()
         self._resume = max(each["step"][0] for each in reports)
 
@@ -288,7 +288,7 @@ class Gossip:
             seed, topology = self._setting.seed, self._spec.topology
             there, here = partners(self.step, own, len(places), seed, topology)
         to, source = places[there][0], places[here][0]
-        self._sources = self._hearing.members(places[here]) if here != own else ()
+        self._sources = self.hearing.members(places[here]) if here != own else ()
         self.step += 1
         self._whole = whole
         for number in numbers:
@@ -344,7 +344,7 @@ class Gossip:
         try:
             for number in reversed(range(len(self._lanes))):
                 self._await(number)
-            self._hearing.note(self._sources, self.step)
+            self.hearing.note(self._sources, self.step)
             self.merged = self.step
         except PeerLost:
             self._recover()

@@ -22,6 +22,11 @@ class Hearing:
         self._members = () if recovery is None else recovery.membership.members
         self._heard = dict.fromkeys(self._members, 0)
 
+    @property
+    def heard(self) -> dict[int, int]:
+        """The last step of each member, from 1; 0 for none."""
+        return dict(self._heard)
+
     def members(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """Return the numbers that some of the present ranks had when the job began."""
         if self._recovery is None:

@@ -63,7 +63,7 @@ class NodeGossip:
         self._setting = replace(setting, comm=setting.comm.dup())
         self._gradients = setting.spec.payload == "gradient"
         self._recovery = setting.recovery
-        self._hearing = Hearing(setting.recovery)
+        self.hearing = Hearing(setting.recovery)
         self._step = self._resume = 0
         """Steps with an exchange between nodes, and those up to which nothing is exchanged."""
         self._forwarder: _Forwarder | None = None
@@ -90,7 +90,7 @@ class NodeGossip:
                 self._follower = None
             self._forwarder = _Forwarder(self._node)
             self._between = Gossip(
-                self._named, self._modules, self._setting, self._forwarder, self._hearing
+                self._named, self._modules, self._setting, self._forwarder, self.hearing
             )
             self._between.merged = merged
 
@@ -161,11 +161,11 @@ class NodeGossip:
             "step": [self._step],
             "merged": [self._merged()],
             "group": [self._group],
-            "heard": self._hearing.tell(),
+            "heard": self.hearing.tell(),
         }
 
     def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
-        self._hearing.settle(reports)
+        self.hearing.settle(reports)
         for each in (self._forwarder, self._follower, self._between):
             if each is not None:
                 each.drop()
@@ -186,7 +186,7 @@ class NodeGossip:
         if recovery is not None and closed:
             began = zip(self._setting.members, self._setting.node_of.tolist(), strict=True)
             mates = {member for member, node in began if node == self._group}
-            self._hearing.note(sorted(mates & set(self._within.counted)), closed)
+            self.hearing.note(sorted(mates & set(self._within.counted)), closed)
 
     def _merged(self) -> int:
         """The last step whose values this rank has, whole."""

@@ -11,6 +11,7 @@ from dlio.comm.nodes import find_nodes
 from dlio.comm.recovery import Recovery, recovery_of
 from dlio.train.cut import Cut
 from dlio.train.exchange.buckets import Named
+from dlio.train.exchange.hearing import Hearing
 from dlio.train.exchange.protocol import (
     AfterStep,
     BeforeStep,
@@ -44,6 +45,12 @@ class RunningExchange:
     def alike(self) -> bool:
         """True if all ranks have bit-identical weights after every step."""
         return self.exchange.alike
+
+    @property
+    def hearing(self) -> Hearing | None:
+        """The steps of other ranks that have reached this one; None if all ranks step together."""
+        hearing: Hearing | None = getattr(self.exchange, "hearing", None)
+        return hearing
 
     @property
     def counted(self) -> tuple[int, ...] | None:

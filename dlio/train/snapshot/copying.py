@@ -22,11 +22,11 @@ from dlio.train.checkpoint.state import about, tensors_of
 from dlio.train.ledger import SampleLedger
 from dlio.train.report import EpochReport
 from dlio.train.snapshot.journal import Journal
-from dlio.train.snapshot.saved import COMMON, MEMBER
+from dlio.train.snapshot.saved import COMMON, MEMBER, turn_of
 from dlio.train.worker import Worker
 from dlio.util.threads import Workers
 
-__all__ = ["Facts", "Snapshots", "turn_of", "write_slot"]
+__all__ = ["Facts", "Snapshots", "write_slot"]
 
 _SMALL: Final = 64 << 20
 """Bytes of a node's copy up to which each step is copied."""
@@ -43,7 +43,8 @@ _ALL: Final = "all/"
 class Facts(TypedDict):
     """Facts about a slot; see `dlio.train.snapshot.saved.Part`."""
 
-    alike: bool
+    apart: bool
+    era: list[int]
     members: list[int]
     about: Mapping[str, object]
 
@@ -53,16 +54,6 @@ class _Head(Facts):
 
     tensors: list[tuple[str, str, list[int], int, int]]
     """Name, type, shape, position and bytes of each."""
-
-
-def turn_of(updates: int, is_between: bool) -> int:
-    """Return the number of a place in a run; it grows.
-
-    Args:
-        updates: optimizer steps since the run began.
-        is_between: True between two epochs.
-    """
-    return 2 * updates + is_between
 
 
 class Snapshots(Callback):
@@ -82,7 +73,14 @@ class Snapshots(Callback):
         self._own = Slots(folder, f"{MEMBER}{numbers[self._me]}")
         self._common: Slots | None = None
         self._copying: Workers | None = None
-        self.journal = Journal(folder, numbers, start)
+        is_local = worker.recovery is not None and worker.exchange.hearing is None
+        self._apart = not (worker.exchange.alike or is_local)
+        """True if ranks step without waiting for each other: each then keeps its own journal, and
+        its own part of what is equal on all ranks."""
+        writer = f"-{numbers[self._me]}" if self._apart else ""
+        self._common_name = f"{COMMON}{writer}"
+        self._start, self._begun_at = start, worker.updates
+        self.journal = Journal(folder, numbers, start, self._common_name)
         self.incidents = 0
         """Number of the launcher's incidents that losses and changes tell of."""
         self._newest = -1
@@ -102,7 +100,8 @@ class Snapshots(Callback):
             self._common.close()
 
     def begins(self, run: Run) -> None:
-        if self.ledger is not None:
+        self._begun_at = run.updates
+        if self._keeps_lines:
             self._worker.dealing.keeps_trail = True
 
     def before_step(self, run: Run) -> bool:
@@ -110,7 +109,7 @@ class Snapshots(Callback):
         return True
 
     def after_step(self, run: Run) -> None:
-        if self._worker.recovery is None and self.ledger is not None:
+        if self._worker.recovery is None and self._keeps_lines:
             self._worker.dealing.count(range(run.comm.size))
         if self._is_large and len(self._costs) == _FIRST and self._every == 1:
             self._choose_interval()
@@ -160,14 +159,13 @@ class Snapshots(Callback):
         common = {n.removeprefix(_ALL): t for n, t in tensors.items() if n.startswith(_ALL)}
         self._newest = turn
         self._is_large = sum(t.nbytes for t in tensors.values()) > _SMALL
-        facts = self._facts({})
-        write_slot(self._own, turn, own, facts)
-        if not self._leads():
+        write_slot(self._own, turn, own, self._facts({"heard": self._heard()}))
+        if not (self._apart or self._leads()):
             return
-        if self.ledger is not None:
+        if self._keeps_lines:
             self._trace(run, turn)
         if self._common is None:
-            self._common = Slots(self._folder, COMMON)
+            self._common = Slots(self._folder, self._common_name)
         slots = self._common
         losses = [asdict(loss) for loss in worker.losses]
         trace = 0 if self.ledger is None else self.ledger.written
@@ -189,15 +187,32 @@ class Snapshots(Callback):
             stop_timeout_s=_COPY_TIMEOUT_S,
         ).start()
 
+    @property
+    def _keeps_lines(self) -> bool:
+        """True if the batches that are in the model are wanted: for the trace, or to deal those
+        again that only lost weights have seen."""
+        return self.ledger is not None or self._apart
+
+    def _heard(self) -> list[tuple[int, int]]:
+        """Return the number of each rank, and the turn up to which this one has its steps."""
+        hearing = self._worker.exchange.hearing
+        heard = {} if hearing is None else hearing.heard
+        return [
+            (self._numbers[member], turn_of(self._begun_at + step, False))
+            for member, step in heard.items()
+        ]
+
     def _trace(self, run: Run, turn: int) -> None:
         if turn % 2:
             return  # The epoch's lines are in the trace.
         worker = self._worker
-        self.journal.write(turn, run.epoch_number, worker.dealing, run.updates, worker.finished)
+        self.journal.write(turn, run.epoch_number, worker.dealing, worker.finished)
 
     def _facts(self, about: Mapping[str, object]) -> Facts:
         members = [self._numbers[member] for member in self._living()]
-        return {"alike": self._worker.exchange.alike, "members": members, "about": about}
+        recovery = self._worker.recovery
+        era = [self._start, 0 if recovery is None else recovery.membership.number]
+        return {"apart": self._apart, "era": era, "members": members, "about": about}
 
     def _living(self) -> Sequence[int]:
         recovery = self._worker.recovery
@@ -222,7 +237,8 @@ def write_slot(slots: Slots, turn: int, tensors: Mapping[str, torch.Tensor], fac
         listed.append((name, kind, list(tensor.shape), at, tensor.nbytes))
         at += -(-tensor.nbytes // 64) * 64
     head: _Head = {
-        "alike": facts["alike"],
+        "apart": facts["apart"],
+        "era": facts["era"],
         "members": facts["members"],
         "tensors": listed,
         "about": facts["about"],

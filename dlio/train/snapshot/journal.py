@@ -1,18 +1,21 @@
 """The trace of an epoch that is under way, in a node's memory.
 
 Ranks write the trace at the end of an epoch. If all are lost before, those that are started again
-find the lines here. One rank of each node writes those of all ranks, which follow from a formula.
+find the lines here. One rank of each node writes those of all ranks, which follow from a formula;
+where ranks step without waiting for each other, each rank does.
 """
 
 import json
+import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Protocol
 
 from dlio.train.ledger_file import Line, placed
+from dlio.train.snapshot.saved import COMMON, turn_of
 from dlio.util.files import write_whole
 
-__all__ = ["Journal", "lines_until"]
+__all__ = ["Journal", "divided", "lines_until"]
 
 _NAME: Final = "journal-"
 
@@ -25,6 +28,8 @@ class _Trail(Protocol):
 
     def trail(self, since: int) -> Iterable[tuple[int, int, int, int, list[int]]]: ...
 
+    def taken_back(self) -> Iterable[tuple[int, int]]: ...
+
 
 class Journal:
     """The journal of a node. One rank at a time writes it.
@@ -33,49 +38,59 @@ class Journal:
         folder: of the node's snapshots.
         numbers: of the ranks of this start when the job began.
         start: times that all ranks have begun again.
+        writer: of the part of the state that it belongs to; see `saved.COMMON`.
     """
 
-    def __init__(self, folder: str, numbers: Sequence[int], start: int = 0) -> None:
+    def __init__(
+        self, folder: str, numbers: Sequence[int], start: int = 0, writer: str = COMMON
+    ) -> None:
         self._folder, self._numbers, self._start = folder, numbers, start
+        self._writer = writer
         self._epoch = -1
         self._written = 0
+        self._back: set[tuple[int, int]] = set()
+        """(step, member) of this epoch's batches that are not in the model after all."""
 
     def begin(self, epoch: int, turn: int, lines: Sequence[Line]) -> None:
         """Replace an epoch's journal when all ranks start again at a turn."""
         text = json.dumps({"turn": turn, "lines": lines}) + "\n"
-        write_whole(_path(self._folder, epoch), lambda file: file.write(text.encode()))
+        path = _path(self._folder, self._writer, epoch)
+        write_whole(path, lambda file: file.write(text.encode()))
 
-    def write(self, turn: int, epoch: int, dealing: _Trail, updates: int, part: int) -> None:
+    def write(self, turn: int, epoch: int, dealing: _Trail, part: int) -> None:
         """Write the lines of the batches that are in the model since the last call.
 
         Args:
-            updates: optimizer steps since the run began.
             part: times that the exchange was finished in this epoch.
         """
         if epoch != self._epoch:
             # The last one is kept: another node may not have ended its epoch.
-            self._epoch, self._written = epoch, 0
+            self._epoch, self._written, self._back = epoch, 0, set()
+            beginning = f"{_NAME}{self._writer}-"
             for name in os.listdir(self._folder):
-                number = name.removeprefix(_NAME)
+                number = name.removeprefix(beginning)
                 if number != name and number.isdigit() and int(number) < epoch - 1:
                     os.unlink(os.path.join(self._folder, name))
         lines: list[Line] = []
-        for step, since, ranks, member, samples in dealing.trail(self._written):
+        for step, update, ranks, member, samples in dealing.trail(self._written):
             rank = self._numbers[member]
             line: Line = {"epoch": epoch, "step": step, "rank": rank, "samples": samples}
-            lines.append(placed(line, updates - 1 - since, ranks, part, self._start))
+            lines.append(placed(line, update, ranks, part, self._start))
         self._written = dealing.closed
+        back = set(dealing.taken_back()) - self._back
+        self._back |= back
+        without = sorted((step, self._numbers[member]) for step, member in back)
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        descriptor = os.open(_path(self._folder, epoch), flags, 0o600)
+        descriptor = os.open(_path(self._folder, self._writer, epoch), flags, 0o600)
         with os.fdopen(descriptor, "a", encoding="ascii") as file:
-            file.write(json.dumps({"turn": turn, "lines": lines}) + "\n")
+            file.write(json.dumps({"turn": turn, "lines": lines, "without": without}) + "\n")
 
 
-def lines_until(folder: str, epoch: int, turn: int) -> list[Line]:
-    """Return an epoch's lines up to a turn."""
+def lines_until(folder: str, epoch: int, turn: int, writer: str = COMMON) -> list[Line]:
+    """Return an epoch's lines up to a turn, in the journal of a writer."""
     lines: dict[tuple[int, int], Line] = {}
     try:
-        with open(_path(folder, epoch), encoding="ascii") as file:
+        with open(_path(folder, writer, epoch), encoding="ascii") as file:
             for text in file:
                 if not text.endswith("\n"):
                     break  # The writer was killed.
@@ -83,10 +98,29 @@ def lines_until(folder: str, epoch: int, turn: int) -> list[Line]:
                 if entry["turn"] <= turn:
                     # Another rank may have written the same again.
                     lines.update({(line["step"], line["rank"]): line for line in entry["lines"]})
+                    for step, rank in entry.get("without", ()):
+                        lines.pop((step, rank), None)
     except FileNotFoundError:
         return []
     return [lines[key] for key in sorted(lines)]
 
 
-def _path(folder: str, epoch: int) -> str:
-    return os.path.join(folder, f"{_NAME}{epoch}")
+def divided(lines: Sequence[Line], reached: Mapping[int, int]) -> tuple[list[Line], list[int]]:
+    """Return the lines whose steps are in a state's weights, and the samples of the others. Pure.
+
+    Args:
+        lines: with their optimizer steps.
+        reached: see `dlio.train.snapshot.saved.SnapshotState`.
+    """
+    kept: list[Line] = []
+    again: list[int] = []
+    for line in lines:
+        if turn_of(line["update"] + 1, False) <= reached.get(line["rank"], math.inf):
+            kept.append(line)
+        else:
+            again += line["samples"]
+    return kept, again
+
+
+def _path(folder: str, writer: str, epoch: int) -> str:
+    return os.path.join(folder, f"{_NAME}{writer}-{epoch}")

@@ -15,7 +15,7 @@ from dlio.train.checkpoint.state import restore
 from dlio.train.ledger import SampleLedger
 from dlio.train.ledger_file import Line
 from dlio.train.snapshot.copying import Snapshots
-from dlio.train.snapshot.journal import lines_until
+from dlio.train.snapshot.journal import divided, lines_until
 from dlio.train.snapshot.saved import SnapshotState, newest_state
 from dlio.train.worker import Worker
 from dlio.util.files import write_whole
@@ -66,21 +66,30 @@ class Resuming:
         """Take the state that was found."""
         assert self._state is not None
         assert self._folder is not None
+        self._read_lines(run.comm, self._state)
         restore(run, self._state)
         state = self._state = replace(self._state, tensors={})  # Their memory can be freed.
         kept = state.about
-        lines: list[Line] = []
-        folders = run.comm.allgather(self._folder)
-        if folders.index(self._folder) == run.comm.rank:
-            lines = lines_until(self._folder, run.epoch_number, state.turn)
-        # A node whose ranks had not started yet has none.
-        everyone = run.comm.allgather(len(lines))
-        giver = everyone.index(max(everyone))
-        self._lines = run.comm.tell(lines, giver)
         losses: Any = kept.get("losses", [])
         run.earlier_losses = [Loss.from_dict(each) for each in losses]
         changes: Any = kept.get("changes", [])
         run.earlier_changes = [Loss.from_dict(each) for each in changes]
+
+    def _read_lines(self, comm: Communicator, state: SnapshotState) -> None:
+        """Read the epoch's lines, and have samples come again that only lost weights have seen."""
+        assert self._folder is not None
+        loader: Any = state.about["loader"]
+        lines: list[Line] = []
+        folders = comm.allgather(self._folder)
+        if folders.index(self._folder) == comm.rank:
+            lines = lines_until(self._folder, loader["epoch"], state.turn, state.writer)
+        # A node whose ranks had not started yet has none.
+        everyone = comm.allgather(len(lines))
+        giver = everyone.index(max(everyone))
+        self._lines, again = divided(comm.tell(lines, giver), state.reached)
+        if again:
+            loader = {**loader, "again": [*loader.get("again", ()), *again]}
+            self._state = replace(state, about={**state.about, "loader": loader})
 
     def snapshots(self, run: Worker) -> Snapshots | None:
         """Return the callback that copies the state; None if no agent keeps it."""

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, TypedDict
 
 import numpy as np
@@ -11,12 +11,32 @@ import torch
 from dlio.agent.snapshot import Stored, stored, writers
 from dlio.comm import Communicator
 
-__all__ = ["COMMON", "MEMBER", "Choice", "Part", "SnapshotState", "choose", "newest_state"]
+__all__ = [
+    "COMMON",
+    "MEMBER",
+    "Choice",
+    "Part",
+    "SnapshotState",
+    "choose",
+    "newest_state",
+    "turn_of",
+]
 
 COMMON: Final = "common"
-"""Writer of the tensors that are equal on all ranks."""
+"""Writer of the tensors that are equal on all ranks, and of the place in the run; where ranks step
+without waiting for each other, each rank writes one, and `-` and its number follow."""
 MEMBER: Final = "rank-"
 """Beginning of the writer of a rank's own tensors; its number follows."""
+
+
+def turn_of(updates: int, is_between: bool) -> int:
+    """Return the number of a place in a run; it grows.
+
+    Args:
+        updates: optimizer steps since the run began.
+        is_between: True between two epochs.
+    """
+    return 2 * updates + is_between
 
 
 class Part(TypedDict):
@@ -28,8 +48,10 @@ class Part(TypedDict):
     """Bytes."""
     data: int
     """Bytes."""
-    alike: bool
-    """True if the model is in the common part."""
+    apart: bool
+    """True if ranks step without waiting for each other: each writes a common part of its own."""
+    era: list[int]
+    """Times that all ranks had begun again, and the generation of those that were left."""
     members: list[int]
     """Numbers of the ranks that were alive."""
 
@@ -44,19 +66,22 @@ class Choice:
     """Turn of each saved rank's part, by its number."""
     newest: int
     """Newest turn of any part."""
+    writer: str = COMMON
+    """Of the common part."""
 
 
 def choose(parts: Sequence[Part]) -> Choice | None:
     """Choose the newest state that is whole; None if there is none. Pure.
 
     All parts are of one turn, the newest that all ranks of living nodes have, unless one of them
-    lags behind. Where each rank has a model of its own, ranks may be at different steps: then the
-    place in the epoch is that of the slowest, and each rank's part its newest.
+    lags behind. Where ranks step without waiting for each other, the place is that of the rank
+    that has come furthest, among those that knew of all losses, and each rank's part its newest:
+    what a rank has not trained of the batches up to that place comes again.
 
     Args:
         parts: of all living nodes.
     """
-    common = {part["turn"]: part for part in parts if part["writer"] == COMMON}
+    common = [part for part in parts if part["writer"].startswith(COMMON)]
     own: dict[int, set[int]] = {}
     for part in parts:
         if part["writer"].startswith(MEMBER):
@@ -64,25 +89,24 @@ def choose(parts: Sequence[Part]) -> Choice | None:
     if not common:
         return None
     newest = max(part["turn"] for part in parts)
-    turns = sorted(common, reverse=True)
 
-    def having(turn: int) -> dict[int, int]:
+    def having(part: Part) -> dict[int, int]:
         """Parts that belong to a common part."""
-        members = sorted(member for member in common[turn]["members"] if member in own)
-        if not common[turn]["alike"]:
-            return {member: max(own[member]) for member in members}
-        return {member: turn for member in members if turn in own[member]}
+        members = sorted(member for member in part["members"] if member in own)
+        if not part["apart"]:
+            return {member: part["turn"] for member in members if part["turn"] in own[member]}
+        before = {member: [t for t in own[member] if t <= part["turn"]] for member in members}
+        return {member: max(turns) for member, turns in before.items() if turns}
 
-    def complete(turn: int) -> bool:
-        return len(having(turn)) == len([m for m in common[turn]["members"] if m in own])
+    def complete(part: Part) -> bool:
+        return len(having(part)) == len([m for m in part["members"] if m in own])
 
-    if not common[turns[0]]["alike"]:
-        # A slow rank may be behind all common parts of its node.
-        slowest = min(having(turns[0]).values(), default=newest)
-        turn = next((each for each in turns if each <= slowest), turns[-1])
-        return Choice(turn, having(turn), newest)
-    turn = next((each for each in turns if complete(each)), turns[0])
-    return Choice(turn, having(turn), newest)
+    if common[0]["apart"]:
+        chosen = max(common, key=lambda part: (part["era"], part["turn"], part["writer"]))
+    else:
+        common.sort(key=lambda part: part["turn"], reverse=True)
+        chosen = next((part for part in common if complete(part)), common[0])
+    return Choice(chosen["turn"], having(chosen), newest, chosen["writer"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +121,11 @@ class SnapshotState:
     newest: int
     """Newest turn that any of the living nodes has seen."""
     tensors: Mapping[str, torch.Tensor]
+    writer: str = COMMON
+    """Of the place in the run."""
+    reached: Mapping[int, int] = field(default_factory=dict)
+    """Turn up to which the steps of each rank are in the weights, by its number; nothing if all
+    steps before the place are."""
 
     def read(self, prefix: str) -> dict[str, torch.Tensor]:
         """Return the tensors whose names begin with `prefix`, without it."""
@@ -122,10 +151,11 @@ def newest_state(comm: Communicator, folder: str) -> SnapshotState | None:
     choice = choose([part for parts in listings for part in parts])
     if choice is None:
         return None
-    wanted = [(COMMON, choice.turn)]
+    wanted = [(choice.writer, choice.turn)]
     wanted += [(f"{MEMBER}{member}", turn) for member, turn in choice.members.items()]
     tensors: dict[str, torch.Tensor] = {}
     about: Mapping[str, Any] = {}
+    reached: dict[int, int] = {}
     for number, (writer, turn) in enumerate(wanted):
         having = {
             rank: part
@@ -144,6 +174,9 @@ def newest_state(comm: Communicator, folder: str) -> SnapshotState | None:
         head = json.loads(text[0])
         if not number:
             about = head["about"]
+        # Ranks of lost nodes left what others had taken in of theirs.
+        for member, turn_heard in head["about"].get("heard", ()):
+            reached[member] = max(turn_heard, reached.get(member, 0))
         prefix = "all/" if not number else f"rank{number - 1}/"
         for name, kind, shape, first, size in head["tensors"]:
             piece = torch.from_numpy(text[1][first : first + size])
@@ -156,6 +189,8 @@ def newest_state(comm: Communicator, folder: str) -> SnapshotState | None:
         turn=choice.turn,
         newest=choice.newest,
         tensors=tensors,
+        writer=choice.writer,
+        reached={} if choice.writer == COMMON else {**reached, **choice.members},
     )
 
 
@@ -166,7 +201,8 @@ def _part(writer: str, slot: Stored) -> Part:
         "turn": slot.turn,
         "text": len(slot.text),
         "data": len(slot.data),
-        "alike": head["alike"],
+        "apart": head["apart"],
+        "era": head["era"],
         "members": head["members"],
     }
 
