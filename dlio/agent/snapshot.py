@@ -13,6 +13,7 @@ grow; a reader takes the newest whole slot, or that of a certain turn.
 import mmap
 import os
 import struct
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -44,14 +45,16 @@ class Slots:
     Args:
         folder: of the node's snapshots.
         writer: name of this one.
+        after: turn that the writer goes on from. Later ones are of a course that nobody goes on
+            with: they are overwritten first.
     """
 
-    def __init__(self, folder: str, writer: str) -> None:
+    def __init__(self, folder: str, writer: str, after: int = sys.maxsize) -> None:
         self._paths = [os.path.join(folder, f"{writer}.{slot}") for slot in (0, 1)]
         self._maps: list[mmap.mmap | None] = [None, None]
         self._next = 0
         slots = [_read(path, check=False) for path in self._paths]
-        turns = [each.turn if each is not None else -1 for each in slots]
+        turns = [each.turn if each is not None and each.turn <= after else -1 for each in slots]
         if turns[0] > turns[1]:
             self._next = 1
 

@@ -113,6 +113,9 @@ class Dealing:
         """Position of the epoch's order after the batch that was yielded last."""
         self.step = 0
         """Number of the batch that was yielded last, within its epoch."""
+        self.earlier = 0
+        """Batches of the next epoch that were taken before it was resumed. Samples that come again
+        make them more than its position tells."""
         self._samples = self._end = 0
         self._has_begun = False
         """True once a batch of the epoch was dealt, to this rank or before it joined."""
@@ -196,7 +199,8 @@ class Dealing:
                 self._is_exact = planned.formula.exact
                 self._drops_last = planned.formula.drop_last
                 self.again, self._samples = list(planned.again), planned.whole
-                self.step = self.position // self._global_batch
+                self.step = max(self.position // self._global_batch, self.earlier)
+                self.earlier = 0
             for number, data in enumerate(iterator):
                 self._groups.taken += 1
                 self.position = min(self.position + self._global_batch, self._end)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlio.agent.snapshot import Slots
+from dlio.agent.snapshot import Slots, stored
 from dlio.comm.single import SingleCommunicator
 from dlio.train.ledger_file import Line
 from dlio.train.snapshot.copying import Facts, write_slot
@@ -15,7 +15,12 @@ from dlio.train.snapshot.saved import COMMON, Choice, Part, choose, newest_state
 
 
 def _part(
-    writer: str, turn: int, members: Sequence[int], apart: bool = False, generation: int = 0
+    writer: str,
+    turn: int,
+    members: Sequence[int],
+    apart: bool = False,
+    generation: int = 0,
+    start: int = 0,
 ) -> Part:
     return {
         "writer": writer,
@@ -23,7 +28,7 @@ def _part(
         "text": 1,
         "data": 1,
         "apart": apart,
-        "era": [1, generation],
+        "era": [start, generation],
         "members": list(members),
     }
 
@@ -88,6 +93,43 @@ def _apart(
 )
 def test_the_newest_whole_state_is_chosen(parts: list[Part], expected: Choice | None) -> None:
     assert choose(parts) == expected
+
+
+def test_parts_of_two_courses_are_not_mixed(tmp_path: Path) -> None:
+    """All began again at turn 4; rank 0 had been at turn 6 before, and rank 1 is there now."""
+    parts = [
+        _part("rank-0", 4, (0, 1)),
+        _part("rank-0", 6, (0, 1)),
+        _part("rank-1", 4, (0, 1)),
+        _part("rank-1", 6, (0, 1), start=1),
+        _part(COMMON, 4, (0, 1)),
+        _part(COMMON, 6, (0, 1)),
+    ]
+    assert choose(parts) == Choice(4, {0: 4, 1: 4}, 6)
+    parts += [_part("rank-0", 6, (0, 1), start=1), _part(COMMON, 6, (0, 1), start=1)]
+    assert choose(parts) == Choice(6, {0: 6, 1: 6}, 6, start=1)
+
+
+def test_turns_of_another_course_are_overwritten_first(tmp_path: Path) -> None:
+    facts: Facts = {"apart": False, "era": [0, 0], "members": [0], "about": {}}
+    with Slots(str(tmp_path), COMMON) as slots:
+        for turn in (4, 6):
+            write_slot(slots, turn, {}, facts)
+    with Slots(str(tmp_path), COMMON, after=4) as slots:
+        write_slot(slots, 5, {}, facts)
+    assert [each.turn for each in stored(str(tmp_path), COMMON)] == [5, 4]
+
+
+def test_a_turn_that_was_reached_twice_is_read_as_it_was_listed(tmp_path: Path) -> None:
+    facts: Facts = {"apart": False, "era": [0, 0], "members": [0], "about": {"place": "old"}}
+    newer: Facts = {**facts, "era": [1, 0], "about": {"place": "a longer one"}}
+    for name in (COMMON, "rank-0"):
+        with Slots(str(tmp_path), name) as slots:
+            for each in (newer, facts):
+                write_slot(slots, 4, {"sums": torch.ones(3)}, each)
+    state = newest_state(SingleCommunicator(), str(tmp_path))
+    assert state is not None
+    assert state.about == {"place": "a longer one"}
 
 
 def test_turns_grow_through_steps_and_epochs() -> None:

@@ -183,6 +183,15 @@ class Job:
             if each.steps and each.pid not in self.hurt
         ]
 
+    def steps_of_left(self, ranks: int) -> int:
+        """Return the fewest steps that any rank has made since it began; 0 if fewer are left.
+
+        Args:
+            ranks: number of ranks.
+        """
+        newest, left = self._newest(), self.left()
+        return min(len(newest[rank].steps) for rank in left) if len(left) == ranks else 0
+
     def hurt_by(self, fault: Fault) -> Made | None:
         """Make a fault; None if a rank to hurt had ended before."""
         chosen = fault.choose(self.left())

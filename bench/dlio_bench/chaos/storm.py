@@ -91,9 +91,11 @@ class _Refill:
     Args:
         folder: of the job.
         ranks: number of ranks.
+        steps: steps after which a state is kept from which all can begin again.
     """
 
-    def __init__(self, folder: str, ranks: int) -> None:
+    def __init__(self, folder: str, ranks: int, steps: int) -> None:
+        self._steps = steps
         os.makedirs(f"{folder}-nodes")
         self._nodes = Nodes(Path(f"{folder}-nodes"))
         self.environment = self._nodes.environment
@@ -105,16 +107,19 @@ class _Refill:
 
     @property
     def is_under_way(self) -> bool:
-        """True from the daemon's death until all ranks make steps."""
+        """True from the daemon's death until all ranks have come further."""
         return bool(self._begun)
 
     def look(self, job: Job, wanted: bool) -> None:
-        """Kill a daemon if that is wanted, or see whether all ranks make steps again."""
+        """Kill a daemon if that is wanted, or see whether all ranks have come further.
+
+        A job that comes no further in three starts ends.
+        """
         if not self._begun:
             settled = not job.hurt & {each.pid for each in job.stamps.ranks if lives(each.pid)}
             if wanted and settled and self._nodes.kill("B", "prted"):
                 self._begun = time.monotonic()
-        elif len(job.left()) == self._ranks:
+        elif job.steps_of_left(self._ranks) > self._steps:
             self.times.append((self._begun, time.monotonic()))
             self._begun = 0.0
 
@@ -184,7 +189,7 @@ def _run(options: Options, argv: Sequence[str], folder: str, mode: str, clock: C
     refill = None
     with ExitStack() as stack:
         if options.refill and mode == "shrink":
-            refill = _Refill(folder, options.ranks)
+            refill = _Refill(folder, options.ranks, parse_exchange(options.exchange).period)
             stack.callback(refill.close)
         job = stack.enter_context(
             Job(argv, folder, cache, options.deadline, refill.environment if refill else None)

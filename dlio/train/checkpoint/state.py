@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, Final, Protocol, TypedDict, cast
+from typing import Any, Final, NotRequired, Protocol, TypedDict, cast
 
 import torch
 
@@ -57,6 +57,8 @@ class RunState(TypedDict):
     """Optimizer steps."""
     loader: dict[str, Any]
     """The loader's state_dict."""
+    batches: NotRequired[int]
+    """Batches of its epoch that were taken; missing in files of earlier versions."""
     scaler: dict[str, Any]
     """The state_dict of torch's GradScaler."""
     left_out: int
@@ -103,7 +105,7 @@ def tensors_of(run: Worker) -> dict[str, torch.Tensor]:
 
 def about(run: Worker) -> RunState:
     """Return the rest of the state as JSON types; equal on all ranks."""
-    config = run.config
+    config, loader = run.config, run.loader_state()
     return {
         "model": config.model,
         "optimizer": config.optimizer,
@@ -113,7 +115,8 @@ def about(run: Worker) -> RunState:
         "samples": len(run.loader.data),
         "global_batch": run.global_batch,
         "updates": run.updates,
-        "loader": run.loader_state(),
+        "loader": loader,
+        "batches": run.dealing.step + 1 if loader["position"] else 0,
         "scaler": run.precision.scaler.state_dict(),
         "left_out": run.left_out,
         "epochs": [asdict(report) for report in run.history],
@@ -164,6 +167,7 @@ def restore(run: Worker, checkpoint: SavedState) -> None:
         scaler = {**scaler, "scale": scale, "_growth_tracker": int(growth)} if scaler else scaler
     run.precision.scaler.load_state_dict(scaler)
     run.loader.load_state_dict(about["loader"])
+    run.dealing.earlier = about.get("batches", 0)
     run.epoch_number, run.position = about["loader"]["epoch"], about["loader"]["position"]
     run.updates = about["updates"]
     run.sums.copy_(_own_sums(checkpoint, rank, ranks))

@@ -64,13 +64,17 @@ class Snapshots(Callback):
         folder: of this node's snapshots.
         numbers: of the ranks of this start when the job began.
         start: times that all ranks have begun again.
+        after: turn that was restored; -1 if none was.
     """
 
-    def __init__(self, worker: Worker, folder: str, numbers: Sequence[int], start: int = 0) -> None:
+    def __init__(
+        self, worker: Worker, folder: str, numbers: Sequence[int], start: int = 0, after: int = -1
+    ) -> None:
         self._worker, self._folder, self._numbers = worker, folder, numbers
         self._me = worker.comm.rank
         self._folders = worker.comm.allgather(folder)
-        self._own = Slots(folder, f"{MEMBER}{numbers[self._me]}")
+        self._after = after
+        self._own = Slots(folder, f"{MEMBER}{numbers[self._me]}", after)
         self._common: Slots | None = None
         self._copying: Workers | None = None
         is_local = worker.recovery is not None and worker.exchange.hearing is None
@@ -165,7 +169,7 @@ class Snapshots(Callback):
         if self._keeps_lines:
             self._trace(run, turn)
         if self._common is None:
-            self._common = Slots(self._folder, self._common_name)
+            self._common = Slots(self._folder, self._common_name, self._after)
         slots = self._common
         losses = [asdict(loss) for loss in worker.losses]
         trace = 0 if self.ledger is None else self.ledger.written

@@ -95,7 +95,8 @@ class Resuming:
         """Return the callback that copies the state; None if no agent keeps it."""
         if self._folder is None:
             return None
-        copies = Snapshots(run, self._folder, self._start.ranks, self._start.number)
+        after = -1 if self._state is None else self._state.turn
+        copies = Snapshots(run, self._folder, self._start.ranks, self._start.number, after)
         copies.incidents = len(self._start.incidents)
         if self._state is not None and not self._state.turn % 2:
             copies.journal.begin(run.epoch_number, self._state.turn, self._lines)

@@ -68,6 +68,8 @@ class Choice:
     """Newest turn of any part."""
     writer: str = COMMON
     """Of the common part."""
+    start: int = 0
+    """Times that all ranks had begun again before the common part was made."""
 
 
 def choose(parts: Sequence[Part]) -> Choice | None:
@@ -82,10 +84,11 @@ def choose(parts: Sequence[Part]) -> Choice | None:
         parts: of all living nodes.
     """
     common = [part for part in parts if part["writer"].startswith(COMMON)]
-    own: dict[int, set[int]] = {}
+    own: dict[int, set[tuple[int, int]]] = {}
     for part in parts:
         if part["writer"].startswith(MEMBER):
-            own.setdefault(int(part["writer"].removeprefix(MEMBER)), set()).add(part["turn"])
+            member = int(part["writer"].removeprefix(MEMBER))
+            own.setdefault(member, set()).add(_course(part))
     if not common:
         return None
     newest = max(part["turn"] for part in parts)
@@ -94,8 +97,8 @@ def choose(parts: Sequence[Part]) -> Choice | None:
         """Parts that belong to a common part."""
         members = sorted(member for member in part["members"] if member in own)
         if not part["apart"]:
-            return {member: part["turn"] for member in members if part["turn"] in own[member]}
-        before = {member: [t for t in own[member] if t <= part["turn"]] for member in members}
+            return {member: part["turn"] for member in members if _course(part) in own[member]}
+        before = {member: [t for _, t in own[member] if t <= part["turn"]] for member in members}
         return {member: max(turns) for member, turns in before.items() if turns}
 
     def complete(part: Part) -> bool:
@@ -104,9 +107,15 @@ def choose(parts: Sequence[Part]) -> Choice | None:
     if common[0]["apart"]:
         chosen = max(common, key=lambda part: (part["era"], part["turn"], part["writer"]))
     else:
-        common.sort(key=lambda part: part["turn"], reverse=True)
+        common.sort(key=_course, reverse=True)
         chosen = next((part for part in common if complete(part)), common[0])
-    return Choice(chosen["turn"], having(chosen), newest, chosen["writer"])
+    start = chosen["era"][0]
+    return Choice(chosen["turn"], having(chosen), newest, chosen["writer"], start)
+
+
+def _course(part: Part) -> tuple[int, int]:
+    """Return when all ranks had begun again that made a part, and its turn."""
+    return part["era"][0], part["turn"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,19 +166,24 @@ def newest_state(comm: Communicator, folder: str) -> SnapshotState | None:
     about: Mapping[str, Any] = {}
     reached: dict[int, int] = {}
     for number, (writer, turn) in enumerate(wanted):
-        having = {
-            rank: part
+        found = [
+            (rank, part)
             for rank, parts in enumerate(listings)
             for part in parts
             if (part["writer"], part["turn"]) == (writer, turn)
-        }
+        ]
+        # The same turn may have been reached twice, on two courses.
+        starts = {part["era"][0] for _, part in found}
+        start = choice.start if choice.start in starts else max(starts)
+        having = {rank: part for rank, part in found if part["era"][0] == start}
         root = min(having)
         local = {folders[rank] for rank in having}
         mine = None
         if folder in local:
             # The first rank of the node has compared its checksum.
             slots = stored(folder, writer, check=False)
-            mine = next((s for s in slots if s.turn == turn), None)
+            own = having[folders.index(folder)]
+            mine = next((s for s in slots if _part(writer, s) == own), None)
         text = _everywhere(comm, mine, root, having[root], set(folders) <= local)
         head = json.loads(text[0])
         if not number:
