@@ -183,14 +183,18 @@ class Job:
             if each.steps and each.pid not in self.hurt
         ]
 
-    def steps_of_left(self, ranks: int) -> int:
-        """Return the fewest steps that any rank has made since it began; 0 if fewer are left.
+    def steps_since(self, began: float, ranks: int) -> int:
+        """Return the fewest steps of a rank that trains and was not hurt, if all ranks have begun
+        again since a time; else 0.
 
         Args:
+            began: monotonic time in seconds.
             ranks: number of ranks.
         """
-        newest, left = self._newest(), self.left()
-        return min(len(newest[rank].steps) for rank in left) if len(left) == ranks else 0
+        newest = self._newest()
+        if sum(each.begun > began for each in newest.values()) < ranks:
+            return 0
+        return min((len(newest[rank].steps) for rank in self.left()), default=0)
 
     def hurt_by(self, fault: Fault) -> Made | None:
         """Make a fault; None if a rank to hurt had ended before."""

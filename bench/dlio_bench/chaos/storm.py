@@ -119,7 +119,7 @@ class _Refill:
             settled = not job.hurt & {each.pid for each in job.stamps.ranks if lives(each.pid)}
             if wanted and settled and self._nodes.kill("B", "prted"):
                 self._begun = time.monotonic()
-        elif job.steps_of_left(self._ranks) > self._steps:
+        elif job.steps_since(self._begun, self._ranks) > self._steps:
             self.times.append((self._begun, time.monotonic()))
             self._begun = 0.0
 
