@@ -46,6 +46,7 @@ from dlio.agent.places import (
 )
 from dlio.agent.snapshot import newest_turn
 from dlio.util.files import write_whole
+from dlio.util.processes import module_command
 from dlio.util.settings import AGENT, DONE, LAUNCHER
 from dlio.util.shared import SharedFolder
 
@@ -217,7 +218,7 @@ class Agent:
         self._zygotes += 1
         with its:
             own = {"OPENBLAS_NUM_THREADS": "1"}  # OpenBLAS starts threads when it is loaded.
-            command = [sys.executable, "-P", "-m", "dlio.agent.zygote"]
+            command = module_command("dlio.agent.zygote")
             numbers = (self._listener.fileno(), its.fileno())
             self._zygote = subprocess.Popen(
                 [*command, *map(str, numbers), *self._modules],

@@ -16,6 +16,7 @@ from typing import Any, Final, Self
 
 from dlio.agent.places import BEAT_S
 from dlio.errors import UsageError
+from dlio.util.processes import module_command
 from dlio.util.settings import settings
 from dlio.util.threads import Workers
 
@@ -332,7 +333,7 @@ def _command(node: str, token: str) -> list[str]:
     """Return the command that starts an agent on a node."""
     package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), package]))
-    agent = [sys.executable, "-P", "-m", "dlio.agent.agent", token]
+    agent = module_command("dlio.agent.agent", token)
     command = ["env", f"PYTHONPATH={paths}", *agent]
     if node in ("localhost", socket.gethostname()):
         return command

@@ -21,6 +21,7 @@ from dlio.cli.job_folder import open_job_folder
 from dlio.cli.resize import begin_job
 from dlio.errors import UsageError
 from dlio.util.cores import available_cores
+from dlio.util.processes import module_command
 from dlio.util.settings import DONE, LAUNCHER, MIN_RANKS, SPARES, TERMINAL
 from dlio.util.shared import SharedFolder
 from dlio.util.threads import Workers
@@ -96,7 +97,7 @@ def run_module(
         min_ranks: fewest ranks that go on when others are lost; None to end with any rank.
         spares: number of ranks beyond `ranks` that wait to take the place of others.
     """
-    command = [sys.executable, "-m", module, *argv]
+    command = module_command(module, *argv)
     return launch(
         command, ranks, environment=environment, min_ranks=min_ranks, spares=spares
     ).returncode

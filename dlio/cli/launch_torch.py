@@ -22,6 +22,7 @@ from typing import IO, TYPE_CHECKING, Final
 from dlio.cli.job_folder import open_job_folder
 from dlio.cli.launch import ErrorFilter
 from dlio.util.cores import available_cores
+from dlio.util.processes import module_command
 from dlio.util.settings import DONE, LAUNCHER, MIN_RANKS, STORE, settings
 from dlio.util.threads import Workers
 
@@ -49,7 +50,7 @@ def run_module(
 
     As `dlio.cli.launch.run_module`, but without MPI.
     """
-    command = [sys.executable, "-m", module, *argv]
+    command = module_command(module, *argv)
     return launch(command, ranks, environment=environment, min_ranks=min_ranks).returncode
 
 

@@ -32,6 +32,7 @@ from dlio.cli.job_folder import PREFIX, open_job_folder
 from dlio.cli.mpirun import Mpirun
 from dlio.cli.node_requests import NodeRequests
 from dlio.util.cores import available_cores
+from dlio.util.processes import module_command
 from dlio.util.settings import DONE, LAUNCHER, MIN_RANKS, START, TERMINAL
 
 __all__ = ["Job", "run"]
@@ -285,7 +286,7 @@ class _Starts:
         if self._agents is None:
             if len(self._ranks) > available_cores():
                 options.append("--oversubscribe")
-            rank = [sys.executable, "-m", job.module]
+            rank = module_command(job.module)
         else:
             slots = {n: ranks for n, ranks in self._placed.items() if n in self._agents.living}
             hosts = ",".join(f"{node}:{len(ranks)}" for node, ranks in slots.items() if ranks)

@@ -48,16 +48,17 @@ def run_script(path: str, arguments: Sequence[str], options: RunOptions) -> None
     context = Context(comm, options.batch, options.tiers)
     context.balance = options.balance
     _seed(options.seed)
-    argv, folder = sys.argv, sys.path[0] if sys.path else ""
+    argv, folders = sys.argv, list(sys.path)
     sys.argv = [path, *arguments]
-    sys.path[0:1] = [os.path.dirname(os.path.abspath(path))]
+    # Python puts a script's folder first, and so a program's of ours unless it is safe from that.
+    sys.path[: 0 if sys.flags.safe_path else 1] = [os.path.dirname(os.path.abspath(path))]
     takeover = _Takeover(comm, context, options)
     try:
         with takeover.installed():
             runpy.run_path(path, run_name="__main__")
         takeover.finish()
     finally:
-        sys.argv, sys.path[0] = argv, folder
+        sys.argv, sys.path[:] = argv, folders
         takeover.close()
     if comm.rank == 0:
         for note in takeover.notes():

@@ -62,9 +62,7 @@ def check_name(option: str, text: str, names: Sequence[str]) -> None:
         if name not in names:
             raise UsageError(f"{option} {name}: choose {', '.join([*names, 'module:factory'])}")
         return
-    folder = os.getcwd()
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+    folder = _add_current_folder()
     # The package's own __init__ may import anything, so only the first part is looked up.
     if importlib.util.find_spec(module.partition(".")[0]) is None:
         raise UsageError(
@@ -78,9 +76,7 @@ def load_factory(option: str, name: str) -> Callable[..., object]:
     Raises UsageError if the module or the factory does not exist.
     """
     module_name, _, attribute = name.partition(":")
-    folder = os.getcwd()
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+    folder = _add_current_folder()
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -97,6 +93,17 @@ def load_factory(option: str, name: str) -> Callable[..., object]:
             + (", ".join(sorted(public)[:8]) or "no callables")
         )
     return factory
+
+
+def _add_current_folder() -> str:
+    """Let the user's modules be imported from the current folder, and return it.
+
+    It is searched last: files in it cannot stand in for modules that anything else imports.
+    """
+    folder = os.getcwd()
+    if folder not in sys.path:
+        sys.path.append(folder)
+    return folder
 
 
 def call_with(

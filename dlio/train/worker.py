@@ -262,7 +262,8 @@ class Worker:
         updated = time.perf_counter()
         while more:
             more = False
-            for images, labels in self._dealing.batches():
+            batches = self._dealing.batches()  # An error in the body does not close them.
+            for images, labels in batches:
                 more = True
                 done = self._dealing.step
                 if ledger is not None:

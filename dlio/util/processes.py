@@ -1,14 +1,22 @@
-"""The states of processes, as the kernel tells them."""
+"""Processes: how dlio starts its own, their states as the kernel tells them, and their end."""
 
 import os
 import signal
 import sys
 from typing import Final
 
-__all__ = ["STOPPED_S", "die", "is_stopped", "process_state"]
+__all__ = ["STOPPED_S", "die", "is_stopped", "module_command", "process_state"]
 
 STOPPED_S: Final = 1.5
 """Seconds that a rank may be stopped: Ctrl-Z and `fg` stop all of a job, its watcher, too."""
+
+
+def module_command(module: str, *argv: str) -> list[str]:
+    """Return the command that runs an installed module in a new process of Python.
+
+    Nothing is imported from the current folder, which may be a data set of anyone's.
+    """
+    return [sys.executable, "-P", "-m", module, *argv]
 
 
 def die() -> None:

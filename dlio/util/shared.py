@@ -11,12 +11,12 @@ has no files of dlio in shared memory.
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final, Self
 
 from dlio.util.folders import hold_shared, lock_file, open_private, remove_if_unheld
+from dlio.util.processes import module_command
 from dlio.util.threads import Workers
 
 __all__ = ["SHARED_MEMORY", "SharedFolder", "sweep_shared_memory", "user_folder"]
@@ -133,7 +133,7 @@ def _start_reaper(lock: str) -> Workers | None:
     package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     try:
         starting = subprocess.Popen(
-            [sys.executable, "-m", "dlio.util.reaper", lock],
+            module_command("dlio.util.reaper", lock),
             env={**os.environ, "PYTHONPATH": package},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -21,7 +21,9 @@ import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from typing import Any
+from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import ensure_running
+from typing import Any, Final
 
 from dlio.comm import Communicator, world
 from dlio.data.reader import open_reader
@@ -35,6 +37,7 @@ from dlio_staging.writers import WRITERS
 
 __all__ = ["Packed", "Progress", "describe", "pack", "packed_path", "summary"]
 
+_SAFE_PATH: Final = "PYTHONSAFEPATH"
 Progress = Callable[[int, int], None]
 """Function called with (bytes done, bytes in total)."""
 
@@ -177,6 +180,23 @@ def _prepare(folder: str, plan: PackPlan) -> None:
             json.dump({"key": plan.key, "version": VERSION}, file)
 
 
+def _workers_context() -> ForkServerContext:
+    """Return the context of worker processes.
+
+    Their server is started here, such that it imports nothing from the current folder.
+    """
+    before = os.environ.get(_SAFE_PATH)
+    os.environ[_SAFE_PATH] = "1"
+    try:
+        ensure_running()
+    finally:
+        if before is None:
+            del os.environ[_SAFE_PATH]
+        else:
+            os.environ[_SAFE_PATH] = before
+    return multiprocessing.get_context("forkserver")
+
+
 def _write_shards(
     source: object, folder: str, plan: PackPlan, comm: Communicator, progress: Progress | None
 ) -> Packed:
@@ -189,7 +209,7 @@ def _write_shards(
     finished = sum(read_record(folder, task)["data_bytes"] for task in kept)
     workers = min(plan.options.workers, len(left)) if comm.size == 1 else 1
     if workers > 1 and isinstance(source, str):
-        context = multiprocessing.get_context("forkserver")
+        context = _workers_context()
         with ProcessPoolExecutor(workers, context, initializer=_ignore_interrupts) as pool:
             futures = [
                 pool.submit(_write_in_worker, source, folder, plan.options, *task) for task in left
