@@ -471,6 +471,34 @@ def test_two_hundred_faults_lose_nothing(
 @pytest.mark.nightly
 @pytest.mark.mpi
 @pytest.mark.cold
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        "allreduce",
+        "tree+fp16",
+        "parameter-server",
+        "hierarchical+int8",
+        "local-sgd(3)",
+        "diloco(2)",
+        "gossip",
+        "asgd",
+    ],
+)
+def test_faults_and_restarts_lose_nothing_with_any_exchange(
+    source: str, tmp_path: Path, exchange: str
+) -> None:
+    argv = ["-n", "4", "--kills", "25", "--every", "0.3", "--epochs", "25", "--pause-ms", "2"]
+    argv += ["--refill", "--faults", "kill,kill,twice,segv,exit,raise", "--exchange", exchange]
+    report = _bench(tmp_path, source, *argv, timeout_s=1200)
+    figures = report["storm"]["shrink"]
+    _check_whole(figures, 25)
+    assert figures["refills"] > 0
+    assert figures["others_lost"] == 0
+
+
+@pytest.mark.nightly
+@pytest.mark.mpi
+@pytest.mark.cold
 def test_the_same_faults_are_made_in_a_job_that_is_restarted(source: str, tmp_path: Path) -> None:
     argv = ("-n", "2", "--kills", "2", "--every", "1", "--epochs", "8", "--pause-ms", "20")
     more = ("--restart", "--checkpoint-every", "3")

@@ -96,7 +96,8 @@ class Options:
         int, Option("Samples of each rank in one batch.", unit="samples", least=1)
     ] = 4
     model: Annotated[
-        str, Option("Model of the cases storm and nodes, as for `dlio train --model`.", metavar="MODEL")
+        str,
+        Option("Model of the cases storm and nodes, as for `dlio train --model`.", metavar="MODEL"),
     ] = "resnet(width=4)"
     pause_ms: Annotated[
         float,
