@@ -26,6 +26,8 @@ class Clock:
         now = time.monotonic()
         if runs and self._last is not None:
             self._passed_s += now - self._last
+            if self.faults:  # Until a fault is made, those after it do not come nearer.
+                self._passed_s = min(self._passed_s, self.faults[0].due_s)
         self._last = now if runs else None
         if runs and self.faults and self._passed_s >= self.faults[0].due_s:
             return self.faults[0]

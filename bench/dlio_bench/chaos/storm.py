@@ -117,7 +117,7 @@ class _Refill:
         """
         if not self._begun:
             settled = not job.hurt & {each.pid for each in job.stamps.ranks if lives(each.pid)}
-            if wanted and settled and self._nodes.kill("B", "prted"):
+            if wanted and settled and any(self._nodes.kill(node, "prted") for node in "BA"):
                 self._begun = time.monotonic()
         elif job.steps_since(self._begun, self._ranks) > self._steps:
             self.times.append((self._begun, time.monotonic()))

@@ -200,7 +200,7 @@ class Gossip:
             hook.remove()
         self._make_lanes()
         after = [lane.outgoing for lane in self._lanes]
-        self.load_state(reshape_state(state, before, after, cuts, ("owed", "before")))
+        self._load(reshape_state(state, before, after, cuts, ("owed", "before")))
 
     def state(self) -> dict[str, torch.Tensor]:
         self.finish()
@@ -215,6 +215,10 @@ class Gossip:
         return state
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._load(state)
+        self.hearing.begun = self.step
+
+    def _load(self, state: Mapping[str, torch.Tensor]) -> None:
         self.step = int(state.get("step", 0))
         for number, lane in enumerate(self._lanes):
             if f"owed/{number}" in state:
@@ -344,7 +348,7 @@ class Gossip:
         try:
             for number in reversed(range(len(self._lanes))):
                 self._await(number)
-            self.hearing.note(self._sources, self.step)
+            self.hearing.note(self._sources, self.step - self.hearing.begun)
             self.merged = self.step
         except PeerLost:
             self._recover()

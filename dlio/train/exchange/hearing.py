@@ -21,6 +21,8 @@ class Hearing:
         self._recovery = recovery
         self._members = () if recovery is None else recovery.membership.members
         self._heard = dict.fromkeys(self._members, 0)
+        self.begun = 0
+        """Steps of the run before this exchange was made: those that are noted do not count them."""
 
     @property
     def heard(self) -> dict[int, int]:

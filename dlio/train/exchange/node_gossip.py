@@ -220,10 +220,12 @@ class NodeGossip:
 
     def state(self) -> dict[str, torch.Tensor]:
         self.finish()
-        return {} if self._between is None else self._between.state()
+        between = {} if self._between is None else self._between.state()
+        # Any rank may lead its node one day, and must then be at the step of the other leaders.
+        return {**between, "step": torch.tensor(self._step)}
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        self._step = int(state.get("step", 0))
+        self._step = self.hearing.begun = int(state.get("step", 0))
         if self._between is not None:
             self._between.load_state(state)
 

@@ -244,12 +244,33 @@ def check_unfinished(comm: Communicator, nodes: int) -> None:
     assert net(torch.ones(2, _FEATURES)).isfinite().all()
 
 
+def check_again(comm: Communicator, nodes: int) -> None:
+    """After a restart all ranks are at one step: any of them may lead its node later."""
+    net = Line()
+    exchange = started("gossip", net, comm, seed=0, pretend_nodes=nodes)
+    for _ in range(3):
+        exchange.before_step()
+        exchange.after_step()
+    state = exchange.state()
+    exchange.close()
+    exchange = started("gossip", net, comm, seed=0, pretend_nodes=nodes)
+    exchange.load_state(state)
+    assert isinstance(exchange.exchange, NodeGossip)
+    # What others have heard is counted from the restart on, as the dealing counts steps.
+    assert exchange.exchange.hearing.begun == 3
+    exchange.before_step()
+    exchange.after_step()
+    assert comm.allgather(int(exchange.state()["step"])) == [4] * comm.size
+    exchange.close()
+
+
 CHECKS: Final[dict[str, Callable[[Communicator, int], None]]] = {
     "oracle": check_oracle,
     "nodes": check_nodes,
     "flat": check_flat,
     "late": check_late,
     "unfinished": check_unfinished,
+    "again": check_again,
 }
 
 if __name__ == "__main__":

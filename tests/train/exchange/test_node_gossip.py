@@ -19,7 +19,7 @@ BODY = Path(__file__).with_name("node_gossip_checks.py")
 @pytest.mark.parametrize(
     ("ranks", "nodes", "checks"),
     [
-        (4, 2, ("oracle", "nodes", "flat", "late", "unfinished")),
+        (4, 2, ("oracle", "nodes", "flat", "late", "unfinished", "again")),
         (5, 3, ("oracle", "nodes")),
     ],
 )
