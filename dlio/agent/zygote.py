@@ -35,6 +35,8 @@ __all__ = ["Zygote", "main", "rank_environment"]
 _STREAMS: Final = 3
 _TIMEOUT_S: Final = 10.0
 _LOOK_S: Final = 0.25
+_GAP_S: Final = 1.0
+"""Time between two looks after which this process was away itself."""
 _PDEATHSIG: Final = 1
 _OF_MPI: Final = ("OMPI_", "PMIX_", "PRTE_", "PMI_")
 """Prefixes of variables that mpirun and its daemons set for each rank."""
@@ -100,7 +102,8 @@ class Zygote:
         self._environment: dict[str, str] = {}
         self._stopping = False
         self._stopped_since: float | None = None
-        """Since when the node's only rank is stopped."""
+        """Since when all of the node's ranks are stopped."""
+        self._looked = 0.0
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(control, selectors.EVENT_READ)
@@ -108,7 +111,7 @@ class Zygote:
     def serve(self) -> _Request | None:
         """Fork for each shim: returns the request in the child, None in the zygote at its end."""
         while True:
-            for key, _ in self._selector.select(_LOOK_S if len(self._ranks) == 1 else None):
+            for key, _ in self._selector.select(_LOOK_S if self._ranks else None):
                 source = key.fileobj
                 if source is self._listener:
                     self._connected()
@@ -185,15 +188,17 @@ class Zygote:
         return None
 
     def _look_for_stopped(self) -> None:
-        """Kill the node's only rank if it is stopped; of several, they watch each other."""
-        ranks = list(self._ranks.values())
-        if len(ranks) != 1 or not is_stopped(ranks[0].process):
+        """Kill the node's ranks if all are stopped; otherwise, they watch each other."""
+        now, before = time.monotonic(), self._looked
+        self._looked = now
+        all_stopped = self._ranks and all(is_stopped(process) for process in self._ranks)
+        if not all_stopped or now - before > _GAP_S:  # This process may have been stopped, too.
             self._stopped_since = None
         elif self._stopped_since is None:
-            self._stopped_since = time.monotonic()
-        elif time.monotonic() - self._stopped_since >= STOPPED_S:
+            self._stopped_since = now
+        elif now - self._stopped_since >= STOPPED_S:
             self._stopped_since = None
-            os.kill(ranks[0].process, signal.SIGKILL)
+            self._kill()
 
     def _heard(self, shim: socket.socket, rank: _Rank) -> None:
         """Kill the rank of a shim that is gone."""

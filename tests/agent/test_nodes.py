@@ -273,6 +273,18 @@ def test_the_only_rank_of_a_node_is_stopped(run: Run) -> None:
     assert ran.restarts == []
 
 
+def test_all_ranks_of_a_node_are_stopped(run: Run) -> None:
+    def stop(nodes: Nodes, _: object) -> None:
+        ranks = [p for p, line in nodes.processes("B").items() if "agent.zygote" in line]
+        for rank in sorted(ranks)[1:]:  # The zygote is the first.
+            os.kill(rank, signal.SIGSTOP)
+
+    ran = run("AB", 4, {7: stop})
+    ran.check_exact()
+    assert ran.gone == [(2, "B"), (3, "B")]
+    assert ran.restarts == []
+
+
 def test_a_daemon_is_lost_and_all_ranks_begin_again(run: Run) -> None:
     ran = run("AB", 4, {7: _kill("B", "prted")})
     ran.check_exact()
