@@ -246,7 +246,18 @@ def test_samples_that_only_lost_weights_have_seen_come_again() -> None:
     ]
     assert divided(lines, {}) == (lines, [])
     # Rank 6's part was made after optimizer step 20, before step 21.
-    assert divided(lines, {4: 44, 6: turn_of(21, False)}) == (lines[:3], [6])
+    assert divided(lines, {4: 44, 6: turn_of(21, False)}) == (lines[:3], lines[3:])
+
+
+def test_a_start_that_comes_no_further_takes_nothing_from_the_next(tmp_path: Path) -> None:
+    """What the second start has come again is in no state of its own when the third begins."""
+    folder, lines = str(tmp_path), [_line(10, 4, [1, 2], 20, 2), _line(10, 6, [3], 20, 2)]
+    Journal(folder, [4, 6], start=2).begin(1, 44, lines, lines[1:])
+    assert lines_until(folder, 1, 44, start=1) == lines
+    assert lines_until(folder, 1, 44, start=2) == lines[:1]
+    Journal(folder, [4, 6], start=3).begin(1, 44, lines, lines[1:])
+    assert lines_until(folder, 1, 44, start=1) == lines
+    assert lines_until(folder, 1, 46, start=3) == lines[:1]
 
 
 def test_parts_tell_which_steps_of_other_ranks_they_have(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ where ranks step without waiting for each other, each rank does.
 import json
 import math
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Protocol
 
@@ -51,9 +52,22 @@ class Journal:
         self._back: set[tuple[int, int]] = set()
         """(step, member) of this epoch's batches that are not in the model after all."""
 
-    def begin(self, epoch: int, turn: int, lines: Sequence[Line]) -> None:
-        """Replace an epoch's journal when all ranks start again at a turn."""
-        text = json.dumps({"turn": turn, "lines": lines}) + "\n"
+    def begin(
+        self, epoch: int, turn: int, lines: Sequence[Line], without: Sequence[Line] = ()
+    ) -> None:
+        """Replace an epoch's journal when all ranks start again at a turn.
+
+        Args:
+            lines: of the state that they start from.
+            without: those of them that its weights lack. They leave the journal with this start:
+                the next one may have to begin from the same state, as this one did.
+        """
+        taken = [(line["step"], line["rank"]) for line in without]
+        entries = [
+            {"turn": turn, "start": 0, "lines": lines},
+            {"turn": turn, "start": self._start, "lines": [], "without": taken},
+        ]
+        text = "".join(json.dumps(entry) + "\n" for entry in entries)
         path = _path(self._folder, self._writer, epoch)
         write_whole(path, lambda file: file.write(text.encode()))
 
@@ -83,11 +97,20 @@ class Journal:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         descriptor = os.open(_path(self._folder, self._writer, epoch), flags, 0o600)
         with os.fdopen(descriptor, "a", encoding="ascii") as file:
-            file.write(json.dumps({"turn": turn, "lines": lines, "without": without}) + "\n")
+            entry = {"turn": turn, "start": self._start, "lines": lines, "without": without}
+            file.write(json.dumps(entry) + "\n")
 
 
-def lines_until(folder: str, epoch: int, turn: int, writer: str = COMMON) -> list[Line]:
-    """Return an epoch's lines up to a turn, in the journal of a writer."""
+def lines_until(
+    folder: str, epoch: int, turn: int, writer: str = COMMON, start: int = sys.maxsize
+) -> list[Line]:
+    """Return an epoch's lines that a state has.
+
+    Args:
+        turn: of the state.
+        writer: of its place in the run.
+        start: times that all ranks had begun again before it was made.
+    """
     lines: dict[tuple[int, int], Line] = {}
     try:
         with open(_path(folder, writer, epoch), encoding="ascii") as file:
@@ -95,7 +118,7 @@ def lines_until(folder: str, epoch: int, turn: int, writer: str = COMMON) -> lis
                 if not text.endswith("\n"):
                     break  # The writer was killed.
                 entry = json.loads(text)
-                if entry["turn"] <= turn:
+                if entry["turn"] <= turn and entry["start"] <= start:
                     # Another rank may have written the same again.
                     lines.update({(line["step"], line["rank"]): line for line in entry["lines"]})
                     for step, rank in entry.get("without", ()):
@@ -105,21 +128,21 @@ def lines_until(folder: str, epoch: int, turn: int, writer: str = COMMON) -> lis
     return [lines[key] for key in sorted(lines)]
 
 
-def divided(lines: Sequence[Line], reached: Mapping[int, int]) -> tuple[list[Line], list[int]]:
-    """Return the lines whose steps are in a state's weights, and the samples of the others. Pure.
+def divided(lines: Sequence[Line], reached: Mapping[int, int]) -> tuple[list[Line], list[Line]]:
+    """Return the lines whose steps are in a state's weights, and the others. Pure.
 
     Args:
         lines: with their optimizer steps.
         reached: see `dlio.train.snapshot.saved.SnapshotState`.
     """
     kept: list[Line] = []
-    again: list[int] = []
+    others: list[Line] = []
     for line in lines:
         if turn_of(line["update"] + 1, False) <= reached.get(line["rank"], math.inf):
             kept.append(line)
         else:
-            again += line["samples"]
-    return kept, again
+            others.append(line)
+    return kept, others
 
 
 def _path(folder: str, writer: str, epoch: int) -> str:

@@ -1,5 +1,6 @@
 """Going on after all ranks were started again: the state, the trace, and the report's losses."""
 
+import itertools
 import os
 import time
 from collections.abc import Sequence
@@ -41,7 +42,12 @@ class Resuming:
         self._ends = {"stop": start.launched, "start": began, "meet": time.time()}
         """When the phases of this start ended, in their order; see `Loss.phases`."""
         self._state: SnapshotState | None = None
+        self._told: list[Line] = []
+        """The epoch's lines up to the state."""
         self._lines: list[Line] = []
+        """Those whose steps are in its weights."""
+        self._without: list[Line] = []
+        """The others."""
 
     @property
     def is_again(self) -> bool:
@@ -82,12 +88,15 @@ class Resuming:
         lines: list[Line] = []
         folders = comm.allgather(self._folder)
         if folders.index(self._folder) == comm.rank:
-            lines = lines_until(self._folder, loader["epoch"], state.turn, state.writer)
+            epoch = loader["epoch"]
+            lines = lines_until(self._folder, epoch, state.turn, state.writer, state.start)
         # A node whose ranks had not started yet has none.
         everyone = comm.allgather(len(lines))
         giver = everyone.index(max(everyone))
-        self._lines, again = divided(comm.tell(lines, giver), state.reached)
-        if again:
+        self._told = comm.tell(lines, giver)
+        self._lines, self._without = divided(self._told, state.reached)
+        if self._without:
+            again = itertools.chain.from_iterable(line["samples"] for line in self._without)
             loader = {**loader, "again": [*loader.get("again", ()), *again]}
             self._state = replace(state, about={**state.about, "loader": loader})
 
@@ -99,7 +108,7 @@ class Resuming:
         copies = Snapshots(run, self._folder, self._start.ranks, self._start.number, after)
         copies.incidents = len(self._start.incidents)
         if self._state is not None and not self._state.turn % 2:
-            copies.journal.begin(run.epoch_number, self._state.turn, self._lines)
+            copies.journal.begin(run.epoch_number, self._state.turn, self._told, self._without)
         return copies
 
     def open_ledger(self, run: Worker, path: str) -> SampleLedger:

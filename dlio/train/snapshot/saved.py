@@ -132,6 +132,8 @@ class SnapshotState:
     tensors: Mapping[str, torch.Tensor]
     writer: str = COMMON
     """Of the place in the run."""
+    start: int = 0
+    """Times that all ranks had begun again before it was made."""
     reached: Mapping[int, int] = field(default_factory=dict)
     """Turn up to which the steps of each rank are in the weights, by its number; nothing if all
     steps before the place are."""
@@ -204,6 +206,7 @@ def newest_state(comm: Communicator, folder: str) -> SnapshotState | None:
         newest=choice.newest,
         tensors=tensors,
         writer=choice.writer,
+        start=choice.start,
         reached={} if choice.writer == COMMON else {**reached, **choice.members},
     )
 
