@@ -53,9 +53,13 @@ _T = TypeVar("_T")
 _ALL_LOST = 1
 _STARTS = 5
 """Maximum number of attempts to start mpirun."""
-SURVIVING = ("--with-ft", "ulfm", "--mca", "coll", "^han,adapt,sm,hcoll,portals4")
+SURVIVING = (
+    *("--with-ft", "ulfm", "--mca", "coll", "^han,adapt,sm,hcoll,portals4"),
+    *("--mca", "btl_tcp_flags", "send,inplace"),
+)
 """Options of Open MPI's mpirun for ranks that survive others. Its collectives of several levels
-crash in a communicator that was made after a loss."""
+crash in a communicator that was made after a loss. A rank that was receiving a large message over
+TCP by pieces that it asks for (`put`) may spin for ever in MPI_Isend after the sender's death."""
 SURVIVING_ENVIRONMENT = {"MPI4PY_RC_THREAD_LEVEL": "serialized"}
 _NOISE = ("NBC_Progress", "Error in NBC_Start_round", "plm:ssh: Warning: setpgid")
 """Beginnings of what Open MPI prints about sums that a loss has interrupted."""
