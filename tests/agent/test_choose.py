@@ -250,7 +250,7 @@ def test_samples_that_only_lost_weights_have_seen_come_again() -> None:
 
 
 def test_a_start_that_comes_no_further_takes_nothing_from_the_next(tmp_path: Path) -> None:
-    """What the second start has come again is in no state of its own when the third begins."""
+    """The second start has samples come again, but makes no state before the third begins."""
     folder, lines = str(tmp_path), [_line(10, 4, [1, 2], 20, 2), _line(10, 6, [3], 20, 2)]
     Journal(folder, [4, 6], start=2).begin(1, 44, lines, lines[1:])
     assert lines_until(folder, 1, 44, start=1) == lines

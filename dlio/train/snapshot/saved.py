@@ -168,16 +168,16 @@ def newest_state(comm: Communicator, folder: str) -> SnapshotState | None:
     about: Mapping[str, Any] = {}
     reached: dict[int, int] = {}
     for number, (writer, turn) in enumerate(wanted):
-        found = [
+        held = [
             (rank, part)
             for rank, parts in enumerate(listings)
             for part in parts
             if (part["writer"], part["turn"]) == (writer, turn)
         ]
         # The same turn may have been reached twice, on two courses.
-        starts = {part["era"][0] for _, part in found}
+        starts = {part["era"][0] for _, part in held}
         start = choice.start if choice.start in starts else max(starts)
-        having = {rank: part for rank, part in found if part["era"][0] == start}
+        having = {rank: part for rank, part in held if part["era"][0] == start}
         root = min(having)
         local = {folders[rank] for rank in having}
         mine = None
