@@ -312,8 +312,8 @@ class Dealing:
         `trail` may have had them in the model: in exchanges whose ranks do not wait for each other,
         a step of a rank that is lost before another has heard of it is lost, too.
         """
-        yield from self._comes_again
-        if self._recovery is not None:
+        if self._recovery is not None and self._recovery.last_counted:
+            yield from self._comes_again
             yield from self._missing(self._recovery.membership.members, self._closed)
 
     @property

@@ -134,8 +134,6 @@ def train(config: TrainConfig) -> RunReport:
             resuming.pause(run, copies)
         except AllLeave:
             _end_early(run, checkpoints, saving)
-        except RankLeft:
-            raise
         except Exception as error:
             _die_of_bug(run, error)
             raise
@@ -157,7 +155,11 @@ def train(config: TrainConfig) -> RunReport:
 def _die_of_bug(run: Worker, error: Exception) -> None:
     """End a rank that has a bug before it closes anything, which may wait for the other ranks: if
     these can go on without it, they shall not wait for it."""
-    if run.recovery is not None and run.comm.size > 1 and not isinstance(error, DlioError):
+    if (
+        run.recovery is not None
+        and run.comm.size > 1
+        and not isinstance(error, DlioError | RankLeft)
+    ):
         traceback.print_exception(error)
         die()
 

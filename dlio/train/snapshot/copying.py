@@ -77,8 +77,8 @@ class Snapshots(Callback):
         self._own = Slots(folder, f"{MEMBER}{numbers[self._me]}", after)
         self._common: Slots | None = None
         self._copying: Workers | None = None
-        is_local = worker.recovery is not None and worker.exchange.hearing is None
-        self._apart = not (worker.exchange.alike or is_local)
+        together = worker.recovery is not None and worker.exchange.hearing is None
+        self._apart = not (worker.exchange.alike or together)
         """True if ranks step without waiting for each other: each then keeps its own journal, and
         its own part of what is equal on all ranks."""
         writer = f"-{numbers[self._me]}" if self._apart else ""
@@ -104,7 +104,6 @@ class Snapshots(Callback):
             self._common.close()
 
     def begins(self, run: Run) -> None:
-        self._begun_at = run.updates
         if self._keeps_lines:
             self._worker.dealing.keeps_trail = True
 
