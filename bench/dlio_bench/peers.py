@@ -5,7 +5,7 @@ encodes anew, at quality 90). All end in uint8 batches of shape (n, 3, size, siz
 resized crop and a flip. They want an environment of their own, for their requirements contradict
 each other's and ours:
 
-    python -m venv peers && peers/bin/pip install torch==2.13.0 'dlio[mpi,bench]'
+    python -m venv peers && peers/bin/pip install torch==2.13.0 '.[mpi,bench]'
 
 SPDL looks for FFmpeg's libraries (Debian: libavdevice59 libavfilter8); FFCV is built where OpenCV's
 and libjpeg-turbo's headers are (libopencv-dev libturbojpeg0-dev pkg-config g++, then

@@ -7,6 +7,7 @@ from typing import IO
 import torch
 
 from dlio.errors import UsageError
+from dlio.util.extras import how_to_install
 
 __all__ = ["PillowImages", "cropped"]
 
@@ -23,7 +24,9 @@ class PillowImages(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
         try:
             import PIL.Image  # noqa: F401 - is it there?
         except ImportError as error:
-            raise UsageError("the yardstick needs Pillow: pip install 'dlio[bench]'") from error
+            raise UsageError(
+                f"the yardstick needs Pillow: {how_to_install('bench', 'pillow')}"
+            ) from error
         self._files = files
         self._labels = labels
         self._size = size

@@ -7,7 +7,7 @@ its attributes and listing a folder. The bandwidth limits all readers together.
 Nothing is cached in the kernel: the second pass is as slow as the first. A seed decides which files
 fail with EIO, or hang, and at which reads. `.slowfs-stats` in the top folder counts the requests.
 
-Needs libfuse (Debian: fuse3) and mfusepy (`pip install 'dlio[bench]'`).
+Needs libfuse (Debian: fuse3) and mfusepy (`pip install mfusepy`).
 """
 
 import errno

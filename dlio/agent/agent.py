@@ -24,7 +24,6 @@ import json
 import math
 import os
 import selectors
-import shutil
 import signal
 import socket
 import subprocess
@@ -40,12 +39,13 @@ from dlio.agent.places import (
     STATE,
     ZYGOTE,
     folder_name,
-    listen,
     pack,
     receive_exactly,
 )
 from dlio.agent.snapshot import newest_turn
 from dlio.util.files import write_whole
+from dlio.util.folders import open_working, remove_entry
+from dlio.util.private_sockets import listen
 from dlio.util.processes import module_command
 from dlio.util.settings import AGENT, DONE, LAUNCHER
 from dlio.util.shared import SharedFolder
@@ -75,7 +75,7 @@ class Agent:
         self._orders, self._answers = orders, answers
         self._shared = SharedFolder(folder_name(token, self._node))
         self._folder = self._shared.path
-        os.mkdir(os.path.join(self._folder, STATE), 0o700)
+        os.close(open_working(self._shared.descriptor, STATE, marked=False))
         self._listener = listen(self._shared.descriptor, ZYGOTE)
         self._keeper = listen(self._shared.descriptor, KEEPER)
         self._kept: list[int] = []
@@ -173,12 +173,11 @@ class Agent:
     def _begin(self, start: int, environment: Mapping[str, str]) -> None:
         """Let the zygote fork the ranks of a start."""
         for name in self._files:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(os.path.join(self._folder, name))
+            remove_entry(self._shared.descriptor, name)
         self._files = set()
         self._start, self._done, self._paused = start, None, None
         memory = os.path.join(self._folder, f"mpi-{start}")
-        os.mkdir(memory, 0o700)
+        os.close(open_working(self._shared.descriptor, f"mpi-{start}", marked=False))
         own = {
             AGENT: self._folder,
             DONE: self._done_file(),
@@ -208,7 +207,7 @@ class Agent:
     def _stopped(self) -> None:
         self._stopping = False
         self._look_for_end()
-        shutil.rmtree(os.path.join(self._folder, f"mpi-{self._start}"), ignore_errors=True)
+        remove_entry(self._shared.descriptor, f"mpi-{self._start}")
         newest = newest_turn(os.path.join(self._folder, STATE))
         self._answer({"stopped": self._start, "done": self._done, "newest": newest})
 

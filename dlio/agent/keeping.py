@@ -11,7 +11,8 @@ from array import array
 from contextlib import suppress
 from typing import Final
 
-from dlio.agent.places import KEEPER, connect, pack
+from dlio.agent.places import KEEPER, pack
+from dlio.util.private_sockets import connect
 from dlio.util.settings import AGENT
 
 __all__ = ["keep"]

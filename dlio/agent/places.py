@@ -15,12 +15,10 @@ import array
 import json
 import os
 import socket
-import stat
 import struct
 from collections.abc import Mapping
 from typing import Any, Final, TypeAlias
 
-from dlio.errors import TierError
 from dlio.util.shared import SHARED_MEMORY, user_folder
 
 __all__ = [
@@ -30,10 +28,8 @@ __all__ = [
     "STATE",
     "ZYGOTE",
     "Message",
-    "connect",
     "folder_name",
     "job_folder",
-    "listen",
     "pack",
     "receive_exactly",
 ]
@@ -48,7 +44,6 @@ STATE: Final = "state"
 Message: TypeAlias = dict[str, Any]
 """A message between processes of one job, as JSON."""
 _LENGTH: Final = struct.Struct("<q")
-_BACKLOG: Final = 1024
 
 
 def folder_name(token: str, node: str) -> str:
@@ -59,40 +54,6 @@ def folder_name(token: str, node: str) -> str:
 def job_folder(token: str, node: str) -> str:
     """Return the path of a job's folder on a node."""
     return os.path.join(SHARED_MEMORY, user_folder(), folder_name(token, node))
-
-
-def listen(folder: int, name: str) -> socket.socket:
-    """Return a socket that listens at a name in a folder, for this user alone.
-
-    Args:
-        folder: descriptor of a private folder. Paths of sockets are limited to 107 characters.
-    """
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    before = os.umask(0o177)
-    try:
-        listener.bind(f"/proc/self/fd/{folder}/{name}")
-    finally:
-        os.umask(before)
-    listener.listen(_BACKLOG)
-    return listener
-
-
-def connect(folder: str, name: str, timeout_s: float) -> socket.socket:
-    """Connect to a socket in a job's folder.
-
-    Raises OSError if nobody listens, TierError if the folder belongs to another user.
-    """
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        status = os.fstat(descriptor)
-        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-            raise TierError(f"{folder} is not yours alone (0700): remove it and start again")
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.settimeout(timeout_s)
-        connection.connect(f"/proc/self/fd/{descriptor}/{name}")
-    finally:
-        os.close(descriptor)
-    return connection
 
 
 def pack(message: Mapping[str, object]) -> bytes:

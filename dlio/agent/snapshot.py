@@ -21,6 +21,8 @@ from typing import Final, Self
 
 import xxhash
 
+from dlio.util.files import open_own, remove_file
+
 __all__ = ["Slots", "Stored", "newest_turn", "stored", "writers"]
 
 _HEAD: Final = struct.Struct("<8sqqqQ")
@@ -105,15 +107,13 @@ class Slots:
             return memory
         size = -(-size * 5 // 4 // _PAGE) * _PAGE  # The text grows from epoch to epoch.
         path = self._paths[self._next]
-        with suppress(FileNotFoundError):
-            os.unlink(path)
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        descriptor = os.open(path, flags, 0o600)
+        remove_file(path)
+        descriptor = open_own(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             os.posix_fallocate(descriptor, 0, size)  # Touching full memory kills the process.
             memory = self._maps[self._next] = mmap.mmap(descriptor, size)
         except BaseException:
-            os.unlink(path)
+            remove_file(path)
             raise
         finally:
             os.close(descriptor)

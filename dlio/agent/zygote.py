@@ -10,7 +10,6 @@ process.
 A rank's environment is that of the job's launcher, with the variables of MPI that its shim has.
 """
 
-import ctypes
 import gc
 import importlib
 import os
@@ -28,7 +27,7 @@ from types import FrameType
 from typing import Any, Final
 
 from dlio.agent.places import pack, receive_exactly
-from dlio.util.processes import STOPPED_S, is_stopped
+from dlio.util.processes import STOPPED_S, end_with_parent, is_stopped
 
 __all__ = ["Zygote", "main", "rank_environment"]
 
@@ -37,7 +36,6 @@ _TIMEOUT_S: Final = 10.0
 _LOOK_S: Final = 0.25
 _GAP_S: Final = 1.0
 """Time between two looks after which this process was away itself."""
-_PDEATHSIG: Final = 1
 _OF_MPI: Final = ("OMPI_", "PMIX_", "PRTE_", "PMI_")
 """Prefixes of variables that mpirun and its daemons set for each rank."""
 _NUMBER: Final = struct.Struct("<q")
@@ -176,7 +174,7 @@ class Zygote:
         process = os.fork()
         if process == 0:
             self._leave(connection)
-            _die_with(parent)
+            end_with_parent(parent)
             return request
         _close(request.streams)
         watch = os.pidfd_open(process)
@@ -279,13 +277,6 @@ def main(listener: int, control: int, modules: list[str]) -> None:
 
 def _ignore(_: int, __: FrameType | None) -> None:
     """Do nothing; unlike SIG_IGN, children that are started do not inherit it."""
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies."""
-    ctypes.CDLL(None).prctl(_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _close(descriptors: list[int]) -> None:

@@ -5,8 +5,8 @@ The core's commands are in this folder, one file each. Others plug in through th
 cyclopts apps, or, if typer is installed, typer apps.
 
 Exit codes: 0 for success; 2 for errors that a user can resolve, with one line on standard error; 3
-from `dlio stage` if its deadline passes; 130 if interrupted; 1 from `dlio ledger` for a trace that
-is not exact, otherwise for a bug, with a traceback.
+from `dlio stage` if its deadline passes, 4 if not all fits into the tiers; 130 if interrupted; 1
+from `dlio ledger` for a trace that is not exact, otherwise for a bug, with a traceback.
 """
 
 import os
@@ -25,7 +25,8 @@ _FAILED = 2
 _AGAIN = 75
 _INTERRUPTED = 130
 _DEBUG = "DLIO_DEBUG"
-_FLAGS = ("--version", "--debug", "--help", "--install-completion")
+_LINKS = "--follow-links"
+_FLAGS = ("--version", "--debug", "--help", "-h", "--install-completion")
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -119,7 +120,7 @@ def _end_alone(code: int) -> None:
 def _run(tokens: list[str]) -> None:
     """Parse a command line and run its command."""
     from dlio.cli.app import find_command, make_app, places, run_app
-    from dlio.util.options import nearest
+    from dlio.util.arguments import nearest
 
     while tokens and tokens[0] == "--debug":
         os.environ[_DEBUG] = "1"  # Ranks that are started inherit it.
@@ -141,6 +142,9 @@ def _run(tokens: list[str]) -> None:
     own = tokens[words:]
     if command is not None:
         own, rest = command.split(own)
+    if _LINKS in own:
+        own.remove(_LINKS)
+        os.environ["DLIO_FOLLOW_LINKS"] = "1"  # Ranks that are started inherit it.
     path = [] if not tokens or tokens[0].startswith("-") else tokens[:words]
     if tokens[:1] == ["--install-completion"]:
         run_app(make_app(), tokens, command)
@@ -158,7 +162,7 @@ def _warn_of_unknown_variables() -> None:
         if under_mpi() or under_torch():
             return  # The launcher has printed the warning.
     for name, near in unknown:
-        hint = f"; the nearest is {near}" if near else ""
+        hint = f"; did you mean {near}?" if near else ""
         print(f"dlio: warning: {name}: no such variable{hint}", file=sys.stderr, flush=True)
 
 

@@ -18,6 +18,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 from dlio import __version__
 from dlio.cli.command import Command, CommandFunction, describe, is_command
+from dlio.cli.grouping import examples_of
 from dlio.cli.help import TwoColumns
 from dlio.errors import DlioError, UsageError
 
@@ -39,12 +40,16 @@ CORE: Final[Mapping[str, str]] = {
     "leave": "dlio.cli.resize:leave",
     "demo": "dlio.cli.demo:command",
     "ls": "dlio.cli.ls:command",
+    "cache": "dlio.cli.cache:GROUP",
     "ledger": "dlio.cli.ledger:command",
     "plan": "dlio.cli.forecast:plan",
     "simulate": "dlio.cli.forecast:simulate",
 }
 """Import path of each core command's function."""
-_HELP: Final = "Feed distributed deep learning from a deep memory hierarchy."
+_HELP: Final = (
+    "Feed distributed deep learning from a deep memory hierarchy. Commands that read data take "
+    "--follow-links: follow symbolic links that lead out of a data set's folder."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +145,13 @@ def run_function(name: str, function: CommandFunction, tokens: Sequence[str]) ->
         sys.exit(2)
 
 
-def _app(name: str, text: str, **more: Any) -> App:
+def _app(name: str, text: str, examples: Sequence[str] = (), **more: Any) -> App:
     return App(
         name=name,
         help=text,
         help_format="plaintext",
-        help_formatter=TwoColumns(),
-        help_flags=["--help"],
+        help_formatter=TwoColumns(examples),
+        help_flags=["--help", "-h"],
         **{"version_flags": [], **more},
     )
 
@@ -175,7 +180,7 @@ def _loaded(name: str, place: str, path: Sequence[str] | None, rest: Sequence[st
 
 def _of_function(name: str, function: CommandFunction, rest: Sequence[str]) -> App:
     text = inspect.getdoc(function) or ""
-    app = _app(name.rpartition(" ")[2], text)
+    app = _app(name.rpartition(" ")[2], text, examples_of(function))
     app.default(Command(name, function).callable(rest) if is_command(function) else function)
     return app
 

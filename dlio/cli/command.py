@@ -12,13 +12,19 @@ import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
+from dlio.cli.grouping import group_of, groups_of
 from dlio.cli.records import ConfigFile
 from dlio.errors import UsageError
-from dlio.util.options import Field, Value, nearest, options_of
+from dlio.util.arguments import nearest
+from dlio.util.options import Field, Value, options_of
+
+if TYPE_CHECKING:
+    from cyclopts import Group, Parameter
 
 __all__ = [
+    "LINKS",
     "METAVARS",
     "Command",
     "CommandFunction",
@@ -31,6 +37,7 @@ __all__ = [
 
 CommandFunction = Callable[..., object]
 """A function whose parameters are records of options."""
+LINKS: Final = "--follow-links"
 METAVARS: Final[dict[type, str]] = {int: "INT", float: "FLOAT", str: "TEXT"}
 """Placeholders in the help for values of options that do not define one."""
 
@@ -102,6 +109,23 @@ class Command:
         """Options that may be set in a configuration file."""
         return tuple(field for field in self.fields if field.record is not ConfigFile)
 
+    @property
+    def reads_data(self) -> bool:
+        """True if the command opens a data set that the user names."""
+        names = ("SRC", "PATH", "SCRIPT", "DATA")
+        return any(
+            field.option.positional and field.flag in names for field in self.fields
+        ) and self.name not in ("evict", "pin")
+
+    def groups(self) -> "dict[str, Group]":
+        """Return the heading of each option, by its field's name; empty without headings."""
+        from cyclopts import Group
+
+        headings = {field.name: group_of(self.function, field.name) for field in self.fields}
+        used = list(dict.fromkeys(groups_of(self.function)))
+        made = {name: Group(name, sort_key=k) for k, name in enumerate(used)}
+        return {name: made[heading] for name, heading in headings.items() if heading is not None}
+
     def _made(self, record: type, values: Mapping[str, Value]) -> object:
         own = options_of(record)
         for field in own:
@@ -118,7 +142,7 @@ class Command:
         while at < len(tokens) and tokens[at].startswith("-") and tokens[at] != "--":
             word = tokens[at]
             joined = "=" in word or (word[1:2] != "-" and len(word) > 2)
-            alone = word in flags or word.startswith("--no-") or word in ("--help", "-")
+            alone = word in flags or word.startswith("--no-") or word in ("--help", "-h", "-")
             at += 1 if joined or alone else 2
         return list(tokens[: at + 1]), list(tokens[at + 1 :])
 
@@ -136,11 +160,14 @@ class Command:
 
         # Options that the command line leaves out may be in the configuration file.
         optional = ConfigFile in self.records.values()
+        groups = self.groups()
         parameters = [
-            parameter_of(field, required=field.required and not optional)
+            parameter_of(field, field.required and not optional, groups.get(field.name))
             for field in self.fields
             if not field.option.rest
         ]
+        if self.reads_data:
+            parameters.append(_links_parameter(groups.get("source")))
         parameters.sort(key=lambda parameter: parameter.kind)
         repeated = next((p for p in parameters if p.kind is p.VAR_POSITIONAL), None)
         run.__name__ = self.name.replace(" ", "_")
@@ -150,8 +177,12 @@ class Command:
         return run
 
 
-def parameter_of(field: Field, required: bool) -> inspect.Parameter:
-    """Return the parameter that tells cyclopts to parse an option: as text, or as a switch."""
+def parameter_of(field: Field, required: bool, group: "Group | None" = None) -> inspect.Parameter:
+    """Return the parameter that tells cyclopts to parse an option: as text, or as a switch.
+
+    Args:
+        group: heading of the option in the help.
+    """
     from cyclopts import Parameter
 
     option = field.option
@@ -183,8 +214,34 @@ def parameter_of(field: Field, required: bool) -> inspect.Parameter:
     if kind is not inspect.Parameter.VAR_POSITIONAL and not required:
         default = None
         hint = hint | None  # Where pydantic is loaded, cyclopts compares defaults with types.
+    annotation = _annotated(hint, parameter, group)
+    return inspect.Parameter(field.name, kind, default=default, annotation=annotation)
+
+
+def _annotated(hint: Any, parameter: "Parameter", group: "Group | None") -> Any:
+    """Annotate a type with its parameter, below a heading if there is one."""
+    from cyclopts import Parameter
+
+    if group is None:
+        return Annotated[hint, parameter]
+    return Annotated[hint, parameter, Parameter(group=(group,))]
+
+
+def _links_parameter(group: "Group | None") -> inspect.Parameter:
+    """Return the parameter that shows --follow-links in the help; `dlio` itself takes it."""
+    from cyclopts import Parameter
+
+    parameter = Parameter(
+        name=LINKS,
+        help="Follow symbolic links that lead out of the data set's folder.",
+        show_default=False,
+        negative=(),
+    )
     return inspect.Parameter(
-        field.name, kind, default=default, annotation=Annotated[hint, parameter]
+        "follow_links",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=False,
+        annotation=_annotated(bool, parameter, group),
     )
 
 
@@ -223,8 +280,9 @@ def describe(error: Exception, name: str, fields: Sequence[Field]) -> str:
             return f"{field.flag} is missing{more}"
         return f"{field.flag}: a value is missing: {field.remedy}{more}"
     if isinstance(error, exceptions.CoercionError) and field is not None:
-        value = "" if error.token is None else f" {error.token.value}"
-        return f"{field.flag}{value}: {field.remedy}{more}"
+        word = "" if error.token is None else error.token.value
+        close = nearest(word, field.choices) if word else ""
+        return f"{field.flag}{' ' if word else ''}{word}: {field.remedy}{close}{more}"
     if isinstance(error, exceptions.UnusedCliTokensError):
         return f"{' '.join(error.unused_tokens or ())}: unexpected argument{more}"
     return " ".join(str(error).split()) + more

@@ -5,7 +5,8 @@ from typing import cast
 
 from dlio.cli.records import ConfigFile
 from dlio.errors import UsageError
-from dlio.util.options import Field, Value, nearest, options_of
+from dlio.util.arguments import nearest
+from dlio.util.options import Field, Value, options_of
 
 __all__ = ["config_text", "read_config"]
 

@@ -7,6 +7,8 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, Final
 
 from dlio.errors import UsageError
+from dlio.util.extras import how_to_install
+from dlio.util.named import make_folders
 from dlio.util.options import Option, check
 
 __all__ = ["Demo", "command"]
@@ -86,7 +88,7 @@ def _train(demo: Demo, data: str, report: str) -> None:
     nodes = min(2, demo.ranks)
     prunes = find_spec("torch_pruning") is not None
     if not prunes:
-        print("neurons are not pruned: pip install 'dlio[prune]' adds pruning")
+        print(f"neurons are not pruned: {how_to_install('prune')} adds pruning")
     # A new disk tier in every run, so that the demo shows how a tier fills.
     with TemporaryDirectory(prefix="tier-", dir=demo.folder) as scratch:
         # Half of the data fits into RAM and the rest goes to the disk tier, so both are used.
@@ -107,7 +109,7 @@ def _train(demo: Demo, data: str, report: str) -> None:
 
 def _make_folder(folder: str) -> None:
     try:
-        os.makedirs(folder, exist_ok=True)
+        os.close(make_folders(folder))
     except OSError as error:
         raise UsageError(
             f"--folder {folder}: cannot be created: {error.strerror}; choose a writable folder"

@@ -7,8 +7,7 @@ noisy backgrounds. A small network learns to tell them apart, but not by colour 
 import json
 import math
 import os
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -17,6 +16,10 @@ import numpy.typing as npt
 
 from dlio.errors import UsageError
 from dlio.image.decode import opencv
+from dlio.util.files import unwritable, write_json
+from dlio.util.folders import new_folder
+from dlio.util.named import make_folders, parent_of
+from dlio.util.opening import open_new
 
 __all__ = ["PAINTERS", "Colour", "Image", "draw", "draw_dataset", "is_complete"]
 
@@ -66,28 +69,37 @@ def draw_dataset(
         if _mark(folder) == asked:
             return
         raise UsageError(f"{folder} holds something else, not these pictures: remove or rename it")
-    temporary = f"{folder.rstrip('/')}.{os.getpid()}.tmp"
+    try:
+        with new_folder(folder) as temporary:
+            _draw_all(temporary, asked, threads, progress)
+    except OSError as error:
+        raise unwritable(folder, error) from error
+
+
+def _draw_all(
+    temporary: str,
+    asked: Mapping[str, int],
+    threads: int,
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    """Draw the pictures into an empty folder, and mark it as complete."""
+    classes, images, seed = asked["classes"], asked["images"], asked["seed"]
     names = sorted(PAINTERS)[:classes]
     jobs = [
         (os.path.join(temporary, part, names[k % classes], f"{k // classes:05d}.jpg"), k, offset)
-        for part, count, offset in (("train", images, 0), ("val", validation, images))
+        for part, count, offset in (("train", images, 0), ("val", asked["validation"], images))
         for k in range(count)
     ]
-    try:
-        for path, _, _ in jobs[:classes] + jobs[images : images + classes]:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-        with ThreadPoolExecutor(threads) as pool:
-            drawn = pool.map(
-                lambda job: _write(job[0], names[job[1] % classes], seed, job[1] + job[2]), jobs
-            )
-            for done, _ in enumerate(drawn, start=1):
-                if progress is not None:
-                    progress(done, len(jobs))
-        with open(os.path.join(temporary, _MARK), "w") as file:
-            json.dump(asked, file)
-        os.rename(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    for path, _, _ in jobs[:classes] + jobs[images : images + classes]:
+        os.close(make_folders(os.path.dirname(path)))
+    with ThreadPoolExecutor(threads) as pool:
+        drawn = pool.map(
+            lambda job: _write(job[0], names[job[1] % classes], seed, job[1] + job[2]), jobs
+        )
+        for done, _ in enumerate(drawn, start=1):
+            if progress is not None:
+                progress(done, len(jobs))
+    write_json(os.path.join(temporary, _MARK), asked)
 
 
 def is_complete(folder: str) -> bool:
@@ -107,7 +119,7 @@ def _write(path: str, name: str, seed: int, number: int) -> None:
     image = draw(name, np.random.default_rng([seed, number]))
     done, encoded = opencv().imencode(".jpg", image, [opencv().IMWRITE_JPEG_QUALITY, _QUALITY])
     assert done
-    with open(path, "wb") as file:
+    with parent_of(path) as (folder, name), open_new(folder, name) as file:
         file.write(encoded.tobytes())
 
 

@@ -4,6 +4,8 @@ import textwrap
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from cyclopts.help import HelpEntry, HelpPanel
     from rich.console import Console, ConsoleOptions
 
@@ -14,7 +16,14 @@ _NAMES_WIDTH: Final = 28
 
 
 class TwoColumns:
-    """A help formatter of cyclopts."""
+    """A help formatter of cyclopts.
+
+    Args:
+        examples: command lines, printed below the description.
+    """
+
+    def __init__(self, examples: "Sequence[str]" = ()) -> None:
+        self._examples = examples
 
     def __call__(self, console: "Console", options: "ConsoleOptions", panel: "HelpPanel") -> None:
         """Print a panel: its title and one row per command or option."""
@@ -37,6 +46,8 @@ class TwoColumns:
         text = _text(description)
         paragraphs = [" ".join(each.split()) for each in text.split("\n\n")]
         wrapped = [textwrap.fill(each, min(console.width, 100)) for each in paragraphs if each]
+        if self._examples:
+            wrapped.append("\n".join(["Examples:", *(f"  {line}" for line in self._examples)]))
         if wrapped:
             self._print(console, "\n\n".join(wrapped))
 

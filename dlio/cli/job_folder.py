@@ -11,13 +11,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
-from dlio.util.folders import hold_shared, remove_if_unheld
+from dlio.util.folders import hold_shared, open_below, remove_if_unheld
+from dlio.util.named import parent_of
+from dlio.util.opening import closing_descriptor, open_file
 
-__all__ = ["PREFIX", "open_job_folder"]
+__all__ = ["PREFIX", "is_job_folder", "open_job_folder"]
 
 PREFIX: Final = "dlio-job-"
 """Beginning of the folder's name; the job's name follows."""
 _ALIVE: Final = "alive"
+
+
+def is_job_folder(path: str) -> bool:
+    """True if a folder is private to this user and was made for a job."""
+    try:
+        with (
+            parent_of(path) as (above, name),
+            closing_descriptor(open_below(above, name)) as folder,
+        ):
+            os.close(open_file(folder, _ALIVE, os.O_RDONLY))
+    except OSError:
+        return False
+    return True
 
 
 @contextmanager

@@ -21,21 +21,26 @@ from dlio.cli.job_folder import open_job_folder
 from dlio.cli.resize import begin_job
 from dlio.errors import UsageError
 from dlio.util.cores import available_cores
+from dlio.util.extras import how_to_install
+from dlio.util.liveline import LiveLine, Output
 from dlio.util.processes import module_command
-from dlio.util.settings import DONE, LAUNCHER, MIN_RANKS, SPARES, TERMINAL
+from dlio.util.settings import DONE, LAUNCHER, MIN_RANKS, PROGRESS, SPARES, TERMINAL
 from dlio.util.shared import SharedFolder
 from dlio.util.threads import Workers
 
 __all__ = [
     "LOOK_S",
+    "ONE_NODE",
     "SURVIVING",
     "SURVIVING_ENVIRONMENT",
     "ErrorFilter",
+    "close_relay",
     "code_of",
     "end",
     "find_mpirun",
     "launch",
     "relay_lines",
+    "relay_output",
     "run_module",
     "run_ranks",
     "started",
@@ -53,6 +58,9 @@ _T = TypeVar("_T")
 _ALL_LOST = 1
 _STARTS = 5
 """Maximum number of attempts to start mpirun."""
+ONE_NODE = "^ofi,tcp"
+"""Transports of Open MPI that one machine never uses. That of libfabric takes a second to look for
+networks; that of TCP listens at all interfaces."""
 SURVIVING = (
     *("--with-ft", "ulfm", "--mca", "coll", "^han,adapt,sm,hcoll,portals4"),
     *("--mca", "btl_tcp_flags", "send,inplace"),
@@ -94,16 +102,18 @@ def run_module(
     environment: Mapping[str, str] | None = None,
     min_ranks: int | None = None,
     spares: int = 0,
+    live: LiveLine | None = None,
 ) -> int:
     """Run `python -m module argv...` on `ranks` ranks, as `run_ranks` does.
 
     Args:
+        live: draws the progress that ranks tell of.
         min_ranks: fewest ranks that go on when others are lost; None to end with any rank.
         spares: number of ranks beyond `ranks` that wait to take the place of others.
     """
     command = module_command(module, *argv)
     return launch(
-        command, ranks, environment=environment, min_ranks=min_ranks, spares=spares
+        command, ranks, environment=environment, min_ranks=min_ranks, spares=spares, live=live
     ).returncode
 
 
@@ -117,6 +127,7 @@ def launch(
     wrap: Callable[[list[str]], list[str]] | None = None,
     min_ranks: int | None = None,
     spares: int = 0,
+    live: LiveLine | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a program on `ranks` ranks of this machine, under mpirun, and wait for its end.
 
@@ -134,21 +145,25 @@ def launch(
         wrap: converts the mpirun command into the one to run, such as one in a network namespace.
         min_ranks: fewest ranks that go on when others are lost; None to end with any rank.
         spares: number of ranks beyond `ranks` that wait to take the place of others.
+        live: draws the progress that ranks tell of.
 
     Returns the exit code (128 + N if signal N ended mpirun), and the output if captured.
 
     Raises UsageError if mpirun is not installed, subprocess.TimeoutExpired after `timeout_s`.
     """
     mpirun, done_file = find_mpirun(), None
+    live = live or LiveLine("", shown=False)
     with ExitStack() as stack:
         options, full = _prepared(mpirun, ranks + spares, environment or {}, stack)
+        full |= {PROGRESS: "1"} if live.shown else {}
         if min_ranks is not None:
             folder = stack.enter_context(open_job_folder())
             done_file = os.path.join(folder, "done")
             own = {MIN_RANKS: str(min_ranks), DONE: done_file, SPARES: str(spares)}
             name = begin_job(folder, ranks, spares)
             if spares:
-                print(f"job {name}: {spares} ranks wait; `dlio join {name}` calls one", flush=True)
+                said = f"job {name}: {spares} ranks wait; `dlio join {name}` calls one\n"
+                live.write(sys.stdout, [said])
             options += SURVIVING
             full = {**SURVIVING_ENVIRONMENT, **full, **own}
         command = [mpirun, *options, "-n", str(ranks + spares), *argv]
@@ -160,7 +175,7 @@ def launch(
                 done = _captured(command, full, timeout_s, done_file)
                 sorter.not_started = _NOT_STARTED in done.stderr
             else:
-                code = _relayed(command, full, sorter, timeout_s, done_file)
+                code = _relayed(command, full, sorter, timeout_s, done_file, live)
                 done = subprocess.CompletedProcess(command, code)
             if not sorter.not_started:
                 break
@@ -169,8 +184,7 @@ def launch(
             if failure is None and not done.returncode:
                 # mpirun takes the loss of all ranks for success.
                 done.returncode = _ALL_LOST
-                message = "dlio: error: all ranks were lost before the end"
-                print(message, file=sys.stderr, flush=True)
+                live.write(sys.stderr, ["dlio: error: all ranks were lost before the end\n"])
             done.returncode = failure or done.returncode
     return done
 
@@ -200,8 +214,7 @@ def _prepared(
             options.append("--oversubscribe")
         if os.geteuid() == 0:
             full.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
-        # The libfabric transport takes a second to look for networks, which one machine never uses.
-        full.setdefault("OMPI_MCA_btl", "^ofi")
+        full.setdefault("OMPI_MCA_btl", ONE_NODE)
         if "OMPI_MCA_btl_sm_backing_directory" not in {**full, **environment}:
             # Files in Open MPI's default folder would stay behind if ranks were killed.
             segments = stack.enter_context(SharedFolder(f"mpi-{secrets.token_hex(8)}"))
@@ -232,16 +245,11 @@ def _relayed(
     sorter: "ErrorFilter",
     timeout_s: float | None,
     done_file: str | None,
+    live: LiveLine,
 ) -> int:
     """Run mpirun, pass standard error on through `sorter`, and return the exit code."""
-    process = started(command, environment, None)
-    assert process.stderr is not None
-    errors = process.stderr
-    relay = Workers(
-        "dlio-stderr",
-        lambda _: relay_lines(errors, sys.stderr, sorter),
-        stop_timeout_s=_END_TIMEOUT_S,
-    ).start()
+    process = started(command, environment, subprocess.PIPE if live.shown else None)
+    relay = relay_output(process, sorter, live)
     try:
         return _exit_code(_until_end(process, process.wait, timeout_s, done_file))
     except BaseException as error:
@@ -249,8 +257,31 @@ def _relayed(
         end(process)
         raise
     finally:
-        if not relay.close():
-            errors.close()
+        close_relay(relay, process)
+
+
+def relay_output(process: subprocess.Popen[str], sorter: "ErrorFilter", live: LiveLine) -> Workers:
+    """Start threads that pass on the output of mpirun, above a live line; see `close_relay`."""
+    errors, output = process.stderr, process.stdout
+    assert errors is not None
+
+    def read(number: int) -> None:
+        if number == 0:
+            relay_lines(errors, live.above(sys.stderr), sorter)
+            return
+        for line in output or ():
+            live.feed(line)
+
+    count = 1 if output is None else 2
+    return Workers("dlio-stderr", read, count, stop_timeout_s=_END_TIMEOUT_S).start()
+
+
+def close_relay(relay: Workers, process: subprocess.Popen[str]) -> None:
+    """Wait until all that mpirun wrote has been passed on, unless another process holds a pipe."""
+    if not relay.close():
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
 
 
 def _until_end(
@@ -304,8 +335,8 @@ def find_mpirun() -> str:
     mpirun = own if os.access(own, os.X_OK) else shutil.which("mpirun")
     if mpirun is None:
         raise UsageError(
-            "-n starts ranks with mpirun, which is not installed: pip install 'dlio[mpi]', or load "
-            "your site's MPI module"
+            "-n starts ranks with mpirun, which is not installed: "
+            f"{how_to_install('mpi')}, or load your site's MPI module"
         )
     return mpirun
 
@@ -375,7 +406,7 @@ class ErrorFilter:
         return left if self._errors or self.interrupted else [*self._banners, *left]
 
 
-def relay_lines(stream: IO[str], to: IO[str], sorter: ErrorFilter) -> None:
+def relay_lines(stream: IO[str], to: Output, sorter: ErrorFilter) -> None:
     """Pass a stream on through a filter until its end."""
     for line in stream:
         if shown := sorter.feed(line):

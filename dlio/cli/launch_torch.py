@@ -1,13 +1,14 @@
 """The launcher without MPI: starts ranks of torch.distributed on this machine.
 
 It serves the store by which ranks meet, and writes each death of a rank there. Unlike torchrun, it
-lets the others go on. Ranks connect while it still imports torch: it listens before it starts them.
+lets the others go on. It does not need torch itself.
 """
 
 import contextlib
 import itertools
 import math
 import os
+import secrets
 import select
 import signal
 import socket
@@ -22,8 +23,18 @@ from typing import IO, TYPE_CHECKING, Final
 from dlio.cli.job_folder import open_job_folder
 from dlio.cli.launch import ErrorFilter
 from dlio.util.cores import available_cores
+from dlio.util.liveline import LiveLine
 from dlio.util.processes import module_command
-from dlio.util.settings import DONE, LAUNCHER, MIN_RANKS, STORE, settings
+from dlio.util.settings import (
+    DONE,
+    LAUNCHER,
+    MIN_RANKS,
+    PROGRESS,
+    SECRET,
+    STORE,
+    TERMINAL,
+    settings,
+)
 from dlio.util.threads import Workers
 
 if TYPE_CHECKING:
@@ -32,6 +43,8 @@ if TYPE_CHECKING:
 __all__ = ["launch", "run_module"]
 
 _HOST: Final = "127.0.0.1"
+_BACKLOG: Final = 4096
+"""Connections that may wait for torch's store."""
 _END_TIMEOUT_S: Final = 10.0
 _LOOK_S: Final = 0.2
 _TURN_S: Final = 0.005
@@ -45,13 +58,16 @@ def run_module(
     ranks: int,
     environment: Mapping[str, str] | None = None,
     min_ranks: int | None = None,
+    live: LiveLine | None = None,
 ) -> int:
     """Run `python -m module argv...` on `ranks` ranks and return the exit code.
 
     As `dlio.cli.launch.run_module`, but without MPI.
     """
     command = module_command(module, *argv)
-    return launch(command, ranks, environment=environment, min_ranks=min_ranks).returncode
+    return launch(
+        command, ranks, environment=environment, min_ranks=min_ranks, live=live
+    ).returncode
 
 
 def launch(
@@ -62,6 +78,7 @@ def launch(
     capture: bool = False,
     timeout_s: float | None = None,
     min_ranks: int | None = None,
+    live: LiveLine | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a program on `ranks` ranks of this machine, and wait for their end.
 
@@ -72,18 +89,26 @@ def launch(
         capture: return standard output and standard error, instead of passing them on.
         timeout_s: seconds after which the ranks are ended; None for no limit.
         min_ranks: fewest ranks that go on when others are lost; None to end with any rank.
+        live: draws the progress that ranks tell of.
 
     Returns the exit code of the first rank that failed (128 + N if signal N ended it), and the
     output if captured. If ranks survive others: 0 if any rank succeeded.
 
     Raises subprocess.TimeoutExpired after `timeout_s`.
     """
+    # Not at the top: other commands do not need numpy either.
+    from dlio.comm.job_store import EventLog, JobStore
+    from dlio.comm.private_store import PrivateStore, StoreServer
+
     with ExitStack() as stack:
-        listener = stack.enter_context(socket.create_server((_HOST, 0), backlog=4 * ranks))
-        full = _environment(ranks, int(listener.getsockname()[1]), environment or {})
+        listener = stack.enter_context(socket.create_server((_HOST, 0), backlog=_BACKLOG))
+        folder = stack.enter_context(open_job_folder())
+        stack.enter_context(StoreServer(folder))
+        stack.enter_context(_ScriptStore(listener))
+        port = int(listener.getsockname()[1])
+        full = _environment(ranks, folder, port, environment or {})
         done_file = None
         if min_ranks is not None:
-            folder = stack.enter_context(open_job_folder())
             done_file = os.path.join(folder, "done")
             # A rank of NCCL that aborts its communicators goes on.
             own = {
@@ -92,15 +117,18 @@ def launch(
                 "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
             }
             full |= own
-        output = stack.enter_context(_Output(ranks, capture))
+        live = live or LiveLine("", shown=False)
+        full |= {PROGRESS: "1", TERMINAL: "1"} if live.shown else {}
+        output = stack.enter_context(_Output(ranks, capture, live))
         job = stack.enter_context(_Job(argv, ranks, full, output, done_file))
-        code = job.run(listener, timeout_s)
+        store = stack.enter_context(contextlib.closing(PrivateStore(folder)))
+        code = job.run(EventLog(JobStore(store)), timeout_s)
         job.close()
         output.close()
         return subprocess.CompletedProcess(list(argv), code, output.text, output.errors)
 
 
-def _environment(ranks: int, port: int, more: Mapping[str, str]) -> dict[str, str]:
+def _environment(ranks: int, store: str, port: int, more: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that all ranks have in common."""
     full = {**os.environ, "PYTHONUNBUFFERED": "1", LAUNCHER: str(os.getpid())}
     full.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // ranks)))
@@ -108,7 +136,9 @@ def _environment(ranks: int, port: int, more: Mapping[str, str]) -> dict[str, st
     full.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     count = str(ranks)
     full |= {
-        STORE: f"{_HOST}:{port}",
+        STORE: store,
+        # The environment of a process is for its own user's eyes only.
+        SECRET: secrets.token_hex(32),
         "MASTER_ADDR": _HOST,
         "MASTER_PORT": str(port),
         "WORLD_SIZE": count,
@@ -123,8 +153,8 @@ def _environment(ranks: int, port: int, more: Mapping[str, str]) -> dict[str, st
 class _Output:
     """Output of all ranks, by whole lines: captured, or passed on at once, each error once."""
 
-    def __init__(self, ranks: int, capture: bool) -> None:
-        self._capture = capture
+    def __init__(self, ranks: int, capture: bool, live: LiveLine) -> None:
+        self._capture, self._live = capture, live
         self.text: str | None = None
         self.errors: str | None = None
         self._filter = ErrorFilter()
@@ -134,7 +164,8 @@ class _Output:
         self.pipes: list[list[int | None]] = []
         """Descriptors of each rank's standard output and error; None for this process's."""
         for _ in range(ranks):
-            self.pipes.append([self._pipe(0) if capture else None, self._pipe(1)])
+            relays = capture or live.shown
+            self.pipes.append([self._pipe(0) if relays else None, self._pipe(1)])
         self._relay = Workers(
             "dlio-output", self._read, len(self._streams), stop_timeout_s=_END_TIMEOUT_S
         )
@@ -152,6 +183,10 @@ class _Output:
                 os.close(pipe)
         self.pipes.clear()
         self._relay.start()
+
+    def say(self, line: str) -> None:
+        """Write a line of the launcher's own to standard error."""
+        self._live.write(sys.stderr, [line])
 
     def close(self) -> None:
         """Read to the end, unless a process that outlives its rank holds a pipe."""
@@ -174,9 +209,12 @@ class _Output:
             with self._lock:
                 if self._capture:
                     self._lines[number].append(line)
+                elif number == 0:
+                    self._live.feed(line)
                 elif shown := self._filter.feed(line):
-                    sys.stderr.writelines(shown)
-                    sys.stderr.flush()
+                    to = self._live.above(sys.stderr)
+                    to.writelines(shown)
+                    to.flush()
 
 
 class _Job:
@@ -216,13 +254,12 @@ class _Job:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, listener: socket.socket, timeout_s: float | None) -> int:
-        """Serve the store until all ranks have ended; return the exit code of the job.
+    def run(self, events: "EventLog", timeout_s: float | None) -> int:
+        """Write deaths of ranks until all have ended; return the exit code of the job.
 
         Raises subprocess.TimeoutExpired.
         """
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        events = _serve(listener)
         for rank in self._ends(deadline, timeout_s or 0.0):
             if rank is not None:
                 events.append({"dead": rank})
@@ -258,7 +295,7 @@ class _Job:
         return None
 
     def _say(self, message: str) -> None:
-        print(f"dlio: error: {message}", file=sys.stderr, flush=True)
+        self._output.say(f"dlio: error: {message}\n")
 
     def _ends(self, deadline: float, timeout_s: float) -> Iterator[int | None]:
         """Yield each rank when it ends, and None from time to time; end with the last one."""
@@ -307,35 +344,51 @@ def _watch(process: "subprocess.Popen[bytes]", stack: ExitStack) -> int | None:
     return descriptor
 
 
-def _serve(listener: socket.socket) -> "EventLog":
-    """Serve the store on a socket; takes the socket over. Returns the job's events."""
-    from datetime import timedelta
+class _ScriptStore:
+    """Serves torch's store at a listener, once a process of this user calls it.
 
-    with _quietly():
-        from torch._C._distributed_c10d import TCPStore
+    Most jobs never do: only scripts that make process groups of their own.
+    """
 
-        from dlio.comm.job_store import EventLog, JobStore
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._process: subprocess.Popen[bytes] | None = None
+        self._watch = Workers("dlio-script-store", self._run, stop_timeout_s=_END_TIMEOUT_S)
+        self._watch.start()
 
-    host, port = listener.getsockname()
-    store = TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=settings().timeout_s),
-        master_listen_fd=listener.detach(),
-    )
-    return EventLog(JobStore(store))
+    def __enter__(self) -> "_ScriptStore":
+        return self
 
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Import torch without its warnings of sockets that a lost rank has closed."""
-    name = "TORCH_CPP_LOG_LEVEL"
-    before = os.environ.get(name)
-    os.environ.setdefault(name, "ERROR")
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
+    def close(self) -> None:
+        """End the store."""
+        self._watch.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+
+    def _run(self, _: int) -> None:
+        from dlio.comm.net.callers import is_called_by_own_user
+
+        port = int(self._listener.getsockname()[1])
+        poll = select.poll()
+        poll.register(self._listener, select.POLLIN)
+        while not self._watch.stopping.is_set():
+            if not poll.poll(1000 * _LOOK_S):
+                continue
+            if is_called_by_own_user(port):
+                break
+            self._watch.stopping.wait(_LOOK_S)  # Strangers wait, and take no descriptor.
+        else:
+            return
+        number = self._listener.fileno()
+        self._process = subprocess.Popen(
+            module_command("dlio.comm.script_store", str(number), str(settings().timeout_s)),
+            stdin=subprocess.PIPE,
+            pass_fds=[number],
+            env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"},
+            start_new_session=True,
+        )
+        self._listener.close()

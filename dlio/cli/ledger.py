@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from dlio.errors import UsageError
 from dlio.util.options import Option, check
+from dlio.util.printable import print_line
 
 if TYPE_CHECKING:
     from dlio.train.ledger_file import EpochCheck
@@ -62,11 +63,12 @@ def command(options: LedgerOptions) -> None:
         print(json.dumps({**about, "epochs": epochs}, indent=2))
     else:
         for each in checked:
-            print("\n".join(_described(each)))
+            for line in _described(each):
+                print_line(line)
         if not checked:
-            print(f"{options.file}: no line")
+            print_line(f"{options.file}: no line")
         elif exact:
-            print(f"{options.file}: every sample exactly once in {len(checked)} epoch(s)")
+            print_line(f"{options.file}: every sample exactly once in {len(checked)} epoch(s)")
     if not exact:
         raise SystemExit(_WRONG)
 

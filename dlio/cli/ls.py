@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypedDict
 
 from dlio.util.options import Option
+from dlio.util.printable import print_line
 from dlio.util.units import format_bytes
 
 if TYPE_CHECKING:
@@ -122,26 +123,26 @@ def command(options: Listing) -> None:
         return
     counts = about["classes"]
     schema = ", ".join(f"{name}: {kind}" for name, kind in about["schema"])
-    print(
+    print_line(
         f"{path}: {about['format']}, {about['samples']:,} samples, {format_bytes(about['bytes'])}"
     )
-    print(f"  fields       {schema}")
+    print_line(f"  fields       {schema}")
     if counts:
         names = list(counts)
         shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
-        print(f"  classes      {len(names)}: {shown}")
-        print(f"  per class    {min(counts.values()):,} to {max(counts.values()):,} samples")
-    print(f"  blocks       {about['blocks']:,} of about {format_bytes(about['block_bytes'])}")
-    print(f"  fingerprint  {about['fingerprint']}")
+        print_line(f"  classes      {len(names)}: {shown}")
+        print_line(f"  per class    {min(counts.values()):,} to {max(counts.values()):,} samples")
+    print_line(f"  blocks       {about['blocks']:,} of about {format_bytes(about['block_bytes'])}")
+    print_line(f"  fingerprint  {about['fingerprint']}")
     storage = about["storage"]
     stripes = (
         f", {storage['stripe_count']} stripes of {format_bytes(storage['stripe_bytes'])}"
         if storage["stripe_bytes"]
         else ""
     )
-    print(f"  storage      {storage['kind']}{stripes}")
+    print_line(f"  storage      {storage['kind']}{stripes}")
     if about["class_mix"] is not None and about["class_mix"] > _ONE_SIDED:
-        print(
+        print_line(
             f"warning: blocks hold few classes each (class mix {about['class_mix']:.1f}, 1 is well "
             "mixed), and so will each node's batches: rewrite the data in shuffled order with "
             "`dlio pack`"

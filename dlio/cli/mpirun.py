@@ -4,11 +4,11 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Final
 
 from dlio.cli import launch
+from dlio.util.liveline import LiveLine
 from dlio.util.threads import Workers
 
 __all__ = ["Mpirun"]
@@ -22,17 +22,16 @@ class Mpirun:
 
     Args:
         environment: of mpirun and its ranks.
+        live: draws the progress that ranks tell of.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        self.process = launch.started(command, environment, None)
-        assert self.process.stderr is not None
-        self._errors, self._sorter = self.process.stderr, launch.ErrorFilter(survives=True)
-        self._relay = Workers(
-            "dlio-stderr",
-            lambda _: launch.relay_lines(self._errors, sys.stderr, self._sorter),
-            stop_timeout_s=_STDERR_TIMEOUT_S,
-        ).start()
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], live: LiveLine
+    ) -> None:
+        output = subprocess.PIPE if live.shown else None
+        self.process = launch.started(command, environment, output)
+        self._sorter = launch.ErrorFilter(survives=True)
+        self._relay = launch.relay_output(self.process, self._sorter, live)
         self._ending: Workers | None = None
 
     def end(self) -> None:
@@ -51,8 +50,7 @@ class Mpirun:
         if self._ending is not None:
             self._ending.close()
         # A remote shell to a lost node may hold the other end for longer.
-        if not self._relay.close():
-            self._errors.close()
+        launch.close_relay(self._relay, self.process)
 
     def _end(self) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):

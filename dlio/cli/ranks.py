@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from dlio.errors import UsageError
+from dlio.util.extras import how_to_install
+from dlio.util.liveline import LiveLine
 from dlio.util.options import as_mapping, from_mapping
 from dlio.util.settings import RECORD
 
@@ -30,7 +32,8 @@ def on_ranks(
     min_ranks: int | None = None,
     spares: int = 0,
     backend: str = "auto",
-    start: Callable[[str, Sequence[str], int, Mapping[str, str]], int] | None = None,
+    start: Callable[[str, Sequence[str], int, Mapping[str, str], LiveLine], int] | None = None,
+    live: bool = False,
 ) -> bool:
     """Call `function(*records)` on every rank; start the ranks if -n was given.
 
@@ -41,8 +44,9 @@ def on_ranks(
         min_ranks: fewest ranks that go on when others are lost; None to end with any rank.
         spares: number of ranks beyond `ranks` that wait to take the place of others.
         backend: `mpi`, `torch`, or `auto` for MPI if it is installed.
-        start: runs (module, its arguments, ranks, their variables) in place of the launcher for
-            this machine, and returns the exit code.
+        start: runs (module, its arguments, ranks, their variables, live line) in place of the
+            launcher for this machine, and returns the exit code.
+        live: the ranks tell of their progress, which is drawn if standard output is a terminal.
 
     Returns True if this process is the launcher, False if it is a rank.
 
@@ -50,12 +54,11 @@ def on_ranks(
     the ranks if they failed.
     """
     from dlio.comm.environment import under_mpi, under_torch
+    from dlio.comm.launchers import check_launch
 
     alone = not under_torch() and (backend == "torch" or not under_mpi())
     if alone and ranks is not None and (ranks + spares > 1 or start is not None):
-        check()
-        from dlio.cli import launch, launch_torch
-
+        check_launch(1)
         task = {
             "function": f"{function.__module__}:{function.__qualname__}",
             "records": [
@@ -63,25 +66,10 @@ def on_ranks(
                 for each in records
             ],
         }
-        text = json.dumps(task)
-        if len(text.encode()) > _LARGEST:
-            raise UsageError(
-                f"the options are {len(text):,} characters long, {_LARGEST:,} at most: use shorter "
-                "paths or fewer repeated options"
-            )
-        name = function.__module__.rpartition(".")[2]
-        module, argv, more = "dlio.cli.rank", [name], {RECORD: text}
-        if start is not None:
-            code = start(module, argv, ranks, more)
-        elif backend == "mpi" or (backend == "auto" and has_mpi()):
-            code = launch.run_module(module, argv, ranks, more, min_ranks, spares)
-        elif spares:
-            raise UsageError("--spares needs MPI: pip install 'dlio[mpi]', without --backend torch")
-        else:
-            if backend == "auto":
-                said = "no MPI is installed (dlio[mpi]): ranks exchange over torch.distributed"
-                print(f"dlio: {said}", file=sys.stderr, flush=True)
-            code = launch_torch.run_module(module, argv, ranks, more, min_ranks)
+        with LiveLine("checking the data", shown=live) as line:
+            check()
+            own = (min_ranks, spares)
+            code = _launch(function, json.dumps(task), ranks, own, backend, start, line)
         if code:
             raise SystemExit(code)
         return True
@@ -90,10 +78,48 @@ def on_ranks(
 
     if ranks is not None and ranks + spares != world().size:
         raise UsageError(
-            f"-n {ranks}, but mpirun has started {world().size} ranks: use either -n or mpirun"
+            f"-n {ranks}, but a launcher has started {world().size} ranks: use either -n, or "
+            "mpirun, srun or torchrun"
         )
     function(*records)
     return False
+
+
+def _launch(
+    function: Callable[..., object],
+    task: str,
+    ranks: int,
+    limits: tuple[int | None, int],
+    backend: str,
+    start: Callable[[str, Sequence[str], int, Mapping[str, str], LiveLine], int] | None,
+    live: LiveLine,
+) -> int:
+    """Start the ranks; return their exit code. `limits` are `min_ranks` and `spares`."""
+    from dlio.cli import launch, launch_torch
+
+    if len(task.encode()) > _LARGEST:
+        raise UsageError(
+            f"the options are {len(task):,} characters long, {_LARGEST:,} at most: use shorter "
+            "paths or fewer repeated options"
+        )
+    min_ranks, spares = limits
+    module, argv = "dlio.cli.rank", [function.__module__.rpartition(".")[2]]
+    more = {RECORD: task}
+    if sys.stdout.isatty():
+        live.say("waiting for the first batch")
+        live.write(sys.stdout, [f"starting {ranks} ranks\n"])
+    if start is not None:
+        return start(module, argv, ranks, more, live)
+    if backend == "mpi" or (backend == "auto" and has_mpi()):
+        return launch.run_module(module, argv, ranks, more, min_ranks, spares, live)
+    if spares:
+        raise UsageError(
+            f"--spares needs MPI: {how_to_install('mpi')}, and leave --backend torch out"
+        )
+    if backend == "auto":
+        said = "dlio: no MPI is installed: ranks exchange over torch.distributed\n"
+        live.write(sys.stderr, [said])
+    return launch_torch.run_module(module, argv, ranks, more, min_ranks, live)
 
 
 def has_mpi() -> bool:

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Final
 
@@ -32,8 +32,10 @@ from dlio.cli.job_folder import PREFIX, open_job_folder
 from dlio.cli.mpirun import Mpirun
 from dlio.cli.node_requests import NodeRequests
 from dlio.util.cores import available_cores
+from dlio.util.files import remove_file
+from dlio.util.liveline import LiveLine
 from dlio.util.processes import module_command
-from dlio.util.settings import DONE, LAUNCHER, MIN_RANKS, START, TERMINAL
+from dlio.util.settings import DONE, LAUNCHER, MIN_RANKS, PROGRESS, START, TERMINAL
 
 __all__ = ["Job", "run"]
 
@@ -83,6 +85,8 @@ class Job:
     """Fewest ranks that are started again."""
     progress: Callable[[], int] = lambda: -1
     """Returns how far the training is by its files, a number that grows."""
+    live: LiveLine = field(default_factory=lambda: LiveLine("", shown=False))
+    """Draws the progress that ranks tell of."""
     leftovers: Callable[[str], Sequence[str]] = lambda _: ()
     """Returns files that a job of a certain token leaves if it fails."""
 
@@ -106,7 +110,8 @@ def run(job: Job) -> int:
                 folder = stack.enter_context(open_job_folder())
                 requests = NodeRequests(folder, job.nodes)
                 name = os.path.basename(folder).removeprefix(PREFIX)
-                print(f"job {name}: `dlio join {name} --nodes d` takes in a node d", flush=True)
+                said = f"job {name}: `dlio join {name} --nodes d` takes in a node d\n"
+                job.live.write(sys.stdout, [said])
             code = _Starts(job, mpirun, token, environment, agents, "", requests).run()
         else:
             folder = stack.enter_context(open_job_folder())
@@ -169,8 +174,7 @@ class _Starts:
                 self._note("restart", gone)
             self._change()
             if not is_planned and (reason := self._reason_to_end(turn)):
-                sys.stderr.write(f"dlio: error: {reason}\n")
-                sys.stderr.flush()
+                self._job.live.write(sys.stderr, [f"dlio: error: {reason}\n"])
                 return _FEW
             number += 1
 
@@ -237,7 +241,7 @@ class _Starts:
         else:
             self._agents.start(number, own)
         command = self._command(number)
-        mpirun = Mpirun(command, {**self._environment, **own})
+        mpirun = Mpirun(command, {**self._environment, **own}, job.live)
         self._mpiruns.append(mpirun)
         try:
             code = self._watch(mpirun.process, done_file)
@@ -306,10 +310,12 @@ def _environment(job: Job) -> dict[str, str]:
     if sys.stdout.isatty():
         size = shutil.get_terminal_size()
         full.update(**{TERMINAL: "1"}, COLUMNS=str(size.columns), LINES=str(size.lines))
+    if job.live.shown:
+        full[PROGRESS] = "1"
     if os.geteuid() == 0:
         full.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
     if not job.nodes:
-        full.setdefault("OMPI_MCA_btl", "^ofi")  # See `launch`.
+        full.setdefault("OMPI_MCA_btl", launch.ONE_NODE)
     if job.survives:
         full = {**launch.SURVIVING_ENVIRONMENT, **full, MIN_RANKS: str(job.min_ranks)}
     return {**full, **job.environment}
@@ -318,4 +324,4 @@ def _environment(job: Job) -> dict[str, str]:
 def _remove(paths: Sequence[str]) -> None:
     for path in paths:
         with contextlib.suppress(OSError):
-            os.unlink(path)
+            remove_file(path)

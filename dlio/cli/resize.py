@@ -5,7 +5,7 @@ import tempfile
 from dataclasses import dataclass
 from typing import Annotated
 
-from dlio.cli.job_folder import PREFIX
+from dlio.cli.job_folder import PREFIX, is_job_folder
 from dlio.cli.node_requests import read_request, request_nodes
 from dlio.errors import UsageError
 from dlio.util.options import Option, check
@@ -99,12 +99,9 @@ def _ask_for_nodes(change: Change, names: str, joins: bool) -> None:
 def _folder_of(job: str) -> str:
     """Return the folder of a job of this user. Raises UsageError if there is none."""
     folder = os.path.join(tempfile.gettempdir(), PREFIX + os.path.basename(job))
-    try:
-        if os.lstat(folder).st_uid == os.geteuid():
-            return folder
-    except OSError:
-        pass
-    raise _unknown(job)
+    if not is_job_folder(folder):
+        raise _unknown(job)
+    return folder
 
 
 def _unknown(job: str) -> UsageError:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
+from dlio.cli.grouping import with_help
 from dlio.cli.ranks import on_ranks
 from dlio.cli.records import Ranks
 from dlio.script.options import RunOptions
@@ -23,6 +24,10 @@ class Script:
     ] = ()
 
 
+@with_help(
+    "dlio run -n 2 train.py --epochs 3",
+    "mpirun -n 64 dlio run --exchange hierarchical train.py",
+)
 def command(script: Script, options: RunOptions, ranks: Ranks) -> None:
     """Run SCRIPT unchanged on many ranks; arguments after SCRIPT are passed to it.
 

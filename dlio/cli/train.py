@@ -4,20 +4,48 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Final
 
+from dlio.cli.grouping import with_help
 from dlio.cli.ranks import on_ranks
 from dlio.cli.records import ConfigFile, Ranks
+from dlio.data.parts import TRAIN_FOLDERS, VAL_FOLDERS
 from dlio.errors import UsageError
 from dlio.train.config import MODEL_NAMES, TrainConfig
 from dlio.train.factory import check_name
+from dlio.util.liveline import LiveLine
+from dlio.util.printable import print_line
 
 __all__ = ["command", "find_parts", "run", "train_rank"]
 
-_TRAIN_FOLDERS: Final = ("train", "training")
-_VAL_FOLDERS: Final = ("val", "validation", "valid", "test")
 
-
+@with_help(
+    "dlio train /data/train --val /data/val -n 2 --epochs 10",
+    "dlio train /data --tiers ram:8GiB,/local/scratch:200GiB --device cuda",
+    "dlio train /data -n 4 --exchange gossip --checkpoint ckpt --resume",
+    "dlio train --config run.yaml --lr 0.1",
+    groups={
+        "Data": (
+            *("source", "val", "replica", "batch_size", "accumulate", "image_size", "crop_scale"),
+            *("shuffle", "source_order", "on_error", "workers", "seed"),
+        ),
+        "Tiers": ("tiers", "pretend_nodes"),
+        "Model and optimizer": (
+            *("epochs", "model", "optimizer", "lr", "momentum", "weight_decay", "clip"),
+            *("precision", "device", "nan", "early_stopping", "callback"),
+        ),
+        "Ranks": ("ranks", "backend", "nodes", "exchange", "balance"),
+        "Lost ranks": (
+            *("fault_tolerance", "min_ranks", "spares", "on_loss", "hang_after", "evict_slow"),
+            *("check_weights", "leave_at"),
+        ),
+        "Checkpoints and results": (
+            *("checkpoint", "checkpoint_every", "keep", "resume", "save", "report", "tensorboard"),
+            *("summaries", "trace", "trace_out", "replay"),
+        ),
+        "Less work": ("skip_samples", "skip_share", "prune", "prune_tolerance", "dump_matrices"),
+        "Configuration": ("config", "print_config"),
+    },
+)
 def command(config: TrainConfig, ranks: Ranks, file: ConfigFile) -> None:  # noqa: ARG001
     """Train a network on a data set that is cached in a hierarchy of tiers."""
     source, val = find_parts(config.source, config.val)
@@ -44,14 +72,19 @@ def run(config: TrainConfig, ranks: int | None, backend: str = "auto") -> None:
         spares=config.spares,
         backend=backend,
         start=partial(_start_again, config) if starts_again else None,
+        live=True,
     )
 
 
 def train_rank(config: TrainConfig) -> None:
     """Train as this rank; rank 0 prints the report."""
     from dlio.comm import world
+    from dlio.comm.environment import under_mpi, under_torch
     from dlio.comm.membership import RankLeft
-    from dlio.train.trainer import train
+
+    # Importing torch takes seconds.
+    with LiveLine("starting", shown=not (under_mpi() or under_torch())):
+        from dlio.train.trainer import train
 
     try:
         report = train(config)
@@ -62,7 +95,12 @@ def train_rank(config: TrainConfig) -> None:
 
 
 def _start_again(
-    config: TrainConfig, module: str, argv: Sequence[str], ranks: int, own: Mapping[str, str]
+    config: TrainConfig,
+    module: str,
+    argv: Sequence[str],
+    ranks: int,
+    own: Mapping[str, str],
+    live: LiveLine,
 ) -> int:
     """Start ranks that are started again where they cannot go on; returns the exit code."""
     from dlio.cli import relaunch
@@ -88,6 +126,7 @@ def _start_again(
             again=config.fault_tolerance != "off",
             min_ranks=config.min_ranks,
             progress=progress,
+            live=live,
             leftovers=leftovers,
         )
     )
@@ -108,16 +147,16 @@ def find_parts(source: str, val: str | None, quiet: bool = False) -> tuple[str, 
     if not os.path.isdir(source):
         return source, val
     inside = sorted(entry.name for entry in os.scandir(source) if entry.is_dir())
-    train = [name for name in inside if name.lower() in _TRAIN_FOLDERS]
-    held_out = [name for name in inside if name.lower() in _VAL_FOLDERS]
+    train = [name for name in inside if name.lower() in TRAIN_FOLDERS]
+    held_out = [name for name in inside if name.lower() in VAL_FOLDERS]
     if len(train) != 1 or len(train) + len(held_out) != len(inside):
         return source, val
     if val is None and held_out:
         # Prefer val to test if both exist.
-        val = os.path.join(source, min(held_out, key=lambda n: _VAL_FOLDERS.index(n.lower())))
+        val = os.path.join(source, min(held_out, key=lambda n: VAL_FOLDERS.index(n.lower())))
     source = os.path.join(source, train[0])
     if not quiet:
-        print(f"training on {source}" + (f", held out: {val}" if val else ""))
+        print_line(f"training on {source}" + (f", held out: {val}" if val else ""))
     return source, val
 
 

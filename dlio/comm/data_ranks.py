@@ -5,6 +5,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 from dlio.comm.environment import under_mpi, under_torch
+from dlio.comm.launchers import check_launch, torchrun_place
 from dlio.comm.protocol import Communicator
 from dlio.comm.world import world
 from dlio.errors import UsageError
@@ -36,12 +37,19 @@ def place(group: "Group | None" = None, mesh: "DeviceMesh | None" = None) -> tup
     if group is not None and mesh is not None:
         raise UsageError("group= and mesh= both choose the ranks: give one of them")
     if mesh is not None:
+        if not hasattr(mesh, "get_group"):
+            raise UsageError(f"mesh={mesh!r}: give a DeviceMesh of torch")
         group = group_of(mesh)
     if group is None:
         distributed = _distributed()
         launched = under_mpi() or under_torch() or _mpi_started()
-        if distributed is not None and not launched:
-            return distributed.get_rank(), distributed.get_world_size()
+        if not launched:
+            if distributed is not None:
+                check_launch(distributed.get_world_size())
+                return distributed.get_rank(), distributed.get_world_size()
+            if (there := torchrun_place()) is not None:
+                check_launch(there[1])
+                return there
         comm = world()
         return comm.rank, comm.size
     if _is_mpi(group):

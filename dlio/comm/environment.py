@@ -6,6 +6,7 @@ import signal
 import sys
 from functools import partial
 
+from dlio.comm.launchers import under_torchrun
 from dlio.util.settings import LAUNCHER, STORE, TERMINAL
 from dlio.util.threads import Workers
 
@@ -18,13 +19,24 @@ __all__ = [
 ]
 
 _END_TIMEOUT_S = 10.0
-_RANK_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALNRANKS")
+_RANK_VARIABLES = (
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "PMI_RANK",
+    "PMIX_RANK",
+    "MPI_LOCALNRANKS",
+    "MV2_COMM_WORLD_SIZE",
+    "JSM_NAMESPACE_SIZE",
+    "PALS_RANKID",
+)
 _POLL_S = 0.5
 
 
 def under_mpi() -> bool:
     """True if mpirun, or srun with an MPI plug-in, started this process as a rank."""
-    return not under_torch() and any(name in os.environ for name in _RANK_VARIABLES)
+    if under_torch() or under_torchrun():
+        return False
+    return any(name in os.environ for name in _RANK_VARIABLES)
 
 
 def under_torch() -> bool:

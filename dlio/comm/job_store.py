@@ -1,4 +1,4 @@
-"""The store of a job that dlio started without MPI: a TCPStore of torch in the launcher.
+"""The store of a job that dlio started without MPI, in the launcher: see `private_store`.
 
 Ranks and launcher agree by it. Each key is written once, by the first that comes (`compare_set`),
 so all read the same. The events of a job are such keys in a row: a death, which the launcher
@@ -10,14 +10,15 @@ import os
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
-from torch._C._distributed_c10d import Store, TCPStore
-
+from dlio.comm.private_store import PrivateStore
 from dlio.comm.protocol import Json
-from dlio.comm.waiting import default_timeout_s
 from dlio.errors import CommError
 from dlio.util.settings import STORE
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 __all__ = ["EventLog", "JobStore", "open_store"]
 
@@ -27,23 +28,22 @@ _FOR_EVER: Final = timedelta(days=365)
 
 def open_store() -> "JobStore":
     """Connect to the store of the launcher that started this rank. Raises CommError."""
-    host, _, port = os.environ[STORE].rpartition(":")
-    limit = timedelta(seconds=default_timeout_s())
     try:
-        return JobStore(TCPStore(host, int(port), timeout=limit, wait_for_workers=False))
-    except (RuntimeError, ValueError) as error:
-        raise CommError(
-            f"the launcher at {host}:{port} ({STORE}) cannot be reached: {error}"
-        ) from error
+        return JobStore(PrivateStore(os.environ[STORE]))
+    except CommError as error:
+        raise CommError(f"{error} ({STORE})") from error
 
 
 class JobStore:
     """A connection to the store. One call at a time: a call that waits holds up the others.
 
     All raise CommError when the launcher is gone.
+
+    Args:
+        raw: the connection, or a store of torch.
     """
 
-    def __init__(self, raw: Store) -> None:
+    def __init__(self, raw: "PrivateStore | Store") -> None:
         self.raw = raw
 
     def another(self) -> "JobStore":

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar, cast
 
 import numpy as np
 
+from dlio.util.extras import how_to_install
 from dlio.util.settings import settings
 
 try:
@@ -29,7 +30,7 @@ except (ImportError, RuntimeError) as error:
 
     raise _CommError(
         f"this process was started as an MPI rank, but no MPI library can be loaded ({error}): "
-        "pip install 'dlio[mpi]', or load your site's MPI module"
+        f"{how_to_install('mpi')}, or load your site's MPI module"
     ) from error
 
 from dlio.comm.funnel import use_funnel
@@ -60,8 +61,8 @@ _SERIALIZED: Final = (
 )
 _FUNNELED: Final = (
     "this MPI library lets only one thread call it: samples move between ranks only while that "
-    "thread asks for a batch, not while it computes; Open MPI 5 (pip install 'dlio[mpi]'), an MPI "
-    "built with thread support, or torchrun let them move all the time"
+    "thread asks for a batch, not while it computes; Open MPI 5, an MPI built with thread support, "
+    "or torchrun let them move all the time"
 )
 _LOST: Final = frozenset(
     getattr(MPI, name)

@@ -6,6 +6,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
+from dlio.comm.private_store import PrivateStore
 from dlio.comm.waiting import LONGEST_SLEEP_S, SHORTEST_SLEEP_S
 from dlio.errors import CommTimeout
 
@@ -23,15 +24,19 @@ class Rendezvous(Store):
     """
 
     def __init__(
-        self, store: Store, prefix: str, check: Callable[[], object], timeout_s: float
+        self,
+        store: Store | PrivateStore,
+        prefix: str,
+        check: Callable[[], object],
+        timeout_s: float,
     ) -> None:
         super().__init__()
         self._store, self._prefix, self._check = store, prefix, check
         self._timeout_s = timeout_s
 
-    def set(self, key: str, value: str) -> None:
+    def set(self, key: str, value: str | bytes) -> None:
         """Write a key."""
-        self._store.set(self._prefix + key, value)
+        self._store.set(self._prefix + key, value)  # type: ignore[arg-type] # torch takes both
 
     def get(self, key: str) -> bytes:
         """Wait for a key and return its value."""

@@ -21,6 +21,8 @@ import torch.distributed as dist
 
 from dlio.comm.board import open_board
 from dlio.comm.job_store import EventLog, JobStore
+from dlio.comm.net.address import meeting_address
+from dlio.comm.net.gloo_gate import GlooGate
 from dlio.comm.node_watch import NodeWatch
 from dlio.comm.protocol import Json
 from dlio.comm.rendezvous import Rendezvous
@@ -76,7 +78,6 @@ class StoreMembership:
         self._agreements = 0
         self._spent: list[Part] = []
         """Parts of closed communicators and of earlier generations."""
-        self._device = _Gloo.create_device(hostname=_own_host())
         self._generation = self._begin(0, self.members)
         self._watch = Workers("dlio-deaths", self._read_events, wake=self._wake, serves_others=True)
         self._watch.start()
@@ -96,10 +97,12 @@ class StoreMembership:
         atexit.register(self._end)
 
     def _open(self) -> list[tuple[str, int]]:
-        """Open the mailbox; return host and process id of each rank."""
+        """Listen for the others; return host and process id of each rank."""
+        address = meeting_address(lambda place: self._gathered("place", place))
+        self._gate = GlooGate(address)
         # Numbers of processes mean nothing in another container of the same name.
         host = f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
-        self.mail = Mail(self.me, lambda value: self._gathered("mail", value))
+        self.mail = Mail(self.me, lambda value: self._gathered("mail", value), address)
         everyone = self._gathered("process", (host, os.getpid()))
         return [(name, pid) for name, pid in everyone]
 
@@ -249,11 +252,12 @@ class StoreMembership:
 
     def _group(self, store: Any, generation: Generation, ranks: Sequence[int], number: int) -> Part:
         options = _Gloo._Options()
-        options._devices = [self._device]
+        options._devices = [self._gate.device]
         options._timeout = timedelta(seconds=_GROUP_TIMEOUT_S)
         options._threads = 2
         rank = ranks.index(self.me)
-        group = _Gloo(store, rank, len(ranks), options)
+        with self._gate.opened():
+            group = _Gloo(store, rank, len(ranks), options)
         # The deadline of a wait comes first, and its message names the wait.
         group._set_default_timeout(timedelta(seconds=2 * self._timeout_s))
         return Part(generation, tuple(ranks), rank, group, number)
@@ -394,8 +398,3 @@ def _wanted(
         )
         wanted.append((number, tuple(own), ranks))
     return wanted
-
-
-def _own_host() -> str:
-    """Address at which other ranks reach this one's gloo."""
-    return os.environ.get("MASTER_ADDR", "127.0.0.1")

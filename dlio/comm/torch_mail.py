@@ -1,38 +1,42 @@
 """Messages over TCP, for ranks of torch.distributed.
 
-Gloo cannot test for a message without blocking. A rank connects to a peer when it first sends to it
-and presents a secret on which the group agreed. One thread per mailbox moves all its bytes.
+Gloo cannot test for a message without blocking. Connections, and what they are protected against,
+are `dlio.comm.net`'s.
+
+A receiver takes no memory for more than it is owed. Messages up to 64 KiB travel at once. Of a
+longer one, the sender first announces the length; its body follows when a receive of that length
+has been posted. A longer body than the receive's memory is refused, on both sides in one line that
+names the other.
 """
 
-import contextlib
-import os
-import secrets
-import selectors
-import socket
-import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from dlio.comm.net.address import listen
+from dlio.comm.net.hub import CLOSE_TIMEOUT_S, Hub
+from dlio.comm.net.keys import Keys, Refused, job_secret
+from dlio.comm.net.link import Frame, Link
 from dlio.comm.waiting import LONGEST_SLEEP_S
 from dlio.errors import CommError
-from dlio.util.threads import Workers
 
 __all__ = ["Channel", "Mail", "Message"]
 
 Channel: TypeAlias = tuple[int, int]
 """Numbers of a generation of ranks and of a communicator: messages of two channels never mix."""
 
-_CLOSE_TIMEOUT_S: Final = 5.0
 _CANCEL_TIMEOUT_S: Final = 1.0
-_HELLO: Final = struct.Struct("<16sI")
-"""The group's secret, the sender's rank."""
-_HEAD: Final = struct.Struct("<IIiQ")
-"""Channel, tag, bytes."""
-_MOST_BYTES: Final = 1 << 40
-"""Length of the longest message that a peer may announce."""
+_WHOLE, _ANNOUNCED, _BODY, _GO, _REFUSED, _UNWANTED = range(6)
+"""Kinds of frames. A receiver that closes does not want what was announced to it."""
+_MESSAGES: Final = (_WHOLE, _ANNOUNCED, _BODY)
+_ANSWERS: Final = (_GO, _REFUSED, _UNWANTED)
+_MOST_AT_ONCE: Final = 1 << 16
+"""Bytes of the longest message that travels without being asked for."""
+_MOST_EARLY: Final = 1 << 12
+"""Messages of one peer that may wait for their receives."""
 
 
 class Message:
@@ -43,7 +47,6 @@ class Message:
     ) -> None:
         self.view = view
         self.generation = generation
-        self.at = 0
         self.over = False
         self.error: CommError | None = None
         self.unreachable = False
@@ -64,70 +67,78 @@ class Message:
 
 _Key: TypeAlias = tuple[int, Channel, int]
 """Source, channel, tag."""
-_NO_KEY: Final[_Key] = (-1, (0, 0), 0)
-_ALWAYS: Final = 1 << 32
-"""Generation of greetings, which no other follows."""
+_Link: TypeAlias = Link[Message]
+_Asked: TypeAlias = tuple[_Link, int]
+"""A link, and the number of a message that was announced on it."""
 
 
-class _Incoming:
-    """The stream from one peer: a greeting, then messages, each a head and a body."""
+@dataclass(slots=True, eq=False)
+class _Early:
+    """A message that has come before its receive."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self.peer = -1
-        self.small = bytearray(_HELLO.size)
-        self.at = 0
-        self.key = _NO_KEY
-        self.message: Message | None = None
+    generation: int
+    peer: int
+    size: int
+    body: memoryview | None
+    """None where it is only announced."""
+    asked: _Asked
 
 
 class Mail:
     """Messages by (source, channel, tag), in the order in which they were sent.
 
     Owns a listening socket, the connections and the thread that moves bytes.
+
+    Args:
+        allgather: returns the values of all ranks.
+        address: at which this rank listens, and others reach it.
     """
 
+    with_body = frozenset((_WHOLE, _BODY))
+
     def __init__(
-        self, rank: int, allgather: Callable[[tuple[str, int, str]], list[tuple[str, int, str]]]
+        self,
+        rank: int,
+        allgather: Callable[[tuple[str, int, str]], Sequence[tuple[str, int, str]]],
+        address: str,
     ) -> None:
-        self._rank = rank
-        self._lock = threading.Lock()
-        self._moving = threading.Lock()
-        """Held while bytes are moved; taken before `_lock`."""
         self._posted: dict[_Key, deque[Message]] = {}
-        self._early: dict[_Key, deque[Message]] = {}
+        self._early: dict[_Key, deque[_Early]] = {}
+        self._waiting: dict[int, int] = {}
+        """Number of early messages by peer."""
         self._oldest = 0
         """Number of the oldest generation whose messages are taken."""
-        self._outgoing: dict[int, socket.socket] = {}
-        self._queues: dict[int, deque[tuple[bytes, Message]]] = {}
-        self._streams: set[_Incoming] = set()
-        self._listener = _listening()
-        port = int(self._listener.getsockname()[1])
-        everyone = allgather((_own_address(), port, secrets.token_hex(16)))
-        self._addresses = [(host, port) for host, port, _ in everyone]
-        self._secret = bytes.fromhex(everyone[0][2])
-        self._selector = selectors.DefaultSelector()
+        self._queues: dict[int, deque[tuple[Frame, Message]]] = {}
+        self._announced: dict[_Asked, Message] = {}
+        """Sends whose bodies nobody has asked for yet."""
+        self._awaited: dict[_Asked, tuple[_Key, Message | None]] = {}
+        """Receives whose bodies were asked for; None where the body is to be skipped."""
+        self._arriving: dict[_Link, tuple[_Key, Message | None]] = {}
+        self._small: dict[_Link, tuple[_Key, _Early]] = {}
+        """Messages that arrive before their receives."""
+        self._replies: deque[tuple[_Link, Frame]] = deque()
+        self._number = 0
         self._ends_at: float | None = None
-        self._wake_in, self._wake_out = socket.socketpair()
-        self._wake_in.setblocking(False)
-        self._wake_out.setblocking(False)
-        self._selector.register(self._listener, selectors.EVENT_READ, "listener")
-        self._selector.register(self._wake_out, selectors.EVENT_READ, "wake")
-        self._thread = Workers(
-            "dlio-mail",
-            self._run,
-            wake=self._wake,
-            stop_timeout_s=2 * _CLOSE_TIMEOUT_S,
-            serves_others=True,
-        )
-        self._thread.start()
+        self._lock = threading.Lock()
+        """Taken after the hub's `moving`."""
+        keys, listener = Keys(rank, job_secret()), listen(address)
+        try:
+            port = int(listener.getsockname()[1])
+            everyone = allgather((address, port, keys.public()))
+            keys.meet([public for _, _, public in everyone])
+            addresses = [(host, port) for host, port, _ in everyone]
+            self._hub: Hub[Message] = Hub(keys, listener, addresses, self)
+        except BaseException:
+            listener.close()
+            raise
+        self._hub.start()
 
     def send(self, view: memoryview, dest: int, tag: int, channel: Channel = (0, 0)) -> Message:
         message = Message(view, lambda _: False, channel[0])
+        frame = Frame(_WHOLE, *channel, tag, 0, len(view))
         with self._lock:
-            head = _HEAD.pack(*channel, tag, len(view))
-            self._queues.setdefault(dest, deque()).append((head, message))
-        self._wake()
+            self._queues.setdefault(dest, deque()).append((frame, message))
+        self._hub.wake()
         return message
 
     def receive(
@@ -140,45 +151,56 @@ class Mail:
             if not early:
                 self._posted.setdefault(key, deque()).append(message)
                 return message
-            first = early[0]
-            if first.over:
-                early.popleft()
-                _copy(first, message)
-                return message
-            # Half received: its body is copied once it is complete.
-            self._posted.setdefault(key, deque()).append(message)
+            first = early.popleft()
+            self._waiting[source] -= 1
+            if not early:
+                del self._early[key]
+            self._match(key, first, message)
+        if not message.over:
+            self._hub.wake()
         return message
 
     def close(self) -> None:
         """Stop after all sends have left, within a deadline."""
-        self._thread.close()
+        self._hub.close()
 
     def give_up(self, message: Message) -> None:
         """Never touch a message's memory again; its generation is over."""
-        self._drop(lambda each: each is message)
+        self._drop(lambda each: each is message, lambda _: False)
 
     def retire(self, oldest: int) -> None:
         """Drop all messages of generations before `oldest`, also those that arrive later."""
         self._oldest = oldest
-        self._drop(lambda each: each.generation < oldest)
+        self._drop(lambda each: each.generation < oldest, lambda each: each.generation < oldest)
 
-    def _drop(self, chosen: Callable[[Message], bool]) -> None:
-        with self._moving, self._lock:
-            for table in (self._posted, self._early):
-                for key, messages in list(table.items()):
-                    table[key] = deque(each for each in messages if not chosen(each))
-                    if not table[key]:
-                        del table[key]
-            for incoming in self._streams:
-                if incoming.message is not None and chosen(incoming.message):
-                    incoming.message = _stand_in(incoming.message)
+    def _drop(self, chosen: Callable[[Message], bool], early: Callable[[_Early], bool]) -> None:
+        with self._hub.moving, self._lock:
+            for key, messages in list(self._posted.items()):
+                self._posted[key] = deque(each for each in messages if not chosen(each))
+                if not self._posted[key]:
+                    del self._posted[key]
+            self._drop_early(early)
+            for asked, (key, message) in self._awaited.items():
+                if message is not None and chosen(message):
+                    self._awaited[asked] = (key, None)
+            for link, (key, message) in self._arriving.items():
+                if message is not None and chosen(message):
+                    self._arriving[link] = (key, None)
+                    link.redirect(None)
             for dest, queued in self._queues.items():
-                # The peer still expects the rest of a message that has begun.
-                self._queues[dest] = deque(
-                    (head, _stand_in(each) if chosen(each) else each)
-                    for head, each in queued
-                    if not chosen(each) or each.at
-                )
+                self._queues[dest] = deque(each for each in queued if not chosen(each[1]))
+            announced = self._announced.items()
+            self._announced = {asked: each for asked, each in announced if not chosen(each)}
+            for link in self._hub.links:
+                link.disown(chosen)
+
+    def _drop_early(self, chosen: Callable[[_Early], bool]) -> None:
+        for key, messages in list(self._early.items()):
+            kept = deque(each for each in messages if not chosen(each))
+            self._waiting[key[0]] -= len(messages) - len(kept)
+            self._early[key] = kept
+            if not kept:
+                del self._early[key]
 
     def _withdraw(self, key: _Key, message: Message) -> bool:
         with self._lock:
@@ -188,225 +210,195 @@ class Mail:
                 return True
             return message.over
 
-    def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError, OSError):
-            self._wake_in.send(b"x")
+    # Receiving: `_lock` is held.
 
-    def _run(self, _: int) -> None:
-        try:
-            while not self._is_over():
-                ready = self._selector.select(0.2)
-                with self._moving:
-                    for key, events in ready:
-                        self._serve(key, events)
-                    self._connect_all()
-        finally:
-            for key in list(self._selector.get_map().values()):
-                if isinstance(key.fileobj, socket.socket):
-                    key.fileobj.close()
-            for connection in self._outgoing.values():
-                connection.close()  # An idle connection is not registered with the selector.
-            self._wake_in.close()
-            self._selector.close()
-
-    def _is_over(self) -> bool:
-        """True when the thread is to stop and everything is sent, or cannot be in time."""
-        if not self._thread.stopping.is_set():
-            return False
-        self._ends_at = self._ends_at or time.monotonic() + _CLOSE_TIMEOUT_S
-        with self._lock:
-            sent = not any(self._queues.values())
-        return sent or time.monotonic() > self._ends_at
-
-    def _serve(self, key: selectors.SelectorKey, events: int) -> None:
-        if key.data == "listener":
-            with contextlib.suppress(OSError):
-                connection, _ = self._listener.accept()
-                connection.setblocking(False)
-                incoming = _Incoming(connection)
-                self._streams.add(incoming)
-                self._selector.register(connection, selectors.EVENT_READ, incoming)
-        elif key.data == "wake":
-            with contextlib.suppress(BlockingIOError):
-                self._wake_out.recv(4096)
-        elif isinstance(key.data, _Incoming):
-            self._read(key.data)
-        else:
-            self._write(key.data)
-
-    def _connect_all(self) -> None:
-        """Connect to each peer with queued messages and watch its socket."""
-        with self._lock:
-            wanted = [dest for dest, queued in self._queues.items() if queued]
-        for dest in wanted:
-            connection = self._outgoing.get(dest)
-            if connection is None:
-                connection = socket.socket(_family(self._addresses[dest][0]))
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                connection.setblocking(False)
-                connection.connect_ex(self._addresses[dest])
-                self._outgoing[dest] = connection
-                greeting = Message(
-                    memoryview(_HELLO.pack(self._secret, self._rank)), lambda _: False, _ALWAYS
-                )
-                with self._lock:
-                    self._queues[dest].appendleft((b"", greeting))
-            try:
-                self._selector.get_key(connection)
-            except KeyError:
-                self._selector.register(connection, selectors.EVENT_WRITE, dest)
-
-    def _write(self, dest: int) -> None:
-        connection = self._outgoing[dest]
-        while True:
-            with self._lock:
-                queued = self._queues[dest]
-                if not queued:
-                    self._selector.unregister(connection)
-                    return
-                head, message = queued[0]
-            try:
-                # `at` counts head and body together.
-                while message.at < len(head):
-                    message.at += connection.send(head[message.at :])
-                while message.at < len(head) + len(message.view):
-                    message.at += connection.send(message.view[message.at - len(head) :])
-            except BlockingIOError:
-                return
-            except OSError as error:
-                self._lost(dest, error)
-                return
-            message.over = True
-            with self._lock:
-                queued.popleft()
-
-    def _lost(self, dest: int, error: OSError) -> None:
-        self._selector.unregister(self._outgoing[dest])
-        self._outgoing[dest].close()
-        del self._outgoing[dest]
-        host, port = self._addresses[dest]
-        lost = CommError(f"rank {dest} at {host}:{port} cannot be reached: {error}")
-        with self._lock:
-            for _, message in self._queues[dest]:
-                message.error, message.unreachable = lost, True
-            self._queues[dest].clear()
-
-    def _read(self, incoming: _Incoming) -> None:
-        try:
-            while self._read_some(incoming):
-                pass
-        except BlockingIOError:
+    def _match(self, key: _Key, early: _Early, message: Message) -> None:
+        """Give a receive the message that has come for it."""
+        if early.size > len(message.view):
+            message.error = _too_long(early.peer, early.size, len(message.view))
+            if early.body is None:
+                self._answer(early.asked, _REFUSED, len(message.view))
             return
-        except (OSError, ValueError):
-            # The peer has ended or is a stranger: waits for its messages end at their deadline.
-            self._selector.unregister(incoming.connection)
-            incoming.connection.close()
-            self._streams.discard(incoming)
-            self._cut_off(incoming)
-
-    def _cut_off(self, incoming: _Incoming) -> None:
-        """Put a half-received message back: nothing writes to its memory any more."""
-        message, key = incoming.message, incoming.key
-        if message is None or message.generation < self._oldest:
+        message.view = message.view[: early.size]
+        if early.body is None:
+            self._awaited[early.asked] = (key, message)
+            self._answer(early.asked, _GO, early.size)
             return
-        with self._lock:
-            early = self._early.get(key)
-            if early and message in early:
-                early.remove(message)
-            else:
-                self._posted.setdefault(key, deque()).append(message)
+        message.view[:] = early.body
+        message.over = True
 
-    def _read_some(self, incoming: _Incoming) -> bool:
-        message = incoming.message
-        if message is not None:
-            count = 0
-            if len(message.view) > message.at:
-                count = incoming.connection.recv_into(message.view[message.at :])
-                if not count:
-                    raise OSError("the peer has gone")
-            message.at += count
-            if message.at == len(message.view):
-                incoming.message, incoming.at = None, 0
-                incoming.small = bytearray(_HEAD.size)
-                self._arrived(incoming.key, message)
-            return True
-        count = incoming.connection.recv_into(memoryview(incoming.small)[incoming.at :])
-        if not count:
-            raise OSError("the peer has gone")
-        incoming.at += count
-        if incoming.at < len(incoming.small):
-            return True
-        if incoming.peer < 0:
-            secret, peer = _HELLO.unpack(incoming.small)
-            if not secrets.compare_digest(secret, self._secret):
-                raise ValueError("a stranger")
-            incoming.peer, incoming.at = peer, 0
-            incoming.small = bytearray(_HEAD.size)
-            return True
-        generation, number, tag, size = _HEAD.unpack(incoming.small)
-        incoming.key = (incoming.peer, (generation, number), tag)
-        incoming.message = self._begun(incoming.key, size)
-        return True
+    def _answer(self, asked: _Asked, kind: int, size: int) -> None:
+        link, number = asked
+        self._replies.append((link, Frame(kind, 0, 0, 0, number, size)))
 
-    def _begun(self, key: _Key, size: int) -> Message:
-        """Return the receive that a message's body goes into: a posted one, or new memory."""
+    def _come(self, key: _Key, early: _Early) -> None:
+        """Give a message that has come to its receive, or keep it. Raises Refused."""
+        posted = self._posted.get(key)
+        if posted:
+            message = posted.popleft()
+            if not posted:
+                del self._posted[key]
+            self._match(key, early, message)
+        elif early.generation >= self._oldest:
+            count = self._waiting.get(early.peer, 0)
+            if count >= _MOST_EARLY:
+                raise Refused(f"it has sent {count} messages that nobody expects")
+            self._waiting[early.peer] = count + 1
+            self._early.setdefault(key, deque()).append(early)
+            if early.body is None and self._ends_at is not None:
+                self._answer(early.asked, _UNWANTED, 0)
+
+    # Called by the hub
+
+    def take(self, link: _Link, frame: Frame) -> memoryview | None:
+        if frame.kind not in (_ANSWERS if link.calls else _MESSAGES):
+            raise Refused(f"it has sent a frame of kind {frame.kind}")
+        if frame.kind == _WHOLE:
+            return self._take_whole(link, frame)
+        if frame.kind == _BODY:
+            with self._lock:
+                awaited = self._awaited.pop((link, frame.number), None)
+                if awaited is None:
+                    raise Refused(f"it has sent {frame.size} bytes that nobody asked for")
+                message = awaited[1]
+                if message is not None and frame.size != len(message.view):
+                    self._restore(*awaited)
+                    raise Refused(
+                        f"it has sent {frame.size} bytes, and announced {len(message.view)}"
+                    )
+                self._arriving[link] = awaited
+                return None if message is None else message.view
+        return None
+
+    def _take_whole(self, link: _Link, frame: Frame) -> memoryview | None:
+        if frame.size > _MOST_AT_ONCE:
+            raise Refused(
+                f"it has sent a message of {frame.size} bytes unasked, and {_MOST_AT_ONCE} are the "
+                "most"
+            )
+        key = _key(link, frame)
         with self._lock:
-            posted, early = self._posted.get(key), self._early.get(key)
-            if posted and not early and size <= len(posted[0].view):
+            posted = self._posted.get(key)
+            if posted and frame.size <= len(posted[0].view):
                 message = posted.popleft()
-                message.view = message.view[:size]
-                return message
-            if size > _MOST_BYTES:
-                raise ValueError(f"a message of {size} bytes")
-            message = Message(memoryview(bytearray(size)), lambda _: False, key[1][0])
-            if message.generation >= self._oldest:
-                self._early.setdefault(key, deque()).append(message)
-            return message
+                if not posted:
+                    del self._posted[key]
+                message.view = message.view[: frame.size]
+                self._arriving[link] = (key, message)
+                return message.view
+        body = memoryview(bytearray(frame.size))
+        early = _Early(frame.generation, link.peer, frame.size, body, (link, 0))
+        self._small[link] = (key, early)
+        return body
 
-    def _arrived(self, key: _Key, message: Message) -> None:
+    def taken(self, link: _Link, frame: Frame) -> None:
+        asked = (link, frame.number)
+        if frame.kind == _ANNOUNCED:
+            early = _Early(frame.generation, link.peer, frame.size, None, asked)
+            with self._lock:
+                self._come(_key(link, frame), early)
+        elif link in self._small:
+            with self._lock:
+                self._come(*self._small.pop(link))
+        elif link in self._arriving:
+            with self._lock:
+                _, message = self._arriving.pop(link)
+                if message is not None:
+                    message.over = True
+        else:
+            self._answered(link, frame)
+
+    def _answered(self, link: _Link, frame: Frame) -> None:
+        """Go on with a message that this rank has announced, unless it was dropped meanwhile."""
         with self._lock:
+            message = self._announced.pop((link, frame.number), None)
+        if message is None:
+            return
+        if frame.kind == _GO:
+            body = Frame(_BODY, 0, 0, 0, frame.number, len(message.view))
+            link.send(body, message.view, message)
+        elif frame.kind == _REFUSED:
+            message.error = CommError(
+                f"rank {link.peer} refused a message of {len(message.view)} bytes: it expected "
+                f"{frame.size}"
+            )
+        else:
             message.over = True
-            early, posted = self._early.get(key), self._posted.get(key)
-            while early and early[0].over and posted:
-                _copy(early.popleft(), posted.popleft())
-            for table in (self._early, self._posted):
-                if key in table and not table[key]:
-                    del table[key]
+
+    def sent(self, message: Message) -> None:
+        message.over = True
+
+    def waiting(self) -> list[int]:
+        with self._lock:
+            return [dest for dest, queued in self._queues.items() if queued]
+
+    def push(self, peer: int, link: _Link) -> None:
+        with self._lock:
+            queued = self._queues.get(peer)
+            while queued:
+                frame, message = queued.popleft()
+                if frame.size <= _MOST_AT_ONCE:
+                    link.send(frame, message.view, message)
+                    continue
+                self._number += 1
+                self._announced[link, self._number] = message
+                link.send(frame._replace(kind=_ANNOUNCED, number=self._number))
+
+    def reply(self) -> list[_Link]:
+        with self._lock:
+            replies, self._replies = self._replies, deque()
+        for link, frame in replies:
+            if not link.closed:
+                link.send(frame)
+        return list({link for link, _ in replies})
+
+    def lost(self, peer: int, link: _Link, error: CommError) -> None:
+        with self._lock:
+            messages = [message for _, message in self._queues.pop(peer, ())] + link.owners()
+            for asked in [asked for asked in self._announced if asked[0] is link]:
+                messages.append(self._announced.pop(asked))
+        for message in messages:
+            message.error, message.unreachable = error, True
+
+    def ended(self, link: _Link) -> None:
+        with self._lock:
+            self._small.pop(link, None)
+            if link in self._arriving:
+                self._restore(*self._arriving.pop(link))
+            for asked in [asked for asked in self._awaited if asked[0] is link]:
+                self._restore(*self._awaited.pop(asked))
+            self._drop_early(lambda each: each.body is None and each.asked[0] is link)
+
+    def _restore(self, key: _Key, message: Message | None) -> None:
+        """Put a receive back whose body will not come: nothing writes to its memory any more."""
+        if message is not None and message.generation >= self._oldest:
+            self._posted.setdefault(key, deque()).appendleft(message)
+
+    def over(self, stopping: bool) -> bool:
+        if not stopping:
+            return False
+        with self._lock:
+            if self._ends_at is None:
+                self._ends_at = time.monotonic() + CLOSE_TIMEOUT_S
+                self._dismiss()
+            pending = any(self._queues.values()) or bool(self._announced or self._replies)
+        pending = pending or not all(link.idle for link in self._hub.links if link.ready)
+        return not pending or time.monotonic() > self._ends_at
+
+    def _dismiss(self) -> None:
+        """Tell the others that nobody here will ask for what they have announced."""
+        for messages in self._early.values():
+            for each in messages:
+                if each.body is None:
+                    self._answer(each.asked, _UNWANTED, 0)
 
 
-def _stand_in(message: Message) -> Message:
-    """Return a message of the same bytes in memory of its own, moved as far."""
-    instead = Message(memoryview(bytearray(message.view)), lambda _: False, message.generation)
-    instead.at = message.at
-    return instead
+def _key(link: _Link, frame: Frame) -> _Key:
+    return link.peer, (frame.generation, frame.channel), frame.tag
 
 
-def _copy(arrived: Message, into: Message) -> None:
-    if len(arrived.view) > len(into.view):
-        into.error = CommError(
-            f"a message of {len(arrived.view)} bytes came where {len(into.view)} were expected"
-        )
-        return
-    into.view[: len(arrived.view)] = arrived.view
-    into.over = True
-
-
-def _listening() -> socket.socket:
-    listener = socket.create_server(("", 0), backlog=1024)
-    listener.setblocking(False)
-    return listener
-
-
-def _own_address() -> str:
-    """Return the address at which other ranks reach this one: the one that reaches the master."""
-    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((socket.gethostbyname(master), 9))
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
+def _too_long(peer: int, size: int, expected: int) -> CommError:
+    return CommError(
+        f"a message of {size} bytes came where {expected} were expected: rank {peer} has sent it, "
+        "and may have other data or another version of dlio"
+    )

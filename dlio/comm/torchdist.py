@@ -6,25 +6,30 @@ user's collectives, whichever groups the user creates or destroys. Messages go t
 """
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from dlio.comm.gloo import allgather_json, bytes_of, sum_options
+from dlio.comm.net.address import meeting_address
+from dlio.comm.net.gloo_gate import GlooGate
 from dlio.comm.protocol import Array, Buffer, Communicator, Op, Request, broadcast_json
 from dlio.comm.single import SingleCommunicator
 from dlio.comm.torch_mail import Mail
 from dlio.comm.waiting import default_timeout_s, wait_all
 from dlio.errors import CommError, CommTimeout
 
-__all__ = ["TorchCommunicator", "torch_world"]
+__all__ = ["TorchCommunicator", "environment_world", "torch_world"]
 
 _T = TypeVar("_T")
+_Gloo: Final[Any] = dist.ProcessGroupGloo
 
 
 def torch_world(group: dist.ProcessGroup | None = None) -> Communicator:
@@ -40,6 +45,25 @@ def torch_world(group: dist.ProcessGroup | None = None) -> Communicator:
     # All ranks call this equally often, so that the count is a name on which they agree.
     name = f"dlio/{store.add(f'dlio/calls/{rank}', 1)}"
     return TorchCommunicator(store, name, rank, dist.get_world_size(group))
+
+
+def environment_world() -> Communicator:
+    """Return a communicator of the ranks that torch's variables describe (`torchrun`). Collective.
+
+    Uses the store that they name, and leaves torch's default group alone.
+
+    Raises CommError if the ranks do not meet.
+    """
+    timeout_s = default_timeout_s()
+    try:
+        store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    except (OSError, RuntimeError, ValueError) as error:
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise CommError(
+            f"the ranks of torchrun do not meet at {place} (MASTER_ADDR, MASTER_PORT): is that "
+            f"address rank 0's, and its port free? ({str(error).splitlines()[0]})"
+        ) from error
+    return TorchCommunicator(store, "dlio/environment", rank, size)
 
 
 class _Reduction:
@@ -72,23 +96,30 @@ class TorchCommunicator:
     Args:
         store: the store that all ranks share.
         name: prefix of this communicator's keys in the store; the same on all ranks, used once.
+        address: at which this rank listens; None to find it with the others.
     """
 
-    def __init__(self, store: Store, name: str, rank: int, size: int) -> None:
+    def __init__(
+        self, store: Store, name: str, rank: int, size: int, address: str | None = None
+    ) -> None:
         self._store: Store | None = store
         self._name = name
         self._duplicates = 0
         self.rank = rank
         self.size = size
         self._timeout_s = default_timeout_s()
+        limit = timedelta(seconds=self._timeout_s)
         with self._errors("meeting the other ranks"):
-            self._group: Any = dist.ProcessGroupGloo(
-                PrefixStore(name, store),
-                rank,
-                size,
-                timedelta(seconds=self._timeout_s),
+            self._address = address or meeting_address(
+                lambda place: _gathered(PrefixStore(f"{name}/place", store), rank, size, place)
             )
-        self._mail = Mail(self.rank, self.allgather)
+            options = _Gloo._Options()
+            gate = GlooGate(self._address)
+            options._devices = [gate.device]
+            options._timeout = limit
+            with gate.opened():
+                self._group: Any = _Gloo(PrefixStore(name, store), rank, size, options)
+        self._mail = Mail(self.rank, self.allgather, self._address)
 
     def allgather(self, value: _T) -> list[_T]:
         with self._errors("allgather"):
@@ -130,7 +161,7 @@ class TorchCommunicator:
     def dup(self) -> "TorchCommunicator":
         self._duplicates += 1
         name = f"{self._name}/{self._duplicates}"
-        return TorchCommunicator(self._open_store(), name, self.rank, self.size)
+        return TorchCommunicator(self._open_store(), name, self.rank, self.size, self._address)
 
     def split(self, group: int) -> Communicator:
         self._duplicates += 1
@@ -138,7 +169,8 @@ class TorchCommunicator:
         if len(members) == 1:
             return SingleCommunicator()
         name = f"{self._name}/{self._duplicates}.{group}"
-        return TorchCommunicator(self._open_store(), name, members.index(self.rank), len(members))
+        mine = members.index(self.rank)
+        return TorchCommunicator(self._open_store(), name, mine, len(members), self._address)
 
     def close(self) -> None:
         self._mail.close()
@@ -164,3 +196,9 @@ class TorchCommunicator:
                 f"rank {self.rank} of {self.size}: {what} failed: another rank is stopped, far "
                 f"behind, or left the run (DLIO_TIMEOUT sets the deadline): {error}"
             ) from error
+
+
+def _gathered(store: Store, rank: int, size: int, value: str) -> list[str]:
+    """Return every rank's value, by a store that no other call uses. Collective."""
+    store.set(str(rank), value)
+    return [bytes(store.get(str(each))).decode() for each in range(size)]

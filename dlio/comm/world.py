@@ -2,13 +2,16 @@
 
 `world()` selects the implementation: torch.distributed if `dlio -n --backend torch` started the
 process; MPI if mpirun or srun did, or if the process initialised MPI itself with more than one
-rank; else torch.distributed if that is initialised (`torchrun`); else a single process.
+rank; else torch.distributed if that is initialised, or if `torchrun` started the process; else a
+single process.
 """
 
 import os
 import sys
+from functools import cache
 
 from dlio.comm.environment import under_mpi, under_torch
+from dlio.comm.launchers import check_launch, torchrun_place
 from dlio.comm.membership import Membership
 from dlio.comm.protocol import Communicator
 from dlio.util.files import write_whole
@@ -26,7 +29,10 @@ def world() -> Communicator:
 
     It is created at the first call, and again when torch.distributed is re-initialised.
 
-    Raises CommError when the process runs under MPI but no MPI library can be loaded.
+    Collective over the ranks at the first call.
+
+    Raises CommError when the process runs under MPI but no MPI library can be loaded, and
+    UsageError when a launcher started others that are not found: see `check_launch`.
     """
     global _world, _torch_world
     if under_torch():
@@ -37,6 +43,7 @@ def world() -> Communicator:
         if _world is None:
             from dlio.comm.mpi import mpi_world
 
+            check_launch(max(1, mpi_ranks()))
             least = settings().min_ranks
             if least is not None and mpi_ranks() > 1:
                 from dlio.comm.ulfm import UlfmMembership
@@ -49,15 +56,7 @@ def world() -> Communicator:
     if _world is None or group is not _torch_world:
         if _torch_world is not None and _world is not None:
             _world.close()
-        if group is not None:
-            from dlio.comm.torchdist import torch_world
-
-            _world = torch_world()
-        else:
-            from dlio.comm.single import SingleCommunicator
-
-            _world = SingleCommunicator()
-        _torch_world = group
+        _world, _torch_world = _ordinary_world(group), group
     return _world
 
 
@@ -77,9 +76,42 @@ def _launched_world() -> Communicator:
         from dlio.comm.store_membership import StoreMembership
 
         return StoreMembership(store, rank, size, least).world
+    from dlio.comm.rendezvous import Rendezvous
     from dlio.comm.torchdist import TorchCommunicator
+    from dlio.comm.waiting import default_timeout_s
 
-    return TorchCommunicator(store.raw, "dlio", rank, size)
+    meeting = Rendezvous(store.raw, "", lambda: None, default_timeout_s())
+    return TorchCommunicator(meeting, "dlio", rank, size)
+
+
+def _ordinary_world(group: object) -> Communicator:
+    """Return the communicator of a default group of torch's, of torchrun's ranks, or of one rank.
+
+    Collective. Raises UsageError when a launcher started others that are not found.
+    """
+    if group is not None:
+        from dlio.comm.torchdist import torch_world
+
+        comm = torch_world()
+    elif torchrun_place() is not None:
+        comm = _torchrun_world()
+    else:
+        from dlio.comm.single import SingleCommunicator
+
+        comm = SingleCommunicator()
+    check_launch(comm.size)
+    return comm
+
+
+@cache
+def _torchrun_world() -> Communicator:
+    """Return the communicator of ranks that torchrun started, without torch's default group.
+
+    A script may still initialise that group itself, before or after. Collective.
+    """
+    from dlio.comm.torchdist import environment_world
+
+    return environment_world()
 
 
 def membership() -> Membership | None:

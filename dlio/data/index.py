@@ -1,56 +1,83 @@
-"""Indexes of data sets: built once, kept in a cache, mapped into memory.
+"""Indexes of data sets: built once, kept in a cache, read into memory.
 
-    <cache>/<kind>-<files>/<state of the files>/head.json, <array>.npy
+    <cache>/<kind>.<files>/<state of the files>/head.json, <array>.npy
 
-The cache is DLIO_CACHE, or dlio below XDG_CACHE_HOME or ~/.cache. Its contents are used only if
+The cache is DLIO_CACHE, or dlio below XDG_CACHE_HOME or ~/.cache. If others can write there, each
+user has a private folder in it, dlio-<uid>. Its contents are used only if
 their shapes and checksums are right. A cache that cannot be written is not used, without an error.
+Nothing is mapped: a file that another node removes, or that is truncated, would kill the process.
 """
 
 import contextlib
 import fcntl
 import json
+import math
 import os
-import secrets
-import shutil
+import stat
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from dlio.util.files import take_lock
+from dlio.util.files import take_lock, write_whole_at
+from dlio.util.folders import (
+    MARK,
+    empty_folder,
+    open_below,
+    open_working,
+    remove_entry,
+    remove_marked,
+    rename,
+)
+from dlio.util.named import make_folders
+from dlio.util.opening import (
+    closing_descriptor,
+    open_file,
+    open_new,
+    read_small,
+    temporary_name,
+)
 from dlio.util.settings import settings
+from dlio.util.shared import user_folder
 
 __all__ = [
     "Arrays",
+    "CacheEntry",
     "Names",
     "Stamped",
+    "cache_entries",
     "cache_folder",
     "cached_index",
+    "clean_cache",
     "fingerprint_of",
     "forget_index",
     "kept_index",
+    "open_cache",
 ]
 
 Arrays = dict[str, npt.NDArray[Any]]
 """Arrays of an index by name; text is stored as uint8."""
-_CHECKED_BYTES = 32 << 20
-"""The checksums of larger arrays are not verified, which would mean to read all of them."""
 _WAIT_S = 600.0
 _HEAD = "head.json"
+_MOST_HEAD = 1 << 20
+_LOCK = "lock"
+_KEPT = "kept"
 
 
 class Stamped(Protocol):
-    """A file or folder whose `stamp` changes when its contents do."""
+    """A file or folder whose `state` changes when its contents do."""
 
     @property
     def url(self) -> str:
         """Its path or URL."""
 
     @property
-    def stamp(self) -> str:
-        """Text such as size and time of change."""
+    def state(self) -> str:
+        """Text such as size, time of change and inode."""
 
 
 class Names:
@@ -99,23 +126,23 @@ def cached_index(
         files: the files that the index describes.
         build: makes the arrays.
 
-    Returns arrays that may be mapped from files and must not be written to.
+    Returns arrays that must not be written to.
     """
     urls, states = xxhash.xxh3_64(), xxhash.xxh3_128(f"{kind} {version}".encode())
     for file in files:
         urls.update(f"{file.url}\n".encode("utf-8", "surrogateescape"))
-        states.update(f"{file.url}\n{file.stamp}\n".encode("utf-8", "surrogateescape"))
-    folder = os.path.join(cache_folder(), f"{kind}-{urls.hexdigest()}")
-    place = os.path.join(folder, states.hexdigest())
-    index = _load(place)
-    if index is not None:
-        return index
-    with _alone(folder):
-        index = _load(place)
-        if index is None:
-            arrays = build()
-            _save(place, arrays)
-            index = _load(place) or arrays
+        states.update(f"{file.url}\n{file.state}\n".encode("utf-8", "surrogateescape"))
+    state = states.hexdigest()
+    with _entry(kind, urls.hexdigest()) as folder:
+        index = _load(folder, state)
+        if index is not None:
+            return index
+        with _alone(folder):
+            index = _load(folder, state)
+            if index is None:
+                arrays = build()
+                _save(folder, state, arrays)
+                index = _load(folder, state) or arrays
     return index
 
 
@@ -136,27 +163,28 @@ def kept_index(
         build: returns the arrays, and True if they may be kept.
     """
     key = xxhash.xxh3_64_hexdigest(f"{version} {url}".encode("utf-8", "surrogateescape"))
-    folder = os.path.join(cache_folder(), f"{kind}-{key}")
-    place = os.path.join(folder, "kept")
-    index = _load(place)
-    if index is not None and good(index):
-        return index
-    with _alone(folder):
-        index = _load(place)
-        if index is None or not good(index):
-            index, keep = build()
-            if keep:
-                _save(place, index)
-                index = _load(place) or index
-            else:
-                shutil.rmtree(place, ignore_errors=True)
+    with _entry(kind, key) as folder:
+        index = _load(folder, _KEPT)
+        if index is not None and good(index):
+            return index
+        with _alone(folder):
+            index = _load(folder, _KEPT)
+            if index is None or not good(index):
+                index, keep = build()
+                if keep:
+                    _save(folder, _KEPT, index)
+                    index = _load(folder, _KEPT) or index
+                elif folder is not None:
+                    remove_entry(folder, _KEPT)
     return index
 
 
 def forget_index(kind: str, version: int, url: str) -> None:
     """Have `kept_index` build its index anew, because it has turned out to be wrong."""
     key = xxhash.xxh3_64_hexdigest(f"{version} {url}".encode("utf-8", "surrogateescape"))
-    shutil.rmtree(os.path.join(cache_folder(), f"{kind}-{key}", "kept"), ignore_errors=True)
+    with _entry(kind, key) as folder:
+        if folder is not None:
+            remove_entry(folder, _KEPT)
 
 
 def fingerprint_of(kind: str, version: int, *parts: str | bytes | npt.NDArray[np.generic]) -> str:
@@ -173,15 +201,93 @@ def fingerprint_of(kind: str, version: int, *parts: str | bytes | npt.NDArray[np
 
 
 @contextlib.contextmanager
-def _alone(folder: str) -> Iterator[None]:
+def open_cache() -> Iterator[int]:
+    """Open this user's cache and yield its descriptor; create it if it is missing. Raises OSError.
+
+    If others own the folder, or can write in it, this user has a private folder there.
+    """
+    with closing_descriptor(make_folders(cache_folder(), 0o700)) as folder:
+        status = os.fstat(folder)
+        if status.st_uid == os.geteuid() and not status.st_mode & 0o022:
+            yield folder
+            return
+        with closing_descriptor(open_working(folder, user_folder(), marked=False)) as private:
+            yield private
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEntry:
+    """An index, or another file, in this user's cache."""
+
+    name: str
+    """Name in the cache: of an index, its format and a hash of the path."""
+    bytes: int
+    used: float
+    """Time of the last change, in seconds since the epoch."""
+    is_index: bool
+
+
+def cache_entries() -> list[CacheEntry]:
+    """Return the contents of this user's cache, sorted by name; none if it cannot be opened."""
+    entries = []
+    with contextlib.suppress(OSError), open_cache() as cache:
+        for name in sorted(os.listdir(cache)):
+            with contextlib.suppress(OSError):
+                status = os.stat(name, dir_fd=cache, follow_symlinks=False)
+                is_index = stat.S_ISDIR(status.st_mode)
+                size = _bytes_below(cache, name) if is_index else status.st_size
+                entries.append(CacheEntry(name, size, status.st_mtime, is_index))
+    return entries
+
+
+def clean_cache(older_s: float = 0.0) -> tuple[int, int]:
+    """Remove indexes from this user's cache that have not changed for some time.
+
+    Only folders that dlio has marked as its own are removed. Processes that use an index keep it in
+    memory. Returns the number of indexes that were removed, and their bytes.
+    """
+    removed = size = 0
+    now = time.time()
+    with contextlib.suppress(OSError), open_cache() as cache:
+        for entry in cache_entries():
+            if not entry.is_index or now - entry.used < older_s:
+                continue
+            with contextlib.suppress(OSError):
+                if remove_marked(cache, entry.name):
+                    removed, size = removed + 1, size + entry.bytes
+    return removed, size
+
+
+def _bytes_below(parent: int, name: str) -> int:
+    """Return the bytes of the files in a folder and its folders. Raises OSError."""
+    total = 0
+    with closing_descriptor(open_below(parent, name)) as folder:
+        for each in os.listdir(folder):
+            status = os.stat(each, dir_fd=folder, follow_symlinks=False)
+            inside = stat.S_ISDIR(status.st_mode)
+            total += _bytes_below(folder, each) if inside else status.st_size
+    return total
+
+
+@contextlib.contextmanager
+def _entry(kind: str, key: str) -> Iterator[int | None]:
+    """Open the folder of an index; yields None if the cache cannot be used."""
+    with contextlib.ExitStack() as stack:
+        folder = None
+        with contextlib.suppress(OSError):
+            cache = stack.enter_context(open_cache())
+            folder = stack.enter_context(closing_descriptor(open_working(cache, f"{kind}.{key}")))
+        yield folder
+
+
+@contextlib.contextmanager
+def _alone(folder: int | None) -> Iterator[None]:
     """Keep other processes from building the same index, if the file system supports locks."""
     descriptor = -1
-    try:
-        os.makedirs(folder, mode=0o700, exist_ok=True)
-        descriptor = os.open(f"{folder}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        take_lock(descriptor, fcntl.LOCK_EX, _WAIT_S)
-    except OSError:
-        pass  # Without a lock every process builds its own.
+    if folder is not None:
+        with contextlib.suppress(OSError):  # Without a lock every process builds its own.
+            descriptor = open_file(folder, _LOCK, os.O_RDWR | os.O_CREAT)
+            take_lock(descriptor, fcntl.LOCK_EX, _WAIT_S)
     try:
         yield
     finally:
@@ -189,46 +295,66 @@ def _alone(folder: str) -> Iterator[None]:
             os.close(descriptor)
 
 
-def _save(place: str, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-    parent = os.path.dirname(place)
-    temporary = f"{place}.{secrets.token_hex(4)}"
+def _save(folder: int | None, name: str, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    if folder is None:
+        return
+    temporary = temporary_name(name)
     try:
-        os.makedirs(temporary, mode=0o700)
-        head = {}
-        for name, array in arrays.items():
-            plain = np.ascontiguousarray(array)
-            head[name] = [plain.dtype.str, list(plain.shape), _digest(plain)]
-            np.save(os.path.join(temporary, f"{name}.npy"), plain, allow_pickle=False)
-        with open(os.path.join(temporary, _HEAD), "w", encoding="utf-8") as file:
-            json.dump(head, file)
-        shutil.rmtree(place, ignore_errors=True)
-        os.rename(temporary, place)
-        # Indexes of earlier states of the files. Processes that still map them keep the memory.
-        for name in os.listdir(parent):
-            if name not in ("lock", os.path.basename(place)):
-                shutil.rmtree(os.path.join(parent, name), ignore_errors=True)
+        with closing_descriptor(open_working(folder, temporary, marked=False)) as inside:
+            head = {}
+            for each, array in arrays.items():
+                plain = np.ascontiguousarray(array)
+                head[each] = [plain.dtype.str, list(plain.shape), _digest(plain)]
+                with open_new(inside, f"{each}.npy", 0o600) as file:
+                    np.save(file, plain, allow_pickle=False)
+            text = json.dumps(head).encode()
+            write_whole_at(inside, _HEAD, lambda file: file.write(text))
+        remove_entry(folder, name)
+        rename(temporary, name, folder, folder)
+        # Indexes of earlier states of the files.
+        empty_folder(folder, keep=(_LOCK, MARK, name))
     except OSError:
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove_entry(folder, temporary)
 
 
-def _load(place: str) -> Arrays | None:
+def _load(folder: int | None, name: str) -> Arrays | None:
     """Read the arrays of an index, None if they are missing or damaged."""
-    try:
-        with open(os.path.join(place, _HEAD), encoding="utf-8") as file:
-            head = json.load(file)
-        arrays: Arrays = {}
-        for name, (dtype, shape, digest) in head.items():
-            path = os.path.join(place, f"{os.path.basename(name)}.npy")
-            # An array of no bytes cannot be mapped.
-            array = np.load(path, mmap_mode="r" if all(shape) else None, allow_pickle=False)
-            if array.dtype.str != dtype or list(array.shape) != shape:
-                return None
-            if array.nbytes <= _CHECKED_BYTES and _digest(array) != digest:
-                return None
-            arrays[name] = np.asarray(array)
-    except (OSError, ValueError, TypeError, AttributeError, EOFError):
+    if folder is None:
         return None
+    try:
+        with closing_descriptor(open_below(folder, name)) as inside:
+            return _loaded(inside)
+    except (OSError, ValueError, TypeError, AttributeError, EOFError, RecursionError):
+        return None
+
+
+def _loaded(folder: int) -> Arrays | None:
+    head = json.loads(read_small(folder, _HEAD, _MOST_HEAD))
+    arrays: Arrays = {}
+    for name, (dtype, shape, digest) in head.items():
+        array = _read_array(folder, f"{os.path.basename(name)}.npy", dtype, tuple(shape))
+        if array is None or _digest(array) != digest:
+            return None
+        arrays[name] = array
     return arrays
+
+
+def _read_array(
+    folder: int, name: str, dtype: str, shape: tuple[int, ...]
+) -> npt.NDArray[Any] | None:
+    """Read a .npy file of a certain type and shape; None if it is another one, or cut off."""
+    with os.fdopen(open_file(folder, name, os.O_RDONLY), "rb") as file:
+        if np.lib.format.read_magic(file) != (1, 0):  # A head of 2.0 may claim 4 GiB.
+            return None
+        actual, fortran, kind = np.lib.format.read_array_header_1_0(file)
+        wanted = math.prod(shape) * kind.itemsize
+        left = os.fstat(file.fileno()).st_size - file.tell()
+        if kind.hasobject or kind.str != dtype or actual != shape or fortran or left != wanted:
+            return None
+        memory = bytearray(wanted)
+        if file.readinto(memory) != wanted:
+            return None
+    return np.ndarray(shape, kind, memory)
 
 
 def _digest(array: npt.NDArray[Any]) -> str:

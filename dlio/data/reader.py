@@ -5,19 +5,45 @@ that for all formats alike. Readers plug in through the entry-point group `dlio.
 """
 
 import inspect
+import os
+import types
+import typing
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import Any, Final, Protocol, TypeGuard, cast, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
+from dlio.data.joined import JoinedReader
+from dlio.data.links import following_links, links_followed
+from dlio.data.parts import warn_of_parts
 from dlio.data.schema import Schema
 from dlio.data.source import Source, expand, listed_once, redact, split_fields
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import Layout
+from dlio.util.arguments import named, nearest, one_of, path_in, paths_in
+from dlio.util.extras import how_to_install
+from dlio.util.limits import parsing
 
-__all__ = ["Reader", "ReaderType", "StoredBlocks", "data_bytes", "open_reader"]
+__all__ = [
+    "OPEN_ARGUMENTS",
+    "Reader",
+    "ReaderType",
+    "SampleName",
+    "StoredBlocks",
+    "data_bytes",
+    "open_reader",
+    "reopened",
+    "reopening",
+]
+
+OPEN_ARGUMENTS: Final = (
+    *("tiers", "image_size", "train", "transform"),
+    *("seed", "on_error", "replicas", "follow_links"),
+)
+"""Arguments of `dlio.open` that readers do not see, for suggestions."""
 
 
 @runtime_checkable
@@ -72,6 +98,17 @@ class Reader(Protocol):
         """Close files. Reading afterwards opens them again."""
 
 
+@dataclass(frozen=True, slots=True)
+class SampleName:
+    """Name of a sample for errors, which is looked up only when it is shown."""
+
+    reader: Reader
+    sample: int
+
+    def __str__(self) -> str:
+        return self.reader.name(self.sample)
+
+
 @runtime_checkable
 class StoredBlocks(Protocol):
     """A reader whose source stores blocks in the format of tiers, which are copied unchanged."""
@@ -93,7 +130,8 @@ class ReaderType(Protocol):
     """A reader's class, as entry points name it.
 
     A class with a true attribute `fallback` is tried last. One with a true `objects_only` does not
-    read paths but Python objects.
+    read paths but Python objects. One with a true `single` gets one path at a time; the data sets
+    of several paths are joined.
     """
 
     def __call__(self, path: object, **options: object) -> Reader: ...
@@ -111,18 +149,23 @@ def data_bytes(reader: Reader) -> int:
     return int(reader.sizes.sum(dtype=np.int64)) if known is None else known
 
 
-def open_reader(path: object, **options: object) -> Reader:
+def open_reader(path: object, *, follow_links: bool | None = None, **options: object) -> Reader:
     """Find the reader that recognises `path`, and open it.
 
     Args:
         path: a path or URL, several of them, or an object that a reader takes, such as torch's
             map-style data sets.
+        follow_links: follow symbolic links that lead out of the data set's folder, or refuse them;
+            None for DLIO_FOLLOW_LINKS.
         options: for the reader, such as `select` for HDF5 and Zarr.
 
     Raises SourceError when the path does not exist or no reader recognises it, with the reason of
     each; UsageError for an option that the reader does not have.
     """
+    path = _as_text(path)
     if isinstance(path, Reader):
+        if options:
+            raise UsageError(f"{next(iter(options))}=: the data set is open already: give its path")
         return path
     named = False
     if _are_names(path):
@@ -135,17 +178,47 @@ def open_reader(path: object, **options: object) -> Reader:
     reasons = []
     kinds = [(entry.name, entry.load()) for entry in entry_points(group="dlio.readers")]
     kinds.sort(key=lambda item: (getattr(item[1], "fallback", False), item[0]))
-    with listed_once():
+    with listed_once(), following_links(follow_links):
         for name, kind in kinds:
             if getattr(kind, "objects_only", False) == named:
                 continue
-            reason = kind.recognises(first)
+            single = named and getattr(kind, "single", False)
+            try:
+                reason = kind.recognises(expand(cast(str, first))[0] if single else first)
+            except SourceError as error:
+                reason = str(error)
             if reason is None:
-                return _made(name, kind, path, options)
+                urls = _each(cast("str | Sequence[str]", path)) if single else []
+                if len(urls) > 1:
+                    return JoinedReader([_made(name, kind, url, options) for url in urls])
+                return _made(name, kind, urls[0] if urls else path, options)
             reasons.append(f"{name}: {reason}")
     if not reasons:
-        raise SourceError("no readers are installed: install dlio as a package (pip install dlio)")
-    raise SourceError(f"{shown} is not a data set that dlio can read ({'; '.join(reasons)})")
+        raise SourceError(f"no readers are installed: install dlio, {how_to_install('')}")
+    remedy = "" if named else ": give a path, a list of paths, or a map-style data set of torch"
+    raise SourceError(
+        f"{shown} is not a data set that dlio can read ({'; '.join(reasons)}){remedy}"
+    )
+
+
+def _as_text(path: object) -> object:
+    """Return a path or several of pathlib as text, and any other object as it is."""
+    if isinstance(path, list | tuple) and all(isinstance(each, str | os.PathLike) for each in path):
+        return paths_in("path", path)
+    if not isinstance(path, str | os.PathLike):
+        return path
+    path = path_in("path", path)
+    if not path:
+        raise UsageError("path='': name a folder, a file or a URL; the current folder is '.'")
+    return path
+
+
+def _each(path: str | Sequence[str]) -> list[str]:
+    """Return the single paths that a path or several stand for; names of fields apply to all."""
+    parts = [split_fields(each) for each in expand(path)]
+    names = next((names for _, names in reversed(parts) if names), ())
+    tail = f"::{','.join(names)}" if names else ""
+    return [url + tail for url, _ in parts]
 
 
 def _are_names(path: object) -> TypeGuard[str | Sequence[str]]:
@@ -156,10 +229,55 @@ def _are_names(path: object) -> TypeGuard[str | Sequence[str]]:
 
 
 def _made(name: str, kind: ReaderType, path: object, options: dict[str, object]) -> Reader:
-    known = inspect.signature(kind).parameters
+    known = inspect.signature(kind, eval_str=True).parameters
+    own = [each for each in known if each != "path"]
     for option in options:
         if option not in known:
             raise UsageError(
-                f"{option}=: the {name} reader, which reads {path}, has no such option"
+                f"{option}=: the {name} reader, which reads {redact(str(path))}, has no such "
+                f"option{nearest(option, [*own, *OPEN_ARGUMENTS])}"
             )
-    return kind(path, **options)
+    options = {
+        each: _fitting(each, value, known[each].annotation) for each, value in options.items()
+    }
+    if getattr(kind, "objects_only", False):
+        return kind(path, **options)
+    with parsing(redact(str(path))):
+        reader = kind(path, **options)
+    if reader.format == "folder":
+        warn_of_parts(reader.path, reader.classes)
+    return reader
+
+
+def _fitting(name: str, value: object, hint: object) -> object:
+    """Return an option's value if its type is the declared one; only texts and words are checked.
+
+    Raises UsageError.
+    """
+    hints = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    for each in typing.get_args(hint) if typing.get_origin(hint) is typing.Union else hints:
+        if typing.get_origin(each) is typing.Literal:
+            return value if value is None else one_of(name, value, typing.get_args(each))
+    if Sequence[str] in hints:
+        if isinstance(value, str):
+            return value if str in hints else [value]
+        several = isinstance(value, list | tuple) and all(isinstance(each, str) for each in value)
+        if not (several or value is None):
+            raise UsageError(f"{named(name, value)}: give a list of names, such as ['a', 'b']")
+    elif str in hints and not isinstance(value, str | None):
+        raise UsageError(f"{named(name, value)}: give text")
+    return value
+
+
+def reopened(kind: type[Reader], follow_links: bool, given: tuple[object, ...]) -> Reader:
+    """Open a reader in another process as it was opened in this one; see `reopening`."""
+    with following_links(follow_links):
+        return kind(*given)
+
+
+def reopening(kind: type[Reader], *given: object) -> tuple[object, ...]:
+    """Return what a reader's `__reduce__` returns: its arguments, and whether it follows links.
+
+    To be called while the reader is being opened.
+    """
+    return reopened, (kind, links_followed(), given)

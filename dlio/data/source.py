@@ -9,13 +9,20 @@ import glob
 import io
 import os
 import re
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, BinaryIO, Final
 
+import xxhash
+
+from dlio.data.identity import content_sample, stamp_of
+from dlio.data.links import check_link, links_followed
 from dlio.errors import SourceError, UsageError
+from dlio.util.limits import check_regular, open_regular
 
 __all__ = [
     "Entry",
@@ -35,20 +42,6 @@ _MAX_FILES: Final = 1_000_000
 _CHAINING: Final = re.compile(
     r"(zip|tar|libarchive|simplecache|filecache|blockcache|dir|cached)://"
 )
-_STAMPS: Final = (
-    "ETag",
-    "etag",
-    "mtime",
-    "LastModified",
-    "last_modified",
-    "updated",
-    "created",
-    "date_time",
-    "md5Hash",
-    "CRC",
-)
-"""Attributes of a file, by file system, that change when the file does."""
-
 
 _seen: ContextVar[dict[tuple[str, str], list[tuple[str, bool]]] | None] = ContextVar(
     "seen", default=None
@@ -76,7 +69,7 @@ class Entry:
     folder: bool
     size: int
     modified_ns: int
-    """Time of the last change of the contents; 0 where it is unknown."""
+    """Time of the last change of the contents; of a remote file a hash of its ETag or time."""
     changed_ns: int = 0
     """Time of the last change of contents or attributes, which no user can set; 0 if unknown."""
 
@@ -90,6 +83,7 @@ class Source:
     def __init__(self, url: str) -> None:
         self.url = url
         self._files: Any = None
+        self._follow = links_followed()
         self.root = os.path.abspath(os.path.expanduser(url))
         if is_remote(url):
             try:
@@ -147,7 +141,7 @@ class Source:
                 row["name"].rstrip("/").rsplit("/", 1)[-1],
                 row["type"] == "directory",
                 int(row.get("size") or 0),
-                0,
+                xxhash.xxh3_64_intdigest(stamp_of(row).encode()) >> 1,
             )
             for row in rows
         ]
@@ -177,13 +171,23 @@ class Source:
         return rows
 
     def entry(self, folder: str, name: str) -> Entry | None:
-        """Return a file of a local folder, None for a dangling link. Raises SourceError."""
+        """Return a file of a local folder, None for a dangling link.
+
+        Raises SourceError, also if it is not a regular file, or a link out of the root.
+        """
+        path = f"{self.path(folder)}/{name}"
         try:
-            status = os.stat(f"{self.path(folder)}/{name}")
+            status = os.lstat(path)
+            if stat.S_ISLNK(status.st_mode):
+                status = os.stat(path)
+                self.check_link(path)
+            check_regular(status, path)
         except FileNotFoundError:
             return None
+        except SourceError:
+            raise
         except OSError as error:
-            raise self._failed(f"{folder}/{name}", error) from error
+            raise failed(path, error) from error
         return Entry(name, False, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
     def read(self, name: str, offset: int = 0, count: int | None = None) -> bytes:
@@ -193,12 +197,20 @@ class Source:
         """
         try:
             if self._files is None:
+                self.check_link(self.path(name))
                 return _pread(self.path(name), offset, count)
             end = None if count is None else offset + count
             data: bytes = self._files.cat_file(self.path(name), start=offset, end=end)
+        except SourceError:
+            raise
         except Exception as error:
             raise self._failed(name, error) from error
         return data
+
+    def check_link(self, path: str) -> None:
+        """Raise SourceError for a local link out of the root, unless those are followed."""
+        if self.local and not self._follow and path != self.root and os.path.islink(path):
+            check_link(self.root, path)
 
     def _scan(self, name: str) -> list[Entry]:
         entries = []
@@ -236,6 +248,7 @@ class File:
         self.local_path: str | None = None
         self._files: Any = None
         self._path = url
+        self._changed = ""
         try:
             if is_remote(url):
                 self._files, self._path = _fsspec().core.url_to_fs(url)
@@ -243,17 +256,37 @@ class File:
                 if info["type"] != "file" or info["size"] is None:
                     raise SourceError(f"{self.name} is not a file of a known size: check the path")
                 self.size = int(info["size"])
-                stamps = [f"{key} {info[key]}" for key in _STAMPS if key in info]
-                self.stamp = " ".join([str(self.size), *stamps])
+                self._times = stamp_of(info)
             else:
                 self._path = self.local_path = os.path.abspath(os.path.expanduser(url))
                 status = os.stat(self._path)
+                check_regular(status, self._path)
                 self.size = status.st_size
-                self.stamp = f"{status.st_size} {status.st_mtime_ns}"
+                self._times = f"{status.st_mtime_ns}"
+                self._changed = f"{status.st_ctime_ns} {status.st_ino}"
         except SourceError:
             raise
         except Exception as error:
             raise failed(url, error) from error
+
+    @cached_property
+    def stamp(self) -> str:
+        """Text that changes when the contents do: size, time of change, and a sample of them.
+
+        Raises SourceError.
+        """
+        content = ""
+        if self.local_path is not None:
+            try:
+                content = content_sample(self.local_path)
+            except OSError as error:
+                raise failed(self.url, error) from error
+        return f"{self.size} {self._times} {content}"
+
+    @property
+    def state(self) -> str:
+        """Text that changes when the contents may have changed: also with permissions."""
+        return f"{self.stamp} {self._changed}"
 
     def read(self, offset: int = 0, count: int | None = None) -> bytes:
         """Return `count` bytes of the file, or all up to its end; fewer when it is shorter.
@@ -274,7 +307,7 @@ class File:
         done = 0
         try:
             if self.local_path is not None:
-                descriptor = os.open(self.local_path, os.O_RDONLY | os.O_CLOEXEC)
+                descriptor = open_regular(self.local_path)
                 try:
                     while done < len(into):
                         count = os.preadv(descriptor, [into[done:]], offset + done)
@@ -302,7 +335,7 @@ class File:
         """Open a seekable stream of the file, for libraries. The caller closes it."""
         try:
             if self.local_path is not None:
-                return io.FileIO(self.local_path)
+                return io.FileIO(open_regular(self.local_path))
             stream: BinaryIO = self._files.open(self._path, "rb")
         except Exception as error:
             raise failed(self.url, error) from error
@@ -333,14 +366,18 @@ def split_fields(path: str) -> tuple[str, tuple[str, ...]]:
 def expand(path: str | Sequence[str]) -> list[str]:
     """Expand the patterns in one or several paths: `{000..099}`, `{a,b}`, `*`, `?`, `[0-9]`.
 
-    Matches of a pattern are sorted; lists and braces keep their order.
+    Matches of a pattern are sorted; lists and braces keep their order. Names of fields after `::`
+    stay at each path.
 
     Raises SourceError when a pattern matches nothing, UsageError when one is for too many files.
     """
     files: list[str] = []
     for pattern in [path] if isinstance(path, str) else path:
-        for each in _braces(pattern):
-            files += _globbed(each) if re.search(r"[*?\[]", _own_part(each)) else [each]
+        url = split_fields(pattern)[0]
+        names = pattern[len(url) :]
+        for each in _braces(url):
+            matches = _globbed(each) if re.search(r"[*?\[]", _own_part(each)) else [each]
+            files += [match + names for match in matches]
             if len(files) > _MAX_FILES:
                 raise UsageError(f"{redact(pattern)} stands for over {_MAX_FILES:,} files")
     if not files:
@@ -360,8 +397,11 @@ def files_below(path: str | Sequence[str], suffixes: str | tuple[str, ...]) -> l
             continue
         own, _, chain = each.partition("::")
         tail = f"::{chain}" if chain else ""
-        names = [name for name, _ in Source(each).names()]
-        files += [f"{own.rstrip('/')}/{n}{tail}" for n in names if n.lower().endswith(suffixes)]
+        source = Source(each)
+        names = [name for name, _ in source.names() if name.lower().endswith(suffixes)]
+        for name in names:
+            source.check_link(source.path(name))
+        files += [f"{own.rstrip('/')}/{name}{tail}" for name in names]
     return files
 
 
@@ -378,10 +418,10 @@ def failed(url: str, error: Exception) -> SourceError:
 
 
 def _pread(path: str, offset: int, count: int | None) -> bytes:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = open_regular(path)
     try:
-        if count is None:
-            count = max(0, os.fstat(descriptor).st_size - offset)
+        left = max(0, os.fstat(descriptor).st_size - offset)
+        count = left if count is None else min(count, left)
         data = os.pread(descriptor, count, offset)
         while len(data) < count:
             more = os.pread(descriptor, count - len(data), offset + len(data))

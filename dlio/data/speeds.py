@@ -13,12 +13,14 @@ import threading
 import time
 from typing import Any, Final
 
-from dlio.data.index import cache_folder
-from dlio.util.files import write_json
+from dlio.data.index import cache_folder, open_cache
+from dlio.util.files import unwritable, write_whole_at
+from dlio.util.opening import read_small
 
 __all__ = ["Observation", "Speed", "measured", "remember"]
 
 _FILE: Final = "bandwidths.json"
+_MOST: Final = 1 << 20
 _LATENCY_S: Final = 1e-3
 _RATE: Final = 1e9
 """Bytes per second of a place that was not measured."""
@@ -106,16 +108,20 @@ def remember(place: str, latency_s: float, rate: float) -> str:
     everything = _everything()
     here = everything.setdefault(platform.node(), {})
     here[place] = {"latency_s": latency_s, "bytes_per_s": rate, "measured": time.time()}
-    os.makedirs(cache_folder(), exist_ok=True)
+    text = json.dumps(everything, indent=2).encode()
     path = os.path.join(cache_folder(), _FILE)
-    write_json(path, everything)
+    try:
+        with open_cache() as cache:
+            write_whole_at(cache, _FILE, lambda file: file.write(text))
+    except OSError as error:
+        raise unwritable(path, error) from error
     return path
 
 
 def _everything() -> dict[str, Any]:
     try:
-        with open(os.path.join(cache_folder(), _FILE), encoding="utf-8") as file:
-            content = json.load(file)
-    except (OSError, ValueError):
+        with open_cache() as cache:
+            content = json.loads(read_small(cache, _FILE, _MOST))
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}

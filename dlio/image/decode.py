@@ -68,7 +68,7 @@ class Decoder:
             return f"short{self._short}"
         return f"middle{self.crop.size}x{self.crop.width}r{self.crop.resize or 0}"
 
-    def prepare(self, image: Buffer, name: str) -> npt.NDArray[np.uint8]:
+    def prepare(self, image: Buffer, name: object) -> npt.NDArray[np.uint8]:
         """Decode as far as the result is the same in every epoch: RGB, shape (rows, columns, 3).
 
         In training this is the whole image, shrunk to a short side of 8/7 of the crop's if it is
@@ -114,7 +114,7 @@ class Decoder:
     def decode(
         self,
         image: Buffer,
-        name: str,
+        name: object,
         uniforms: npt.NDArray[np.float64],
         out: npt.NDArray[np.uint8],
     ) -> None:
@@ -122,7 +122,7 @@ class Decoder:
 
         Args:
             image: the file's bytes.
-            name: of the image, for errors.
+            name: names the image in errors, as a str or by its `__str__`.
             uniforms: its row of `draw`.
             out: RGB, shape (height, width, 3) of the crop, contiguous.
 
@@ -134,7 +134,7 @@ class Decoder:
             self._cut_out(image, name, uniforms.tolist(), out)
 
     def _cut_out(
-        self, image: Buffer, name: str, uniforms: Sequence[float], out: npt.NDArray[np.uint8]
+        self, image: Buffer, name: object, uniforms: Sequence[float], out: npt.NDArray[np.uint8]
     ) -> None:
         size = _jpeg_size(image, name)
         if size is not None:
@@ -161,7 +161,7 @@ class Decoder:
         return 1
 
 
-def decode_whole(image: Buffer, name: str) -> npt.NDArray[np.uint8]:
+def decode_whole(image: Buffer, name: object) -> npt.NDArray[np.uint8]:
     """Decode a whole image: RGB, shape (height, width, 3). Raises DecodeError."""
     size = _jpeg_size(image, name)
     if size is not None:
@@ -198,7 +198,7 @@ def _scaled(box: Box, factor: int, shape: tuple[int, ...]) -> Box:
     )
 
 
-def _jpeg_size(image: Buffer, name: str) -> tuple[int, int] | None:
+def _jpeg_size(image: Buffer, name: object) -> tuple[int, int] | None:
     """(height, width) of a JPEG that simplejpeg decodes; None for everything else.
 
     Raises DecodeError when the header declares more pixels than the limit.
@@ -208,6 +208,8 @@ def _jpeg_size(image: Buffer, name: str) -> tuple[int, int] | None:
             height, width, colours, _ = _simplejpeg().decode_jpeg_header(image)
         except ValueError as error:
             raise _damaged(name, f"its JPEG header cannot be read: {error}") from error
+        except KeyError:
+            return None  # Subsampling that simplejpeg has no name for, such as 4:4:1.
         _check_size(height, width, name)
         return None if colours in ("CMYK", "YCCK") else (height, width)
     size = _declared_size(image, name)
@@ -216,7 +218,7 @@ def _jpeg_size(image: Buffer, name: str) -> tuple[int, int] | None:
     return None
 
 
-def _declared_size(image: Buffer, name: str) -> tuple[int, int] | None:
+def _declared_size(image: Buffer, name: object) -> tuple[int, int] | None:
     """(height, width) in the header of a file other than a JPEG; None for formats whose pixels
     cannot be many more than their bytes: WebP has at most 16,383 pixels a side, PPM is not
     compressed."""
@@ -256,7 +258,7 @@ def _tiff_size(image: Buffer) -> tuple[int, int]:
     return sides[_TIFF_HEIGHT], sides[_TIFF_WIDTH]
 
 
-def _check_size(height: int, width: int, name: str) -> None:
+def _check_size(height: int, width: int, name: object) -> None:
     if height <= 0 or width <= 0 or height * width > MAX_PIXELS:
         raise _damaged(name, f"{width} x {height} pixels are not within 1 to {MAX_PIXELS}")
 
@@ -265,7 +267,7 @@ _threads = threading.local()
 
 
 def _decode_jpeg(
-    image: Buffer, name: str, size: tuple[int, int], box: Box, factor: int
+    image: Buffer, name: object, size: tuple[int, int], box: Box, factor: int
 ) -> tuple[npt.NDArray[np.uint8], int, int]:
     """Decode the box, and possibly more around it.
 
@@ -345,7 +347,7 @@ def _copy_memory(count: int) -> memoryview:
     return memory[:count]
 
 
-def _decode_other(image: Buffer, name: str) -> npt.NDArray[np.uint8]:
+def _decode_other(image: Buffer, name: object) -> npt.NDArray[np.uint8]:
     """Decode PNG, WebP, TIFF, BMP, PPM and JPEGs in CMYK. EXIF rotation is ignored, as by
     torchvision's loader."""
     cv2 = opencv()
@@ -360,7 +362,7 @@ def _decode_other(image: Buffer, name: str) -> npt.NDArray[np.uint8]:
     return rgb
 
 
-def _damaged(name: str, reason: str) -> DecodeError:
+def _damaged(name: object, reason: str) -> DecodeError:
     return DecodeError(
         f"{name} cannot be decoded: {reason} (repair or remove it; `dlio verify` lists all such "
         "files, --on-error skip leaves them out)"

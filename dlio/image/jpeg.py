@@ -123,8 +123,9 @@ def parse_frame(image: Buffer) -> Frame | None:
 def _frame(
     view: memoryview, frame: int, scan: int, length: int, interval: int, starts_at: int
 ) -> Frame | None:
-    components = view[frame + 9] if frame else 0
-    if not components or frame + 10 + 3 * components > len(view) or view[scan + 4] != components:
+    held = view[frame + 2] << 8 | view[frame + 3] if frame else 0
+    components = view[frame + 9] if held >= 8 else 0
+    if not components or held < 8 + 3 * components or length < 3 or view[scan + 4] != components:
         return None
     sampling = [view[frame + 11 + 3 * k] for k in range(components)]
     high, wide = max(s & 15 for s in sampling), max(s >> 4 for s in sampling)

@@ -17,7 +17,7 @@ Source of the distributions: torchvision.transforms.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -26,6 +26,7 @@ import torch
 from dlio.errors import UsageError
 from dlio.image.crop import Crop
 from dlio.image.decode import opencv
+from dlio.util.arguments import check_callable, named, number_in, whole_number
 
 __all__ = [
     "CenterCrop",
@@ -131,8 +132,8 @@ class CenterCrop:
 
 class _Flip:
     def __init__(self, p: float = 0.5) -> None:
-        if not 0 <= p <= 1:
-            raise UsageError(f"{type(self).__name__}(p={p}): a probability is from 0 to 1")
+        if not isinstance(p, int | float) or not 0 <= p <= 1:
+            raise UsageError(f"{type(self).__name__}(p={p!r}): give a probability from 0 to 1")
         self.p = p
 
     def _turned(self, img: Picture, axis: int) -> Picture:
@@ -174,11 +175,16 @@ class Normalize:
         std: Sequence[float],
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        if len(mean) != len(std) or not all(std):
-            raise UsageError(
-                f"Normalize(mean={mean}, std={std}): give a number per channel, std without 0"
-            )
-        self.mean, self.std, self.dtype = list(mean), list(std), dtype
+        wrong = UsageError(
+            f"Normalize(mean={mean!r}, std={std!r}): give a number per channel, std without 0"
+        )
+        try:
+            self.mean, self.std = [float(each) for each in mean], [float(each) for each in std]
+        except (TypeError, ValueError):
+            raise wrong from None
+        if len(self.mean) != len(self.std) or not all(self.std):
+            raise wrong
+        self.dtype = _dtype(dtype)
 
     def __call__(self, img: torch.Tensor) -> torch.Tensor:
         """Normalize a tensor of shape (..., channels, height, width).
@@ -198,7 +204,7 @@ class ToFloat:
     """Scale pixels to 0 to 1, like torchvision's ToTensor and ToDtype(scale=True)."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        self.dtype = dtype
+        self.dtype = _dtype(dtype)
 
     def __call__(self, img: torch.Tensor) -> torch.Tensor:
         return img.to(self.dtype).div_(255) if img.dtype == torch.uint8 else img.to(self.dtype)
@@ -211,7 +217,11 @@ class Compose:
     """Apply transforms one after the other."""
 
     def __init__(self, transforms: Sequence[Transform]) -> None:
+        if not isinstance(transforms, Iterable):
+            raise UsageError(f"{named('transforms', transforms)}: give a list of transforms")
         self.transforms = list(transforms)
+        for each in self.transforms:
+            check_callable("transforms", each)
 
     def __call__(self, img: Picture) -> Picture:
         for transform in self.transforms:
@@ -263,13 +273,23 @@ def _uniform(low: float, high: float) -> float:
     return float(torch.empty(1).uniform_(low, high).item())
 
 
+def _dtype(dtype: torch.dtype) -> torch.dtype:
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise UsageError(f"{named('dtype', dtype)}: give a type of torch, such as torch.float32")
+    return dtype
+
+
 def _size(size: int | Sequence[int]) -> tuple[int, int]:
-    pair = (size, size) if isinstance(size, int) else tuple(size)
-    if len(pair) == 1:
-        pair *= 2
-    if len(pair) != 2 or not all(1 <= side <= 8192 for side in pair):
-        raise UsageError(f"size={size}: a number of pixels from 1 to 8192, or (height, width)")
-    return int(pair[0]), int(pair[1])
+    sides = tuple(size) if isinstance(size, list | tuple) else (size,)
+    if len(sides) == 1:
+        sides *= 2
+    try:
+        height, width = (whole_number("size", side, 1, 8192) for side in sides)
+    except ValueError:  # UsageError, or another number of sides.
+        raise UsageError(
+            f"{named('size', size)}: give a number of pixels from 1 to 8192, or (height, width)"
+        ) from None
+    return height, width
 
 
 def _range(values: Sequence[float], name: str) -> tuple[float, float]:
@@ -280,6 +300,7 @@ def _range(values: Sequence[float], name: str) -> tuple[float, float]:
 
 
 def _pair(values: Sequence[float]) -> tuple[float, float]:
-    if len(values) != 2:
-        raise UsageError(f"{values}: two numbers are wanted, the least and the largest")
-    return float(values[0]), float(values[1])
+    if not isinstance(values, list | tuple) or len(values) != 2:
+        raise UsageError(f"{values!r}: give two numbers, the least and the largest")
+    low, high = (number_in("range", value, 0, "numbers") for value in values)
+    return low, high

@@ -37,6 +37,7 @@ from dlio.train.exchange import parse_exchange
 from dlio.train.exchange.aside import set_aside
 from dlio.train.exchange.buckets import averaged_state
 from dlio.train.exchange.distribute import Distributed, distribute
+from dlio.util.arguments import unknown_word
 
 __all__ = ["DlioEnvironment", "DlioStrategy"]
 
@@ -48,7 +49,7 @@ def _package() -> str:
     """Return the name of the Lightning package in use. Raises UsageError if there is none."""
     here = [name for name in ("lightning", "pytorch_lightning") if find_spec(name) is not None]
     if not here:
-        raise UsageError("Lightning is not installed: pip install lightning")
+        raise UsageError("Lightning is not installed: `pip install lightning`")
     return next((name for name in here if name in sys.modules), here[0])
 
 
@@ -423,7 +424,7 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
             return _fabric_distributed()._sync_ddp_if_available(tensor, group, reduce_op)
         name = "mean" if reduce_op is None else str(reduce_op).rpartition(".")[2].lower()
         if name not in REDUCED:
-            raise UsageError(f"reduce_op={reduce_op!r}: choose one of {', '.join(REDUCED)}")
+            raise unknown_word("reduce_op", reduce_op, REDUCED)
         if name in ("mean", "avg") and not tensor.is_floating_point():
             tensor = tensor.float()
         rows = self._together(lambda: gather_tensor(tensor, comm))

@@ -29,18 +29,21 @@ from dlio.loader.dataset import Dataset
 from dlio.loader.dealing import Dealing, DealtIterator
 from dlio.loader.dealt import Dealt, Torn
 from dlio.loader.device import delivered
-from dlio.loader.engines import Engines
+from dlio.loader.diagnosis import diagnose, report
+from dlio.loader.engines import Engines, described
 from dlio.loader.feed import Begun, Fed, LoaderIterator, Stats
 from dlio.loader.foreign import accelerate
 from dlio.loader.foreign.adapt import read_by_dlio
-from dlio.loader.options import SAME_NAMES, LoaderOptions, OnError, Tiers, WorkerKind
+from dlio.loader.options import SAME_NAMES, LoaderOptions, OnError, WorkerKind, check_arguments
 from dlio.loader.passes import FormulaOrder, Pass, Place, PlannedPass, SamplerOrder, check_state
-from dlio.loader.stats import PassStats, diagnose, report
+from dlio.loader.stats import PassStats
 from dlio.loader.trace import Spans, path_of
 from dlio.plan.epoch import EpochPlan, is_exact
 from dlio.plan.sample_mask import SampleMask
 from dlio.plan.schedule import steps_in_epoch
 from dlio.plan.shares import Shares
+from dlio.storage.spec import Tiers
+from dlio.util.arguments import PathText, whole_number
 from dlio.util.cores import available_cores
 
 if TYPE_CHECKING:
@@ -135,10 +138,11 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         mesh: "DeviceMesh | None" = None,
         group: "Group | None" = None,
         shares: Sequence[int] | None = None,
-        trace: str | None = None,
+        trace: PathText | None = None,
         writer: ScalarWriter | None = None,
         pretend_nodes: int | None = None,
     ) -> None:
+        check_arguments(dataset, num_workers, prefetch_factor, timeout)
         super().__init__(
             dataset,
             batch_size,
@@ -159,14 +163,9 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
             in_order=in_order,
         )
         # Public, under their own names: frameworks that make a loader anew from this one read them.
-        self.shuffle = shuffle
-        self.tiers = tiers
-        self.mode = mode
-        self.source_order = source_order
-        self.seed = seed
-        self.workers = workers
-        self.on_error = on_error
-        self.device = device
+        self.shuffle, self.device = shuffle, device
+        self.tiers, self.mode, self.source_order = tiers, mode, source_order
+        self.seed, self.workers, self.on_error = seed, workers, on_error
         self.mesh, self.group = mesh, group
         self.shares = shares
         self.trace, self.writer = trace, writer
@@ -201,8 +200,7 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
     def __len__(self) -> int:
         """Steps in a whole epoch, the same on all ranks; with `keep`, in the chosen epoch."""
         if self.follows_formula():
-            mask = self._place.mask
-            count = self._count() if mask is None else mask[1].count
+            count = self._count() if self._place.mask is None else self._place.mask[1].count
             return steps_in_epoch(count, 0, self._global_batch(), self.drop_last)
         return super().__len__()
 
@@ -215,7 +213,7 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
 
         Raises UsageError for `keep` where the order is not dlio's own.
         """
-        mask = None
+        epoch, mask = whole_number("epoch", epoch), None
         if keep is not None:
             if not self.follows_formula():
                 raise UsageError("keep= is for orders of dlio's own: give seed=, and no sampler")
@@ -290,10 +288,8 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
 
         Raises UsageError for the state of another data set, seed or kind of order.
         """
-        state = dict(state_dict)
         formula = (self._order_seed(), self._count()) if self.follows_formula() else None
-        check_state(state, formula)
-        self._place = self._place.loaded(state)
+        self._place = self._place.loaded(check_state(state_dict, formula))
 
     def stats(self) -> PassStats:
         """Return this rank's counts of the current or last pass; see `PassStats`."""
@@ -347,6 +343,9 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __repr__(self) -> str:
+        return described(self._options(), self._planned_data())
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy begins where the next pass of the original would.
@@ -497,4 +496,5 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
             return int(self.seed)
         if self.generator is not None:
             return int(self.generator.initial_seed()) % (1 << 63)
-        return int(self.dataset.seed) if isinstance(self.dataset, Dataset) else 0
+        data = self._planned_data()
+        return 0 if data is None else int(data.seed)

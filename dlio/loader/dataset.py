@@ -1,7 +1,8 @@
 """A data set as torch expects it: `len`, `[i]`, `.classes`."""
 
+import operator
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, Final, Self, SupportsIndex
 
 import numpy as np
 import torch
@@ -12,12 +13,23 @@ from dlio.data.replicas import replicated
 from dlio.errors import UsageError
 from dlio.image.crop import Crop
 from dlio.loader.contract import Sample, Transform, UserDataset
-from dlio.loader.options import Tiers
 from dlio.loader.recipe import Finish, Recipe
 from dlio.storage.mount import Mount, mount
-from dlio.storage.spec import choose_tiers, decoded_spec
+from dlio.storage.spec import Tiers, choose_tiers, decoded_spec
+from dlio.util.arguments import (
+    PathText,
+    check_callable,
+    check_flag,
+    named,
+    one_of,
+    paths_in,
+    whole_number,
+)
 
 __all__ = ["Dataset", "open_dataset"]
+
+_MOST_PIXELS: Final = 8192
+_MOST_SEED: Final = 2**63 - 1
 
 
 class Dataset(torch.utils.data.Dataset[Sample]):
@@ -93,16 +105,26 @@ class Dataset(torch.utils.data.Dataset[Sample]):
     def __len__(self) -> int:
         return len(self.reader)
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: SupportsIndex | slice) -> Sample:
         """Return sample `index`, through `transform` if there is one.
 
         Labelled images: (uint8 tensor of shape (3, size, size), or the transform's result;
-        label). Raises IndexError, SourceError, DecodeError.
+        label). A slice gives a view, a `torch.utils.data.Subset` that a loader reads as it reads
+        this data set. Raises IndexError, TypeError, SourceError, DecodeError.
         """
         count = len(self)
-        if not -count <= index < count:
-            raise IndexError(f"sample {index} of a data set of {count}")
-        sample = int(index) % count
+        if isinstance(index, slice):
+            return torch.utils.data.Subset(self, self._sliced(index))
+        try:
+            number = operator.index(index)
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"{named('index', index)}: a data set takes a whole number or a slice; for several "
+                "samples, torch.utils.data.Subset(data, [0, 5])"
+            ) from None
+        if not -count <= number < count:
+            raise IndexError(f"sample {number} of a data set of {count}")
+        sample = number % count
         samples = np.array([sample], np.int64)
         if self._mount is not None:
             block, place = self.reader.layout.locate(samples)
@@ -111,9 +133,15 @@ class Dataset(torch.utils.data.Dataset[Sample]):
             payload = self.reader.read(samples)[0]
         return self._recipe.one(self.epoch, sample, payload)
 
+    def _sliced(self, index: slice) -> range:
+        try:
+            return range(*index.indices(len(self)))
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"{named('index', index)}: {error}") from None
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose crops `[i]` returns."""
-        self.epoch = epoch
+        self.epoch = whole_number("epoch", epoch)
 
     def retier(self, tiers: Tiers) -> None:
         """Replace the tiers. Raises UsageError if they are already in use."""
@@ -122,6 +150,23 @@ class Dataset(torch.utils.data.Dataset[Sample]):
             raise UsageError(f"tiers={tiers!r}: {self.path} is in use with tiers={self.tiers!r}")
         self.tiers = tiers
         self._recipe = self._make_recipe()
+
+    def with_reader(self, reader: Reader, tiers: Tiers | None = None) -> "Dataset":
+        """Return a data set of another reader with the options of this one.
+
+        Args:
+            tiers: None for those of this data set.
+        """
+        return Dataset(
+            reader,
+            tiers=self.tiers if tiers is None else tiers,
+            image_size=self.image_size,
+            train=self.train,
+            transform=self._transform,
+            seed=self.seed,
+            on_error=self.on_error,
+            finish=self._finish,
+        )
 
     @property
     def mounted(self) -> Mount | None:
@@ -181,7 +226,7 @@ class Dataset(torch.utils.data.Dataset[Sample]):
 
 
 def open_dataset(
-    path: UserDataset | str | Sequence[str],
+    path: UserDataset | PathText | Sequence[PathText],
     *,
     tiers: Tiers | None = None,
     image_size: int | None = 224,
@@ -189,7 +234,8 @@ def open_dataset(
     transform: Transform | None = None,
     seed: int = 0,
     on_error: str = "stop",
-    replicas: Sequence[str] = (),
+    replicas: PathText | Sequence[PathText] = (),
+    follow_links: bool | None = None,
     **options: object,
 ) -> Dataset:
     """Open a data set; exported as `dlio.open`.
@@ -197,7 +243,7 @@ def open_dataset(
     Args:
         path: of any format that `dlio ls` knows: a folder, a file, a pattern, a URL, a list of
             them, followed by `::` and names of fields if wanted (`file.h5::images,labels`); or a
-            map-style data set of torch.
+            map-style data set of torch. Paths may be of pathlib.
         tiers: `"ram:2GiB,/local/scratch:20GiB"`, bytes per node, fastest first; `"none"` for no
             tiers; None for DLIO_TIERS, or for RAM up to a quarter of the free memory.
         image_size: side of the square crops of labelled images, in pixels; None for samples as
@@ -213,17 +259,23 @@ def open_dataset(
         replicas: other places of the same data set. Each read goes to the copy that is expected
             to be fastest, by the measurements of `dlio bench tiers` and by the time that reads
             take; and to another copy when it fails.
+        follow_links: follow symbolic links that lead out of the data set's folder, or refuse them;
+            None for DLIO_FOLLOW_LINKS, by default no.
         options: of the reader, such as `select` for a slab of every HDF5 or Zarr sample.
 
     Raises UsageError for options that cannot work, SourceError when the path is not a data set.
     """
-    if on_error not in ("stop", "skip"):
-        raise UsageError(f"on_error={on_error!r}: choose stop or skip")
-    if image_size is not None and not 1 <= image_size <= 8192:
-        raise UsageError(f"image_size={image_size}: choose 1 to 8192 pixels")
+    one_of("on_error", on_error, ("stop", "skip"))
+    if image_size is not None:
+        image_size = whole_number("image_size", image_size, 1, _MOST_PIXELS, "pixels")
+    check_flag("train", train)
+    check_flag("follow_links", follow_links, optional=True)
+    check_callable("transform", transform)
+    seed = whole_number("seed", seed, 0, _MOST_SEED)
     choose_tiers(tiers, 0)
+    places = [path, *paths_in("replicas", replicas)]
     return Dataset(
-        replicated([open_reader(each, **options) for each in (path, *replicas)]),
+        replicated([open_reader(each, follow_links=follow_links, **options) for each in places]),
         tiers=tiers,
         image_size=image_size,
         train=train,

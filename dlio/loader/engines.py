@@ -1,11 +1,15 @@
 """The engines of one loader."""
 
+import logging
 from typing import Any
+
+from torch.utils.data import BatchSampler
 
 from dlio.errors import UsageError
 from dlio.loader.dataset import Dataset
 from dlio.loader.empty import EmptyAware
 from dlio.loader.feed import Begun, Stats
+from dlio.loader.foreign.adapt import holds_own
 from dlio.loader.options import LoaderOptions
 from dlio.loader.passes import Pass, PlannedPass
 from dlio.loader.planned.engine import PlannedEngine, decode_threads
@@ -13,7 +17,43 @@ from dlio.loader.processes import TorchEngine, torch_feed
 from dlio.loader.threads import ThreadEngine
 from dlio.loader.trace import Spans
 
-__all__ = ["Engines"]
+__all__ = ["Engines", "choose_engine", "described"]
+
+_log = logging.getLogger("dlio")
+
+
+def choose_engine(options: LoaderOptions, data: Dataset | None) -> tuple[str, str]:
+    """Return the engine of a pass (`planned`, `threads` or `torch`), and why it is not `planned`;
+    "" if it is.
+
+    Args:
+        data: the data set as dlio reads it; None if it is asked for samples.
+    """
+    if options.iterable:
+        return "torch", "an iterable data set has no indices"
+    if not (data is not None if options.in_threads is None else options.in_threads):
+        return "torch", "worker processes are chosen (workers=, worker_init_fn= and others)"
+    if data is None:
+        engine = "threads" if options.num_workers else "torch"
+        return engine, f"dlio asks a {type(options.dataset).__name__} for each sample"
+    if options.follows_sampler:
+        own = options.batch_sampler is None or type(options.batch_sampler) is BatchSampler
+        name = type(options.sampler if own else options.batch_sampler).__name__
+        return "threads", (
+            f"a {name} chooses the order: leave it out for dlio's own, as with shuffle=True"
+        )
+    if not options.batch_size:
+        return "threads", "batch_size=None asks for single samples"
+    return "planned", ""
+
+
+def described(options: LoaderOptions, data: Dataset | None) -> str:
+    """Return a loader's `repr`: its data set, and its engine with the reason."""
+    engine, reason = choose_engine(options, data)
+    why = f" since {reason}" if reason else ""
+    shown = options.dataset if isinstance(options.dataset, Dataset) else type(options.dataset)
+    name = shown.__name__ if isinstance(shown, type) else repr(shown)
+    return f"dlio.DataLoader({name}, batch_size={options.batch_size}, engine={engine!r}{why})"
 
 
 class Engines:
@@ -27,6 +67,9 @@ class Engines:
         """The next pass, if it has begun while the last batches of the current one are used."""
         self.iterator: Any = None
         """torch's own iterator of the last pass, for a pass with the same worker processes."""
+        self._crops = 0
+        """Epoch of the crops of the last pass that followed a sampler."""
+        self._has_warned = False
 
     def begin_foreign(
         self,
@@ -45,6 +88,11 @@ class Engines:
 
         Raises UsageError for options that the engine lacks.
         """
+        self._warn(options, data)
+        if data is not None and not isinstance(batches, PlannedPass) and data.epoch == self._crops:
+            # Unless the user has chosen the epoch whose crops are taken.
+            self._crops = batches.epoch
+            data.set_epoch(batches.epoch)
         mounted = None if data is None else self.planned.fill(options, data)
         collate = options.collate_fn
         dataset = options.dataset if data is None else data
@@ -60,6 +108,14 @@ class Engines:
         stats = Stats(None if mounted is None else mounted.hierarchy, engine="torch")
         self.iterator = self.torch.iterator(options, collate, batches, iterator)
         return Begun(batches, stats, torch_feed(self.iterator, batches), spans)
+
+    def _warn(self, options: LoaderOptions, data: Dataset | None) -> None:
+        """Say once that samples of `dlio.open` are not read by the planned engine, and why."""
+        engine, reason = choose_engine(options, data)
+        if reason and not self._has_warned and holds_own(options.dataset):
+            self._has_warned = True
+            shown = type(options.dataset).__name__
+            _log.warning("a %s is read by the engine '%s', since %s", shown, engine, reason)
 
     def take_ahead(self, batches: Pass) -> Begun | None:
         """Return the pass that was begun ahead if it is this one; end it otherwise."""

@@ -81,11 +81,13 @@ class Stats:
     Args:
         threads: that make batches.
         engine: `planned`, `threads` or `torch`.
+        images: True if samples have images to decode; None if that is unknown.
     """
 
     hierarchy: Hierarchy | None = None
     threads: int = 0
     engine: str = ""
+    images: bool | None = None
     clock: Clock = field(default_factory=Clock)
     stall_s: float = 0.0
     samples: int = 0
@@ -154,6 +156,8 @@ class Stats:
             "notes": self.hierarchy.notes() if self.hierarchy is not None else [],
             **counted,
         }
+        if self.images is not None:
+            counts["images"] = self.images
         return cast(PassStats, counts)
 
 

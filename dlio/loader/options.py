@@ -11,25 +11,64 @@ from torch.utils.data import IterableDataset, default_collate
 
 from dlio.comm.data_ranks import place
 from dlio.errors import UsageError
-from dlio.loader.contract import CollateFn, ScalarWriter, UserDataset
+from dlio.loader.contract import CollateFn, IndexBatches, Indices, ScalarWriter, UserDataset
 from dlio.loader.dealt import Dealt
 from dlio.loader.passes import FormulaOrder
 from dlio.plan.block_order import window_of
 from dlio.plan.epoch import check_mode, check_shares, is_exact
 from dlio.plan.layout import Layout
 from dlio.plan.shares import checked_shares
-from dlio.storage.spec import TierSpec
+from dlio.storage.spec import Tiers, parse_tiers
+from dlio.util.arguments import (
+    PathText,
+    check_callable,
+    check_counts,
+    named,
+    number_in,
+    one_of,
+    path_in,
+    whole_number,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from dlio.comm.data_ranks import Group
 
-__all__ = ["SAME_NAMES", "LoaderOptions", "OnError", "Tiers", "WorkerKind"]
+__all__ = ["SAME_NAMES", "LoaderOptions", "OnError", "WorkerKind", "check_arguments"]
 
+_MOST_WORKERS: Final = 4096
+_MOST_SEED: Final = 2**63 - 1
 WorkerKind = Literal["thread", "process"]
 OnError = Literal["stop", "skip"]
-Tiers = str | Sequence[TierSpec]
+
+
+def check_arguments(
+    dataset: UserDataset,
+    num_workers: int,
+    prefetch_factor: int | None,
+    timeout: float,
+) -> None:
+    """Raise UsageError for arguments of a loader that torch would fail on without naming them."""
+    if isinstance(dataset, str | os.PathLike):
+        raise UsageError(f"{str(dataset)!r} is a path: open it with dlio.open first")
+    if not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")):
+        raise UsageError(
+            f"{named('dataset', dataset)}: give the result of dlio.open, or a data set of torch"
+        )
+    whole_number("num_workers", num_workers, 0, _MOST_WORKERS)
+    if prefetch_factor is not None:
+        whole_number("prefetch_factor", prefetch_factor, 0, None, "batches")
+    number_in("timeout", timeout, 0, "seconds")
+
+
+def _check_device(device: torch.device | str | int) -> None:
+    try:
+        torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(
+            f"{named('device', device)}: give a device of torch, such as 'cpu' or 'cuda:0'"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -49,6 +88,8 @@ class LoaderOptions:
     """True if an index of the sampler is a list, to be collated."""
     shuffle: bool | None
     drop_last: bool
+    sampler: Indices | None
+    batch_sampler: IndexBatches | None
     follows_sampler: bool
     """True if the order is that of a sampler which the user, or a framework, has given."""
     num_workers: int
@@ -75,7 +116,7 @@ class LoaderOptions:
     mesh: "DeviceMesh | None"
     group: "Group | None"
     shares: Sequence[int] | None
-    trace: str | None
+    trace: PathText | None
     writer: ScalarWriter | None
     pretend_nodes: int | None
     iterable: bool = field(init=False)
@@ -93,12 +134,7 @@ class LoaderOptions:
         object.__setattr__(self, "in_threads", self._engine_choice())
         check_mode(self.mode)
         check_shares(self.mode, self.shares is not None)
-        if self.workers not in (None, "thread", "process"):
-            raise UsageError(f"workers={self.workers!r}: choose 'thread' or 'process'")
-        if self.on_error not in (None, "stop", "skip"):
-            raise UsageError(f"on_error={self.on_error!r}: choose stop or skip")
-        if isinstance(self.dataset, str | os.PathLike):
-            raise UsageError(f"{str(self.dataset)!r} is a path: open it with dlio.open first")
+        self._check_values()
         if self.tiers is not None and self.iterable:
             raise UsageError("tiers= keeps samples by their index; an iterable data set has none")
         if self.shares is not None and self.follows_sampler:
@@ -108,6 +144,33 @@ class LoaderOptions:
                 f"source_order={self.source_order!r} is for mode batch or global, and this "
                 f"loader's mode is {self.mode}: choose one of them, or source_order='sample'"
             )
+
+    def _check_values(self) -> None:
+        """Raise UsageError for values that are wrong whatever the other options are."""
+        if self.workers is not None:
+            one_of("workers", self.workers, ("thread", "process"))
+        if self.on_error is not None:
+            one_of("on_error", self.on_error, ("stop", "skip"))
+        whole_number("num_workers", self.num_workers, 0, _MOST_WORKERS)
+        for name, given in (("sampler", self.sampler), ("batch_sampler", self.batch_sampler)):
+            if given is not None and not hasattr(given, "__iter__"):
+                raise UsageError(f"{named(name, given)}: give a sampler, or a list of indices")
+        if self.device is not None:
+            _check_device(self.device)
+        if self.seed is not None:
+            whole_number("seed", self.seed, 0, _MOST_SEED)
+        if self.pretend_nodes is not None:
+            whole_number("pretend_nodes", self.pretend_nodes, 1, None, "nodes")
+        check_callable("worker_init_fn", self.worker_init_fn)
+        check_callable("collate_fn", self.collate_fn)
+        if self.shares is not None:
+            check_counts("shares", self.shares)
+        if self.trace is not None:
+            path_in("trace", self.trace, "trace.json")
+        if self.writer is not None and not hasattr(self.writer, "add_scalar"):
+            raise UsageError(f"{named('writer', self.writer)}: give TensorBoard's SummaryWriter")
+        if self.tiers is not None:
+            parse_tiers(self.tiers)
 
     def _engine_choice(self) -> bool | None:
         if self.iterable:

@@ -23,6 +23,7 @@ from dlio.plan.sample_mask import MaskedOrder, SampleMask, masked_layout
 from dlio.plan.schedule import steps_in_epoch
 from dlio.plan.shares import Shares
 from dlio.plan.tail_order import TailOrder
+from dlio.util.arguments import named
 
 __all__ = [
     "BatchesPass",
@@ -415,14 +416,17 @@ class BatchesPass:
         return sampler_state(self.epoch + 1, 0, 0)
 
 
-def check_state(state: State, formula: tuple[int, int] | None) -> None:
-    """Check that a state fits a loader.
+def check_state(given: object, formula: tuple[int, int] | None) -> State:
+    """Return a copy of a state that fits a loader.
 
     Args:
         formula: (seed, samples) of the loader's order; None if it follows a sampler.
 
     Raises UsageError for the state of another kind of order, and of another data set or seed.
     """
+    if not isinstance(given, Mapping):
+        raise UsageError(f"{named('state_dict', given)}: give what state_dict() returned")
+    state = dict(given)
     if formula is not None:
         cursor = Cursor.from_dict(state)
         seed, samples = formula
@@ -431,7 +435,7 @@ def check_state(state: State, formula: tuple[int, int] | None) -> None:
                 f"state of a loader with seed {cursor.seed} over {cursor.samples} samples "
                 f"does not fit this one, with seed {seed} over {samples}"
             )
-        return
+        return state
     wanted = sampler_state(0, 0, 0)
     if state.get("kind") != SAMPLER_KIND or state.get("format") != wanted["format"]:
         raise UsageError(
@@ -442,3 +446,4 @@ def check_state(state: State, formula: tuple[int, int] | None) -> None:
         value = state.get(name)
         if type(value) is not int or value < 0:
             raise UsageError(f"loader state with {name} {value!r}: was it written by state_dict()?")
+    return state

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dlio.data.reader import Reader
+from dlio.data.reader import Reader, SampleName
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError
 from dlio.image.crop import Crop
@@ -17,6 +17,7 @@ from dlio.image.fusion import fused
 from dlio.loader.contract import Sample, Transform
 from dlio.loader.sample import decode_sample, image_and_label
 from dlio.storage.decoded import DecodedTier
+from dlio.util.printable import printable
 
 __all__ = ["Finish", "Recipe"]
 
@@ -79,7 +80,7 @@ class Recipe:
         pixels = np.empty((self.crop.size, self.crop.width, 3), np.uint8)
         uniforms = self.decoder.draw(epoch, np.array([sample], np.int64))[0]
         label = self.into(pixels, sample, payload, uniforms)
-        made, _ = self.transformed(pixels)
+        made, _ = self.transformed(pixels, sample)
         if self.batch_transform is not None:
             made = self.batch_transform(made)
         return made, label
@@ -104,7 +105,7 @@ class Recipe:
             values = reader.schema.split(payload)
         except CorruptBlock as error:
             raise self._mismatch(sample, error) from error
-        encoded, name = values[self.image_field], reader.name(sample)
+        encoded, name = values[self.image_field], SampleName(reader, sample)
         label = int(values[self.label_field])
         if tier is None:
             decoder.decode(encoded, name, uniforms, slot)
@@ -115,24 +116,32 @@ class Recipe:
             decoder.finish(pixels, uniforms, slot)
         return label
 
-    def transformed(self, slot: npt.NDArray[np.uint8]) -> tuple[Sample, float]:
+    def transformed(self, slot: npt.NDArray[np.uint8], sample: int) -> tuple[Sample, float]:
         """Return (the transform's result for the crop in a slot, seconds in the transform)."""
         image = torch.from_numpy(slot).permute(2, 0, 1)
         if self.transform is None:
             return image, 0.0
-        started = time.perf_counter()
-        made = self.transform(image)
-        return made, time.perf_counter() - started
+        return self._apply(self.transform, image, sample)
 
     def whole(self, sample: int, payload: Buffer) -> tuple[Sample, float]:
         """Return (sample without a crop, seconds in the user's transform). Raises as `one`."""
         if self.finish is not None:
             return self.finish(payload, sample), 0.0
-        made = decode_sample(self.reader.schema, payload, self.reader.name(sample))
+        made = decode_sample(self.reader.schema, payload, SampleName(self.reader, sample))
         if self.transform is None:
             return made, 0.0
+        return self._apply(self.transform, made, sample)
+
+    def _apply(self, transform: Transform, made: Sample, sample: int) -> tuple[Sample, float]:
+        """Return (the transform's result, seconds); an error of the transform names the sample."""
         started = time.perf_counter()
-        made = self.transform(made)
+        try:
+            made = transform(made)
+        except Exception as error:
+            kind = "" if self.crops else f", which is a {type(made).__name__}"
+            name = printable(f"{self.reader.name(sample)!r} of {self.reader.path}")
+            error.add_note(f"dlio: in transform= of sample {sample}, {name}{kind}")
+            raise
         return made, time.perf_counter() - started
 
     def fields(self, sample: int, payload: Buffer) -> dict[str, Any]:

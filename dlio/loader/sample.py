@@ -43,7 +43,7 @@ def label_field(schema: Schema) -> str | None:
     return next((name for name in LABEL_NAMES if name in numbers), None)
 
 
-def decode_sample(schema: Schema, payload: Buffer, name: str) -> Sample:
+def decode_sample(schema: Schema, payload: Buffer, name: object) -> Sample:
     """Decode a payload into a dictionary of its fields, or into the schema's structure of them.
 
     Numbers are Python's, arrays tensors, images uint8 tensors of shape (3, height, width), text a
@@ -51,7 +51,7 @@ def decode_sample(schema: Schema, payload: Buffer, name: str) -> Sample:
     writable and aligned, and are copied otherwise.
 
     Args:
-        name: name of the sample in errors.
+        name: names the sample in errors, as a str or by its `__str__`.
 
     Raises SourceError if the payload does not match its schema, DecodeError for a damaged image.
     """
@@ -61,11 +61,11 @@ def decode_sample(schema: Schema, payload: Buffer, name: str) -> Sample:
             field: _decode(schema.kinds[field].text, value, name) for field, value in values.items()
         }
     except (CorruptBlock, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise SourceError(f"sample {name!r} cannot be decoded: {error}") from error
+        raise SourceError(f"sample {str(name)!r} cannot be decoded: {error}") from error
     return schema.arrange({field: decoded[field] for field, _ in schema.fields})
 
 
-def _decode(kind: str, value: Any, name: str) -> Any:
+def _decode(kind: str, value: Any, name: object) -> Any:
     if isinstance(value, np.ndarray):
         return _tensor(value)
     if kind in IMAGES:

@@ -5,6 +5,7 @@ import threading
 import time
 from typing import Any
 
+from dlio.util.arguments import PathText
 from dlio.util.files import write_json
 
 __all__ = ["Spans", "path_of"]
@@ -60,8 +61,9 @@ class Spans:
         write_json(path, {"traceEvents": events, "displayTimeUnit": "ms"})
 
 
-def path_of(path: str, rank: int, size: int) -> str:
+def path_of(path: PathText, rank: int, size: int) -> str:
     """Return the path of a rank's trace: `trace.json`, or `trace.3.json` with several ranks."""
+    path = os.fspath(path)
     if size == 1:
         return path
     stem, extension = os.path.splitext(path)

@@ -18,6 +18,7 @@ import xxhash
 from dlio.errors import UsageError
 from dlio.plan.layout import Layout
 from dlio.plan.order import Order
+from dlio.util.arguments import nearest
 
 __all__ = ["DEFAULT_WINDOW", "BlockOrder", "window_of"]
 
@@ -36,7 +37,7 @@ def window_of(source_order: str) -> int | None:
     if window < 1:
         raise UsageError(
             f"source order {source_order!r}: choose sample, block or block(k); samples are "
-            "shuffled within k blocks, 1 or more"
+            f"shuffled within k blocks, 1 or more{nearest(str(source_order), ('sample', 'block'))}"
         )
     return window
 

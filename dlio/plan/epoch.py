@@ -22,6 +22,7 @@ from dlio.plan.order import Order
 from dlio.plan.schedule import Ranks, Window, cut_window, deal, plan_window, senders_of, with_ranks
 from dlio.plan.shares import Shares
 from dlio.plan.tail_order import TailOrder
+from dlio.util.arguments import nearest
 
 __all__ = [
     "MODES",
@@ -42,6 +43,7 @@ _FEW_NODES: Final = 4
 _CHUNK: Final = 1 << 18
 _PARTIAL: Final = re.compile(r"partial\(\s*([0-9.eE+-]+)\s*\)")
 WINDOW_BYTES: Final = 16 << 20
+_WORDS: Final = ("batch", "global", "ring", "local", "partial")
 MODES: Final = "batch, global, ring, local or partial(q), with q from 0 to 1"
 
 
@@ -63,14 +65,14 @@ def exchanged(mode: str) -> float:
     except ValueError:
         fraction = -1.0
     if not 0 <= fraction <= 1:
-        raise UsageError(f"shuffle mode {mode!r}: choose {MODES}")
+        raise UsageError(f"shuffle mode {mode!r}: choose {MODES}{nearest(mode, _WORDS)}")
     return fraction
 
 
 def check_mode(mode: object) -> str:
     """Return the mode. Raises UsageError if it is invalid."""
     if not isinstance(mode, str):
-        raise UsageError(f"shuffle mode {mode!r}: choose {MODES}")
+        raise UsageError(f"mode={mode!r}: choose {MODES}")
     if not is_exact(mode):
         exchanged(mode)
     return mode

@@ -147,6 +147,8 @@ class SharingLoader(DataLoader):
         self._context = _context
         self._balance = _Balance(_context)
         _context.loaders += 1
+        self._is_shared = True
+        """False if the pass that began last is not divided among the ranks."""
         if _context.tiers is not None and adapted(dataset, _context.tiers) is not None:
             options.setdefault("tiers", _context.tiers)
         super().__init__(dataset, *args, **options)
@@ -155,6 +157,7 @@ class SharingLoader(DataLoader):
         context = self._context
         if context.aside:
             return DataLoader.__iter__(self)
+        self._is_shared = False
         if context.comm.size == 1 or not context.training:
             return self._whole()
         if isinstance(self.dataset, IterableDataset):
@@ -167,16 +170,21 @@ class SharingLoader(DataLoader):
             context.note("a loader without batches gives every rank all samples")
             return self._whole()
         context.shared += 1
+        self._is_shared = True
         return self._shares()
 
     def __len__(self) -> int:
         """Number of batches that a pass yields: as in one process, or that divided by the number of
-        ranks (rounded up) if each rank gets batches of its own (`per-rank`)."""
+        ranks (rounded up) if each rank gets batches of its own (`per-rank`).
+
+        It is that of the pass that began last, and at first of a training pass, whether or not the
+        model trains now.
+        """
         if self._context.aside:
             return super().__len__()
         self.follows_sampler = True  # As `_alone` sets it: the length must agree with a pass.
         count = super().__len__()
-        shared = not isinstance(self.dataset, IterableDataset) and self._context.training
+        shared = not isinstance(self.dataset, IterableDataset) and self._is_shared
         if self._context.batch == "per-rank" and shared:
             return -(-count // self._context.comm.size)
         return count

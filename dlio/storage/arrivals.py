@@ -1,13 +1,16 @@
-"""Blocks on their way from the source into a node's tiers, each read once per node."""
+"""Blocks on their way into a node's tiers, each read from the source once per node, if at all."""
 
 import threading
 import time
+from collections.abc import Sequence
 from typing import Final
 
 from dlio.data.reader import Reader
-from dlio.errors import CorruptBlock, SourceError, TierError
+from dlio.data.schema import Buffer
+from dlio.errors import CorruptBlock, SourceError
 from dlio.storage.counters import Counters
 from dlio.storage.early import EarlyPayloads
+from dlio.storage.health import Health
 from dlio.storage.intake import Intake
 from dlio.storage.notes import Notes
 from dlio.storage.targets import Targets
@@ -20,7 +23,10 @@ _POLL_S: Final = 0.002
 
 
 class Arrivals:
-    """Brings blocks into their tiers and knows which have arrived. Thread-safe.
+    """Brings blocks into their tiers and knows where they are. Thread-safe.
+
+    A block that any tier of the node has is not read from the source: its own tier is filled from
+    there.
 
     Several threads of a process may want the same block, and so may several processes of a node.
     One thread of one process reads it; the others wait for that one.
@@ -43,39 +49,52 @@ class Arrivals:
         early: EarlyPayloads,
         counters: Counters,
         notes: Notes,
+        health: Health,
         *,
         check: bool,
         fill_timeout_s: float | None,
     ) -> None:
         self._reader, self._targets, self._intake = reader, targets, intake
         self._early, self._counters, self._notes = early, counters, notes
+        self._health = health
         self._check = check
         if fill_timeout_s is None:
             fill_timeout_s = settings().fill_timeout_s
         self.fill_timeout_s = fill_timeout_s
         self._lock = threading.Lock()
-        self._arrived: set[int] = set()
+        self._places: dict[int, int] = {}
+        """Number of the fastest tier that a block was seen in."""
         self._filling: dict[int, threading.Event] = {}
         self._reserved: set[int] = set()
-        self._full: set[int] = set()
-        """Numbers of tiers without room."""
+        self._full = {n for n, tier in enumerate(targets.tiers) if not tier.writable}
+        """Numbers of tiers that take no more blocks."""
+        self._damaged: set[tuple[int, int]] = set()
+        """(block, tier) whose file is damaged: not used before it is written anew."""
         self._broken: set[int] = set()
         """Blocks with a sample that cannot be read: each of their samples is read on its own."""
 
-    def __contains__(self, block: int) -> bool:
-        """True for a block that has arrived, as far as this process knows without looking."""
-        return block in self._arrived
-
-    def look(self, block: int, number: int) -> bool:
-        """Look whether a block is in tier `number`, where another process may have brought it."""
-        if not self._targets.tiers[number].has(block):
-            return False
-        self._arrived.add(block)
-        return True
+    def place(self, block: int) -> int:
+        """Return the number of the fastest tier that has a block, -1 for none."""
+        known = self._places.get(block)
+        return self._look(block) if known is None else known
 
     def forget(self, block: int) -> None:
         """Have the block looked for, and filled if need be, at its next use."""
-        self._arrived.discard(block)
+        self._places.pop(block, None)
+
+    def distrust(self, block: int, number: int) -> None:
+        """Leave a damaged block in tier `number` unused, and remove it if possible."""
+        self._damaged.add((block, number))
+        self.forget(block)
+        tier = self._targets.tiers[number]
+        try:
+            tier.discard(block)
+        except OSError as error:
+            self._health.failed(tier.path, "cleared", error, "what is damaged there is not used")
+
+    def give_up(self, block: int) -> None:
+        """Have the samples of a block read from the source from now on."""
+        self._broken.add(block)
 
     def can_fill(self, block: int) -> bool:
         """True if the block belongs in a tier of this node that can take it."""
@@ -96,16 +115,18 @@ class Arrivals:
         if begun is not None:
             return begun
         number = self._targets.number(block)
+        tier = self._targets.tiers[number]
         try:
-            if self._fill_or_wait(block, self._targets.tiers[number], timeout_s):
-                self._arrived.add(block)
+            if self._fill_or_wait(block, number, timeout_s):
+                self._places[block] = number
                 return True
-        except TierError as error:
-            self._full.add(number)
-            self._notes.add(f"{error}; the blocks it was to hold are read from the source")
         except (SourceError, CorruptBlock) as error:
             self._broken.add(block)
             self._notes.add(f"block {block} of {self._reader.path} stays in the source: {error}")
+        except OSError as error:  # Of the tier; TierError is one.
+            self._full.add(number)
+            then = "the blocks it was to hold are read from the source"
+            self._health.failed(tier.path, "written", error, then)
         finally:
             with self._lock:
                 self._filling.pop(block).set()
@@ -113,12 +134,19 @@ class Arrivals:
 
     def reserve(self, block: int) -> bool:
         """Claim a block that is yet to be filled, so that this process fills it later."""
-        if not self.can_fill(block):
+        if not self.can_fill(block) or self.place(block) >= 0:
             return False
-        tier = self._targets.tiers[self._targets.number(block)]
-        if tier.has(block) or not tier.claim(block):
+        number = self._targets.number(block)
+        tier = self._targets.tiers[number]
+        try:
+            if not tier.claim(block):
+                return False
+        except OSError as error:
+            self._full.add(number)
+            then = "the blocks it was to hold are read from the source"
+            self._health.failed(tier.path, "written", error, then)
             return False
-        if tier.has(block):  # Filled in between.
+        if self._has(block, number):  # Filled in between.
             tier.release(block)
             return False
         with self._lock:
@@ -138,7 +166,7 @@ class Arrivals:
         `deadline`; True if the block has arrived."""
         while True:
             with self._lock:
-                if block in self._arrived:
+                if self._is_home(block):
                     return True
                 under_way = self._filling.get(block)
                 if under_way is None:
@@ -146,12 +174,33 @@ class Arrivals:
                     return None
             under_way.wait(max(0.0, deadline - time.monotonic()))
             # Another thread may have had less patience with the process that fills it.
-            if block not in self._arrived and (
+            if not self._is_home(block) and (
                 time.monotonic() >= deadline or not self.can_fill(block)
             ):
                 return False
 
-    def _fill_or_wait(self, block: int, tier: Tier, timeout_s: float | None) -> bool:
+    def _is_home(self, block: int) -> bool:
+        """True for a block that was seen in the tier that it belongs in."""
+        return self._places.get(block, -1) == self._targets.number(block)
+
+    def _look(self, block: int) -> int:
+        for number in self._targets.by_speed:
+            if self._has(block, number):
+                self._places[block] = number
+                return number
+        return -1
+
+    def _has(self, block: int, number: int) -> bool:
+        """True if tier `number` has a block that is fit for use."""
+        tier = self._targets.tiers[number]
+        try:
+            return (block, number) not in self._damaged and tier.has(block)
+        except OSError as error:
+            self._health.failed(tier.path, "read", error, "its blocks are read from elsewhere")
+            return False
+
+    def _fill_or_wait(self, block: int, number: int, timeout_s: float | None) -> bool:
+        tier = self._targets.tiers[number]
         deadline = time.monotonic() + (self.fill_timeout_s if timeout_s is None else timeout_s)
         with self._lock:
             reserved = block in self._reserved
@@ -169,24 +218,54 @@ class Arrivals:
             if self._intake.stopping.wait(_POLL_S):
                 return False
         try:
-            if not tier.has(block):
+            if not self._has(block, number):
                 if self._targets.is_over(block):
                     return False
-                self._copy(block, tier)
+                self._copy(block, number)
         finally:
             tier.release(block)
         return True
 
-    def _copy(self, block: int, tier: Tier) -> None:
-        with self._intake.block(block, self._early.payloads) as fresh:
-            self._counters.add_bytes("source", fresh.source_bytes)
-            tier.publish(block, fresh.pieces)
-            if self._check:
-                try:
-                    tier.check(block)
-                except CorruptBlock:
-                    tier.discard(block)
-                    tier.publish(block, fresh.pieces)
-                    tier.check(block)
+    def _copy(self, block: int, number: int) -> None:
+        """Write a block to its tier, from another one of the node or from the source."""
+        tier = self._targets.tiers[number]
+        here = self._from_tiers(block, number)
+        if here is not None:
+            self._counters.add("moved_bytes", len(here))
+            self._publish(block, tier, [here])
+        else:
+            with self._intake.block(block, self._early.payloads) as fresh:
+                self._counters.add_bytes("source", fresh.source_bytes)
+                self._publish(block, tier, fresh.pieces)
+        self._damaged.discard((block, number))
         if self._early.payloads:
             self._early.drop(self._reader.layout.samples_of(block).tolist())
+
+    def _publish(self, block: int, tier: Tier, pieces: Sequence[Buffer]) -> None:
+        tier.publish(block, pieces)
+        if self._check:
+            try:
+                tier.check(block)
+            except CorruptBlock:
+                tier.discard(block)
+                tier.publish(block, pieces)
+                tier.check(block)
+
+    def _from_tiers(self, block: int, but: int) -> memoryview | None:
+        """Return a block that another tier has, checked; None if none has it intact."""
+        for number in self._targets.by_speed:
+            if number == but or not self._has(block, number):
+                continue
+            tier = self._targets.tiers[number]
+            try:
+                return tier.read_whole(block)
+            except FileNotFoundError:
+                continue
+            except CorruptBlock as error:
+                self._counters.add("healed")
+                self._notes.add(f"{error}; read from the source instead")
+                self.distrust(block, number)
+            except OSError as error:
+                self._damaged.add((block, number))
+                self._health.failed(tier.path, "read", error, "its blocks are read from elsewhere")
+        return None

@@ -18,6 +18,10 @@ class Counters:
     those that fill a tier included; the others count samples that were consumed from there."""
     healed: int = 0
     """Samples read from the source because their copy in a tier failed its checksum."""
+    tier_errors: int = 0
+    """Errors of tiers' disks, after which samples or blocks came from elsewhere."""
+    moved_bytes: int = 0
+    """Bytes of blocks that filled a faster tier from a slower one of the node."""
     late: int = 0
     """Samples read from the source because a peer did not send them before the deadline."""
     single_bytes: int = 0
@@ -49,6 +53,8 @@ class Counters:
             return {
                 "bytes": dict(self.bytes),
                 "healed": self.healed,
+                "tier_errors": self.tier_errors,
+                "moved_bytes": self.moved_bytes,
                 "late": self.late,
                 "single_bytes": self.single_bytes,
                 "sent": self.sent,

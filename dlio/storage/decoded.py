@@ -29,6 +29,7 @@ import xxhash
 from dlio.agent.keeping import keep
 from dlio.errors import CorruptBlock
 from dlio.storage.block import NO_ROOM, decompress_exactly, new_memory
+from dlio.util.opening import open_file
 from dlio.util.shared import SharedFolder
 
 __all__ = ["DecodedTier"]
@@ -259,8 +260,7 @@ class DecodedTier:
         return slab
 
     def _open(self, name: str, size: int) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        descriptor = os.open(name, flags, 0o600, dir_fd=self._folder.descriptor)
+        descriptor = open_file(self._folder.descriptor, name, os.O_RDWR | os.O_CREAT)
         if os.fstat(descriptor).st_size < size:
             os.ftruncate(descriptor, size)
         return descriptor

@@ -13,6 +13,7 @@ pinned block from the source once.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Self
 
 import numpy as np
@@ -27,6 +28,7 @@ from dlio.storage.block import Scratch, scatter
 from dlio.storage.counters import Counters
 from dlio.storage.early import EarlyPayloads
 from dlio.storage.first_batch import FirstBatch
+from dlio.storage.health import Health
 from dlio.storage.intake import Intake
 from dlio.storage.notes import Notes
 from dlio.storage.targets import Pins, Targets
@@ -67,6 +69,7 @@ class Hierarchy:
         self.counters = Counters()
         self.targets = Targets(tiers, pins)
         self._notes = Notes()
+        self.health = Health(self.counters, self._notes)
         self._intake = intake or Intake(reader)
         self._early = EarlyPayloads()
         self._arrivals = Arrivals(
@@ -76,11 +79,18 @@ class Hierarchy:
             self._early,
             self.counters,
             self._notes,
+            self.health,
             check=check,
             fill_timeout_s=fill_timeout_s,
         )
         self._reads = TierReads(
-            reader, self.targets, self._arrivals, self.counters, self._notes, ranks
+            reader,
+            self.targets,
+            self._arrivals,
+            self.counters,
+            self._notes,
+            self.health,
+            ranks,
         )
         self._first_batch = FirstBatch(
             reader, self._intake, self._early, self._arrivals, self.counters
@@ -176,12 +186,21 @@ class Hierarchy:
 
     def missing(self) -> int:
         """Count the blocks pinned here that are not in their tier."""
-        return self.targets.missing()
+        here: list[set[int]] = []
+        for tier in self.tiers:
+            try:
+                here.append(tier.blocks())
+            except OSError as error:
+                here.append(set())
+                self.health.failed(tier.path, "read", error, "its blocks are read from elsewhere")
+        pinned = np.flatnonzero(self.pins.tier >= 0)
+        return sum(int(block) not in here[self.pins.tier[block]] for block in pinned)
 
     def drop_streamed(self, block: int) -> None:
         """Remove a streamed block from its tier."""
         self._arrivals.forget(block)
-        self.tiers[-1].discard(block)
+        with suppress(OSError):  # The folder is of memory, and goes with the job.
+            self.tiers[-1].discard(block)
 
     def hurry(self, samples: npt.NDArray[np.int64], then: Callable[[], object]) -> None:
         """Begin to read the samples of a first batch, many at a time, ahead of their blocks.

@@ -1,6 +1,7 @@
 """The data sets in a node's disk tiers, the jobs that use them, and their eviction.
 
     <root>/dlio-<uid>/lock                          locked while this list is changed
+    <root>/dlio-<uid>/.dlio                         marks it, and each data set's folder, as dlio's
     <root>/dlio-<uid>/<data set>/about.json         the data set's source and format
                                  lease.<job>.<pid>  locked as long as that process lives
                                  pinned             exists if the data set must not be evicted
@@ -17,8 +18,8 @@ import fcntl
 import json
 import os
 import secrets
-import shutil
 import socket
+import stat
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -26,8 +27,17 @@ from typing import Any, Final
 
 from dlio.agent.keeping import keep
 from dlio.errors import TierError
-from dlio.util.files import take_lock
-from dlio.util.folders import open_private
+from dlio.util.files import take_lock, write_whole_at
+from dlio.util.folders import (
+    is_marked,
+    open_below,
+    open_private,
+    remove_entry,
+    remove_marked,
+    rename,
+)
+from dlio.util.named import open_folder
+from dlio.util.opening import Refused, closing_descriptor, open_file, read_small
 from dlio.util.shared import user_folder
 
 __all__ = [
@@ -35,6 +45,7 @@ __all__ = [
     "Stored",
     "Use",
     "evict",
+    "holds_data",
     "job_id",
     "make_room",
     "set_pinned",
@@ -44,6 +55,7 @@ __all__ = [
 _JOB_VARIABLES: Final = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "FLUX_JOB_ID")
 _LEASE: Final = "lease."
 _EVICTED: Final = ".evicted."
+_PINNED: Final = "pinned"
 _MAX_FILE: Final = 1 << 16
 _WAIT_S: Final = 30.0
 
@@ -98,10 +110,12 @@ class Use:
         """Raises TierError if the tier's folder cannot be used."""
         self._name = f"{_LEASE}{job_id()}.{os.getpid()}.{secrets.token_hex(4)}"
         with _locked(root, fcntl.LOCK_SH):
-            self._folder = open_private(root, user_folder(), fingerprint)
-            self._lock = os.open(
-                self._name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=self._folder
-            )
+            self._folder = open_private(root, user_folder(), fingerprint, marked=2)
+            try:
+                self._lock = open_file(self._folder, self._name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            except OSError as error:
+                os.close(self._folder)
+                raise TierError(f"{root} cannot be written: {error.strerror}") from error
             with contextlib.suppress(OSError):  # A file system without locks.
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 keep(self._lock)
@@ -142,7 +156,7 @@ class Use:
                 job = name.split(".")[1]
                 older, newest[job] = sorted([newest.get(job, (0.0, "")), this])
                 if older[1]:
-                    os.unlink(older[1], dir_fd=self._folder)
+                    remove_entry(self._folder, older[1])
 
 
 def job_id() -> str:
@@ -152,18 +166,38 @@ def job_id() -> str:
 
 
 def stored_data(root: str) -> list[Stored]:
-    """List the data sets in this user's disk tier below `root`, the least recently used first."""
-    base = os.path.join(root, user_folder())
-    try:
-        names = sorted(os.listdir(base))
-    except OSError:
-        return []
-    entries = []
-    for name in names:
-        if not name.startswith(".") and os.path.isdir(os.path.join(base, name)):
-            with contextlib.suppress(FileNotFoundError):  # Evicted meanwhile.
-                entries.append(_look(root, base, name))
+    """List the data sets in this user's disk tier below `root`, the least recently used first.
+
+    Folders that this user's dlio has not made are left out.
+    """
+    entries: list[Stored] = []
+    with contextlib.suppress(OSError), _opened(root) as base:
+        for name in sorted(os.listdir(base)):
+            if not name.startswith("."):
+                with contextlib.suppress(OSError):  # Evicted meanwhile, or not dlio's.
+                    entries.append(_look(root, base, name))
     return sorted(entries, key=lambda each: each.used)
+
+
+@contextlib.contextmanager
+def _opened(root: str) -> Iterator[int]:
+    """Open this user's folder below `root`, if dlio has made it. Raises OSError."""
+    with (
+        closing_descriptor(open_folder(root, to_list=False)) as above,
+        closing_descriptor(open_below(above, user_folder())) as base,
+    ):
+        if not is_marked(base):
+            raise Refused(f"{user_folder()} was not made by dlio")
+        yield base
+
+
+def holds_data(root: str) -> bool:
+    """True if this user's dlio has a disk tier below `root`."""
+    try:
+        with _opened(root):
+            return True
+    except OSError:
+        return False
 
 
 def evict(root: str, fingerprint: str, *, pinned: bool = False) -> int:
@@ -187,8 +221,8 @@ def evict(root: str, fingerprint: str, *, pinned: bool = False) -> int:
                 f"{entry.source or fingerprint} in {root} is pinned: `dlio pin --remove` unpins it"
             )
         gone = f"{_EVICTED}{secrets.token_hex(4)}"
-        os.rename(fingerprint, gone, src_dir_fd=base, dst_dir_fd=base)
-        shutil.rmtree(gone, ignore_errors=True, dir_fd=base)
+        rename(fingerprint, gone, base, base)
+        remove_marked(base, gone)
     return entry.bytes
 
 
@@ -217,46 +251,44 @@ def set_pinned(root: str, fingerprint: str, pinned: bool) -> None:
     """Protect a data set from eviction, or end that. Raises TierError if it is not in the tier."""
     with _locked(root, fcntl.LOCK_SH) as base:
         try:
-            folder = os.open(fingerprint, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=base)
+            folder = open_below(base, fingerprint)
         except OSError as error:
             raise TierError(f"{root} holds no data set {fingerprint}") from error
         try:
             if pinned:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
-                os.close(os.open("pinned", flags, 0o600, dir_fd=folder))
+                os.close(open_file(folder, _PINNED, os.O_WRONLY | os.O_CREAT))
             else:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink("pinned", dir_fd=folder)
+                remove_entry(folder, _PINNED)
         finally:
             os.close(folder)
 
 
-def _look(root: str, base: str, name: str) -> Stored:
-    folder = os.path.join(base, name)
-    about = _read_json(os.path.join(folder, "about.json"))
-    count = size = 0
-    nodes, leases = [], []
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        created = used = os.fstat(descriptor).st_mtime
-        for entry in os.scandir(folder):
-            if entry.is_dir(follow_symlinks=False):
-                nodes.append(entry.name)
-                for file in os.scandir(entry.path):
-                    if file.name.endswith(".blk"):
-                        count += 1
-                        with contextlib.suppress(FileNotFoundError):
-                            size += file.stat(follow_symlinks=False).st_size
-            elif entry.name.startswith(_LEASE):
-                with contextlib.suppress(FileNotFoundError, ValueError):
-                    lease = _lease(descriptor, folder, entry.name)
-                    used = max(used, entry.stat(follow_symlinks=False).st_mtime)
+def _look(root: str, base: int, name: str) -> Stored:
+    """Describe a data set. Raises OSError, Refused if it is not this user's dlio's."""
+    with closing_descriptor(open_below(base, name)) as folder:
+        if not is_marked(folder):
+            raise Refused(f"{name} was not made by dlio")
+        about = _read_json(folder, "about.json")
+        count = size = 0
+        nodes, leases = [], []
+        created = used = os.fstat(folder).st_mtime
+        for each in os.listdir(folder):
+            with contextlib.suppress(OSError, ValueError, TypeError):
+                if each.startswith(_LEASE):
+                    lease = _lease(folder, each)
+                    used = max(used, _status(folder, each).st_mtime)
                     leases.append(lease)
-        hits = 0
-        with contextlib.suppress(FileNotFoundError), open(os.path.join(folder, "hits"), "rb") as f:
-            hits = _number(f.read(64))
-    finally:
-        os.close(descriptor)
+                elif stat.S_ISDIR(_status(folder, each).st_mode):
+                    blocks, occupied = _blocks(folder, each)
+                    nodes.append(each)
+                    count, size = count + blocks, size + occupied
+        hits, pinned = 0, False
+        with contextlib.suppress(OSError):
+            hits = _number(read_small(folder, "hits", 64))
+        with contextlib.suppress(FileNotFoundError):
+            pinned = bool(_status(folder, _PINNED))
+        with contextlib.suppress(TypeError, ValueError):
+            created = float(about.get("created", created))
     return Stored(
         root=root,
         fingerprint=name,
@@ -264,31 +296,47 @@ def _look(root: str, base: str, name: str) -> Stored:
         bytes=size,
         blocks=count,
         nodes=tuple(sorted(nodes)),
-        created=float(about.get("created", created)),
+        created=created,
         used=used,
         hits=hits,
-        pinned=os.path.lexists(os.path.join(folder, "pinned")),
+        pinned=pinned,
         leases=tuple(sorted(leases, key=lambda lease: lease.since)),
     )
 
 
-def _lease(descriptor: int, folder: str, name: str) -> Lease:
-    holder = _read_json(os.path.join(folder, name))
+def _status(folder: int, name: str) -> os.stat_result:
+    return os.stat(name, dir_fd=folder, follow_symlinks=False)
+
+
+def _blocks(folder: int, node: str) -> tuple[int, int]:
+    """Return the number of a node's blocks, and their bytes."""
+    count = size = 0
+    with closing_descriptor(open_below(folder, node)) as inside:
+        for name in os.listdir(inside):
+            if name.endswith(".blk"):
+                count += 1
+                with contextlib.suppress(FileNotFoundError):
+                    size += _status(inside, name).st_size
+    return count, size
+
+
+def _lease(folder: int, name: str) -> Lease:
+    holder = _read_json(folder, name)
     _, job, pid, _ = name.split(".")
     return Lease(
         job=job,
         pid=int(pid),
         host=str(holder.get("host", "")),
-        alive=_is_held(descriptor, name),
-        since=float(holder.get("since", 0.0)),
+        alive=_is_held(folder, name),
+        since=_seconds(holder.get("since"), 0.0),
     )
 
 
 def _is_held(folder: int, name: str) -> bool:
     """True if a live process holds the lock of a lease."""
     try:
-        descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder)
-    except FileNotFoundError:
+        descriptor = open_file(folder, name, os.O_RDONLY)
+    except OSError:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -304,9 +352,9 @@ def _is_held(folder: int, name: str) -> bool:
 @contextlib.contextmanager
 def _locked(root: str, how: int) -> Iterator[int]:
     """Open this user's folder below `root` and lock its list; yields the folder's descriptor."""
-    base = open_private(root, user_folder())
+    base = open_private(root, user_folder(), marked=1)
     try:
-        lock = os.open("lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=base)
+        lock = open_file(base, "lock", os.O_RDWR | os.O_CREAT)
     except OSError as error:
         os.close(base)
         raise TierError(f"{root} cannot be written: {error.strerror}") from error
@@ -328,7 +376,7 @@ def _locked(root: str, how: int) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _exclusive(folder: int, name: str) -> Iterator[int]:
-    file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=folder)
+    file = open_file(folder, name, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield file
@@ -340,7 +388,7 @@ def _sweep(base: int) -> None:
     """Remove the remains of evictions that were killed."""
     for name in os.listdir(base):
         if name.startswith(_EVICTED):
-            shutil.rmtree(name, ignore_errors=True, dir_fd=base)
+            remove_marked(base, name)
 
 
 def _write_json(folder: int, name: str, value: Any, *, replace: bool) -> None:
@@ -348,28 +396,22 @@ def _write_json(folder: int, name: str, value: Any, *, replace: bool) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.stat(name, dir_fd=folder)
             return
-    temporary = f".{name}.{secrets.token_hex(4)}"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    file = os.open(temporary, flags, 0o600, dir_fd=folder)
-    try:
-        os.write(file, json.dumps(value).encode())
-    finally:
-        os.close(file)
-    os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+    data = json.dumps(value).encode()
+    write_whole_at(folder, name, lambda file: file.write(data))
 
 
-def _read_json(path: str) -> dict[str, Any]:
+def _read_json(folder: int, name: str) -> dict[str, Any]:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return {}
-    try:
-        value = json.loads(os.read(descriptor, _MAX_FILE))
+        value = json.loads(read_small(folder, name, _MAX_FILE))
     except (OSError, ValueError, RecursionError):
         return {}
-    finally:
-        os.close(descriptor)
     return value if isinstance(value, dict) else {}
+
+
+def _seconds(value: object, otherwise: float) -> float:
+    """Return a time from JSON, or another if it is none."""
+    usable = type(value) in (int, float) and abs(float(str(value))) < 1e11
+    return float(str(value)) if usable else otherwise
 
 
 def _number(data: bytes) -> int:

@@ -7,11 +7,10 @@ distinguished from one of another node, and an outdated block from the right one
 FORMAT.md in this folder specifies the format.
 """
 
+import errno
 import json
 import os
-import secrets
 import struct
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,6 +19,8 @@ import numpy.typing as npt
 import xxhash
 
 from dlio.errors import CorruptBlock
+from dlio.util.files import write_whole_at
+from dlio.util.opening import Refused, read_small
 
 __all__ = ["NAME", "Manifest", "read_manifest", "write_manifest"]
 
@@ -28,7 +29,7 @@ NAME: Final = "manifest"
 _MAGIC: Final = b"DLIOMFST"
 _HEAD: Final = struct.Struct("<8sQ")
 _TAIL: Final = struct.Struct("<Q")
-_MAX_BYTES: Final = 1 << 30
+_MAX_BYTES: Final = 128 << 20
 _MAX_JSON: Final = 1 << 20
 
 
@@ -74,35 +75,30 @@ class Manifest:
         return cls(about, numbers, np.frombuffer(arrays, "<u8", count, 8 * count))
 
 
-def write_manifest(folder: str, manifest: Manifest) -> None:
-    """Write the manifest of a node's folder; it appears whole or not at all. Raises OSError."""
-    temporary = os.path.join(folder, f".{NAME}.{secrets.token_hex(4)}")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-    descriptor = os.open(temporary, flags, 0o600)
-    try:
-        try:
-            left = memoryview(manifest.encode())
-            while left:
-                left = left[os.write(descriptor, left) :]
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.rename(temporary, os.path.join(folder, NAME))
-    except OSError:
-        with suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
+def write_manifest(folder: int, manifest: Manifest) -> None:
+    """Write the manifest of a node's folder; it appears whole or not at all. Raises OSError.
+
+    Args:
+        folder: descriptor.
+    """
+    data = manifest.encode()
+    write_whole_at(folder, NAME, lambda file: file.write(data))
 
 
-def read_manifest(folder: str) -> Manifest | None:
-    """Read the manifest of a node's folder, None if there is none. Raises CorruptBlock, OSError."""
-    path = os.path.join(folder, NAME)
+def read_manifest(folder: int, shown: str) -> Manifest | None:
+    """Read the manifest of a node's folder, None if there is none. Raises CorruptBlock, OSError.
+
+    Args:
+        folder: descriptor.
+        shown: path of the folder, for errors.
+    """
+    path = os.path.join(shown, NAME)
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        data = read_small(folder, NAME, _MAX_BYTES, owners=(os.fstat(folder).st_uid,))
     except FileNotFoundError:
         return None
-    with os.fdopen(descriptor, "rb") as file:
-        data = file.read(_MAX_BYTES + 1)
-    if len(data) > _MAX_BYTES:
-        raise CorruptBlock(f"{path} is larger than {_MAX_BYTES} bytes: remove it, and stage again")
+    except OSError as error:
+        if not isinstance(error, Refused) and error.errno != errno.EFBIG:
+            raise
+        raise CorruptBlock(f"{shown}: {error.strerror}: remove it, and stage again") from error
     return Manifest.decode(data, path)

@@ -3,7 +3,7 @@
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from typing import Literal, Self
@@ -14,6 +14,7 @@ import numpy.typing as npt
 from dlio.comm import Communicator
 from dlio.comm.nodes import Nodes, find_nodes
 from dlio.comm.recovery import uniform
+from dlio.data.agreement import check_same_data
 from dlio.data.reader import Reader, StoredBlocks, data_bytes
 from dlio.data.source import is_remote
 from dlio.errors import TierFull, UsageError
@@ -24,14 +25,16 @@ from dlio.plan.schedule import Ranks
 from dlio.storage.block import aligned, block_sizes
 from dlio.storage.decoded import DecodedTier
 from dlio.storage.fill import Filler, blocks_in_order, filler_threads
+from dlio.storage.health import LostTier, is_fault
 from dlio.storage.hierarchy import Hierarchy, Pins
 from dlio.storage.intake import Intake
 from dlio.storage.inventory import Use, make_room, stored_data
+from dlio.storage.known import remember_root
 from dlio.storage.places import find_place
-from dlio.storage.spec import TierSpec, choose_tiers, decoded_spec
+from dlio.storage.spec import Tiers, TierSpec, choose_tiers, decoded_spec, is_parsed
 from dlio.storage.streamed import StreamProgress
 from dlio.storage.tier import Tier
-from dlio.util.shared import SHARED_MEMORY
+from dlio.util.shared import SHARED_MEMORY, user_folder
 from dlio.util.units import format_bytes
 
 __all__ = ["Layout", "Mount", "MountOptions", "block_bytes_of", "mount"]
@@ -53,6 +56,8 @@ class MountOptions:
     """Seconds for one block until the source is taken to hang; None for no limit."""
     check: bool = False
     """Read blocks back from the tier after they are written, and compare."""
+    strict: bool = False
+    """Raise an error for a tier whose disk fails or is read-only, instead of going on without."""
 
 
 @dataclass(slots=True)
@@ -69,8 +74,8 @@ class Mount:
     hierarchy: Hierarchy
     requests: int = 1
     """Requests that this rank may have in flight to the source."""
-    uses: list[Use] = field(default_factory=list)
-    """This process's leases on its disk tiers."""
+    uses: list[Use | None] = field(default_factory=list)
+    """This process's lease on each disk tier, None on one that cannot be written."""
     notes: list[str] = field(default_factory=list)
     _filler: Filler | None = None
     decoded_spec: TierSpec | None = None
@@ -122,7 +127,7 @@ class Mount:
         tier = Tier(spec, name, fingerprint=reader.fingerprint)
         self.hierarchy.targets.add_stream_tier(tier)
         local, me = self._mounted_here(), self._members[self.comm.rank]
-        self._progress = StreamProgress(tier.path, len(local), local.index(me))
+        self._progress = StreamProgress(tier.folder, len(local), local.index(me))
         self._keep_progress()
 
     @property
@@ -187,12 +192,14 @@ class Mount:
             self._filler.close()
         disks = [tier for tier in self.hierarchy.tiers if tier.kind == "disk"]
         for tier, use in zip(disks, self.uses, strict=True):
-            use.add_hits(tier.hits)
+            if use is not None:
+                use.add_hits(tier.hits)
         self.hierarchy.close()
         if self._decoded is not None:
             self._decoded.close()
         for use in self.uses:
-            use.close()
+            if use is not None:
+                use.close()
 
     def _mounted_here(self) -> list[int]:
         """Numbers of this node's ranks when the data set was mounted."""
@@ -214,7 +221,7 @@ class Mount:
 
 def mount(
     reader: Reader,
-    tiers: str | Sequence[TierSpec] | None,
+    tiers: Tiers | None,
     comm: Communicator,
     pretend_nodes: int | None = None,
     *,
@@ -227,9 +234,11 @@ def mount(
             specifications (see `spare_tiers`), tiers may be too small for a block: they stay empty.
         pretend_nodes: number of nodes to pretend on this machine, for tests.
 
-    Raises UsageError, TierError or TierFull when a tier cannot be made as specified.
+    Raises UsageError, TierError or TierFull when a tier cannot be made as specified, and UsageError
+    if the data sets of the ranks differ.
     """
     options = options or MountOptions()
+    check_same_data(reader, comm)
     nodes = find_nodes(comm, pretend_nodes)
     ranks = Ranks(nodes.node_of)
     specs = choose_tiers(tiers, data_bytes(reader), nodes.per_machine)
@@ -238,22 +247,30 @@ def mount(
     requests = options.requests or find_place(reader.path).requests(reader.objects)
     about = {"source": _absolute(reader.path), "format": reader.format, "created": time.time()}
     with ExitStack() as undo:
-        uses = [
-            undo.enter_context(closing(Use(spec.root, reader.fingerprint, about)))
-            for spec in specs
-            if spec.kind == "disk"
-        ]
+        faults: list[tuple[TierSpec, OSError]] = []
+        uses: list[Use | None] = []
+        for spec in specs:
+            if spec.kind == "disk":
+                use = _lease(spec, reader.fingerprint, about, faults)
+                uses.append(use)
+                if use is not None:
+                    undo.enter_context(closing(use))
         notes = []
         if ranks.local(nodes.here)[0] == comm.rank:
             notes = _make_room(specs, int(block_bytes.sum()), reader.fingerprint)
         comm.barrier()
         opened = [
-            undo.enter_context(closing(_open_tier(spec, reader.fingerprint, folder)))
+            undo.enter_context(closing(_open_tier(spec, reader.fingerprint, folder, faults)))
             for spec in specs
         ]
-        placed = _gather_capacities(comm, nodes, ranks, specs, reader.fingerprint)
+        if faults and options.strict:
+            raise faults[0][1]
+        for spec in specs:
+            if spec.kind == "disk":
+                remember_root(spec.root)
+        placed = _gather_capacities(comm, nodes, ranks, opened, reader.fingerprint)
         placement = place(block_bytes, placed, reader.fingerprint)
-        if isinstance(tiers, str | None):
+        if not is_parsed(tiers):
             _check_size(specs, block_bytes)
         pins = _pins(placement, placed, block_bytes, nodes.here, options.layout)
         _check_room(opened, pins, block_bytes)
@@ -262,6 +279,9 @@ def mount(
         hierarchy = Hierarchy(
             reader, opened, pins, ranks=comm.size, intake=intake, check=options.check
         )
+        for spec, fault in faults:
+            then = "what it holds is used, and nothing is added"
+            hierarchy.health.failed(str(spec), "opened", fault, then)
         undo.pop_all()  # From here on, the mount closes them.
     return Mount(
         comm,
@@ -278,20 +298,49 @@ def mount(
     )
 
 
-def _open_tier(spec: TierSpec, fingerprint: str, node: str) -> Tier:
-    """Open a tier; jobs of a node that want the same data share one copy, in memory too."""
-    if spec.kind == "ram":
-        tier = Tier(spec, f"{fingerprint}.{node}", fingerprint=fingerprint)
-        tier.keep()
-        return tier
-    return Tier(spec, fingerprint, node, fingerprint=fingerprint)
+def _lease(
+    spec: TierSpec,
+    fingerprint: str,
+    about: Mapping[str, object],
+    faults: list[tuple[TierSpec, OSError]],
+) -> Use | None:
+    """Take a lease on a disk tier; None, and one more fault, if its disk fails or is read-only.
+
+    Raises TierError for other reasons.
+    """
+    try:
+        return Use(spec.root, fingerprint, about)
+    except OSError as error:
+        if not is_fault(error):
+            raise
+        faults.append((spec, error))
+        return None
+
+
+def _open_tier(
+    spec: TierSpec, fingerprint: str, node: str, faults: list[tuple[TierSpec, OSError]]
+) -> Tier:
+    """Open a tier; jobs of a node that want the same data share one copy, in memory too.
+
+    Returns a LostTier, and one more fault, if its disk fails. Raises TierError for other reasons.
+    """
+    names = [f"{fingerprint}.{node}"] if spec.kind == "ram" else [fingerprint, node]
+    try:
+        tier = Tier(spec, *names, fingerprint=fingerprint)
+    except OSError as error:
+        if not is_fault(error):
+            raise
+        faults.append((spec, error))
+        return LostTier(spec, os.path.join(spec.root, user_folder(), *names))
+    tier.keep()
+    return tier
 
 
 def _gather_capacities(
-    comm: Communicator, nodes: Nodes, ranks: Ranks, specs: Sequence[TierSpec], fingerprint: str
+    comm: Communicator, nodes: Nodes, ranks: Ranks, tiers: Sequence[Tier], fingerprint: str
 ) -> list[Node]:
     """Return all nodes with the capacities that their tiers have for this data set. Collective."""
-    everyone = comm.allgather([_capacity(spec, fingerprint) for spec in specs])
+    everyone = comm.allgather([_capacity(tier, fingerprint) for tier in tiers])
     return [
         Node(name, tuple(everyone[int(ranks.local(number)[0])]))
         for number, name in enumerate(nodes.names)
@@ -347,8 +396,11 @@ def _make_room(specs: Sequence[TierSpec], wanted: int, fingerprint: str) -> list
     return notes
 
 
-def _capacity(spec: TierSpec, fingerprint: str) -> int:
+def _capacity(tier: Tier, fingerprint: str) -> int:
     """Return the capacity that other data sets in the same disk tier leave."""
+    spec = tier.spec
+    if isinstance(tier, LostTier):
+        return 0
     if spec.kind == "ram":
         return spec.capacity
     others = sum(
@@ -380,6 +432,8 @@ def _check_size(specs: Sequence[TierSpec], block_bytes: npt.NDArray[np.int64]) -
 def _check_room(tiers: Sequence[Tier], pins: Pins, block_bytes: npt.NDArray[np.int64]) -> None:
     """Raise TierFull now, not after an hour of filling, if a tier has too little room."""
     for number, tier in enumerate(tiers):
+        if not tier.writable:
+            continue
         pinned = np.flatnonzero(pins.tier == number)
         here = np.fromiter(tier.blocks(), np.int64)
         wanted = int(block_bytes[np.setdiff1d(pinned, here)].sum())

@@ -5,12 +5,11 @@ reads a block: offsets of the blocks; size, label and name of each sample; class
 """
 
 import json
-import mmap
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Any, Final, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -19,20 +18,39 @@ import xxhash
 from dlio.data.schema import Buffer, Schema
 from dlio.errors import CorruptBlock
 from dlio.storage.block import Readable, file_size, read_exactly, write_all
+from dlio.util.files import open_own
 
-__all__ = ["SUFFIX", "TRAILER_MAGIC", "VERSION", "Footer", "ShardWriter", "read_footer"]
+__all__ = [
+    "SUFFIX",
+    "TRAILER_MAGIC",
+    "VERSION",
+    "Footer",
+    "Rows",
+    "ShardIndex",
+    "ShardWriter",
+    "read_footer",
+]
 
 SUFFIX: Final = ".dlio"
 TRAILER_MAGIC: Final = b"DLIOSHRD"
 VERSION: Final = 1
 _TRAILER: Final = struct.Struct("<QQQ8s")
 _META_LENGTH: Final = struct.Struct("<Q")
+_MAX_FOOTER: Final = 2 << 30
 _CHUNK: Final = 1 << 20
 
 
+class Rows(Protocol):
+    """One value per row, in memory or in a file."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> npt.NDArray[Any]: ...
+
+
 @dataclass(frozen=True, slots=True)
-class Footer:
-    """The index of one shard of a data set."""
+class _Part:
+    """The place of a shard in its data set."""
 
     fingerprint: str
     """Fingerprint of the whole data set, the same in all its shards; 32 hex digits."""
@@ -44,6 +62,51 @@ class Footer:
     """Sample index of the shard's first sample."""
     total: int
     """Samples in all shards."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardIndex(_Part):
+    """The index of a shard, as it is read.
+
+    Blocks are in memory. Samples may stay in the file: they are read from it when they are asked
+    for, never mapped, because touching mapped pages of a file that was truncated kills a process.
+    """
+
+    offsets: npt.NDArray[np.int64]
+    """File offset of each block, and of the footer; shape (blocks + 1,)."""
+    counts: npt.NDArray[np.int64]
+    """Samples in each block; shape (blocks,)."""
+    sizes: Rows
+    """Payload bytes of each sample; uint32."""
+    labels: Rows
+    """Class of each sample; int64."""
+    names: Rows
+    """Sample names, UTF-8, one after another; uint8."""
+    name_ends: Rows
+    """End of each name in `names`; uint64."""
+    payload_bytes: int
+    """Sum of `sizes`."""
+
+    def names_of(self, first: int, stop: int) -> list[bytes]:
+        """Return the names of neighbouring samples, in UTF-8.
+
+        Args:
+            first: position in the shard of the first one.
+            stop: that behind the last one.
+
+        Raises SourceError or CorruptBlock if the file has changed.
+        """
+        ends = self.name_ends[first:stop].tolist()
+        start = int(self.name_ends[first - 1 : first][0]) if first else 0
+        blob = self.names[start : ends[-1]].tobytes()
+        starts = [start, *ends[:-1]]
+        return [blob[a - start : b - start] for a, b in zip(starts, ends, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Footer(_Part):
+    """The index of one shard of a data set, as it is written."""
+
     offsets: npt.NDArray[np.uint64]
     """File offset of each block, and of the footer; shape (blocks + 1,)."""
     counts: npt.NDArray[np.uint32]
@@ -56,8 +119,6 @@ class Footer:
     """Sample names, UTF-8, one after another."""
     name_ends: npt.NDArray[np.uint64]
     """End of each name in `names`; shape (samples,)."""
-    payload_bytes: int = 0
-    """Sum of `sizes`; computed by readers, not written."""
 
     def encode(self) -> bytes:
         """Return the bytes of the footer."""
@@ -98,9 +159,7 @@ class ShardWriter:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._descriptor = os.open(
-            path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644
-        )
+        self._descriptor = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         self.offsets = [0]
         """File offsets of the blocks so far, and of the next block or the footer."""
 
@@ -125,107 +184,130 @@ class ShardWriter:
         os.fsync(self._descriptor)
 
 
-def read_footer(descriptor: int | Readable, path: str) -> Footer:
-    """Read and check the footer of an open shard file.
+class _Text:
+    """The bytes of a footer, in memory or left in the file.
 
-    The arrays of a local file are memory-mapped, so that a footer of ten million samples takes
-    little memory.
-
-    Raises CorruptBlock.
+    Args:
+        file: an open file, or one that opens itself for each read.
+        path: of the file, for messages.
+        start: offset of the footer in the file.
+        length: its bytes.
     """
-    size = file_size(descriptor)
+
+    def __init__(self, file: int | Readable, path: str, start: int, length: int) -> None:
+        self._file, self._path, self._start = file, path, start
+        self.length = length
+        self._memory: memoryview | None = None
+
+    def load(self) -> None:
+        """Read it all, once."""
+        self._memory = self.read(0, self.length)
+
+    def read(self, at: int, count: int) -> memoryview:
+        """Return `count` bytes from byte `at` on. Raises SourceError or CorruptBlock."""
+        if self._memory is not None:
+            return self._memory[at : at + count]
+        into = memoryview(bytearray(count))
+        read_exactly(self._file, into, self._start + at, self._path)
+        return into
+
+    def digest(self) -> int:
+        """Return the xxh3_64 of it all."""
+        digest = xxhash.xxh3_64()
+        for done in range(0, self.length, _CHUNK):
+            digest.update(self.read(done, min(_CHUNK, self.length - done)))
+        return digest.intdigest()
+
+
+class _TextRows:
+    """An array in a footer, of which parts are read."""
+
+    def __init__(self, text: _Text, dtype: str, count: int, at: int) -> None:
+        self._text, self._dtype, self._count, self._at = text, np.dtype(dtype), count, at
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, part: slice, /) -> npt.NDArray[Any]:
+        start, stop, _ = part.indices(self._count)
+        size = self._dtype.itemsize
+        data = self._text.read(self._at + start * size, max(0, stop - start) * size)
+        return np.ndarray((len(data) // size,), self._dtype, data)
+
+
+def read_footer(file: int | Readable, path: str, *, left_in_file: bool = False) -> ShardIndex:
+    """Read and check the footer of a shard file.
+
+    Args:
+        file: an open file, or one that opens itself for each read.
+        path: of the file, for messages.
+        left_in_file: keep only the index of the blocks in memory, such that a data set of any
+            size takes little. `file` must not be a descriptor then.
+
+    Raises CorruptBlock, or SourceError if the file cannot be read.
+    """
+    size = file_size(file)
     if size < _TRAILER.size:
         raise CorruptBlock(
             f"{path}: has {size} bytes, too few for a shard: it is truncated or empty; restore "
             "the file"
         )
     trailer = bytearray(_TRAILER.size)
-    read_exactly(descriptor, memoryview(trailer), size - _TRAILER.size, path)
+    read_exactly(file, memoryview(trailer), size - _TRAILER.size, path)
     start, length, digest, magic = _TRAILER.unpack(trailer)
     if magic != TRAILER_MAGIC:
         raise CorruptBlock(
             f"{path}: does not end as a shard does: it is truncated, or not a shard of dlio"
         )
+    if length > _MAX_FOOTER:
+        raise CorruptBlock(f"{path}: a footer of {length} bytes is too large: restore the file")
     if length > size or start + length + _TRAILER.size != size:
         raise CorruptBlock(f"{path}: its trailer points outside of the file: restore the file")
-    if _digest(descriptor, path, start, length) != digest:
+    text = _Text(file, path, start, length)
+    if not left_in_file:
+        text.load()
+    if text.digest() != digest:
         raise CorruptBlock(f"{path}: its footer does not match its checksum: restore the file")
-    text: Buffer
-
-    def forget() -> None:
-        """Do nothing: no memory is mapped."""
-
-    if isinstance(descriptor, int):
-        page = start - start % mmap.PAGESIZE
-        mapped = mmap.mmap(
-            descriptor, start + length - page, mmap.MAP_PRIVATE, mmap.PROT_READ, offset=page
-        )
-        text = memoryview(mapped)[start - page :]
-
-        def forget() -> None:
-            mapped.madvise(mmap.MADV_DONTNEED)
-
-    else:
-        text = bytearray(length)
-        read_exactly(descriptor, memoryview(text), start, path)
     try:
-        return _decode(memoryview(text), start, forget)
+        return _decode(text, start)
     except (ValueError, KeyError, TypeError, struct.error, RecursionError) as error:
         raise CorruptBlock(f"{path}: its footer is invalid: {error}; restore the file") from error
 
 
-def _digest(descriptor: int | Readable, path: str, start: int, length: int) -> int:
-    digest = xxhash.xxh3_64()
-    chunk = memoryview(bytearray(min(length, _CHUNK)))
-    for done in range(0, length, _CHUNK):
-        part = chunk[: min(_CHUNK, length - done)]
-        read_exactly(descriptor, part, start + done, path)
-        digest.update(part)
-    return digest.intdigest()
-
-
-def _decode(text: memoryview, footer_start: int, forget: Callable[[], None]) -> Footer:
-    """Parse a footer.
-
-    Args:
-        forget: drops mapped pages from memory; called after each part that was checked.
-    """
-    (meta_length,) = _META_LENGTH.unpack_from(text)
-    if meta_length > len(text) - _META_LENGTH.size:
+def _decode(text: _Text, footer_start: int) -> ShardIndex:
+    (meta_length,) = _META_LENGTH.unpack(text.read(0, min(_META_LENGTH.size, text.length)))
+    if meta_length > text.length - _META_LENGTH.size:
         raise ValueError("its JSON is longer than the footer")
     at = _META_LENGTH.size + meta_length
-    meta = json.loads(bytes(text[_META_LENGTH.size : at]))
+    meta = json.loads(bytes(text.read(_META_LENGTH.size, meta_length)))
     if meta["version"] != VERSION:
         raise ValueError(
             f"format {meta['version']} is unknown to this version of dlio: upgrade dlio"
         )
     blocks, samples = _count(meta["blocks"]), _count(meta["samples"])
     fixed = 8 * (blocks + 1) + 16 * samples + 4 * blocks + 4 * samples
-    if at + fixed > len(text):
+    if at + fixed > text.length:
         raise ValueError(f"it is too short for {blocks} blocks and {samples} samples")
-    arrays = {}
+    rows = {}
     for name, kind, count in (
         ("offsets", "<u8", blocks + 1),
         ("labels", "<i8", samples),
         ("name_ends", "<u8", samples),
         ("counts", "<u4", blocks),
         ("sizes", "<u4", samples),
+        ("names", "u1", text.length - at - fixed),
     ):
-        arrays[name] = np.frombuffer(text, kind, count, at)
-        at += arrays[name].nbytes
-    names = text[at:]
-    offsets, ends = arrays["offsets"], arrays["name_ends"]
-    if int(arrays["counts"].sum(dtype=np.uint64)) != samples:
+        rows[name] = _TextRows(text, kind, count, at)
+        at += count * np.dtype(kind).itemsize
+    offsets, counts = rows["offsets"][:], rows["counts"][:]
+    if int(counts.sum(dtype=np.uint64)) != samples:
         raise ValueError("its blocks do not add up to its samples")
     if (offsets[1:] < offsets[:-1]).any() or int(offsets[-1]) != footer_start:
         raise ValueError("its blocks overlap")
-    if (int(ends[-1]) if samples else 0) != len(names) or not _rises(ends, forget):
+    if not _rises_to(rows["name_ends"], len(rows["names"])):
         raise ValueError("its names do not add up")
-    payload_bytes = 0
-    for first in range(0, samples, _CHUNK):
-        payload_bytes += int(arrays["sizes"][first : first + _CHUNK].sum(dtype=np.int64))
-        forget()
-    return Footer(
+    sizes = rows["sizes"]
+    return ShardIndex(
         fingerprint=_fingerprint(meta["fingerprint"]),
         schema=Schema.from_rows(meta["schema"]),
         classes=tuple(str(name) for name in meta["classes"]),
@@ -233,20 +315,28 @@ def _decode(text: memoryview, footer_start: int, forget: Callable[[], None]) -> 
         shards=_count(meta["shards"]),
         first=_count(meta["first"]),
         total=_count(meta["total"]),
-        names=names,
-        payload_bytes=payload_bytes,
-        **arrays,
+        offsets=offsets.astype(np.int64),
+        counts=counts.astype(np.int64),
+        sizes=sizes,
+        labels=rows["labels"],
+        names=rows["names"],
+        name_ends=rows["name_ends"],
+        payload_bytes=sum(
+            int(sizes[first : first + _CHUNK].sum(dtype=np.int64))
+            for first in range(0, samples, _CHUNK)
+        ),
     )
 
 
-def _rises(ends: npt.NDArray[np.uint64], forget: Callable[[], None]) -> bool:
-    """True if no value is less than the one before; checked in chunks."""
+def _rises_to(ends: Rows, last: int) -> bool:
+    """True if no value is less than the one before, and the final one is `last`."""
+    before = 0
     for first in range(0, len(ends), _CHUNK):
-        part = ends[first : first + _CHUNK + 1]
-        if (part[1:] < part[:-1]).any():
+        part = ends[first : first + _CHUNK]
+        if int(part[0]) < before or (part[1:] < part[:-1]).any():
             return False
-        forget()
-    return True
+        before = int(part[-1])
+    return before == last
 
 
 def _count(value: Any) -> int:

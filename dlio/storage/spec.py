@@ -1,19 +1,29 @@
 """Specifications of tiers, as users write them: `ram:2GiB,/local/scratch:20GiB`."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from dlio.errors import UsageError
+from dlio.util.arguments import named, nearest, path_in
 from dlio.util.settings import settings
 from dlio.util.shared import SHARED_MEMORY
 from dlio.util.units import format_bytes, parse_bytes
 
-__all__ = ["TierSpec", "choose_tiers", "decoded_spec", "default_tiers", "parse_tiers"]
+__all__ = [
+    "TierSpec",
+    "Tiers",
+    "choose_tiers",
+    "decoded_spec",
+    "default_tiers",
+    "is_parsed",
+    "parse_tiers",
+]
 
 _LEAST: Final = 16 << 20
 """Bytes of the smallest RAM tier that is made by default."""
+_EXAMPLE: Final = "ram:8GiB,/local/scratch:200GiB"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,39 +45,82 @@ class TierSpec:
         return f"{text}:decoded" if self.decoded else text
 
 
-def parse_tiers(text: str) -> list[TierSpec]:
-    """Parse a comma-separated list of tiers, fastest first.
+Tiers = (
+    str
+    | os.PathLike[str]
+    | Sequence[TierSpec | str | os.PathLike[str] | tuple[str | os.PathLike[str], str]]
+)
+"""Tiers as users give them: a text, or a list of such parts as `ram:8GiB`, also as pairs of a place
+and a size: `(Path("/local/scratch"), "200GiB")`."""
+
+
+def parse_tiers(tiers: Tiers) -> list[TierSpec]:
+    """Parse a comma-separated list of tiers, or a list of its parts, fastest first.
 
     `ram:SIZE` is shared memory, `FOLDER:SIZE` a disk, `ram:SIZE:decoded` (at most one) keeps
     decoded images, and `none` means that there are none. Persistent memory is a folder on its file
-    system, with or without `pmem:` before it.
+    system, with or without `pmem:` before it; `disk:` before a folder changes nothing.
 
     Raises UsageError that quotes the part that is invalid.
     """
-    if text.strip() in ("", "none"):
-        return []
-    specs = []
-    for part in text.split(","):
-        text_, decoded, rest = part.strip().partition(":decoded")
-        if rest:
-            raise UsageError(f"tier {part.strip()!r}: write ram:8GiB:decoded")
-        place, colon, size = text_.rpartition(":")
-        if not colon or not place:
-            raise UsageError(
-                f"tier {part.strip()!r} has no size: write ram:2GiB or /local/scratch:20GiB"
-            )
-        capacity = parse_bytes(size)
-        place = place.removeprefix("pmem:")
-        if place == "ram":
-            specs.append(TierSpec("ram", SHARED_MEMORY, capacity, bool(decoded)))
-        elif decoded:
-            raise UsageError(f"tier {part.strip()!r}: decoded images are kept in RAM alone")
-        else:
-            specs.append(TierSpec("disk", os.path.abspath(os.path.expanduser(place)), capacity))
+    specs = [spec for part in _parts(tiers) for spec in _parsed(part)]
     places = [(spec.root, spec.decoded) for spec in specs]
     if len(set(places)) != len(places):
-        raise UsageError(f"tiers {text!r} name the same place twice: give each place once")
+        shown = ",".join(map(str, specs))
+        raise UsageError(f"tiers {shown!r} name the same place twice: give each place once")
     return specs
+
+
+def _parts(tiers: Tiers) -> Iterator[TierSpec | str]:
+    """Yield single tiers, as text unless they are parsed already."""
+    if isinstance(tiers, str):
+        yield from tiers.split(",") if tiers.strip() not in ("", "none") else ()
+        return
+    for each in tiers if isinstance(tiers, list | tuple) else (tiers,):
+        if isinstance(each, TierSpec):
+            yield each
+        elif isinstance(each, str):
+            yield from _parts(each)
+        elif isinstance(each, os.PathLike):
+            yield path_in("tiers", each)
+        elif isinstance(each, tuple) and len(each) == 2:
+            yield ":".join(path_in("tiers", item) for item in each)
+        else:
+            raise UsageError(
+                f"{named('tiers', tiers)}: give text such as {_EXAMPLE!r}, a list of such parts, "
+                "or 'none'"
+            )
+
+
+def _parsed(part: TierSpec | str) -> list[TierSpec]:
+    if isinstance(part, TierSpec):
+        return [part]
+    part = part.strip()
+    if not part:
+        raise UsageError(f"tiers: a part between commas is empty: write them as {_EXAMPLE!r}")
+    body, colon, kind = part.rpartition(":")
+    decoded = bool(colon) and kind == "decoded"
+    if colon and not decoded and nearest(kind, ("decoded",)):
+        raise UsageError(f"tier {part!r}: write ram:8GiB:decoded{nearest(kind, ('decoded',))}")
+    place, colon, size = (body if decoded else part).rpartition(":")
+    if not colon or not place:
+        raise UsageError(f"tier {part!r} has no size: write ram:2GiB or /local/scratch:20GiB")
+    capacity = parse_bytes(size)
+    place = place.removeprefix("pmem:").removeprefix("disk:")
+    if place == "ram":
+        return [TierSpec("ram", SHARED_MEMORY, capacity, decoded)]
+    if decoded:
+        raise UsageError(f"tier {part!r}: decoded images are kept in RAM alone")
+    root = os.path.abspath(os.path.expanduser(path_in("tiers", place)))
+    close = "" if "/" in place or os.path.exists(root) else nearest(place, ("ram", "pmem", "none"))
+    if close:
+        raise UsageError(f"tier {part!r}: the folder {root} does not exist{close}")
+    return [TierSpec("disk", root, capacity)]
+
+
+def is_parsed(tiers: Tiers | None) -> bool:
+    """True for specifications, False for tiers as users write them."""
+    return isinstance(tiers, list | tuple) and all(isinstance(each, TierSpec) for each in tiers)
 
 
 def default_tiers(data_bytes: int, nodes_here: int = 1) -> list[TierSpec]:
@@ -89,9 +142,7 @@ def default_tiers(data_bytes: int, nodes_here: int = 1) -> list[TierSpec]:
     return [TierSpec("ram", SHARED_MEMORY, min(room, wanted))]
 
 
-def choose_tiers(
-    tiers: str | Sequence[TierSpec] | None, data_bytes: int, nodes_here: int = 1
-) -> list[TierSpec]:
+def choose_tiers(tiers: Tiers | None, data_bytes: int, nodes_here: int = 1) -> list[TierSpec]:
     """Return the tiers of blocks that were given, else those of DLIO_TIERS, else the default.
 
     A tier of decoded images alone gets the default tiers of blocks as well, for the images that it
@@ -107,17 +158,16 @@ def choose_tiers(
         tiers = settings().tiers
     if tiers is None:
         return default_tiers(data_bytes, nodes_here)
-    given = parse_tiers(tiers) if isinstance(tiers, str) else list(tiers)
+    given = parse_tiers(tiers)
     specs = [spec for spec in given if not spec.decoded]
     return specs if specs or not given else default_tiers(data_bytes, nodes_here)
 
 
-def decoded_spec(tiers: str | Sequence[TierSpec] | None) -> TierSpec | None:
+def decoded_spec(tiers: Tiers | None) -> TierSpec | None:
     """Return the tier of decoded images, None if none is specified. Raises UsageError."""
     if tiers is None:
         tiers = settings().tiers or "none"
-    specs = parse_tiers(tiers) if isinstance(tiers, str) else tiers
-    return next((spec for spec in specs if spec.decoded), None)
+    return next((spec for spec in parse_tiers(tiers) if spec.decoded), None)
 
 
 def _available_memory() -> int:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from dlio.plan.block_order import BlockOrder
 from dlio.storage.hierarchy import Hierarchy
+from dlio.util.opening import open_file
 from dlio.util.threads import Workers
 
 __all__ = ["BlockStream", "StreamProgress"]
@@ -28,14 +29,13 @@ class StreamProgress:
     """The position of each rank of a node in its pass, in memory that they share.
 
     Args:
-        folder: of the streamed blocks.
+        folder: descriptor of the folder of the streamed blocks.
         ranks: number of ranks on this node.
         rank: number of this rank among them.
     """
 
-    def __init__(self, folder: str, ranks: int, rank: int) -> None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        descriptor = os.open(os.path.join(folder, "progress"), flags, 0o600)
+    def __init__(self, folder: int, ranks: int, rank: int) -> None:
+        descriptor = open_file(folder, "progress", os.O_RDWR | os.O_CREAT)
         with os.fdopen(descriptor, "r+b") as file:
             file.truncate(16 * ranks)
             self._all = np.memmap(file, np.int64, "r+", shape=(ranks, 2))

@@ -78,15 +78,15 @@ class Targets:
         """True for a streamed block that is not needed any more in this pass."""
         return not self.is_pinned(block) and self._is_over(block)
 
+    @property
+    def by_speed(self) -> list[int]:
+        """Numbers of the tiers, fastest first: streamed blocks are in memory."""
+        numbers = list(range(len(self.tiers)))
+        return [numbers[-1], *numbers[:-1]] if self.can_stream else numbers
+
     def streamed_blocks(self) -> set[int]:
         """Return the streamed blocks that are in their tier now."""
         return self.tiers[-1].blocks() if self.can_stream else set()
-
-    def missing(self) -> int:
-        """Count the pinned blocks that are not in their tier."""
-        here = [tier.blocks() for tier in self.tiers]
-        pinned = np.flatnonzero(self.pins.tier >= 0)
-        return sum(int(block) not in here[self.pins.tier[block]] for block in pinned)
 
     def close(self) -> None:
         """Close the tiers."""

@@ -15,6 +15,8 @@ their process. Every payload that is read from a tier is compared with its check
 import errno
 import fcntl
 import os
+import re
+import secrets
 import struct
 import threading
 from collections import OrderedDict
@@ -35,13 +37,17 @@ from dlio.storage.block import (
     write_all,
 )
 from dlio.storage.spec import TierSpec
-from dlio.util.folders import open_private
+from dlio.util.folders import open_private, remove_entry, unlink
+from dlio.util.limits import open_regular
+from dlio.util.opening import open_file, publish_file
 from dlio.util.settings import settings
 from dlio.util.shared import SharedFolder, user_folder
 from dlio.util.units import format_bytes
 
 __all__ = ["Tier", "checked_share"]
 
+_BLOCK: Final = re.compile(r"([0-9]{8,12})\.blk")
+_TEMPORARY: Final = re.compile(r"tmp\.([0-9]{8,12})\..*")
 _TABLE_BYTES: Final = 64 << 20
 """Bytes of block tables that a tier keeps in memory, 24 per sample. Files, in contrast, are opened
 for each read: that takes 5 µs, and a tier may have more blocks than a process may open files."""
@@ -79,11 +85,22 @@ class Tier:
             self.path = self._shared.path
             self._folder = os.dup(self._shared.descriptor)
         else:
-            self._folder = open_private(spec.root, *names)
-        self._claims = os.open(
-            "claims", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=self._folder
-        )
-        self._remove_leftovers()
+            self._folder = open_private(spec.root, *names, marked=2)
+        self.writable = True
+        """False for a tier on a read-only file system, whose blocks can be read."""
+        self._claims = -1
+        try:
+            self._claims = open_file(self._folder, "claims", os.O_RDWR | os.O_CREAT)
+            self._remove_leftovers()
+        except OSError as error:
+            if error.errno == errno.EROFS:
+                self.writable = False
+                return
+            self.close()
+            raise TierError(
+                f"tier {self.path} cannot be written ({error.strerror}): check the disk, or name "
+                "another folder in --tiers"
+            ) from error
 
     def __enter__(self) -> Self:
         return self
@@ -96,6 +113,11 @@ class Tier:
         if self._shared is not None:
             keep(self._shared.alive)
 
+    @property
+    def folder(self) -> int:
+        """Descriptor of the tier's folder, open until `close`."""
+        return self._folder
+
     def free_bytes(self) -> int:
         """Return the bytes that are free on the tier's file system."""
         status = os.fstatvfs(self._folder)
@@ -104,7 +126,7 @@ class Tier:
     def blocks(self) -> set[int]:
         """Return the numbers of the blocks that are published now."""
         names = os.listdir(self._folder)
-        return {int(name[:-4]) for name in names if name.endswith(".blk") and name[:-4].isdigit()}
+        return {int(match[1]) for name in names if (match := _BLOCK.fullmatch(name)) is not None}
 
     def has(self, block: int) -> bool:
         """True if a block is published."""
@@ -197,7 +219,8 @@ class Tier:
         try:
             memory = memoryview(bytearray(os.fstat(descriptor).st_size))
             read_exactly(descriptor, memory, 0, self.path)
-            check_block(memory, os.path.join(self.path, _name(block)), 0)
+            info = check_block(memory, os.path.join(self.path, _name(block)), 0)
+            self._check_own(block, info)
             return memory
         finally:
             os.close(descriptor)
@@ -212,14 +235,10 @@ class Tier:
         written for another reason. No file is left behind then.
         """
         size = sum(len(piece) for piece in pieces)
-        temporary = f"tmp.{block:08d}.{os.getpid()}.{threading.get_ident()}"
-        descriptor = os.open(
-            temporary,
-            os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW,
-            0o600,
-            dir_fd=self._folder,
-        )
+        temporary = f"tmp.{block:08d}.{secrets.token_hex(8)}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         try:
+            descriptor = open_file(self._folder, temporary, flags)
             try:
                 _reserve(descriptor, size)
                 write_all(descriptor, pieces)
@@ -227,9 +246,9 @@ class Tier:
                     os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-            os.rename(temporary, _name(block), src_dir_fd=self._folder, dst_dir_fd=self._folder)
+            publish_file(self._folder, temporary, _name(block))
         except BaseException as error:
-            os.unlink(temporary, dir_fd=self._folder)
+            remove_entry(self._folder, temporary)
             if isinstance(error, OSError) and error.errno in NO_ROOM:
                 raise TierFull(
                     f"tier {self.path} has no room for block {block} "
@@ -244,14 +263,20 @@ class Tier:
             raise
 
     def discard(self, block: int) -> None:
-        """Remove a block, for example a damaged one, so that it can be filled again."""
+        """Remove a block, for example a damaged one, so that it can be filled again.
+
+        Raises OSError if it cannot be removed.
+        """
         with self._lock:
             self._drop_table(block)
         with suppress(FileNotFoundError):
-            os.unlink(_name(block), dir_fd=self._folder)
+            unlink(self._folder, _name(block))
 
     def claim(self, block: int) -> bool:
-        """Become the one process that fills `block`; False while another one is."""
+        """Become the one process that fills `block`; False while another one is.
+
+        Raises OSError if the file system cannot lock.
+        """
         with self._lock:
             if block in self._claimed or not _lock_byte(self._claims, block):
                 return False
@@ -262,33 +287,39 @@ class Tier:
         """Let other processes claim `block`."""
         with self._lock:
             self._claimed.discard(block)
-            _lock_byte(self._claims, block, fcntl.F_UNLCK)
+            with suppress(OSError):  # The lock ends with the descriptor at last.
+                _lock_byte(self._claims, block, fcntl.F_UNLCK)
 
     def close(self) -> None:
         """Close the tier's files. The last process that closes a RAM tier removes it."""
         with self._lock:
             if self._folder < 0:
                 return
-            os.close(self._claims)
-            os.close(self._folder)
+            for descriptor in (self._claims, self._folder):
+                if descriptor >= 0:
+                    with suppress(OSError):
+                        os.close(descriptor)
             # A thread that was held up by a hung source must not use another file's descriptor.
             self._claims = self._folder = -1
         if self._shared is not None:
             self._shared.close()
 
     def _open(self, block: int) -> int:
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-        return os.open(_name(block), flags, dir_fd=self._folder)
+        return open_regular(_name(block), os.O_NOFOLLOW, dir_fd=self._folder)
 
     def _info(self, block: int, descriptor: int) -> BlockInfo:
         """Read a block's header and table, without keeping them as reads of samples do."""
         path = os.path.join(self.path, _name(block))
         info = read_info(descriptor, path)
+        self._check_own(block, info)
+        return info
+
+    def _check_own(self, block: int, info: BlockInfo) -> None:
+        """Raise CorruptBlock for a block of another number, or of another data set."""
         if info.block != block or self._fingerprint not in (None, info.fingerprint):
             raise CorruptBlock(
-                f"{path} holds block {info.block} of data set {info.fingerprint}: remove it"
+                f"{info.path} holds block {info.block} of data set {info.fingerprint}: remove it"
             )
-        return info
 
     def _read_table(self, block: int, descriptor: int) -> BlockInfo:
         info = self._info(block, descriptor)
@@ -308,12 +339,12 @@ class Tier:
     def _remove_leftovers(self) -> None:
         """Remove the temporary files of dead writers, whose claims are free."""
         for name in os.listdir(self._folder):
-            if not name.startswith("tmp."):
+            match = _TEMPORARY.fullmatch(name)
+            if match is None:
                 continue
-            block = int(name.split(".")[1])
+            block = int(match[1])
             if self.claim(block):
-                with suppress(FileNotFoundError):
-                    os.unlink(name, dir_fd=self._folder)
+                remove_entry(self._folder, name)
                 self.release(block)
 
 

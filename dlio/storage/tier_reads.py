@@ -8,6 +8,7 @@ from dlio.data.reader import Reader, data_bytes
 from dlio.errors import CorruptBlock
 from dlio.storage.arrivals import Arrivals
 from dlio.storage.counters import Counters
+from dlio.storage.health import Health
 from dlio.storage.notes import Notes
 from dlio.storage.targets import Targets
 from dlio.storage.tier import Tier
@@ -23,7 +24,7 @@ _SMALL_BLOCK: Final = 8
 
 
 class TierReads:
-    """Reads samples from the tier of their block, and fetches the block if it is missing.
+    """Reads samples from the fastest tier that has their block; fetches it if its own has not.
 
     While a small budget lasts, a sample of a missing block is read from the source alone, so that
     the first batch does not wait for as many whole blocks as it has samples. A damaged block is
@@ -42,47 +43,63 @@ class TierReads:
         arrivals: Arrivals,
         counters: Counters,
         notes: Notes,
+        health: Health,
         ranks: int,
     ) -> None:
         self._reader, self._targets, self._arrivals = reader, targets, arrivals
-        self._counters, self._notes = counters, notes
+        self._counters, self._notes, self._health = counters, notes, health
         self._lock = threading.Lock()
         self._renewed: set[int] = set()
         self.budget_bytes = int(_ON_THEIR_OWN_SHARE * data_bytes(reader) / ranks)
         """Bytes that may still be read sample by sample."""
 
     def read(self, sample: int, block: int, read: Callable[[Tier], T]) -> tuple[T, str] | None:
-        """Return the result of `read` on the block's tier, and the tier's kind.
+        """Return the result of `read` on a tier that has the block, and the tier's kind.
 
         None where the sample has to be read from the source.
         """
-        targets, arrivals = self._targets, self._arrivals
-        number = targets.number(block)
-        # A streamed block may have been removed since an earlier pass, by another rank.
-        for _ in range(1 if targets.is_pinned(block) else 2):
-            if number < 0 or not (block in arrivals or self._bring(sample, block, number)):
+        arrivals = self._arrivals
+        # A block may have been removed since it was seen: by another rank, by hand, or as damaged.
+        for _ in range(len(self._targets.tiers) + 1):
+            number = self._bring(sample, block)
+            if number < 0:
                 return None
-            tier = targets.tiers[number]
+            tier = self._targets.tiers[number]
             try:
                 return read(tier), tier.kind
             except FileNotFoundError:
                 arrivals.forget(block)  # Removed by hand, or by a job's epilog.
-            except (CorruptBlock, OSError) as error:
-                self._counters.add("healed")
+                if self._targets.is_pinned(block):
+                    return None
+            except CorruptBlock as error:
                 self._notes.add(f"{error}; read from the source instead")
-                self._renew(block, tier)
+                self._renew(block, number)
+                return None
+            except OSError as error:
+                then = "its blocks are read from elsewhere"
+                self._health.failed(tier.path, "read", error, then)
+                self._renew(block, number)
+                return None
         return None
 
-    def _bring(self, sample: int, block: int, number: int) -> bool:
-        """Have the block in its tier; False if the sample is to be read on its own."""
-        if self._arrivals.look(block, number):
-            return True
-        if not self._arrivals.can_fill(block):
-            return False
+    def _bring(self, sample: int, block: int) -> int:
+        """Have the block in its tier; return the number of the tier to read it from.
+
+        -1 if the sample is to be read from the source, on its own.
+        """
+        targets, arrivals = self._targets, self._arrivals
+        place, home = arrivals.place(block), targets.number(block)
+        if place == home >= 0:
+            return place
+        order = targets.by_speed
+        if place >= 0 and (home < 0 or order.index(place) <= order.index(home)):
+            return place
+        if not arrivals.can_fill(block):
+            return place
         # The other samples of a streamed block are needed soon.
-        if self._targets.is_pinned(block) and self._may_read_alone(sample, block):
-            return False
-        return self._arrivals.fill(block)
+        if targets.is_pinned(block) and self._may_read_alone(sample, block):
+            return place
+        return home if arrivals.fill(block) else place
 
     def _may_read_alone(self, sample: int, block: int) -> bool:
         size = int(self._reader.sizes[sample])
@@ -93,11 +110,11 @@ class TierReads:
             self.budget_bytes -= size
             return True
 
-    def _renew(self, block: int, tier: Tier) -> None:
+    def _renew(self, block: int, number: int) -> None:
         """Have a damaged block filled again at its next use, unless it was renewed before."""
+        self._counters.add("healed")
+        self._arrivals.distrust(block, number)
         with self._lock:
             if block in self._renewed:
-                return
+                self._arrivals.give_up(block)
             self._renewed.add(block)
-        self._arrivals.forget(block)
-        tier.discard(block)

@@ -24,18 +24,20 @@ Each test method is named for the promise that it checks. Communicators and exch
 `run_ranks` runs a check on ranks that are threads of one process. `SlowReader`, `FailingReader`,
 `SlowTier` and `FailingTier` stand between code under test and storage.
 
-This package needs pytest and hypothesis: `pip install 'dlio[testing]'`.
+This package needs pytest and hypothesis: `pip install pytest hypothesis`.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+from dlio.util.extras import how_to_install
 
 try:
     import hypothesis  # noqa: F401 - missing packages are reported here, once
     import pytest
 except ImportError as error:
     raise ImportError(
-        f"dlio.testing needs pytest and hypothesis ({error}): pip install 'dlio[testing]'"
+        f"dlio.testing needs pytest and hypothesis ({error}): {how_to_install('testing')}"
     ) from error
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Open the data sets and loaders of a run on every rank."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -9,7 +9,7 @@ from dlio.comm import Communicator
 from dlio.image import transforms
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.dataset import Dataset, open_dataset
-from dlio.storage.spec import TierSpec
+from dlio.storage.spec import Tiers
 from dlio.train.config import TrainConfig
 
 __all__ = ["difference", "make_loader", "open_data"]
@@ -19,7 +19,7 @@ def open_data(
     comm: Communicator,
     path: str,
     config: TrainConfig,
-    tiers: str | Sequence[TierSpec] | None,
+    tiers: Tiers | None,
     training: bool,
 ) -> Dataset:
     """Open a data set, on rank 0 first so that the others find its listing in the cache.

@@ -5,6 +5,7 @@ from torch import nn
 
 from dlio.comm import Communicator
 from dlio.errors import UsageError
+from dlio.util.arguments import unknown_word
 
 __all__ = ["channels_last", "choose_device"]
 
@@ -23,5 +24,5 @@ def choose_device(name: str, comm: Communicator) -> torch.device:
             raise UsageError("--device cuda: torch finds no GPU here; use --device cpu")
         name = f"cuda:{comm.rank % torch.cuda.device_count()}"
     if name.split(":")[0] not in ("cpu", "cuda"):
-        raise UsageError(f"--device {name}: choose auto, cpu or cuda")
+        raise unknown_word("--device", name, ("auto", "cpu", "cuda"))
     return torch.device(name)

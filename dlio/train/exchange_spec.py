@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from dlio.errors import UsageError
+from dlio.util.arguments import nearest
 
 __all__ = ["COMPRESSORS", "NAMES", "USAGE", "ExchangeSpec", "parse_exchange"]
 
@@ -93,7 +94,8 @@ def parse_exchange(text: str) -> ExchangeSpec:
     """
     match = _PATTERN.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None or match[1] not in _PRESETS:
-        raise UsageError(f"exchange {text!r}: {USAGE}")
+        first = re.split(r"[(+]", str(text).strip())[0]
+        raise UsageError(f"exchange {text!r}: {USAGE}{nearest(first, NAMES)}")
     name, argument, compressor = match.groups()
     payload, topology, merge = _PRESETS[name]
     period, flat = 1, False
@@ -106,13 +108,16 @@ def parse_exchange(text: str) -> ExchangeSpec:
     elif argument is not None:
         kinds = [kind.strip() for kind in argument.split(",")]
         if name != "gossip" or not set(kinds) <= set(_GOSSIP):
-            raise UsageError(f"exchange {text!r}: {USAGE}")
+            close = "".join(nearest(kind, _GOSSIP) for kind in kinds if kind not in _GOSSIP)
+            raise UsageError(f"exchange {text!r}: {USAGE}{close if name == 'gossip' else ''}")
         flat = "flat" in kinds
         payload = "gradient" if "gradient" in kinds else payload
         topology = "hypercube" if "hypercube" in kinds else topology
     if compressor is not None:
         if compressor not in COMPRESSORS:
-            raise UsageError(f"exchange {text!r}: unknown compressor {compressor!r}; {USAGE}")
+            close = nearest(compressor, COMPRESSORS)
+            unknown = f"unknown compressor {compressor!r}{close}"
+            raise UsageError(f"exchange {text!r}: {unknown}; {USAGE}")
         if payload == "weight" and compressor in _SPARSE:
             if name == "gossip":
                 payload = "delta"  # Most changes are nearly zero; most weights never are.

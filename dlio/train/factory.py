@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, TypeVar
 
 from dlio.errors import UsageError
+from dlio.util.arguments import unknown_word
 
 __all__ = ["call_with", "check_name", "load_factory", "split_options"]
 
@@ -60,7 +61,9 @@ def check_name(option: str, text: str, names: Sequence[str]) -> None:
     module, colon, _ = name.partition(":")
     if not colon:
         if name not in names:
-            raise UsageError(f"{option} {name}: choose {', '.join([*names, 'module:factory'])}")
+            raise unknown_word(
+                option, name, names, f"choose {', '.join([*names, 'module:factory'])}"
+            )
         return
     folder = _add_current_folder()
     # The package's own __init__ may import anything, so only the first part is looked up.

@@ -3,14 +3,15 @@
 import contextlib
 import json
 import os
+import secrets
 from collections.abc import Callable, Iterable, Sequence
-from typing import Self, cast
+from typing import IO, Self, cast
 
 from dlio.comm import Communicator
 from dlio.comm.recovery import recovery_of, uniform
 from dlio.errors import DlioError
 from dlio.train.ledger_file import Line, line_hash, placed
-from dlio.util.files import unwritable
+from dlio.util.files import move_file, open_partial, remove_file, unwritable
 
 __all__ = ["SampleLedger"]
 
@@ -46,12 +47,12 @@ class SampleLedger:
         self._start = start
         self._lines: list[Line] = []
         self._earlier: list[Line] = []
-        self._temporary = comm.tell(f"{path}.{token or os.getpid()}.tmp")
+        self._temporary = comm.tell(f"{path}.{token or secrets.token_hex(8)}.tmp")
         self.written = written
         """Bytes of the epochs that are in the file."""
-        self._file = None
+        self._file: IO[str] | None = None
         if comm.rank == 0:
-            self._file = open(self._temporary, "r+" if written else "w")  # noqa: SIM115
+            self._file = self._open(new=not written)
 
     def __enter__(self) -> Self:
         return self
@@ -65,8 +66,8 @@ class SampleLedger:
             survived = bug and recovery_of(self._comm) is not None and self._comm.size > 1
             survived = survived or (self._is_kept and error is not None)
             # Others go on without a rank that has a bug, and with its file.
-            if not survived and os.path.exists(self._temporary):
-                os.unlink(self._temporary)
+            if not survived:
+                remove_file(self._temporary)
 
     def step(
         self, epoch: int, step: int, samples: list[int], update: int, ranks: int, part: int = 0
@@ -119,11 +120,18 @@ class SampleLedger:
         self.written = uniform(self._comm, write)
         self._lines, self._earlier = [], []
 
+    def _open(self, *, new: bool) -> IO[str]:
+        """Open the unfinished file. Raises UsageError if that is not possible."""
+        try:
+            return open_partial(self._temporary, new=new)
+        except OSError as error:
+            raise unwritable(self._path, error) from error
+
     def _append(self, rows: Sequence[Line]) -> int:
         """Write lines after those of the epochs before; returns the size of the file."""
         try:
             if self._file is None:  # The rank that wrote it is lost.
-                self._file = open(self._temporary, "r+")  # noqa: SIM115
+                self._file = self._open(new=False)
             self._file.seek(self.written)
             self._file.truncate()
             self._file.writelines(json.dumps(row) + "\n" for row in rows)
@@ -139,9 +147,9 @@ class SampleLedger:
             # If the rank that published it is lost, the next one finds it done.
             if self._comm.rank == 0 and os.path.exists(self._temporary):
                 try:
-                    with open(self._temporary, "rb") as file:
+                    with self._open(new=False) as file:
                         os.fsync(file.fileno())
-                    os.replace(self._temporary, self._path)
+                    move_file(self._temporary, self._path)
                 except OSError as error:
                     raise unwritable(self._path, error) from error
             self._comm.barrier()

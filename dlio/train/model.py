@@ -11,6 +11,7 @@ from torch import nn
 from dlio.errors import UsageError
 from dlio.train.config import MODEL_NAMES
 from dlio.train.factory import call_with, load_factory, split_options
+from dlio.util.arguments import unknown_word
 
 __all__ = ["MODELS", "ResidualBlock", "SmallResNet", "find_model", "make_model", "normalised"]
 
@@ -135,5 +136,7 @@ def find_model(text: str) -> Callable[..., nn.Module]:
     if ":" in name:
         return cast(Callable[..., nn.Module], load_factory("--model", name))
     if name not in MODELS:
-        raise UsageError(f"--model {name}: choose {', '.join(MODELS)}, or module:factory")
+        raise unknown_word(
+            "--model", name, MODELS, f"choose {', '.join(MODELS)}, or module:factory"
+        )
     return MODELS[name]

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from dlio.errors import UsageError
+from dlio.util.arguments import unknown_word
 
 __all__ = ["make_optimizer", "usual_lr"]
 
@@ -80,5 +81,5 @@ def usual_lr(name: str, global_batch: int) -> float:
 
 def _kind(name: str) -> _Kind:
     if name not in _KINDS:
-        raise UsageError(f"--optimizer {name}: choose one of {', '.join(_KINDS)}")
+        raise unknown_word("--optimizer", name, _KINDS)
     return _KINDS[name]

@@ -1,4 +1,5 @@
-"""Live progress: a bar on a terminal, a line every ten seconds in a batch log."""
+"""Live progress: a bar on a terminal, drawn by the launcher where there is one; a line every ten
+seconds in a batch log."""
 
 import time
 from typing import Self
@@ -6,12 +7,14 @@ from typing import Self
 from dlio.comm.environment import shows_terminal
 from dlio.comm.recovery import Loss
 from dlio.train.report import EpochReport
+from dlio.util.liveline import tell_launcher, tells_launcher
 from dlio.util.progress import Bar
 
 __all__ = ["TrainingProgress"]
 
 _LINE_EVERY_S = 10.0
 _REFRESH_S = 0.1
+_FIRST = "waiting for the first batch"
 
 
 class TrainingProgress:
@@ -23,7 +26,9 @@ class TrainingProgress:
         self.steps = steps
         """Steps of the current epoch."""
         self._speaks = speaks
-        self._bar = Bar(force=True) if speaks and shows_terminal() else None
+        self._tells = speaks and tells_launcher()
+        draws = speaks and not self._tells and shows_terminal()
+        self._bar = Bar(force=True, transient=True) if draws else None
         self._epoch = -1
         self._last = self._started = time.perf_counter()
         self._samples = 0
@@ -31,9 +36,14 @@ class TrainingProgress:
     def __enter__(self) -> Self:
         if self._bar is not None:
             self._bar.__enter__()
+            self._bar.begin(_FIRST, None)
+        if self._tells:
+            tell_launcher(_FIRST, 0, None)
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._tells:
+            tell_launcher("ending", 0, None)
         if self._bar is not None:
             self._bar.__exit__()
 
@@ -55,9 +65,10 @@ class TrainingProgress:
             if self._bar is not None:
                 self._bar.begin(f"epoch {epoch + 1}/{self._epochs}", self.steps)
         self._samples += samples
-        if not self._samples or now - self._last < (
-            _REFRESH_S if self._bar is not None else _LINE_EVERY_S
-        ):
+        is_live = self._tells or self._bar is not None
+        if not self._samples and self._tells:
+            tell_launcher(f"epoch {epoch + 1}/{self._epochs}", step + 1, self.steps)
+        if not self._samples or now - self._last < (_REFRESH_S if is_live else _LINE_EVERY_S):
             return
         self._last = now
         seconds = max(now - self._started, 1e-9)
@@ -65,6 +76,8 @@ class TrainingProgress:
         said = f"{rate:,.0f} samples/s, waited {stall_s:.1f} s for data"
         if self._bar is not None:
             self._bar.update(step + 1, note=said)
+        elif self._tells:
+            tell_launcher(f"epoch {epoch + 1}/{self._epochs}", step + 1, self.steps, said)
         else:
             print(
                 f"epoch {epoch + 1}/{self._epochs} step {step + 1}/{self.steps}: {said}",
@@ -78,6 +91,7 @@ class TrainingProgress:
             rank: of this process, among those that are left.
         """
         self._speaks = rank == 0
+        self._tells = self._speaks and tells_launcher()
         if self._speaks:
             print(loss.sentence(), flush=True)
 
@@ -94,10 +108,9 @@ class TrainingProgress:
         said = f"loss {loss}{held_out}, {report.samples_per_s:,.0f} samples/s"
         if report.skip_share:
             said += f", {report.skip_share:.0%} of the samples skipped"
-        if self._bar is not None:
-            self._bar.update(self.steps, note=said)
-        else:
-            print(
-                f"epoch {report.epoch + 1}/{self._epochs}: {said} in {report.seconds:.1f} s",
-                flush=True,
-            )
+        if self._tells:
+            tell_launcher(f"epoch {report.epoch + 1}/{self._epochs}", self.steps, self.steps)
+        elif self._bar is not None:
+            self._bar.update(self.steps)
+        line = f"epoch {report.epoch + 1}/{self._epochs}: {said} in {report.seconds:.1f} s"
+        print(line, flush=True)

@@ -8,20 +8,24 @@ from typing import TypedDict
 
 from dlio.comm.environment import shows_terminal
 from dlio.comm.recovery import Loss
+from dlio.loader.stats import PassStats
 from dlio.storage.counters import PLACES
 from dlio.train.config import TrainConfig
 from dlio.train.pruning.rounds import RoundRecord
 from dlio.util.cores import available_cores
+from dlio.util.printable import printable
 from dlio.util.units import format_bytes
 
 __all__ = [
     "CheckpointReport",
     "EpochReport",
+    "LoaderCounts",
     "PruningReport",
     "RankEpoch",
     "RankSpeed",
     "Restored",
     "RunReport",
+    "loader_counts",
     "removed_by_kind",
 ]
 
@@ -61,7 +65,34 @@ class RankSpeed(TypedDict):
     """Seconds (per step, per sample)."""
 
 
-class RankEpoch(RankSpeed, total=False):
+class LoaderCounts(TypedDict):
+    """Counts of one rank's loader in one epoch."""
+
+    bytes: dict[str, int]
+    sent: int
+    messages: int
+    late: int
+    healed: int
+    tier_errors: int
+    decoded: int
+    decode_saved_s: float
+
+
+def loader_counts(stats: PassStats) -> LoaderCounts:
+    """Return the counts of a pass over a data set of dlio."""
+    return {
+        "bytes": stats["bytes"],
+        "sent": stats["sent"],
+        "messages": stats["messages"],
+        "late": stats["late"],
+        "healed": stats["healed"],
+        "tier_errors": stats["tier_errors"],
+        "decoded": stats["decoded"],
+        "decode_saved_s": stats["decode_saved_s"],
+    }
+
+
+class RankEpoch(RankSpeed, LoaderCounts, total=False):
     """Measurements of one rank in one epoch."""
 
     sums: list[float]
@@ -75,13 +106,6 @@ class RankEpoch(RankSpeed, total=False):
     """Median and 95th percentile, in milliseconds."""
     left_out: int
     skip_share: float
-    bytes: dict[str, int]
-    sent: int
-    messages: int
-    late: int
-    healed: int
-    decoded: int
-    decode_saved_s: float
     skipped: list[str]
     notes: list[str]
 
@@ -155,6 +179,8 @@ class EpochReport:
     """Samples that a peer sent too late, and that were read from the source."""
     healed: int
     """Damaged copies in tiers that were replaced from the source."""
+    tier_errors: int
+    """Errors of tiers' disks, after which samples came from elsewhere."""
     decoded: int
     """Samples read from a decoded tier."""
     decode_saved_s: float
@@ -219,6 +245,7 @@ class EpochReport:
             messages=sum(rank["messages"] for rank in ranks),
             late=sum(rank["late"] for rank in ranks),
             healed=sum(rank["healed"] for rank in ranks),
+            tier_errors=sum(rank["tier_errors"] for rank in ranks),
             decoded=sum(rank["decoded"] for rank in ranks),
             decode_saved_s=sum(rank["decode_saved_s"] for rank in ranks),
             step_ms={
@@ -287,10 +314,10 @@ class RunReport:
         from rich.console import Console
         from rich.table import Table
 
-        console = Console(force_terminal=shows_terminal(), soft_wrap=True)
+        console = Console(force_terminal=shows_terminal(), soft_wrap=True, markup=False)
         data_bytes = self.dataset["bytes"]
         table = Table(
-            title=f"{self.config.source}: {self.dataset['samples']:,} samples, "
+            title=f"{printable(self.config.source)}: {self.dataset['samples']:,} samples, "
             f"{format_bytes(data_bytes)}; {self.ranks} rank(s) on {self.nodes} node(s), "
             f"{self.config.exchange}, shuffle {self.config.shuffle}",
             title_justify="left",
@@ -317,7 +344,7 @@ class RunReport:
             )
         console.print(table)
         for sentence in self.sentences():
-            console.print(sentence, highlight=False)
+            console.print(printable(sentence), highlight=False)
 
     def sentences(self) -> list[str]:
         """Summarise the figures in words, one sentence each."""
@@ -385,6 +412,9 @@ class RunReport:
         healed = sum(epoch.healed for epoch in self.epochs)
         if healed:
             said.append(f"{healed} damaged copies in tiers were replaced from the source.")
+        errors = sum(epoch.tier_errors for epoch in self.epochs)
+        if errors:
+            said.append(f"{errors} time(s) a tier failed, and samples came from elsewhere.")
         said += list(dict.fromkeys(note for epoch in self.epochs for note in epoch.notes))[:5]
         return said
 

@@ -34,7 +34,7 @@ from dlio.train.precision import Precision
 from dlio.train.progress import TrainingProgress
 from dlio.train.pruner import Pruner
 from dlio.train.replay import make_dealing
-from dlio.train.report import EpochReport, RankEpoch
+from dlio.train.report import EpochReport, RankEpoch, loader_counts
 from dlio.train.skipping.rule import EASY, SHARE
 from dlio.train.skipping.skipper import SampleSkipper
 
@@ -474,13 +474,7 @@ class Worker:
             "step_ms": [float(np.median(steps_ms)), float(np.quantile(steps_ms, 0.95))],
             "left_out": self.left_out,
             "skip_share": 1 - self.samples / len(self.loader.data),
-            "bytes": stats["bytes"],
-            "sent": stats["sent"],
-            "messages": stats["messages"],
-            "late": stats["late"],
-            "healed": stats["healed"],
-            "decoded": stats["decoded"],
-            "decode_saved_s": stats["decode_saved_s"],
+            **loader_counts(stats),
             "skipped": stats["skipped"],
             "notes": stats["notes"],
         }

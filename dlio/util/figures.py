@@ -1,11 +1,12 @@
 """Plots of commands, for which matplotlib must be installed."""
 
 import contextlib
-import os
 from collections.abc import Iterator
 from types import ModuleType
 
 from dlio.errors import UsageError
+from dlio.util.extras import how_to_install
+from dlio.util.files import write_whole
 
 __all__ = ["picture"]
 
@@ -19,21 +20,17 @@ def picture(path: str) -> Iterator[ModuleType]:
 
     The file appears under its name once it is complete; its suffix chooses PNG or SVG.
 
-    Raises UsageError if matplotlib is not installed.
+    Raises UsageError if matplotlib is not installed, or if the file cannot be written.
     """
     try:
         import matplotlib
     except ImportError as error:
-        raise UsageError("--plot needs matplotlib: pip install 'dlio[plot]'") from error
+        raise UsageError(f"--plot needs matplotlib: {how_to_install('plot')}") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    temporary = f"{path}.{os.getpid()}.tmp"
     try:
         yield pyplot
-        pyplot.gcf().savefig(temporary, format=path[-3:])
-        os.replace(temporary, path)
+        write_whole(path, lambda file: pyplot.gcf().savefig(file, format=path[-3:]))
     finally:
         pyplot.close("all")
-        if os.path.exists(temporary):
-            os.unlink(temporary)

@@ -5,13 +5,29 @@ import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import IO, Final
 
 from dlio.errors import UsageError
+from dlio.util.named import parent_of
+from dlio.util.opening import open_file, publish_file, temporary_name
 
-__all__ = ["check_writable", "take_lock", "unwritable", "write_json", "write_whole"]
+__all__ = [
+    "check_writable",
+    "move_file",
+    "open_own",
+    "open_partial",
+    "remove_file",
+    "take_lock",
+    "unwritable",
+    "write_json",
+    "write_whole",
+    "write_whole_at",
+]
 
 _POLL_S: Final = 0.02
+_MODE: Final = 0o664
+"""Mode of files that users name: as the umask has it, but never writable by all users."""
 
 
 def check_writable(option: str, path: str) -> None:
@@ -31,23 +47,78 @@ def check_writable(option: str, path: str) -> None:
         raise UsageError(f"{option} {path}: {folder} cannot be written")
 
 
-def write_whole(path: str, write: Callable[[IO[bytes]], object]) -> None:
+def write_whole(path: str, write: Callable[[IO[bytes]], object], mode: int = _MODE) -> None:
     """Write a file by calling `write`; it appears under its name once it is complete.
+
+    Args:
+        path: a file that the user has named, or one below the `path_of` a folder.
+        mode: of the file; the umask takes its part from it.
 
     Raises UsageError if it cannot be written.
     """
-    temporary = f"{path}.{os.getpid()}.tmp"
     try:
-        with open(temporary, "wb") as file:
+        with parent_of(path) as (folder, name):
+            write_whole_at(folder, name, write, mode)
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def write_whole_at(
+    folder: int, name: str, write: Callable[[IO[bytes]], object], mode: int = 0o600
+) -> None:
+    """Write a file in a verified folder as `write_whole` does. Raises OSError."""
+    temporary = temporary_name(name)
+    descriptor = open_file(folder, temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise unwritable(path, error) from error
-    finally:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
+        publish_file(folder, temporary, name)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary, dir_fd=folder)
+        raise
+
+
+def open_own(path: str, flags: int, mode: int = 0o600) -> int:
+    """Open a file of this user's in a folder that the user has named; returns its descriptor.
+
+    Args:
+        flags: as for os.open, without O_TRUNC.
+        mode: of a new file; the umask takes its part from it.
+
+    Raises OSError; Refused if it is not a regular file of this user's.
+    """
+    with parent_of(path) as (folder, name):
+        return open_file(folder, name, flags, mode)
+
+
+def open_partial(path: str, *, new: bool) -> IO[str]:
+    """Open a text file, to be read and written, that will be renamed when it is complete.
+
+    Args:
+        new: begin with an empty file; otherwise it must exist.
+
+    Raises OSError; Refused if it is not this user's own file.
+    """
+    flags = os.O_RDWR | (os.O_CREAT if new else 0)
+    file = os.fdopen(open_own(path, flags, _MODE), "r+")
+    if new:
+        file.truncate()
+    return file
+
+
+def move_file(path: str, to: str) -> None:
+    """Rename a complete file of a folder that the user has named. Raises OSError."""
+    with parent_of(path) as (folder, name):
+        publish_file(folder, name, os.path.basename(to))
+
+
+def remove_file(path: str) -> None:
+    """Remove a file that the user has named, if it exists. Raises OSError."""
+    with suppress(FileNotFoundError), parent_of(path) as (folder, name):
+        os.unlink(name, dir_fd=folder)
 
 
 def take_lock(descriptor: int, how: int, timeout_s: float = 0.0) -> bool:

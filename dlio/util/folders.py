@@ -1,47 +1,93 @@
-"""Private folders on scratch space that is shared with other users.
+"""The folders that dlio writes to, deletes or believes, on space that is shared with other users.
 
-`makedirs(exist_ok=True)` would accept a folder that another user has created first. So each folder
-below the user's root is created with mode 0700, opened without following links, and checked for
-owner and mode on the open descriptor. A folder that others own or can enter is refused.
+Each is opened component by component, from one verified descriptor to the next. All further work
+goes through the descriptor, so that nobody who swaps a path meanwhile redirects it. There are
+three kinds:
+
+- Folders that users name, such as that of `--report`: see `named`.
+- Private folders, such as those of tiers: `open_private`. They have mode 0700, whatever the umask,
+  and belong to this user.
+- Working folders, such as that of an unfinished packing: `open_working`. They are private, too.
+
+A file named `.dlio` marks the last two: nothing is deleted in a folder without it, so a folder
+that somebody has renamed, or a user has named by mistake, keeps its contents.
 """
 
+import errno
 import fcntl
 import os
 import shutil
 import stat
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Final
 
 from dlio.errors import TierError
+from dlio.util.named import open_folder, parent_of
+from dlio.util.opening import Refused, open_file, path_of, read_small, temporary_name
 
-__all__ = ["hold_shared", "lock_file", "open_private", "remove_if_unheld"]
+__all__ = [
+    "MARK",
+    "empty_folder",
+    "hold_shared",
+    "is_marked",
+    "lock_file",
+    "mark",
+    "mark_of",
+    "new_folder",
+    "open_below",
+    "open_private",
+    "open_working",
+    "publish_folder",
+    "remove_entry",
+    "remove_if_unheld",
+    "remove_marked",
+    "remove_path",
+    "rename",
+    "same_folder",
+    "seal",
+    "unlink",
+]
 
+MARK: Final = ".dlio"
+"""Name of the file that marks a folder as dlio's."""
+_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_MOST_MARK: Final = 256
 _TRIES: Final = 10
 _RETRY_S: Final = 0.001
 
 
-def open_private(root: str, *names: str) -> int:
+def open_private(root: str, *names: str, marked: int = 0) -> int:
     """Open the folder `root`/names... and return its descriptor; create missing folders.
 
     `root` itself must exist.
 
+    Args:
+        marked: number of the first folders that get a mark when they are made, and are refused
+            without it. In shared memory nobody can rename another user's folder, so those there
+            have no mark.
+
     Raises TierError if `root` does not exist or cannot be written, or if a folder below it belongs
-    to another user, is a link, or is accessible to others.
+    to another user, is a link, is accessible to others, or is not dlio's.
     """
     path = root
     try:
-        descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+        descriptor = open_folder(root, to_list=not names)
     except OSError as error:
         raise TierError(
             f"tier folder {root} cannot be opened ({error.strerror}): create it, or name another "
             "one in --tiers"
         ) from error
-    for name in names:
+    for depth, name in enumerate(names):
         path = os.path.join(path, name)
         parent = descriptor
         try:
-            descriptor = _make_and_open(name, parent)
+            descriptor = open_working(parent, name, marked=depth < marked)
+        except Refused as error:
+            raise TierError(
+                f"tier folder {path} {error.strerror}: remove it, or name another folder in --tiers"
+            ) from error
         except OSError as error:
             raise TierError(
                 f"tier folder {path} cannot be used ({error.strerror}): make {root} writable, or "
@@ -49,15 +95,94 @@ def open_private(root: str, *names: str) -> int:
             ) from error
         finally:
             os.close(parent)
-        status = os.fstat(descriptor)
-        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-            os.close(descriptor)
-            raise TierError(
-                f"tier folder {path} belongs to user {status.st_uid} with mode "
-                f"{stat.S_IMODE(status.st_mode):o}: it must be yours alone (0700); remove it, or "
-                "name another folder in --tiers"
-            )
     return descriptor
+
+
+def open_working(parent: int, name: str, *, text: str = "dlio\n", marked: bool = True) -> int:
+    """Open a private folder of dlio and return its descriptor; create it if it is missing.
+
+    Args:
+        parent: descriptor of the folder that contains it.
+        text: of the mark of a new folder.
+        marked: mark a new folder, and refuse one that holds anything but has no mark.
+
+    Raises OSError; Refused if the folder belongs to another user, is accessible to others,
+    or is not dlio's.
+    """
+    descriptor = _make_and_open(name, parent)
+    try:
+        _check_private(descriptor)
+        if marked and not is_marked(descriptor):
+            if os.listdir(descriptor) and not is_marked(descriptor):
+                raise Refused(f"was not made by dlio: it has no {MARK}")
+            mark(descriptor, text)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+@contextmanager
+def new_folder(path: str) -> Iterator[str]:
+    """Make a folder that the user has named; it appears at the end of the `with` block.
+
+    Yields the path to it by which its files are written. After an error nothing is left.
+
+    Raises OSError if there is such an entry, or the folder cannot be written.
+    """
+    with parent_of(path) as (parent, name):
+        if _exists(parent, name):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        hidden = temporary_name(name)
+        folder = open_working(parent, hidden, marked=False)
+        try:
+            yield path_of(folder)
+            publish_folder(parent, hidden, folder, name)
+        finally:
+            remove_entry(parent, hidden)
+            os.close(folder)
+
+
+def _mode_below(folder: int) -> int:
+    """Return the mode for a new folder in one that the user has named: no more than its own."""
+    status = os.fstat(folder)
+    shared = 0o755 if status.st_mode & 0o002 else 0o2775
+    return stat.S_IMODE(status.st_mode) & shared | 0o700
+
+
+def _exists(parent: int, name: str) -> bool:
+    try:
+        os.stat(name, dir_fd=parent, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def open_below(parent: int, name: str, *, private: bool = True) -> int:
+    """Open an existing folder of dlio, which may not be a link, and return its descriptor.
+
+    Args:
+        private: refuse a folder that others can enter, or that others own.
+
+    Raises OSError; Refused if the folder is not private.
+    """
+    descriptor = os.open(name, _FOLDER, dir_fd=parent)
+    try:
+        if private:
+            _check_private(descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check_private(descriptor: int) -> None:
+    status = os.fstat(descriptor)
+    mode = stat.S_IMODE(status.st_mode)
+    if status.st_uid != os.geteuid() or mode & 0o077:
+        raise Refused(
+            f"belongs to user {status.st_uid} with mode {mode:o}, but must be yours alone (0700)"
+        )
 
 
 def _make_and_open(name: str, parent: int) -> int:
@@ -69,11 +194,139 @@ def _make_and_open(name: str, parent: int) -> int:
         with suppress(FileExistsError):
             os.mkdir(name, 0o700, dir_fd=parent)
         try:
-            return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+            return os.open(name, _FOLDER, dir_fd=parent)
         except FileNotFoundError:
             if last:
                 raise
     raise AssertionError("unreachable")
+
+
+def mark(folder: int, text: str = "dlio\n") -> None:
+    """Mark a folder as dlio's."""
+    with suppress(FileExistsError):
+        descriptor = open_file(folder, MARK, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            os.write(descriptor, text.encode())
+        finally:
+            os.close(descriptor)
+
+
+def mark_of(folder: int) -> str | None:
+    """Return the text of a folder's mark; None if this user's dlio has not marked it."""
+    try:
+        return read_small(folder, MARK, _MOST_MARK).decode("ascii", "replace")
+    except OSError:
+        return None
+
+
+def is_marked(folder: int) -> bool:
+    """True if this user's dlio has marked a folder as its own."""
+    return mark_of(folder) is not None
+
+
+def same_folder(parent: int, name: str, folder: int) -> bool:
+    """True if `name` still is the folder that was opened as `folder`."""
+    try:
+        named = os.stat(name, dir_fd=parent, follow_symlinks=False)
+    except OSError:
+        return False
+    return os.path.samestat(named, os.fstat(folder))
+
+
+def empty_folder(folder: int, *, keep: tuple[str, ...] = (MARK,)) -> None:
+    """Remove the contents of a folder that is marked as dlio's; without effect on others.
+
+    Follows no link. Entries that cannot be removed stay.
+
+    Args:
+        keep: names of files that stay.
+    """
+    if not is_marked(folder):
+        return
+    for name in os.listdir(folder):
+        if name not in keep:
+            remove_entry(folder, name)
+
+
+def unlink(parent: int, name: str) -> None:
+    """Remove a file in a folder of dlio. Raises OSError."""
+    os.unlink(name, dir_fd=parent)
+
+
+def remove_entry(parent: int, name: str) -> None:
+    """Remove a file, a link or a folder in a folder of dlio; if it cannot be removed, it stays."""
+    with suppress(OSError):
+        if stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
+            shutil.rmtree(name, ignore_errors=True, dir_fd=parent)
+        else:
+            with suppress(OSError):
+                os.unlink(name, dir_fd=parent)
+
+
+def remove_path(path: str) -> None:
+    """Remove a file or folder below the `path_of` a folder of dlio, if it exists."""
+    with suppress(FileNotFoundError), parent_of(path) as (parent, name):
+        remove_entry(parent, name)
+
+
+def publish_folder(parent: int, hidden: str, folder: int, name: str) -> None:
+    """Rename a complete private folder to its final name.
+
+    It is sealed, and gets the mode of the folder that contains it.
+
+    Args:
+        parent: descriptor of the folder that contains it.
+        folder: its own descriptor.
+    """
+    seal(parent, hidden)
+    os.fchmod(folder, _mode_below(parent))
+    rename(hidden, name, parent, parent)
+
+
+def rename(old: str, new: str, parent: int | None = None, to: int | None = None) -> None:
+    """Rename a file or folder between folders of dlio, and verified folders.
+
+    Args:
+        old: name in the folder `parent`, or a path below the `path_of` a folder of dlio.
+        new: name in the folder `to`, or such a path.
+    """
+    os.rename(old, new, src_dir_fd=parent, dst_dir_fd=to)
+
+
+def seal(parent: int, name: str) -> None:
+    """Make a folder ready to be published: synchronised, and not writable by all users.
+
+    Whatever libraries have written in it has modes as the umask has it.
+    """
+    for _, _, files, folder in os.fwalk(name, dir_fd=parent):
+        for each in files:
+            mode = os.stat(each, dir_fd=folder, follow_symlinks=False).st_mode
+            if stat.S_ISREG(mode) and mode & 0o002:
+                os.chmod(each, stat.S_IMODE(mode) & ~0o002, dir_fd=folder)
+        os.fchmod(folder, stat.S_IMODE(os.fstat(folder).st_mode) & ~0o002)
+        os.fsync(folder)
+
+
+def remove_marked(parent: int, name: str) -> bool:
+    """Remove a folder that is this user's and marked as dlio's, or empty; True if it was one."""
+    try:
+        folder = open_below(parent, name, private=False)
+    except OSError:
+        return False
+    try:
+        if os.fstat(folder).st_uid != os.geteuid():
+            return False
+        if not is_marked(folder) and os.listdir(folder):
+            return False
+        empty_folder(folder)  # The mark goes last, so that a removal that is killed can go on.
+        if same_folder(parent, name, folder):
+            with suppress(OSError):
+                if os.listdir(folder) == [MARK]:
+                    os.unlink(MARK, dir_fd=folder)
+                os.rmdir(name, dir_fd=parent)
+        return True
+    finally:
+        os.close(folder)
 
 
 def lock_file(directory: int, name: str) -> int:
@@ -83,30 +336,40 @@ def lock_file(directory: int, name: str) -> int:
 
     Raises FileNotFoundError if the directory was removed.
     """
-    descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=directory)
+    descriptor = open_file(directory, name, os.O_RDWR | os.O_CREAT)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     return descriptor
 
 
 def hold_shared(directory: int, name: str) -> int:
     """Take a shared lock on the file `name` and return its descriptor; closing it unlocks."""
-    descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=directory)
+    descriptor = open_file(directory, name, os.O_RDWR | os.O_CREAT)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     return descriptor
 
 
 def remove_if_unheld(directory: int, name: str, lock: str) -> bool:
-    """Remove the folder `name` unless a live process locks `name`/`lock`; True if removed."""
+    """Remove the folder `name` unless a live process locks `name`/`lock`; True if removed.
+
+    A folder that is not private to this user, or has no such file and is not empty, stays.
+    """
     try:
-        inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
-    except (FileNotFoundError, NotADirectoryError):
+        inner = open_below(directory, name)
+    except OSError:
         return False
     try:
-        held = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=inner)
         try:
-            if not _lock_alone(held):
+            held = open_file(inner, lock, os.O_RDWR)
+        except FileNotFoundError:
+            if os.listdir(inner):
                 return False
+            held = open_file(inner, lock, os.O_RDWR | os.O_CREAT)
+        except Refused:
+            return False
+        try:
             # While holding the lock, so that other processes do not remove the folder, too.
+            if not _lock_alone(held) or not same_folder(directory, name, inner):
+                return False
             shutil.rmtree(name, dir_fd=directory)
             return True
         finally:

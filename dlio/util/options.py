@@ -12,15 +12,17 @@ documentation are all derived from such records. Fields without an `Option` are 
 """
 
 import dataclasses
-import difflib
 import math
+import numbers
+import os
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, Any, Final, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, TypeVar, cast, get_args, get_origin
 
 from dlio.errors import UsageError
+from dlio.util.arguments import nearest
 
 __all__ = [
     "Field",
@@ -30,7 +32,6 @@ __all__ = [
     "as_mapping",
     "check",
     "from_mapping",
-    "nearest",
     "options_of",
 ]
 
@@ -169,12 +170,28 @@ class Field:
             raise UsageError(f"{where} {value}: {self.remedy}")
         return scalar
 
+    def normal(self, value: object) -> Value:
+        """Return a value that Python code has given as a command line would give it.
+
+        Paths become text, lists tuples, and texts of options of another type are parsed.
+        """
+        plain = _as_text(value)
+        if isinstance(plain, str) and self.many:
+            return (plain,)
+        typed = self.type is not str or isinstance(self.default, tuple)
+        if isinstance(plain, str) and self.option.parse is not None and typed:
+            return self.option.parse(plain)
+        return plain
+
     def check(self, value: Value) -> None:
         """Raise UsageError if the value is outside the option's range or choices."""
         option = self.option
         for each in value if isinstance(value, tuple) else (value,):
-            if self.choices and each is not None and each not in self.choices:
+            if each is not None and not self._fits(each):
                 raise UsageError(f"{self.flag} {each}: {self.remedy}")
+            if self.choices and each is not None and each not in self.choices:
+                close = nearest(str(each), self.choices)
+                raise UsageError(f"{self.flag} {each}: {self.remedy}{close}")
             if not isinstance(each, int | float) or isinstance(each, bool):
                 continue
             low = -math.inf if option.least is None else option.least
@@ -184,6 +201,15 @@ class Field:
             inside &= option.below is None or each < option.below
             if not inside:
                 raise UsageError(f"{self.flag} {each}: give {self._range()}")
+
+    def _fits(self, value: object) -> bool:
+        """True if a value, which Python code may have given, has the type of this field."""
+        if self.option.parse is not None:
+            return True
+        if self.type in (str, bool):
+            return isinstance(value, self.type)
+        kind = numbers.Integral if self.type is int else numbers.Real
+        return isinstance(value, kind) and not isinstance(value, bool)
 
     def _range(self) -> str:
         option = self.option
@@ -249,15 +275,31 @@ def _plain(hint: Any, option: Option) -> tuple[Any, bool, bool, tuple[str, ...]]
 
 
 def check(record: object) -> None:
-    """Raise UsageError if a value is outside its option's range or choices, or if an option is set
-    without the one that it needs."""
+    """Check the values of a record that has just been made; a pathlib.Path becomes text.
+
+    Raises UsageError if a value is outside its option's range or choices, or not of its type, or if
+    an option is set without the one that it needs.
+    """
     for field in options_of(type(record)):
-        value = getattr(record, field.name)
+        value = field.normal(getattr(record, field.name))
+        if value is not getattr(record, field.name):
+            object.__setattr__(record, field.name, value)
         field.check(value)
         needs = field.option.needs
         if needs is not None and value and not getattr(record, needs):
             other = next(each for each in options_of(type(record)) if each.name == needs)
             raise UsageError(f"{field.flag} needs {other.flag}, too")
+
+
+def _as_text(value: object) -> Value:
+    """Return paths as text, lists as tuples, and any other value as it is."""
+    if isinstance(value, os.PathLike):
+        return str(os.fspath(value))
+    if isinstance(value, list):
+        return tuple(map(_as_text, value))
+    if isinstance(value, tuple) and any(isinstance(each, os.PathLike) for each in value):
+        return tuple(map(_as_text, value))
+    return cast(Value, value)
 
 
 def as_mapping(record: object) -> dict[str, Value]:
@@ -277,9 +319,3 @@ def from_mapping(record: type[_Record], values: Mapping[str, object]) -> _Record
 
 def _frozen(value: object) -> object:
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
-
-
-def nearest(word: str, words: Iterable[str]) -> str:
-    """Return `; the nearest is ...` for a mistyped word; an empty string if none is near."""
-    close = difflib.get_close_matches(word, list(words), 1, 0.5)
-    return f"; the nearest is {close[0]}" if close else ""

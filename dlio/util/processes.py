@@ -1,12 +1,21 @@
 """Processes: how dlio starts its own, their states as the kernel tells them, and their end."""
 
+import ctypes
 import os
 import signal
 import sys
 from typing import Final
 
-__all__ = ["STOPPED_S", "die", "is_stopped", "module_command", "process_state"]
+__all__ = [
+    "STOPPED_S",
+    "die",
+    "end_with_parent",
+    "is_stopped",
+    "module_command",
+    "process_state",
+]
 
+_PR_SET_PDEATHSIG: Final = 1
 STOPPED_S: Final = 1.5
 """Seconds that a rank may be stopped: Ctrl-Z and `fg` stop all of a job, its watcher, too."""
 
@@ -17,6 +26,13 @@ def module_command(module: str, *argv: str) -> list[str]:
     Nothing is imported from the current folder, which may be a data set of anyone's.
     """
     return [sys.executable, "-P", "-m", module, *argv]
+
+
+def end_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies, or now if that is dead already."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def die() -> None:

@@ -1,15 +1,18 @@
 """The progress bar of commands, on a terminal."""
 
 import sys
-from typing import Any, Self
+from typing import Any, Final, Self
 
 __all__ = ["Bar"]
 
+_BAR: Final = 20
+
 
 class Bar:
-    """A progress bar with one or more rows, drawn with rich inside its `with` block.
+    """A progress bar of one row, drawn with rich inside its `with` block.
 
-    Not thread-safe.
+    It fits into the width of the terminal. Lines that are printed meanwhile appear above it. Not
+    thread-safe.
     """
 
     def __init__(
@@ -24,8 +27,8 @@ class Bar:
     ) -> None:
         """
         Args:
-            title: title of the first row; None to begin without a row.
-            total: total work of the first row in units; None if it is not known yet.
+            title: title of the row; None to begin without a row.
+            total: total work in units; None if it is not known yet.
             in_bytes: the units are bytes; also show a rate and the remaining time.
             transient: remove the bar at the end.
             to_stderr: draw on standard error.
@@ -42,16 +45,29 @@ class Bar:
             TimeRemainingColumn,
             TransferSpeedColumn,
         )
+        from rich.table import Column
 
-        columns: list[ProgressColumn] = [TextColumn("{task.description}"), BarColumn()]
+        def column(share: int | None = None) -> Column:
+            # Rows of text that wrap would leave their upper lines behind when they are redrawn.
+            return Column(no_wrap=True, overflow="ellipsis", ratio=share)
+
+        title_column = TextColumn("{task.description}", table_column=column())
+        columns: list[ProgressColumn] = [title_column, BarColumn(_BAR)]
         if in_bytes:
-            columns += [DownloadColumn(binary_units=True), TransferSpeedColumn()]
-            columns.append(TimeRemainingColumn())
+            columns += [
+                DownloadColumn(binary_units=True, table_column=column()),
+                TransferSpeedColumn(table_column=column()),
+                TimeRemainingColumn(compact=True, table_column=column()),
+            ]
         else:
-            columns += [MofNCompleteColumn(), TextColumn("{task.fields[note]}")]
+            columns += [
+                MofNCompleteColumn(table_column=column()),
+                TextColumn("{task.fields[note]}", table_column=column(1)),
+            ]
         self._rows = Progress(
             *columns,
             transient=transient,
+            expand=not in_bytes,  # The note takes the width that is left.
             refresh_per_second=5,
             console=Console(
                 file=sys.stderr if to_stderr else None, force_terminal=True if force else None
@@ -69,8 +85,11 @@ class Bar:
         self._rows.stop()
 
     def begin(self, title: str, total: float | None = None) -> None:
-        """Begin another row, which `update` changes from now on."""
-        self._row = self._rows.add_task(title, total=total, note="")
+        """Begin other work, in the same row."""
+        if self._row is None:
+            self._row = self._rows.add_task(title, total=total, note="")
+        else:
+            self._rows.reset(self._row, description=title, total=total, note="")
 
     def update(
         self, done: float | None = None, *, total: float | None = None, note: str | None = None

@@ -21,7 +21,7 @@ def main(lock: str) -> None:
         return  # init adopts the child, which therefore never becomes a zombie of the job.
     os.chdir("/")
     try:
-        held = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        held = os.open(lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         return
     fcntl.flock(held, fcntl.LOCK_EX)

@@ -17,7 +17,9 @@ from dlio.errors import UsageError
 __all__ = [
     "INTERNAL",
     "LAUNCHER",
+    "PROGRESS",
     "RECORD",
+    "SECRET",
     "SETTINGS",
     "STORE",
     "TERMINAL",
@@ -165,6 +167,10 @@ class Settings:
             "pixels",
         )
     )
+    follow_links: bool = _switch(
+        "DLIO_FOLLOW_LINKS",
+        "Follows symbolic links that lead out of a data set's folder, as --follow-links does.",
+    )
     cuda_aware: bool | None = _from(
         Setting(
             "DLIO_CUDA_AWARE",
@@ -223,6 +229,11 @@ class Settings:
             default_text="never; `dlio train` has --hang-after",
         )
     )
+    alone: bool = _switch(
+        "DLIO_ALONE",
+        "Lets each process that srun, mpirun or torchrun started do all of the work by itself, for "
+        "separate runs on purpose; otherwise processes that do not find each other are refused.",
+    )
     debug: bool = _switch("DLIO_DEBUG", "Prints the traceback of an error, as --debug does.")
 
 
@@ -233,16 +244,23 @@ LAUNCHER: Final = "DLIO_LAUNCHER_PID"
 DONE: Final = "DLIO_DONE"
 SPARES: Final = "DLIO_SPARES"
 TERMINAL: Final = "DLIO_TERMINAL"
+PROGRESS: Final = "DLIO_PROGRESS"
 STORE: Final = "DLIO_STORE"
+SECRET: Final = "DLIO_SECRET"  # noqa: S105 - the name of the variable
 RECORD: Final = "DLIO_RECORD"
 AGENT: Final = "DLIO_AGENT"
 START: Final = "DLIO_START"
+REHEARSAL: Final = "DLIO_REHEARSAL"
 INTERNAL: Final[dict[str, str]] = {
     LAUNCHER: "Process id of the launcher, set for the ranks that it starts.",
     DONE: "File that the ranks make at their successful end, where they survive others.",
     SPARES: "Number of ranks that wait at first, set for the ranks that dlio starts.",
     TERMINAL: "Set for ranks when the launcher's standard output is a terminal.",
-    STORE: "Address of the launcher's store, set for ranks of torch.distributed that it starts.",
+    PROGRESS: "Set for ranks whose launcher draws their progress from marked lines of theirs.",
+    STORE: "Folder of the launcher's store, set for ranks of torch.distributed that it starts.",
+    SECRET: "Secret by which ranks know each other, set for ranks of torch.distributed that dlio "
+    "starts; under torchrun, set it yourself, to the same on all nodes.",
+    REHEARSAL: "Set for a process that reads files before the one that needs them does.",
     RECORD: "Options of the command as JSON, set for the ranks that it starts.",
     AGENT: "Folder of the node's agent, set for the ranks that it keeps state for.",
     START: "Number of the start and ranks of a job that starts again, as JSON.",

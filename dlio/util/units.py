@@ -1,25 +1,40 @@
 """Parse and format byte counts and times, such as `20GiB` and `1.25 s`."""
 
 import re
+from typing import Final
 
 from dlio.errors import UsageError
 
 __all__ = ["exact_bytes", "format_bytes", "format_seconds", "parse_bytes", "parse_seconds"]
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_SIZES: Final[dict[str, int]] = {
+    **{name.lower(): size for name, size in _UNITS.items()},
+    **{f"{letter}": 2 ** (10 * k) for k, letter in enumerate("kmgt", 1)},
+    **{f"{letter}b": 10 ** (3 * k) for k, letter in enumerate("kmgt", 1)},
+}
+"""Bytes of each unit that users may write, in lower case."""
+_MOST: Final = 2**62
 
 
 def parse_bytes(text: str) -> int:
-    """Parse a capacity such as `20GiB`, `1.5 TiB` or `4096B` into bytes.
+    """Parse a capacity such as `20GiB`, `20GB`, `1.5 TiB` or `4096B` into bytes.
+
+    As coreutils have it, GiB and G are 2^30 bytes, and GB is 10^9. Case does not matter.
 
     Raises UsageError for anything else, negative numbers and unknown units included.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(B|[KMGT]iB)\s*", text)
-    if match is None:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
+    size = _SIZES.get(match[2].lower()) if match else None
+    if match is None or size is None:
         raise UsageError(
-            f"{text!r} is not a size: write a number and one of {', '.join(_UNITS)}, such as 20GiB"
+            f"{text!r} is not a size: write a number and a unit, such as 20GiB (or 20G: 2^30 bytes "
+            "each) or 20GB (10^9 bytes each)"
         )
-    return int(float(match[1]) * _UNITS[match[2]])
+    count = float(match[1]) * size
+    if count > _MOST:
+        raise UsageError(f"{text!r} is more than any machine has: give 4 EiB (2^62 bytes) at most")
+    return int(count)
 
 
 def parse_seconds(text: str) -> float:

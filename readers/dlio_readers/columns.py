@@ -12,7 +12,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +20,13 @@ import numpy.typing as npt
 from dlio.data.index import fingerprint_of
 from dlio.data.labels import LABEL_NAMES
 from dlio.data.schema import DTYPES, Schema, Structure, Value, array_kind
+from dlio.data.source import redact
 from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.plan.layout import Layout, cut_blocks
 from dlio.plan.order import Order
+from dlio.util.arguments import nearest
+from dlio.util.limits import MAX_ABSENT_ROWS
+from dlio_readers.slabs import Part, Select, check_select, slab_shape
 
 __all__ = [
     "ENDS",
@@ -32,15 +36,11 @@ __all__ = [
     "Arrays",
     "Column",
     "ColumnReader",
-    "Part",
     "PlainColumn",
     "RaggedColumn",
-    "Select",
     "choose",
     "looks_like",
     "parse_schema",
-    "slab",
-    "slab_shape",
     "storable",
 ]
 
@@ -51,12 +51,6 @@ KEPT_BYTES: Final = 32 << 20
 """Size of the cache of decoded chunks, for samples that are read one at a time."""
 _JPEG: Final = b"\xff\xd8\xff"
 _PNG: Final = b"\x89PNG"
-
-Part: TypeAlias = tuple[slice | int, ...]
-"""Slices and integers over the leading dimensions of a field."""
-Select: TypeAlias = Mapping[str, Part] | Part | None
-"""Part of every sample to read: slices and integers over the sample's own dimensions, either by
-field name, or for all fields with as many dimensions."""
 
 
 class Column(Protocol):
@@ -90,7 +84,10 @@ class PlainColumn:
         self._array = array
         self._select = select
         self.unit = max(1, unit)
-        shape = slab_shape(tuple(array.shape[1:]), select)
+        self.dimensions = tuple(array.shape[1:])
+        """Shape of a whole sample."""
+        self.shape, self.dtype = tuple(array.shape), array.dtype
+        shape = slab_shape(self.dimensions, select)
         self.kind = array_kind(array.dtype, shape)
 
     def bodies(self) -> None:
@@ -158,6 +155,7 @@ class ColumnReader:
         stamps: Sequence[str],
         classes: Sequence[str] = (),
         structure: Structure | None = None,
+        select: Select = None,
     ) -> None:
         """Use the columns as fields.
 
@@ -167,7 +165,12 @@ class ColumnReader:
             stamps: strings that change when the data change, for the fingerprint.
             classes: names of the classes.
             structure: see Schema.
+            select: the part of every sample that the user chose.
+
+        Raises UsageError if a part of `select` is of no column.
         """
+        dimensions = {name: getattr(column, "dimensions", None) for name, column in columns.items()}
+        check_select(select, redact(self.path), dimensions)
         if not count:
             raise SourceError(f"{self.path} holds no samples")
         self._columns = dict(columns)
@@ -175,6 +178,8 @@ class ColumnReader:
         self.schema = Schema(
             tuple((name, column.kind) for name, column in columns.items()), structure
         )
+        if self.schema.is_fixed and not self.schema.overhead and count > MAX_ABSENT_ROWS:
+            raise SourceError(f"{self.path}: its {count} samples have no bytes: name other arrays")
         bodies = {name: column.bodies() for name, column in columns.items()}
         known = {name: body for name, body in bodies.items() if body is not None}
         self.sizes = self.schema.payload_sizes(count, known)
@@ -288,6 +293,7 @@ def choose(
         if name not in own:
             raise UsageError(
                 f"{path} holds no {name!r}: it has {', '.join(own[:20]) or 'no arrays'}"
+                f"{nearest(name, own)}"
             )
     chosen = list(names) or own
     counts = {
@@ -303,44 +309,6 @@ def choose(
             f"{path}::{chosen[0]}"
         )
     return chosen, counts[chosen[0]]
-
-
-def slab(select: Select, name: str, shape: tuple[int, ...]) -> Part:
-    """Return the part of a field's own dimensions to read. Raises UsageError if it does not fit.
-
-    Args:
-        select: the user's choice.
-        name: name of the field.
-        shape: shape of the field in one sample.
-    """
-    if select is None:
-        return ()
-    if isinstance(select, Mapping):
-        chosen = tuple(select.get(name, ()))
-    else:
-        chosen = select if len(select) == len(shape) else ()
-    if len(chosen) > len(shape):
-        raise UsageError(f"select= has {len(chosen)} dimensions for {name!r}, which has {shape}")
-    for part, size in zip(chosen, shape, strict=False):
-        if isinstance(part, slice):
-            if part.indices(size)[2] < 1 or not len(range(*part.indices(size))):
-                raise UsageError(f"select= is empty for {name!r}, which has shape {shape}")
-        elif not isinstance(part, int) or not -size <= part < size:
-            raise UsageError(f"select= takes slices and integers within {shape} for {name!r}")
-    return tuple(
-        slice(*part.indices(size)) if isinstance(part, slice) else part % size
-        for part, size in zip(chosen, shape, strict=False)
-    )
-
-
-def slab_shape(shape: tuple[int, ...], select: Part) -> tuple[int, ...]:
-    """Shape of the selected part."""
-    parts = (*select, *[slice(None)] * (len(shape) - len(select)))
-    return tuple(
-        len(range(*part.indices(size)))
-        for part, size in zip(parts, shape, strict=True)
-        if isinstance(part, slice)
-    )
 
 
 def parse_schema(text: str | bytes | None, path: str) -> tuple[Schema, list[str]] | None:

@@ -18,24 +18,31 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from dlio.data.identity import content_sample, sampled_of, spread
 from dlio.data.index import Arrays, Names, fingerprint_of, forget_index, kept_index
 from dlio.data.labels import TABLE_LABEL_NAMES
+from dlio.data.links import FolderLinks, links_followed
+from dlio.data.parts import is_part
 from dlio.data.schema import IMAGE_LABEL, LABEL, Schema
 from dlio.data.source import Entry, Source
 from dlio.errors import SourceError
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
+from dlio.storage.block import MAX_SAMPLE_BYTES
 from dlio.storage.shard import SUFFIX
+from dlio.util.limits import open_regular
 
 __all__ = ["EXTENSIONS", "FolderReader"]
 
 EXTENSIONS: Final = (*(".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"),)
 _STORAGE_SEED: Final = 0xD110
 """Seed of the storage order, along which blocks are cut so that each block mixes classes."""
-_VERSION: Final = 3
+_VERSION: Final = 4
 _LISTING_THREADS: Final = 32
 _LOOKED_AT: Final = 64
 """Files per task of reading file sizes."""
+_CHECKED: Final = 2048
+"""Images whose attributes are compared with a cached listing."""
 _SETTLED_S: Final = 2.0
 """A folder changed this recently may change again without a new modification time."""
 _TABLES: Final = (
@@ -43,7 +50,7 @@ _TABLES: Final = (
     *("metadata.csv", "metadata.jsonl"),
 )
 _FILE_COLUMNS: Final = ("file_name", "filename", "file", "image", "path", "name")
-_MAX_TABLE: Final = 1 << 30
+_MAX_TABLE: Final = 128 << 20
 _IMAGE: Final = Schema((("image", "image"),))
 
 
@@ -59,8 +66,8 @@ class _Folder:
     times: npt.NDArray[np.int64]
     changed: npt.NDArray[np.int64]
     """`times` are modification times, which the fingerprint includes; `changed` are change times
-    (ctime), by which reads detect that a file was replaced. A change of permissions affects only
-    the latter."""
+    (ctime), by which reads, and openings with a cached listing, detect that a file was replaced.
+    A change of permissions affects only the latter."""
     first: str
     """Name of the first image, by which the parts of a folder are sorted."""
 
@@ -79,11 +86,14 @@ class FolderReader:
     format = "folder"
     objects = True
     fallback = True
+    single = True
 
     def __init__(self, path: str) -> None:
         self.path = path
         self._source = Source(path)
-        index = kept_index("folder", _VERSION, self._source.root, self._holds, self._list)
+        # A listing that followed links elsewhere is not used by those who do not.
+        self._kind = "folder-links" if links_followed() else "folder"
+        index = kept_index(self._kind, _VERSION, self._source.root, self._holds, self._list)
         head = json.loads(index["head"].tobytes())
         self.schema = IMAGE_LABEL if head["labelled"] else _IMAGE
         self.classes: Sequence[str] = head["classes"]
@@ -134,7 +144,7 @@ class FolderReader:
             if len(data) == size:
                 return label + data
         if self._source.local:
-            forget_index("folder", _VERSION, self._source.root)
+            forget_index(self._kind, _VERSION, self._source.root)
         raise SourceError(
             f"{self._source.path(name)} is no longer the {size} bytes that were listed: the data "
             "set has changed; run again to list it anew"
@@ -147,7 +157,7 @@ class FolderReader:
         memory[: len(label)] = label
         left, beyond = memoryview(memory)[len(label) :], bytearray(1)
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = open_regular(path)
             try:
                 done = os.preadv(descriptor, [left, beyond], 0)
                 while 0 < done < size:
@@ -168,21 +178,61 @@ class FolderReader:
             return False
         try:
             head = json.loads(index["head"].tobytes())
+            if not _fits(index):
+                return False
             folders: dict[str, Any] = head["folders"]
+            if not self._is_unchanged(index):
+                return False
             if len(folders) <= _LISTING_THREADS:
                 return all(self._source.modified_ns(n) == when for n, when in folders.items())
             # In parallel, because each is a request to a remote file system.
             with ThreadPoolExecutor(_LISTING_THREADS) as pool:
                 return list(pool.map(self._source.modified_ns, folders)) == list(folders.values())
-        except (KeyError, ValueError):
+        except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
             return False
+
+    def _is_unchanged(self, index: Arrays) -> bool:
+        """True if files have the attributes of a listing: all, or some of very many."""
+        names = Names(index["names"], index["name_ends"])
+
+        def same(numbers: list[int]) -> bool:
+            try:
+                for number in numbers:
+                    status = os.stat(self._source.path(names[number]))
+                    now = status.st_mtime_ns, status.st_ctime_ns
+                    if now != (index["times"][number], index["changed"][number]):
+                        return False
+            except OSError:
+                return False
+            return True
+
+        chosen = spread(len(names), _CHECKED)
+        parts = [chosen[k : k + _LOOKED_AT] for k in range(0, len(chosen), _LOOKED_AT)]
+        with ThreadPoolExecutor(min(len(parts), _LISTING_THREADS) or 1) as pool:
+            return all(pool.map(same, parts))
+
+    def _sample(self, index: Arrays) -> list[str]:
+        """Return hashes of parts of some of the files. Raises SourceError."""
+        if not self._source.local:
+            return []
+        names = Names(index["names"], index["name_ends"])
+
+        def sample(number: int) -> str:
+            path = self._source.path(names[number])
+            try:
+                return content_sample(path, 3)
+            except OSError as error:
+                raise SourceError(f"{path} cannot be read: {error.strerror}") from error
+
+        with ThreadPoolExecutor(_LISTING_THREADS) as pool:
+            return list(pool.map(sample, sampled_of(len(names))))
 
     def _list(self) -> tuple[Arrays, bool]:
         source, started = self._source, time.time()
         rows = source.names()
         classes = [name for name, folder in rows if folder]
         if any(not folder and name.lower().endswith(EXTENSIONS) for name, folder in rows):
-            index, head = _flat(source, source.listing())
+            index, head = _flat(source, rows)
         elif classes:
             index, head = _classes(source, classes)
         else:
@@ -194,13 +244,26 @@ class FolderReader:
             "folder",
             _VERSION,
             json.dumps([head["classes"], _STORAGE_SEED]),
-            *index.values(),
+            *[array for name, array in index.items() if name != "changed"],
+            *self._sample(index),
             starts,
         )
         index["head"] = np.frombuffer(json.dumps(head).encode(), np.uint8)
         settled_ns = int((started - _SETTLED_S) * 1e9)
         keep = source.local and all(when < settled_ns for when in head["folders"].values())
         return index, keep
+
+
+def _fits(index: Arrays) -> bool:
+    """True if the arrays of a cached listing are of one data set."""
+    sizes, names, ends = index["sizes"], index["names"], index["name_ends"]
+    rows = [index[name] for name in ("labels", "sizes", "changed", "name_ends")]
+    if any(each.shape != (len(sizes),) or each.dtype != np.int64 for each in rows):
+        return False
+    last = ends[-1] if len(ends) else 0
+    rising = (np.diff(ends) >= 0).all() and (not len(ends) or ends[0] >= 0)
+    right = (sizes >= 0).all() and (sizes <= MAX_SAMPLE_BYTES).all()
+    return bool(rising and right and names.dtype == np.uint8 and names.shape == (last,))
 
 
 def _classes(source: Source, classes: Sequence[str]) -> tuple[Arrays, dict[str, Any]]:
@@ -219,7 +282,8 @@ def _classes(source: Source, classes: Sequence[str]) -> tuple[Arrays, dict[str, 
         if not count:
             raise SourceError(
                 f"{source.path(name)} is a class folder without images "
-                f"({', '.join(EXTENSIONS)}): fill it, or remove it"
+                f"({', '.join(EXTENSIONS)}): "
+                + ("open it by itself" if is_part(name) else "fill it, or remove it")
             )
         parts += own
         labels.append(np.full(count, label, np.int64))
@@ -237,18 +301,28 @@ def _classes(source: Source, classes: Sequence[str]) -> tuple[Arrays, dict[str, 
     return index, {"classes": list(classes), "labelled": True, "folders": folders}
 
 
-def _flat(source: Source, top: Sequence[Entry]) -> tuple[Arrays, dict[str, Any]]:
-    """List one folder of images, and its label table if there is one."""
-    images = [e for e in top if not e.folder and e.name.lower().endswith(EXTENSIONS)]
-    table = next((name for name in _TABLES if any(e.name == name for e in top)), None)
+def _flat(source: Source, top: Sequence[tuple[str, bool]]) -> tuple[Arrays, dict[str, Any]]:
+    """List one folder of images, and its label table if there is one.
+
+    Args:
+        top: (name, True if it is a folder) of its entries.
+    """
+    if source.local:
+        here = [name for name, folder in top if not folder and name.lower().endswith(EXTENSIONS)]
+        images = [entry for name in here if (entry := source.entry("", name)) is not None]
+    else:
+        listed = source.listing()
+        images = [e for e in listed if not e.folder and e.name.lower().endswith(EXTENSIONS)]
+    _check_sizes(images)
+    table = next((name for name in _TABLES if any(name == each for each, _ in top)), None)
     folders = {"": source.modified_ns()}
     labels = np.zeros(len(images), np.int64)
     classes: list[str] = []
     if table is not None:
         folders[table] = source.modified_ns(table)
         label_of = _read_table(source, table)
-        here = {entry.name for entry in images}
-        lost = [name for name in label_of if name not in here]
+        own = {entry.name for entry in images}
+        lost = [name for name in label_of if name not in own]
         left = [entry.name for entry in images if entry.name not in label_of]
         if lost or left:
             raise SourceError(
@@ -271,8 +345,10 @@ def _flat(source: Source, top: Sequence[Entry]) -> tuple[Arrays, dict[str, Any]]
 
 def _read_table(source: Source, table: str) -> dict[str, str]:
     """Return labels, as text, by file name. Raises SourceError for an invalid table."""
-    data = source.read(table, 0, _MAX_TABLE)
+    data = source.read(table, 0, _MAX_TABLE + 1)
     try:
+        if len(data) > _MAX_TABLE:
+            raise ValueError(f"it has over {_MAX_TABLE} bytes")
         text = data.decode("utf-8-sig")
         if table.endswith(".json"):
             table_data = json.loads(text)
@@ -285,7 +361,11 @@ def _read_table(source: Source, table: str) -> dict[str, str]:
             rows = [json.loads(line) for line in text.splitlines() if line.strip()]
         else:
             delimiter = "\t" if table.endswith(".tsv") else ","
-            rows = list(csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter))
+            reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+            names = list(reader.fieldnames or ())
+            if len(set(names)) != len(names):
+                raise ValueError(f"its first line repeats names: {', '.join(names)}")
+            rows = list(reader)
         if not rows:
             raise ValueError("it has no rows")
         file = next((name for name in _FILE_COLUMNS if name in rows[0]), None)
@@ -295,9 +375,32 @@ def _read_table(source: Source, table: str) -> dict[str, str]:
                 f"it has {', '.join(map(str, rows[0]))}, and needs a column {_FILE_COLUMNS[0]} and "
                 f"a column {TABLE_LABEL_NAMES[0]}"
             )
-        return {str(row[file]): str(row[label]) for row in rows}
+        return _labels_of(rows, file, label)
     except (ValueError, KeyError, TypeError, csv.Error, RecursionError) as error:
         raise SourceError(f"{source.path(table)} is not a label table: {error}") from error
+
+
+def _check_sizes(images: Sequence[Entry]) -> None:
+    """Raise SourceError for an image that is too large for a sample."""
+    for entry in images:
+        if entry.size > MAX_SAMPLE_BYTES - IMAGE_LABEL.overhead:
+            raise SourceError(f"{entry.name} of {entry.size} bytes is not an image: remove it")
+
+
+def _labels_of(rows: Sequence[Any], file: str, label: str) -> dict[str, str]:
+    """Return labels by file name. Raises ValueError if a row lacks either, or repeats a file."""
+    labels: dict[str, str] = {}
+    for number, row in enumerate(rows):
+        name, value = row.get(file), row.get(label)
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"row {number + 1} of its data has no {file}")
+        if type(value) not in (str, int) or not str(value).strip():
+            raise ValueError(f"{name} has no {label}: give it one, or remove its row")
+        if None in row:
+            raise ValueError(f"{name} has more values than the first line names")
+        if labels.setdefault(name, str(value)) != str(value):
+            raise ValueError(f"{name} has several labels")
+    return labels
 
 
 def _numbered(labels: Sequence[str]) -> tuple[npt.NDArray[np.int64], list[str]]:
@@ -317,14 +420,15 @@ def _walk(source: Source, folders: Sequence[str]) -> list[_Folder]:
     """List all folders at and below `folders` in parallel."""
     listed: list[_Folder] = []
     with ThreadPoolExecutor(_LISTING_THREADS) as pool:
-        left: set[Future[_Step]] = {pool.submit(_list_folder, source, name) for name in folders}
+        walk = _Walk(source)
+        left: set[Future[_Step]] = {pool.submit(walk.list_folder, name, ()) for name in folders}
         try:
             while left:
                 done, left = wait(left, return_when=FIRST_COMPLETED)
                 for future in done:
                     step = future.result()
                     listed += step.listed
-                    left |= {pool.submit(_list_folder, source, name) for name in step.below}
+                    left |= {pool.submit(walk.list_folder, *each) for each in step.below}
                     left |= {pool.submit(_look_at, source, *files) for files in step.files}
         finally:
             for future in left:
@@ -337,24 +441,40 @@ class _Step:
     """The result of one listing task, and the tasks that follow from it."""
 
     listed: list[_Folder]
-    below: list[str] = field(default_factory=list)
-    """Folders to list."""
+    below: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
+    """Folders to list, and the folders that links to them were followed from."""
     files: list[tuple[str, int, list[str]]] = field(default_factory=list)
     """(folder, its modification time, names) of files whose sizes are to be read."""
 
 
-def _list_folder(source: Source, folder: str) -> _Step:
-    modified_ns = source.modified_ns(folder)
-    if not source.local:
-        entries = source.listing(folder)
-        images = [e for e in entries if not e.folder and e.name.lower().endswith(EXTENSIONS)]
-        below = [f"{folder}/{entry.name}" for entry in entries if entry.folder]
-        return _Step([_listed(folder, modified_ns, images)], below)
-    rows = source.names(folder)
-    names = [n for n, inside in rows if not inside and n.lower().endswith(EXTENSIONS)]
-    below = [f"{folder}/{name}" for name, inside in rows if inside]
-    parts = [names[k : k + _LOOKED_AT] for k in range(0, len(names), _LOOKED_AT)] or [[]]
-    return _Step([], below, [(folder, modified_ns, part) for part in parts])
+class _Walk:
+    """The listing of a data set's folders."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._links = FolderLinks()
+
+    def list_folder(self, folder: str, came_by: tuple[str, ...]) -> _Step:
+        """List one folder.
+
+        Args:
+            came_by: folders that links to it were followed from.
+        """
+        source = self._source
+        if source.local and os.path.islink(source.path(folder)):
+            source.check_link(source.path(folder))
+            came_by = self._links.enter(source.path(folder), came_by)
+        modified_ns = source.modified_ns(folder)
+        if not source.local:
+            entries = source.listing(folder)
+            images = [e for e in entries if not e.folder and e.name.lower().endswith(EXTENSIONS)]
+            inner = [(f"{folder}/{entry.name}", came_by) for entry in entries if entry.folder]
+            return _Step([_listed(folder, modified_ns, images)], inner)
+        rows = source.names(folder)
+        names = [n for n, inside in rows if not inside and n.lower().endswith(EXTENSIONS)]
+        below = [(f"{folder}/{name}", came_by) for name, inside in rows if inside]
+        parts = [names[k : k + _LOOKED_AT] for k in range(0, len(names), _LOOKED_AT)] or [[]]
+        return _Step([], below, [(folder, modified_ns, part) for part in parts])
 
 
 def _look_at(source: Source, folder: str, modified_ns: int, names: list[str]) -> _Step:
@@ -363,6 +483,7 @@ def _look_at(source: Source, folder: str, modified_ns: int, names: list[str]) ->
 
 
 def _listed(folder: str, modified_ns: int, images: Sequence[Entry]) -> _Folder:
+    _check_sizes(images)
     names = Names.of([f"{folder}/{entry.name}" for entry in images])
     return _Folder(
         folder,

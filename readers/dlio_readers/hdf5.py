@@ -1,10 +1,11 @@
-"""The reader of HDF5 files: data sets of one or several files, whose row i is sample i.
+"""The reader of HDF5 files: data sets whose row i is sample i, or files that are one sample each.
 
 References to other files are refused: external storage, external links, and virtual data sets of
 other files. Contiguous data sets are read in parallel without the HDF5 library. Chunked ones go
 through the library, one read at a time because of its global lock.
 """
 
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -12,11 +13,13 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from dlio.data.reader import reopening
 from dlio.data.schema import Schema
 from dlio.data.source import File, Source, expand, files_below, own_name, split_fields
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import MAX_BLOCK_BYTES
 from dlio.storage.block import new_memory
+from dlio.util.limits import MAX_ABSENT_ROWS, check_claim, parsing
 from dlio_readers.columns import (
     ENDS,
     SCHEMA,
@@ -25,19 +28,23 @@ from dlio_readers.columns import (
     ColumnReader,
     PlainColumn,
     RaggedColumn,
-    Select,
     choose,
     looks_like,
     parse_schema,
-    slab,
     storable,
 )
+from dlio_readers.joined import JoinedColumn
+from dlio_readers.rehearsal import note_opening, rehearse
+from dlio_readers.slabs import Select, slab
+from dlio_readers.volumes import Samples, volumes_of
 
 __all__ = ["Hdf5Reader"]
 
 _SUFFIXES: Final = (".h5", ".hdf5", ".hdf", ".he5")
 _MAGIC: Final = b"\x89HDF\r\n\x1a\n"
 _MAX_SETS: Final = 1 << 12
+_SLACK: Final = 1 << 14
+_MAX_GROUPS: Final = 1 << 12
 
 
 class Hdf5Reader(ColumnReader):
@@ -47,6 +54,8 @@ class Hdf5Reader(ColumnReader):
         path: a file, a pattern or a list, with the names of data sets after `::`; by default all
             data sets, which then need the same number of rows.
         select: part of every sample to read, as `{"volume": (slice(0, 64),)}`.
+        samples: `rows`, or `files` if each file is one sample, such as a scan; None: files if
+            there are several whose arrays are volumes of different shapes.
 
     Raises SourceError for damaged files and references to other files, UsageError if the choice of
     data sets is ambiguous.
@@ -54,36 +63,51 @@ class Hdf5Reader(ColumnReader):
 
     format = "hdf5"
 
-    def __init__(self, path: str | Sequence[str], select: Select = None) -> None:
-        self._given = path, select
+    def __init__(
+        self,
+        path: str | Sequence[str],
+        select: Select = None,
+        samples: Samples | None = None,
+    ) -> None:
+        self._again = reopening(Hdf5Reader, path, select, samples)
         urls, names = _split(path)
         self.path = path if isinstance(path, str) else " ".join(path)
-        self._files = [_Hdf5File(File(url)) for url in urls]
+        files = [File(url) for url in urls]
+        rehearse("hdf5", "h5py", path, files)
+        self._files = [_Hdf5File(file) for file in files]
         tables = [file.columns(names, select) for file in self._files]
         first = tables[0]
+        packed = self._files[0].packed_schema
+        volumes = volumes_of(self.path, tables, "rows" if packed is not None else samples)
+        self._has_volumes = volumes is not None
         for file, table in zip(self._files, tables, strict=True):
             kinds = {name: column.kind for name, column in table.items()}
-            if kinds != {name: column.kind for name, column in first.items()}:
+            if not volumes and kinds != {name: column.kind for name, column in first.items()}:
                 raise SourceError(f"{file.file.name} and {urls[0]} hold different data sets")
-        counts = [file.count for file in self._files]
-        columns: dict[str, Column] = {
+        counts = [1 if volumes else file.count for file in self._files]
+        columns: dict[str, Column] = volumes or {
             name: first[name]
             if len(tables) == 1
-            else _Joined([table[name] for table in tables], counts)
+            else JoinedColumn([table[name] for table in tables], counts)
             for name in first
         }
         stamps = [f"{file.file.url} {file.file.stamp}" for file in self._files]
-        packed = self._files[0].packed_schema
         self._setup(
             columns,
             sum(counts),
             [*stamps, repr(select)],
             self._files[0].classes,
             packed.structure if packed is not None and len(packed.fields) == len(columns) else None,
+            select,
         )
 
+    def name(self, sample: int) -> str:
+        if self._has_volumes:
+            return self._files[sample].file.name.rsplit("/", 1)[-1]
+        return super().name(sample)
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return Hdf5Reader, self._given
+        return self._again
 
     @staticmethod
     def recognises(path: str) -> str | None:
@@ -113,33 +137,6 @@ def _split(path: str | Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     return files_below([url for url, _ in parts], _SUFFIXES), names
 
 
-class _Joined:
-    """A column of several files, concatenated."""
-
-    def __init__(self, parts: Sequence[Column], counts: Sequence[int]) -> None:
-        self._parts = parts
-        self._firsts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-        self.kind = parts[0].kind
-        self.unit = parts[0].unit
-
-    def bodies(self) -> npt.NDArray[np.int64] | None:
-        bodies = [part.bodies() for part in self._parts]
-        known = [body for body in bodies if body is not None]
-        return np.concatenate(known) if known else None
-
-    def rows(self, start: int, stop: int) -> Any:
-        parts: list[Any] = []
-        first = int(np.searchsorted(self._firsts, start, side="right")) - 1
-        for k in range(first, len(self._parts)):
-            low, high = int(self._firsts[k]), int(self._firsts[k + 1])
-            if low >= stop:
-                break
-            parts.append(self._parts[k].rows(max(start, low) - low, min(stop, high) - low))
-        if all(isinstance(part, np.ndarray) for part in parts):
-            return np.concatenate(parts)
-        return [value for part in parts for value in part]
-
-
 class _Hdf5File:
     """One file, opened when needed, and again after `close`."""
 
@@ -158,6 +155,7 @@ class _Hdf5File:
             import h5py
 
             local = self.file.local_path
+            note_opening(self.file.name)
             try:
                 self._opened = h5py.File(local or self.file.open(), "r", rdcc_nbytes=8 << 20)
             except OSError as error:
@@ -173,18 +171,13 @@ class _Hdf5File:
                 self._opened = None
 
     def columns(self, names: Sequence[str], select: Select) -> dict[str, Column]:
-        with self.lock:
-            try:
-                return self._columns(names, select)
-            except (OSError, RuntimeError, KeyError) as error:
-                if isinstance(error, SourceError):
-                    raise
-                raise SourceError(f"{self.file.name} is damaged: {error}") from error
+        with self.lock, parsing(self.file.name):
+            return self._columns(names, select)
 
     def _columns(self, names: Sequence[str], select: Select) -> dict[str, Column]:
         root = self.handle()
         sets = self._find(root, names)
-        shapes = {name: tuple(dataset.shape) for name, dataset in sets.items()}
+        shapes = {name: tuple(each.shape) for name, each in sets.items() if each.shape is not None}
         packed = parse_schema(root.attrs.get(SCHEMA), self.file.name)
         if packed is not None:
             self.packed_schema, self.classes = packed
@@ -205,6 +198,9 @@ class _Hdf5File:
         import h5py
 
         where = f"{self.file.name}::{name}"
+        for each in (name, name + ENDS, name + SHAPE):
+            if each in sets:
+                _check_stored(sets[each], f"{self.file.name}::{each}")
         if name + ENDS in sets:
             ends = np.asarray(sets[name + ENDS][...]).astype(np.int64)
             shapes = sets[name + SHAPE][...].astype(np.int64) if name + SHAPE in sets else None
@@ -246,8 +242,13 @@ class _Hdf5File:
         import h5py
 
         sets: dict[str, Any] = {}
+        groups = 0
 
         def look(group: Any, prefix: str) -> None:
+            nonlocal groups
+            groups += 1  # A group may hold itself, or hold another under several names.
+            if groups > _MAX_GROUPS:
+                raise UsageError(f"{self.file.name} holds over {_MAX_GROUPS} groups, or a loop")
             for key in group:
                 name = prefix + key
                 link = group.get(key, getlink=True)
@@ -285,6 +286,36 @@ class _Hdf5File:
             others = {source.file_name for source in dataset.virtual_sources()} - {"."}
             if others:
                 raise SourceError(f"{where} is made of other files (virtual): name those instead")
+
+
+def _check_stored(dataset: Any, where: str) -> None:
+    """Compare the rows that a data set declares with those that it stores. Raises SourceError."""
+    rows = dataset.shape[0] if dataset.shape else 0
+    if dataset.chunks is None:
+        absent = rows if not dataset.id.get_storage_size() else 0
+    else:
+        chunk = dataset.dtype.itemsize * math.prod(dataset.chunks)
+        stored = dataset.id.get_storage_size()
+        check_claim(chunk, stored, f"{where}: a chunk")
+        # HDF5 decompresses what a chunk holds, also if that is more than a chunk.
+        if dataset.id.get_create_plist().get_nfilters():
+            largest = 0
+
+            def look(info: Any) -> None:
+                nonlocal largest
+                largest = max(largest, info.size)
+
+            dataset.id.chunk_iter(look)
+            if largest > chunk + chunk // 64 + _SLACK:
+                raise SourceError(f"{where}: a chunk has {largest} bytes, over {chunk}: restore it")
+        chunks = math.prod(-(-n // c) for n, c in zip(dataset.shape, dataset.chunks, strict=True))
+        here = dataset.id.get_num_chunks() if chunks else 0
+        absent = rows * (chunks - here) // chunks if chunks else 0
+    if absent > MAX_ABSENT_ROWS:
+        raise SourceError(
+            f"{where}: {absent} of its {rows} rows are not stored in the file: write them, or "
+            "declare fewer"
+        )
 
 
 class _Chunked:

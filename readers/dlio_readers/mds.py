@@ -21,11 +21,13 @@ import numpy.typing as npt
 
 from dlio.data.index import Arrays, cached_index, fingerprint_of
 from dlio.data.labels import LABEL_NAMES
+from dlio.data.reader import reopening
 from dlio.data.schema import Schema, array_kind
 from dlio.data.source import File, Source, expand
 from dlio.errors import SourceError
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
+from dlio.util.limits import check_claim, parsing
 
 __all__ = ["MdsReader"]
 
@@ -33,6 +35,7 @@ _VERSION: Final = 1
 _INDEX: Final = "index.json"
 _MAX_INDEX: Final = 64 << 20
 _MAX_SHARD: Final = 2 << 30
+_SLACK: Final = 1 << 20
 _MAX_COLUMNS: Final = 256
 _KEPT_BYTES: Final = 256 << 20
 _PLAIN: Final = {
@@ -92,10 +95,12 @@ class MdsReader:
     """
 
     format = "mds"
+    single = True
     objects = False
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self._again = reopening(MdsReader, path)
         self._source = Source(path)
         shards = _shards(self._source)
         self._fields = _fields(shards[0], self._source)
@@ -106,8 +111,10 @@ class MdsReader:
             if _fields(shard, self._source) != self._fields:
                 raise SourceError(f"{self._source.path(_INDEX)}: its shards differ in columns")
             name, opener = _file_of(shard, self._source)
+            self._source.check_link(self._source.path(name))
             file = File(f"{own.rstrip('/')}/{name}{tail}")
-            self._shards.append(_Shard(file, int(shard["raw_data"]["bytes"]), opener))
+            raw_bytes = _whole(shard["raw_data"]["bytes"], _MAX_SHARD, self._source)
+            self._shards.append(_Shard(file, raw_bytes, opener))
         counts = [_whole(shard["samples"], 1 << 32, self._source) for shard in shards]
         self._firsts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         total = int(self._firsts[-1])
@@ -134,7 +141,7 @@ class MdsReader:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return MdsReader, (self.path,)
+        return self._again
 
     @staticmethod
     def recognises(path: str) -> str | None:
@@ -199,18 +206,14 @@ class MdsReader:
     def _payload(self, sample: int, data: memoryview, first: int) -> bytes:
         start = int(self._starts[sample]) - first
         view = data[start : start + self._length(sample)]
-        try:
+        number = int(np.searchsorted(self._firsts, sample, side="right")) - 1
+        with parsing(f"{self._shards[number].file.name}, sample {sample},"):
             parts = _split(view, self._fields)
             values = {
                 field.name: _value(field, part, self.schema)
                 for field, part in zip(self._fields, parts, strict=True)
             }
             return self.schema.join(values)
-        except (ValueError, IndexError) as error:
-            number = int(np.searchsorted(self._firsts, sample, side="right")) - 1
-            raise SourceError(
-                f"{self._shards[number].file.name}: sample {sample} is damaged ({error})"
-            ) from error
 
     def _build(self, counts: Sequence[int]) -> Arrays:
         """Index the offsets and column sizes of all samples; reads all shards once."""
@@ -251,8 +254,12 @@ class _Shard:
     def __init__(
         self, file: File, raw_bytes: int, opener: Callable[[bytes, int], bytes] | None
     ) -> None:
-        if not 0 <= raw_bytes <= _MAX_SHARD:
-            raise SourceError(f"{file.name}: a shard of {raw_bytes} bytes is not MDS's")
+        if opener is None and raw_bytes > file.size:
+            raise SourceError(f"{file.name} is shorter than its index says: restore it")
+        if opener is not None:
+            check_claim(raw_bytes, file.size, file.name)
+            if file.size > 2 * raw_bytes + _SLACK:
+                raise SourceError(f"{file.name} is longer than its index says: restore it")
         self.file, self.raw_bytes, self._opener = file, raw_bytes, opener
         self._key = file.url, file.stamp
 
@@ -307,7 +314,7 @@ def _shards(source: Source) -> list[dict[str, Any]]:
 
 
 def _whole(value: Any, bound: int, source: Source) -> int:
-    if not isinstance(value, int) or not 0 <= value < bound:
+    if type(value) is not int or not 0 <= value < bound:
         raise SourceError(f"{source.path(_INDEX)}: {value!r} is invalid: restore it")
     return value
 
@@ -341,14 +348,10 @@ def _gunzip(data: bytes, size: int) -> bytes:
 
 
 def _unzstd(data: bytes, size: int) -> bytes:
-    try:
-        import zstandard
-    except ImportError as error:
-        raise ImportError("pip install zstandard") from error
-    try:
-        return bytes(zstandard.ZstdDecompressor().decompressobj().decompress(data)[: size + 1])
-    except zstandard.ZstdError as error:
-        raise ValueError(str(error)) from error
+    import pyarrow
+
+    with pyarrow.CompressedInputStream(pyarrow.BufferReader(data), "zstd") as stream:
+        return bytes(stream.read(size + 1))
 
 
 def _fields(shard: dict[str, Any], source: Source) -> list[_Field]:

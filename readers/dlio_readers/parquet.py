@@ -11,12 +11,16 @@ import numpy.typing as npt
 
 from dlio.data.index import Arrays, cached_index, fingerprint_of
 from dlio.data.labels import LABEL_NAMES
+from dlio.data.reader import reopening
 from dlio.data.schema import DTYPES, Schema, array_kind
 from dlio.data.source import File, Source, expand, files_below, own_name, split_fields
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
+from dlio.util.arguments import nearest
+from dlio.util.limits import check_claim, is_plausible, parsing
 from dlio_readers.columns import looks_like
+from dlio_readers.rehearsal import note_opening, rehearse
 
 __all__ = ["ParquetReader"]
 
@@ -42,12 +46,13 @@ class ParquetReader:
     objects = False
 
     def __init__(self, path: str | Sequence[str]) -> None:
-        self._given = path
+        self._again = reopening(ParquetReader, path)
         self.path = path if isinstance(path, str) else " ".join(path)
         paths = [path] if isinstance(path, str) else list(path)
         parts = [split_fields(each) for each in paths]
         names = next((names for _, names in reversed(parts) if names), ())
         self._files = [File(url) for url in files_below([url for url, _ in parts], _SUFFIXES)]
+        rehearse("parquet", "pyarrow", path, self._files)
         self._opened: dict[int, Any] = {}
         self._lock = threading.RLock()
         self._kept: OrderedDict[tuple[int, int], tuple[dict[str, Any], int]] = OrderedDict()
@@ -71,7 +76,7 @@ class ParquetReader:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ParquetReader, (self._given,)
+        return self._again
 
     @staticmethod
     def recognises(path: str) -> str | None:
@@ -98,15 +103,16 @@ class ParquetReader:
         for group in np.unique(groups).tolist():
             slots = np.flatnonzero(groups == group)
             rows = samples[slots] - self._starts[group]
-            columns = self._group(group)
-            picked = {name: _take(column, rows) for name, column in columns.items()}
-            if self.schema.is_fixed:
-                joined = self.schema.join_fixed(len(rows), picked)
-            else:
-                joined = [
-                    self.schema.join({name: values[k] for name, values in picked.items()})
-                    for k in range(len(rows))
-                ]
+            with parsing(f"{self._files[int(self._groups[group][0])].name}, row group {group},"):
+                columns = self._group(group)
+                picked = {name: _take(column, rows) for name, column in columns.items()}
+                if self.schema.is_fixed:
+                    joined = self.schema.join_fixed(len(rows), picked)
+                else:
+                    joined = [
+                        self.schema.join({name: values[k] for name, values in picked.items()})
+                        for k in range(len(rows))
+                    ]
             for slot, payload in zip(slots.tolist(), joined, strict=True):
                 payloads[slot] = payload
         return payloads
@@ -153,6 +159,7 @@ class ParquetReader:
                 import pyarrow.parquet as pq
 
                 file = self._files[number]
+                note_opening(file.name)
                 try:
                     self._opened[number] = pq.ParquetFile(file.local_path or file.open())
                 except Exception as error:
@@ -160,6 +167,59 @@ class ParquetReader:
                         f"{file.name} is not a Parquet file, or is damaged: {error}"
                     ) from error
             return self._opened[number]
+
+    def _check_group(self, number: int, group: int, names: Sequence[str]) -> int:
+        """Return the rows of a row group, which may take some memory for its stored bytes.
+
+        Raises SourceError if the metadata are implausible.
+        """
+        metadata = self._open(number).metadata
+        facts = metadata.row_group(group)
+        columns = [facts.column(k) for k in range(facts.num_columns)]
+        widths = {
+            each.path_in_schema: max(_width(each), metadata.schema.column(k).length)
+            for k, each in enumerate(columns)
+        }
+        columns = [each for each in columns if each.path_in_schema.split(".")[0] in names]
+        declared = sum(
+            max(each.num_values * widths[each.path_in_schema], each.total_uncompressed_size)
+            for each in columns
+        )
+        if facts.num_rows < 0 or any(each.num_values < 0 for each in columns):
+            raise SourceError(f"{self._files[number].name}: its metadata are damaged: restore it")
+        stored = sum(max(0, each.total_compressed_size) for each in columns)
+        stored = min(stored, self._files[number].size)
+        check_claim(declared, stored, f"{self._files[number].name}, row group {group},")
+        self._check_repeats(number, group, columns, stored)
+        return int(facts.num_rows)
+
+    def _check_repeats(self, number: int, group: int, columns: Sequence[Any], stored: int) -> None:
+        """Check the texts and bytes of a row group that are stored once and stand in many rows.
+
+        They are measured as indices into their dictionary, which take no memory for their repeats.
+
+        Raises SourceError if they become implausibly many bytes.
+        """
+        where = f"{self._files[number].name}, row group {group},"
+        paths = [
+            each.path_in_schema
+            for each in columns
+            if each.physical_type == "BYTE_ARRAY"
+            and any("DICTIONARY" in encoding for encoding in each.encodings)
+            and not is_plausible(each.num_values * each.total_uncompressed_size, stored)
+        ]
+        if not paths:
+            return
+        import pyarrow.parquet as pq
+
+        file = self._files[number]
+        with (
+            parsing(where),
+            pq.ParquetFile(file.local_path or file.open(), read_dictionary=paths) as opened,
+        ):
+            for path in paths:
+                column = opened.read_row_group(group, columns=[path], use_threads=False).column(0)
+                check_claim(sum(map(_expanded, column.chunks)), stored, where)
 
     def _where(self, file: int, group: int, name: str) -> str:
         return f"{self._files[file].name}, row group {group}, column {name!r}"
@@ -172,6 +232,7 @@ class ParquetReader:
             if name not in first.names:
                 raise UsageError(
                     f"{self._files[0].name} has no column {name!r}: it has {', '.join(first.names)}"
+                    f"{nearest(name, first.names)}"
                 )
         groups, counts = [], []
         for number in range(len(self._files)):
@@ -182,8 +243,11 @@ class ParquetReader:
                 )
             for group in range(opened.metadata.num_row_groups):
                 groups.append((number, group))
-                counts.append(opened.metadata.row_group(group).num_rows)
+                counts.append(self._check_group(number, group, chosen))
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        # Equal values take next to nothing in a file, and their sizes and labels do in memory.
+        stored = sum(file.size for file in self._files)
+        check_claim(8 * int(starts[-1]), stored, self.path)
         if not starts[-1]:
             raise SourceError(f"{self.path} holds no rows")
         facts = {name: _ColumnFacts(name, first.field(name).type) for name in chosen}
@@ -210,6 +274,28 @@ class ParquetReader:
             "bodies": np.stack(bodies, 1) if bodies else np.zeros((total, 0), np.int64),
             "labels": np.concatenate(labels) if labels else np.zeros(total, np.int64),
         }
+
+
+def _width(column: Any) -> int:
+    """Return the bytes that a value takes in memory at least."""
+    return {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT96": 12}.get(column.physical_type, 8)
+
+
+def _expanded(values: Any) -> int:
+    """Return the bytes of texts or bytes, perhaps in structs, without those of a dictionary."""
+    import pyarrow.compute as pc
+    import pyarrow.types as t
+
+    while t.is_struct(values.type):
+        values = values.field(0)
+    if not t.is_dictionary(values.type):
+        return int(values.nbytes)
+    lengths = pc.fill_null(pc.binary_length(values.dictionary), 0)
+    counts = np.bincount(
+        np.asarray(values.indices.drop_null()).astype(np.int64), minlength=len(lengths)
+    )
+    # Whole numbers of Python, which do not overflow.
+    return sum(n * size for n, size in zip(counts.tolist(), lengths.to_pylist(), strict=True))
 
 
 class _ColumnFacts:

@@ -7,10 +7,13 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import islice
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from dlio.data.reader import reopening
 from dlio.data.source import File, Source, expand, failed, files_below, own_name
 from dlio.errors import CorruptBlock, SourceError
 from dlio.plan.layout import Layout
@@ -23,11 +26,14 @@ from dlio.storage.block import (
     read_exactly,
     read_info,
 )
-from dlio.storage.shard import SUFFIX, Footer, read_footer
+from dlio.storage.shard import SUFFIX, ShardIndex, read_footer
+from dlio.util.limits import open_regular
 
 __all__ = ["ShardReader"]
 
 _OPENED_AT_A_TIME = 16
+_NAMES = 1024
+"""Names of neighbours that are read together."""
 _KEPT_TABLES = 1024
 """Block tables kept in memory, each about 24 bytes per sample."""
 
@@ -35,7 +41,8 @@ _KEPT_TABLES = 1024
 class ShardReader:
     """Read native shards. Samples are numbered in storage order.
 
-    Indexes of local files are memory-mapped, so that a data set of any size takes little memory.
+    Indexes of samples stay in local files, and are read from there when they are needed, such that
+    a data set of any size takes little memory. No file is mapped.
 
     Args:
         path: a folder of `*.dlio` files of one data set, a pattern, a list, or a single file.
@@ -49,7 +56,7 @@ class ShardReader:
 
     def __init__(self, path: str | Sequence[str]) -> None:
         self.path = path if isinstance(path, str) else " ".join(path)
-        self._given = path
+        self._again = reopening(ShardReader, path)
         with ThreadPoolExecutor(_OPENED_AT_A_TIME) as pool:
             self._files = list(pool.map(File, files_below(path, SUFFIX)))
             footers = list(pool.map(_footer, self._files))
@@ -59,21 +66,23 @@ class ShardReader:
         self.schema = first.schema
         self.classes: Sequence[str] = first.classes
         self.fingerprint = first.fingerprint
-        counts = np.concatenate([footer.counts for footer in footers]).astype(np.int64)
+        counts = np.concatenate([footer.counts for footer in footers])
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self.layout = Layout(starts, Order(int(starts[-1]), 0, shuffled=False))
         self._firsts = np.array([footer.first for footer in footers], np.int64)
-        self._offsets = [footer.offsets.astype(np.int64) for footer in footers]
+        self._offsets = [footer.offsets for footer in footers]
         blocks = [len(footer.counts) for footer in footers]
         self._first_blocks = np.concatenate([[0], np.cumsum(blocks)]).astype(np.int64)
         self.block_bytes = np.concatenate([np.diff(offsets) for offsets in self._offsets])
         """Stored bytes of each block, which tiers copy unchanged; shape (blocks,)."""
         self.data_bytes = sum(footer.payload_bytes for footer in footers)
         self._tables: OrderedDict[int, BlockInfo] = OrderedDict()
+        self._names: tuple[int, int, list[bytes]] = (-1, 0, [])
+        """Shard, first sample and names of those that were asked for last."""
         self._lock = threading.Lock()
 
-    def __reduce__(self) -> tuple[type["ShardReader"], tuple[str | Sequence[str]]]:
-        return ShardReader, (self._given,)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._again
 
     @staticmethod
     def recognises(path: str) -> str | None:
@@ -91,18 +100,25 @@ class ShardReader:
 
     @cached_property
     def sizes(self) -> npt.NDArray[np.int64]:
-        return np.concatenate([footer.sizes for footer in self._footers]).astype(np.int64)
+        return np.concatenate([footer.sizes[:] for footer in self._footers]).astype(np.int64)
 
     @cached_property
     def labels(self) -> npt.NDArray[np.int64]:
-        return np.concatenate([footer.labels for footer in self._footers]).astype(np.int64)
+        return np.concatenate([footer.labels[:] for footer in self._footers]).astype(np.int64)
 
     def name(self, sample: int) -> str:
         shard = int(np.searchsorted(self._firsts, sample, side="right")) - 1
         place = sample - int(self._firsts[shard])
-        ends = self._footers[shard].name_ends
-        start = int(ends[place - 1]) if place else 0
-        return str(self._footers[shard].names[start : int(ends[place])], "utf-8", "replace")
+        chunk = place - place % _NAMES
+        known = self._names
+        if known[:2] != (shard, chunk):
+            index = self._footers[shard]
+            stop = min(chunk + _NAMES, len(index.sizes))
+            try:
+                self._names = known = (shard, chunk, index.names_of(chunk, stop))
+            except (SourceError, CorruptBlock):  # The shard was truncated, or removed.
+                return f"sample {sample} of {self._files[shard].name}"
+        return str(known[2][place - chunk], "utf-8", "replace")
 
     def stored_bytes(self, block: int) -> int:
         return int(self.block_bytes[block])
@@ -121,6 +137,16 @@ class ShardReader:
         info = check_block(stored, file.name, start)
         if info.fingerprint != self.fingerprint or info.block != block:
             raise _foreign(file, block)
+        self._check_sizes(block, info, file)
+
+    def _check_sizes(self, block: int, info: BlockInfo, file: File) -> None:
+        """Raise CorruptBlock if a block's samples differ in size from those of the index."""
+        shard = int(np.searchsorted(self._first_blocks, block, side="right")) - 1
+        first = int(self.layout.starts[block] - self._firsts[shard])
+        count = int(self.layout.starts[block + 1] - self.layout.starts[block])
+        sizes = self._footers[shard].sizes[first : first + count]
+        if not np.array_equal(sizes, info.table["raw"]):
+            raise CorruptBlock(f"{file.name}: block {block} has other sizes than its index says")
 
     def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
         """Read payloads and verify their checksums; neighbours are read together.
@@ -195,6 +221,7 @@ class ShardReader:
             info = read_info(opened, file.name, start, length)
             if info.fingerprint != self.fingerprint or info.block != block:
                 raise _foreign(file, block)
+            self._check_sizes(block, info, file)
             with self._lock:
                 self._tables[block] = info
                 while len(self._tables) > _KEPT_TABLES:
@@ -215,7 +242,7 @@ def _opened(file: File) -> Iterator[int | Readable]:
         yield file
         return
     try:
-        descriptor = os.open(file.local_path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_regular(file.local_path)
     except OSError as error:
         raise failed(file.url, error) from error
     try:
@@ -228,21 +255,23 @@ def _opened(file: File) -> Iterator[int | Readable]:
         os.close(descriptor)
 
 
-def _footer(file: File) -> Footer:
-    with _opened(file) as opened:
-        return read_footer(opened, file.name)
+def _footer(file: File) -> ShardIndex:
+    return read_footer(file, file.name, left_in_file=file.local_path is not None)
 
 
-def _in_order(path: str, files: list[File], footers: list[Footer]) -> list[Footer]:
+def _in_order(path: str, files: list[File], footers: list[ShardIndex]) -> list[ShardIndex]:
     """Sort footers and (in place) files by shard number. Raises SourceError if one is missing."""
     if len({footer.fingerprint for footer in footers}) != 1:
         raise SourceError(f"{path}: shards of several data sets: keep each in its own folder")
     count = footers[0].shards
     numbers = [footer.shard for footer in footers]
-    if sorted(numbers) != list(range(count)):
-        missing = sorted(set(range(count)) - set(numbers))
+    here = set(numbers)
+    if len(here) != len(numbers) or max(numbers) >= count:
+        raise SourceError(f"{path}: its shards are numbered wrongly: pack the data set again")
+    if len(numbers) < count:
+        missing = list(islice((k for k in range(count) if k not in here), 5))
         raise SourceError(
-            f"{path}: {len(missing)} of {count} shards missing (number {missing[:5]}): restore "
+            f"{path}: {count - len(numbers)} of {count} shards missing (number {missing}): restore "
             "them, or pack the data set again"
         )
     by_number = sorted(range(count), key=numbers.__getitem__)

@@ -1,44 +1,51 @@
 """The reader of NumPy files and text tables: `.npy`, `.npz`, `.csv`, `.tsv`; without pickle."""
 
-import csv
-import io
-import json
 import struct
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.index import Arrays, cached_index
-from dlio.data.source import File, expand, own_name, split_fields
+from dlio.data.reader import reopening
+from dlio.data.source import File, Source, expand, files_below, own_name, split_fields
 from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.storage.block import new_memory
-from dlio_readers.columns import Column, ColumnReader, PlainColumn, Select, choose, slab
+from dlio.util.limits import check_claim
+from dlio_readers.columns import Column, ColumnReader, PlainColumn, choose
+from dlio_readers.joined import JoinedColumn
 from dlio_readers.npy import NpyHead, read_npy_head
+from dlio_readers.slabs import Select, slab
+from dlio_readers.texttable import open_text_tables
+from dlio_readers.volumes import Samples, volumes_of
 
 __all__ = ["TablesReader"]
 
 _TEXTS: Final = (".csv", ".tsv")
-_SUFFIXES: Final = (".npy", ".npz", *_TEXTS)
+_ARRAYS: Final = (".npy", ".npz")
+_SUFFIXES: Final = (*_ARRAYS, *_TEXTS)
 _HEAD_BYTES: Final = 1 << 12
 _MAX_RAW: Final = 16 << 30
-_MAX_LINE: Final = 1 << 24
-_MAX_CLASSES: Final = 1 << 16
 
 
 class TablesReader(ColumnReader):
-    """Read the rows of NumPy arrays, or of a table whose first line names its columns.
+    """Read the rows of NumPy arrays, or of tables whose first line names their columns.
 
     Arrays are read in place, some rows at a time; compressed arrays of a `.npz` are decompressed
-    whole. Columns of a table are integers, floats or text. A text column `label` becomes classes in
-    alphabetical order.
+    whole. Columns of a table are integers, floats or text; where a number is missing, the column's
+    numbers are floats, and that one is NaN. A label that is text becomes classes in alphabetical
+    order.
 
     Args:
-        path: a file, with the names of arrays or columns after `::`: `x.npy`, `x.npz::x,y`,
-            `x.csv`.
+        path: one or several files of one kind, with the names of arrays or columns after `::`:
+            `x.npy`, `x.npz::x,y`, `x.csv`, `part-*.csv`.
         select: part of every sample of an array to read.
+        columns: columns of a table to read as one float32 array, `features`, next to the label;
+            "*" for all that are numbers.
+        separator: character between the values of a table; found by the first line for None.
+        samples: `rows`, or `files` if each file of arrays is one sample; None: files if there are
+            several whose arrays are volumes of different shapes.
 
     Raises SourceError for damaged files and arrays of objects, UsageError if the choice of arrays
     is ambiguous.
@@ -46,43 +53,102 @@ class TablesReader(ColumnReader):
 
     format = "tables"
 
-    def __init__(self, path: str | Sequence[str], select: Select = None) -> None:
-        self._given = path, select
+    def __init__(
+        self,
+        path: str | Sequence[str],
+        select: Select = None,
+        columns: Sequence[str] | str | None = None,
+        separator: str | None = None,
+        samples: Samples | None = None,
+    ) -> None:
+        self._again = reopening(TablesReader, path, select, columns, separator, samples)
         self.path = path if isinstance(path, str) else " ".join(path)
+        self._names: list[str] = []
         paths = [path] if isinstance(path, str) else list(path)
         parts = [split_fields(each) for each in paths]
         names = next((names for _, names in reversed(parts) if names), ())
-        urls = expand([url for url, _ in parts])
-        if len(urls) > 1:
-            raise UsageError(f"{self.path}: several tables: pack them, or name one")
-        file = File(urls[0])
-        stamps = [f"{file.url} {file.stamp}", repr(select)]
-        lower = own_name(file.name)
-        classes: list[str] = []
-        columns: dict[str, Column]
-        if lower.endswith(_TEXTS):
-            columns, count, classes = _text_columns(file, names, lower.endswith(".tsv"))
-        else:
-            arrays = {"data": _npy(file)} if lower.endswith(".npy") else _npz(file)
-            shapes = {name: array.shape for name, array in arrays.items()}
-            chosen, count = choose(file.name, shapes, names)
-            columns = {
-                name: PlainColumn(arrays[name], 1, slab(select, name, arrays[name].shape[1:]))
-                for name in chosen
-            }
-        self._setup(columns, count, stamps, classes)
+        files = [File(url) for url in _files_of([url for url, _ in parts])]
+        stamps = [f"{file.url} {file.stamp}" for file in files]
+        stamps += [repr(select), repr(columns), repr(separator)]
+        texts = [own_name(file.name).endswith(_TEXTS) for file in files]
+        if any(texts) != all(texts):
+            raise UsageError(f"{self.path}: arrays and tables of text: open them one by one")
+        if texts[0]:
+            table = open_text_tables(files, names, separator, columns)
+            self._setup(table.columns, table.count, stamps, table.classes, select=select)
+            return
+        if columns is not None or separator is not None:
+            raise UsageError(f"columns= and separator= are for tables of text, not for {self.path}")
+        arrays, count = _array_columns(self.path, files, names, select, samples)
+        if count == len(files) > 1:
+            self._names = [file.name.rsplit("/", 1)[-1] for file in files]
+        self._setup(arrays, count, stamps, select=select)
+
+    def name(self, sample: int) -> str:
+        return self._names[sample] if self._names else super().name(sample)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TablesReader, self._given
+        return self._again
 
     @staticmethod
     def recognises(path: str) -> str | None:
         url = split_fields(expand(path)[0])[0]
         ok = own_name(url).endswith(_SUFFIXES)
+        source = Source(url)
+        if not ok and source.is_folder():
+            names = [name.lower() for name, folder in source.names() if not folder]
+            here = {suffix for suffix in _SUFFIXES if any(n.endswith(suffix) for n in names)}
+            if here and all(name.endswith(_SUFFIXES) for name in names):
+                return None if here <= {".npy"} or here <= {".npz"} else "holds tables"
         return None if ok else f"does not end in {', '.join(_SUFFIXES)}"
 
     def close(self) -> None:
         pass
+
+
+def _files_of(urls: Sequence[str]) -> list[str]:
+    """Expand patterns; a folder becomes its arrays."""
+    return files_below(urls, _ARRAYS) if any(Source(u).is_folder() for u in urls) else expand(urls)
+
+
+def _array_columns(
+    path: str,
+    files: Sequence[File],
+    names: Sequence[str],
+    select: Select,
+    samples: Samples | None,
+) -> tuple[dict[str, Column], int]:
+    """Return the arrays of some files as columns, and their rows. Raises UsageError."""
+    tables: list[dict[str, Column]] = []
+    counts = []
+    for file in files:
+        arrays = {"data": _npy(file)} if own_name(file.name).endswith(".npy") else _npz(file)
+        shapes = {name: array.shape for name, array in arrays.items()}
+        chosen, count = choose(file.name, shapes, names)
+        counts.append(count)
+        tables.append(
+            {
+                name: PlainColumn(arrays[name], 1, slab(select, name, arrays[name].shape[1:]))
+                for name in chosen
+            }
+        )
+    volumes = volumes_of(path, tables, samples)
+    if volumes is not None:
+        return volumes, len(files)
+    for file, table in zip(files, tables, strict=True):
+        if _kinds(table) != _kinds(tables[0]):
+            raise UsageError(
+                f"{file.name} and {files[0].name} hold arrays of different names, types or shapes: "
+                "open them one by one"
+            )
+    if len(files) == 1:
+        return tables[0], counts[0]
+    joined = {name: JoinedColumn([table[name] for table in tables], counts) for name in tables[0]}
+    return dict(joined), sum(counts)
+
+
+def _kinds(table: Mapping[str, Column]) -> dict[str, str]:
+    return {name: column.kind for name, column in table.items()}
 
 
 class _Stored:
@@ -133,6 +199,7 @@ def _npz(file: File) -> dict[str, Any]:
                     continue
                 if member.file_size > _MAX_RAW:
                     raise SourceError(f"{name} of {member.file_size} bytes is too large")
+                check_claim(member.file_size, member.compress_size, name)
                 data = memoryview(archive.read(member))
                 arrays[key] = _head(bytes(data[:_HEAD_BYTES]), len(data), name).array(data)
     except SourceError:
@@ -152,132 +219,3 @@ def _data_start(file: File, member: zipfile.ZipInfo) -> int:
     if start + member.file_size > file.size:
         raise SourceError(f"{file.name} is cut off: restore it")
     return start
-
-
-def _text_columns(
-    file: File, names: Sequence[str], tabs: bool
-) -> tuple[dict[str, Column], int, list[str]]:
-    """Return (columns, number of rows, classes) of a table, from a cached index of its lines."""
-    delimiter = "\t" if tabs else ","
-    index = cached_index("table", 1, [file], lambda: _table_index(file, delimiter))
-    head = json.loads(index["head"].tobytes())
-    own = [name for name, _ in head["columns"]]
-    for name in names:
-        if name not in own:
-            raise UsageError(f"{file.name} has no column {name!r}: it has {', '.join(own)}")
-    columns: dict[str, Column] = {}
-    for k, (name, kind) in enumerate(head["columns"]):
-        if not names or name in names:
-            classes = head["classes"] if name == "label" and head["classes"] else None
-            columns[name] = _TextColumn(file, index, k, kind, delimiter, classes)
-    return columns, len(index["starts"]) - 1, head["classes"]
-
-
-class _TextColumn:
-    """One column of a text table, parsed row by row when read."""
-
-    unit = 1
-
-    def __init__(
-        self,
-        file: File,
-        index: Arrays,
-        number: int,
-        kind: str,
-        delimiter: str,
-        classes: list[str] | None,
-    ) -> None:
-        self._file, self._number, self._delimiter = file, number, delimiter
-        self._starts = index["starts"]
-        self._bodies = index["bodies"][:, number]
-        self.kind = "int64" if classes else kind
-        self._classes = {name: k for k, name in enumerate(classes)} if classes else None
-
-    def bodies(self) -> npt.NDArray[np.int64] | None:
-        return self._bodies if self.kind == "text" else None
-
-    def rows(self, start: int, stop: int) -> Any:
-        low, high = int(self._starts[start]), int(self._starts[stop])
-        text = self._file.read(low, high - low).decode("utf-8")
-        table = csv.reader(io.StringIO(text, newline=""), delimiter=self._delimiter)
-        values = [row[self._number] for row in table if row]
-        if len(values) != stop - start:
-            raise SourceError(f"{self._file.name} has changed since it was opened: run again")
-        if self._classes is not None:
-            return np.array([self._classes[value] for value in values], np.int64)
-        if self.kind == "text":
-            return values
-        if self.kind == "float64":
-            return np.array(values, np.float64)
-        return np.array([int(value) for value in values], np.int64)
-
-
-def _table_index(file: File, delimiter: str) -> Arrays:
-    """Index the offsets of rows, the kinds of columns and the sizes of texts."""
-    data = file.read()
-    data = data.removeprefix(b"\xef\xbb\xbf") if data.startswith(b"\xef\xbb\xbf") else data
-    shift = file.size - len(data)
-    starts, rows = _rows(data, shift, delimiter, file.name)
-    header, rows = rows[0], rows[1:]
-    if not rows or len(set(header)) != len(header):
-        raise SourceError(f"{file.name} needs a line of different names on top, and rows below")
-    for number, row in enumerate(rows):
-        if len(row) != len(header):
-            raise SourceError(
-                f"{file.name}, row {number + 2}: {len(row)} values, where the first line names "
-                f"{len(header)}"
-            )
-    columns = list(zip(*rows, strict=True))
-    kinds = [_kind_of(column) for column in columns]
-    classes: list[str] = []
-    if "label" in header and kinds[header.index("label")] == "text":
-        classes = sorted(set(columns[header.index("label")]))
-        classes = classes if len(classes) <= _MAX_CLASSES else []
-    head = {"columns": list(zip(header, kinds, strict=True)), "classes": classes}
-    sizes = [[len(value.encode()) for value in row] for row in rows]
-    return {
-        "head": np.frombuffer(json.dumps(head).encode(), np.uint8),
-        "starts": np.array(starts[1:], np.int64),
-        "bodies": np.array(sizes, np.int64),
-    }
-
-
-def _rows(data: bytes, shift: int, delimiter: str, name: str) -> tuple[list[int], list[list[str]]]:
-    """Return (offset of each row, followed by the end; the rows)."""
-    starts, rows = [], []
-    at = begin = shift
-    lines = iter(data.splitlines(keepends=True))
-
-    def feed() -> Any:
-        nonlocal at
-        for line in lines:
-            if len(line) > _MAX_LINE:
-                raise SourceError(f"{name}: a line of {len(line)} bytes is too long")
-            at += len(line)
-            yield line.decode("utf-8")
-
-    try:
-        for row in csv.reader(feed(), delimiter=delimiter, strict=True):
-            if row:
-                starts.append(begin)
-                rows.append(row)
-            begin = at
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise SourceError(f"{name} at byte {begin}: {error}") from error
-    if not rows:
-        raise SourceError(f"{name} is empty")
-    return [*starts, at], rows
-
-
-def _kind_of(column: Sequence[str]) -> str:
-    try:
-        if all(abs(int(value)) < 2**63 for value in column):
-            return "int64"
-    except ValueError:
-        pass
-    try:
-        for value in column:
-            float(value)
-    except ValueError:
-        return "text"
-    return "float64"

@@ -10,6 +10,7 @@ random access and are refused.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
@@ -19,12 +20,14 @@ import numpy.typing as npt
 
 from dlio.data.index import Arrays, Names, cached_index, fingerprint_of
 from dlio.data.labels import TAR_LABEL_NAMES
+from dlio.data.reader import reopening
 from dlio.data.schema import LABEL, Schema, array_kind
 from dlio.data.source import File, Source, expand, files_below, own_name
 from dlio.errors import CorruptBlock, SourceError
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
 from dlio.storage.block import new_memory
+from dlio.util.limits import parsing
 from dlio_readers.lz4frame import Frame, frame_index
 from dlio_readers.npy import NpyHead, read_npy_head
 from dlio_readers.tarmembers import Members
@@ -34,6 +37,7 @@ __all__ = ["SUFFIXES", "TarReader"]
 SUFFIXES: Final = (".tar", ".tar.lz4")
 _VERSION: Final = 1
 _SCAN_THREADS: Final = 8
+_INTEGER: Final = re.compile(r"-?[0-9]+")
 _MAX_NUMBER: Final = 64
 """Most bytes of a member that holds an integer as text."""
 _MAX_META: Final = 1 << 20
@@ -74,7 +78,7 @@ class TarReader:
     objects = False
 
     def __init__(self, path: str | Sequence[str], fields: Sequence[str] | None = None) -> None:
-        self._given = path, fields
+        self._again = reopening(TarReader, path, fields)
         self.path = path if isinstance(path, str) else " ".join(path)
         self._files = [File(url) for url in files_below(path, SUFFIXES)]
         if not self._files:
@@ -124,7 +128,7 @@ class TarReader:
         ]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TarReader, self._given
+        return self._again
 
     @staticmethod
     def recognises(path: str) -> str | None:
@@ -207,12 +211,8 @@ class TarReader:
         if len(values) == 2 and self.schema.fields[1][1] == "int64" and self.schema._sizes_at == 8:
             image, label = (name for name, _ in self.schema.fields)
             return b"".join((LABEL.pack(values[label]), values[image]))
-        try:
+        with parsing(f"{self._files[number].name}, sample {self._names[number][row]!r},"):
             return self.schema.join(values)
-        except ValueError as error:
-            raise SourceError(
-                f"{self._files[number].name}, sample {self._names[number][row]!r}: {error}"
-            ) from error
 
     @staticmethod
     def _index(file: File, fields: tuple[str, ...]) -> Arrays:
@@ -290,7 +290,7 @@ class _Builder:
         number, head = 0, None
         if self._is_number(field, size):
             text = members.bytes_at(at, size).decode("ascii", "replace").strip()
-            if not text.lstrip("-").isdigit() or abs(int(text)) >= 2**63:
+            if _INTEGER.fullmatch(text) is None or abs(int(text)) >= 2**63:
                 raise members.damaged(at, f"{name} is {text[:20]!r}, not an integer")
             number = int(text)
         elif extension.lower().endswith("npy"):

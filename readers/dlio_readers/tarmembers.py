@@ -1,5 +1,6 @@
 """Walk through the headers of a tar: names, offsets and sizes of its files, without extracting."""
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Final
 
@@ -11,6 +12,8 @@ _SCAN_BYTES: Final = 1 << 20
 _BLOCK: Final = 512
 _MAX_NAME: Final = 1 << 16
 _MAX_MEMBERS: Final = 1 << 28
+_OCTAL: Final = re.compile(rb"[0-7]+")
+_SIZE: Final = re.compile(r"[0-9]{1,18}")
 
 
 class Members:
@@ -72,7 +75,11 @@ class Members:
                     longer = pax.get("path", longer)
                     if "GNU.sparse.major" in pax or "GNU.sparse.size" in pax:
                         raise self.damaged(at, "a sparse member, which dlio does not read")
-                    pax_size = int(pax["size"]) if pax.get("size", "").isdigit() else -1
+                    pax_size = -1
+                    if "size" in pax:
+                        if _SIZE.fullmatch(pax["size"]) is None:
+                            raise self.damaged(at, "an invalid size")
+                        pax_size = int(pax["size"])
             else:
                 if kind in (b"0", b"\0", b"7"):
                     yield longer or _name(head), body, size
@@ -98,10 +105,9 @@ def _octal(field: bytes, members: Members, at: int) -> int:
             raise members.damaged(at, "an invalid size")
         return value
     text = field.rstrip(b"\0 ").lstrip(b" ") or b"0"
-    try:
-        return int(text, 8)
-    except ValueError:
-        raise members.damaged(at, "is not a tar header: the file is damaged") from None
+    if _OCTAL.fullmatch(text) is None:  # int() takes signs, too.
+        raise members.damaged(at, "is not a tar header: the file is damaged")
+    return int(text, 8)
 
 
 def _name(head: bytes) -> str:

@@ -1,13 +1,17 @@
 """The reader of Zarr stores, version 2 and 3, sharded or not, with any codec that zarr supports."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 import numpy as np
 
-from dlio.data.source import Source, is_remote, own_name, redact, split_fields
+from dlio.data.identity import store_sample
+from dlio.data.reader import reopening
+from dlio.data.source import Source, failed, own_name, redact, split_fields
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import MAX_BLOCK_BYTES
+from dlio.util.limits import MAX_ABSENT_ROWS
 from dlio_readers.columns import (
     ENDS,
     SCHEMA,
@@ -16,15 +20,20 @@ from dlio_readers.columns import (
     ColumnReader,
     PlainColumn,
     RaggedColumn,
-    Select,
     choose,
     parse_schema,
-    slab,
     storable,
 )
+from dlio_readers.slabs import Select, slab
 
 __all__ = ["ZarrReader"]
 
+_OBJECT_CODECS: Final = (
+    *("pickle", "json", "json2", "msgpack", "msgpack2", "categorize"),
+    *("vlen-utf8", "vlen-bytes", "vlen-array"),
+)
+_MAX_CHUNKS: Final = 1 << 22
+_MAX_CHUNK: Final = 256 << 20
 _MARKS: Final = ("zarr.json", ".zgroup", ".zarray", ".zmetadata")
 
 
@@ -43,6 +52,7 @@ class ZarrReader(ColumnReader):
     """
 
     format = "zarr"
+    single = True
 
     def __init__(
         self,
@@ -50,7 +60,7 @@ class ZarrReader(ColumnReader):
         select: Select = None,
         missing: Literal["error", "fill"] | None = None,
     ) -> None:
-        self._given = path, select, missing
+        self._again = reopening(ZarrReader, path, select, missing)
         self.path = path
         url, names = split_fields(path)
         root = self._open(url)
@@ -68,6 +78,9 @@ class ZarrReader(ColumnReader):
         for name in chosen:
             array = arrays[name]
             where = f"{redact(url)}::{name}"
+            for each in (name, name + ENDS, name + SHAPE):
+                if each in arrays:
+                    self._check_array(arrays[each], f"{redact(url)}::{each}", missing)
             self._check_chunks(array, where)
             classes = [str(each) for each in array.attrs.get("classes", classes)]
             if name + ENDS in arrays:
@@ -88,10 +101,11 @@ class ZarrReader(ColumnReader):
             [url, self._stamp(url), repr(select)],
             classes,
             schema.structure if schema is not None and whole else None,
+            select,
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ZarrReader, self._given
+        return self._again
 
     @staticmethod
     def recognises(path: str) -> str | None:
@@ -109,11 +123,14 @@ class ZarrReader(ColumnReader):
     def _open(self, url: str) -> Any:
         import zarr
 
-        store: Any = Source(url).root
-        if is_remote(url):
-            store = zarr.storage.FsspecStore.from_url(url, read_only=True)
+        from dlio_readers.zarrstore import LocalFiles, RemoteFiles
+
+        source = Source(url)
         try:
-            return zarr.open(store, mode="r")
+            self._store: Any = (LocalFiles if source.local else RemoteFiles).at(source)
+            return zarr.open(self._store, mode="r")
+        except SourceError:
+            raise
         except Exception as error:
             raise SourceError(
                 f"{redact(url)} is not a Zarr store, or is damaged: {error}"
@@ -148,12 +165,70 @@ class ZarrReader(ColumnReader):
                 'use the fill value for them with missing="fill"'
             )
 
+    def _check_array(self, array: Any, where: str, missing: str | None) -> None:
+        """Refuse codecs that make objects, and limit what the others may take memory for.
+
+        Raises SourceError.
+        """
+        codecs = _codecs(array)
+        bad = [each for each in codecs if each in _OBJECT_CODECS]
+        if bad or array.dtype.hasobject:
+            what = f"the codec {bad[0]}" if bad else "objects"
+            raise SourceError(
+                f"{where} holds {what}, whose data may run code when they are read: refused; store "
+                "numbers, or bytes with their ends"
+            )
+        size = array.dtype.itemsize
+        chunk = size * math.prod(array.chunks)
+        whole = size * math.prod(array.shards or array.chunks)
+        if whole > _MAX_CHUNK:
+            raise SourceError(f"{where}: a chunk of {whole} bytes is too large: store smaller ones")
+        self._store.limits.add(array.path, whole, chunk, codecs[-1] if codecs else "")
+        if array.nchunks > _MAX_CHUNKS:
+            raise SourceError(f"{where} has {array.nchunks} chunks: store larger ones")
+        rows = array.shape[0] if array.shape else 0
+        if missing != "fill" and rows > MAX_ABSENT_ROWS:
+            absent = rows * (array.nchunks - array.nchunks_initialized) // max(1, array.nchunks)
+            if absent > MAX_ABSENT_ROWS:
+                raise SourceError(
+                    f"{where}: {absent} of its {rows} rows are not stored: restore its chunks, or "
+                    'use the fill value for them with missing="fill"'
+                )
+
     def _stamp(self, url: str) -> str:
-        """Identify a state of the store: metadata, and modification times of its folders."""
+        """Identify a state of the store.
+
+        By its metadata, modification times of its folders, and sizes, times and samples of files.
+        """
         source = Source(url)
         metadata = [source.read(mark).decode("latin-1") for mark in _MARKS if source.exists(mark)]
         names: Sequence[str] = ["", *[e.name for e in source.listing() if e.folder]]
-        return " ".join([*metadata, *[f"{name} {source.modified_ns(name)}" for name in names]])
+        times = [f"{name} {source.modified_ns(name)}" for name in names]
+        try:
+            content = store_sample(source.root) if source.local else ""
+        except OSError as error:
+            raise failed(url, error) from error
+        return " ".join([*metadata, *times, content])
+
+
+def _codecs(array: Any) -> list[str]:
+    """Return the names of an array's codecs, in the order in which they encode."""
+    plain = array.metadata.to_dict()
+    if plain.get("zarr_format") == 2:
+        rows = [
+            *(plain.get("filters") or ()),
+            *([plain["compressor"]] if plain["compressor"] else ()),
+        ]
+    else:
+        rows = list(plain["codecs"])
+        if rows and rows[-1]["name"] == "sharding_indexed":
+            rows += rows[-1]["configuration"]["codecs"]
+    names = [row["id"] if isinstance(row, dict) and "id" in row else _name_of(row) for row in rows]
+    return [name.removeprefix("numcodecs.") for name in names]
+
+
+def _name_of(codec: Any) -> str:
+    return str(codec["name"] if isinstance(codec, dict) else getattr(codec, "codec_id", codec))
 
 
 def _unit(array: Any) -> int:

@@ -5,7 +5,6 @@ a command reads its source in a child process. The parent touches no source; it 
 child's first thread has ended.
 """
 
-import ctypes
 import os
 import signal
 import sys
@@ -15,11 +14,12 @@ from types import FrameType
 from typing import Final
 
 from dlio.comm.environment import under_mpi
+from dlio.util.printable import print_line
+from dlio.util.processes import end_with_parent
 from dlio.util.settings import settings
 
 __all__ = ["abandonable"]
 
-_PR_SET_PDEATHSIG: Final = 1
 _PATIENCE_S: Final = 5.0
 _POLL_S: Final = 0.02
 _HUNG: Final = 2
@@ -39,9 +39,7 @@ def abandonable() -> None:
     if child == 0:
         # A group of its own: a terminal's Ctrl-C comes once, through the parent.
         os.setpgid(0, 0)
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(_HUNG)
+        end_with_parent(parent)
         return
     os._exit(_wait(child))
 
@@ -69,9 +67,9 @@ def _wait(child: int) -> int:
         if _has_ended(child):
             ended_at = ended_at or time.monotonic()
             if time.monotonic() - ended_at > _PATIENCE_S:
-                print(
+                print_line(
                     f"dlio: process {child} is left behind: it waits for a file system that hangs",
-                    file=sys.stderr,
+                    sys.stderr,
                 )
                 return _HUNG
         time.sleep(delay)

@@ -8,10 +8,12 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Final
 
 from dlio.errors import TierError, UsageError
-from dlio.storage.inventory import Stored, evict, set_pinned, stored_data
+from dlio.storage.inventory import Stored, evict, holds_data, set_pinned, stored_data
+from dlio.storage.known import known_roots
 from dlio.storage.places import find_place, scratch_places
 from dlio.storage.spec import parse_tiers
 from dlio.util.options import Option, check
+from dlio.util.printable import print_line, printable
 from dlio.util.settings import settings
 from dlio.util.shared import SHARED_MEMORY, user_folder
 from dlio.util.units import format_bytes
@@ -31,7 +33,9 @@ _DAY_S: Final = 86400
 
 
 def find_roots(tiers: str | None) -> list[str]:
-    """Return the folders of disk tiers: those given, those of DLIO_TIERS, or all that exist.
+    """Return the folders of disk tiers: those given, those of DLIO_TIERS, or all that are found.
+
+    Tiers are found in scratch places, in the current folder, and wherever this user has kept some.
 
     Args:
         tiers: as for `--tiers`, or folders separated by commas; None if not given.
@@ -43,9 +47,8 @@ def find_roots(tiers: str | None) -> list[str]:
             return [os.path.abspath(os.path.expanduser(part)) for part in parts]
         return [spec.root for spec in parse_tiers(text) if spec.kind == "disk"]
     places = [place.path for place in scratch_places().values()]
-    usual = [*places, "/tmp", "/var/tmp", os.getcwd()]  # noqa: S108 - only looked at
-    roots = [root for root in usual if os.path.isdir(os.path.join(root, user_folder()))]
-    return list(dict.fromkeys(os.path.abspath(root) for root in roots))
+    usual = [*places, *known_roots(), "/tmp", "/var/tmp", os.getcwd()]  # noqa: S108 - only looked at
+    return [root for root in dict.fromkeys(map(os.path.abspath, usual)) if holds_data(root)]
 
 
 def describe_status(tiers: str | None) -> dict[str, object]:
@@ -83,7 +86,7 @@ class Status:
         Option(
             "Tiers, as for --tiers of other commands, or their folders.",
             metavar="TIERS",
-            default_text="DLIO_TIERS, or all that are found",
+            default_text="DLIO_TIERS, or all that this user has used",
         ),
     ] = None
     as_json: Annotated[bool, Option("Print JSON.", name="json")] = False
@@ -99,23 +102,23 @@ def status(options: Status) -> None:
         print(json.dumps(about, indent=2))
         return
     for name, place in about["scratch"].items():
-        print(
+        print_line(
             f"scratch {name}: {place['path']} ({place['kind']}, {place['filesystem']}, "
             f"{format_bytes(place['free_bytes'])} free)"
         )
     if about["shared_memory"]:
-        print(f"RAM tiers: {format_bytes(about['shared_memory'])} in {SHARED_MEMORY}")
+        print_line(f"RAM tiers: {format_bytes(about['shared_memory'])} in {SHARED_MEMORY}")
     for tier in about["tiers"]:
-        print(
+        print_line(
             f"{tier['root']}: {tier['kind']} ({tier['filesystem']}), "
             f"{format_bytes(tier['free_bytes'])} free"
         )
         for entry in tier["data_sets"]:
             _print_entry(entry)
         if not tier["data_sets"]:
-            print("  nothing is staged here")
+            print_line("  nothing is staged here")
     if not about["tiers"]:
-        print("no tiers found: name them with --tiers, or stage something")
+        print_line("no tiers found: name them with --tiers, or stage something")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +138,7 @@ class Eviction:
         Option(
             "Tiers to remove data from.",
             metavar="TIERS",
-            default_text="DLIO_TIERS, or all that are found",
+            default_text="DLIO_TIERS, or all that this user has used",
         ),
     ] = None
     job: Annotated[
@@ -183,7 +186,7 @@ def evict_command(options: Eviction) -> None:
                 problems.append(str(error))
     if options.names and not count and not problems:
         raise TierError(f"{', '.join(options.names)}: not staged here: `dlio status` shows what is")
-    print(f"evicted {count} data set(s), {format_bytes(size)}")
+    print_line(f"evicted {count} data set(s), {format_bytes(size)}")
     if problems:
         raise TierError("; ".join(problems))
 
@@ -205,7 +208,7 @@ class Pinning:
         Option(
             "Tiers that hold the data.",
             metavar="TIERS",
-            default_text="DLIO_TIERS, or all that are found",
+            default_text="DLIO_TIERS, or all that this user has used",
         ),
     ] = None
     remove: Annotated[bool, Option("Remove the protection again.")] = False
@@ -219,8 +222,8 @@ def pin_command(options: Pinning) -> None:
         for entry in stored_data(root):
             if entry.fingerprint in names or _is_source(entry, names):
                 set_pinned(root, entry.fingerprint, not options.remove)
-                print(
-                    f"{entry.source or entry.fingerprint} in {root}: "
+                print_line(
+                    f"{printable(entry.source or entry.fingerprint)} in {root}: "
                     f"{'no longer pinned' if options.remove else 'pinned'}"
                 )
                 done += 1
@@ -247,12 +250,15 @@ def _is_source(entry: Stored, names: Sequence[str]) -> bool:
 
 def _print_entry(entry: dict[str, Any]) -> None:
     users = [
-        f"job {lease['job']} pid {lease['pid']}" for lease in entry["leases"] if lease["alive"]
+        f"job {printable(lease['job'])} pid {lease['pid']}"
+        for lease in entry["leases"]
+        if lease["alive"]
     ]
     state = ["pinned"] if entry["pinned"] else []
     state.append(f"in use by {', '.join(users)}" if users else f"used {_ago(entry['used'])}")
-    print(
-        f"  {entry['source'] or entry['fingerprint']}: {format_bytes(entry['bytes'])}, "
+    print_line(
+        f"  {printable(entry['source'] or entry['fingerprint'])}: "
+        f"{format_bytes(entry['bytes'])}, "
         f"{entry['blocks']:,} blocks, staged {_ago(entry['created'])}, {entry['hits']:,} hits, "
         f"{', '.join(state)}"
     )

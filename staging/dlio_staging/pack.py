@@ -5,10 +5,12 @@ import os
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
+from dlio.cli.grouping import with_help
 from dlio.cli.records import ConfigFile, Output
 from dlio.util.cores import available_cores
 from dlio.util.files import write_json
 from dlio.util.options import Option, check
+from dlio.util.printable import print_line
 from dlio.util.units import format_bytes
 from dlio_staging.packing import Packed, describe, pack, summary
 from dlio_staging.packplan import PackOptions
@@ -39,6 +41,11 @@ class Packing:
         check(self)
 
 
+@with_help(
+    "dlio pack /lustre/imagenet/train packed",
+    "dlio pack /lustre/imagenet/train small --resize 256 --quality 90",
+    "dlio pack photos tars --format tar --split train=0.9,val=0.1",
+)
 def command(
     packing: Packing,
     options: PackOptions,
@@ -71,7 +78,7 @@ def command(
         done = pack(packing.source, packing.destination, progress=progress, options=options)
     if rank:
         return
-    print(summary(packing.destination, done))
+    print_line(summary(packing.destination, done))
     places = {"source": packing.source, "destination": packing.destination}
     about = {**places, **asdict(options), **asdict(done)}
     if output.report is not None:
@@ -83,9 +90,9 @@ def command(
 def _print_plan(packing: Packing, options: PackOptions) -> None:
     about: dict[str, Any] = describe(packing.source, options)
     for part in about["parts"]:
-        print(
+        print_line(
             f"{os.path.join(packing.destination, part['name'])}: {part['samples']:,} samples, "
             f"{format_bytes(part['bytes'])} to read, in {part['shards']} shard(s) of "
             f"{options.format}"
         )
-    print("nothing was written")
+    print_line("nothing was written")

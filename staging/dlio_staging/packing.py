@@ -2,42 +2,58 @@
 
 The files are made in a folder next to the destination DST, which is renamed at the end:
 
-    .DST.packing/lock            locked by the process that packs there
+    .DST.packing/.dlio           marks the folder as dlio's; names the process that made it
+                 lock            locked by the process that packs there
                  plan.json       key of the source and options
                  data/           becomes DST
                  done/           one record for each shard that is complete and verified
 
-A packing that was killed continues if the source and options are the same.
+A packing that was killed continues if the source and options are the same, and if the folder is
+private to this user and has the mark. All paths in it begin with a descriptor of the folder.
 """
 
 import contextlib
 import fcntl
 import functools
 import json
-import multiprocessing
 import os
-import shutil
-import signal
+import secrets
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from multiprocessing.context import ForkServerContext
-from multiprocessing.forkserver import ensure_running
 from typing import Any, Final
 
 from dlio.comm import Communicator, world
+from dlio.data.agreement import check_same_data
 from dlio.data.reader import open_reader
 from dlio.errors import DlioError, SourceError, TierFull, UsageError
 from dlio.storage.block import NO_ROOM
-from dlio.util.files import take_lock
+from dlio.util.arguments import path_in, unknown_word
+from dlio.util.files import take_lock, write_whole_at
+from dlio.util.folders import (
+    MARK,
+    empty_folder,
+    mark_of,
+    open_below,
+    open_working,
+    remove_entry,
+    remove_marked,
+    rename,
+    same_folder,
+    seal,
+)
+from dlio.util.named import make_folders, open_folder, parent_of
+from dlio.util.opening import Refused, open_file, path_of, read_small
 from dlio.util.units import format_bytes
 from dlio_staging.packplan import VERSION, PackOptions, PackPlan
-from dlio_staging.packshard import TEMPORARY, find_record, read_record, remove, write_shard
+from dlio_staging.packshard import TEMPORARY, find_record, read_record, write_shard
+from dlio_staging.processes import in_processes
 from dlio_staging.writers import WRITERS
 
 __all__ = ["Packed", "Progress", "describe", "pack", "packed_path", "summary"]
 
-_SAFE_PATH: Final = "PYTHONSAFEPATH"
+_LOCK: Final = "lock"
+_PLAN: Final = "plan.json"
+_MOST_PLAN: Final = 1 << 16
 Progress = Callable[[int, int], None]
 """Function called with (bytes done, bytes in total)."""
 
@@ -77,26 +93,28 @@ def pack(
     """
     changed: dict[str, Any] = changes
     options = replace(options or PackOptions(), **changed)
-    destination = destination.rstrip("/")
+    source = path_in("source", source) if isinstance(source, os.PathLike) else source
+    destination = path_in("destination", destination, "packed").rstrip("/")
     parent = os.path.dirname(os.path.abspath(destination))
     _check(source, destination, parent, options)
     comm = world()
     plan = PackPlan(source, options)
     folder = os.path.join(parent, f".{os.path.basename(destination)}.packing")
     try:
-        with _lock(folder, destination, comm):
+        check_same_data(plan.reader, comm)
+        with _working(folder, destination, comm) as work:
             try:
                 if comm.rank == 0:
-                    _prepare(folder, plan)
+                    _prepare(work, plan)
                 comm.barrier()
-                done = _write_shards(source, folder, plan, comm, progress)
+                done = _write_shards(source, work, plan, comm, progress)
                 comm.barrier()
                 if comm.rank == 0:
-                    _publish(folder, destination, plan)
+                    _publish(work, destination, plan)
                 comm.barrier()
             except Exception:
                 if comm.rank == 0:
-                    shutil.rmtree(folder, ignore_errors=True)
+                    remove_marked(work.parent, work.name)
                 raise
     except OSError as error:
         if isinstance(error, DlioError):
@@ -115,7 +133,7 @@ def pack(
 def _check(source: object, destination: str, parent: str, options: PackOptions) -> None:
     """Raise UsageError if the destination or an option is invalid."""
     if options.format not in WRITERS:
-        raise UsageError(f"--format {options.format}: choose {', '.join(WRITERS)}")
+        raise unknown_word("--format", options.format, WRITERS)
     if os.path.lexists(destination):
         raise UsageError(f"{destination} exists: remove it, or name another destination")
     if not os.path.isdir(parent):
@@ -137,91 +155,123 @@ def _check(source: object, destination: str, parent: str, options: PackOptions) 
         raise UsageError(f"--split: {', '.join(names)} must differ, and be names of folders")
 
 
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """The folder of a packing, opened."""
+
+    parent: int
+    """Descriptor of the folder that contains it."""
+    name: str
+    folder: int
+    """Descriptor."""
+    shown: str
+    """Path, for errors and for other processes."""
+    token: str
+    """Text of the folder's mark."""
+
+    @property
+    def path(self) -> str:
+        """Path by way of the descriptor, in this process."""
+        return path_of(self.folder)
+
+
 @contextlib.contextmanager
-def _lock(folder: str, destination: str, comm: Communicator) -> Iterator[None]:
-    """Create the packing folder and keep it locked. Raises UsageError if another process does."""
-    lock = -1
-    if comm.rank == 0:
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(folder, 0o700)
-        lock = os.open(
-            f"{folder}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
-        )
-        if not take_lock(lock, fcntl.LOCK_EX):
-            os.close(lock)
-            raise UsageError(f"{destination} is being packed by another process")
+def _working(shown: str, destination: str, comm: Communicator) -> Iterator[_Work]:
+    """Create the folder of the packing; keep it open, and on rank 0 locked. Collective.
+
+    Raises UsageError if another process packs there, or if the folder is not dlio's.
+    """
+    with contextlib.ExitStack() as stack:
+        above, name = os.path.split(shown)
+        parent = open_folder(above)
+        stack.callback(os.close, parent)
+        token = ""
+        if comm.rank == 0:
+            new = f"dlio packing {secrets.token_hex(8)}\n"
+            try:
+                folder = open_working(parent, name, text=new)
+            except (Refused, NotADirectoryError) as error:
+                raise UsageError(
+                    f"{shown} {error.strerror}: remove it, or name another destination"
+                ) from error
+            stack.callback(os.close, folder)
+            lock = open_file(folder, _LOCK, os.O_RDWR | os.O_CREAT)
+            stack.callback(os.close, lock)
+            if not take_lock(lock, fcntl.LOCK_EX) or not same_folder(parent, name, folder):
+                raise UsageError(f"{destination} is being packed by another process")
+            token = mark_of(folder) or ""
+        token = comm.tell(token)
+        if comm.rank:
+            folder = stack.enter_context(_opened(shown, token))
+        work = _Work(parent, name, folder, shown, token)
+        with _shown(work.path, shown):
+            yield work
+
+
+@contextlib.contextmanager
+def _opened(shown: str, token: str) -> Iterator[int]:
+    """Open the folder that another process of this packing has made; yields the descriptor."""
+    with parent_of(shown) as (parent, name):
+        folder = open_below(parent, name)
+    try:
+        if mark_of(folder) != token:
+            raise UsageError(f"{shown} was exchanged while packing: pack it again")
+        yield folder
+    finally:
+        os.close(folder)
+
+
+@contextlib.contextmanager
+def _shown(path: str, shown: str) -> Iterator[None]:
+    """Name the folder in errors as users know it."""
     try:
         yield
-    finally:
-        if lock >= 0:
-            os.close(lock)
+    except DlioError as error:
+        text = str(error)
+        if f"{path}/" not in text:
+            raise
+        raise type(error)(text.replace(f"{path}/", f"{shown}/")) from error
 
 
-def _prepare(folder: str, plan: PackPlan) -> None:
+def _prepare(work: _Work, plan: PackPlan) -> None:
     """Keep the shards of an interrupted packing of the same source and options; remove others."""
-    path = os.path.join(folder, "plan.json")
     known = None
-    with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
-        known = json.load(file).get("key")
+    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
+        known = json.loads(read_small(work.folder, _PLAN, _MOST_PLAN)).get("key")
     if known != plan.key:
-        for name in os.listdir(folder):
-            if name != "lock":
-                remove(os.path.join(folder, name))
+        empty_folder(work.folder, keep=(_LOCK, MARK))
     for name in ("data", "done"):
-        os.makedirs(os.path.join(folder, name), exist_ok=True)
+        os.close(make_folders(os.path.join(work.path, name)))
     for part in plan.parts:
-        inside = plan.path(os.path.join(folder, "data"), part)
-        os.makedirs(inside, exist_ok=True)
-        for name in os.listdir(inside):
-            if name.startswith(TEMPORARY):
-                remove(os.path.join(inside, name))
+        inside = make_folders(plan.path(os.path.join(work.path, "data"), part))
+        try:
+            for name in os.listdir(inside):
+                if name.startswith(TEMPORARY):
+                    remove_entry(inside, name)
+        finally:
+            os.close(inside)
     if known != plan.key:
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump({"key": plan.key, "version": VERSION}, file)
-
-
-def _workers_context() -> ForkServerContext:
-    """Return the context of worker processes.
-
-    Their server is started here, such that it imports nothing from the current folder.
-    """
-    before = os.environ.get(_SAFE_PATH)
-    os.environ[_SAFE_PATH] = "1"
-    try:
-        ensure_running()
-    finally:
-        if before is None:
-            del os.environ[_SAFE_PATH]
-        else:
-            os.environ[_SAFE_PATH] = before
-    return multiprocessing.get_context("forkserver")
+        text = json.dumps({"key": plan.key, "version": VERSION}).encode()
+        write_whole_at(work.folder, _PLAN, lambda file: file.write(text))
 
 
 def _write_shards(
-    source: object, folder: str, plan: PackPlan, comm: Communicator, progress: Progress | None
+    source: object, work: _Work, plan: PackPlan, comm: Communicator, progress: Progress | None
 ) -> Packed:
     """Write this rank's shards; return the totals of all ranks. Collective."""
     tasks = [(p, s) for p, part in enumerate(plan.parts) for s in range(part.shards)]
     mine = tasks[comm.rank :: comm.size]
     total = sum(int(plan.reader.sizes[part.samples].sum()) for part in plan.parts)
-    kept = [task for task in mine if find_record(folder, *task) is not None]
+    kept = [task for task in mine if find_record(work.folder, *task) is not None]
     left = [task for task in mine if task not in kept]
-    finished = sum(read_record(folder, task)["data_bytes"] for task in kept)
+    finished = sum(read_record(work.folder, task)["data_bytes"] for task in kept)
     workers = min(plan.options.workers, len(left)) if comm.size == 1 else 1
     if workers > 1 and isinstance(source, str):
-        context = _workers_context()
-        with ProcessPoolExecutor(workers, context, initializer=_ignore_interrupts) as pool:
-            futures = [
-                pool.submit(_write_in_worker, source, folder, plan.options, *task) for task in left
-            ]
-            try:
-                for future in as_completed(futures):
-                    finished += future.result()
-                    if progress is not None:
-                        progress(finished, total)
-            except BaseException:
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
+        arguments = [(source, work.shown, work.token, plan.options, *task) for task in left]
+        for count in in_processes(_write_in_worker, arguments, workers):
+            finished += count
+            if progress is not None:
+                progress(finished, total)
     else:
         for part, shard in left:
 
@@ -229,8 +279,8 @@ def _write_shards(
                 if progress is not None:
                     progress(before + count, total)
 
-            finished += write_shard(folder, plan, part, shard, report)
-    records = [read_record(folder, task) for task in mine]
+            finished += write_shard(work.folder, plan, part, shard, report)
+    records = [read_record(work.folder, task) for task in mine]
     everyone = comm.allgather(
         [
             len(records),
@@ -243,36 +293,32 @@ def _write_shards(
     return Packed(len(plan.reader), data_bytes, shards, file_bytes, again)
 
 
-def _ignore_interrupts() -> None:
-    """Ignore Ctrl-C in a worker: the main process handles it and ends the workers."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
 @functools.lru_cache(maxsize=1)
 def _plan_in_worker(source: str, options: PackOptions) -> PackPlan:
     return PackPlan(source, options)
 
 
-def _write_in_worker(source: str, folder: str, options: PackOptions, part: int, shard: int) -> int:
-    return write_shard(folder, _plan_in_worker(source, options), part, shard, lambda _: None)
+def _write_in_worker(
+    source: str, shown: str, token: str, options: PackOptions, part: int, shard: int
+) -> int:
+    with _opened(shown, token) as folder, _shown(path_of(folder), shown):
+        return write_shard(folder, _plan_in_worker(source, options), part, shard, lambda _: None)
 
 
-def _publish(folder: str, destination: str, plan: PackPlan) -> None:
+def _publish(work: _Work, destination: str, plan: PackPlan) -> None:
     """Open the packed data as a reader does, check its size and move it to the destination."""
-    data = os.path.join(folder, "data")
+    data = os.path.join(work.path, "data")
     for part in plan.parts:
         path = plan.path(data, part)
         with contextlib.closing(open_reader(packed_path(path, plan.options.format))) as reader:
             if len(reader) != len(part.samples) or reader.schema != plan.schema:
                 raise SourceError(f"{path} differs from the plan of the packing: pack it again")
-    for inside, _, _ in os.walk(data):
-        _fsync(inside)
-    parent = os.path.dirname(folder)
+    seal(work.folder, "data")
     if os.path.lexists(destination):
         raise UsageError(f"{destination} exists now: remove it, or name another destination")
-    os.rename(data, destination)
-    _fsync(parent)
-    shutil.rmtree(folder, ignore_errors=True)
+    rename("data", os.path.basename(destination), work.folder, work.parent)
+    os.fsync(work.parent)
+    remove_marked(work.parent, work.name)
 
 
 def packed_path(path: str, format_: str) -> str:
@@ -294,14 +340,6 @@ def describe(source: object, options: PackOptions) -> dict[str, object]:
     ]
     plan.reader.close()
     return {"format": options.format, "schema": json.loads(plan.schema.to_json()), "parts": parts}
-
-
-def _fsync(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def summary(destination: str, done: Packed) -> str:

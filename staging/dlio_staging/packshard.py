@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -13,22 +12,27 @@ import xxhash
 from dlio.data.reader import open_reader
 from dlio.data.schema import Buffer, Schema
 from dlio.errors import CorruptBlock, SourceError
+from dlio.util.files import write_whole_at
+from dlio.util.folders import open_below, remove_path, rename
+from dlio.util.opening import closing_descriptor, path_of, read_small
 from dlio_staging.packplan import PackPlan
 from dlio_staging.writers import WRITERS, Shard, file_name
 
-__all__ = ["TEMPORARY", "find_record", "read_record", "remove", "write_shard"]
+__all__ = ["TEMPORARY", "find_record", "read_record", "write_shard"]
 
+_DONE: Final = "done"
+_MOST_RECORD: Final = 1 << 12
 TEMPORARY: Final = ".tmp-"
 """Prefix of the names of shards that are not complete and verified."""
 
 
 def write_shard(
-    folder: str, plan: PackPlan, number: int, shard: int, report: Callable[[int], None]
+    folder: int, plan: PackPlan, number: int, shard: int, report: Callable[[int], None]
 ) -> int:
     """Write a shard, verify it and record it as done; return the payload bytes that were read.
 
     Args:
-        folder: folder of the packing.
+        folder: descriptor of the folder of the packing, in which nobody else can write.
         number: position of the shard's part in the plan.
         shard: number of the shard in its part.
         report: called with the payload bytes read so far after each block.
@@ -51,10 +55,10 @@ def write_shard(
         samples=last - first,
         compress=options.compress,
     )
-    inside = plan.path(os.path.join(folder, "data"), part)
+    inside = plan.path(os.path.join(path_of(folder), "data"), part)
     name = file_name(options.format, shard, options.compress)
     temporary = os.path.join(inside, TEMPORARY + name)
-    remove(temporary)
+    remove_path(temporary)
     digests: list[int] = []
     written = read = 0
     writer = WRITERS[options.format](temporary, description)
@@ -74,7 +78,7 @@ def write_shard(
     finally:
         writer.close()
     _read_back(temporary, plan.schema, digests, description)
-    os.rename(temporary, os.path.join(inside, name))
+    rename(temporary, os.path.join(inside, name))
     size = _file_bytes(os.path.join(inside, name))
     _write_record(folder, number, shard, {"data_bytes": written, "file_bytes": size})
     return read
@@ -117,7 +121,7 @@ def _read_back(path: str, schema: Schema, digests: Sequence[int], shard: Shard) 
         _read_back_native(path, digests, shard)
         return
     named = path.replace(TEMPORARY, "")
-    os.rename(path, named)  # Readers recognise formats and groups of files by their names.
+    rename(path, named)  # Readers recognise formats and groups of files by their names.
     try:
         with contextlib.closing(open_reader(named)) as reader:
             same = reader.schema == schema and len(reader) == len(digests)
@@ -126,7 +130,7 @@ def _read_back(path: str, schema: Schema, digests: Sequence[int], shard: Shard) 
                 actual = [xxhash.xxh3_64_intdigest(payload) for payload in reader.read(samples)]
                 same = same and actual == digests[start : start + len(actual)]
     finally:
-        os.rename(named, path)
+        rename(named, path)
     if not same:
         raise CorruptBlock(f"{named} differs from the data written to it: check the disk")
 
@@ -153,30 +157,28 @@ def _read_back_native(path: str, digests: Sequence[int], shard: Shard) -> None:
         os.close(descriptor)
 
 
-def _record_path(folder: str, part: int, shard: int) -> str:
-    return os.path.join(folder, "done", f"{part}-{shard}.json")
+def _record_name(part: int, shard: int) -> str:
+    return f"{part}-{shard}.json"
 
 
-def _write_record(folder: str, part: int, shard: int, record: dict[str, int]) -> None:
+def _write_record(folder: int, part: int, shard: int, record: dict[str, int]) -> None:
     """Record a shard as complete, durably."""
-    path = _record_path(folder, part, shard)
-    with open(path + ".tmp", "w", encoding="utf-8") as file:
-        json.dump(record, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(path + ".tmp", path)
+    text = json.dumps(record).encode()
+    with closing_descriptor(open_below(folder, _DONE, private=False)) as done:
+        write_whole_at(done, _record_name(part, shard), lambda file: file.write(text))
 
 
-def find_record(folder: str, part: int, shard: int) -> dict[str, int] | None:
+def find_record(folder: int, part: int, shard: int) -> dict[str, int] | None:
     """Return the record of a complete shard (`data_bytes`, `file_bytes`); None without one."""
-    with contextlib.suppress(OSError, ValueError):
-        with open(_record_path(folder, part, shard), encoding="utf-8") as file:
-            record: dict[str, int] = json.load(file)
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        with closing_descriptor(open_below(folder, _DONE, private=False)) as done:
+            text = read_small(done, _record_name(part, shard), _MOST_RECORD)
+        record: dict[str, int] = json.loads(text)
         return record
     return None
 
 
-def read_record(folder: str, task: tuple[int, int]) -> dict[str, int]:
+def read_record(folder: int, task: tuple[int, int]) -> dict[str, int]:
     """Return the record of a complete shard. Raises SourceError without one.
 
     Args:
@@ -184,7 +186,8 @@ def read_record(folder: str, task: tuple[int, int]) -> dict[str, int]:
     """
     record = find_record(folder, *task)
     if record is None:
-        raise SourceError(f"{folder} was changed while packing: pack it again")
+        path = os.readlink(path_of(folder))
+        raise SourceError(f"{path} was changed while packing: pack it again")
     return record
 
 
@@ -196,12 +199,3 @@ def _file_bytes(path: str) -> int:
         for folder, _, names in os.walk(path)
         for name in names
     )
-
-
-def remove(path: str) -> None:
-    """Remove a file or a folder, if it exists."""
-    if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path)
-    else:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)

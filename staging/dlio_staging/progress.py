@@ -1,4 +1,4 @@
-"""Progress of a long command: a bar on a terminal, a plain line every ten seconds elsewhere."""
+"""Progress of a long command: a bar on a terminal; elsewhere a plain line every ten seconds."""
 
 import sys
 import time
@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from dlio.util.printable import print_line
 from dlio.util.progress import Bar
 from dlio.util.units import format_bytes
 
 __all__ = ["Shown", "show_progress"]
 
 _NEWS_EVERY_S: Final = 10.0
+_FIRST_NEWS_S: Final = 2.0
 
 
 class Shown:
@@ -44,20 +46,20 @@ class _InLines(Shown):
     def __init__(self, total: int, title: str) -> None:
         super().__init__(total)
         self._title = title
-        self._started = self._last = time.monotonic()
+        self._started = time.monotonic()
+        self._next = self._started + _FIRST_NEWS_S
 
     def __call__(self, done: int) -> None:
         now = time.monotonic()
-        if now - self._last < _NEWS_EVERY_S:
+        if now < self._next:
             return
-        self._last = now
+        self._next = now + _NEWS_EVERY_S
         rate = done / (now - self._started)
         left = f", {(self._total - done) / rate:.0f} s left" if rate else ""
-        print(
+        print_line(
             f"{self._title}: {format_bytes(done)} of {format_bytes(self._total)}, "
             f"{format_bytes(rate)}/s{left}",
-            file=sys.stderr,
-            flush=True,
+            stream=sys.stderr,
         )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -10,30 +11,41 @@ from typing import Annotated, Final
 import numpy as np
 import numpy.typing as npt
 
+from dlio.cli.grouping import with_help
 from dlio.cli.records import ConfigFile, Output
 from dlio.data.reader import Reader, data_bytes
 from dlio.errors import SourceError, TierError, UsageError
 from dlio.storage.mount import Mount, MountOptions, mount
+from dlio.util.arguments import PathText, path_in
 from dlio.util.files import write_json
 from dlio.util.options import Option
+from dlio.util.printable import print_line
 from dlio.util.settings import settings
 from dlio.util.units import format_bytes
 from dlio_staging.progress import Shown, show_progress
 from dlio_staging.stageplan import (
     StageOptions,
     Verify,
-    blocks_to_hold,
     blocks_to_read,
     bytes_to_read,
+    chosen_blocks,
     is_present,
     plan_tiers,
 )
-from dlio_staging.stagereport import Staged, print_plan, print_result, start_report
+from dlio_staging.stagereport import (
+    Staged,
+    print_plan,
+    print_result,
+    shortfall,
+    start_report,
+)
 
-__all__ = ["STOPPED", "StageOptions", "Staged", "Staging", "Verify", "command", "stage"]
+__all__ = ["PARTIAL", "STOPPED", "StageOptions", "Staged", "Staging", "Verify", "command", "stage"]
 
 STOPPED: Final = 3
 """Exit code when the deadline passes before all blocks are in place."""
+PARTIAL: Final = 4
+"""Exit code when the tiers have no room for all blocks."""
 _POLL_S: Final = 0.1
 
 
@@ -50,7 +62,9 @@ class Staging:
     ] = True
 
 
-def stage(path: str, options: StageOptions, *, dry: bool = False, quiet: bool = True) -> Staged:
+def stage(
+    path: PathText, options: StageOptions, *, dry: bool = False, quiet: bool = True
+) -> Staged:
     """Fill the disk tiers of the nodes that this process's ranks run on. Collective.
 
     A later job on the same nodes, with the same tiers, starts with the blocks in place.
@@ -67,6 +81,7 @@ def stage(path: str, options: StageOptions, *, dry: bool = False, quiet: bool = 
     from dlio.data.replicas import Replicated, replicated
     from dlio.storage.spec import choose_tiers
 
+    path = path_in("path", path)
     started = time.monotonic()
     deadline = None if options.deadline_s is None else started + options.deadline_s
     reader = replicated([open_reader(each) for each in (path, *options.replicas)])
@@ -84,15 +99,21 @@ def stage(path: str, options: StageOptions, *, dry: bool = False, quiet: bool = 
         rate=options.bandwidth,
         timeout_s=settings().timeout_s,
         check=options.verify != "none",
+        strict=True,
     )
     with mount(reader, disks, world(), options.pretend_nodes, options=how) as mounted:
-        wanted = blocks_to_hold(reader, mounted, options)
+        chosen = chosen_blocks(reader, options)
+        tiers = mounted.hierarchy.pins.tier
+        wanted = chosen[tiers[chosen] >= 0]
+        unplaced = chosen[(tiers[chosen] < 0) & (mounted.placement.home[chosen] < 0)]
         done = start_report(reader, mounted, options.layout)
         if not done.kept_share:
             raise UsageError(
                 f"--tiers {','.join(map(str, disks))}: too small for any block of {path} "
                 f"({format_bytes(int(mounted.block_bytes.min()))} or more): give more capacity"
             )
+        done.unplaced_blocks = len(unplaced)
+        done.unplaced_bytes = int(mounted.block_bytes[unplaced].sum())
         done.planned = plan_tiers(mounted, wanted)
         if dry:
             reader.close()
@@ -106,6 +127,11 @@ def stage(path: str, options: StageOptions, *, dry: bool = False, quiet: bool = 
     return done
 
 
+@with_help(
+    "dlio stage packed --tiers /local/scratch:200GiB",
+    "dlio stage /lustre/imagenet --tiers /local/scratch:200GB --dry-run",
+    "srun --ntasks-per-node 1 dlio stage packed --tiers /local/scratch:200GiB",
+)
 def command(
     staging: Staging,
     options: StageOptions,
@@ -116,7 +142,8 @@ def command(
 
     Runs alone, or under mpirun or srun with at least one rank on each node. Run again, it
     continues where it stopped. Exit codes: 0 when all blocks are in place, 2 for an error, 3 when
-    the deadline came first, 130 when interrupted.
+    the deadline came first, 4 when the tiers have no room for all blocks (those that fit are in
+    place; --allow-partial makes it 0), 130 when interrupted.
     """
     from dlio_staging.abandon import abandonable
 
@@ -138,8 +165,13 @@ def command(
         write_json(output.report, report)
     if output.as_json:
         print(json.dumps(report))
-    if not done.complete and not staging.dry_run:
+    if staging.dry_run:
+        return
+    if done.stopped:
         raise SystemExit(STOPPED)
+    if done.unplaced_blocks and not options.allow_partial:
+        print_line(f"dlio: {shortfall(done)}", stream=sys.stderr)
+        raise SystemExit(PARTIAL)
 
 
 def _bring(
@@ -177,7 +209,8 @@ def _bring(
         complete = all(comm.allgather(copied is not None))
         done.copied_bytes = sum(comm.allgather(copied or 0))
     done.read_bytes = sum(comm.allgather(mounted.hierarchy.counters.bytes["source"]))
-    done.complete = complete
+    done.stopped = not complete
+    done.complete = complete and not done.unplaced_blocks
     if complete:
         _write_manifests(reader, mounted, pin=options.pin)
 
@@ -251,7 +284,7 @@ def _write_manifests(reader: Reader, mounted: Mount, *, pin: bool) -> None:
         digests = [tier.digest(block) for block in blocks]
         manifest = Manifest(about, np.array(blocks, np.uint64), np.array(digests, np.uint64))
         try:
-            write_manifest(tier.path, manifest)
+            write_manifest(tier.folder, manifest)
         except OSError as error:
             raise TierError(f"{tier.path} cannot be written: {error.strerror}") from error
         if pin:

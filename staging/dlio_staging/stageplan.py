@@ -17,9 +17,9 @@ __all__ = [
     "StageOptions",
     "TierPlan",
     "Verify",
-    "blocks_to_hold",
     "blocks_to_read",
     "bytes_to_read",
+    "chosen_blocks",
     "is_present",
     "plan_tiers",
 ]
@@ -110,6 +110,9 @@ class StageOptions:
         int | None,
         Option("Number of nodes to pretend: the ranks are divided into this many groups.", least=1),
     ] = None
+    allow_partial: Annotated[
+        bool, Option("End with exit code 0, not 4, where the tiers have no room for all blocks.")
+    ] = False
     replicas: Annotated[
         tuple[str, ...],
         Option(
@@ -136,25 +139,24 @@ class TierPlan:
     missing_bytes: int
 
 
-def blocks_to_hold(reader: Reader, mounted: Mount, options: StageOptions) -> npt.NDArray[np.int64]:
-    """Return the blocks that this node is to hold in the end. Collective.
+def chosen_blocks(reader: Reader, options: StageOptions) -> npt.NDArray[np.int64]:
+    """Return the blocks that are to be staged, on whichever node.
 
-    With `--include` or `--exclude`, these are the pinned blocks with at least one chosen sample.
+    With `--include` or `--exclude`, these are the blocks with at least one chosen sample.
 
-    Raises UsageError when no sample of any node is chosen.
+    Raises UsageError when no sample is chosen.
     """
-    pinned = np.flatnonzero(mounted.hierarchy.pins.tier >= 0)
+    layout = reader.layout
     if not options.include and not options.exclude:
-        return pinned
+        return np.arange(layout.blocks)
 
     def is_chosen(sample: int) -> bool:
         name = reader.name(sample)
         included = not options.include or any(fnmatch.fnmatch(name, p) for p in options.include)
         return included and not any(fnmatch.fnmatch(name, p) for p in options.exclude)
 
-    layout = reader.layout
-    chosen = [b for b in pinned.tolist() if any(is_chosen(int(s)) for s in layout.samples_of(b))]
-    if not any(mounted.comm.allgather(len(chosen))):
+    chosen = [b for b in range(layout.blocks) if any(map(is_chosen, layout.samples_of(b).tolist()))]
+    if not chosen:
         raise UsageError("--include and --exclude leave no sample: `dlio ls` shows their names")
     return np.array(chosen, np.int64)
 

@@ -5,9 +5,10 @@ from typing import Any, Final
 
 from dlio.data.reader import Reader, data_bytes
 from dlio.storage.mount import Layout, Mount
+from dlio.util.printable import print_line
 from dlio.util.units import format_bytes
 
-__all__ = ["Staged", "print_plan", "print_result", "start_report"]
+__all__ = ["Staged", "print_plan", "print_result", "shortfall", "start_report"]
 
 _ASSUMED_RATE: Final = 200 << 20
 """Bytes per second that a node is assumed to get from the source when no limit is given."""
@@ -41,6 +42,11 @@ class Staged:
     seconds: float = 0.0
     complete: bool = False
     """True if all blocks are in place."""
+    stopped: bool = False
+    """True if the deadline came before all blocks that have a place were in it."""
+    unplaced_blocks: int = 0
+    """Blocks that are to be staged, and for which no tier has room."""
+    unplaced_bytes: int = 0
     copies: str = ""
     """Reads from each replica of the source by rank 0; empty without replicas."""
     planned: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
@@ -68,16 +74,26 @@ def print_result(done: Staged) -> None:
     """Print a summary of a staging."""
     for note in (*done.evicted, done.copies):
         if note:
-            print(note)
+            print_line(note)
     rate = done.read_bytes / max(done.seconds, 1e-9)
-    end = "" if done.complete else "; stopped at the deadline: run again to continue"
+    end = "; stopped at the deadline: run again to continue" if done.stopped else ""
     copied = f", {format_bytes(done.copied_bytes)} copied from node to node"
     healed = f", {done.healed_blocks} damaged blocks fetched again"
-    print(
+    print_line(
         f"{done.source}: {done.samples:,} samples, {format_bytes(done.data_bytes)}; "
         f"{done.kept_share:.0%} of the blocks have a place in tiers on {done.nodes} node(s); "
         f"{format_bytes(done.read_bytes)} read in {done.seconds:.1f} s ({format_bytes(rate)}/s)"
         f"{copied if done.copied_bytes else ''}{healed if done.healed_blocks else ''}{end}"
+    )
+
+
+def shortfall(done: Staged) -> str:
+    """Return a sentence about the blocks that no tier has room for."""
+    missing, samples = format_bytes(done.unplaced_bytes), format_bytes(done.data_bytes)
+    return (
+        f"{done.unplaced_blocks:,} of {done.blocks:,} blocks ({missing}) of {done.source} "
+        f"({samples}) do not fit into the tiers, and jobs will read them from the source: give "
+        f"--tiers {missing} more, or allow that by --allow-partial"
     )
 
 
@@ -88,15 +104,19 @@ def print_plan(done: Staged, bandwidth: float | None) -> None:
         bandwidth: limit of the whole job in bytes per second; None assumes a usual rate per node.
     """
     rate = bandwidth / done.nodes if bandwidth is not None else _ASSUMED_RATE
-    print(f"{done.source}: {done.format}, {done.samples:,} samples in {done.blocks:,} blocks")
+    print_line(f"{done.source}: {done.format}, {done.samples:,} samples in {done.blocks:,} blocks")
     longest = 0.0
+    if done.unplaced_blocks:
+        print_line(f"  {shortfall(done)}")
     for node, plans in done.planned.items():
         moved = sum(plan["missing_bytes"] for plan in plans)
         longest = max(longest, moved / rate)
         for plan in plans:
-            print(
+            print_line(
                 f"  {node}: {plan['tier']} is to hold {plan['blocks']:,} blocks "
                 f"({format_bytes(plan['bytes'])}), of which {plan['missing_blocks']:,} "
                 f"({format_bytes(plan['missing_bytes'])}) would be brought"
             )
-    print(f"  about {longest:,.0f} s at {format_bytes(rate)}/s for each node; nothing was moved")
+    print_line(
+        f"  about {longest:,.0f} s at {format_bytes(rate)}/s for each node; nothing was moved"
+    )

@@ -5,8 +5,10 @@ import re
 from dataclasses import dataclass, field
 from typing import Final
 
-from dlio.errors import CorruptBlock, DlioError, SourceError
+from dlio.errors import CorruptBlock, DlioError, SourceError, TierError
 from dlio.storage.manifest import NAME, Manifest, read_manifest
+from dlio.util.named import open_folder
+from dlio.util.opening import closing_descriptor, open_file
 
 __all__ = ["Verified", "find_folders", "verify_folder"]
 
@@ -41,17 +43,35 @@ def verify_folder(folder: str, result: Verified, *, heal: bool, source: str | No
         heal: fetch damaged and missing blocks again.
         source: data set to heal from; None for the one that the manifest names.
 
-    Raises SourceError when the data set to heal from is not the one that was staged.
+    Raises SourceError when the data set to heal from is not the one that was staged, TierError
+    when another user has put the folder there, or when another user's is to be healed.
     """
-    manifest = _manifest(folder, result)
+    try:
+        descriptor = open_folder(folder)
+    except OSError as error:
+        raise TierError(
+            f"{folder} cannot be verified ({error.strerror}): name a tier of your own"
+        ) from error
+    with closing_descriptor(descriptor) as opened:
+        _verify(opened, folder, result, heal=heal, source=source)
+
+
+def _verify(opened: int, folder: str, result: Verified, *, heal: bool, source: str | None) -> None:
+    owner = os.fstat(opened).st_uid
+    if heal and (owner != os.geteuid() or os.fstat(opened).st_mode & 0o022):
+        raise TierError(
+            f"{folder} belongs to user {owner}, or others can write in it: only a tier of your "
+            "own can be healed"
+        )
+    manifest = _manifest(opened, folder, result)
     wanted: dict[int, int] = {}
     if manifest is not None:
         wanted = dict(zip(manifest.blocks.tolist(), manifest.digests.tolist(), strict=True))
     broken = []
-    names = [match[1] for name in os.listdir(folder) if (match := _BLOCK.fullmatch(name))]
+    names = [match[1] for name in os.listdir(opened) if (match := _BLOCK.fullmatch(name))]
     present = {int(name): f"{name}.blk" for name in names}
     for block in sorted(present.keys() | wanted.keys()):
-        reason = _damage(folder, present.get(block), block, wanted.get(block), result)
+        reason = _damage(opened, folder, present.get(block), block, wanted.get(block), result)
         if reason:
             result.damaged.append(reason)
             broken.append(block)
@@ -59,17 +79,17 @@ def verify_folder(folder: str, result: Verified, *, heal: bool, source: str | No
         result.healed += _heal(folder, broken, manifest, source)
 
 
-def _manifest(folder: str, result: Verified) -> Manifest | None:
+def _manifest(opened: int, folder: str, result: Verified) -> Manifest | None:
     """Return the manifest of a folder; None without one that is intact."""
     try:
-        return read_manifest(folder)
+        return read_manifest(opened, folder)
     except (CorruptBlock, OSError) as error:
         result.damaged.append(str(error))
         return None
 
 
 def _damage(
-    folder: str, name: str | None, block: int, digest: int | None, result: Verified
+    opened: int, folder: str, name: str | None, block: int, digest: int | None, result: Verified
 ) -> str | None:
     """Describe the damage of a block; None if it is intact."""
     from dlio.storage.block import Scratch, read_info
@@ -78,7 +98,8 @@ def _damage(
         return f"block {block} is missing from {folder}"
     path = os.path.join(folder, name)
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        owner = os.fstat(opened).st_uid
+        descriptor = open_file(opened, name, os.O_RDONLY, owners=(owner,))
     except OSError as error:
         return f"{path} cannot be opened: {error.strerror}"
     try:

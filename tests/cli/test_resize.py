@@ -18,7 +18,8 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a job of 2 ranks with 2 spares."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     folder = tmp_path / "dlio-job-abc"
-    folder.mkdir()
+    folder.mkdir(mode=0o700)
+    (folder / "alive").touch()  # As a folder of a job has it.
     assert begin_job(str(folder), 2, 2) == "abc"
     return folder
 
@@ -31,7 +32,7 @@ def test_ranks_see_the_newest_request(job: Path, monkeypatch: pytest.MonkeyPatch
     assert RankRequests().newest() == Wanted(2, 3)
     (job / "wanted").write_text("3 x")
     assert RankRequests().newest() == Wanted(-1, 0)
-    assert sorted(os.listdir(job)) == ["wanted"]
+    assert sorted(os.listdir(job)) == ["alive", "wanted"]
 
 
 def test_what_is_not_possible_is_refused(job: Path) -> None:

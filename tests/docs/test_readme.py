@@ -54,7 +54,7 @@ def test_commands_in_pages_have_the_options_that_they_name() -> None:
         ]
         prose = re.findall(r"`(dlio [^`]+)`", path.read_text(encoding="utf-8").replace("\n", " "))
         for place, command in [*commands, *((path.name, each) for each in prose)]:
-            start = re.search(r"\bdlio (?:bench )?[a-z]+(?= |$)", command.split(" #")[0])
+            start = re.search(r"\bdlio (?:(?:bench|cache) )?[a-z]+(?= |$)", command.split(" #")[0])
             if start is None:
                 continue
             name = start[0] if start[0] in known else None

@@ -1,6 +1,9 @@
-"""Coverage-guided fuzzing of the parsers: `python tests/fuzz/fuzz.py block -max_total_time=60`.
+"""Coverage-guided fuzzing of a parser: `python tests/fuzz/fuzz.py tar -max_total_time=600`.
 
-Needs atheris (`pip install atheris`). Without a parser's name, all of them by the first byte.
+Needs atheris (`pip install atheris`). Inputs that reach new code gather in .cache/fuzz/<parser>;
+an input that a parser does not survive is written to .cache/fuzz/found-<parser>-*. With
+`-merge=1 tests/fuzz/corpus/<parser> .cache/fuzz/<parser>` the smallest set that reaches as much is
+kept, which the tests read.
 """
 
 import os
@@ -10,31 +13,31 @@ import atheris
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
-sys.path[:0] = [ROOT, *(os.path.join(ROOT, room) for room in ("readers", "staging", "bench"))]
+sys.path[0:1] = [ROOT, *(os.path.join(ROOT, room) for room in ("readers", "staging", "bench"))]
 
-with atheris.instrument_imports(include=["dlio", "dlio_readers", "tests.fuzz"]):
+with atheris.instrument_imports(include=["dlio", "dlio_readers"]):
     from tests.fuzz.parsers import PARSERS, sound, survives
 
 
 def main() -> None:
     """Fuzz until libFuzzer's own options, or an error, end it."""
-    names = list(PARSERS)
-    chosen = sys.argv.pop(1) if len(sys.argv) > 1 and sys.argv[1] in names else None
-
-    def one(data: bytes) -> None:
-        if chosen is not None:
-            survives(PARSERS[chosen], data)
-        elif data:
-            survives(PARSERS[names[data[0] % len(names)]], data[1:])
-
-    corpus = os.path.join(ROOT, ".cache", "fuzz")
+    name = sys.argv.pop(1) if len(sys.argv) > 1 else ""
+    if name not in PARSERS:
+        raise SystemExit(f"name a parser: {', '.join(PARSERS)}")
+    work = os.path.join(ROOT, ".cache", "fuzz")
+    corpus = os.path.join(work, name)
     os.makedirs(corpus, exist_ok=True)
-    for k, (name, data) in enumerate(sound().items()):
-        if chosen in (None, name):
-            seed = data if chosen else bytes([k]) + data
-            with open(os.path.join(corpus, f"sound-{name}"), "wb") as file:
-                file.write(seed)
-    atheris.Setup([*sys.argv, "-rss_limit_mb=2048", "-timeout=20", corpus], one)
+    with open(os.path.join(corpus, "sound"), "wb") as file:
+        file.write(sound()[name])
+    kept = os.path.join(HERE, "corpus", name)
+    folders = [corpus, *([kept] if os.path.isdir(kept) else [])]
+    named = any(not each.startswith("-") for each in sys.argv[1:])
+    limits = ["-rss_limit_mb=6144", "-timeout=20", "-max_len=65536"]
+    prefix = f"-artifact_prefix={os.path.join(work, f'found-{name}-')}"
+    atheris.Setup(
+        [*sys.argv, *limits, prefix, *([] if named else folders)],
+        lambda data: survives(PARSERS[name], data),
+    )
     atheris.Fuzz()
 
 

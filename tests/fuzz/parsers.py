@@ -1,19 +1,34 @@
 """Parsers of untrusted bytes, as functions of bytes: for hypothesis and atheris."""
 
+import contextlib
+import io
 import os
+import struct
 import tempfile
+import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 import numpy as np
+import xxhash
+from PIL import Image
 
 from dlio.data.schema import IMAGE_LABEL, Schema
 from dlio.errors import DlioError
+from dlio.image.decode import decode_whole
 from dlio.image.jpeg import Part, cut, interval_starts, parse_frame
 from dlio.storage.block import check_block, encode_block, read_info
+from dlio.storage.block_format import ALIGN, ENTRY, HEADER
 from dlio.storage.manifest import Manifest
 from dlio.storage.shard import Footer, ShardWriter, read_footer
+from dlio.storage.spec import parse_tiers
+from dlio.train.checkpoint.reader import CONTENTS, contents
+from dlio.util.expand import CODECS, exceeds
+from dlio.util.units import parse_bytes, parse_seconds
 from dlio_readers.npy import read_npy_head
+from tests.fuzz.datasets import DATASETS, seed
+from tests.hostile.corpus import checkpoints
 
 FINGERPRINT: Final = "ab" * 16
 
@@ -21,6 +36,18 @@ FINGERPRINT: Final = "ab" * 16
 def block(data: bytes) -> None:
     """A block in memory, payloads too."""
     check_block(memoryview(data), "fuzzed", 0)
+
+
+def sealed_block(data: bytes) -> None:
+    """A block whose header's checksum is made right."""
+    made = bytearray(data)
+    if len(made) >= HEADER.size:
+        _, _, _, count, _, _, _, schema_bytes, _, _ = HEADER.unpack_from(made)
+        rest = schema_bytes + -(HEADER.size + schema_bytes) % ALIGN + count * ENTRY.itemsize
+        made[HEADER.size - 8 : HEADER.size] = bytes(8)
+        digest = xxhash.xxh3_64_intdigest(bytes(made[: HEADER.size + rest]))
+        struct.pack_into("<Q", made, HEADER.size - 8, digest)
+    check_block(memoryview(bytes(made)), "fuzzed", 0)
 
 
 def block_file(data: bytes) -> None:
@@ -47,6 +74,40 @@ def manifest(data: bytes) -> None:
     assert len(parsed.blocks) == len(parsed.digests)
 
 
+def sealed_manifest(data: bytes) -> None:
+    """A manifest whose checksum is made right."""
+    manifest(data[:-8] + struct.pack("<Q", xxhash.xxh3_64_intdigest(data[:-8])))
+
+
+def checkpoint_contents(data: bytes) -> None:
+    """The metadata of a checkpoint, which is a pickle."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, CONTENTS).write_bytes(data)
+        Path(folder, "__0_0.distcp").write_bytes(bytes(1 << 16))
+        contents(folder)
+
+
+def image(data: bytes) -> None:
+    """A whole picture."""
+    decoded = decode_whole(data, "fuzzed")
+    assert decoded.shape[2] == 3
+
+
+def expanded(data: bytes) -> None:
+    """Compressed data under a limit; the first byte chooses the codec."""
+    if data:
+        names = list(CODECS)
+        exceeds(names[data[0] % len(names)], data[1:], 1 << 16)
+
+
+def texts(data: bytes) -> None:
+    """Texts for tiers, sizes and times."""
+    text = data.decode(errors="replace")
+    for parser in (parse_tiers, parse_bytes, parse_seconds):
+        with contextlib.suppress(DlioError):
+            parser(text)
+
+
 def schema(data: bytes) -> None:
     parsed = Schema.from_json(data)
     assert Schema.from_json(parsed.to_json()) == parsed
@@ -70,10 +131,14 @@ def jpeg(data: bytes) -> None:
         cut(data, frame, starts, Part(0, 1, frame.intervals_a_row - 1, frame.intervals_a_row))
 
 
-PARSERS: Final[dict[str, Callable[[bytes], None]]] = {
+OF_BYTES: Final[dict[str, Callable[[bytes], None]]] = {
     each.__name__: each
-    for each in (block, block_file, footer, manifest, schema, payload, npy, jpeg)
+    for each in (
+        *(block, sealed_block, block_file, footer, manifest, sealed_manifest, schema, payload),
+        *(npy, jpeg, image, expanded, texts, checkpoint_contents),
+    )
 }
+PARSERS: Final = {**OF_BYTES, **DATASETS}
 
 
 def sound() -> dict[str, bytes]:
@@ -120,15 +185,27 @@ def sound() -> dict[str, bytes]:
     }
     head = b"{'descr': '<f4', 'fortran_order': False, 'shape': (3,), }"
     array = b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head + bytes(12)
+    picture = io.BytesIO()
+    Image.fromarray(np.arange(768, dtype=np.uint8).reshape(16, 16, 3)).save(picture, "JPEG")
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoints.sound(Path(folder))
+        table = next(Path(folder).glob("c/*2/.metadata")).read_bytes()
     return {
         "block": made,
+        "sealed_block": made,
         "block_file": made,
         "footer": shard,
         "manifest": example.encode(),
+        "sealed_manifest": example.encode(),
         "schema": Schema(fields).to_json().encode(),
         "payload": Schema(fields).join(values),
         "npy": array,
         "jpeg": b"\xff\xd8" + bytes(40),
+        "image": picture.getvalue(),
+        "expanded": b"\0" + zlib.compress(bytes(1000)),
+        "texts": b"ram:1GiB,disk:/scratch:20GiB",
+        "checkpoint_contents": table,
+        **{name: seed(name) for name in DATASETS},
     }
 
 

@@ -1,14 +1,17 @@
 """Damaged and made-up bytes give errors of ours: no crash, no hang, no memory beyond the input."""
 
 import tracemalloc
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fuzz.parsers import PARSERS, sound, survives
+from dlio.errors import SourceError
+from tests.fuzz.parsers import OF_BYTES, PARSERS, sound, survives
 
 SOUND = sound()
+CORPUS = Path(__file__).parent / "corpus"
 _BOUND = 8 << 20
 
 
@@ -17,7 +20,26 @@ def test_valid_input_is_taken(name: str) -> None:
     PARSERS[name](SOUND[name])
 
 
-@pytest.mark.parametrize("name", PARSERS)
+@pytest.mark.parametrize("name", [each.name for each in sorted(CORPUS.iterdir())])
+def test_inputs_that_fuzzers_have_found_are_survived(name: str) -> None:
+    inputs = list((CORPUS / name).iterdir())
+    assert inputs
+    for path in inputs:
+        survives(PARSERS[name], path.read_bytes())
+
+
+@pytest.mark.nightly
+def test_a_library_that_computes_for_ever_is_stopped() -> None:
+    with pytest.raises(SourceError, match="does not come to an end"):
+        PARSERS["hdf5"]((CORPUS.parent / "endless.h5").read_bytes())
+
+
+def test_a_library_that_aborts_is_an_error_that_names_the_file() -> None:
+    with pytest.raises(SourceError, match=r"a\.parquet: pyarrow .* \(SIGABRT\)"):
+        PARSERS["parquet"]((CORPUS.parent / "aborts.parquet").read_bytes())
+
+
+@pytest.mark.parametrize("name", OF_BYTES)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_damaged_input_is_an_error_of_ours(name: str, data: st.DataObject) -> None:
@@ -41,7 +63,7 @@ def test_damaged_input_is_an_error_of_ours(name: str, data: st.DataObject) -> No
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("name", PARSERS)
+@pytest.mark.parametrize("name", OF_BYTES)
 @settings(max_examples=60, deadline=None)
 @given(data=st.binary(max_size=400))
 def test_any_bytes_are_an_error_of_ours(name: str, data: bytes) -> None:

@@ -146,6 +146,16 @@ def test_grey_and_cmyk_and_progressive_jpegs_become_rgb() -> None:
     assert np.abs(_decode(_encoded(picture, progressive=True)).astype(int) - plain).mean() < 1
 
 
+def test_a_jpeg_of_rare_subsampling_is_read_as_opencv_reads_it() -> None:
+    memory = io.BytesIO()
+    Image.new("RGB", (64, 64), (90, 90, 90)).save(memory, "JPEG", subsampling="4:4:4")
+    data = bytearray(memory.getvalue())
+    data[data.index(b"\xff\xc0") + 11] = 0x14  # 4:4:1, for which simplejpeg raises KeyError.
+    pixels = decode_whole(bytes(data), "rare")
+    assert pixels.shape == (64, 64, 3)
+    assert (pixels[:8, :8] == 90).all()
+
+
 @pytest.mark.parametrize("progressive", [False, True])
 def test_a_truncated_jpeg_is_refused_wherever_it_ends(progressive: bool) -> None:
     image = _encoded(_picture(200, 200), progressive=progressive)

@@ -331,7 +331,7 @@ def test_dropping_the_last_batch(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"workers": "fork"}, "choose 'thread' or 'process'"),
+        ({"workers": "fork"}, "choose thread or process"),
         ({"on_error": "retry"}, "choose stop or skip"),
         ({"mode": "chaos"}, "choose batch, global, ring"),
         ({"pretend_nodes": 2}, "2 nodes with 1 rank"),

@@ -135,11 +135,20 @@ for x in DataLoader(torch.arange(50.0)[:, None], batch_size=10, shuffle=True):
     optimizer.step()
     sizes.append(len(x))
 print(sizes)
+loader = DataLoader(torch.arange(50.0)[:, None], batch_size=10)
+lengths = []
+for train in (True, False, True):
+    model.train(train)
+    lengths.append(len(loader))
+    counts = [sum(1 for _ in loader)]
+    model.train(not train)
+    lengths += counts + [len(loader)]
+print(lengths)
 """
     )
     done = _run(*argv, str(script), out)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "[10, 10, 5]\n"
+    assert done.stdout == "[10, 10, 5]\n[3, 3, 3, 3, 5, 5, 5, 3, 3]\n"
 
 
 @pytest.mark.mpi

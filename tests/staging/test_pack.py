@@ -23,6 +23,7 @@ from dlio.image.decode import decode_whole
 from dlio.image.jpeg import parse_frame
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
+from dlio.util.folders import MARK
 from dlio_staging.pack import pack
 from dlio_staging.packing import packed_path
 from dlio_staging.packplan import PackOptions
@@ -243,12 +244,24 @@ def test_a_killed_packing_is_continued(pictures: Path, tmp_path: Path) -> None:
 
 def test_other_options_start_packing_again(pictures: Path, tmp_path: Path) -> None:
     staging = tmp_path / ".out.packing"
-    (staging / "done").mkdir(parents=True)
+    staging.mkdir(mode=0o700)
+    (staging / MARK).write_text("dlio packing 0\n")
+    (staging / "done").mkdir()
     (staging / "plan.json").write_text('{"key": "of something else"}')
     (staging / "done" / "0-0.json").write_text('{"data_bytes": 1, "file_bytes": 1}')
     done = pack(str(pictures), str(tmp_path / "out"))
     assert done.kept_shards == 0
     assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_folder_that_dlio_has_not_made_is_kept(pictures: Path, tmp_path: Path) -> None:
+    staging = tmp_path / ".out.packing"
+    staging.mkdir(mode=0o700)
+    (staging / "letter").write_text("mine")
+    with pytest.raises(UsageError, match="not made by dlio"):
+        pack(str(pictures), str(tmp_path / "out"))
+    assert (staging / "letter").read_text() == "mine"
+    assert os.listdir(tmp_path) == [".out.packing"]
 
 
 @pytest.mark.parametrize("format_", ["tar", "zarr"])

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,8 @@ from dlio.data.reader import open_reader
 from dlio.errors import SourceError, TierError, UsageError
 from dlio.storage.inventory import Use, evict, make_room, set_pinned, stored_data
 from dlio.storage.manifest import NAME, Manifest, read_manifest
+from dlio.util.named import open_folder
+from dlio.util.opening import closing_descriptor
 from dlio_staging.manage import find_roots
 from dlio_staging.pack import pack
 from dlio_staging.stage import StageOptions, stage
@@ -93,6 +96,46 @@ def test_the_report_counts_samples_and_blocks(
     assert plans[0]["missing_blocks"] == report["blocks"] == len(_blocks(scratch))
 
 
+@pytest.mark.parametrize("layout", ["partition", pytest.param("auto", marks=pytest.mark.nightly)])
+def test_blocks_that_do_not_fit_are_an_exit_code_unless_that_is_allowed(
+    imagenet: Path, scratch: Path, tmp_path: Path, layout: str
+) -> None:
+    half = stage(str(imagenet), _options(scratch), dry=True).data_bytes // 2
+    argv = ["stage", str(imagenet), "--tiers", f"{scratch}:{half}B", "--layout", layout]
+    argv += ["--report", str(tmp_path / "report.json")]
+    done = _dlio(*argv)
+    assert done.returncode == 4, done.stderr
+    (line,) = done.stderr.splitlines()
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert f"{report['unplaced_blocks']:,} of {report['blocks']:,} blocks" in line
+    assert "--allow-partial" in line
+    assert not report["complete"]
+    assert not report["stopped"]
+    staged = _blocks(scratch)
+    assert len(staged) + report["unplaced_blocks"] == report["blocks"]
+    allowed = _dlio(*argv, "--allow-partial")
+    assert (allowed.returncode, allowed.stderr) == (0, "")
+    assert _blocks(scratch) == staged
+    planned = _dlio(*argv, "--dry-run")
+    assert planned.returncode == 0
+    assert "do not fit" in planned.stdout
+
+
+def test_chosen_samples_without_a_place_count_as_such(imagenet: Path, scratch: Path) -> None:
+    whole = stage(str(imagenet), _options(scratch), dry=True)
+    options = StageOptions(tiers=f"{scratch}:{whole.data_bytes // 2}B")
+    part = stage(str(imagenet), options, dry=True)
+    reader = open_reader(str(imagenet))
+    blocks = [
+        {reader.name(int(k)) for k in reader.layout.samples_of(b)} for b in range(part.blocks)
+    ]
+    chosen = [replace(options, include=tuple(names)) for names in blocks[:8]]
+    fits = [1 - stage(str(imagenet), each, dry=True).unplaced_blocks for each in chosen]
+    assert 0 < part.unplaced_blocks < part.blocks
+    assert set(fits) <= {0, 1}
+    assert len(blocks) > 8 or sum(fits) == part.blocks - part.unplaced_blocks
+
+
 def test_samples_that_do_not_match_are_not_staged(pictures: Path, scratch: Path) -> None:
     reader = open_reader(str(pictures))
     name = reader.name(3)
@@ -150,7 +193,8 @@ def test_missing_and_outdated_blocks_are_detected_by_the_manifest(
     assert "block 0 is missing" in damage
     assert verify(str(scratch), heal=True).healed == 1
     folder = str(blocks[0].parent)
-    manifest = read_manifest(folder)
+    with closing_descriptor(open_folder(folder)) as opened:
+        manifest = read_manifest(opened, folder)
     assert manifest is not None
     old = Manifest(manifest.about, manifest.blocks, manifest.digests ^ np.uint64(1))
     (Path(folder) / NAME).write_bytes(old.encode())

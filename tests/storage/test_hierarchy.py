@@ -317,7 +317,7 @@ def test_a_patient_reader_does_not_give_up_with_an_impatient_one(
     fill_or_wait = Arrivals._fill_or_wait
     trying, released = threading.Event(), threading.Event()
 
-    def slowly(arrivals: Arrivals, block: int, there: Tier, timeout_s: float | None) -> bool:
+    def slowly(arrivals: Arrivals, block: int, there: int, timeout_s: float | None) -> bool:
         filled = fill_or_wait(arrivals, block, there, timeout_s)
         if timeout_s == 0:
             trying.set()

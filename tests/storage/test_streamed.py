@@ -7,12 +7,15 @@ from typing import Any, cast
 import numpy as np
 
 from dlio.storage.streamed import BlockStream, StreamProgress
+from dlio.util.named import open_folder
+from dlio.util.opening import closing_descriptor
 from tests.conftest import in_time
 
 
 def test_a_block_that_comes_while_old_ones_are_removed_is_kept(tmp_path: Path) -> None:
     """A thread that removes blocks may be paused, while others go on and bring more."""
-    progress = StreamProgress(str(tmp_path), 1, 0)
+    with closing_descriptor(open_folder(str(tmp_path))) as folder:
+        progress = StreamProgress(folder, 1, 0)
     there, dropped = {0}, []
 
     def streamed() -> list[int]:
@@ -47,7 +50,8 @@ def test_a_block_that_comes_while_old_ones_are_removed_is_kept(tmp_path: Path) -
 
 
 def test_a_lost_rank_holds_no_block_back(tmp_path: Path) -> None:
-    first, lost, third = (StreamProgress(str(tmp_path), 3, rank) for rank in range(3))
+    with closing_descriptor(open_folder(str(tmp_path))) as folder:
+        first, lost, third = (StreamProgress(folder, 3, rank) for rank in range(3))
     for each, position in ((first, 5), (lost, 2), (third, 7)):
         each.tell(1, position)
     assert first.span(1) == (2, 7)

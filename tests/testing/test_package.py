@@ -14,7 +14,7 @@ def test_without_pytest_the_remedy_is_named() -> None:
         [sys.executable, "-c", text], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 1
-    assert "pip install 'dlio[testing]'" in done.stderr.splitlines()[-1]
+    assert "pip install 'hypothesis" in done.stderr.splitlines()[-1]
 
 
 def test_every_name_is_there() -> None:

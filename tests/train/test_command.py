@@ -196,6 +196,7 @@ def test_ranks_get_the_record_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -
 def _handed(monkeypatch: pytest.MonkeyPatch, config: TrainConfig) -> TrainConfig:
     """Return the record that a rank reads when the launcher is given `config`."""
     from dlio.cli import launch, ranks, train
+    from dlio.util.liveline import LiveLine
 
     seen: list[TrainConfig] = []
 
@@ -206,7 +207,9 @@ def _handed(monkeypatch: pytest.MonkeyPatch, config: TrainConfig) -> TrainConfig
         environment: dict[str, str],
         min_ranks: int | None,
         spares: int,
+        live: LiveLine,
     ) -> int:
+        assert not live.shown
         assert (module, argv, count) == ("dlio.cli.rank", ["train"], 2)
         assert (min_ranks, spares) == (None, 0)
         for name, value in environment.items():

@@ -25,6 +25,7 @@ def _rank(**changed: Any) -> RankEpoch:
         "messages": 1,
         "late": 0,
         "healed": 0,
+        "tier_errors": 0,
         "decoded": 0,
         "decode_saved_s": 0.0,
         "step_ms": [10.0, 20.0],

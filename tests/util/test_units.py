@@ -15,7 +15,7 @@ def test_sizes_with_binary_units_are_read(text: str, count: int) -> None:
     assert parse_bytes(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "2", "2GB", "-1GiB", "GiB", "1e3MiB", "2 gib"])
+@pytest.mark.parametrize("text", ["", "2", "2XB", "-1GiB", "GiB", "1e3MiB", "2 gibs", "2GBps"])
 def test_anything_else_is_refused_with_the_text_quoted(text: str) -> None:
     with pytest.raises(UsageError, match="is not a size"):
         parse_bytes(text)
@@ -45,3 +45,29 @@ def test_tiers_are_read_fastest_first() -> None:
 def test_tiers_that_make_no_sense_are_refused(text: str) -> None:
     with pytest.raises(UsageError):
         parse_tiers(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("1GiB", 2**30),
+        ("1G", 2**30),
+        ("1g", 2**30),
+        ("1gib", 2**30),
+        ("1GB", 10**9),
+        ("1.5 GB", 1_500_000_000),
+        ("64K", 2**16),
+        ("64kB", 64_000),
+        ("2TB", 2 * 10**12),
+        ("7b", 7),
+    ],
+)
+def test_units_are_those_of_coreutils(text: str, count: int) -> None:
+    assert parse_bytes(text) == count
+    assert parse_tiers(f"ram:{text}")[0].capacity == count
+
+
+def test_a_size_has_a_limit() -> None:
+    assert parse_bytes(f"{2**62}B") == 2**62
+    with pytest.raises(UsageError, match="at most"):
+        parse_bytes("99999999TiB")

@@ -22,17 +22,17 @@ from torch._C._distributed_c10d import (
 )
 
 from dlio.comm.mpi import one_at_a_time
-from dlio.comm.nodes import find_nodes
+from dlio.comm.net.address import INTERFACE, candidates, listen, own_place, reaches
 from dlio.comm.process_group.collectives import MpiProcessGroup
 from dlio.comm.process_group.group import BACKEND, CHECKED_STEPS, STEPS, devices
 from dlio.comm.waiting import default_timeout_s
 from dlio.comm.world import world
 from dlio.errors import CommError, CommTimeout, UsageError
+from dlio.util.extras import how_to_install
 from dlio.util.settings import settings
 
 __all__ = ["check_threads", "init_process_group"]
 
-_CONNECT_TIMEOUT_S: Final = 5.0
 _LEAST_TAG_UB: Final = 32767
 """Largest tag that every MPI library accepts."""
 
@@ -141,42 +141,61 @@ def check_threads() -> None:
         raise CommError(
             "this MPI library lets only one thread call it (it gives less than "
             "MPI_THREAD_SERIALIZED), but a process group needs a thread of its own: use Open MPI 5 "
-            "(pip install 'dlio[mpi]') or an MPI built with thread support"
+            f"({how_to_install('mpi')}) or an MPI built with thread support"
         )
 
 
 def _store(timeout_s: float) -> Store:
     """Start a store on rank 0 and connect every rank to it. Collective over MPI.
 
-    Raises CommError if this rank cannot reach rank 0.
+    It listens at one address only, which all ranks reach: loopback on one node.
+
+    Raises CommError if they do not all reach one.
     """
     comm = world()
     if MPI.COMM_WORLD.size == 1:
         return HashStore()
     limit = timedelta(seconds=timeout_s)
-    one_machine = len(find_nodes(comm).names) == 1
-    if comm.rank == 0:
-        served = TCPStore("localhost", 0, is_master=True, timeout=limit, wait_for_workers=False)
-        comm.tell((["localhost"] if one_machine else _own_names(), int(served.port)))
-        return served
-    names, port = comm.tell((list[str](), 0))
-    for name in names:
-        with contextlib.suppress(OSError):
-            socket.create_connection((name, port), _CONNECT_TIMEOUT_S).close()
-            return TCPStore(name, port, timeout=limit, wait_for_workers=False)
-    raise CommError(
-        f"rank {comm.rank} on {socket.gethostname()} cannot reach rank 0 at any of {names}, port "
-        f"{port}: is there a firewall between compute nodes?"
-    )
+    machines = comm.allgather(own_place())
+    listeners = _listeners(machines) if comm.rank == 0 else []
+    with contextlib.ExitStack() as stack:
+        stack.callback(_close, listeners)
+        places = [listener.getsockname() for listener in listeners]
+        places = [(str(host), int(port)) for host, port in comm.tell(places)]
+        seen = comm.allgather([reaches(*place) for place in places])
+        common = [k for k in range(len(places)) if all(each[k] for each in seen)]
+        if not common:
+            names = ", ".join(host for host, _ in places) or "no address"
+            raise CommError(
+                f"the ranks do not all reach rank 0 at any of {names}: is there a firewall between "
+                f"compute nodes? {INTERFACE} names the network interface to use"
+            )
+        host, port = places[common[0]]
+        if comm.rank > 0:
+            return TCPStore(host, port, timeout=limit, wait_for_workers=False)
+        listener = listeners.pop(common[0])
+        listener.setblocking(True)
+        return TCPStore(
+            host,
+            port,
+            is_master=True,
+            timeout=limit,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
 
 
-def _own_names() -> list[str]:
-    """Names and addresses by which other machines may reach this one, the likeliest first."""
-    names = [socket.gethostname(), socket.getfqdn()]
-    with contextlib.suppress(OSError):
-        addresses = [str(entry[4][0]) for entry in socket.getaddrinfo(names[0], None)]
-        names += [address for address in addresses if not address.startswith("127.")]
-    return list(dict.fromkeys(names))
+def _listeners(places: list[str]) -> list[socket.socket]:
+    """Listen at each address that others may reach; none if none is known."""
+    try:
+        return [listen(address) for address in candidates(places)]
+    except (CommError, OSError):
+        return []
+
+
+def _close(listeners: list[socket.socket]) -> None:
+    for listener in listeners:
+        listener.close()
 
 
 dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=devices())

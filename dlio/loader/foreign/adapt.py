@@ -1,7 +1,8 @@
 """Data sets of other libraries that dlio understands, and reads through its tiers.
 
 These are torchvision's ImageFolder and DatasetFolder with torchvision's own image loader, Hugging
-Face `datasets` of images, and torch's Subset and ConcatDataset of those. They are recognised by
+Face `datasets` of images, and torch's Subset and ConcatDataset of those, and of one data set of
+`dlio.open`. They are recognised by
 the names of their classes, so that neither torchvision nor `datasets` need be installed.
 """
 
@@ -18,11 +19,11 @@ from dlio.errors import DecodeError, SourceError
 from dlio.loader.contract import Sample, UserDataset
 from dlio.loader.dataset import Dataset, open_dataset
 from dlio.loader.foreign.huggingface import ImageSet, is_image_set
-from dlio.loader.options import Tiers
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
+from dlio.storage.spec import Tiers
 
-__all__ = ["Understood", "adapted", "read_by_dlio"]
+__all__ = ["Understood", "adapted", "holds_own", "read_by_dlio"]
 
 _SEED = 0xD110
 _Part = tuple[UserDataset, npt.NDArray[np.int64] | None]
@@ -60,6 +61,8 @@ def adapted(data: UserDataset, tiers: Tiers | None) -> Dataset | None:
     for whole, _ in parts:
         if all(whole is not each for each in wholes):
             wholes.append(whole)
+    if isinstance(wholes[0], Dataset):
+        return _part_of_own(parts, wholes, tiers)
     known = _all_understood(wholes)
     if known is None:
         return None
@@ -93,6 +96,20 @@ def adapted(data: UserDataset, tiers: Tiers | None) -> Dataset | None:
     )
 
 
+def _part_of_own(
+    parts: list[_Part], wholes: list[UserDataset], tiers: Tiers | None
+) -> Dataset | None:
+    """Return chosen samples of a data set of `dlio.open`, decoded as it does and in its tiers; None
+    for samples of several."""
+    whole = wholes[0]
+    if len(wholes) > 1 or not isinstance(whole, Dataset):
+        return None
+    indices = [np.arange(len(whole)) if chosen is None else chosen for _, chosen in parts]
+    inner = np.concatenate(indices) % len(whole)
+    view = _View([whole.reader], np.zeros(len(inner), np.int64), inner)
+    return whole.with_reader(view, tiers)
+
+
 def _all_understood(wholes: list[UserDataset]) -> list[Understood] | None:
     """Whole data sets of one schema as dlio reads them; None, and all closed, if one is not."""
     known: list[Understood] = []
@@ -109,7 +126,7 @@ def _all_understood(wholes: list[UserDataset]) -> list[Understood] | None:
 
 def _parts(data: UserDataset) -> list[_Part] | None:
     """The parts of a data set in the order of its indices; None if one is of an unknown class."""
-    if _is_folder(data) or is_image_set(data):
+    if isinstance(data, Dataset) or _is_folder(data) or is_image_set(data):
         return [(data, None)]
     names = {(each.__module__.split(".")[0], each.__name__) for each in [type(data)]}
     if names == {("torch", "Subset")}:
@@ -150,6 +167,12 @@ def _understood(data: UserDataset) -> Understood | None:
     except SourceError:
         return None
     return None if reader is None else _Folder(data, reader)
+
+
+def holds_own(data: UserDataset) -> bool:
+    """True for a data set of `dlio.open`, and for torch's Subset and ConcatDataset of such."""
+    inner = getattr(data, "datasets", None) or [getattr(data, "dataset", None)]
+    return isinstance(data, Dataset) or any(each is not None and holds_own(each) for each in inner)
 
 
 def _is_folder(data: UserDataset) -> bool:

@@ -14,6 +14,7 @@ import xxhash
 from dlio.comm import Communicator, world
 from dlio.comm.data_ranks import communicator
 from dlio.comm.waiting import default_timeout_s, peer_timeout_s
+from dlio.data.schema import IMAGES
 from dlio.loader.contract import CollateFn
 from dlio.loader.dataset import Dataset
 from dlio.loader.feed import Begun, Fed, Feed, Stats
@@ -132,7 +133,8 @@ class PlannedEngine:
         threads = options.num_workers or decode_threads(mounted)
         on_error = data.on_error if options.on_error is None else options.on_error
         # Made before the first block is brought, so that filling the tiers counts as this pass's.
-        stats = Stats(mounted.hierarchy, threads, "planned")
+        images = any(kind in IMAGES for _, kind in data.reader.schema.fields)
+        stats = Stats(mounted.hierarchy, threads, "planned", images)
         planned = _Pass(
             batches=batches,
             data=data,
@@ -327,7 +329,8 @@ def _fed(batch: Batch, data: Dataset, skip: bool, stats: Stats) -> Fed:
         error = first_failure(batch)
         if -1 in batch.failed or not skip or not isinstance(error, SKIPPED):
             slot = min(batch.failed)
-            if slot >= 0 and not isinstance(error, SKIPPED):
+            is_named = isinstance(error, SKIPPED) or getattr(error, "__notes__", None)
+            if slot >= 0 and not is_named:
                 error.add_note(f"for sample {data.reader.name(int(samples[slot]))!r}")
             return Fed(None, len(samples), samples, error)
         for slot in sorted(batch.failed):

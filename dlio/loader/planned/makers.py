@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 
 from dlio.data.reader import data_bytes
 from dlio.data.schema import Buffer, Schema
+from dlio.errors import UsageError
 from dlio.loader.contract import BatchData, CollateFn, Sample
 from dlio.loader.recipe import Recipe
 from dlio.storage.decoded import DecodedTier
@@ -183,10 +184,10 @@ class _Crops:
         image = self._images[slot]
         label = self._recipe.into(image, sample, payload, self._uniforms[slot], self._tier)
         self._labels[slot] = label
-        return self._transform(slot) if self._transformed else 0.0
+        return self._transform(slot, sample) if self._transformed else 0.0
 
-    def _transform(self, slot: int) -> float:
-        self._transformed[slot], seconds = self._recipe.transformed(self._images[slot])
+    def _transform(self, slot: int, sample: int) -> float:
+        self._transformed[slot], seconds = self._recipe.transformed(self._images[slot], sample)
         return seconds
 
     def finish(self, slots: Sequence[int] | None) -> BatchData:
@@ -235,7 +236,7 @@ class _CachedCrops(_Crops):
         self._recipe.decoder.finish(pixels, self._uniforms[slot], self._images[slot])
         self._labels[slot] = label
         if self._transformed:
-            self._transform(slot)
+            self._transform(slot, sample)
         return self._cache.saves_s
 
 
@@ -327,7 +328,28 @@ class _Samples:
 
     def finish(self, slots: Sequence[int] | None) -> BatchData:
         samples = self._samples if slots is None else [self._samples[slot] for slot in slots]
-        return self._maker.collate(samples) if samples else torch.empty(0)
+        if not samples:
+            return torch.empty(0)
+        try:
+            return self._maker.collate(samples)
+        except RuntimeError as error:
+            if self._maker.collate is torch.utils.data.default_collate:
+                _check_shapes(samples, self._maker.recipe.reader.path, error)
+            raise
+
+
+def _check_shapes(samples: Sequence[Sample], path: str, error: RuntimeError) -> None:
+    """Raise UsageError if a field's tensors have several shapes, so that they cannot be stacked."""
+    for name in samples[0] if isinstance(samples[0], dict) else ():
+        values = [each[name] for each in samples if isinstance(each, dict) and name in each]
+        tensors = [each for each in values if isinstance(each, torch.Tensor)]
+        shapes = sorted({tuple(each.shape) for each in tensors})
+        if len(shapes) > 1:
+            raise UsageError(
+                f"{path}: {name!r} has shapes such as {shapes[0]} and {shapes[-1]}, which cannot "
+                "be stacked into a batch: image_size= crops labelled images alone; give a "
+                "transform= that makes shapes alike, or collate_fn=list"
+            ) from error
 
 
 def _is_arrays(schema: Schema) -> bool:

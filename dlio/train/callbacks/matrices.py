@@ -11,6 +11,7 @@ import torch
 from dlio.train.callbacks.base import Callback, Run
 from dlio.train.report import EpochReport
 from dlio.util.files import unwritable, write_whole
+from dlio.util.named import make_folders
 
 __all__ = ["MatrixDump"]
 
@@ -57,6 +58,6 @@ def _put(packed: memoryview, file: IO[bytes]) -> None:
 
 def _make(folder: str) -> None:
     try:
-        os.makedirs(folder, exist_ok=True)
+        os.close(make_folders(folder))
     except OSError as error:
         raise unwritable(f"--dump-matrices {folder}", error) from error

@@ -8,6 +8,7 @@ from dlio.errors import UsageError
 from dlio.storage.counters import PLACES
 from dlio.train.callbacks.base import Callback, Run
 from dlio.train.report import EpochReport, removed_by_kind
+from dlio.util.extras import how_to_install
 from dlio.util.files import unwritable
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class TensorBoard(Callback):
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise UsageError(
-                f"--tensorboard: {error}; install it: pip install 'dlio[tensorboard]'"
+                f"--tensorboard: {error}; install it: {how_to_install('tensorboard')}"
             ) from error
         try:
             return SummaryWriter(self._folder)

@@ -10,14 +10,9 @@ the unfinished one. If a rank is lost meanwhile and the others go on, they compl
 if the lost one had written its part, and remove it otherwise.
 """
 
-import contextlib
-import errno
-import fcntl
 import json
 import os
 import re
-import shutil
-import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -34,9 +29,12 @@ from dlio.comm.recovery import Report, recovery_of, uniform
 from dlio.comm.waiting import wait_all
 from dlio.errors import PeerLost, SourceError, UsageError
 from dlio.train.checkpoint.parts import agree, complete, has_part, write_part
-from dlio.train.checkpoint.reader import contents, read_tensors
+from dlio.train.checkpoint.place import CheckpointFolder
+from dlio.train.checkpoint.reader import CONTENTS, contents, read_small, read_tensors
 from dlio.train.report import CheckpointReport
-from dlio.util.files import take_lock, unwritable, write_json
+from dlio.util.files import write_json
+from dlio.util.limits import parsing
+from dlio.util.printable import print_line
 from dlio.util.threads import Workers
 
 __all__ = [
@@ -48,10 +46,10 @@ __all__ = [
 
 _NAME: Final = re.compile(r"step-(\d{8,})")
 _UNFINISHED: Final = ".unfinished-"
-_LOCK: Final = ".lock"
+_ABOUT: Final = "about.json"
+_SUMS: Final = "checksums"
 _FORMAT: Final = 1
 _WRITE_TIMEOUT_S: Final = 1800.0
-_LOCK_TIMEOUT_S: Final = 2.0
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -60,7 +58,7 @@ class _Unfinished:
     """A checkpoint that is being written by all ranks of one generation."""
 
     hidden: str
-    """Path while it is written."""
+    """Name while it is written."""
     name: str
     about: Mapping[str, object]
     rank: int
@@ -111,6 +109,7 @@ class Checkpoints:
         self._outcome: str | None = None
         """Error of the unfinished one, empty if it was published; None if a loss interrupted it."""
         self._lock: int | None = None
+        self._place = CheckpointFolder(self.folder)
         self.written: list[str] = []
         """Names of this run's checkpoints."""
         self.failures: list[str] = []
@@ -121,9 +120,9 @@ class Checkpoints:
         """True on the rank that publishes."""
         self._lead()
         if self._leads:
-            for name in os.listdir(self.folder):
+            for name in self._place.names():
                 if name.startswith(_UNFINISHED):
-                    shutil.rmtree(os.path.join(self.folder, name), ignore_errors=True)
+                    self._place.remove(name)
         self._recovery = recovery_of(comm)
         self._part = "" if self._recovery is None else self._recovery.add("checkpoints", self)
 
@@ -141,6 +140,8 @@ class Checkpoints:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+        if kind is None:  # After an error the thread may still use it.
+            self._place.close()
 
     def tell(self) -> Report:
         return {}
@@ -151,14 +152,12 @@ class Checkpoints:
     def _lead(self) -> None:
         """Lock the folder if this rank publishes: the system has freed a lost rank's lock."""
         if self._comm.rank == 0 and not self._leads:
-            self._leads, self._lock = True, _lock(self.folder)
+            self._leads, self._lock = True, self._place.lock()
 
     def paths(self) -> list[str]:
         """Paths of complete checkpoints, the newest first."""
-        with contextlib.suppress(FileNotFoundError):
-            names = [name for name in os.listdir(self.folder) if _NAME.fullmatch(name)]
-            return [os.path.join(self.folder, name) for name in sorted(names, reverse=True)]
-        return []
+        names = [name for name in self._place.names() if _NAME.fullmatch(name)]
+        return [os.path.join(self.folder, name) for name in sorted(names, reverse=True)]
 
     def newest(self) -> StoredCheckpoint | None:
         """Return the newest intact checkpoint, or None. Collective.
@@ -166,11 +165,16 @@ class Checkpoints:
         All ranks share in verifying it. Damaged ones are reported on standard error.
         """
         paths = self._comm.tell(self.paths() if self._comm.rank == 0 else [])
+        if self._comm.rank == 0:
+            for name in filter(_NAME.fullmatch, self._place.refused()):
+                text = f"{os.path.join(self.folder, name)} is not a folder of this user's"
+                print_line(f"dlio: {text}; trying an older checkpoint", sys.stderr)
         for path in paths:
             checkpoint, damage = None, ""
             try:
-                checkpoint = open_checkpoint(path)
-                _verify(checkpoint, self._comm.rank, self._comm.size)
+                with parsing(path):
+                    checkpoint = open_checkpoint(path)
+                    _verify(checkpoint, self._comm.rank, self._comm.size)
             except SourceError as error:
                 damage = str(error)
             damages = [text for text in self._comm.allgather(damage) if text]
@@ -198,7 +202,7 @@ class Checkpoints:
         self.wait_s += time.perf_counter() - began
         rank, ranks = self._comm.rank, self._comm.size
         unfinished = self._unfinished = _Unfinished(
-            hidden=os.path.join(self.folder, f"{_UNFINISHED}{step:08d}"),
+            hidden=f"{_UNFINISHED}{step:08d}",
             name=f"step-{step:08d}",
             about={**about, "format": _FORMAT, "step": step, "ranks": ranks},
             rank=rank,
@@ -246,7 +250,8 @@ class Checkpoints:
         error = ""
         try:
             checksum = {_sum_name(unfinished.rank): _checksum(self._staged)}
-            write_part(unfinished.hidden, unfinished.rank, {**self._staged, **checksum})
+            with self._place.unfinished(unfinished.hidden) as path:
+                write_part(path, unfinished.rank, {**self._staged, **checksum})
         except BaseException as raised:
             error = _first_line(raised)
             if unfinished.ranks > 1:
@@ -266,7 +271,7 @@ class Checkpoints:
                 wait,
             )
             if unfinished.rank == 0 and self._outcome:
-                shutil.rmtree(unfinished.hidden, ignore_errors=True)
+                self._place.remove(unfinished.hidden)
         except PeerLost:
             pass  # Those that are left settle in `wait` what becomes of it.
         except BaseException as raised:
@@ -283,42 +288,34 @@ class Checkpoints:
             if not known:
                 error = self._finished(unfinished)
             if error:
-                shutil.rmtree(unfinished.hidden, ignore_errors=True)
+                self._place.remove(unfinished.hidden)
         return self._comm.tell(error)
 
     def _finished(self, unfinished: _Unfinished) -> str:
         """Publish a checkpoint that a loss has interrupted; return the error, or nothing."""
         hidden = unfinished.hidden
-        if not os.path.exists(hidden):  # The lost rank has done it.
-            path = os.path.join(self.folder, unfinished.name)
-            return "" if os.path.exists(path) else "a rank was lost while it was removed"
-        for rank in range(unfinished.ranks):
-            if not has_part(hidden, rank):
-                return f"rank {rank} was lost before it had written its part"
+        if not self._place.exists(hidden):  # The lost rank has done it.
+            published = self._place.exists(unfinished.name)
+            return "" if published else "a rank was lost while it was removed"
+        with self._place.unfinished(hidden) as path:
+            for rank in range(unfinished.ranks):
+                if not has_part(path, rank):
+                    return f"rank {rank} was lost before it had written its part"
         return self._published(unfinished)
 
     def _published(self, unfinished: _Unfinished) -> str:
         """Complete a checkpoint of which all parts are there; return the error, or nothing."""
         try:
-            complete(unfinished.hidden, unfinished.ranks)
-            write_json(os.path.join(unfinished.hidden, "about.json"), unfinished.about)
-            self._publish(unfinished.hidden, unfinished.name)
+            with self._place.unfinished(unfinished.hidden) as path:
+                complete(path, unfinished.ranks)
+                about = json.loads(json.dumps(unfinished.about))  # As it will be read.
+                write_json(os.path.join(path, _ABOUT), {**about, _SUMS: _sums(path, about)})
+            self._place.publish(unfinished.hidden, unfinished.name)
+            for old in map(os.path.basename, self.paths()[self._keep :]):
+                self._place.hide(old, f"{_UNFINISHED}{old}")
         except Exception as error:
             return _first_line(error)
         return ""
-
-    def _publish(self, hidden: str, name: str) -> None:
-        path = os.path.join(self.folder, name)
-        if os.path.isdir(path):
-            shutil.rmtree(path)  # Left by a run that was later resumed from an older checkpoint.
-        _sync(hidden)
-        os.rename(hidden, path)
-        _sync(self.folder)
-        for old in self.paths()[self._keep :]:
-            # Hide it before deleting its files, so that it never looks complete meanwhile.
-            doomed = os.path.join(self.folder, f"{_UNFINISHED}{os.path.basename(old)}")
-            os.rename(old, doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
 
     def _stage(self, tensors: Tensors) -> None:
         """Copy the tensors that this rank writes to host memory, reusing the last copies."""
@@ -337,13 +334,34 @@ class Checkpoints:
 def open_checkpoint(path: str) -> StoredCheckpoint:
     """Open a checkpoint. Raises SourceError if it is incomplete or of another format."""
     try:
-        with open(os.path.join(path, "about.json"), encoding="utf-8") as file:
-            about = json.load(file)
+        about = json.loads(read_small(path, _ABOUT))
+        sums = about.pop(_SUMS, None)
         if about["format"] != _FORMAT:
             raise SourceError(f"{path}: has format {about['format']}; this version reads {_FORMAT}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        # Checkpoints of earlier versions have no checksums here.
+        if sums is not None and sums != _sums(path, about):
+            raise SourceError(f"{path}: the checkpoint is damaged: a checksum differs")
+        ranks = about["ranks"]
+        if type(ranks) is not int or ranks < 1:
+            raise ValueError(f"{ranks!r} is not a number of ranks")
+    except SourceError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SourceError(f"{path}: not a complete checkpoint: {error}") from error
-    return StoredCheckpoint(path, int(about["ranks"]), about, frozenset(contents(path)))
+    names = frozenset(contents(path))
+    if ranks > len(names):
+        raise SourceError(f"{path}: the checkpoint lacks the tensors of most of its {ranks} ranks")
+    return StoredCheckpoint(path, ranks, about, names)
+
+
+def _sums(path: str, about: Mapping[str, object]) -> dict[str, str]:
+    """Return the checksums of a checkpoint's state and of its table of contents.
+
+    Raises OSError, ValueError.
+    """
+    text = json.dumps(about, sort_keys=True).encode()
+    table = read_small(path, CONTENTS)
+    return {"about": xxhash.xxh3_64_hexdigest(text), "contents": xxhash.xxh3_64_hexdigest(table)}
 
 
 def _verify(checkpoint: StoredCheckpoint, rank: int, ranks: int) -> None:
@@ -390,44 +408,6 @@ def _checksum(tensors: Tensors) -> torch.Tensor:
 
 def _sum_name(rank: int) -> str:
     return f"checksum/rank{rank}"
-
-
-def _lock(folder: str) -> int | None:
-    """Make and lock the folder; return the lock's file descriptor.
-
-    None if the file system has no locks. Raises UsageError if another run holds the lock.
-    """
-    try:
-        os.makedirs(folder, exist_ok=True)
-        lock = os.open(os.path.join(folder, _LOCK), os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise unwritable(f"--checkpoint {folder}", error) from error
-    try:
-        # The lock of a run that was just killed may still be held for a moment.
-        free = take_lock(lock, fcntl.LOCK_EX, _LOCK_TIMEOUT_S)
-    except OSError as error:
-        os.close(lock)
-        if error.errno in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
-            return None
-        raise
-    if not free:
-        who = os.pread(lock, 200, 0).decode(errors="replace").strip()
-        os.close(lock)
-        raise UsageError(
-            f"--checkpoint {folder}: another run ({who}) writes there; wait for it, or name "
-            "another folder"
-        )
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-    return lock
-
-
-def _sync(folder: str) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _first_line(error: BaseException) -> str:

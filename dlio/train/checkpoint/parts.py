@@ -8,7 +8,6 @@ The files are those of torch.distributed.checkpoint. Its own collective operatio
 rank that is lost would leave the others waiting.
 """
 
-import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +36,7 @@ from dlio.comm.protocol import Request
 from dlio.comm.waiting import leave
 from dlio.train.checkpoint.reader import ignore_no_dist_warning
 from dlio.util.files import write_json
+from dlio.util.folders import remove_path
 
 __all__ = ["agree", "complete", "has_part", "write_part"]
 
@@ -92,8 +92,7 @@ def complete(folder: str, ranks: int) -> None:
     if not os.path.exists(_contents(folder)):
         _write_contents(folder, ranks)
     for rank in range(ranks):
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(_part(folder, rank))
+        remove_path(_part(folder, rank))
 
 
 def _write_contents(folder: str, ranks: int) -> None:

@@ -4,20 +4,38 @@ torch stores a checkpoint's metadata as a pickle. The unpickler here accepts onl
 that such metadata consists of. torch reads the tensors themselves as plain data.
 """
 
+import io
+import math
+import os
 import pickle
+import pickletools
+import re
+import stat
 import warnings
 from collections.abc import Iterable
 from enum import Enum
 from typing import Any, Final
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from dlio.errors import SourceError
+from dlio.util.limits import open_regular, parsing
 
-__all__ = ["contents", "ignore_no_dist_warning", "read_tensors"]
+__all__ = ["CONTENTS", "contents", "ignore_no_dist_warning", "read_small", "read_tensors"]
+
+CONTENTS: Final = ".metadata"
+_MAX_BYTES: Final = 256 << 20
+_FILE: Final = re.compile(r"__[0-9]+_[0-9]+\.distcp")
 
 _MODULES: Final = (
     "torch.distributed.checkpoint.metadata",
@@ -62,15 +80,84 @@ class _Reader(FileSystemReader):
     """torch's reader with the restricted unpickler."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        with open(f"{self.path}/.metadata", "rb") as file:
-            metadata = _Unpickler(file).load()
-        if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError(f"it is a {type(metadata).__name__}")
+        metadata = _parsed(str(self.path))
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
         assert metadata.storage_meta is not None
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+
+def read_small(folder: str, name: str) -> bytes:
+    """Read a file of a checkpoint that describes it. Raises OSError, ValueError if it is large."""
+    descriptor = open_regular(os.path.join(folder, name), os.O_NOFOLLOW)
+    with open(descriptor, "rb") as file:
+        if os.fstat(descriptor).st_size > _MAX_BYTES:
+            raise ValueError(f"{name} is too large")
+        return file.read()
+
+
+def _parsed(folder: str) -> Metadata:
+    """Read and check the metadata of a checkpoint. Raises an error of any kind."""
+    data = read_small(folder, CONTENTS)
+    for opcode, argument, _ in pickletools.genops(data):
+        # The unpickler takes memory for all objects up to a number that it is told to remember.
+        if opcode.name in ("BINPUT", "LONG_BINPUT", "PUT") and int(str(argument)) > len(data):
+            raise pickle.UnpicklingError("it remembers more objects than it has")
+    metadata = _Unpickler(io.BytesIO(data)).load()
+    if not isinstance(metadata, Metadata):
+        raise pickle.UnpicklingError(f"it is a {type(metadata).__name__}")
+    metadata.planner_data = None
+    places = metadata.storage_data
+    if not isinstance(places, dict) or not isinstance(metadata.state_dict_metadata, dict):
+        raise pickle.UnpicklingError("it has no tensors")
+    lengths: dict[str, int] = {}
+    files: dict[str, int] = {}
+    for index, place in places.items():
+        if not isinstance(index, MetadataIndex) or not isinstance(place, _StorageInfo):
+            raise pickle.UnpicklingError("a place is not that of a tensor")
+        lengths[index.fqn] = lengths.get(index.fqn, 0) + _checked_place(folder, place, files)
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(name, str):
+            raise pickle.UnpicklingError("a name is not text")
+        if isinstance(entry, TensorStorageMetadata):
+            _check_tensor(name, entry, lengths.get(name, 0))
+    return metadata
+
+
+def _checked_place(folder: str, place: _StorageInfo, files: dict[str, int]) -> int:
+    """Return the bytes of a tensor in a file of the checkpoint.
+
+    Args:
+        files: sizes of files, by name.
+
+    Raises ValueError if they do not lie in one.
+    """
+    name = place.relative_path
+    if not isinstance(name, str) or _FILE.fullmatch(name) is None:
+        raise ValueError(f"a tensor lies in {name!r}")
+    if name not in files:
+        status = os.lstat(os.path.join(folder, name))
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{name} is not a regular file")
+        files[name] = status.st_size
+    whole = all(type(each) is int and each >= 0 for each in (place.offset, place.length))
+    if not whole or place.offset + place.length > files[name]:
+        raise ValueError(f"a tensor lies outside of {name}: it is cut off")
+    if getattr(place, "transform_descriptors", None):
+        raise ValueError(f"{name} is stored in another way than dlio does")
+    return int(place.length)
+
+
+def _check_tensor(name: str, entry: TensorStorageMetadata, stored: int) -> None:
+    """Compare the size that a tensor declares with its stored bytes. Raises ValueError."""
+    size, properties = entry.size, entry.properties
+    if not isinstance(size, torch.Size) or not isinstance(properties, TensorProperties):
+        raise ValueError(f"{name} has no size")
+    if not isinstance(properties.dtype, torch.dtype) or any(each < 0 for each in size):
+        raise ValueError(f"{name} has an invalid size or type")
+    if math.prod(size) * properties.dtype.itemsize > stored:
+        raise ValueError(f"{name} claims more bytes than are stored")
 
 
 def ignore_no_dist_warning() -> None:
@@ -83,12 +170,8 @@ def contents(path: str) -> dict[str, TensorStorageMetadata]:
 
     Raises SourceError if the metadata cannot be read.
     """
-    try:
-        held = _Reader(path).read_metadata().state_dict_metadata
-    except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ValueError) as error:
-        raise SourceError(
-            f"{path}: the checkpoint's table of contents is damaged: {error}"
-        ) from error
+    with parsing(f"{path}: the checkpoint's table of contents"):
+        held = _parsed(path).state_dict_metadata
     return {name: entry for name, entry in held.items() if isinstance(entry, TensorStorageMetadata)}
 
 
@@ -99,13 +182,19 @@ def read_tensors(path: str, names: Iterable[str]) -> dict[str, torch.Tensor]:
     missing = [name for name in wanted if name not in held]
     if missing:
         raise SourceError(f"{path}: the checkpoint has no {missing[0]}")
-    tensors = {
-        name: torch.empty(held[name].size, dtype=held[name].properties.dtype) for name in wanted
-    }
+    with parsing(f"{path}: the checkpoint"):
+        tensors = {
+            name: torch.empty(held[name].size, dtype=held[name].properties.dtype) for name in wanted
+        }
     if tensors:
         try:
             ignore_no_dist_warning()
             load(tensors, storage_reader=_Reader(path), no_dist=True)
-        except Exception as error:  # torch wraps any error of its reader.
-            raise SourceError(f"{path}: the checkpoint is damaged: {error}") from error
+        # torch wraps any error of its reader in one that is not an Exception.
+        except (Exception, CheckpointException) as error:
+            causes = getattr(error, "failures", None) or {0: error}
+            cause = next(iter(causes.values()))
+            cause = cause[0] if isinstance(cause, tuple) else cause
+            lines = str(cause).strip().splitlines() or [type(cause).__name__]
+            raise SourceError(f"{path}: the checkpoint is damaged: {lines[0]}") from error
     return tensors

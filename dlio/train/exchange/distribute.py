@@ -11,11 +11,14 @@ import torch
 from torch import nn
 
 from dlio.comm import Communicator, world
+from dlio.errors import UsageError
 from dlio.train.cut import Cut
 from dlio.train.exchange.buckets import Named, broadcast_state
 from dlio.train.exchange.hearing import Hearing
 from dlio.train.exchange.running import RunningExchange, start_exchange
 from dlio.train.exchange_spec import ExchangeSpec, parse_exchange
+from dlio.util.arguments import named as named_as
+from dlio.util.arguments import whole_number
 
 __all__ = ["Distributed", "connect", "distribute", "exchange_around", "parameters_of"]
 
@@ -213,11 +216,22 @@ def distribute(
 
     Raises UsageError for an unknown exchange.
     """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"{named_as('model', model)}: give a torch.nn.Module")
+    several = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+    if not isinstance(several, list | tuple) or not all(
+        isinstance(each, torch.optim.Optimizer) for each in several
+    ):
+        raise UsageError(
+            f"{named_as('optimizer', optimizer)}: give an optimizer of torch, or a list of them"
+        )
+    if pretend_nodes is not None:
+        whole_number("pretend_nodes", pretend_nodes, 1, None, "nodes")
     return connect(
         model,
         optimizer,
         exchange,
-        seed=seed,
+        seed=whole_number("seed", seed),
         pretend_nodes=pretend_nodes,
         are_alike=False,
         follow_steps=follow_steps,

@@ -17,6 +17,7 @@ from dlio.errors import UsageError
 from dlio.train.pruning.activations import IDENTITY, classify
 from dlio.train.pruning.groups import Activation, Group, Indices, LeftAlone, Member
 from dlio.train.pruning.layers import Side, is_depthwise, layer_side, own_parameter, reads_zeros
+from dlio.util.extras import how_to_install
 
 __all__ = ["candidates", "make_member"]
 
@@ -56,7 +57,7 @@ def candidates(
     except ImportError as error:
         raise UsageError(
             "pruning finds layers that depend on each other with torch-pruning, which is not "
-            "installed: pip install --no-deps torch-pruning"
+            f"installed: {how_to_install('prune')}"
         ) from error
     graph = DependencyGraph()
     try:

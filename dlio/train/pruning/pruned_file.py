@@ -1,8 +1,6 @@
 """Weights files of pruned models: an ordinary torch file, and its layout in a second one."""
 
-import contextlib
 import json
-import os
 from typing import Final, TypeVar
 
 import torch
@@ -10,7 +8,8 @@ from torch import nn
 
 from dlio.errors import SourceError, UsageError
 from dlio.train.pruning.pruned_layout import PrunedLayout, shrink_to
-from dlio.util.files import write_json
+from dlio.util.arguments import PathText, named, path_in
+from dlio.util.files import remove_file, write_json
 
 __all__ = ["load_pruned", "save_layout"]
 
@@ -23,11 +22,10 @@ def save_layout(path: str, layout: PrunedLayout | None) -> None:
     if layout is not None:
         write_json(path + _SUFFIX, layout.to_json())
     else:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path + _SUFFIX)
+        remove_file(path + _SUFFIX)
 
 
-def load_pruned(model: Module, path: str) -> Module:
+def load_pruned(model: Module, path: PathText) -> Module:
     """Load the pruned weights that `dlio train --save PATH` wrote; exported as `dlio.load_pruned`.
 
     Cuts the model in place to the pruned widths and loads the weights. Also loads weights of a
@@ -40,6 +38,9 @@ def load_pruned(model: Module, path: str) -> Module:
     Raises SourceError if a file cannot be read, UsageError if the weights belong to another model,
     DlioError if the model's widths differ from the original ones.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(f"{named('model', model)}: give a torch.nn.Module")
+    path = path_in("path", path, "weights.pt")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch passes on any error of its reader.

@@ -14,7 +14,7 @@ from typing import Final, Protocol
 
 from dlio.train.ledger_file import Line, placed
 from dlio.train.snapshot.saved import COMMON, turn_of
-from dlio.util.files import write_whole
+from dlio.util.files import open_own, remove_file, write_whole
 
 __all__ = ["Journal", "divided", "lines_until"]
 
@@ -84,7 +84,7 @@ class Journal:
             for name in os.listdir(self._folder):
                 number = name.removeprefix(beginning)
                 if number != name and number.isdigit() and int(number) < epoch - 1:
-                    os.unlink(os.path.join(self._folder, name))
+                    remove_file(os.path.join(self._folder, name))
         lines: list[Line] = []
         for step, update, ranks, member, samples in dealing.trail(self._written):
             rank = self._numbers[member]
@@ -94,8 +94,8 @@ class Journal:
         back = set(dealing.taken_back()) - self._back
         self._back |= back
         without = sorted((step, self._numbers[member]) for step, member in back)
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        descriptor = os.open(_path(self._folder, self._writer, epoch), flags, 0o600)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        descriptor = open_own(_path(self._folder, self._writer, epoch), flags)
         with os.fdopen(descriptor, "a", encoding="ascii") as file:
             entry = {"turn": turn, "start": self._start, "lines": lines, "without": without}
             file.write(json.dumps(entry) + "\n")

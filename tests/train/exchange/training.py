@@ -109,5 +109,7 @@ def run(checks: Mapping[str, Callable[[Communicator], None]]) -> None:
         print(f"kept {name}", flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
+        for name in ("RANK", "WORLD_SIZE"):  # Else they name the world of torchrun's ranks.
+            del os.environ[name]
         assert world().size == 1  # The former world is closed.
         assert not [thread.name for thread in threading.enumerate() if "dlio" in thread.name]

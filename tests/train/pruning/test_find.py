@@ -251,5 +251,5 @@ def test_without_torch_pruning_the_remedy_is_named(monkeypatch: pytest.MonkeyPat
     import sys
 
     monkeypatch.setitem(sys.modules, "torch_pruning", None)
-    with pytest.raises(UsageError, match="pip install --no-deps torch-pruning"):
+    with pytest.raises(UsageError, match="pip install 'torch-pruning"):
         find_groups(*make("mlp", "relu", 0))

@@ -35,9 +35,9 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from dlio.errors import UsageError
 from dlio.train.exchange.compress.layout import Piece, Scratch
 from dlio.train.exchange_spec import COMPRESSORS
+from dlio.util.arguments import unknown_word
 
 __all__ = ["NAMES", "Compressor", "make_compressor"]
 
@@ -112,4 +112,4 @@ def make_compressor(name: str, pieces: Sequence[Piece], scratch: Scratch) -> Com
             return Bfloat16(pieces, scratch)
         case "fp16":
             return Float16(pieces, scratch)
-    raise UsageError(f"compressor {name}: choose one of {', '.join(NAMES)}")
+    raise unknown_word("compressor (behind a +)", name, NAMES)

@@ -1,0 +1,278 @@
+"""A store of keys that only this user's processes can reach: the launcher's, without torch.
+
+It has the calls of torch's stores that dlio uses, with their meaning, over a socket in a private
+folder. torch's own store believes everybody who can connect to its port.
+
+    request     u32 bytes, JSON: [name of the call, its arguments...]
+    answer      u32 bytes, JSON: the result, once there is one
+
+Values are bytes, in JSON as the characters of the same numbers.
+"""
+
+import contextlib
+import json
+import os
+import selectors
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+from dlio.errors import CommError
+from dlio.util.private_sockets import connect, is_own, listen
+from dlio.util.threads import Workers
+
+__all__ = ["STORE_NAME", "PrivateStore", "StoreServer"]
+
+STORE_NAME: Final = "store"
+"""Name of the socket in its folder."""
+_LENGTH: Final = struct.Struct("<I")
+_LONGEST: Final = 1 << 26
+_PIECE: Final = 1 << 16
+_FOR_EVER: Final = timedelta(days=365)
+_CONNECT_TIMEOUT_S: Final = 20.0
+_TURN_S: Final = 0.5
+
+
+class PrivateStore:
+    """A connection to a store. Thread-safe; a call that waits holds up the others.
+
+    Args:
+        folder: where the store's socket is.
+
+    All raise CommError when the server is gone.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        try:
+            self._connection = connect(folder, STORE_NAME, _CONNECT_TIMEOUT_S)
+        except OSError as error:
+            raise CommError(
+                f"the launcher's store in {folder} cannot be reached: {error}"
+            ) from error
+        self._connection.settimeout(None)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Write a key."""
+        self._call("set", key, _text(value))
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        """Write a key if its value is `expected`, empty if it has none; return its value."""
+        return _bytes(self._call("compare_set", key, expected, value))
+
+    def add(self, key: str, number: int) -> int:
+        """Add a number to a counter and return it."""
+        return int(self._call("add", key, number))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """True if all keys are written."""
+        return bool(self._call("check", list(keys)))
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key that is written."""
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of keys that are written."""
+        return [_bytes(value) for value in self._call("multi_get", list(keys))]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta = _FOR_EVER) -> None:
+        """Wait until keys are written."""
+        self._call("wait", list(keys))
+
+    def clone(self) -> "PrivateStore":
+        """Return another connection."""
+        return PrivateStore(self._folder)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+    def _call(self, *words: object) -> Any:
+        request = json.dumps(words).encode()
+        with self._lock:
+            try:
+                self._connection.sendall(_LENGTH.pack(len(request)) + request)
+                (length,) = _LENGTH.unpack(self._received(_LENGTH.size))
+                return json.loads(self._received(length))
+            except OSError as error:
+                raise CommError(f"the launcher's store is gone: {error}") from error
+
+    def _received(self, count: int) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            piece = self._connection.recv(min(_PIECE, count - len(data)))
+            if not piece:
+                raise ConnectionResetError("the launcher has ended")
+            data += piece
+        return bytes(data)
+
+
+class _Client:
+    """A connection of the server's."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.heard = bytearray()
+        self.to_say = bytearray()
+        self.awaits: list[str] = []
+        """Keys that it waits for."""
+
+
+class StoreServer:
+    """The store's memory and its thread, which answers all connections.
+
+    Args:
+        folder: a private folder, for the socket.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._values: dict[str, str] = {}
+        self._clients: set[_Client] = set()
+        self._selector = selectors.DefaultSelector()
+        self._wake_in, self._wake_out = socket.socketpair()
+        inside = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            self._listener = listen(inside, STORE_NAME)
+        finally:
+            os.close(inside)
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._wake_out, selectors.EVENT_READ)
+        self._thread = Workers("dlio-store", self._run, wake=self._wake, serves_others=True)
+        self._thread.start()
+
+    def __enter__(self) -> "StoreServer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the thread, and with it all connections."""
+        self._thread.close()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            self._wake_in.send(b"x")
+
+    def _run(self, _: int) -> None:
+        try:
+            while not self._thread.stopping.is_set():
+                for key, events in self._selector.select(_TURN_S):
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    elif key.fileobj is not self._wake_out:
+                        self._serve(key.data, events)
+        finally:
+            for client in self._clients:
+                client.connection.close()
+            for each in (self._listener, self._wake_in, self._wake_out, self._selector):
+                each.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = self._listener.accept()
+            if not is_own(connection):
+                connection.close()
+                return
+            connection.setblocking(False)
+            client = _Client(connection)
+            self._clients.add(client)
+            self._selector.register(connection, selectors.EVENT_READ, client)
+
+    def _serve(self, client: _Client, events: int) -> None:
+        if client not in self._clients:
+            return
+        try:
+            if events & selectors.EVENT_READ:
+                piece = client.connection.recv(_PIECE)
+                if not piece:
+                    raise ConnectionResetError
+                client.heard += piece
+                self._hear(client)
+            self._say(client)
+        except BlockingIOError:
+            return
+        except (OSError, ValueError, TypeError, KeyError):
+            self._selector.unregister(client.connection)
+            self._clients.discard(client)
+            client.connection.close()
+
+    def _hear(self, client: _Client) -> None:
+        """Answer complete requests. Raises ValueError, TypeError and KeyError for invalid ones."""
+        while len(client.heard) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(client.heard)
+            if length > _LONGEST:
+                raise ValueError(f"a request of {length} bytes")
+            if len(client.heard) < _LENGTH.size + length:
+                return
+            request = json.loads(client.heard[_LENGTH.size : _LENGTH.size + length])
+            del client.heard[: _LENGTH.size + length]
+            self._answer(client, *request)
+
+    def _answer(self, client: _Client, name: str, *arguments: Any) -> None:
+        values = self._values
+        if name == "wait":
+            client.awaits = arguments[0]
+            self._release(client)
+        elif name == "check":
+            _reply(client, all(key in values for key in arguments[0]))
+        elif name == "multi_get":
+            _reply(client, [values[key] for key in arguments[0]])
+        elif name == "set":
+            self._write(*arguments)
+            _reply(client, None)
+        elif name == "add":
+            key, number = arguments
+            self._write(key, str(int(values.get(key, "0")) + number))
+            _reply(client, values[key])
+        elif name == "compare_set":
+            key, expected, value = arguments
+            if values.get(key, "") == expected:
+                self._write(key, value)
+            _reply(client, values.get(key, expected))
+        else:
+            raise ValueError(name)
+
+    def _write(self, key: str, value: str) -> None:
+        is_new = key not in self._values
+        self._values[key] = value
+        if is_new:
+            for client in self._clients:
+                if key in client.awaits:
+                    self._release(client)
+
+    def _release(self, client: _Client) -> None:
+        """Answer a connection whose keys are all there."""
+        if all(key in self._values for key in client.awaits):
+            client.awaits = []
+            _reply(client, None)
+            self._watch(client)
+
+    def _say(self, client: _Client) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while client.to_say:
+                del client.to_say[: client.connection.send(client.to_say)]
+        self._watch(client)
+
+    def _watch(self, client: _Client) -> None:
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.to_say else 0)
+        self._selector.modify(client.connection, events, client)
+
+
+def _reply(client: _Client, value: object) -> None:
+    answer = json.dumps(value).encode()
+    client.to_say += _LENGTH.pack(len(answer)) + answer
+
+
+def _text(value: str | bytes) -> str:
+    return value if isinstance(value, str) else value.decode("latin-1")
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("latin-1")

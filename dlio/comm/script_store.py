@@ -1,0 +1,44 @@
+"""The store of torch for scripts that make process groups of their own, in a process of its own.
+
+    python -P -m dlio.comm.script_store LISTENER
+
+torch's store keeps every connection that anybody opens. If it runs out of descriptors, the launcher
+and the ranks still have theirs. It ends with standard input.
+"""
+
+import contextlib
+import resource
+import socket
+import sys
+from datetime import timedelta
+
+from torch._C._distributed_c10d import TCPStore
+
+__all__ = ["main"]
+
+
+def main(descriptor: int, timeout_s: float) -> None:
+    """Serve until standard input ends.
+
+    Args:
+        descriptor: of a socket that listens.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with socket.socket(fileno=descriptor) as listener:
+        host, port = listener.getsockname()
+        served = TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=listener.detach(),
+        )
+    sys.stdin.read()
+    del served
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), float(sys.argv[2]))

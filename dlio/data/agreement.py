@@ -1,0 +1,62 @@
+"""Agreement of the ranks of a job on the data set that they share."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from dlio.comm import Communicator
+from dlio.data.reader import Reader, data_bytes
+from dlio.data.source import redact
+from dlio.errors import UsageError
+from dlio.util.units import format_bytes
+
+__all__ = ["check_same_data"]
+
+_SHOWN: Final = 4
+"""Maximum number of different data sets that an error names."""
+
+
+def check_same_data(reader: Reader, comm: Communicator) -> None:
+    """Compare the data sets of all ranks, before any of them uses it. Collective.
+
+    Ranks whose data sets differ would take samples of one by the order of another.
+
+    Raises UsageError on all ranks if they differ; it names the ranks and the difference.
+    """
+    if comm.size == 1:
+        return
+    holds = f"{reader.format}, {len(reader):,} samples, {format_bytes(data_bytes(reader))}"
+    own = [reader.fingerprint, redact(reader.path), holds]
+    ranks: dict[str, list[int]] = {}
+    shown: dict[str, str] = {}
+    kinds = set()
+    for rank, (fingerprint, path, text) in enumerate(comm.allgather(own)):
+        ranks.setdefault(fingerprint, []).append(rank)
+        shown.setdefault(fingerprint, f"{path} ({text})")
+        kinds.add(text)
+    if len(ranks) == 1:
+        return
+    parts = [f"{_ranks(ranks[each])} {shown[each]}" for each in list(ranks)[:_SHOWN]]
+    if len(ranks) > _SHOWN:
+        parts.append(f"and {len(ranks) - _SHOWN} more")
+    remedy = "give all ranks the same path"
+    if len(kinds) == 1:
+        remedy = (
+            "other files or times of change, or other parts of them: give all ranks one folder, or "
+            "copies of what `dlio pack` writes"
+        )
+    raise UsageError(f"the ranks' data sets differ: {'; '.join(parts)}: {remedy}")
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    """Return `rank 3 has`, or `ranks 0 to 2 and 5 have`."""
+    if len(numbers) == 1:
+        return f"rank {numbers[0]} has"
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    texts = [str(a) if a == b else f"{a} to {b}" if b > a + 1 else f"{a}, {b}" for a, b in runs]
+    *head, last = texts
+    return f"ranks {', '.join(head)} and {last} have" if head else f"ranks {last} have"

@@ -1,0 +1,157 @@
+"""Checks of arguments and enumerated words, with errors that name a valid value.
+
+The functions take the argument's name as users write it, such as `image_size` or `--mode`.
+"""
+
+import difflib
+import math
+import operator
+import os
+from collections.abc import Iterable, Sequence
+from typing import Final, SupportsFloat, SupportsIndex, TypeVar, cast
+
+from dlio.errors import UsageError
+
+__all__ = [
+    "PathText",
+    "check_callable",
+    "check_counts",
+    "check_flag",
+    "named",
+    "nearest",
+    "number_in",
+    "one_of",
+    "path_in",
+    "paths_in",
+    "unknown_word",
+    "whole_number",
+]
+
+_CLOSE: Final = 0.5
+"""Least similarity, from 0 to 1, of a word that is taken for a mistyped one."""
+_LONGEST: Final = 80
+_Word = TypeVar("_Word")
+PathText = str | os.PathLike[str]
+"""A path as users give it."""
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """Return `; did you mean ...?` for a mistyped word; an empty string if none is near."""
+    known = {each.lower(): each for each in words}
+    close = difflib.get_close_matches(word.lower(), list(known), 1, _CLOSE)
+    return f"; did you mean {known[close[0]]}?" if close else ""
+
+
+def unknown_word(name: str, word: object, words: Iterable[str], more: str = "") -> UsageError:
+    """Return the error for a word that is not among the valid ones.
+
+    Args:
+        more: a remedy to show in place of the list of words.
+    """
+    words = list(words)
+    remedy = more or f"choose {'one of ' if len(words) > 2 else ''}{_listed(words)}"
+    close = nearest(word, words) if isinstance(word, str) else ""
+    return UsageError(f"{named(name, word)}: {remedy}{close}")
+
+
+def one_of(name: str, value: _Word, words: Sequence[str]) -> _Word:
+    """Return a value that must be one of several words. Raises UsageError."""
+    if not isinstance(value, str) or value not in words:
+        raise unknown_word(name, value, words)
+    return value
+
+
+def whole_number(
+    name: str, value: object, least: int = 0, most: int | None = None, unit: str = ""
+) -> int:
+    """Return an integer of any kind, such as one of numpy. Raises UsageError.
+
+    Args:
+        unit: of the number, in the plural, for the error.
+    """
+    number: int | None = None
+    if not isinstance(value, bool):
+        try:
+            number = operator.index(cast(SupportsIndex, value))
+        except (TypeError, ValueError, RuntimeError):
+            number = None  # RuntimeError and ValueError come from tensors with several elements.
+    if number is None or number < least or (most is not None and number > most):
+        limits = f"from {least}" if most is None else f"from {least} to {most}"
+        kind = f"a whole number of {unit}" if unit else "a whole number"
+        raise UsageError(f"{named(name, value)}: give {kind} {limits}")
+    return number
+
+
+def check_counts(name: str, values: object) -> None:
+    """Raise UsageError if a value is not a list of whole numbers from 0."""
+    try:
+        if isinstance(values, str | bytes):
+            raise TypeError
+        counts = list(cast(Iterable[object], values))
+    except TypeError:
+        raise UsageError(f"{named(name, values)}: give a list of whole numbers from 0") from None
+    for each in counts:
+        whole_number(name, each)
+
+
+def number_in(name: str, value: object, least: float, unit: str) -> float:
+    """Return a number that must be at least `least`. Raises UsageError."""
+    number = math.nan
+    if not isinstance(value, bool | str | bytes):
+        try:
+            number = float(cast(SupportsFloat, value))
+        except (TypeError, ValueError, RuntimeError):
+            number = math.nan
+    if not least <= number < math.inf:
+        raise UsageError(f"{named(name, value)}: give {unit} from {least:g}")
+    return number
+
+
+def check_flag(name: str, value: object, *, optional: bool = False) -> None:
+    """Raise UsageError if a value is neither True nor False, nor None where that is allowed."""
+    is_flag = isinstance(value, bool) or type(value).__name__ in ("bool_", "bool")
+    if not (is_flag or (value is None and optional)):
+        raise UsageError(f"{named(name, value)}: give True or False")
+
+
+def check_callable(name: str, value: object) -> None:
+    """Raise UsageError if a value is neither None nor callable."""
+    if value is not None and not callable(value):
+        raise UsageError(f"{named(name, value)}: give a function, or another callable object")
+
+
+def path_in(name: str, value: object, example: str = "/data/train") -> str:
+    """Return a path as text: of a str or a pathlib.Path. Raises UsageError."""
+    if isinstance(value, str | os.PathLike):
+        path = os.fsdecode(value)
+        if "\0" in path:
+            raise UsageError(f"{named(name, path)}: a path cannot have a byte of zero: correct it")
+        return path
+    raise UsageError(f"{named(name, value)}: give a path, such as {example!r}")
+
+
+def paths_in(name: str, value: object) -> list[str]:
+    """Return several paths as text; a single one is a list of one. Raises UsageError."""
+    if value is None:
+        return []
+    if isinstance(value, str | os.PathLike):
+        return [path_in(name, value)]
+    if not isinstance(value, list | tuple):
+        raise UsageError(f"{named(name, value)}: give a path or a list of paths")
+    return [path_in(name, each) for each in value]
+
+
+def named(name: str, value: object) -> str:
+    """Return an argument with its value as users write both, such as `mode='btach'`."""
+    if name.startswith("-") or " " in name:
+        return f"{name} {value}"
+    shown = " ".join(repr(value).split())
+    if len(shown) > _LONGEST:
+        shown = f"{shown[:_LONGEST]}..."
+    return f"{name}={shown}"
+
+
+def _listed(words: Sequence[str]) -> str:
+    if len(words) == 2:
+        return " or ".join(words)
+    return ", ".join(words)

@@ -1,0 +1,110 @@
+"""Bounds on the decompression of untrusted data, by codec."""
+
+import bz2
+import lzma
+import struct
+import zlib
+from collections.abc import Callable
+from typing import Any, Final
+
+__all__ = ["CODECS", "exceeds"]
+
+_STEP: Final = 1 << 20
+_MAGIC: Final = b"\x28\xb5\x2f\xfd"
+_UNKNOWN: Final = 2**64 - 1
+
+
+def exceeds(codec: str, data: bytes, limit: int) -> bool:
+    """True if compressed data become more than `limit` bytes. Takes little memory to find out.
+
+    Args:
+        codec: name of the codec; False for those that are unknown here.
+    """
+    check = CODECS.get(codec)
+    return check is not None and check(data, limit)
+
+
+def _streamed(make: Callable[[], Any]) -> Callable[[bytes, int], bool]:
+    """Return a check that decompresses in small steps; `make` makes the decompressor."""
+
+    def check(data: bytes, limit: int) -> bool:
+        done = 0
+        while data:
+            decompressor = make()
+            rest = data
+            while not decompressor.eof:
+                part = decompressor.decompress(rest, _STEP)
+                rest = getattr(decompressor, "unconsumed_tail", b"")
+                done += len(part)
+                if done > limit:
+                    return True
+                if not part and not rest:
+                    return False  # Cut off, which the codec itself reports.
+            if decompressor.unused_data == data:
+                return False
+            data = decompressor.unused_data
+        return False
+
+    def sound(data: bytes, limit: int) -> bool:
+        try:
+            return check(data, limit)
+        except (zlib.error, OSError, EOFError, ValueError, lzma.LZMAError):
+            return False
+
+    return sound
+
+
+def _zstd(data: bytes, limit: int) -> bool:
+    size = _zstd_size(data)
+    if size != _UNKNOWN:
+        return size > limit
+    import pyarrow
+
+    try:
+        with pyarrow.CompressedInputStream(pyarrow.BufferReader(data), "zstd") as stream:
+            done = 0
+            while part := stream.read(_STEP):
+                done += len(part)
+                if done > limit:
+                    return True
+    except OSError:
+        pass
+    return False
+
+
+def _zstd_size(data: bytes) -> int:
+    """Return the size that the first frame declares; 2^64 - 1 if it does not."""
+    if data[:4] != _MAGIC or len(data) < 6:
+        return 0
+    flags = data[4]
+    single, width = flags >> 5 & 1, (0, 2, 4, 8)[flags >> 6]
+    at = 5 + (0 if single else 1) + (0, 1, 2, 4)[flags & 3]
+    if not width and not single:
+        return _UNKNOWN
+    if len(data) < at + max(width, 1):
+        return 0  # Cut off, which the codec itself reports.
+    if not width:
+        return data[at]
+    size = int.from_bytes(data[at : at + width], "little")
+    return size + 256 if width == 2 else size
+
+
+def _word(at: int) -> Callable[[bytes, int], bool]:
+    """Return a check of formats that store their size as 32 bits at an offset."""
+
+    def check(data: bytes, limit: int) -> bool:
+        return len(data) >= at + 4 and struct.unpack_from("<I", data, at)[0] > limit
+
+    return check
+
+
+CODECS: Final[dict[str, Callable[[bytes, int], bool]]] = {
+    "gzip": _streamed(lambda: zlib.decompressobj(47)),
+    "zlib": _streamed(lambda: zlib.decompressobj(47)),
+    "bz2": _streamed(bz2.BZ2Decompressor),
+    "lzma": _streamed(lzma.LZMADecompressor),
+    "zstd": _zstd,
+    "blosc": _word(4),
+    "lz4": _word(0),
+}
+"""Checks by codec, named as in Zarr."""

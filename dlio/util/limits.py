@@ -1,0 +1,116 @@
+"""Limits under which untrusted data are read.
+
+Files of a data set, a tier or a checkpoint may have been made by anyone. So
+
+- only regular files are opened for reading: opening a FIFO or a device could wait for ever, or give
+  data without an end (`open_regular`);
+- sizes that a file declares are compared with its stored bytes before memory is taken for them
+  (`check_claim`), and nothing is decompressed beyond its declared size (`dlio.util.expand`);
+- libraries that raise errors of any kind for malformed metadata are called within `parsing`.
+"""
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from dlio.errors import DlioError, SourceError
+
+__all__ = [
+    "MAX_ABSENT_ROWS",
+    "check_claim",
+    "check_regular",
+    "is_plausible",
+    "open_regular",
+    "parsing",
+]
+
+MAX_ABSENT_ROWS: Final = 1 << 20
+"""Rows that a data set may declare without storing them."""
+_FREE_BYTES: Final = 128 << 20
+_EXPANSION: Final = 256
+_REASON: Final = "it is not a regular file"
+_SHORT: Final = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
+"""Errors of the machine, not of the data."""
+_REMEDY: Final = "this process has used up what it may have (`ulimit -a`); use fewer workers"
+
+
+def open_regular(path: str, flags: int = 0, *, dir_fd: int | None = None) -> int:
+    """Open a regular file for reading and return its descriptor.
+
+    Args:
+        flags: further flags of `os.open`.
+        dir_fd: folder that a relative path begins at.
+
+    Raises OSError, also for anything but a regular file.
+    """
+    # Without O_NONBLOCK, opening a FIFO waits for a writer. It does not matter to a regular file.
+    how = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | flags
+    try:
+        descriptor = os.open(path, how, dir_fd=dir_fd)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # A socket.
+            raise OSError(errno.EINVAL, _REASON, path) from error
+        raise
+    try:
+        check_regular(os.fstat(descriptor), path)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def check_regular(status: os.stat_result, path: str) -> None:
+    """Raise OSError if a path's status is not that of a regular file."""
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, _REASON, path)
+
+
+def check_claim(declared: int, stored: int, where: str) -> None:
+    """Check that stored bytes may become as many as is declared when they are decompressed.
+
+    Raises SourceError if that is implausible: 128 MiB and 256 times the stored bytes.
+    """
+    if not is_plausible(declared, stored):
+        raise SourceError(
+            f"{where} claims to hold {declared} bytes, of which {stored} are stored: it is "
+            "damaged, or was made to take all memory; restore it, or store it uncompressed"
+        )
+
+
+def is_plausible(declared: int, stored: int) -> bool:
+    """True if stored bytes may become as many as is declared; see `check_claim`."""
+    return 0 <= declared <= _FREE_BYTES + _EXPANSION * stored
+
+
+@contextmanager
+def parsing(where: str) -> Iterator[None]:
+    """Turn errors of any kind, as malformed data cause in libraries, into one of the data set.
+
+    Args:
+        where: path for the message.
+
+    Raises SourceError.
+    """
+    try:
+        yield
+    except DlioError:
+        raise
+    except MemoryError as error:
+        raise SourceError(f"{where} needs more memory than there is: check its sizes") from error
+    except Exception as error:
+        reason = str(error) or type(error).__name__
+        if isinstance(error, OSError) and error.errno in _SHORT:
+            raise SourceError(f"{where} cannot be read: {error.strerror}: {_REMEDY}") from error
+        if isinstance(error, RuntimeError) and "start new thread" in reason:
+            raise SourceError(f"{where} cannot be read: no thread can be started: {_REMEDY}") from (
+                error
+            )
+        raise SourceError(
+            f"{where} is damaged, or its contents are not as its format says: {reason[:500]}; "
+            "restore it"
+        ) from error

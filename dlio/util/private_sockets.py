@@ -1,0 +1,58 @@
+"""Sockets in private folders: only processes of this user can connect to them."""
+
+import os
+import socket
+import stat
+import struct
+from typing import Final
+
+from dlio.errors import TierError
+
+__all__ = ["connect", "is_own", "listen"]
+
+_BACKLOG: Final = 1024
+_CREDENTIALS: Final = struct.Struct("3i")
+
+
+def listen(folder: int, name: str) -> socket.socket:
+    """Return a socket that listens at a name in a folder, for this user alone.
+
+    Args:
+        folder: descriptor of a private folder. Paths of sockets are limited to 107 characters.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o177)
+    try:
+        listener.bind(f"/proc/self/fd/{folder}/{name}")
+    finally:
+        os.umask(before)
+    listener.listen(_BACKLOG)
+    return listener
+
+
+def connect(folder: str, name: str, timeout_s: float | None) -> socket.socket:
+    """Connect to a socket in a private folder.
+
+    Raises OSError if nobody listens, TierError if the folder belongs to another user.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+            raise TierError(f"{folder} is not yours alone (0700): remove it and start again")
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(timeout_s)
+        try:
+            connection.connect(f"/proc/self/fd/{descriptor}/{name}")
+        except BaseException:
+            connection.close()
+            raise
+    finally:
+        os.close(descriptor)
+    return connection
+
+
+def is_own(connection: socket.socket) -> bool:
+    """True if a process of this user has connected."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(raw)[1]) == os.geteuid()

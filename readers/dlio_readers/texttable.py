@@ -1,0 +1,369 @@
+"""Tables of text, whose first line names their columns: `.csv`, `.tsv`."""
+
+import csv
+import io
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.data.index import Arrays, cached_index
+from dlio.data.labels import LABEL_NAMES
+from dlio.data.source import File, own_name
+from dlio.errors import SourceError, UsageError
+from dlio.util.arguments import nearest
+from dlio_readers.columns import Column
+from dlio_readers.joined import JoinedColumn
+
+__all__ = ["FEATURES", "TextTable", "open_text_tables"]
+
+FEATURES: Final = "features"
+"""Field that holds the columns of `columns=` as one array."""
+_ALL: Final = "*"
+_VERSION: Final = 2
+_MAX_TEXT: Final = 4 << 30
+_MAX_LINE: Final = 1 << 24
+_MAX_CLASSES: Final = 1 << 16
+_SEPARATORS: Final = (",", ";", "\t", "|")
+_MISSING: Final = frozenset(
+    (
+        *("", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND"),
+        *("1.#QNAN", "<NA>", "N/A", "NA", "NULL", "NaN", "None", "n/a", "nan", "null"),
+    )
+)
+"""Texts that stand for a missing value in a column of numbers, as in pandas."""
+_WHOLE: Final = re.compile(r"\s*[+-]?[0-9]+\s*", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class TextTable:
+    """The columns of one or several files that have the same columns."""
+
+    columns: Mapping[str, Column]
+    count: int
+    classes: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """A column of one file, from the file's index."""
+
+    name: str
+    kind: str
+    """`int64`, `float64`, `text`, or `none` if all values are missing."""
+    missing: int
+    """Number of the first row without a value, as numbers go; -1 if all have one."""
+    blank: int
+    """Number of the first row with an empty text, -1 for none."""
+    distinct: list[str] | None
+    """The different texts of a label column, None for others and for too many."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One file of a table."""
+
+    file: File
+    index: Arrays
+    separator: str
+    facts: tuple[_Facts, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(each.name for each in self.facts)
+
+    @property
+    def count(self) -> int:
+        return len(self.index["starts"]) - 1
+
+
+def open_text_tables(
+    files: Sequence[File],
+    names: Sequence[str],
+    separator: str | None = None,
+    features: Sequence[str] | str | None = None,
+) -> TextTable:
+    """Return the columns of some files as one table. Indexes of the files are cached.
+
+    Args:
+        names: columns to read; all if empty.
+        separator: character between values; found by the first line for None.
+        features: columns of numbers to read as one array, `FEATURES`; "*" for all of them but the
+            label. Of the others only the label and `names` are read then.
+
+    Raises SourceError for damaged files and missing labels, UsageError for columns that the files
+    do not have.
+    """
+    if separator is not None and (len(separator) != 1 or separator in '"\r\n'):
+        raise UsageError(f"separator={separator!r}: give one character, such as ';'")
+    parts = [_part(file, separator) for file in files]
+    header = parts[0].names
+    for part in parts[1:]:
+        if part.names != header:
+            raise SourceError(
+                f"{part.file.name} has the columns {', '.join(part.names)}, but "
+                f"{parts[0].file.name} has {', '.join(header)}: read them one by one"
+            )
+    kinds = {name: _kind([part.facts[k] for part in parts]) for k, name in enumerate(header)}
+    label = next((name for name in LABEL_NAMES if name in header), None)
+    _check_names(parts[0].file.name, header, names)
+    matrix = _feature_names(parts[0].file.name, kinds, label, features)
+    chosen = list(names) or list(header)
+    if features is not None:
+        chosen = [name for name in header if name in names or name == label]
+    classes: list[str] = []
+    if label in chosen:
+        _check_labels(parts, header.index(label), kinds[label])
+        if kinds[label] == "text":
+            classes = _classes(parts, header.index(label))
+    columns: dict[str, Column] = {}
+    if features is not None:
+        if FEATURES in chosen:
+            raise UsageError(f"{parts[0].file.name} has a column {FEATURES!r}: rename it")
+        numbers = [header.index(name) for name in matrix]
+        columns[FEATURES] = _joined(parts, lambda part: _Matrix(part, numbers))
+    for name in chosen:
+        number, own = header.index(name), classes if name == label else []
+        columns[name] = _column(parts, number, kinds[name], own)
+    return TextTable(columns, sum(part.count for part in parts), classes)
+
+
+def _column(parts: Sequence[_Part], number: int, kind: str, classes: list[str]) -> Column:
+    return _joined(parts, lambda part: _TextColumn(part, number, kind, classes))
+
+
+def _joined(parts: Sequence[_Part], make: Callable[[_Part], Column]) -> Column:
+    columns = [make(part) for part in parts]
+    if len(columns) == 1:
+        return columns[0]
+    return JoinedColumn(columns, [part.count for part in parts])
+
+
+def _part(file: File, separator: str | None) -> _Part:
+    if separator is None and own_name(file.name).endswith(".tsv"):
+        separator = "\t"
+    kind = "table" if separator is None else f"table{ord(separator)}"
+    index = cached_index(kind, _VERSION, [file], lambda: _table_index(file, separator))
+    head = json.loads(index["head"].tobytes())
+    facts = tuple(_Facts(*row) for row in head["columns"])
+    return _Part(file, index, head["separator"], facts)
+
+
+def _check_names(path: str, header: Sequence[str], names: Sequence[str]) -> None:
+    for name in names:
+        if name not in header:
+            raise UsageError(
+                f"{path} has no column {name!r}: it has {', '.join(header)}{nearest(name, header)}"
+            )
+
+
+def _feature_names(
+    path: str, kinds: Mapping[str, str], label: str | None, features: Sequence[str] | str | None
+) -> list[str]:
+    """Return the columns that make up the array of features. Raises UsageError."""
+    if features is None:
+        return []
+    if features == _ALL:
+        chosen = [name for name, kind in kinds.items() if kind != "text" and name != label]
+    else:
+        chosen = [features] if isinstance(features, str) else list(features)
+    _check_names(path, list(kinds), chosen)
+    texts = [name for name in chosen if kinds[name] == "text"]
+    if texts:
+        raise UsageError(
+            f"columns=: {texts[0]!r} of {path} is text: leave it out, or replace it by numbers"
+        )
+    if not chosen:
+        raise UsageError(f"columns=: {path} has no columns of numbers: leave it out")
+    return chosen
+
+
+def _kind(facts: Sequence[_Facts]) -> str:
+    """Return the kind of a column over all files."""
+    kinds = {each.kind for each in facts}
+    if "text" in kinds:
+        return "text"
+    missing = any(each.missing >= 0 for each in facts)
+    return "int64" if kinds == {"int64"} and not missing else "float64"
+
+
+def _check_labels(parts: Sequence[_Part], number: int, kind: str) -> None:
+    """Raise SourceError if a label of classes is missing; a number to predict may be."""
+    whole = not any(part.facts[number].kind == "float64" for part in parts)
+    whole = whole and any(part.facts[number].kind == "int64" for part in parts)
+    for part in parts:
+        facts = part.facts[number]
+        row = facts.blank if kind == "text" else facts.missing if whole else -1
+        if row >= 0:
+            raise SourceError(
+                f"{part.file.name}, row {row + 2}: its {facts.name} is missing: fill or drop the "
+                "row, or name the columns to read, as in x.csv::a,b"
+            )
+
+
+def _classes(parts: Sequence[_Part], number: int) -> list[str]:
+    """Return the different texts of a label in alphabetical order; none for too many."""
+    names: set[str] = set()
+    for part in parts:
+        distinct = part.facts[number].distinct
+        if distinct is None:
+            return []
+        names.update(distinct)
+    return sorted(names) if len(names) <= _MAX_CLASSES else []
+
+
+def _parsed(part: _Part, start: int, stop: int) -> list[list[str]]:
+    """Read rows `start` to `stop` of a file."""
+    low, high = int(part.index["starts"][start]), int(part.index["starts"][stop])
+    text = part.file.read(low, high - low).decode("utf-8")
+    table = csv.reader(io.StringIO(text, newline=""), delimiter=part.separator)
+    rows = [row for row in table if row]
+    if len(rows) != stop - start:
+        raise SourceError(f"{part.file.name} has changed since it was opened: run again")
+    return rows
+
+
+class _TextColumn:
+    """One column of a file, parsed row by row when read."""
+
+    unit = 1
+
+    def __init__(self, part: _Part, number: int, kind: str, classes: Sequence[str]) -> None:
+        self._part, self._number = part, number
+        self.kind = "int64" if classes else kind
+        self._classes = {name: k for k, name in enumerate(classes)}
+
+    def bodies(self) -> npt.NDArray[np.int64] | None:
+        bodies: npt.NDArray[np.int64] = self._part.index["bodies"][:, self._number]
+        return bodies if self.kind == "text" else None
+
+    def rows(self, start: int, stop: int) -> Any:
+        values = [row[self._number] for row in _parsed(self._part, start, stop)]
+        if self._classes:
+            return np.array([self._classes[value] for value in values], np.int64)
+        if self.kind == "text":
+            return values
+        if self.kind == "float64":
+            return np.array([_number(value) for value in values], np.float64)
+        return np.array([int(value) for value in values], np.int64)
+
+
+class _Matrix:
+    """Columns of numbers as one array of each row."""
+
+    unit = 1
+
+    def __init__(self, part: _Part, numbers: Sequence[int]) -> None:
+        self._part, self._numbers = part, numbers
+        self.kind = f"float32[{len(numbers)}]"
+
+    def bodies(self) -> None:
+        return None
+
+    def rows(self, start: int, stop: int) -> npt.NDArray[np.float32]:
+        rows = _parsed(self._part, start, stop)
+        return np.array([[_number(row[k]) for k in self._numbers] for row in rows], np.float32)
+
+
+def _number(text: str) -> float:
+    return math.nan if text.strip() in _MISSING else float(text)
+
+
+def _table_index(file: File, separator: str | None) -> Arrays:
+    """Index the offsets of rows, the kinds of columns and the sizes of texts."""
+    if file.size > _MAX_TEXT:
+        raise SourceError(f"{file.name} of {file.size} bytes is too large a table: write Parquet")
+    data = file.read()
+    data = data.removeprefix(b"\xef\xbb\xbf") if data.startswith(b"\xef\xbb\xbf") else data
+    shift = file.size - len(data)
+    if separator is None:
+        separator = _separator(data)
+    starts, rows = _rows(data, shift, separator, file.name)
+    header, rows = rows[0], rows[1:]
+    if not rows or len(set(header)) != len(header):
+        raise SourceError(f"{file.name} needs a line of different names on top, and rows below")
+    for number, row in enumerate(rows):
+        if len(row) != len(header):
+            raise SourceError(
+                f"{file.name}, row {number + 2}: {len(row)} values, where the first line names "
+                f"{len(header)}"
+            )
+    columns = [
+        _facts(name, values) for name, values in zip(header, zip(*rows, strict=True), strict=True)
+    ]
+    head = {"columns": columns, "separator": separator}
+    sizes = [[len(value.encode()) for value in row] for row in rows]
+    return {
+        "head": np.frombuffer(json.dumps(head).encode(), np.uint8),
+        "starts": np.array(starts[1:], np.int64),
+        "bodies": np.array(sizes, np.int64),
+    }
+
+
+def _separator(data: bytes) -> str:
+    """Return the character that divides the first line into the most values, a comma at a tie."""
+    line = next(iter(data[:_MAX_LINE].splitlines()), b"").decode("utf-8", "replace")
+
+    def values(separator: str) -> int:
+        return len(next(csv.reader([line], delimiter=separator), []))
+
+    return max(_SEPARATORS, key=values)
+
+
+def _rows(data: bytes, shift: int, separator: str, name: str) -> tuple[list[int], list[list[str]]]:
+    """Return (offset of each row, followed by the end; the rows)."""
+    starts, rows = [], []
+    at = begin = shift
+    lines = iter(data.splitlines(keepends=True))
+
+    def feed() -> Any:
+        nonlocal at
+        for line in lines:
+            if len(line) > _MAX_LINE:
+                raise SourceError(f"{name}: a line of {len(line)} bytes is too long")
+            at += len(line)
+            yield line.decode("utf-8")
+
+    try:
+        for row in csv.reader(feed(), delimiter=separator, strict=True):
+            if row:
+                starts.append(begin)
+                rows.append(row)
+            begin = at
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise SourceError(f"{name} at byte {begin}: {error}") from error
+    if not rows:
+        raise SourceError(f"{name} is empty")
+    return [*starts, at], rows
+
+
+def _facts(name: str, values: Sequence[str]) -> list[Any]:
+    """Return the fields of `_Facts` of a column."""
+    gaps = [row for row, value in enumerate(values) if value.strip() in _MISSING]
+    blank = next((row for row in gaps if not values[row].strip()), -1)
+    skipped = set(gaps)
+    present = [value for row, value in enumerate(values) if row not in skipped]
+    distinct = None
+    if name in LABEL_NAMES:
+        texts = set(values)
+        distinct = sorted(texts) if len(texts) <= _MAX_CLASSES else None
+    return [name, _kind_of(present), gaps[0] if gaps else -1, blank, distinct]
+
+
+def _kind_of(values: Sequence[str]) -> str:
+    if not values:
+        return "none"
+    if all(_WHOLE.fullmatch(value) for value in values):
+        # Numbers such as keys of 20 digits would lose digits as floats.
+        return "int64" if all(abs(int(value)) < 2**63 for value in values) else "text"
+    try:
+        for value in values:
+            float(value)
+    except ValueError:
+        return "text"
+    return "text" if any("_" in value for value in values) else "float64"

@@ -1,0 +1,173 @@
+"""The store that Zarr arrays are read through: regular files, and bounded decompression.
+
+Zarr and its codecs trust what they read. So before a codec sees a chunk, its stored bytes and those
+that it would become are compared with the size that the array's metadata declare.
+"""
+
+import asyncio
+import os
+from collections.abc import Iterable
+from typing import Any, Final, Self, cast
+
+from zarr.abc.store import (
+    ByteRequest,
+    OffsetByteRequest,
+    RangeByteRequest,
+    SuffixByteRequest,
+)
+from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
+from zarr.storage import FsspecStore, LocalStore
+
+from dlio.data.source import Source, failed
+from dlio.errors import SourceError
+from dlio.util.expand import exceeds
+from dlio.util.limits import open_regular
+
+__all__ = ["LocalFiles", "RemoteFiles"]
+
+_MAX_METADATA: Final = 64 << 20
+_SLACK: Final = 1 << 16
+_EXPANSION: Final = 8
+"""Filters may shrink or widen what a codec has decompressed."""
+
+
+class _Limits:
+    """Known sizes of arrays, by their paths in the store."""
+
+    def __init__(self) -> None:
+        self._arrays: list[tuple[str, int, int, str]] = []
+
+    def add(self, name: str, stored: int, chunk: int, codec: str) -> None:
+        """Limit the chunks of an array.
+
+        Args:
+            name: path of the array in the store.
+            stored: bytes of a shard, or of a chunk if the array has no shards.
+            chunk: bytes of a chunk.
+            codec: the codec that stored bytes go through first.
+        """
+        prefix = f"{name}/" if name else ""
+        self._arrays.append((prefix, 2 * stored + _SLACK, _EXPANSION * chunk + _SLACK, codec))
+        self._arrays.sort(key=lambda each: -len(each[0]))
+
+    def most(self, key: str) -> int:
+        """Return the most bytes that may be stored under a key."""
+        return next((row[1] for row in self._arrays if key.startswith(row[0])), _MAX_METADATA)
+
+    def check(self, key: str, data: bytes) -> None:
+        """Check stored bytes before a codec decompresses them. Raises SourceError."""
+        for prefix, _, most, codec in self._arrays:
+            if key.startswith(prefix):
+                if exceeds(codec, data, most):
+                    raise SourceError(
+                        f"{key} becomes more than the bytes of a chunk when it is decompressed: it "
+                        "is damaged, or was made to take all memory; restore it"
+                    )
+                return
+
+
+class LocalFiles(LocalStore):
+    """A store of local files. Links out of it are refused unless the user wants them."""
+
+    limits: _Limits
+    source: Source
+
+    @classmethod
+    def at(cls, source: Source) -> Self:
+        """Return the store at a source's root."""
+        store = cls(source.root, read_only=True)
+        store.limits, store.source = _Limits(), source
+        return store
+
+    def with_read_only(self, read_only: bool = False) -> Self:
+        store = super().with_read_only(read_only)
+        store.limits, store.source = self.limits, self.source
+        return store
+
+    async def get(
+        self,
+        key: str,
+        prototype: BufferPrototype | None = None,
+        byte_range: ByteRequest | None = None,
+    ) -> Buffer | None:
+        data = await asyncio.to_thread(self._read, key, byte_range)
+        made = prototype or default_buffer_prototype()
+        return None if data is None else made.buffer.from_bytes(data)
+
+    async def get_partial_values(
+        self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
+    ) -> list[Buffer | None]:
+        return [await self.get(key, prototype, part) for key, part in key_ranges]
+
+    def get_sync(
+        self,
+        key: str,
+        *,
+        prototype: BufferPrototype | None = None,
+        byte_range: ByteRequest | None = None,
+    ) -> Buffer | None:
+        """Read a key as `get` does, without an event loop."""
+        data = self._read(key, byte_range)
+        made = prototype or default_buffer_prototype()
+        return None if data is None else made.buffer.from_bytes(data)
+
+    def _read(self, key: str, part: ByteRequest | None) -> bytes | None:
+        path = self.source.path(key)
+        try:
+            descriptor = open_regular(path)
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise failed(path, error) from error
+        try:
+            self._check_place(path)
+            size = os.fstat(descriptor).st_size
+            begin, end = _span(part, size)
+            if end - begin > self.limits.most(key):
+                raise SourceError(f"{path} of {size} bytes is larger than a chunk: restore it")
+            data = os.pread(descriptor, end - begin, begin)
+        finally:
+            os.close(descriptor)
+        self.limits.check(key, data)
+        return data
+
+    def _check_place(self, path: str) -> None:
+        """Raise SourceError if a file, or a folder above it, is a link out of the store."""
+        while len(path) > len(self.source.root):
+            self.source.check_link(path)
+            path = os.path.dirname(path)
+
+
+class RemoteFiles(FsspecStore):
+    """A store behind fsspec."""
+
+    limits: _Limits
+
+    @classmethod
+    def at(cls, source: Source) -> Self:
+        """Return the store at a URL."""
+        store: Any = cls.from_url(source.url, read_only=True)
+        store.limits = _Limits()
+        return cast("Self", store)
+
+    async def get(
+        self,
+        key: str,
+        prototype: BufferPrototype,
+        byte_range: ByteRequest | None = None,
+    ) -> Buffer | None:
+        data = await super().get(key, prototype, byte_range)
+        if data is not None:
+            self.limits.check(key, data.to_bytes())
+        return data
+
+
+def _span(part: Any, size: int) -> tuple[int, int]:
+    """Return the first byte of a request and the one behind its last."""
+    if isinstance(part, RangeByteRequest):
+        return min(part.start, size), max(min(part.end, size), min(part.start, size))
+    if isinstance(part, OffsetByteRequest):
+        return min(part.offset, size), size
+    if isinstance(part, SuffixByteRequest):
+        return max(0, size - part.suffix), size
+    return 0, size

@@ -1,0 +1,122 @@
+"""Help: headings, examples that can be run, `-h`, and `--follow-links` where data are named."""
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dlio.cli import main
+from dlio.cli.app import all_commands, find_command
+from dlio.cli.command import Command
+from dlio.cli.grouping import examples_of, groups_of
+
+Dlio = Callable[..., subprocess.CompletedProcess[str]]
+COMMANDS = {command.name: command for command in all_commands()}
+EXAMPLES = [line for command in COMMANDS.values() for line in examples_of(command.function)]
+
+
+@pytest.fixture
+def dlio(tmp_path: Path) -> Dlio:
+    def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "dlio.cli", *args],
+            cwd=tmp_path,
+            env={**os.environ, "DLIO_CACHE": str(tmp_path / "cache"), "COLUMNS": "80", **env},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    return run
+
+
+@pytest.fixture
+def linked(tmp_path: Path) -> Path:
+    """Return a data set with a picture that is a link out of its folder."""
+    Image.fromarray(np.zeros((40, 40, 3), np.uint8)).save(tmp_path / "outside.png")
+    for name in "ab":
+        (tmp_path / "data" / name).mkdir(parents=True)
+        for k in range(2):
+            pixels = np.full((40, 40, 3), 90 * k, np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "data" / name / f"{k}.png")
+    (tmp_path / "data" / "a" / "link.png").symlink_to(tmp_path / "outside.png")
+    return tmp_path / "data"
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_examples_can_be_run(example: str) -> None:
+    assert len(example) < 78
+    words = shlex.split(example)
+    tokens = words[words.index("dlio") + 1 :]
+    command = find_command(tokens)
+    assert command is not None
+    own, _ = command.split(tokens[1:])
+    flags = {field.flag for field in command.fields} | {"-n"}
+    for word in own:
+        assert not word.startswith("-") or word in flags
+
+
+def test_headings_hold_all_options_of_train() -> None:
+    train = COMMANDS["train"]
+    headings = [group.name for group in train.groups().values()]
+    assert set(headings) == set(groups_of(train.function)) - {"Other options"}
+    assert set(train.groups()) == {field.name for field in train.fields}
+
+
+@pytest.mark.parametrize("command", [*COMMANDS.values()], ids=lambda command: command.name)
+def test_commands_that_read_data_show_follow_links(command: Command) -> None:
+    shown = "follow_links" in command.callable().__annotations__
+    first = command.name.split()[0]
+    reading = {"train", "run", "ls", "pack", "stage", "verify"}
+    assert shown == command.reads_data
+    assert shown or first not in reading
+
+
+@pytest.mark.parametrize("command", [(), ("train",), ("bench", "loader"), ("cache",)])
+def test_h_is_help(
+    command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = []
+    for flag in ("-h", "--help"):
+        with pytest.raises(SystemExit) as ended:
+            main([*command, flag])
+        assert not ended.value.code
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+    assert "Usage: dlio" in shown[0]
+    assert all(len(line) <= 80 for line in shown[0].splitlines())
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("ls", "data"),
+        pytest.param(("verify", "data"), marks=pytest.mark.nightly),
+        pytest.param(("pack", "data", "packed"), marks=pytest.mark.nightly),
+        pytest.param(("stage", "data", "--tiers", "tier:64MB"), marks=pytest.mark.nightly),
+        ("train", "data", "--epochs", "1", "--image-size", "32", "--tiers", "none"),
+        pytest.param(
+            ("train", "data", "-n", "2", "--epochs", "1", "--image-size", "32", "--tiers", "none"),
+            marks=[pytest.mark.mpi, pytest.mark.nightly],
+        ),
+    ],
+    ids=lambda command: " ".join(command[:4]),
+)
+def test_links_are_followed_if_asked_for(
+    dlio: Dlio, linked: Path, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    assert linked.is_dir()
+    (tmp_path / "tier").mkdir(mode=0o700)
+    refused = dlio(*command)
+    assert refused.returncode == 2
+    assert "--follow-links" in refused.stderr
+    followed = dlio(*command, "--follow-links")
+    assert followed.returncode == 0, followed.stderr

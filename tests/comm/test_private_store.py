@@ -1,0 +1,114 @@
+"""The launcher's store: the calls of torch's, for this user's processes alone."""
+
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dlio.comm.net.callers import is_called_by_own_user
+from dlio.comm.private_store import STORE_NAME, PrivateStore, StoreServer
+from dlio.errors import CommError, DlioError
+from dlio.util.private_sockets import connect
+from tests.conftest import in_time
+from tests.hostile.sockets import listening
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[str]:
+    os.chmod(tmp_path, 0o700)
+    with StoreServer(str(tmp_path)):
+        yield str(tmp_path)
+
+
+def test_keys_are_written_once_counted_and_awaited(folder: str) -> None:
+    one = PrivateStore(folder)
+    other = one.clone()
+    assert one.compare_set("a", "", "first") == b"first"
+    assert other.compare_set("a", "", "second") == b"first"
+    assert other.compare_set("a", "first", "third") == b"third"
+    assert [one.add("n", 1), other.add("n", 2), one.add("n", 0)] == [1, 3, 3]
+    assert not one.check(["a", "b"])
+    raw = bytes(range(256))
+    seen: list[list[bytes]] = []
+
+    def wait() -> None:
+        other.wait(["b", "c"])
+        seen.append(other.multi_get(["b", "a"]))
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    one.set("b", raw)
+    assert not seen
+    one.set("c", "")
+    waiting.join(20)
+    assert seen == [[raw, b"third"]]
+    assert one.get("b") == raw
+    for each in (one, other):
+        each.close()
+
+
+def test_a_large_value_goes_through(folder: str) -> None:
+    store = PrivateStore(folder)
+    store.set("large", "x" * (1 << 22))
+    assert len(store.get("large")) == 1 << 22
+    store.close()
+
+
+def test_nothing_listens_at_a_port(folder: str) -> None:
+    before = listening(os.getpid())
+    store = PrivateStore(folder)
+    assert listening(os.getpid()) == before
+    store.close()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        struct.pack("<I", 1 << 31),
+        struct.pack("<I", 3) + b"abc",
+        struct.pack("<I", 2) + b"[]",
+        struct.pack("<I", 8) + b'["exec"]',
+        struct.pack("<I", 20) + b'["multi_get", ["no"]]'[:20],
+        struct.pack("<I", 7) + b'["add"]',
+    ],
+)
+def test_nonsense_ends_one_connection_only(folder: str, words: bytes) -> None:
+    store = PrivateStore(folder)
+    with connect(folder, STORE_NAME, 20) as wrong:
+        wrong.sendall(words)
+        assert wrong.recv(100) == b""
+    store.set("a", "b")
+    assert store.get("a") == b"b"
+    store.close()
+
+
+def test_a_store_that_is_gone_is_an_error_of_one_line(tmp_path: Path) -> None:
+    os.chmod(tmp_path, 0o700)
+    server = StoreServer(str(tmp_path))
+    store = PrivateStore(str(tmp_path))
+    server.close()
+    with pytest.raises(CommError, match="store is gone"):
+        store.get("a")
+    store.close()
+    with pytest.raises(CommError, match="cannot be reached"):
+        PrivateStore(str(tmp_path))
+
+
+def test_a_folder_that_others_can_enter_is_refused(folder: str) -> None:
+    os.chmod(folder, 0o755)
+    with pytest.raises(DlioError, match="not yours alone"):
+        PrivateStore(folder)
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_a_call_of_this_users_is_seen_before_it_is_accepted(family: socket.AddressFamily) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket(family) as caller:
+        port = int(listener.getsockname()[1])
+        assert not is_called_by_own_user(port)
+        mapped = "::ffff:127.0.0.1" if family == socket.AF_INET6 else "127.0.0.1"
+        caller.connect((mapped, port))
+        assert in_time(lambda: is_called_by_own_user(port))

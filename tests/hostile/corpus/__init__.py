@@ -1,0 +1,38 @@
+"""Hostile data, made by code: one module a format, each with a function `cases`."""
+
+from types import ModuleType
+from typing import Final
+
+from tests.hostile.corpus import (
+    checkpoints,
+    folder,
+    hdf5,
+    mds,
+    parquets,
+    shards,
+    tables,
+    tars,
+    tiers,
+    zarrs,
+)
+from tests.hostile.corpus.case import Case
+
+__all__ = ["MODULES", "all_cases"]
+
+MODULES: Final[tuple[ModuleType, ...]] = (
+    folder,
+    tables,
+    hdf5,
+    zarrs,
+    parquets,
+    mds,
+    tars,
+    shards,
+    tiers,
+    checkpoints,
+)
+
+
+def all_cases() -> list[Case]:
+    """Return all cases, in the order of formats."""
+    return [case for module in MODULES for case in module.cases()]

@@ -1,0 +1,25 @@
+"""Files are read, not mapped: a mapped file that somebody truncates kills the process."""
+
+import re
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+MAPPING: Final = re.compile(r"\bmmap\.mmap\(|\bmemmap\(|\bmmap_mode=|\bmemory_map=|\bmmap=True")
+MEMORY: Final = {
+    "dlio/agent/snapshot.py": "snapshots",
+    "dlio/comm/board.py": "rows of the board",
+    "dlio/storage/decoded.py": "slabs",
+    "dlio/storage/streamed.py": "positions",
+}
+"""Modules that map shared memory of their own, not files of disks or data sets."""
+
+
+def test_only_shared_memory_is_mapped() -> None:
+    mapping = {
+        str(path.relative_to(ROOT))
+        for room in ("dlio", "readers", "staging")
+        for path in (ROOT / room).rglob("*.py")
+        if MAPPING.search(path.read_text())
+    }
+    assert mapping == set(MEMORY)

@@ -1,0 +1,94 @@
+"""HDF5 and Parquet files are first read by a process that may die of them."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from dlio.data.source import File
+from dlio.errors import SourceError
+from dlio_readers import rehearsal
+from dlio_readers.hdf5 import Hdf5Reader
+
+pytestmark = pytest.mark.cold
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[File]:
+    """Two files, in a new cache."""
+    monkeypatch.setenv("DLIO_CACHE", str(tmp_path / "cache"))
+    for name in ("a.h5", "b.h5"):
+        with h5py.File(tmp_path / name, "w") as file:
+            file["x"] = np.arange(10.0)
+    return [File(str(tmp_path / name)) for name in ("a.h5", "b.h5")]
+
+
+def _act(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    """Have rehearsals run another program."""
+    command = [sys.executable, "-c", program]
+    monkeypatch.setattr(rehearsal, "module_command", lambda *_: command)
+
+
+def test_files_are_rehearsed_until_they_are_known(
+    files: list[File], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+    real = subprocess.Popen
+
+    def popen(*argv: object, **options: object) -> object:
+        started.append(argv[0])
+        return real(*argv, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    path = [file.url for file in files]
+    for _ in range(2):
+        with contextlib.closing(Hdf5Reader(path)) as reader:
+            assert len(reader) == 20
+    assert len(started) == 1
+    with h5py.File(path[1], "a") as file:
+        file["x"][0] = 5.0
+    os.utime(path[1], (1e9, 1e9))
+    Hdf5Reader(path).close()
+    assert len(started) == 2
+
+
+def test_the_file_that_kills_its_reader_is_named(
+    files: list[File], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = files[1].name
+    program = f"import os; print('\"{name}\"', flush=True); os.kill(os.getpid(), 11)"
+    _act(monkeypatch, program)
+    for _ in range(2):  # It is not known after the first time.
+        with pytest.raises(SourceError, match=rf"{name}: h5py .* ends the process .*\(SIGSEGV\)"):
+            Hdf5Reader([file.url for file in files])
+
+
+def test_a_reader_that_computes_for_ever_is_stopped(
+    files: list[File], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rehearsal, "_STUCK_CPU_S", 0.3)
+    _act(monkeypatch, "while True: pass")
+    with pytest.raises(SourceError, match=r"a\.h5: h5py .* does not come to an end"):
+        rehearsal.rehearse("hdf5", "h5py", files[0].url, files)
+
+
+def test_a_reader_that_waits_for_ever_is_stopped(
+    files: list[File], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rehearsal, "_SILENT_S", 0.3)
+    _act(monkeypatch, "import time; time.sleep(1000)")
+    with pytest.raises(SourceError, match="does not come to an end"):
+        rehearsal.rehearse("hdf5", "h5py", files[0].url, files)
+
+
+def test_it_is_said_that_a_rehearsal_is_not_possible(
+    files: list[File], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _act(monkeypatch, "raise SystemExit(1)")
+    with pytest.warns(RuntimeWarning, match="check that dlio is installed"):
+        assert len(Hdf5Reader(files[0].url)) == 10

@@ -1,0 +1,159 @@
+"""Commands that list and check: status, verify, cache."""
+
+import ast
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import dlio
+from dlio.cli.cache import Cleaning, Shown, clean, list_entries
+from dlio.cli.ls import Listing
+from dlio.cli.ls import command as ls
+from dlio.data.index import open_cache
+from dlio.storage.known import known_roots, remember_root
+from dlio_staging.manage import Status, describe_status, status
+from dlio_staging.stage import StageOptions, stage
+from dlio_staging.verify import Verification
+from dlio_staging.verify import command as verify
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setenv("DLIO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("DLIO_TIERS", raising=False)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    for name in "ab":
+        (tmp_path / "data" / name).mkdir(parents=True)
+        for k in range(3):
+            pixels = np.full((20, 20, 3), 40 * k, np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "data" / name / f"{k}.png")
+    return tmp_path / "data"
+
+
+def _tier(tmp_path: Path, name: str) -> Path:
+    (tmp_path / name).mkdir(mode=0o700)
+    return tmp_path / name
+
+
+def test_status_finds_what_was_staged(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tier = _tier(tmp_path, "some place")
+    stage(str(pictures), StageOptions(tiers=f"{tier}:64MB"))
+    status(Status())
+    shown = capsys.readouterr().out
+    assert str(tier) in shown
+    assert str(pictures) in shown
+
+
+def test_tiers_of_training_are_found_too(pictures: Path, tmp_path: Path) -> None:
+    tier = _tier(tmp_path, "tier")
+    with (
+        dlio.open(pictures, image_size=16, tiers=[(tier, "64MB")]) as data,
+        dlio.DataLoader(data, batch_size=2) as loader,
+    ):
+        list(loader)
+    assert known_roots() == [str(tier)]
+
+
+def test_a_root_that_holds_nothing_of_this_user_is_not_shown(tmp_path: Path, cache: Path) -> None:
+    for name in ("gone", "stranger"):
+        remember_root(str(tmp_path / name))
+    (tmp_path / "stranger" / f"dlio-{os.getuid()}").mkdir(parents=True, mode=0o777)
+    (tmp_path / "stranger" / f"dlio-{os.getuid()}").chmod(0o777)
+    tiers = describe_status(None)["tiers"]
+    assert isinstance(tiers, list)
+    assert not [each for each in tiers if str(tmp_path) in each["root"]]
+    with open_cache():
+        for text in ("nonsense", '{"root": 5}', '["x"]', '{"root": "relative"}', "[" * 9000):
+            (cache / "tier-0123456789abcdef.json").write_text(text)
+            assert len(known_roots()) == 2
+
+
+def test_the_list_of_another_user_is_not_believed(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remember_root("/own")
+    cache.chmod(0o777)  # Now anyone may have written what is in it.
+    assert known_roots() == []
+    remember_root("/later")
+    cache.chmod(0o700)
+    assert known_roots() == ["/own"]
+
+
+def test_one_damaged_file_is_named_on_the_line(pictures: Path) -> None:
+    (pictures / "a" / "1.png").write_bytes(b"\x89PNG\r\n\x1a\n damaged")
+    with pytest.raises(dlio.CorruptBlock, match=r"1 damaged \(.*1\.png.*\): restore or remove it"):
+        verify(Verification(str(pictures)))
+    (pictures / "b" / "2.png").write_bytes(b"\x89PNG\r\n\x1a\n damaged")
+    with pytest.raises(dlio.CorruptBlock, match="2 damaged: restore or remove them"):
+        verify(Verification(str(pictures)))
+
+
+def test_names_are_escaped(pictures: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evil = pictures.with_name("evil\x1b[31m\nname")
+    (pictures / "a").rename(pictures / "a\x1b]0;owned\x07")
+    (pictures / "b" / "0.png").rename(pictures / "b" / "\x1b[2J.png")
+    pictures.rename(evil)
+    ls(Listing(str(evil)))
+    (evil / "b" / "\x1b[2J.png").write_bytes(b"damaged")
+    with pytest.raises(dlio.CorruptBlock) as error:
+        verify(Verification(str(evil)))
+    shown = capsys.readouterr().out + str(error.value)
+    assert "\\x1b" in shown
+    assert "\x1b" not in shown
+    assert "\x07" not in shown
+
+
+@pytest.mark.parametrize(
+    "module",
+    [*(ROOT / "staging/dlio_staging").glob("*.py"), *(ROOT / "dlio/cli").glob("l[se]*.py")],
+    ids=lambda path: path.name,
+)
+def test_all_lines_go_through_print_line(module: Path) -> None:
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print":
+            call = ast.unparse(node)
+            assert call.startswith("print(json.dumps("), f"{call}: use print_line, which escapes"
+
+
+def test_the_cache_is_listed_and_cleaned(
+    pictures: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert len(dlio.open(pictures)) == 6
+    remember_root("/some/tier")
+    (cache / "mine.txt").write_text("not dlio's")
+    (cache / "my folder").mkdir()
+    (cache / "my folder" / "file").write_text("not dlio's")
+    list_entries(Shown())
+    shown = capsys.readouterr().out
+    assert "folder." in shown
+    clean(Cleaning(older=1.0))
+    assert "removed 0 indexes" in capsys.readouterr().out
+    clean(Cleaning())
+    assert "removed 1 indexes" in capsys.readouterr().out
+    assert (cache / "my folder" / "file").exists()
+    assert (cache / "mine.txt").exists()
+    assert known_roots() == ["/some/tier"]
+    assert len(dlio.open(pictures)) == 6
+
+
+def test_old_indexes_are_chosen(pictures: Path, cache: Path) -> None:
+    assert len(dlio.open(pictures)) == 6
+    (index,) = (each for each in cache.iterdir() if each.is_dir())
+    long_ago = time.time() - 3 * 86400
+    os.utime(index, (long_ago, long_ago))
+    clean(Cleaning(older=2.0))
+    assert not index.exists()

@@ -1,0 +1,77 @@
+"""Packing onto a full disk: one line that names it, and nothing half-written, in every format."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dlio_staging.writers import WRITERS
+
+pytestmark = pytest.mark.cold
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB; skipped without the right to mount one."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    if os.geteuid():
+        pytest.skip("needs root")
+    how = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(place)]
+    if subprocess.run(how, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two classes of files with bytes that cannot be compressed, 3 MB together."""
+    folder = tmp_path_factory.mktemp("source")
+    for k in range(60):
+        inside = folder / "ab"[k % 2]
+        inside.mkdir(exist_ok=True)
+        (inside / f"{k}.jpg").write_bytes(os.urandom(50_000))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        300_000,
+        pytest.param(1 << 20, marks=pytest.mark.nightly),
+        pytest.param(10_000, marks=pytest.mark.nightly),
+    ],
+)
+@pytest.mark.parametrize("format_", WRITERS)
+def test_a_full_disk_is_one_line(
+    format_: str, left: int, source: Path, small_disk: Path, tmp_path: Path
+) -> None:
+    if left < 1 << 20:
+        (small_disk / "other").write_bytes(bytes((1 << 20) - left))
+    before = sorted(small_disk.iterdir())
+    paths = [str(ROOT), *(str(ROOT / room) for room in ("readers", "staging"))]
+    done = subprocess.run(
+        [
+            *[sys.executable, "-m", "dlio.cli", "pack", str(source)],
+            *[str(small_disk / "packed"), "--format", format_, "--workers", "1"],
+        ],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "DLIO_CACHE": str(tmp_path / "cache"),
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2, done
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert "disk is full" in done.stderr
+    assert str(small_disk) in done.stderr
+    assert sorted(small_disk.iterdir()) == before

@@ -1,0 +1,252 @@
+"""Folders that users name, and files in verified folders."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from dlio.errors import TierError, UsageError
+from dlio.util.files import open_partial, write_json, write_whole
+from dlio.util.folders import (
+    MARK,
+    empty_folder,
+    is_marked,
+    new_folder,
+    open_private,
+    open_working,
+    remove_marked,
+    seal,
+)
+from dlio.util.named import make_folders, open_folder, parent_of
+from dlio.util.opening import Refused, closing_descriptor, open_file, path_of, planted, read_small
+from dlio.util.printable import printable
+
+READ = os.O_RDONLY
+
+
+def _same(descriptor: int, path: Path) -> bool:
+    with closing_descriptor(descriptor):
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+
+
+def test_own_links_relative_paths_and_dots_are_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "absolute").symlink_to(tmp_path / "a")
+    (tmp_path / "relative").symlink_to("absolute/b/../b")
+    monkeypatch.chdir(tmp_path / "a")
+    b = tmp_path / "a" / "b"
+    for path in (f"{b}/", f"/{b}//.", f"{tmp_path}/relative", "b", "./../relative", "b/../b"):
+        assert _same(open_folder(path), b), path
+    # As the kernel goes, `..` leaves the folder behind the link, and not the link.
+    assert _same(open_folder(f"{tmp_path}/relative/.."), tmp_path / "a")
+    assert _same(open_folder("/"), Path("/"))
+
+
+def test_loops_files_and_missing_folders_are_errors(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "file").touch()
+    (tmp_path / "dangling").symlink_to("nothing")
+    before = set(os.listdir("/proc/self/fd"))
+    for name, kind in (
+        ("loop", OSError),
+        ("file", NotADirectoryError),
+        ("file/x", NotADirectoryError),
+        ("dangling", FileNotFoundError),
+        ("none/x", FileNotFoundError),
+    ):
+        with pytest.raises(kind):
+            open_folder(str(tmp_path / name))
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_path_by_way_of_a_descriptor_survives_a_renaming(tmp_path: Path) -> None:
+    (tmp_path / "here" / "inside").mkdir(parents=True)
+    with closing_descriptor(open_folder(str(tmp_path / "here"))) as folder:
+        (tmp_path / "here").rename(tmp_path / "there")
+        (tmp_path / "here").mkdir()
+        write_json(f"{path_of(folder)}/inside/x.json", 1)
+        with parent_of(f"{path_of(folder)}/y") as (parent, name):
+            assert (_same(os.dup(parent), tmp_path / "there"), name) == (True, "y")
+    assert (tmp_path / "there" / "inside" / "x.json").read_text() == "1"
+    assert os.listdir(tmp_path / "here") == []
+
+
+def test_missing_folders_are_made(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        os.close(make_folders(f"{tmp_path}/a/b/"))
+        os.close(make_folders(f"{tmp_path}/p/q", 0o700))
+    finally:
+        os.umask(before)
+    modes = {name: stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("a", "a/b", "p/q")}
+    assert modes == {"a": 0o775, "a/b": 0o775, "p/q": 0o700}
+    assert _same(make_folders(f"{tmp_path}/a/b"), tmp_path / "a" / "b")
+
+
+def _status(mode: int, uid: int, gid: int = 77777) -> os.stat_result:
+    return os.stat_result((mode, 1, 1, 1, uid, gid, 0, 0, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("folder", "entry", "is_refused"),
+    [
+        (_status(stat.S_IFDIR | 0o1777, 0), _status(stat.S_IFLNK | 0o777, 4242), True),
+        (_status(stat.S_IFDIR | 0o777, 0), _status(stat.S_IFLNK | 0o777, 4242), True),
+        (_status(stat.S_IFDIR | 0o1777, 0), _status(stat.S_IFDIR | 0o755, 4242), True),
+        (_status(stat.S_IFDIR | 0o1777, 0), _status(stat.S_IFDIR | 0o777, 4242), True),
+        (
+            _status(stat.S_IFDIR | 0o1777, 0),
+            _status(stat.S_IFDIR | 0o2777, 4242, os.getegid()),
+            True,
+        ),
+        (_status(stat.S_IFDIR | 0o1777, 0), _status(stat.S_IFDIR | 0o770, 4242), True),
+        (
+            _status(stat.S_IFDIR | 0o1777, 0),
+            _status(stat.S_IFLNK | 0o770, 4242, os.getegid()),
+            True,
+        ),
+        (
+            _status(stat.S_IFDIR | 0o1777, 0),
+            _status(stat.S_IFDIR | 0o2770, 4242, os.getegid()),
+            False,
+        ),
+        (_status(stat.S_IFDIR | 0o1777, 0), _status(stat.S_IFLNK | 0o777, 0), False),
+        (_status(stat.S_IFDIR | 0o1777, 0), _status(stat.S_IFLNK | 0o777, os.geteuid()), False),
+        (_status(stat.S_IFDIR | 0o1777, 4242), _status(stat.S_IFLNK | 0o777, 4242), False),
+        (_status(stat.S_IFDIR | 0o2775, 0), _status(stat.S_IFLNK | 0o777, 4242), False),
+        (_status(stat.S_IFDIR | 0o755, 4242), _status(stat.S_IFLNK | 0o777, 4242), False),
+    ],
+)
+def test_strangers_are_not_followed_where_all_may_write(
+    folder: os.stat_result, entry: os.stat_result, is_refused: bool
+) -> None:
+    assert bool(planted(folder, entry)) == is_refused
+
+
+def test_only_plain_files_with_one_name_are_opened(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("plain")
+    (tmp_path / "twice").write_text("twice")
+    os.link(tmp_path / "twice", tmp_path / "again")
+    (tmp_path / "link").symlink_to("plain")
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "fifo")
+    with closing_descriptor(open_folder(str(tmp_path))) as folder:
+        assert read_small(folder, "plain", 5) == b"plain"
+        with pytest.raises(OSError, match="larger than 4 bytes"):
+            read_small(folder, "plain", 4)
+        for name in ("twice", "again", "link", "fifo"):
+            for flags in (READ, os.O_RDWR, os.O_RDWR | os.O_CREAT, os.O_WRONLY | os.O_APPEND):
+                with pytest.raises(Refused, match=name):
+                    open_file(folder, name, flags)
+        for name in ("plain", "link", "folder", "fifo"):
+            with pytest.raises(FileExistsError):
+                open_file(folder, name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    for name in ("twice", "link", "fifo"):
+        with pytest.raises(Refused):
+            open_partial(str(tmp_path / name), new=True)
+    assert (tmp_path / "twice").read_text() == "twice"
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("other")
+    (tmp_path / "out").symlink_to("other")
+
+    def fails(file: object) -> None:
+        assert file is not None
+        raise KeyError("a bug")
+
+    with pytest.raises(KeyError):
+        write_whole(str(tmp_path / "out"), fails)
+    assert sorted(os.listdir(tmp_path)) == ["other", "out"]
+    write_whole(str(tmp_path / "out"), lambda file: file.write(b"new"))
+    assert (tmp_path / "out").read_text() == "new"
+    assert (tmp_path / "other").read_text() == "other"
+    assert sorted(os.listdir(tmp_path)) == ["other", "out"]
+    with pytest.raises(UsageError, match="cannot be written"):
+        write_json(str(tmp_path / "none" / "x"), 1)
+
+
+def test_nothing_is_removed_in_a_folder_without_a_mark(tmp_path: Path) -> None:
+    for name in ("own", "foreign", "empty"):
+        (tmp_path / name).mkdir(mode=0o700)
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "kept").touch()
+    (tmp_path / "link").symlink_to("outside")
+    for name in ("own", "foreign"):
+        (tmp_path / name / "deep" / "er").mkdir(parents=True)
+        (tmp_path / name / "deep" / "link").symlink_to(tmp_path / "outside")
+    (tmp_path / "own" / MARK).touch()
+    (tmp_path / "foreign" / MARK).symlink_to(tmp_path / "own" / MARK)
+    with closing_descriptor(open_folder(str(tmp_path))) as folder:
+        with closing_descriptor(open_folder(str(tmp_path / "foreign"))) as foreign:
+            assert not is_marked(foreign)
+            empty_folder(foreign)
+        with pytest.raises(Refused, match="not made by dlio"):
+            open_working(folder, "foreign")
+        removed = {
+            name: remove_marked(folder, name)
+            for name in ("own", "foreign", "empty", "link", "none")
+        }
+    assert [name for name in removed if removed[name]] == ["own", "empty"]
+    assert sorted(os.listdir(tmp_path)) == ["foreign", "link", "outside"]
+    assert sorted(os.listdir(tmp_path / "foreign")) == [MARK, "deep"]
+    assert os.listdir(tmp_path / "outside") == ["kept"]
+
+
+def test_folders_of_a_tier_have_marks_and_must_have_them(tmp_path: Path) -> None:
+    os.close(open_private(str(tmp_path), "top", "set", "node", marked=2))
+    assert sorted(os.listdir(tmp_path / "top")) == [MARK, "set"]
+    assert sorted(os.listdir(tmp_path / "top" / "set")) == [MARK, "node"]
+    os.close(open_private(str(tmp_path), "top", "set", "node", marked=2))
+    (tmp_path / "top" / MARK).unlink()
+    with pytest.raises(TierError, match="top was not made by dlio"):
+        open_private(str(tmp_path), "top", "set", marked=2)
+
+
+def test_a_new_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    before = os.umask(0)
+    try:
+        with new_folder(str(tmp_path / "made")) as inside:
+            Path(inside, "x").write_text("x")
+            assert not (tmp_path / "made").exists()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "made").stat().st_mode) == 0o755
+    assert stat.S_IMODE((tmp_path / "made" / "x").stat().st_mode) == 0o664
+    with pytest.raises(FileExistsError), new_folder(str(tmp_path / "made")):
+        pass
+    with pytest.raises(KeyError), new_folder(str(tmp_path / "half")):
+        raise KeyError
+    assert os.listdir(tmp_path) == ["made"]
+
+
+def test_sealed_folders_are_not_writable_by_all(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "c").touch()
+    (tmp_path / "outside").touch()
+    (tmp_path / "outside").chmod(0o666)
+    (tmp_path / "a" / "link").symlink_to(tmp_path / "outside")
+    paths = [tmp_path / "a", tmp_path / "a" / "b", tmp_path / "a" / "b" / "c"]
+    for path in paths:
+        path.chmod(0o777)
+    with closing_descriptor(open_folder(str(tmp_path))) as folder:
+        seal(folder, "a")
+    assert {stat.S_IMODE(path.stat().st_mode) for path in paths} == {0o775}
+    assert stat.S_IMODE((tmp_path / "outside").stat().st_mode) == 0o666
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("größe 1.jpg", "größe 1.jpg"),
+        ("\x1b[2J\r\n", "\\x1b[2J\\r\\n"),
+        (b"a\xff\x07", "a\\udcff\\x07"),
+        ("\u202egnp.exe\u0085", "\\u202egnp.exe\\x85"),
+    ],
+)
+def test_names_are_printed_without_control_characters(text: str | bytes, shown: str) -> None:
+    assert printable(text) == shown
