@@ -5,6 +5,7 @@ Everything else goes through fsspec: `s3://`, `memory://`, chained URLs, with cr
 fsspec takes them. Errors name the file, without passwords and signatures in its URL.
 """
 
+import errno
 import glob
 import io
 import os
@@ -22,7 +23,7 @@ import xxhash
 from dlio.data.identity import content_sample, stamp_of
 from dlio.data.links import check_link, links_followed
 from dlio.errors import SourceError, UsageError
-from dlio.util.limits import check_regular, open_regular
+from dlio.util.limits import check_regular, open_regular, open_unchecked
 
 __all__ = [
     "Entry",
@@ -414,13 +415,17 @@ def redact(text: str) -> str:
 def failed(url: str, error: Exception) -> SourceError:
     """Return the error to raise when a file cannot be read."""
     reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    if getattr(error, "errno", None) == errno.ESPIPE:
+        reason = "it is a pipe or a socket, not a regular file"
     return SourceError(f"{redact(url)} cannot be read: {redact(reason)}")
 
 
 def _pread(path: str, offset: int, count: int | None) -> bytes:
-    descriptor = open_regular(path)
+    descriptor = open_unchecked(path)
     try:
-        left = max(0, os.fstat(descriptor).st_size - offset)
+        status = os.fstat(descriptor)
+        check_regular(status, path)
+        left = max(0, status.st_size - offset)
         count = left if count is None else min(count, left)
         data = os.pread(descriptor, count, offset)
         while len(data) < count:

@@ -24,6 +24,7 @@ __all__ = [
     "check_regular",
     "is_plausible",
     "open_regular",
+    "open_unchecked",
     "parsing",
 ]
 
@@ -32,9 +33,26 @@ MAX_ABSENT_ROWS: Final = 1 << 20
 _FREE_BYTES: Final = 128 << 20
 _EXPANSION: Final = 256
 _REASON: Final = "it is not a regular file"
+# Without O_NONBLOCK, opening a FIFO waits for a writer. It does not matter to a regular file.
+_HOW: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _SHORT: Final = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 """Errors of the machine, not of the data."""
 _REMEDY: Final = "this process has used up what it may have (`ulimit -a`); use fewer workers"
+
+
+def open_unchecked(path: str, flags: int = 0, *, dir_fd: int | None = None) -> int:
+    """Open what may not be a regular file, without waiting for anybody; the caller checks it.
+
+    For those who need the file's status anyway: `check_regular` on it. See `open_regular`.
+
+    Raises OSError.
+    """
+    try:
+        return os.open(path, _HOW | flags, dir_fd=dir_fd)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # A socket.
+            raise OSError(errno.EINVAL, _REASON, path) from error
+        raise
 
 
 def open_regular(path: str, flags: int = 0, *, dir_fd: int | None = None) -> int:
@@ -46,14 +64,7 @@ def open_regular(path: str, flags: int = 0, *, dir_fd: int | None = None) -> int
 
     Raises OSError, also for anything but a regular file.
     """
-    # Without O_NONBLOCK, opening a FIFO waits for a writer. It does not matter to a regular file.
-    how = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | flags
-    try:
-        descriptor = os.open(path, how, dir_fd=dir_fd)
-    except OSError as error:
-        if error.errno == errno.ENXIO:  # A socket.
-            raise OSError(errno.EINVAL, _REASON, path) from error
-        raise
+    descriptor = open_unchecked(path, flags, dir_fd=dir_fd)
     try:
         check_regular(os.fstat(descriptor), path)
     except OSError:
@@ -64,10 +75,11 @@ def open_regular(path: str, flags: int = 0, *, dir_fd: int | None = None) -> int
 
 def check_regular(status: os.stat_result, path: str) -> None:
     """Raise OSError if a path's status is not that of a regular file."""
+    if stat.S_ISREG(status.st_mode):
+        return
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-    if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, _REASON, path)
+    raise OSError(errno.EINVAL, _REASON, path)
 
 
 def check_claim(declared: int, stored: int, where: str) -> None:

@@ -24,13 +24,13 @@ from dlio.data.labels import TABLE_LABEL_NAMES
 from dlio.data.links import FolderLinks, links_followed
 from dlio.data.parts import is_part
 from dlio.data.schema import IMAGE_LABEL, LABEL, Schema
-from dlio.data.source import Entry, Source
+from dlio.data.source import Entry, Source, failed
 from dlio.errors import SourceError
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
 from dlio.storage.block import MAX_SAMPLE_BYTES
 from dlio.storage.shard import SUFFIX
-from dlio.util.limits import open_regular
+from dlio.util.limits import check_regular, open_unchecked
 
 __all__ = ["EXTENSIONS", "FolderReader"]
 
@@ -157,7 +157,7 @@ class FolderReader:
         memory[: len(label)] = label
         left, beyond = memoryview(memory)[len(label) :], bytearray(1)
         try:
-            descriptor = open_regular(path)
+            descriptor = open_unchecked(path)
             try:
                 done = os.preadv(descriptor, [left, beyond], 0)
                 while 0 < done < size:
@@ -165,12 +165,14 @@ class FolderReader:
                     if not more:
                         break
                     done += more
-                changed = os.fstat(descriptor).st_ctime_ns != changed_ns
+                status = os.fstat(descriptor)
+                check_regular(status, path)
             finally:
                 os.close(descriptor)
         except OSError as error:
-            raise SourceError(f"{path} cannot be read: {error.strerror}") from error
-        return memoryview(memory) if done == size and not changed else None
+            raise failed(path, error) from error
+        unchanged = done == size and status.st_ctime_ns == changed_ns
+        return memoryview(memory) if unchanged else None
 
     def _holds(self, index: Arrays) -> bool:
         """True if a cached listing is valid: neither folders nor the label table have changed."""

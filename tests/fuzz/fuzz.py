@@ -35,7 +35,7 @@ def main() -> None:
     limits = ["-rss_limit_mb=6144", "-timeout=20", "-max_len=65536"]
     prefix = f"-artifact_prefix={os.path.join(work, f'found-{name}-')}"
     atheris.Setup(
-        [*sys.argv, *limits, prefix, *([] if named else folders)],
+        [sys.argv[0], *limits, prefix, *sys.argv[1:], *([] if named else folders)],
         lambda data: survives(PARSERS[name], data),
     )
     atheris.Fuzz()

@@ -388,20 +388,25 @@ def test_bytes_changed_on_the_way_never_arrive(
     ranks: Ranks, caplog: pytest.LogCaptureFixture, side: str
 ) -> None:
     first = HELLO_BYTES + CONFIRM_BYTES
-    at = {"frame": 3, "mac": Seal.SIZE - 1, "body": Seal.SIZE + 50}.get(side, 0) + first
+    at = {"frame": 3, "mac": Seal.SIZE - 1, "body": Seal.SIZE + 50}.get(side, 0)
+    message, held, done = Seal.SIZE + 100, bytearray(), threading.Event()
 
     def change(connection: int, start: int, piece: bytes) -> bytes:
-        if connection or not start <= at < start + len(piece):
+        if connection or done.is_set():
             return piece
-        changed = bytearray(piece)
-        where = at - start
+        # TCP may bring a message in pieces.
+        greeting = piece[: max(0, first - start)]
+        held.extend(piece[len(greeting) :])
+        if len(held) < message:
+            return greeting
+        done.set()
+        one, rest = bytearray(held[:message]), bytes(held[message:])
         if side == "repeated":
-            return bytes(changed[: where + Seal.SIZE + 100] * 2)
+            return greeting + bytes(one * 2) + rest
         if side == "left out":
-            del changed[where : where + Seal.SIZE + 100]
-            return bytes(changed) + b"?" * Seal.SIZE
-        changed[where] ^= 4
-        return bytes(changed)
+            return greeting + rest + b"?" * Seal.SIZE
+        one[at] ^= 4
+        return greeting + bytes(one) + rest
 
     ranks.change = change
     sent, inboxes = bytearray(b"x" * 100), [bytearray(100), bytearray(100)]
