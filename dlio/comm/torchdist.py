@@ -7,6 +7,7 @@ user's collectives, whichever groups the user creates or destroys. Messages go t
 
 import contextlib
 import os
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final, TypeVar
@@ -14,7 +15,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from dlio.comm.gloo import allgather_json, bytes_of, sum_options
@@ -56,7 +57,9 @@ def environment_world() -> Communicator:
     """
     timeout_s = default_timeout_s()
     try:
+        server = _served(timeout_s)
         store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+        del server
     except (OSError, RuntimeError, ValueError) as error:
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise CommError(
@@ -64,6 +67,34 @@ def environment_world() -> Communicator:
             f"address rank 0's, and its port free? ({str(error).splitlines()[0]})"
         ) from error
     return TorchCommunicator(store, "dlio/environment", rank, size)
+
+
+def _served(timeout_s: float) -> Store | None:
+    """Serve torch's store on rank 0, at the address that the others are told and no other.
+
+    torch would listen at all interfaces. Groups that a script makes use the same store.
+    """
+    if os.environ["RANK"] != "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        address = socket.gethostbyname(host)
+        if address.startswith("127.") and host not in (address, "localhost"):
+            return None  # Debian's /etc/hosts: this node's name is another address to other nodes.
+        listener = socket.create_server((address, port))
+    except OSError:
+        return None  # The others reach it by an address that is not its own, or torch says why not.
+    with listener:
+        port = listener.getsockname()[1]
+        return TCPStore(
+            host,
+            port,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=listener.detach(),
+        )
 
 
 class _Reduction:

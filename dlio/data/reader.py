@@ -175,30 +175,48 @@ def open_reader(path: object, *, follow_links: bool | None = None, **options: ob
                 raise SourceError(f"{redact(each)}: no such file or folder: check the path")
     shown = redact(str(path)) if named else f"this {type(path).__name__}"
     first = path[0] if isinstance(path, list | tuple) else path
-    reasons = []
     kinds = [(entry.name, entry.load()) for entry in entry_points(group="dlio.readers")]
     kinds.sort(key=lambda item: (getattr(item[1], "fallback", False), item[0]))
+    kinds = [each for each in kinds if getattr(each[1], "objects_only", False) != named]
     with listed_once(), following_links(follow_links):
-        for name, kind in kinds:
-            if getattr(kind, "objects_only", False) == named:
-                continue
+        name, kind, reasons = _recognised(first, kinds, named)
+        if kind is not None:
             single = named and getattr(kind, "single", False)
-            try:
-                reason = kind.recognises(expand(cast(str, first))[0] if single else first)
-            except SourceError as error:
-                reason = str(error)
-            if reason is None:
-                urls = _each(cast("str | Sequence[str]", path)) if single else []
-                if len(urls) > 1:
-                    return JoinedReader([_made(name, kind, url, options) for url in urls])
-                return _made(name, kind, urls[0] if urls else path, options)
-            reasons.append(f"{name}: {reason}")
+            urls = _each(cast("str | Sequence[str]", path)) if single else []
+            if len(urls) > 1:
+                return JoinedReader([_made(name, kind, url, options) for url in urls])
+            return _made(name, kind, urls[0] if urls else path, options)
+        if named and (fields := split_fields(cast(str, first))[1]):
+            bare = split_fields(cast(str, first))[0]
+            name, kind, reasons = _recognised(bare, kinds, named)
+            if kind is not None:
+                raise SourceError(
+                    f"{shown} names {', '.join(fields)}, but {redact(bare)} ({name}) has no such "
+                    "parts to choose from: give the path alone"
+                )
     if not reasons:
         raise SourceError(f"no readers are installed: install dlio, {how_to_install('')}")
     remedy = "" if named else ": give a path, a list of paths, or a map-style data set of torch"
     raise SourceError(
         f"{shown} is not a data set that dlio can read ({'; '.join(reasons)}){remedy}"
     )
+
+
+def _recognised(
+    path: object, kinds: Sequence[tuple[str, Any]], named: bool
+) -> tuple[str, Any, list[str]]:
+    """Return name and class of the first reader that recognises a path, and why others do not."""
+    reasons: list[str] = []
+    for name, kind in kinds:
+        single = named and getattr(kind, "single", False)
+        try:
+            reason = kind.recognises(expand(cast(str, path))[0] if single else path)
+        except SourceError as error:
+            reason = str(error)
+        if reason is None:
+            return name, kind, reasons
+        reasons.append(f"{name}: {reason}")
+    return "", None, reasons
 
 
 def _as_text(path: object) -> object:

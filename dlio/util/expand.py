@@ -10,6 +10,8 @@ from typing import Any, Final
 __all__ = ["CODECS", "exceeds"]
 
 _STEP: Final = 1 << 20
+_LZMA_BYTES: Final = 256 << 20
+"""Memory that a stream may ask for: that of the highest preset is 65 MiB."""
 _MAGIC: Final = b"\x28\xb5\x2f\xfd"
 _UNKNOWN: Final = 2**64 - 1
 
@@ -48,7 +50,9 @@ def _streamed(make: Callable[[], Any]) -> Callable[[bytes, int], bool]:
     def sound(data: bytes, limit: int) -> bool:
         try:
             return check(data, limit)
-        except (zlib.error, OSError, EOFError, ValueError, lzma.LZMAError):
+        except lzma.LZMAError as error:
+            return "emory" in str(error)
+        except (zlib.error, OSError, EOFError, ValueError):
             return False
 
     return sound
@@ -102,7 +106,7 @@ CODECS: Final[dict[str, Callable[[bytes, int], bool]]] = {
     "gzip": _streamed(lambda: zlib.decompressobj(47)),
     "zlib": _streamed(lambda: zlib.decompressobj(47)),
     "bz2": _streamed(bz2.BZ2Decompressor),
-    "lzma": _streamed(lzma.LZMADecompressor),
+    "lzma": _streamed(lambda: lzma.LZMADecompressor(memlimit=_LZMA_BYTES)),
     "zstd": _zstd,
     "blosc": _word(4),
     "lz4": _word(0),

@@ -5,7 +5,6 @@ other files. Contiguous data sets are read in parallel without the HDF5 library.
 through the library, one read at a time because of its global lock.
 """
 
-import math
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -19,7 +18,7 @@ from dlio.data.source import File, Source, expand, files_below, own_name, split_
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import MAX_BLOCK_BYTES
 from dlio.storage.block import new_memory
-from dlio.util.limits import MAX_ABSENT_ROWS, check_claim, parsing
+from dlio.util.limits import parsing
 from dlio_readers.columns import (
     ENDS,
     SCHEMA,
@@ -33,6 +32,7 @@ from dlio_readers.columns import (
     parse_schema,
     storable,
 )
+from dlio_readers.hdf5chunks import Chunks
 from dlio_readers.joined import JoinedColumn
 from dlio_readers.rehearsal import note_opening, rehearse
 from dlio_readers.slabs import Select, slab
@@ -43,7 +43,6 @@ __all__ = ["Hdf5Reader"]
 _SUFFIXES: Final = (".h5", ".hdf5", ".hdf", ".he5")
 _MAGIC: Final = b"\x89HDF\r\n\x1a\n"
 _MAX_SETS: Final = 1 << 12
-_SLACK: Final = 1 << 14
 _MAX_GROUPS: Final = 1 << 12
 
 
@@ -198,23 +197,23 @@ class _Hdf5File:
         import h5py
 
         where = f"{self.file.name}::{name}"
-        for each in (name, name + ENDS, name + SHAPE):
-            if each in sets:
-                _check_stored(sets[each], f"{self.file.name}::{each}")
+        chunks = Chunks(dataset, where)
         if name + ENDS in sets:
-            ends = np.asarray(sets[name + ENDS][...]).astype(np.int64)
-            shapes = sets[name + SHAPE][...].astype(np.int64) if name + SHAPE in sets else None
+            ends, shapes = (self._integers(name + each, sets) for each in (ENDS, SHAPE))
+            assert ends is not None
             schema = self.packed_schema
             kind = schema.kinds[name].text if schema and name in schema.kinds else None
-            return RaggedColumn(self._array(dataset), ends, shapes, kind or "bytes", where)
+            return RaggedColumn(self._array(dataset, chunks), ends, shapes, kind or "bytes", where)
         if h5py.check_string_dtype(dataset.dtype) is not None:
-            return _ValuesColumn(self, dataset.name, self.count, "text", where)
+            return _ValuesColumn(self, dataset.name, chunks, self.count, "text", where)
         vlen = h5py.check_vlen_dtype(dataset.dtype)
         if vlen is not None:
             if np.dtype(vlen) != np.uint8:
                 raise UsageError(f"{where}: values of varying length are read as bytes only")
+            chunks.check(dataset, slice(0, 1))
             first = bytes(dataset[0][:16]) if self.count else b""
-            return _ValuesColumn(self, dataset.name, self.count, looks_like(first), where)
+            kind = looks_like(first)
+            return _ValuesColumn(self, dataset.name, chunks, self.count, kind, where)
         if not storable(dataset.dtype):
             raise UsageError(f"{where} is {dataset.dtype}, which samples cannot have: leave it out")
         unit = dataset.chunks[0] if dataset.chunks else 1
@@ -222,9 +221,15 @@ class _Hdf5File:
         row = max(1, dataset.dtype.itemsize * int(np.prod(dataset.shape[1:], dtype=np.int64)))
         unit = unit if unit * row <= 4 * MAX_BLOCK_BYTES else 1
         chosen = slab(select, name, tuple(dataset.shape[1:]))
-        return PlainColumn(self._array(dataset), unit, chosen)
+        return PlainColumn(self._array(dataset, chunks), unit, chosen)
 
-    def _array(self, dataset: Any) -> Any:
+    def _integers(self, name: str, sets: Mapping[str, Any]) -> npt.NDArray[np.int64] | None:
+        if name not in sets:
+            return None
+        Chunks(sets[name], f"{self.file.name}::{name}").check(sets[name], Ellipsis)
+        return np.asarray(sets[name][...]).astype(np.int64)
+
+    def _array(self, dataset: Any, chunks: Chunks) -> Any:
         """Return an array that reads a contiguous local data set directly, others through HDF5."""
         offset = dataset.id.get_offset() if dataset.chunks is None else None
         plain = dataset.dtype.isnative and dataset.nbytes > 0
@@ -232,7 +237,7 @@ class _Hdf5File:
             if offset + dataset.nbytes > self.file.size:
                 raise SourceError(f"{self.file.name} is cut off: restore it")
             return _Contiguous(self.file, offset, tuple(dataset.shape), dataset.dtype)
-        return _Chunked(self, dataset.name, tuple(dataset.shape), dataset.dtype)
+        return _Chunked(self, dataset.name, chunks, tuple(dataset.shape), dataset.dtype)
 
     def _find(self, root: Any, names: Sequence[str]) -> dict[str, Any]:
         """Return the data sets of the file, or the named ones.
@@ -288,48 +293,25 @@ class _Hdf5File:
                 raise SourceError(f"{where} is made of other files (virtual): name those instead")
 
 
-def _check_stored(dataset: Any, where: str) -> None:
-    """Compare the rows that a data set declares with those that it stores. Raises SourceError."""
-    rows = dataset.shape[0] if dataset.shape else 0
-    if dataset.chunks is None:
-        absent = rows if not dataset.id.get_storage_size() else 0
-    else:
-        chunk = dataset.dtype.itemsize * math.prod(dataset.chunks)
-        stored = dataset.id.get_storage_size()
-        check_claim(chunk, stored, f"{where}: a chunk")
-        # HDF5 decompresses what a chunk holds, also if that is more than a chunk.
-        if dataset.id.get_create_plist().get_nfilters():
-            largest = 0
-
-            def look(info: Any) -> None:
-                nonlocal largest
-                largest = max(largest, info.size)
-
-            dataset.id.chunk_iter(look)
-            if largest > chunk + chunk // 64 + _SLACK:
-                raise SourceError(f"{where}: a chunk has {largest} bytes, over {chunk}: restore it")
-        chunks = math.prod(-(-n // c) for n, c in zip(dataset.shape, dataset.chunks, strict=True))
-        here = dataset.id.get_num_chunks() if chunks else 0
-        absent = rows * (chunks - here) // chunks if chunks else 0
-    if absent > MAX_ABSENT_ROWS:
-        raise SourceError(
-            f"{where}: {absent} of its {rows} rows are not stored in the file: write them, or "
-            "declare fewer"
-        )
-
-
 class _Chunked:
     """A data set that is read through the HDF5 library."""
 
     def __init__(
-        self, file: _Hdf5File, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]
+        self,
+        file: _Hdf5File,
+        name: str,
+        chunks: Chunks,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
     ) -> None:
-        self._file, self._name = file, name
+        self._file, self._name, self._chunks = file, name, chunks
         self.shape, self.dtype = shape, dtype
 
     def __getitem__(self, key: Any) -> Any:
         with self._file.lock:
-            return self._file.handle()[self._name][key]
+            dataset = self._file.handle()[self._name]
+            self._chunks.check(dataset, key)
+            return dataset[key]
 
 
 class _Contiguous:
@@ -368,8 +350,10 @@ class _Contiguous:
 class _ValuesColumn:
     """Strings or byte arrays of variable length, in HDF5's own types."""
 
-    def __init__(self, file: _Hdf5File, name: str, count: int, kind: str, where: str) -> None:
-        self._file, self._name, self._count = file, name, count
+    def __init__(
+        self, file: _Hdf5File, name: str, chunks: Chunks, count: int, kind: str, where: str
+    ) -> None:
+        self._file, self._name, self._chunks, self._count = file, name, chunks, count
         self.kind = kind
         self.unit = 1
         self._where = where
@@ -387,5 +371,7 @@ class _ValuesColumn:
 
     def rows(self, start: int, stop: int) -> list[bytes]:
         with self._file.lock:
-            values = self._file.handle()[self._name][start:stop]
+            dataset = self._file.handle()[self._name]
+            self._chunks.check(dataset, slice(start, stop))
+            values = dataset[start:stop]
         return [value.encode() if isinstance(value, str) else bytes(value) for value in values]

@@ -1,5 +1,7 @@
 """Real jobs whose ranks' sockets are attacked."""
 
+import os
+import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +15,7 @@ from dlio.comm.net.address import LOOPBACK
 from tests.conftest import in_time
 from tests.hostile.sockets import listening
 
+MEETING = str(Path(__file__).with_name("meeting.py"))
 BODY = str(Path(__file__).with_name("beleaguered.py"))
 FLOOD = """
 import resource, socket, sys
@@ -67,6 +70,24 @@ def _flooded(arguments: Sequence[str], enough: Path, job: threading.Thread) -> N
         enough.touch()
         job.join(120)
         attack.communicate("")
+
+
+def test_ranks_that_meet_at_loopback_listen_nowhere_else() -> None:
+    with socket.create_server((LOOPBACK, 0)) as free:
+        port = str(free.getsockname()[1])
+    started = []
+    for rank in ("0", "1"):
+        own = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": port}
+        started.append(
+            subprocess.Popen(
+                [sys.executable, MEETING],
+                env=os.environ | own | {"PYTHONPATH": os.pathsep.join(sys.path)},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        )
+    said = [process.communicate(timeout=120)[0] for process in started]
+    assert said == [f"[0, 1] 2 {LOOPBACK}\n"] * 2
 
 
 @pytest.mark.mpi

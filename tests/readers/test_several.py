@@ -15,7 +15,7 @@ import zarr
 import dlio
 from dlio.data.reader import open_reader
 from dlio.data.source import expand
-from dlio.errors import UsageError
+from dlio.errors import SourceError, UsageError
 
 _PARTS = 3
 
@@ -85,6 +85,11 @@ def test_a_relative_pattern_with_fields(folder: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(folder)
     assert len(open_reader("parquet/*.parquet::image,label")) == 9
     assert expand("h5/part-{0,1}.h5::a,b") == ["h5/part-0.h5::a,b", "h5/part-1.h5::a,b"]
+
+
+def test_fields_of_a_data_set_without_fields_are_an_error(pictures: Path) -> None:
+    with pytest.raises(SourceError, match=r"names image, but .* \(folder\) .*: give the path alone"):
+        open_reader(f"{pictures}::image")
 
 
 def test_lists_of_class_folders_have_the_classes_of_all(pictures: Path, tmp_path: Path) -> None:

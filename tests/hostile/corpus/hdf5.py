@@ -52,6 +52,19 @@ def _raw_chunk(chunk: tuple[int, ...], data: Callable[[], bytes]) -> Make:
     return _only(change)
 
 
+def _twice_deflated(folder: Path) -> Ask:
+    """A chunk that becomes 900 KiB when it is inflated once, and 900 MiB when twice."""
+    made = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    made.set_chunk((1000, 8))
+    made.set_deflate(1)
+    made.set_deflate(1)
+    with h5py.File(folder / "a.h5", "w") as file:
+        space = h5py.h5s.create_simple((1000, 8))
+        id_ = h5py.h5d.create(file.id, b"x", h5py.h5t.NATIVE_UINT8, space, made)
+        h5py.Dataset(id_).id.write_direct_chunk((0, 0), zlib.compress(_zeros(900 << 20)))
+    return Ask("reader", str(folder / "a.h5"))
+
+
 def _zeros(count: int) -> bytes:
     packer = zlib.compressobj(9)
     zeros = bytes(1 << 20)
@@ -149,6 +162,9 @@ def cases() -> Cases:
     yield Case("hdf5/fill-few", few, RIGHT, "100 samples")
     yield Case("hdf5/chunk-bomb", _raw_chunk((1000, 8), lambda: _zeros(300 << 20)))
     yield Case("hdf5/chunk-large-bomb", _raw_chunk((1 << 20, 700), lambda: _zeros(300 << 20)))
+    full = _raw_chunk((1 << 10, 1 << 10), lambda: _zeros(900 << 20))
+    yield Case("hdf5/chunk-full-bomb", full)
+    yield Case("hdf5/chunk-twice-deflated", _twice_deflated)
     yield Case("hdf5/chunk-short", _raw_chunk((1000, 8), lambda: _zeros(0)))
     yield Case("hdf5/chunk-garbage", _raw_chunk((1000, 8), lambda: b"\0" * 100))
     yield Case("hdf5/link-self", _with(_self_links), ANY)
