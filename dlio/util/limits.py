@@ -33,8 +33,6 @@ MAX_ABSENT_ROWS: Final = 1 << 20
 _FREE_BYTES: Final = 128 << 20
 _EXPANSION: Final = 256
 _REASON: Final = "it is not a regular file"
-# Without O_NONBLOCK, opening a FIFO waits for a writer. It does not matter to a regular file.
-_HOW: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _SHORT: Final = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 """Errors of the machine, not of the data."""
 _REMEDY: Final = "this process has used up what it may have (`ulimit -a`); use fewer workers"
@@ -47,8 +45,10 @@ def open_unchecked(path: str, flags: int = 0, *, dir_fd: int | None = None) -> i
 
     Raises OSError.
     """
+    # Without O_NONBLOCK, opening a FIFO waits for a writer. It does not matter to a regular file.
+    how = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | flags
     try:
-        return os.open(path, _HOW | flags, dir_fd=dir_fd)
+        return os.open(path, how, dir_fd=dir_fd)
     except OSError as error:
         if error.errno == errno.ENXIO:  # A socket.
             raise OSError(errno.EINVAL, _REASON, path) from error

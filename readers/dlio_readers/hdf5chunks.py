@@ -1,13 +1,15 @@
 """Chunks of HDF5 data sets, checked before the HDF5 library takes memory for them."""
 
 import math
-from typing import Any, Final
+from typing import Any, Final, Protocol
+
+import numpy as np
 
 from dlio.errors import SourceError
 from dlio.util.expand import exceeds
 from dlio.util.limits import MAX_ABSENT_ROWS, check_claim
 
-__all__ = ["Chunks"]
+__all__ = ["Chunks", "Dataset"]
 
 _DEFLATE: Final = 1
 """H5Z_FILTER_DEFLATE."""
@@ -15,6 +17,16 @@ _MAX_INFLATION: Final = 1032
 """Bytes that one byte of deflate can become at most."""
 _FREE_BYTES: Final = 256 << 20
 _SLACK: Final = 1 << 14
+
+
+class Dataset(Protocol):
+    """Attributes of h5py's data sets that are read here."""
+
+    shape: tuple[int, ...]
+    chunks: tuple[int, ...] | None
+    dtype: np.dtype[Any]
+    id: Any
+    """Its low-level interface."""
 
 
 class Chunks:
@@ -31,12 +43,13 @@ class Chunks:
     declared.
     """
 
-    def __init__(self, dataset: Any, where: str) -> None:
+    def __init__(self, dataset: Dataset, where: str) -> None:
         self._where = where
         self._suspects: dict[int, list[tuple[int, ...]]] = {}
         """Offsets of chunks that have to be counted, by their first row."""
         rows = dataset.shape[0] if dataset.shape else 0
         self._rows = rows
+        self._rows_per_chunk = dataset.chunks[0] if dataset.chunks else 1
         if dataset.chunks is None:
             absent = rows if not dataset.id.get_storage_size() else 0
         else:
@@ -53,7 +66,7 @@ class Chunks:
                 "declare fewer"
             )
 
-    def _look_at_stored(self, dataset: Any) -> None:
+    def _look_at_stored(self, dataset: Dataset) -> None:
         made = dataset.id.get_create_plist()
         filters = [made.get_filter(k)[0] for k in range(made.get_nfilters())]
         if not filters:
@@ -75,7 +88,7 @@ class Chunks:
                 f"{self._where}: a chunk has {largest} bytes, over {self._chunk}: restore it"
             )
 
-    def check(self, dataset: Any, key: Any) -> None:
+    def check(self, dataset: Dataset, key: object) -> None:
         """Count what the chunks of some rows become, before they are read.
 
         Args:
@@ -90,7 +103,8 @@ class Chunks:
         first, last = 0, self._rows
         if isinstance(part, slice):
             first, last, _ = part.indices(self._rows)
-        for start in [k for k in self._suspects if k < last and first < k + dataset.chunks[0]]:
+        inside = [k for k in self._suspects if k < last and first < k + self._rows_per_chunk]
+        for start in inside:
             for offset in self._suspects[start]:
                 _, stored = dataset.id.read_direct_chunk(offset)
                 if exceeds("zlib", stored, self._chunk + _SLACK):

@@ -20,15 +20,7 @@ from dlio.comm.net.link import Frame, Seal
 from dlio.comm.torch_mail import Mail
 from dlio.errors import CommError
 from tests.conftest import in_time
-from tests.hostile.mailboxes import (
-    Place,
-    Traitor,
-    Wire,
-    failure,
-    is_closed,
-    mailboxes,
-    received,
-)
+from tests.hostile.mailboxes import Place, Traitor, Wire, failure, is_closed, mailboxes, received
 from tests.hostile.sockets import listening
 
 SECRET = "6f70656e20736573616d65"

@@ -88,7 +88,7 @@ def test_a_relative_pattern_with_fields(folder: Path, monkeypatch: pytest.Monkey
 
 
 def test_fields_of_a_data_set_without_fields_are_an_error(pictures: Path) -> None:
-    with pytest.raises(SourceError, match=r"names image, but .* \(folder\) .*: give the path alone"):
+    with pytest.raises(SourceError, match=r"names image, but .*: give the path alone"):
         open_reader(f"{pictures}::image")
 
 
