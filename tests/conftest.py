@@ -114,14 +114,42 @@ def _cold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setenv("DLIO_TEST_COLD", "1")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not any("::" in each for each in config.args):
+        _check_daily(items)
     for item in items:
-        if not item.get_closest_marker("nightly"):
+        if not _is_nightly(item):
             continue
         if not config.getoption("--nightly"):
             item.add_marker(pytest.mark.skip(reason="takes minutes: pytest --nightly runs it"))
         elif not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(_NIGHTLY_TIMEOUT_S))
+
+
+def _is_nightly(item: pytest.Item) -> bool:
+    daily = item.get_closest_marker("daily")
+    if daily is not None:
+        return _case(item) not in daily.args
+    return item.get_closest_marker("nightly") is not None
+
+
+def _case(item: pytest.Item) -> str:
+    """The id of a parametrized test's case."""
+    return item.name.partition("[")[2].removesuffix("]")
+
+
+def _check_daily(items: list[pytest.Item]) -> None:
+    """Raise UsageError if a case that is marked `daily` does not exist."""
+    cases: dict[str, set[str]] = {}
+    for item in items:
+        mark = item.get_closest_marker("daily")
+        if mark is not None:
+            name = item.nodeid.partition("[")[0]
+            cases.setdefault(name, set(mark.args)).discard(_case(item))
+    missing = [f"{name}[{case}]" for name, rest in cases.items() for case in sorted(rest)]
+    if missing:
+        raise pytest.UsageError(f"marked daily, but no case: {', '.join(missing)}")
 
 
 def in_time(condition: Callable[[], bool], seconds: float = 20) -> bool:

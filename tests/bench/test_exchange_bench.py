@@ -47,6 +47,7 @@ def test_messages_are_counted_as_theory_has_them(
 
 
 @pytest.mark.mpi
+@pytest.mark.nightly
 def test_a_slowed_rank_gets_less_and_the_ideal_is_told() -> None:
     results: dict[str, Any] = balance.measure(replace(TINY, images=192))
     for row in results["rows"]:
@@ -69,6 +70,7 @@ def test_overlap_is_of_steps_with_and_without() -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.nightly
 def test_steps_stand_beside_those_of_ddp() -> None:
     options = replace(TINY, exchanges=("allreduce", "allreduce+onebit", "allreduce+threshold"))
     results: dict[str, Any] = step.measure(options)
@@ -97,6 +99,7 @@ def test_a_slow_rank_is_told_beside_none() -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.nightly
 def test_a_training_goes_on_where_it_was_interrupted(pictures: Path, tmp_path: Path) -> None:
     options = Options(
         source=str(pictures),

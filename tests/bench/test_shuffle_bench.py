@@ -24,6 +24,7 @@ def test_partial_tiers_read_no_more_than_they_lack(pictures: Path) -> None:
     assert measured["page_cache"] is None or measured["page_cache"] >= 0
 
 
+@pytest.mark.nightly
 def test_every_mode_is_well_mixed() -> None:
     measured = statistics()
     assert list(measured) == list(MODES)
@@ -48,6 +49,7 @@ def test_plans_stay_small_and_quick(samples: int) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.nightly
 def test_an_exchange_is_measured_beside_alltoallv() -> None:
     measured: dict[str, Any] = exchange(1, samples=300)
     assert measured["2_nodes_memory"]["moved_bytes"] == pytest.approx(300 * 100_000 / 2, rel=0.2)
@@ -57,6 +59,7 @@ def test_an_exchange_is_measured_beside_alltoallv() -> None:
         assert figures["shuffle_over_alltoallv"]["median"] > 0
 
 
+@pytest.mark.nightly
 def test_ranks_over_shaped_links_send_what_was_forecast() -> None:
     try:
         measured: dict[str, Any] = link(

@@ -16,6 +16,7 @@ TINY = Sizes(0.3, 1 << 22, 200, 4096, 20_000, 0.1, 1)
 
 
 @pytest.mark.skipif(why_not() is not None, reason=f"no FUSE: {why_not()}")
+@pytest.mark.nightly
 def test_cases_over_slowfs(tmp_path: Path) -> None:
     measured = measure(["slow-200", "small-files", "two-jobs"], TINY, str(tmp_path))
     cases: Any = measured["cases"]

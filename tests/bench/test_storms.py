@@ -56,6 +56,7 @@ def _check_whole(figures: dict[str, Any], kills: int) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.cold
+@pytest.mark.nightly
 def test_a_short_storm_loses_nothing(source: str, tmp_path: Path) -> None:
     # Never two within half a second, which Open MPI does not always survive.
     argv = ("-n", "3", "--kills", "2", "--every", "1", "--spacing", "uniform", "--epochs", "8")
@@ -103,6 +104,7 @@ def test_sigterm_ends_the_job_and_leaves_nothing(
 
 
 @pytest.mark.mpi
+@pytest.mark.nightly
 def test_overhead_is_of_pairs(source: str, tmp_path: Path) -> None:
     argv = ("--case", "overhead", "-n", "2", "--repeats", "1", "--megabytes", "15")
     report = _bench(tmp_path, source, *argv, "--epochs", "1")

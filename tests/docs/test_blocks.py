@@ -162,7 +162,17 @@ def test_every_block_says_how_it_is_tested() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(
+            path,
+            id=(name := str(path.relative_to(ROOT))),
+            marks=[pytest.mark.nightly] if name in RULES["nightly"]["pages"] else [],
+        )
+        for path in PAGES
+    ],
+)
 def test_blocks_of_a_page_run(path: Path, runner: Runner, drawn: Path) -> None:
     _run_page(path, runner, runner.page(PAGES.index(path), drawn), nightly=False)
 

@@ -64,6 +64,7 @@ def _survived(
         pytest.param(2, {1: [7, "before"]}, marks=pytest.mark.nightly),
     ],
 )
+@pytest.mark.daily("4-ends4")
 def test_each_sample_of_a_script_is_in_one_gradient_of_each_epoch(
     ranks: int, ends: dict[int, list[object]], tmp_path: Path
 ) -> None:
@@ -76,6 +77,7 @@ def test_each_sample_of_a_script_is_in_one_gradient_of_each_epoch(
         assert steps in (7, 8)  # One more where the last batch of an epoch is torn.
 
 
+@pytest.mark.nightly
 def test_a_script_that_takes_batches_ahead_loses_none_either(tmp_path: Path) -> None:
     ends: dict[int, list[object]] = {1: [4, "before"]}
     done = _survived(COUNTING, str(tmp_path / "out.pt"), "ahead", ranks=3, ends=ends)

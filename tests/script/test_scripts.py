@@ -48,6 +48,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, str]
 @pytest.mark.mpi
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.daily("plain-4", "gan-2", "accumulation-2")
 def test_a_script_gets_the_weights_that_one_process_gets(
     name: str, ranks: int, alone: dict[str, tuple[Any, str]], tmp_path: Path
 ) -> None:
@@ -69,6 +70,7 @@ def test_a_script_gets_the_weights_that_one_process_gets(
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("exchange", ["gossip", "hierarchical", "local-sgd(2)", "asgd", "tree"])
+@pytest.mark.daily("gossip")
 def test_other_exchanges_train_a_script_too(exchange: str, tmp_path: Path) -> None:
     out = str(tmp_path / "out.pt")
     argv = ["-m", "dlio.cli", "run", "-n", "3", "--exchange", exchange]
@@ -247,6 +249,7 @@ print("skipped", skipped)
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("exchange", ["allreduce", "gossip", "local-sgd(1)"])
+@pytest.mark.daily("allreduce")
 def test_steps_that_a_scaler_skips_on_one_rank_block_no_other(
     exchange: str, tmp_path: Path
 ) -> None:

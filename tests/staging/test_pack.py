@@ -107,6 +107,7 @@ def _content(reader: Reader) -> list[bytes]:
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(made_readers(), st.permutations(FORMATS), st.sampled_from(["auto", "lz4"]))
+@pytest.mark.nightly
 def test_samples_survive_every_pair_of_formats(
     tmp_path_factory: pytest.TempPathFactory,
     made: MadeReader,

@@ -60,6 +60,7 @@ def _forget_after(folder: Path, count: int) -> None:
         ("gossip+threshold", "nets:mlp", "fp32"),
     ],
 )
+@pytest.mark.daily("gossip-nets:louder-fp16")
 def test_a_run_resumed_within_an_epoch_equals_an_uninterrupted_one(
     dlio: Dlio, pictures: Path, here: Path, exchange: str, model: str, precision: str
 ) -> None:
@@ -99,6 +100,7 @@ def test_a_run_resumed_within_an_epoch_equals_an_uninterrupted_one(
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.daily("4")
 def test_a_run_is_resumed_with_another_number_of_ranks(
     dlio: Dlio, pictures: Path, here: Path, ranks: int
 ) -> None:

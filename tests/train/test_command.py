@@ -33,6 +33,7 @@ def _consumed(trace: Path, epoch: int) -> Counter[int]:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("exchange", ["allreduce", "gossip"])
+@pytest.mark.daily("allreduce")
 def test_balanced_ranks_train_on_every_sample_once(
     dlio: Callable[..., subprocess.CompletedProcess[str]],
     pictures: Path,
@@ -54,6 +55,7 @@ def test_balanced_ranks_train_on_every_sample_once(
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("exchange", ["allreduce", "gossip"])
+@pytest.mark.daily("gossip")
 def test_two_ranks_train_on_every_sample_once(
     dlio: Callable[..., subprocess.CompletedProcess[str]],
     pictures: Path,

@@ -85,6 +85,7 @@ def test_accumulated_batches_are_one_large_batch(
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.daily("bf16")
 def test_mixed_precision_learns_as_float32_does(
     dlio: Dlio, pictures: Path, here: Path, precision: str
 ) -> None:

@@ -87,6 +87,7 @@ def test_only_kept_samples_are_read_and_each_is_trained_on_once(
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("ranks", [2, 1])
+@pytest.mark.daily("1")
 def test_a_run_is_resumed_within_an_epoch_that_skips(
     dlio: Dlio, pictures: Path, here: Path, ranks: int
 ) -> None:
@@ -137,6 +138,7 @@ def test_a_run_is_resumed_within_an_epoch_that_skips(
         ("--balance", "--shuffle", "batch", "--source-order", "block(2)"),
     ],
 )
+@pytest.mark.daily("options0")
 def test_skipping_works_with_other_exchanges_shuffles_and_shares(
     dlio: Dlio, pictures: Path, here: Path, options: Args
 ) -> None:

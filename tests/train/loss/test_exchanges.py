@@ -25,6 +25,7 @@ def _nightly(*values: Any) -> Any:
         _nightly("hierarchical", 4, {2: ["kill", 3, 5]}, ("--pretend-nodes", "2")),
     ],
 )
+@pytest.mark.daily("hierarchical+bf16-4-ends5-more5")
 def test_gradients_are_summed_along_the_ways_that_are_left(
     run: Run, exchange: str, ranks: int, ends: dict[int, list[object]], more: tuple[str, ...]
 ) -> None:
@@ -65,6 +66,7 @@ def test_rounds_go_on_without_the_lost_ones(
         _nightly("asgd+bf16", 4, {0: ["kill", 4, -1], 1: ["kill", 6, 0]}, 1),
     ],
 )
+@pytest.mark.daily("gossip+int8-4-ends4-2")
 def test_steps_of_a_lost_rank_count_up_to_the_last_one_that_others_took_in(
     run: Run, exchange: str, ranks: int, ends: dict[int, list[object]], nodes: int
 ) -> None:

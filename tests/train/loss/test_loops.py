@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.cold]
         ("nodes", 4, {1: 3, 3: 15}),  # Samples move between nodes by messages.
     ],
 )
+@pytest.mark.daily("list-3-ends1")
 def test_each_sample_is_in_one_gradient_of_each_epoch_in_as_many_steps(
     mode: str,
     ranks: int,
@@ -63,6 +64,7 @@ def test_a_rank_that_hangs_in_a_loop_is_lost_if_a_variable_says_when(
 
 
 @pytest.mark.parametrize("command", ["train", "run"])
+@pytest.mark.daily("run")
 def test_a_variable_without_the_option_is_refused(command: str, pictures: Path) -> None:
     argv = [sys.executable, "-m", "dlio.cli", command]
     argv += [str(pictures / "train")] if command == "train" else [str(LOOP)]

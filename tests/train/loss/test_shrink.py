@@ -42,6 +42,7 @@ def _nightly(*values: object, name: str) -> Any:
         _nightly("torch", 2, {1: ["kill", 13, 5]}, name="the last step, torch"),
     ],
 )
+@pytest.mark.daily("rank 0")
 def test_the_others_go_on_and_each_sample_counts_once(
     run: Run, backend: str, ranks: int, ends: dict[int, list[object]]
 ) -> None:
@@ -84,6 +85,7 @@ def test_a_loss_is_in_report_and_tensorboard_if_rank_0_is_lost(run: Run, tmp_pat
     assert len(scalars["epoch/loss"]) == EPOCHS
 
 
+@pytest.mark.nightly
 def test_held_out_data_and_accumulated_batches_are_shared_anew(run: Run, pictures: Path) -> None:
     more = ("--accumulate", "2", "--val", str(pictures / "val"), "--pretend-nodes", "2")
     ran = run(4, {2: ["kill", 3, 1], 3: ["kill", 9, -1]}, *more)
@@ -93,6 +95,7 @@ def test_held_out_data_and_accumulated_batches_are_shared_anew(run: Run, picture
 
 @pytest.mark.parametrize("backend", ["mpi", pytest.param("torch", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("how", ["stop", "segv"])
+@pytest.mark.daily("segv-mpi")
 def test_a_rank_that_is_stopped_or_crashes_is_lost(run: Run, backend: str, how: str) -> None:
     check_exact(run(3, {2: [how, 4, 1]}, "--backend", backend))
 
@@ -126,6 +129,7 @@ def test_every_exchange_goes_on_without_mpi(run: Run, exchange: str, nodes: int)
     ("backend", "rank"),
     [("mpi", 0), ("mpi", 1), pytest.param("torch", 0, marks=pytest.mark.nightly)],
 )
+@pytest.mark.daily("mpi-1")
 def test_a_rank_with_a_bug_tells_it_and_is_lost(run: Run, backend: str, rank: int) -> None:
     # In the second epoch: rank 0 has written the trace of the first one.
     ran = run(3, {rank: ["raise", 12, -1]}, "--backend", backend)
@@ -144,12 +148,14 @@ def test_too_few_ranks_end_the_run_in_one_line(run: Run, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["mpi", pytest.param("torch", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
 def test_a_run_of_which_no_rank_is_left_has_failed(run: Run, backend: str) -> None:
     ran = run(2, {0: ["kill", 4, 1], 1: ["kill", 4, 1]}, "--backend", backend)
     assert ran.code != 0
     assert ran.samples == {}
 
 
+@pytest.mark.nightly
 def test_more_ranks_to_go_on_than_there_are_is_refused(run: Run) -> None:
     ran = run(2, {}, "--min-ranks", "3")
     assert ran.code == 2

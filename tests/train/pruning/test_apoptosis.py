@@ -43,6 +43,7 @@ EXAMPLE = samples(0, 2)[0]
     ("ranks", "checks"),
     [(2, ("reduced", "residuals", "layout", "exchanges")), (4, ("reduced", "exchanges"))],
 )
+@pytest.mark.daily("2-checks0")
 def test_ranks_keep_the_promises(mpirun: MpiRun, ranks: int, checks: tuple[str, ...]) -> None:
     done = mpirun(ranks, "-W", "error", str(BODY), *checks)
     assert done.returncode == 0, done.stderr
