@@ -67,8 +67,10 @@ def _zstd(data: bytes, limit: int) -> bool:
     try:
         with pyarrow.CompressedInputStream(pyarrow.BufferReader(data), "zstd") as stream:
             done = 0
-            while part := stream.read(_STEP):
-                done += len(part)
+            # `read` of pyarrow 26 loses its buffer when it fails.
+            buffer = bytearray(_STEP)
+            while part := stream.readinto(buffer):
+                done += part
                 if done > limit:
                     return True
     except OSError:

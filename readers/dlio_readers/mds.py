@@ -350,8 +350,9 @@ def _gunzip(data: bytes, size: int) -> bytes:
 def _unzstd(data: bytes, size: int) -> bytes:
     import pyarrow
 
+    buffer = bytearray(size + 1)  # `read` of pyarrow 26 loses its buffer when it fails.
     with pyarrow.CompressedInputStream(pyarrow.BufferReader(data), "zstd") as stream:
-        return bytes(stream.read(size + 1))
+        return bytes(memoryview(buffer)[: stream.readinto(buffer)])
 
 
 def _fields(shard: dict[str, Any], source: Source) -> list[_Field]:
