@@ -40,6 +40,8 @@ __all__ = [
 ]
 
 _MAX_FILES: Final = 1_000_000
+_UNCHECKED_BYTES: Final = 16 << 20
+"""Bytes that are read without asking first whether the file has them."""
 _CHAINING: Final = re.compile(
     r"(zip|tar|libarchive|simplecache|filecache|blockcache|dir|cached)://"
 )
@@ -308,7 +310,8 @@ class File:
         done = 0
         try:
             if self.local_path is not None:
-                descriptor = open_regular(self.local_path)
+                # Bounded: whatever has taken the file's place gives no more than is asked.
+                descriptor = open_unchecked(self.local_path)
                 try:
                     while done < len(into):
                         count = os.preadv(descriptor, [into[done:]], offset + done)
@@ -423,10 +426,11 @@ def failed(url: str, error: Exception) -> SourceError:
 def _pread(path: str, offset: int, count: int | None) -> bytes:
     descriptor = open_unchecked(path)
     try:
-        status = os.fstat(descriptor)
-        check_regular(status, path)
-        left = max(0, status.st_size - offset)
-        count = left if count is None else min(count, left)
+        if count is None or count > _UNCHECKED_BYTES:
+            status = os.fstat(descriptor)
+            check_regular(status, path)
+            left = max(0, status.st_size - offset)
+            count = left if count is None else min(count, left)
         data = os.pread(descriptor, count, offset)
         while len(data) < count:
             more = os.pread(descriptor, count - len(data), offset + len(data))

@@ -12,8 +12,8 @@ Files of a data set, a tier or a checkpoint may have been made by anyone. So
 import errno
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from types import TracebackType
 from typing import Final
 
 from dlio.errors import DlioError, SourceError
@@ -99,30 +99,44 @@ def is_plausible(declared: int, stored: int) -> bool:
     return 0 <= declared <= _FREE_BYTES + _EXPANSION * stored
 
 
-@contextmanager
-def parsing(where: str) -> Iterator[None]:
+def parsing(where: str | Callable[[], str]) -> "_Parsing":
     """Turn errors of any kind, as malformed data cause in libraries, into one of the data set.
 
-    Args:
-        where: path for the message.
+    For a `with` statement, which then raises SourceError.
 
-    Raises SourceError.
+    Args:
+        where: path for the message, or a function that returns it, called when there is an error.
     """
-    try:
-        yield
-    except DlioError:
-        raise
-    except MemoryError as error:
-        raise SourceError(f"{where} needs more memory than there is: check its sizes") from error
-    except Exception as error:
+    return _Parsing(where)
+
+
+class _Parsing:
+    """Written out, as samples are parsed one by one: a generator takes four times as long."""
+
+    __slots__ = ("_where",)
+
+    def __init__(self, where: str | Callable[[], str]) -> None:
+        self._where = where
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not isinstance(error, Exception) or isinstance(error, DlioError):
+            return
+        where = self._where if isinstance(self._where, str) else self._where()
         reason = str(error) or type(error).__name__
-        if isinstance(error, OSError) and error.errno in _SHORT:
-            raise SourceError(f"{where} cannot be read: {error.strerror}: {_REMEDY}") from error
-        if isinstance(error, RuntimeError) and "start new thread" in reason:
-            raise SourceError(f"{where} cannot be read: no thread can be started: {_REMEDY}") from (
-                error
+        if isinstance(error, MemoryError):
+            text = "needs more memory than there is: check its sizes"
+        elif isinstance(error, OSError) and error.errno in _SHORT:
+            text = f"cannot be read: {error.strerror}: {_REMEDY}"
+        elif isinstance(error, RuntimeError) and "start new thread" in reason:
+            text = f"cannot be read: no thread can be started: {_REMEDY}"
+        else:
+            text = (
+                f"is damaged, or its contents are not as its format says: {reason[:500]}; "
+                "restore it"
             )
-        raise SourceError(
-            f"{where} is damaged, or its contents are not as its format says: {reason[:500]}; "
-            "restore it"
-        ) from error
+        raise SourceError(f"{where} {text}") from error

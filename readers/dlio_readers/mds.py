@@ -191,7 +191,7 @@ class MdsReader:
             end = int(self._starts[high - 1]) + self._length(high - 1)
             data = self._shards[number].read(first, end - first)
             for slot in order[start:k].tolist():
-                payloads[slot] = self._payload(int(samples[slot]), data, first)
+                payloads[slot] = self._payload(number, int(samples[slot]), data, first)
             start = k
         return payloads
 
@@ -203,11 +203,10 @@ class MdsReader:
         """Stored bytes of a sample, including its column sizes."""
         return int(self._bodies[sample, -1])
 
-    def _payload(self, sample: int, data: memoryview, first: int) -> bytes:
+    def _payload(self, shard: int, sample: int, data: memoryview, first: int) -> bytes:
         start = int(self._starts[sample]) - first
         view = data[start : start + self._length(sample)]
-        number = int(np.searchsorted(self._firsts, sample, side="right")) - 1
-        with parsing(f"{self._shards[number].file.name}, sample {sample},"):
+        with parsing(lambda: f"{self._shards[shard].file.name}, sample {sample},"):
             parts = _split(view, self._fields)
             values = {
                 field.name: _value(field, part, self.schema)

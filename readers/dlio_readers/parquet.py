@@ -103,7 +103,8 @@ class ParquetReader:
         for group in np.unique(groups).tolist():
             slots = np.flatnonzero(groups == group)
             rows = samples[slots] - self._starts[group]
-            with parsing(f"{self._files[int(self._groups[group][0])].name}, row group {group},"):
+            file = self._files[int(self._groups[group][0])]
+            with parsing(f"{file.name}, row group {group},"):
                 columns = self._group(group)
                 picked = {name: _take(column, rows) for name, column in columns.items()}
                 if self.schema.is_fixed:

@@ -211,7 +211,7 @@ class TarReader:
         if len(values) == 2 and self.schema.fields[1][1] == "int64" and self.schema._sizes_at == 8:
             image, label = (name for name, _ in self.schema.fields)
             return b"".join((LABEL.pack(values[label]), values[image]))
-        with parsing(f"{self._files[number].name}, sample {self._names[number][row]!r},"):
+        with parsing(lambda: f"{self._files[number].name}, sample {self._names[number][row]!r},"):
             return self.schema.join(values)
 
     @staticmethod
