@@ -190,8 +190,8 @@ class MdsReader:
             first = int(self._starts[low])
             end = int(self._starts[high - 1]) + self._length(high - 1)
             data = self._shards[number].read(first, end - first)
-            for slot in order[start:k].tolist():
-                payloads[slot] = self._payload(number, int(samples[slot]), data, first)
+            slots = order[start:k].tolist()
+            self._fill(payloads, slots, samples, self._shards[number].file, data, first)
             start = k
         return payloads
 
@@ -203,16 +203,28 @@ class MdsReader:
         """Stored bytes of a sample, including its column sizes."""
         return int(self._bodies[sample, -1])
 
-    def _payload(self, shard: int, sample: int, data: memoryview, first: int) -> bytes:
+    def _fill(
+        self,
+        payloads: list[bytes | memoryview],
+        slots: list[int],
+        samples: npt.NDArray[np.int64],
+        file: File,
+        data: memoryview,
+        first: int,
+    ) -> None:
+        """Set the payloads of neighbours in a shard, whose bytes from `first` on are `data`."""
+        with parsing(lambda: f"{file.name}, sample {samples[slot]},"):
+            for slot in slots:
+                payloads[slot] = self._payload(int(samples[slot]), data, first)
+
+    def _payload(self, sample: int, data: memoryview, first: int) -> bytes:
         start = int(self._starts[sample]) - first
-        view = data[start : start + self._length(sample)]
-        with parsing(lambda: f"{self._shards[shard].file.name}, sample {sample},"):
-            parts = _split(view, self._fields)
-            values = {
-                field.name: _value(field, part, self.schema)
-                for field, part in zip(self._fields, parts, strict=True)
-            }
-            return self.schema.join(values)
+        parts = _split(data[start : start + self._length(sample)], self._fields)
+        values = {
+            field.name: _value(field, part, self.schema)
+            for field, part in zip(self._fields, parts, strict=True)
+        }
+        return self.schema.join(values)
 
     def _build(self, counts: Sequence[int]) -> Arrays:
         """Index the offsets and column sizes of all samples; reads all shards once."""
