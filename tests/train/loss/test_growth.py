@@ -30,7 +30,7 @@ def test_a_spare_takes_the_place_of_a_lost_rank(run: Run) -> None:
 def test_a_rank_that_is_told_to_ends_after_its_batch_and_nothing_comes_again(run: Run) -> None:
     ran = run(3, {1: ["term", 4, 1]})
     check_exact(ran)
-    assert not ran.losses
+    assert not ran.losses, ran.errors
     assert _ranks_of(ran, "left") == [1]
     assert 3 in ran.steps[0, 1]
     assert max(ran.steps[0, 1]) <= 4
