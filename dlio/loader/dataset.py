@@ -63,7 +63,7 @@ class Dataset(torch.utils.data.Dataset[Sample]):
         self._transform = transform
         self._finish = finish
         self._mount: Mount | None = None
-        self._recipe = self._make_recipe()
+        self._recipe = self._make_recipe() if getattr(reader, "inspected", True) else None
 
     @property
     def path(self) -> str:
@@ -86,21 +86,23 @@ class Dataset(torch.utils.data.Dataset[Sample]):
     @property
     def recipe(self) -> Recipe:
         """How payloads become samples."""
+        if self._recipe is None:  # In a job of several ranks, one inspects the data set for all.
+            self._recipe = self._make_recipe()
         return self._recipe
 
     @property
     def crops(self) -> bool:
         """True if samples are crops of images, with labels."""
-        return self._recipe.crops
+        return self.recipe.crops
 
     @property
     def crop(self) -> Crop:
-        return self._recipe.crop
+        return self.recipe.crop
 
     @property
     def transform(self) -> Transform | None:
         """User's transform of a sample, without the steps that are done by the crop or a batch."""
-        return self._recipe.transform
+        return self.recipe.transform
 
     def __len__(self) -> int:
         return len(self.reader)
@@ -131,7 +133,7 @@ class Dataset(torch.utils.data.Dataset[Sample]):
             payload, _ = self._mount.hierarchy.read(sample, int(block[0]), int(place[0]))
         else:
             payload = self.reader.read(samples)[0]
-        return self._recipe.one(self.epoch, sample, payload)
+        return self.recipe.one(self.epoch, sample, payload)
 
     def _sliced(self, index: slice) -> range:
         try:
@@ -149,7 +151,7 @@ class Dataset(torch.utils.data.Dataset[Sample]):
         if self._mount is not None:
             raise UsageError(f"tiers={tiers!r}: {self.path} is in use with tiers={self.tiers!r}")
         self.tiers = tiers
-        self._recipe = self._make_recipe()
+        self._recipe = self._make_recipe() if getattr(self.reader, "inspected", True) else None
 
     def with_reader(self, reader: Reader, tiers: Tiers | None = None) -> "Dataset":
         """Return a data set of another reader with the options of this one.
@@ -198,7 +200,7 @@ class Dataset(torch.utils.data.Dataset[Sample]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._recipe = self._make_recipe()
+        self._recipe = self._make_recipe() if getattr(self.reader, "inspected", True) else None
 
     def __repr__(self) -> str:
         return (

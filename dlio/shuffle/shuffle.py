@@ -324,6 +324,7 @@ class Shuffle:
 
     def _pack(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
         hierarchy = self._hierarchy
+        hierarchy.expect(samples)
         blocks, places = hierarchy.reader.layout.locate(samples)
         sizes = np.asarray(hierarchy.reader.sizes[samples], np.int64)
         where = list(zip(samples.tolist(), blocks.tolist(), places.tolist(), strict=True))

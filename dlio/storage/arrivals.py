@@ -8,6 +8,7 @@ from typing import Final
 from dlio.data.reader import Reader
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError
+from dlio.storage.block import encode_block
 from dlio.storage.counters import Counters
 from dlio.storage.early import EarlyPayloads
 from dlio.storage.health import Health
@@ -76,7 +77,15 @@ class Arrivals:
     def place(self, block: int) -> int:
         """Return the number of the fastest tier that has a block, -1 for none."""
         known = self._places.get(block)
-        return self._look(block) if known is None else known
+        return self.look(block) if known is None else known
+
+    def look(self, block: int) -> int:
+        """As `place`, but look again."""
+        for number in self._targets.by_speed:
+            if self._has(block, number):
+                self._places[block] = number
+                return number
+        return -1
 
     def forget(self, block: int) -> None:
         """Have the block looked for, and filled if need be, at its next use."""
@@ -115,7 +124,6 @@ class Arrivals:
         if begun is not None:
             return begun
         number = self._targets.number(block)
-        tier = self._targets.tiers[number]
         try:
             if self._fill_or_wait(block, number, timeout_s):
                 self._places[block] = number
@@ -124,13 +132,27 @@ class Arrivals:
             self._broken.add(block)
             self._notes.add(f"block {block} of {self._reader.path} stays in the source: {error}")
         except OSError as error:  # Of the tier; TierError is one.
-            self._full.add(number)
-            then = "the blocks it was to hold are read from the source"
-            self._health.failed(tier.path, "written", error, then)
+            self.fill_up(number, error)
         finally:
             with self._lock:
                 self._filling.pop(block).set()
         return False
+
+    def put(self, block: int, number: int, payloads: Sequence[Buffer]) -> None:
+        """Publish a block of these payloads in tier `number`. Raises OSError."""
+        reader = self._reader
+        pieces = encode_block(
+            payloads, block=block, fingerprint=reader.fingerprint, schema=reader.schema
+        )
+        self._publish(block, self._targets.tiers[number], pieces)
+        self._damaged.discard((block, number))
+
+    def fill_up(self, number: int, error: OSError) -> None:
+        """Add nothing more to a tier that cannot be written."""
+        self._full.add(number)
+        path = self._targets.tiers[number].path
+        then = "the blocks it was to hold are read from the source"
+        self._health.failed(path, "written", error, then)
 
     def reserve(self, block: int) -> bool:
         """Claim a block that is yet to be filled, so that this process fills it later."""
@@ -142,9 +164,7 @@ class Arrivals:
             if not tier.claim(block):
                 return False
         except OSError as error:
-            self._full.add(number)
-            then = "the blocks it was to hold are read from the source"
-            self._health.failed(tier.path, "written", error, then)
+            self.fill_up(number, error)
             return False
         if self._has(block, number):  # Filled in between.
             tier.release(block)
@@ -182,13 +202,6 @@ class Arrivals:
     def _is_home(self, block: int) -> bool:
         """True for a block that was seen in the tier that it belongs in."""
         return self._places.get(block, -1) == self._targets.number(block)
-
-    def _look(self, block: int) -> int:
-        for number in self._targets.by_speed:
-            if self._has(block, number):
-                self._places[block] = number
-                return number
-        return -1
 
     def _has(self, block: int, number: int) -> bool:
         """True if tier `number` has a block that is fit for use."""

@@ -10,6 +10,8 @@ pinned block from the source once.
     Arrivals       blocks on their way into tiers, each read once per node
     TierReads      a sample out of its tier; the repair of damaged blocks
     FirstBatch     the samples of a first batch, read before their blocks (EarlyPayloads)
+    Gather         instead of these two for a source with a latency: samples that are read as they
+                   are needed, many at a time, and complete their blocks as they go by
 """
 
 from collections.abc import Callable, Sequence
@@ -20,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from dlio.data.abilities import flow_of
 from dlio.data.reader import Reader
 from dlio.data.schema import Buffer
 from dlio.errors import SourceError
@@ -28,6 +31,7 @@ from dlio.storage.block import Scratch, scatter
 from dlio.storage.counters import Counters
 from dlio.storage.early import EarlyPayloads
 from dlio.storage.first_batch import FirstBatch
+from dlio.storage.gather import Gather, locate
 from dlio.storage.health import Health
 from dlio.storage.intake import Intake
 from dlio.storage.notes import Notes
@@ -95,6 +99,13 @@ class Hierarchy:
         self._first_batch = FirstBatch(
             reader, self._intake, self._early, self._arrivals, self.counters
         )
+        flow = flow_of(reader)
+        self.gather: Gather | None = None
+        """Reads the samples of a source with a latency; None for other sources."""
+        if flow is not None:
+            self.gather = Gather(
+                reader, flow, self.targets, self._arrivals, self.counters, self._notes
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -126,6 +137,10 @@ class Hierarchy:
         early = self._early.get(sample, self._arrivals.fill_timeout_s)
         if early is not None:
             return early, "source"
+        if self.gather is not None:
+            gathered = self.gather.take(sample, block, place)
+            if gathered is not None:
+                return gathered
         result = self._reads.read(sample, block, lambda tier: tier.read(block, place, scratch))
         return (self.read_source(sample), "source") if result is None else result
 
@@ -138,6 +153,11 @@ class Hierarchy:
         Other arguments and errors as for `read`.
         """
         early = self._early.get(sample, self._arrivals.fill_timeout_s)
+        if early is None and self.gather is not None:
+            gathered = self.gather.take(sample, block, place)
+            if gathered is not None:
+                self._scatter(sample, gathered[0], pieces)
+                return gathered[1]
         if early is None:
             result = self._reads.read(
                 sample, block, lambda tier: tier.read_into(block, place, pieces)
@@ -156,6 +176,11 @@ class Hierarchy:
         Returns (bytes stored, xxh3_64 of the payload). Errors as for `read`.
         """
         early = self._early.get(sample, self._arrivals.fill_timeout_s)
+        if early is None and self.gather is not None:
+            gathered = self.gather.take(sample, block, place)
+            if gathered is not None:
+                self._scatter(sample, gathered[0], [into])
+                return len(into), xxhash.xxh3_64_intdigest(into)
         if early is None:
             result = self._reads.read(
                 sample, block, lambda tier: tier.read_stored(block, place, into)
@@ -213,7 +238,25 @@ class Hierarchy:
             then: called when they are read, in a thread of this hierarchy's, or now. Never called
                 by two threads at once, nor after `settle`.
         """
-        self._first_batch.hurry(samples, then)
+        if self.gather is None:
+            self._first_batch.hurry(samples, then)
+            return
+        self.expect(samples)
+        then()
+
+    def expect(self, samples: npt.NDArray[np.int64]) -> None:
+        """Begin to read samples that are about to be read, where that takes a while each.
+
+        Args:
+            samples: indices, in the order of their use; shape (n,).
+        """
+        if self.gather is not None and len(samples):
+            self.gather.expect(*locate(self.reader, samples))
+
+    def forget(self, samples: npt.NDArray[np.int64]) -> None:
+        """Let go of samples that were expected and are not going to be read now."""
+        if self.gather is not None:
+            self.gather.forget(samples.tolist())
 
     def notes(self) -> list[str]:
         """Return sentences about handled failures and decisions, without duplicates."""
@@ -231,6 +274,8 @@ class Hierarchy:
     def close(self) -> None:
         """Stop reading ahead and close the tiers."""
         self.settle()
+        if self.gather is not None:
+            self.gather.close()
         self._intake.close()
         self.targets.close()
 

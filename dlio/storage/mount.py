@@ -14,6 +14,7 @@ import numpy.typing as npt
 from dlio.comm import Communicator
 from dlio.comm.nodes import Nodes, find_nodes
 from dlio.comm.recovery import uniform
+from dlio.data.abilities import agree
 from dlio.data.agreement import check_same_data
 from dlio.data.reader import Reader, StoredBlocks, data_bytes
 from dlio.data.source import is_remote
@@ -31,6 +32,7 @@ from dlio.storage.intake import Intake
 from dlio.storage.inventory import Use, make_room, stored_data
 from dlio.storage.known import remember_root
 from dlio.storage.places import find_place
+from dlio.storage.sample_fill import SampleFiller
 from dlio.storage.spec import Tiers, TierSpec, choose_tiers, decoded_spec, is_parsed
 from dlio.storage.streamed import StreamProgress
 from dlio.storage.tier import Tier
@@ -77,7 +79,7 @@ class Mount:
     uses: list[Use | None] = field(default_factory=list)
     """This process's lease on each disk tier, None on one that cannot be written."""
     notes: list[str] = field(default_factory=list)
-    _filler: Filler | None = None
+    _filler: Filler | SampleFiller | None = None
     decoded_spec: TierSpec | None = None
     """The tier of decoded images, None if none is specified."""
     _progress: StreamProgress | None = None
@@ -98,7 +100,7 @@ class Mount:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def fill(self, order: Order) -> Filler | None:
+    def fill(self, order: Order) -> Filler | SampleFiller | None:
         """Start to bring this node's blocks in the background, in the order of their first use.
 
         Returns None when all are there; further calls return the same filler.
@@ -106,6 +108,9 @@ class Mount:
         if self._filler is None and self.hierarchy.missing():
             reader = self.hierarchy.reader
             wanted = self.hierarchy.pins.tier >= 0
+            if self.hierarchy.gather is not None:
+                self._filler = SampleFiller(self.hierarchy.gather, reader, order, wanted)
+                return self._filler
             self._filler = Filler(
                 self.hierarchy,
                 lambda: blocks_in_order(reader.layout, order, wanted),
@@ -238,6 +243,7 @@ def mount(
     if the data sets of the ranks differ.
     """
     options = options or MountOptions()
+    agree(reader, comm)
     check_same_data(reader, comm)
     nodes = find_nodes(comm, pretend_nodes)
     ranks = Ranks(nodes.node_of)

@@ -4,6 +4,7 @@
     /dev/shm/dlio-<uid>/<data set>.<node>/        a RAM tier; gone with the last job that uses it
         00000042.blk    a published block, always complete
         claims          byte b is locked by the process that is filling block b
+        00000042.part   samples of a block that is not complete, see `dlio.storage.pieces`
 
 A block appears under its name only when it is complete. It is written under a temporary name:
 space is reserved (touching full shared memory kills the process), the bytes are written and
@@ -17,7 +18,6 @@ import fcntl
 import os
 import re
 import secrets
-import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -36,6 +36,7 @@ from dlio.storage.block import (
     read_info,
     write_all,
 )
+from dlio.storage.byte_locks import lock_byte
 from dlio.storage.spec import TierSpec
 from dlio.util.folders import open_private, remove_entry, unlink
 from dlio.util.limits import open_regular
@@ -278,7 +279,7 @@ class Tier:
         Raises OSError if the file system cannot lock.
         """
         with self._lock:
-            if block in self._claimed or not _lock_byte(self._claims, block):
+            if block in self._claimed or not lock_byte(self._claims, block):
                 return False
             self._claimed.add(block)
             return True
@@ -288,7 +289,7 @@ class Tier:
         with self._lock:
             self._claimed.discard(block)
             with suppress(OSError):  # The lock ends with the descriptor at last.
-                _lock_byte(self._claims, block, fcntl.F_UNLCK)
+                lock_byte(self._claims, block, fcntl.F_UNLCK)
 
     def close(self) -> None:
         """Close the tier's files. The last process that closes a RAM tier removes it."""
@@ -366,13 +367,3 @@ def _reserve(descriptor: int, size: int) -> None:
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
             raise
-
-
-def _lock_byte(descriptor: int, at: int, kind: int = fcntl.F_WRLCK) -> bool:
-    """Lock or unlock one byte of an open file. False when another process holds the lock."""
-    request = struct.pack("hhqqi4x", kind, os.SEEK_SET, at, 1, 0)
-    try:
-        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, request)
-    except (BlockingIOError, PermissionError):
-        return False
-    return True

@@ -6,46 +6,77 @@ arrays, and PNG for Pillow images. Random augmentation belongs into `transform=`
 the tiers: a data set that returns different values each time cannot be cached.
 """
 
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from dlio.comm import Communicator
+from dlio.comm.data_ranks import place
+from dlio.data.flow import MOST_REQUESTS, Flow
 from dlio.data.index import fingerprint_of
 from dlio.data.labels import LABEL_NAMES
-from dlio.data.schema import Schema, array_kind, leaves
-from dlio.errors import SourceError, UsageError
-from dlio.plan.layout import cut_blocks
+from dlio.data.schema import Schema, array_kind
+from dlio.errors import DlioError, SourceError, UsageError
+from dlio.plan.layout import Layout, cut_blocks
 from dlio.plan.order import Order
+from dlio.util.arguments import whole_number
+from dlio_readers.leaves import Leaf, flatten, structure_of
+from dlio_readers.randomness import Draws, may_be_random
 
 __all__ = ["MapStyleData", "MapStyleReader"]
 
-_VERSION: Final = 1
+_VERSION: Final = 2
 _SEED: Final = 0xD110
 _PROBES: Final = 16
-_THREADS: Final = 4
-_DEPTH: Final = 16
-
-Leaf = tuple[str, str, tuple[int, ...], Any]
-"""(field, dtype or encoded kind, shape, value)"""
-
+_ASKED_AGAIN: Final = 8
+_MOST_REQUESTS: Final = 4096
+_SHARED_BYTES: Final = 64 << 20
+"""Bytes of inspected samples that one rank hands to the others."""
+_WAITS_S: Final = 1e-3
 
 MapStyleData = Any
 """A user's data set: any object with `len` and `[i]`, as torch's DataLoader takes it."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """The knowledge of a data set that follows from sixteen of its samples."""
+
+    schema: Schema
+    size: int
+    """Payload bytes of a sample, or an estimate of their mean."""
+    estimated: bool
+    layout: Layout
+    fingerprint: str
+
+
 class MapStyleReader:
     """Read any object with `len` and `[i]`.
 
-    If shapes differ between samples, or if a field is text or an image, opening reads every sample
-    once to learn its size.
+    Sixteen samples, spread evenly, are read when it is opened; they tell the fields and their
+    kinds, and are kept until they are used, so that no sample is asked for twice. In a job of
+    several ranks one rank does so for all, when the tiers are opened.
+
+    If shapes differ between these samples, or if a field is text or an image, `sizes` is an
+    estimate: the size of a sample is known when it has been read.
+
+    Samples that differ each time they are asked for are noticed if generators of random numbers
+    advance meanwhile (Python's, NumPy's and torch's global ones, or some that the data set holds),
+    or if the code of the data set makes one without a seed. Eight samples are then asked for
+    again, and compared.
 
     Args:
-        path: the data set.
+        path: the data set. It is used by several threads, unless `requests` is 1.
         key: version of the data, for tiers that outlive a job. Without it, only changes in sixteen
             probed samples are noticed.
+        requests: samples that are asked for at a time, at most; 64 by default. As many are as
+            their latency makes worth it: four if the data set computes, more if it waits.
 
     Raises UsageError for samples that cannot be cached: random values, unsupported types, or
     differing fields.
@@ -55,40 +86,36 @@ class MapStyleReader:
     objects = True
     objects_only = True
 
-    def __init__(self, path: MapStyleData, key: str = "") -> None:
+    def __init__(self, path: MapStyleData, key: str = "", requests: int | None = None) -> None:
+        if requests is not None:
+            requests = whole_number("requests", requests, 1, _MOST_REQUESTS)
         self._data = path
+        self._key, self._requests = key, requests
         self._count = len(path)
         self.path = f"{type(path).__module__}.{type(path).__qualname__}"
         if not self._count:
             raise SourceError(f"{self.path} is empty: it has no samples")
-        probes = np.unique(np.linspace(0, self._count - 1, _PROBES).astype(np.int64))
-        shape = _Shape(self.path, _flatten(self._get(0), self.path))
-        for probe in probes.tolist():
-            shape.add(probe, _flatten(self._get(probe), self.path))
-        if not shape.schema().is_fixed:
-            with ThreadPoolExecutor(_THREADS) as pool:
-                for sample, leaf in enumerate(pool.map(self._leaves, range(self._count))):
-                    shape.add(sample, leaf)
-        self.schema = shape.schema()
-        self.sizes = shape.sizes(self._count)
-        first, again = self.read(probes), self.read(probes)
-        if first != again:
-            raise UsageError(
-                f"{self.path} gives different values each time a sample is read: move random "
-                "operations into transform=, which is called for every use of a sample"
-            )
         self.classes: Sequence[str] = _class_names(path)
         self._labels: npt.NDArray[np.int64] | None = None
-        self.layout = cut_blocks(self.sizes, Order(self._count, _SEED, shuffled=True))
-        self.fingerprint = fingerprint_of(
-            "torch",
-            _VERSION,
-            self.path,
-            key,
-            self.schema.to_json(),
-            self.layout.starts,
-            *map(bytes, first),
-        )
+        self._facts: _Facts | None = None
+        self._prepare()
+        if place()[1] == 1:
+            self._known()
+
+    def _prepare(self) -> None:
+        self.flow = Flow(MOST_REQUESTS if self._requests is None else self._requests)
+        """Limits the samples that are asked for at a time."""
+        self._lock = threading.Lock()
+        self._kept: dict[int, bytes] = {}
+        """Payloads of inspected samples that have not been used."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        left_out = ("flow", "_lock", "_kept")
+        return {name: each for name, each in self.__dict__.items() if name not in left_out}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._prepare()
 
     @staticmethod
     def recognises(path: MapStyleData) -> str | None:
@@ -97,6 +124,43 @@ class MapStyleReader:
         if hasattr(path, "__getitem__") and hasattr(path, "__len__"):
             return None
         return "lacks len() or [i]: an iterable does not allow random access"
+
+    @property
+    def inspected(self) -> bool:
+        """True once the fields are known; asking for them reads samples."""
+        return self._facts is not None
+
+    @property
+    def together(self) -> bool:
+        """True if the data set takes several indices at a time."""
+        return callable(getattr(self._data, "__getitems__", None))
+
+    @property
+    def schema(self) -> Schema:
+        return self._known().schema
+
+    @property
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """Payload bytes of each sample; shape (samples,)."""
+        return np.broadcast_to(np.int64(self._known().size), self._count)
+
+    @property
+    def data_bytes(self) -> int:
+        """Payload bytes of the data set."""
+        return self._known().size * self._count
+
+    @property
+    def sizes_are_estimates(self) -> bool:
+        """True if samples differ in size."""
+        return self._known().estimated
+
+    @property
+    def layout(self) -> Layout:
+        return self._known().layout
+
+    @property
+    def fingerprint(self) -> str:
+        return self._known().fingerprint
 
     @property
     def labels(self) -> npt.NDArray[np.int64]:
@@ -113,18 +177,135 @@ class MapStyleReader:
 
     def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
         numbers = [int(sample) for sample in samples]
-        together = getattr(self._data, "__getitems__", None)
-        if callable(together):
+        schema = self._known().schema
+        here = {n: self._kept.pop(n) for n in numbers if n in self._kept}
+        missing = [n for n in numbers if n not in here]
+        items = self._items(missing) if missing else []
+        fresh = {n: self._join(schema, n, item) for n, item in zip(missing, items, strict=True)}
+        return [here[n] if n in here else fresh[n] for n in numbers]
+
+    def agree(self, comm: Communicator) -> None:
+        """Have rank 0 inspect the data set for all ranks. Collective.
+
+        Raises the same error on all ranks.
+        """
+        told: dict[str, Any] = {}
+        kept: list[tuple[int, bytes]] = []
+        if comm.rank == 0:
             try:
-                items = together(numbers)
-            except Exception as error:
-                raise self._failed(numbers[0], error) from error
-        else:
-            items = map(self._get, numbers)
-        return [self._join(n, item) for n, item in zip(numbers, items, strict=True)]
+                facts = self._known()
+                kept = list(self._kept.items())
+                if sum(len(payload) for _, payload in kept) > _SHARED_BYTES:
+                    kept = []
+                told = {
+                    "schema": facts.schema.to_json(),
+                    "size": facts.size,
+                    "estimated": facts.estimated,
+                    "fingerprint": facts.fingerprint,
+                    "kept": [[sample, len(payload)] for sample, payload in kept],
+                }
+            except DlioError as error:
+                told = {"error": str(error), "usage": isinstance(error, UsageError)}
+        told = comm.tell(told)
+        if "error" in told:
+            raise (UsageError if told["usage"] else SourceError)(told["error"])
+        memory = np.zeros(sum(size for _, size in told["kept"]), np.uint8)
+        if comm.rank == 0:
+            memory[:] = np.frombuffer(b"".join(payload for _, payload in kept), np.uint8)
+        if len(memory):
+            comm.bcast(memory)
+        self._adopt(told, memory)
 
     def close(self) -> None:
         pass
+
+    def _adopt(self, told: dict[str, Any], memory: npt.NDArray[np.uint8]) -> None:
+        """Use what another rank has found, unless this one has looked itself."""
+        with self._lock:
+            if self._facts is not None:
+                return
+            at = 0
+            for sample, size in told["kept"]:
+                self._kept[sample] = memory[at : at + size].tobytes()
+                at += size
+            size = int(told["size"])
+            self._facts = _Facts(
+                Schema.from_json(told["schema"]),
+                size,
+                bool(told["estimated"]),
+                _layout(self._count, size),
+                str(told["fingerprint"]),
+            )
+
+    def _known(self) -> _Facts:
+        facts = self._facts
+        if facts is None:
+            with self._lock:
+                facts = self._facts = self._facts or self._inspect()
+        return facts
+
+    def _inspect(self) -> _Facts:
+        """Read some samples, and learn from them about all; they are kept."""
+        probes = np.unique(np.linspace(0, self._count - 1, _PROBES).astype(np.int64)).tolist()
+        draws = Draws(self._data)
+        items = self._probe(probes)
+        drawn = draws.advanced()
+        shape = _Shape(self.path, flatten(items[0], self.path))
+        for probe, item in zip(probes, items, strict=True):
+            shape.add(probe, flatten(item, self.path))
+        schema = shape.schema()
+        payloads = [self._join(schema, n, each) for n, each in zip(probes, items, strict=True)]
+        if drawn or may_be_random(self._data):
+            self._check_again(schema, probes[:_ASKED_AGAIN], payloads)
+        size = schema.overhead if schema.is_fixed else _mean([len(each) for each in payloads])
+        layout = _layout(self._count, size)
+        fingerprint = fingerprint_of(
+            *("torch", _VERSION, self.path, self._key, schema.to_json()),
+            *(layout.starts, *payloads),
+        )
+        self._kept = dict(zip(probes, payloads, strict=True))
+        return _Facts(schema, size, not schema.is_fixed, layout, fingerprint)
+
+    def _probe(self, probes: list[int]) -> list[Any]:
+        """Ask for samples, at a time if that is allowed; begin the flow with as many if they wait
+        rather than compute."""
+        threads = min(self.flow.most, len(probes))
+        if threads == 1 or self.together:
+            return list(self._items(probes))
+        spent: list[tuple[float, float]] = []
+
+        def ask(sample: int) -> Any:
+            began, computed = time.perf_counter(), time.thread_time()
+            item = self._get(sample)
+            spent.append((time.perf_counter() - began, time.thread_time() - computed))
+            return item
+
+        began = time.perf_counter()
+        with ThreadPoolExecutor(threads) as pool:
+            items = list(pool.map(ask, probes))
+        whole = time.perf_counter() - began
+        waited, computed = np.array(spent).T
+        if np.median(waited) >= _WAITS_S and computed.sum() < whole / 2:
+            self.flow.raise_to(threads)
+        return items
+
+    def _check_again(self, schema: Schema, probes: list[int], first: list[bytes]) -> None:
+        """Raise UsageError if samples have other values when they are asked for again."""
+        for sample, payload in zip(probes, first, strict=False):
+            if self._join(schema, sample, self._get(sample)) != payload:
+                raise UsageError(
+                    f"{self.path} gives different values each time a sample is read: move random "
+                    "operations into transform=, which is called for every use of a sample"
+                )
+
+    def _items(self, numbers: list[int]) -> list[Any]:
+        together = getattr(self._data, "__getitems__", None)
+        if not callable(together):
+            return [self._get(number) for number in numbers]
+        try:
+            return list(together(numbers))
+        except Exception as error:
+            raise self._failed(numbers[0], error) from error
 
     def _get(self, sample: int) -> Any:
         try:
@@ -132,20 +313,15 @@ class MapStyleReader:
         except Exception as error:
             raise self._failed(sample, error) from error
 
-    def _leaves(self, sample: int) -> list[Leaf]:
-        """Return the leaves with sizes in place of values, to save memory."""
-        flat = _flatten(self._get(sample), self.path)
-        return [(name, kind, shape, _body_bytes(value)) for name, kind, shape, value in flat]
-
-    def _join(self, sample: int, item: Any) -> bytes:
-        values = {name: value for name, _, _, value in _flatten(item, self.path)}
-        if values.keys() != self.schema.kinds.keys():
+    def _join(self, schema: Schema, sample: int, item: Any) -> bytes:
+        values = {name: value for name, _, _, value in flatten(item, self.path)}
+        if values.keys() != schema.kinds.keys():
             raise SourceError(
                 f"{self.name(sample)} has the fields {', '.join(values)}, others have "
-                f"{', '.join(self.schema.kinds)}: make them alike"
+                f"{', '.join(schema.kinds)}: make them alike"
             )
         try:
-            return self.schema.join(values)
+            return schema.join(values)
         except ValueError as error:
             raise SourceError(
                 f"{self.name(sample)} differs from the samples that were probed: {error}; make "
@@ -178,8 +354,6 @@ class _Shape:
         self._shapes: dict[str, list[int | None]] = {
             name: list(shape) for name, _, shape, _ in first
         }
-        self._structure: Any = None
-        self._bodies: dict[str, dict[int, int]] = {name: {} for name in self._kinds}
 
     def add(self, sample: int, flat: list[Leaf]) -> None:
         names = [name for name, _, _, _ in flat]
@@ -188,7 +362,7 @@ class _Shape:
                 f"{self._path}[{sample}] has the fields {', '.join(names)}, the first sample "
                 f"{', '.join(self._kinds)}: make them alike"
             )
-        for name, kind, shape, value in flat:
+        for name, kind, shape, _ in flat:
             known = self._shapes[name]
             if kind != self._kinds[name] or len(shape) != len(known):
                 raise UsageError(
@@ -198,132 +372,30 @@ class _Shape:
             for axis, size in enumerate(shape):
                 if known[axis] != size:
                     known[axis] = None
-            self._bodies[name][sample] = _body_bytes(value)
 
     def schema(self) -> Schema:
+        """Return the schema; if one field's size varies, so may the dimensions of all arrays,
+        because few samples were seen."""
+        plain = ("text", "bytes", "png")
+        varies = any(
+            kind in plain or None in self._shapes[name] for name, kind in self._kinds.items()
+        )
         fields = []
         for name, kind in self._kinds.items():
-            plain = kind in ("text", "bytes", "png")
-            fields.append((name, kind if plain else array_kind(kind, self._shapes[name])))
-        return Schema(tuple(fields), _structure_of(list(self._kinds)))
-
-    def sizes(self, count: int) -> npt.NDArray[np.int64]:
-        schema = self.schema()
-        if schema.is_fixed:
-            return np.broadcast_to(np.int64(schema.overhead), count)
-        bodies = {
-            name: np.array([known[sample] for sample in range(count)], np.int64)
-            for name, known in self._bodies.items()
-            if not schema.kinds[name].fixed
-        }
-        return schema.payload_sizes(count, bodies)
+            shape = [None if varies else size for size in self._shapes[name]]
+            fields.append((name, kind if kind in plain else array_kind(kind, shape)))
+        return Schema(tuple(fields), structure_of(list(self._kinds)))
 
 
-def _flatten(item: Any, path: str) -> list[Leaf]:
-    return list(_walk(item, "", path, 0))
+def _layout(count: int, size: int) -> Layout:
+    sizes = np.broadcast_to(np.int64(size), count)
+    return cut_blocks(sizes, Order(count, _SEED, shuffled=True))
 
 
-def _walk(item: Any, name: str, path: str, depth: int) -> Iterator[Leaf]:
-    """Yield the leaves of a sample, named by their paths: `1.boxes`, where a number is an index."""
-    if depth > _DEPTH:
-        raise UsageError(f"{path}: samples are nested more than {_DEPTH} deep")
-    if isinstance(item, tuple) and hasattr(item, "_asdict"):
-        item = item._asdict()
-    if isinstance(item, tuple | list):
-        for k, value in enumerate(item):
-            yield from _walk(value, f"{name}.{k}" if name else str(k), path, depth + 1)
-    elif isinstance(item, dict):
-        for key, value in item.items():
-            part = str(key)
-            if not isinstance(key, str) or "." in part or part.isdigit() or not part:
-                raise UsageError(
-                    f"{path}: the key {key!r} of a sample cannot be the name of a field: use words"
-                )
-            yield from _walk(value, f"{name}.{part}" if name else part, path, depth + 1)
-    else:
-        yield _leaf(item, name or "0", path)
-
-
-def _leaf(item: Any, name: str, path: str) -> Leaf:
-    import torch
-
-    if isinstance(item, torch.Tensor):
-        try:
-            item = item.detach().cpu().numpy()
-        except TypeError as error:
-            raise UsageError(f"{path}: field {name!r} is {item.dtype}: convert it") from error
-    if isinstance(item, bool):
-        return name, "bool", (), item
-    if isinstance(item, int):
-        return name, "int64", (), item
-    if isinstance(item, float):
-        return name, "float64", (), item
-    if isinstance(item, str):
-        return name, "text", (), item.encode()
-    if isinstance(item, bytes | bytearray | memoryview):
-        return name, "bytes", (), bytes(item)
-    if isinstance(item, np.ndarray | np.generic):
-        array = np.asarray(item)
-        try:
-            array_kind(array.dtype)
-        except ValueError as error:
-            raise UsageError(f"{path}: field {name!r}: {error}") from error
-        return name, array.dtype.name, array.shape, array
-    if hasattr(item, "getbands") and hasattr(item, "convert"):
-        return name, "png", (), _png(item, name, path)
-    raise UsageError(
-        f"{path}: field {name!r} is a {type(item).__name__}, which cannot be stored without "
-        "pickle: return tensors, arrays, numbers, strings, bytes or Pillow images"
-    )
-
-
-def _png(picture: Any, name: str, path: str) -> bytes:
-    """Encode a Pillow image losslessly."""
-    from dlio.image.decode import opencv
-
-    if picture.mode not in ("L", "RGB", "RGBA", "I;16"):
-        if picture.mode not in ("P", "1", "LA", "PA"):
-            raise UsageError(f"{path}: field {name!r} is a {picture.mode} picture: convert it")
-        picture = picture.convert("RGBA" if picture.mode in ("LA", "PA") else "RGB")
-    pixels = np.asarray(picture)
-    if pixels.ndim == 3:
-        pixels = np.ascontiguousarray(pixels[..., [2, 1, 0, 3][: pixels.shape[2]]])
-    cv2 = opencv()
-    done, data = cv2.imencode(".png", pixels, [cv2.IMWRITE_PNG_COMPRESSION, 1])
-    if not done:
-        raise UsageError(f"{path}: field {name!r} cannot be encoded as PNG")
-    return bytes(data)
-
-
-def _body_bytes(value: Any) -> int:
-    if isinstance(value, np.ndarray):
-        return value.nbytes
-    return value if isinstance(value, int) else len(value) if isinstance(value, bytes) else 0
-
-
-def _structure_of(names: list[str]) -> Any:
-    """Rebuild the structure from the paths in `names`; None for a plain dictionary of fields."""
-    if names == ["0"]:
-        return "0"
-    if not any("." in name or name.isdigit() for name in names):
-        return None
-    tree: dict[str, Any] = {}
-    for name in names:
-        node = tree
-        *ways, last = name.split(".")
-        for way in ways:
-            node = node.setdefault(way, {})
-        node[last] = name
-    structure = _listed(tree)
-    assert sorted(leaves(structure)) == sorted(names)
-    return structure
-
-
-def _listed(tree: Any) -> Any:
-    if isinstance(tree, str):
-        return tree
-    children = {key: _listed(value) for key, value in tree.items()}
-    return list(children.values()) if all(key.isdigit() for key in children) else children
+def _mean(sizes: list[int]) -> int:
+    """Estimate the mean size of all samples, rather too high than too low."""
+    error = 2 * float(np.std(sizes)) / len(sizes) ** 0.5
+    return max(1, round(float(np.mean(sizes)) + error))
 
 
 def _class_names(data: Any) -> list[str]:

@@ -127,6 +127,8 @@ class Pipeline:
         """Stop the threads after the task that each is at."""
         self._workers.close()
         self._shuffle.close()
+        for batch in self._under_way:
+            self._work.hierarchy.forget(batch.step.samples)
 
     def _wake(self) -> None:
         for _ in range(len(self._workers)):
@@ -145,6 +147,9 @@ class Pipeline:
         each = min(_SAMPLES_A_TASK, max(1, count // (_TASKS_A_THREAD * work.threads)))
 
         def queue_slots(slots: list[int]) -> None:
+            if cached is None:  # Otherwise the tier of decoded images may have them.
+                missing = [slot for slot in slots if step.payloads[slot] is None]
+                work.hierarchy.expect(step.samples[missing])
             for start in range(0, len(slots), each):
                 part = slots[start : start + each]
                 self._queue.put((step.number, next(self._ticket), batch, part))

@@ -1,0 +1,91 @@
+"""The number of requests that a source is sent at a time, from the latency that it is measured at.
+
+A source that answers each request as fast whether it has one or sixty to answer (an object store,
+a slow file system, a data base) is read the faster the more are under way. One that computes under
+Python's lock, or that its bandwidth limits, is not: its answers take longer in proportion.
+
+So the limit is doubled as long as answers take a millisecond or more and a doubling gains a quarter
+in answers a second, which by Little's law are the limit over the latency. A doubling that gained
+less is taken back; it is tried again after some rounds. A round is as many answers as there are
+requests in flight, of requests that began since the limit was changed last.
+"""
+
+import statistics
+import threading
+from typing import Final
+
+__all__ = ["MOST_REQUESTS", "Flow"]
+
+MOST_REQUESTS: Final = 64
+"""Requests in flight from one rank, at most, unless the user names another number."""
+_FIRST: Final = 4
+_WORTH_S: Final = 1e-3
+"""Latency below which another thread costs more than it gains."""
+_GAIN: Final = 1.25
+_LEAST_ROUND: Final = 8
+_HELD_ROUNDS: Final = 16
+
+
+class Flow:
+    """The limit of requests in flight to one source. Thread-safe.
+
+    Args:
+        most: the limit never exceeds it.
+        first: limit to begin with.
+    """
+
+    def __init__(self, most: int = MOST_REQUESTS, first: int = _FIRST) -> None:
+        self.most = most
+        self.limit = min(first, most)
+        """Requests that may be in flight now."""
+        self._lock = threading.Lock()
+        self._changes = 0
+        self._round: list[float] = []
+        self._before: tuple[int, float] | None = None
+        """(limit, median latency) before the doubling that is being tried."""
+        self._held = 0
+
+    def begins(self) -> int:
+        """Say that a request begins; returns a number for `ends`."""
+        return self._changes
+
+    def ends(self, began: int, seconds: float, crowded: bool) -> None:
+        """Say that a request has been answered.
+
+        Args:
+            began: the number from `begins`.
+            seconds: its duration.
+            crowded: True if other requests wait for it; otherwise nothing can be gained.
+        """
+        with self._lock:
+            if not crowded or began != self._changes or self.limit >= self.most:
+                return
+            self._round.append(seconds)
+            if len(self._round) >= max(_LEAST_ROUND, self.limit):
+                median = statistics.median(self._round)
+                self._round.clear()
+                self._decide(median)
+
+    def raise_to(self, limit: int) -> None:
+        """Begin at a limit that has proved to be worth it."""
+        with self._lock:
+            self._change(max(self.limit, min(limit, self.most)))
+
+    def _decide(self, median: float) -> None:
+        before, self._before = self._before, None
+        if before is not None:
+            limit, seconds = before
+            if self.limit * seconds < _GAIN * limit * median:
+                self._held = _HELD_ROUNDS
+                self._change(limit)
+                return
+        if self._held:
+            self._held -= 1
+        elif median >= _WORTH_S:
+            self._before = (self.limit, median)
+            self._change(min(self.most, 2 * self.limit))
+
+    def _change(self, limit: int) -> None:
+        self.limit = limit
+        self._changes += 1
+        self._round.clear()
