@@ -14,8 +14,8 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any, Self
+from functools import partial
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,15 +24,19 @@ from dlio.comm import Communicator, Request
 from dlio.comm.funnel import waiting
 from dlio.comm.membership import messages_of
 from dlio.comm.waiting import leave
+from dlio.data.abilities import estimates_sizes
 from dlio.errors import DlioError, PeerLost
 from dlio.plan.epoch import EpochPlan, WindowPlan, plan_epoch
-from dlio.plan.schedule import Window, window_steps
+from dlio.plan.schedule import Window
+from dlio.shuffle.announced import AnnouncedReceive, announce, message_of
+from dlio.shuffle.windows import windows_of
 from dlio.shuffle.wire import (
     ENTRY_BYTES,
     MessageMemory,
     Sealed,
     message_bytes,
     pack_message,
+    pack_payloads,
     unpack_message,
 )
 from dlio.storage.hierarchy import Hierarchy
@@ -40,9 +44,8 @@ from dlio.util.threads import Workers
 
 __all__ = ["Shuffle", "Step", "windows_of"]
 
-_FIRST_WINDOW_STEPS = 2
-"""Short, so that the first batch does not wait for a long window's messages."""
-_MOST_WINDOW_STEPS = 32
+_T = TypeVar("_T")
+
 _WINDOW_TAGS = 2047
 _GENERATIONS = 16
 """Passes with tags of their own; tags stay below 32,767, which every MPI provides."""
@@ -106,6 +109,8 @@ class Shuffle:
         self._planner = planner
         self._tag_base = (generation % _GENERATIONS) * (_WINDOW_TAGS + 1)
         self._windows = windows_of(plan, float(hierarchy.reader.sizes.mean()))
+        self._announced = estimates_sizes(hierarchy.reader)
+        """Sizes of samples are not known before they are read: messages are announced."""
         self._moves = plan.ranks.nodes > 1
         self._condition = threading.Condition()
         self._steps: dict[int, Step] = {}
@@ -293,7 +298,10 @@ class Shuffle:
                 break
             message = self._pack(samples)
             try:
-                self._sends.append((self._messages.isend(message, dest, tag), message))
+                if self._announced:
+                    self._sends += announce(self._messages, message, dest, tag)
+                else:
+                    self._sends.append((self._messages.isend(message, dest, tag), message))
             except PeerLost:
                 self._go_alone()
             self._progress()
@@ -302,20 +310,27 @@ class Shuffle:
         self, window: Window, tag: int
     ) -> list[tuple[int, npt.NDArray[np.uint8], Request]]:
         """Post the receives of a window; nothing if a rank is lost meanwhile."""
-        sizes = self._hierarchy.reader.sizes
         incoming: list[tuple[int, npt.NDArray[np.uint8], Request]] = []
         try:
             for sender in np.unique(window.senders[window.senders >= 0]).tolist():
-                buffer = self._memory.take(
-                    message_bytes(sizes[window.samples[window.senders == sender]])
-                )
-                incoming.append((sender, buffer, self._messages.irecv(buffer, sender, tag)))
+                owed = window.samples[window.senders == sender]
+                incoming.append((sender, *self._receive(sender, owed, tag)))
         except PeerLost:
             for _, buffer, request in incoming:
                 leave(request, buffer)
             self._go_alone()
             return []
         return incoming
+
+    def _receive(
+        self, sender: int, owed: npt.NDArray[np.int64], tag: int
+    ) -> tuple[npt.NDArray[np.uint8], Request]:
+        """Post the receive of a message with the samples that a rank owes."""
+        if self._announced:
+            arriving = AnnouncedReceive(self._messages, self._memory, sender, tag)
+            return np.empty(0, np.uint8), arriving
+        buffer = self._memory.take(message_bytes(self._hierarchy.reader.sizes[owed]))
+        return buffer, self._messages.irecv(buffer, sender, tag)
 
     def _window(self, number: int) -> Window:
         if self._planner is None:
@@ -330,19 +345,27 @@ class Shuffle:
         where = list(zip(samples.tolist(), blocks.tolist(), places.tolist(), strict=True))
 
         def read(k: int, into: memoryview) -> tuple[int, int] | None:
-            try:
-                return hierarchy.read_stored(*where[k], into)
-            except DlioError:
-                return None  # The receiver gets the same error, and names the sample.
-            except Exception as error:
-                # Peers still expect the message; the error is raised in this rank.
-                self._failed(error)
-                return None
+            return self._attempt(lambda: hierarchy.read_stored(*where[k], into))
 
-        message = pack_message(self._memory.take(message_bytes(sizes)), sizes, read)
+        if self._announced:
+            payloads = [self._attempt(partial(hierarchy.read, *each)) for each in where]
+            message = pack_payloads([None if each is None else each[0] for each in payloads])
+        else:
+            message = pack_message(self._memory.take(message_bytes(sizes)), sizes, read)
         hierarchy.counters.add("sent", len(message) - ENTRY_BYTES * len(samples))
         hierarchy.counters.add("messages")
         return message
+
+    def _attempt(self, read: Callable[[], _T]) -> _T | None:
+        """Read a sample for a peer; None where it cannot be read."""
+        try:
+            return read()
+        except DlioError:
+            return None  # The receiver gets the same error, and names the sample.
+        except Exception as error:
+            # Peers still expect the message; the error is raised in this rank.
+            self._failed(error)
+            return None
 
     def _progress(self) -> None:
         try:
@@ -356,7 +379,7 @@ class Shuffle:
         for receive in self._receives:
             if receive.request.done():
                 self._late.discard(receive.sender)
-                self._deliver(receive, receive.buffer)
+                self._deliver(receive, message_of(receive.request, receive.buffer))
                 receive.steps = []  # Not again, if a rank is lost now.
             elif receive.steps and receive.steps[0].number <= self._give_up:
                 self._late.add(receive.sender)
@@ -378,7 +401,7 @@ class Shuffle:
         payloads: list[Sealed | None] = [None] * count
         if message is not None:
             sizes = self._hierarchy.reader.sizes[np.concatenate(samples)]
-            payloads = unpack_message(message.data, sizes)
+            payloads = unpack_message(message.data, count if self._announced else sizes)
         self._hierarchy.counters.add("late", payloads.count(None))
         arrived = iter(payloads)
         for step, here in zip(receive.steps, slots, strict=True):
@@ -460,22 +483,6 @@ class Shuffle:
             window = self._window(number)
             owed = window.samples[window.senders == peer]
             if len(owed):
-                buffer = self._memory.take(message_bytes(self._hierarchy.reader.sizes[owed]))
-                request = self._messages.irecv(buffer, peer, self._tag_base + number % _WINDOW_TAGS)
+                tag = self._tag_base + number % _WINDOW_TAGS
+                buffer, request = self._receive(peer, owed, tag)
                 self._receives.append(_Receive(request, buffer, number, peer, []))
-
-
-def windows_of(plan: EpochPlan, mean_bytes: float) -> list[range]:
-    """Return the steps of each window, the same on all ranks.
-
-    On one node a window needs no memory but its plan, so windows are as long as possible there.
-
-    Args:
-        mean_bytes: mean payload bytes of a sample.
-    """
-    length = _MOST_WINDOW_STEPS
-    if plan.ranks.nodes > 1:
-        length = min(length, window_steps(mean_bytes, plan.largest_batch, plan.window_bytes))
-    first = min(length, _FIRST_WINDOW_STEPS, plan.steps)
-    edges = sorted({0, *range(first, plan.steps, length), plan.steps})
-    return [range(start, stop) for start, stop in pairwise(edges)]

@@ -10,7 +10,7 @@ are read into the message's memory, used there, and checked by whoever uses them
 in between and nothing is hashed twice.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -29,6 +29,7 @@ __all__ = [
     "Sealed",
     "message_bytes",
     "pack_message",
+    "pack_payloads",
     "unpack_message",
 ]
 
@@ -93,17 +94,38 @@ class Sealed:
         return payload if xxhash.xxh3_64_intdigest(payload) == self.digest else None
 
 
-def unpack_message(message: Buffer, sizes: npt.NDArray[np.int64]) -> list[Sealed | None]:
+def pack_payloads(payloads: Sequence[Buffer | None]) -> npt.NDArray[np.uint8]:
+    """Return a message of payloads whose sizes the receiver does not know; None is absent."""
+    head = ENTRY_BYTES * len(payloads)
+    message = np.zeros(head + sum(len(each) for each in payloads if each is not None), np.uint8)
+    table, at = message[:head].view("<u8").reshape(-1, 2), head
+    for k, payload in enumerate(payloads):
+        if payload is None:
+            table[k] = (_ABSENT, 0)
+            continue
+        table[k] = (len(payload), xxhash.xxh3_64_intdigest(payload))
+        message[at : at + len(payload)] = np.frombuffer(payload, np.uint8)
+        at += len(payload)
+    return message
+
+
+def unpack_message(message: Buffer, sizes: npt.NDArray[np.int64] | int) -> list[Sealed | None]:
     """Return the payloads in a message, as views of its memory.
 
     A payload that is absent is None, and so are all from the first on that contradicts `sizes`.
 
     Args:
-        sizes: payload bytes by the reader's index; shape (samples,).
+        sizes: payload bytes by the reader's index; shape (samples,). Of a message of
+            `pack_payloads`, the number of its samples.
     """
+    count = sizes if isinstance(sizes, int) else len(sizes)
     whole = np.frombuffer(message, np.uint8)
-    table = whole[: ENTRY_BYTES * len(sizes)].view("<u8").reshape(-1, 2)
-    view, at = whole.data, ENTRY_BYTES * len(sizes)
+    if len(whole) < ENTRY_BYTES * count:
+        return [None] * count
+    table = whole[: ENTRY_BYTES * count].view("<u8").reshape(-1, 2)
+    if isinstance(sizes, int):
+        sizes = table[:, 0].astype(np.int64)
+    view, at = whole.data, ENTRY_BYTES * count
     payloads: list[Sealed | None] = []
     for (stored, digest), size in zip(table.tolist(), sizes.tolist(), strict=True):
         if stored == _ABSENT:

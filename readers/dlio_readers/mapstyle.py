@@ -260,8 +260,7 @@ class MapStyleReader:
         size = schema.overhead if schema.is_fixed else _mean([len(each) for each in payloads])
         layout = _layout(self._count, size)
         fingerprint = fingerprint_of(
-            *("torch", _VERSION, self.path, self._key, schema.to_json()),
-            *(layout.starts, *payloads),
+            "torch", _VERSION, self.path, self._key, schema.to_json(), layout.starts, *payloads
         )
         self._kept = dict(zip(probes, payloads, strict=True))
         return _Facts(schema, size, not schema.is_fixed, layout, fingerprint)
@@ -394,7 +393,7 @@ def _layout(count: int, size: int) -> Layout:
 
 def _mean(sizes: list[int]) -> int:
     """Estimate the mean size of all samples, rather too high than too low."""
-    error = 2 * float(np.std(sizes)) / len(sizes) ** 0.5
+    error = 2 * float(np.std(sizes)) / float(np.sqrt(len(sizes)))
     return max(1, round(float(np.mean(sizes)) + error))
 
 

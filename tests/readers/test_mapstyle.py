@@ -19,6 +19,9 @@ from dlio.data.abilities import estimates_sizes
 from dlio.data.reader import open_reader
 from dlio.errors import SourceError, UsageError
 
+SALT = random.SystemRandom().random()
+"""RAM tiers are shared with all processes of the user that read the same data."""
+
 
 class Made(torch.utils.data.Dataset[Any]):
     """Samples made by a function of the index; counts the reads of each."""
@@ -85,9 +88,9 @@ def test_pictures_are_stored_losslessly_and_can_be_cropped() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda i: (torch.full((100,), float(i)), i),
-        lambda i: (f"words {i} " * (i % 7), i),
-        lambda i: (np.ones((i % 5, 3), np.float32), i),
+        lambda i: (torch.full((100,), i + SALT), i),
+        lambda i: (f"words {SALT + i} " * (i % 7), i),
+        lambda i: (np.full((i % 5, 3), i + SALT, np.float32), i),
     ],
 )
 def test_each_sample_is_asked_for_once_when_tiers_hold_it(
@@ -102,9 +105,9 @@ def test_each_sample_is_asked_for_once_when_tiers_hold_it(
         assert made.asked.tolist() == [1] * 50
 
 
-def test_a_pass_that_ends_early_leaves_nothing_to_be_asked_for_again() -> None:
+def test_a_pass_that_ends_early_leaves_nothing_to_be_asked_for_again(tmp_path: Path) -> None:
     made = Made(lambda i: (f"words {i} " * (i % 7), i), 300)
-    with dlio.DataLoader(made, 4, shuffle=True, tiers="ram:16MiB") as loader:
+    with dlio.DataLoader(made, 4, shuffle=True, tiers=f"{tmp_path}:16MiB") as loader:
         for _ in loader:
             break
         for _ in range(2):
@@ -112,7 +115,7 @@ def test_a_pass_that_ends_early_leaves_nothing_to_be_asked_for_again() -> None:
     assert made.asked.tolist() == [1] * 300
 
 
-def test_the_first_batch_does_not_wait_for_the_whole_data_set() -> None:
+def test_the_first_batch_does_not_wait_for_the_whole_data_set(tmp_path: Path) -> None:
     def make(i: int) -> tuple[str, int]:
         asked.append(i)
         if len(asked) > 120:
@@ -120,7 +123,7 @@ def test_the_first_batch_does_not_wait_for_the_whole_data_set() -> None:
         return "word " * (i % 3), i
 
     gate, asked = threading.Event(), list[int]()
-    with dlio.DataLoader(Made(make, 1000), 8, shuffle=True, tiers="ram:16MiB") as loader:
+    with dlio.DataLoader(Made(make, 1000), 8, shuffle=True, tiers=f"{tmp_path}:16MiB") as loader:
         try:
             batches = iter(loader)
             assert len(next(batches)[1]) == 8
@@ -131,7 +134,9 @@ def test_the_first_batch_does_not_wait_for_the_whole_data_set() -> None:
 
 
 @pytest.mark.parametrize("requests", [1, 3])
-def test_no_more_samples_are_asked_for_at_a_time_than_requests(requests: int) -> None:
+def test_no_more_samples_are_asked_for_at_a_time_than_requests(
+    requests: int, tmp_path: Path
+) -> None:
     def make(i: int) -> int:
         with lock:
             under_way.append(len(under_way) - ended[0])
@@ -142,7 +147,7 @@ def test_no_more_samples_are_asked_for_at_a_time_than_requests(requests: int) ->
 
     lock, under_way, ended = threading.Lock(), list[int](), [0]
     with (
-        dlio.open(Made(make, 200), tiers="ram:16MiB", requests=requests) as data,
+        dlio.open(Made(make, 200), tiers=f"{tmp_path}:16MiB", requests=requests) as data,
         dlio.DataLoader(data, 16, shuffle=True, num_workers=4) as loader,
     ):
         assert sum(len(batch) for batch in loader) == 200
@@ -150,7 +155,7 @@ def test_no_more_samples_are_asked_for_at_a_time_than_requests(requests: int) ->
     assert max(under_way) < requests
 
 
-def test_a_sample_that_fails_is_named_and_the_others_are_asked_for_once() -> None:
+def test_a_sample_that_fails_is_named_and_the_others_are_asked_for_once(tmp_path: Path) -> None:
     def make(i: int) -> tuple[str, int]:
         if i == 77:
             raise OSError("gone")
@@ -158,7 +163,7 @@ def test_a_sample_that_fails_is_named_and_the_others_are_asked_for_once() -> Non
 
     made = Made(make, 200)
     with dlio.DataLoader(
-        made, 8, shuffle=True, tiers="ram:16MiB", on_error="skip", num_workers=2
+        made, 8, shuffle=True, tiers=f"{tmp_path}:16MiB", on_error="skip", num_workers=2
     ) as loader:
         for _ in range(2):
             seen = [int(number) for _, numbers in loader for number in numbers]
@@ -167,10 +172,10 @@ def test_a_sample_that_fails_is_named_and_the_others_are_asked_for_once() -> Non
     assert np.delete(made.asked, 77).tolist() == [1] * 199
 
 
-def test_samples_larger_than_the_inspected_ones_do_not_exceed_the_tier() -> None:
+def test_samples_larger_than_the_inspected_ones_do_not_exceed_the_tier(tmp_path: Path) -> None:
     probes = set(np.linspace(0, 399, 16).astype(int).tolist())
     made = Made(lambda i: ("x" * (10 if i in probes else 40_000), i), 400)
-    with dlio.DataLoader(made, 8, shuffle=True, tiers="ram:4MiB") as loader:
+    with dlio.DataLoader(made, 8, shuffle=True, tiers=f"{tmp_path}:4MiB") as loader:
         for _ in range(2):
             assert sorted(int(n) for _, numbers in loader for n in numbers) == list(range(400))
         mounted = loader.data.mounted
@@ -214,7 +219,9 @@ def test_random_data_sets_are_noticed_by_the_generators_that_they_use() -> None:
     assert seeded.asked == 16
 
 
-def test_a_data_set_that_takes_several_indices_is_asked_for_several_at_a_time() -> None:
+def test_a_data_set_that_takes_several_indices_is_asked_for_several_at_a_time(
+    tmp_path: Path,
+) -> None:
     class Together(Made):
         def __getitems__(self, indices: list[int]) -> list[Any]:
             calls.append(len(indices))
@@ -222,7 +229,7 @@ def test_a_data_set_that_takes_several_indices_is_asked_for_several_at_a_time() 
 
     calls: list[int] = []
     made = Together(lambda i: ("word " * (i % 3), i), 640)
-    with dlio.DataLoader(made, 64, shuffle=True, tiers="ram:16MiB") as loader:
+    with dlio.DataLoader(made, 64, shuffle=True, tiers=f"{tmp_path}:16MiB") as loader:
         assert sum(len(numbers) for _, numbers in loader) == 640
     assert made.asked.tolist() == [1] * 640
     assert sum(calls) == 640
