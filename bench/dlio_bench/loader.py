@@ -13,6 +13,7 @@ from dlio.util.files import write_json
 from dlio.util.options import Option, check
 from dlio_bench.contenders import CONTENDERS, Contender, missing
 from dlio_bench.feeding import arrays, decoded, slow
+from dlio_bench.latent import mapstyle, shown
 from dlio_bench.task import Task
 
 __all__ = ["Case", "Choice", "command", "measure"]
@@ -29,14 +30,22 @@ _RATIOS = {
     "dlio_256_over_ffcv_256": ("dlio_256", "ffcv_256"),
 }
 _USUAL = ("torch", "torch_floats", "ceiling", "full_decode", "dlio", "dlio_rows")
-_CASES = ("pictures", "arrays", "slow", "decoded")
+_CASES = ("pictures", "arrays", "slow", "decoded", "mapstyle")
+_WITHOUT_SOURCE = ("arrays", "mapstyle")
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """A measurement of loaders; options of `dlio bench loader`."""
 
-    source: Annotated[str, Option("Class folders of images.", positional=True, metavar="SRC")]
+    source: Annotated[
+        str,
+        Option(
+            "Class folders of images; not needed for the cases arrays and mapstyle.",
+            positional=True,
+            metavar="SRC",
+        ),
+    ] = ""
     image_size: Annotated[int, Option("Side of the square crops.", unit="pixels", least=1)] = 224
     batch_size: Annotated[int, Option("Samples of a batch.", unit="samples", least=1)] = 64
     workers: Annotated[
@@ -63,7 +72,8 @@ class Choice:
         Option(
             "pictures: images from RAM. arrays: volumes of 2 MiB. slow: SRC behind a slow file "
             "system, with a consumer of 200 images per second. decoded: a tier of decoded images. "
-            "Repeatable.",
+            "mapstyle: 512 samples of a map-style data set that takes 25 ms for each, without and "
+            "with tiers. Repeatable.",
             choices=_CASES,
         ),
     ] = ("pictures",)
@@ -174,6 +184,9 @@ def command(case: Case, choice: Choice, output: Output) -> None:
     torch is also measured with ToTensor, as most scripts use it.
     """
     output.check_writable()
+    needing = [name for name in choice.case if name not in _WITHOUT_SOURCE]
+    if needing and not case.source:
+        raise UsageError(f"--case {needing[0]}: name SRC, a folder of class folders of images")
     case, cases = replace(case, contenders=choice.contenders()), choice.case
     report: dict[str, Any] = {}
     if "pictures" in cases:
@@ -198,6 +211,9 @@ def command(case: Case, choice: Choice, output: Output) -> None:
         )
         for name, value in report["decoded"].items():
             print(f"decoded, {name}: {_median(value) if isinstance(value, dict) else value}")
+    if "mapstyle" in cases:
+        report["mapstyle"] = mapstyle(case.repeats, case.workers, case.batch_size)
+        print("\n".join(shown(report["mapstyle"])))
     if output.report is not None:
         write_json(output.report, report)
     if output.as_json:

@@ -120,10 +120,10 @@ class Pieces:
                 entries = self._scan(block, descriptor).entries
                 if len(entries) < count:
                     return None
-                found = [_payload(descriptor, place, entries[place]) for place in range(count)]
+                read = [_payload(descriptor, place, entries[place]) for place in range(count)]
             finally:
                 os.close(descriptor)
-            payloads = [payload for payload in found if payload is not None]
+            payloads = [payload for payload in read if payload is not None]
             if len(payloads) == count:
                 return payloads
             self._remove(block)

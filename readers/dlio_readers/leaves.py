@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from dlio.data.schema import array_kind, leaves
+from dlio.data.schema import Structure, Value, array_kind, leaves
 from dlio.errors import UsageError
 
 __all__ = ["Leaf", "flatten", "structure_of"]
@@ -16,7 +16,7 @@ Leaf = tuple[str, str, tuple[int, ...], Any]
 """(field, dtype or encoded kind, shape, value)"""
 
 
-def flatten(item: Any, path: str) -> list[Leaf]:
+def flatten(item: Value, path: str) -> list[Leaf]:
     """Return the leaves of a sample. Raises UsageError for a value that cannot be stored."""
     return list(_walk(item, "", path, 0))
 
@@ -93,7 +93,7 @@ def _png(picture: Any, name: str, path: str) -> bytes:
     return bytes(data)
 
 
-def structure_of(names: list[str]) -> Any:
+def structure_of(names: list[str]) -> Structure | None:
     """Rebuild the structure from the paths in `names`; None for a plain dictionary of fields."""
     if names == ["0"]:
         return "0"
@@ -106,7 +106,7 @@ def structure_of(names: list[str]) -> Any:
         for way in ways:
             node = node.setdefault(way, {})
         node[last] = name
-    structure = _listed(tree)
+    structure: Structure = _listed(tree)
     assert sorted(leaves(structure)) == sorted(names)
     return structure
 

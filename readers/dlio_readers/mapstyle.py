@@ -189,7 +189,7 @@ class MapStyleReader:
 
         Raises the same error on all ranks.
         """
-        told: dict[str, Any] = {}
+        record: dict[str, Any] = {}
         kept: list[tuple[int, bytes]] = []
         if comm.rank == 0:
             try:
@@ -197,7 +197,7 @@ class MapStyleReader:
                 kept = list(self._kept.items())
                 if sum(len(payload) for _, payload in kept) > _SHARED_BYTES:
                     kept = []
-                told = {
+                record = {
                     "schema": facts.schema.to_json(),
                     "size": facts.size,
                     "estimated": facts.estimated,
@@ -205,36 +205,36 @@ class MapStyleReader:
                     "kept": [[sample, len(payload)] for sample, payload in kept],
                 }
             except DlioError as error:
-                told = {"error": str(error), "usage": isinstance(error, UsageError)}
-        told = comm.tell(told)
-        if "error" in told:
-            raise (UsageError if told["usage"] else SourceError)(told["error"])
-        memory = np.zeros(sum(size for _, size in told["kept"]), np.uint8)
+                record = {"error": str(error), "usage": isinstance(error, UsageError)}
+        record = comm.tell(record)
+        if "error" in record:
+            raise (UsageError if record["usage"] else SourceError)(record["error"])
+        memory = np.zeros(sum(size for _, size in record["kept"]), np.uint8)
         if comm.rank == 0:
             memory[:] = np.frombuffer(b"".join(payload for _, payload in kept), np.uint8)
         if len(memory):
             comm.bcast(memory)
-        self._adopt(told, memory)
+        self._adopt(record, memory)
 
     def close(self) -> None:
         pass
 
-    def _adopt(self, told: dict[str, Any], memory: npt.NDArray[np.uint8]) -> None:
+    def _adopt(self, record: dict[str, Any], memory: npt.NDArray[np.uint8]) -> None:
         """Use what another rank has found, unless this one has looked itself."""
         with self._lock:
             if self._facts is not None:
                 return
             at = 0
-            for sample, size in told["kept"]:
+            for sample, size in record["kept"]:
                 self._kept[sample] = memory[at : at + size].tobytes()
                 at += size
-            size = int(told["size"])
+            size = int(record["size"])
             self._facts = _Facts(
-                Schema.from_json(told["schema"]),
+                Schema.from_json(record["schema"]),
                 size,
-                bool(told["estimated"]),
+                bool(record["estimated"]),
                 _layout(self._count, size),
-                str(told["fingerprint"]),
+                str(record["fingerprint"]),
             )
 
     def _known(self) -> _Facts:

@@ -115,11 +115,11 @@ def _held(each: Any) -> list[Any]:
         return list(each.values())[:_MOST_OBJECTS]
     if isinstance(each, list | tuple | set):
         return list(each)[:_MOST_OBJECTS]
-    found = list(getattr(each, "__dict__", {}).values())
+    held = list(getattr(each, "__dict__", {}).values())
     for kind in type(each).__mro__:
         if kind.__module__.split(".")[0] not in ("builtins", "torch", "typing", "numpy"):
-            found += [own for own in vars(kind).values() if isinstance(own, types.FunctionType)]
-    return found
+            held += [own for own in vars(kind).values() if isinstance(own, types.FunctionType)]
+    return held
 
 
 def _is_full(cell: types.CellType) -> bool:

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
+from dlio.cli.records import Output
 from dlio.errors import UsageError
 from dlio_bench.feeding import arrays
-from dlio_bench.loader import Case, measure
+from dlio_bench.latent import mapstyle, shown
+from dlio_bench.loader import Case, Choice, command, measure
 from dlio_staging.pack import pack
 
 
@@ -49,6 +51,24 @@ def test_large_arrays_are_measured_beside_bare_reads(tmp_path: Path) -> None:
     for name in ("raw_ram", "raw_disk", "lz4_ram", "lz4_disk"):
         assert report[name]["dlio_over_preadv"]["median"] > 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_latent_map_style_data_set_is_asked_once_for_each_sample_behind_tiers() -> None:
+    report = mapstyle(repeats=2, workers=2, batch_size=8, samples=100, latency_s=0.002)
+    for shapes in ("fixed", "varying"):
+        part = report[shapes]
+        assert part["with"]["calls_per_sample"] == {"epoch_1": [1, 1], "both": [1, 1]}
+        assert part["without"]["calls_per_sample"] == {"epoch_1": [1, 1], "both": [2, 2]}
+        assert part["without"]["in_flight_most"] <= 2
+        assert part["with"]["in_flight_most"] <= 64
+        for key in ("first_batch_s", "epoch_1_s", "epoch_2_s"):
+            assert part[f"{key}_with_over_without"]["median"] > 0
+    assert len(shown(report)) == 10
+
+
+def test_a_case_that_reads_pictures_asks_for_their_folder() -> None:
+    with pytest.raises(UsageError, match="--case slow: name SRC"):
+        command(Case(), Choice(case=("mapstyle", "slow")), Output(report=None))
 
 
 def test_packed_data_is_refused_with_a_reason(pictures: Path, tmp_path: Path) -> None:

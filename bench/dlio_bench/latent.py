@@ -1,0 +1,163 @@
+"""A case of `dlio bench loader`: a map-style data set that waits for each sample, behind tiers."""
+
+import threading
+import time
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+import dlio
+from dlio.loader.contract import Sample
+from dlio_bench.machine import describe_machine, ratio, spread
+
+__all__ = ["LATENCY_S", "SAMPLES", "Latent", "mapstyle", "shown"]
+
+SAMPLES: Final = 512
+LATENCY_S: Final = 0.025
+_WIDTH: Final = 32
+_TIERS: Final = "ram:256MiB"
+
+
+class Latent(torch.utils.data.Dataset[Sample]):
+    """Samples that take a while each, as those of a data base or of an object store do.
+
+    A sample is (float32 tensor of shape (3, 32, 32), number); varying ones have 1 to 32 columns.
+
+    Args:
+        samples: number of samples.
+        latency_s: seconds that each takes, without computing.
+        run: distinguishes data sets whose tiers must not be shared.
+    """
+
+    def __init__(self, samples: int, latency_s: float, varying: bool, run: int = 0) -> None:
+        self._latency_s, self._varying, self._run = latency_s, varying, run
+        self.calls = np.zeros(samples, np.int64)
+        """Calls for each sample; shape (samples,)."""
+        self.most = 0
+        """Calls under way at a time, at most."""
+        self._now = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self.calls)
+
+    def __getitem__(self, index: int) -> Sample:
+        with self._lock:
+            self.calls[index] += 1
+            self._now += 1
+            self.most = max(self.most, self._now)
+        time.sleep(self._latency_s)
+        with self._lock:
+            self._now -= 1
+        columns = 1 + (index + self._run) % _WIDTH if self._varying else _WIDTH
+        return torch.full((3, _WIDTH, columns), float(index + self._run)), index
+
+
+def mapstyle(
+    repeats: int,
+    workers: int,
+    batch_size: int,
+    samples: int = SAMPLES,
+    latency_s: float = LATENCY_S,
+) -> dict[str, Any]:
+    """The same data set without and with `tiers=`, in turn: seconds of two epochs and to the first
+    batch, counted from the making of the loader; requests in flight at most; calls per sample.
+
+    Once with samples of one shape, once with varying ones. The ratios are those of one repeat's
+    runs, with tiers over without.
+    """
+    report: dict[str, Any] = {
+        "samples": samples,
+        "latency_s": latency_s,
+        "workers": workers,
+        "batch_size": batch_size,
+        "machine": describe_machine(("dlio", "torch", "numpy")),
+    }
+    for shapes in ("fixed", "varying"):
+        runs: dict[str, list[dict[str, float]]] = {"without": [], "with": []}
+        for repeat in range(repeats):
+            names = list(runs)
+            for name in names if repeat % 2 == 0 else names[::-1]:
+                data = Latent(samples, latency_s, shapes == "varying", repeat)
+                tiers = _TIERS if name == "with" else None
+                runs[name].append(_two_epochs(data, tiers, workers, batch_size))
+        report[shapes] = _compared(runs)
+    return report
+
+
+def shown(report: dict[str, Any]) -> list[str]:
+    """Return the lines that describe a report of `mapstyle`."""
+    lines = []
+    for shapes in ("fixed", "varying"):
+        part = report[shapes]
+        for key, what in _SHOWN.items():
+            values = ", ".join(
+                f"{name} tiers {_range(part[name][key])}" for name in ("without", "with")
+            )
+            over = _range(part[f"{key}_with_over_without"])
+            lines.append(f"mapstyle, {shapes} shapes, {what}: {values}; ratio {over}")
+        for name in ("without", "with"):
+            flight, calls = part[name]["in_flight_most"], part[name]["calls_per_sample"]
+            lines.append(
+                f"mapstyle, {shapes} shapes, {name} tiers: {flight} requests in flight at most; "
+                f"calls per sample {calls['epoch_1']} in the first epoch, {calls['both']} in both"
+            )
+    return lines
+
+
+_SHOWN: Final = {
+    "first_batch_s": "s to the first batch",
+    "epoch_1_s": "s for the first epoch",
+    "epoch_2_s": "s for the second epoch",
+}
+
+
+def _two_epochs(data: Latent, tiers: str | None, workers: int, batch_size: int) -> dict[str, float]:
+    """Figures of two epochs over a data set."""
+    figures: dict[str, float] = {}
+    began = time.perf_counter()
+    with dlio.DataLoader(
+        data, batch_size, shuffle=True, num_workers=workers, tiers=tiers, collate_fn=list
+    ) as loader:
+        for epoch in (1, 2):
+            count = 0
+            for batch in loader:
+                figures.setdefault("first_batch_s", time.perf_counter() - began)
+                count += len(batch)
+            if count != len(data):
+                raise AssertionError(f"an epoch had {count} of {len(data)} samples")
+            figures[f"epoch_{epoch}_s"] = time.perf_counter() - began
+            figures[f"least_{epoch}"] = int(data.calls.min())
+            figures[f"most_{epoch}"] = int(data.calls.max())
+            began = time.perf_counter()
+    figures["in_flight"] = data.most
+    return figures
+
+
+def _compared(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    part: dict[str, Any] = {}
+    for name, figures in runs.items():
+        part[name] = {key: spread([run[key] for run in figures]) for key in _SHOWN}
+        part[name]["in_flight_most"] = max(run["in_flight"] for run in figures)
+        part[name]["calls_per_sample"] = {
+            "epoch_1": _calls(figures, 1),
+            "both": _calls(figures, 2),
+        }
+    for key in _SHOWN:
+        part[f"{key}_with_over_without"] = ratio(
+            [run[key] for run in runs["with"]], [run[key] for run in runs["without"]]
+        )
+    return part
+
+
+def _calls(figures: list[dict[str, float]], epoch: int) -> list[float]:
+    """Least and greatest number of calls for a sample until the end of an epoch."""
+    return [
+        min(run[f"least_{epoch}"] for run in figures),
+        max(run[f"most_{epoch}"] for run in figures),
+    ]
+
+
+def _range(value: dict[str, float]) -> str:
+    return f"{value['median']:.3f} ({value['min']:.3f} to {value['max']:.3f})"
