@@ -12,6 +12,8 @@ requests in flight, of requests that began since the limit was changed last.
 
 import statistics
 import threading
+import time
+from collections.abc import Callable
 from typing import Final
 
 __all__ = ["MOST_REQUESTS", "Flow"]
@@ -22,6 +24,7 @@ _FIRST: Final = 4
 _WORTH_S: Final = 1e-3
 """Latency below which another thread costs more than it gains."""
 _GAIN: Final = 1.25
+_BUSY: Final = 0.5
 _LEAST_ROUND: Final = 8
 _HELD_ROUNDS: Final = 16
 
@@ -32,60 +35,81 @@ class Flow:
     Args:
         most: the limit never exceeds it.
         first: limit to begin with.
+        clock: seconds; another one for tests.
     """
 
-    def __init__(self, most: int = MOST_REQUESTS, first: int = _FIRST) -> None:
+    def __init__(
+        self,
+        most: int = MOST_REQUESTS,
+        first: int = _FIRST,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.most = most
         self.limit = min(first, most)
         """Requests that may be in flight now."""
+        self._clock = clock
         self._lock = threading.Lock()
         self._changes = 0
         self._round: list[float] = []
+        self._computed_s = 0.0
+        self._since = clock()
+        """Time at which the round began."""
         self._before: tuple[int, float] | None = None
         """(limit, median latency) before the doubling that is being tried."""
         self._held = 0
 
-    def begins(self) -> int:
-        """Say that a request begins; returns a number for `ends`."""
-        return self._changes
+    def begins(self) -> tuple[int, float]:
+        """Say that a request begins; returns a value for `ends`."""
+        return self._changes, self._clock()
 
-    def ends(self, began: int, seconds: float, crowded: bool) -> None:
+    def ends(self, began: tuple[int, float], computed_s: float, crowded: bool) -> None:
         """Say that a request has been answered.
 
         Args:
-            began: the number from `begins`.
-            seconds: its duration.
+            began: the value from `begins`.
+            computed_s: processor time of its thread since its last request.
             crowded: True if other requests wait for it; otherwise nothing can be gained.
         """
         with self._lock:
-            if not crowded or began != self._changes or self.limit >= self.most:
+            changes, at = began
+            if changes != self._changes or self.limit >= self.most:
                 return
-            self._round.append(seconds)
+            now = self._clock()
+            if not crowded:
+                self._restart(now)
+                return
+            self._round.append(now - at)
+            self._computed_s += computed_s
             if len(self._round) >= max(_LEAST_ROUND, self.limit):
                 median = statistics.median(self._round)
-                self._round.clear()
-                self._decide(median)
+                busy = self._computed_s > _BUSY * (now - self._since)
+                self._restart(now)
+                self._decide(median, busy)
 
     def raise_to(self, limit: int) -> None:
         """Begin at a limit that has proved to be worth it."""
         with self._lock:
             self._change(max(self.limit, min(limit, self.most)))
 
-    def _decide(self, median: float) -> None:
+    def _decide(self, median: float, busy: bool) -> None:
         before, self._before = self._before, None
         if before is not None:
             limit, seconds = before
-            if self.limit * seconds < _GAIN * limit * median:
+            if busy or self.limit * seconds < _GAIN * limit * median:
                 self._held = _HELD_ROUNDS
                 self._change(limit)
                 return
         if self._held:
             self._held -= 1
-        elif median >= _WORTH_S:
+        elif median >= _WORTH_S and not busy:
             self._before = (self.limit, median)
             self._change(min(self.most, 2 * self.limit))
 
     def _change(self, limit: int) -> None:
         self.limit = limit
         self._changes += 1
+        self._restart(self._clock())
+
+    def _restart(self, now: float) -> None:
         self._round.clear()
+        self._computed_s, self._since = 0.0, now

@@ -79,6 +79,10 @@ class Arrivals:
         known = self._places.get(block)
         return self.look(block) if known is None else known
 
+    def seen(self, block: int) -> bool:
+        """True for a block that this process has seen in a tier; nothing is looked for."""
+        return block in self._places
+
     def look(self, block: int) -> int:
         """As `place`, but look again."""
         for number in self._targets.by_speed:

@@ -105,6 +105,7 @@ class Gather:
             if tier.writable
         }
         self._rooms = {n: Room(targets.tiers[n]) for n in self._pieces if estimates_sizes(reader)}
+        self._own = threading.local()
         self._stopping = threading.Event()
         self._crew: list[Workers] = []
         self._grow()
@@ -202,6 +203,8 @@ class Gather:
         be."""
         if not self._keeps(block):
             return True
+        if self._arrivals.look(block) >= 0:
+            return True
         number = self._targets.number(block)
         samples = self._reader.layout.samples_of(block).tolist()
         here = self._pieces[number].places(block)
@@ -225,9 +228,9 @@ class Gather:
         )
 
     def _gathers(self, block: int) -> bool:
-        """True for a block that no tier has and that is not streamed, in the process that owns the
-        threads."""
-        if os.getpid() != self._process or self._arrivals.place(block) >= 0:
+        """True for a block that was not seen in a tier and that is not streamed, in the process
+        that owns the threads."""
+        if os.getpid() != self._process or self._arrivals.seen(block):
             return False
         return self._targets.is_pinned(block) or self._targets.number(block) < 0
 
@@ -238,7 +241,7 @@ class Gather:
             self._targets.is_pinned(block)
             and number in self._pieces
             and self._arrivals.can_fill(block)
-            and self._arrivals.place(block) < 0
+            and not self._arrivals.seen(block)
         )
 
     def _has(self, block: int, place: int) -> bool:
@@ -327,7 +330,7 @@ class Gather:
         """True if this thread is to read the sample; otherwise it is here, or is being read."""
         if not self._keeps(task.block):
             # In its tier by now; or in no tier, so that its only reader is whoever wants it.
-            return self._arrivals.place(task.block) < 0
+            return self._arrivals.look(task.block) < 0
         number = self._targets.number(task.block)
         pieces = self._pieces[number]
         if not pieces.claim(task.sample):
@@ -346,7 +349,7 @@ class Gather:
     def _ask(self, tasks: list[_Task]) -> None:
         """Ask the source. An error of several samples is found with each on its own."""
         samples = np.array([task.sample for task in tasks], np.int64)
-        ticket, began = self._flow.begins(), time.perf_counter()
+        began = self._flow.begins()
         try:
             payloads = self._reader.read(samples)
         except (SourceError, CorruptBlock) as error:
@@ -356,7 +359,11 @@ class Gather:
             for task in tasks:
                 self._ask([task])
             return
-        self._flow.ends(ticket, time.perf_counter() - began, crowded=bool(self._queue))
+        # All of this thread's work since its last request: where that is much, more threads gain
+        # nothing.
+        now = time.thread_time()
+        computed, self._own.computed = now - getattr(self._own, "computed", 0.0), now
+        self._flow.ends(began, computed, crowded=bool(self._queue))
         for task, payload in zip(tasks, payloads, strict=True):
             self._counters.add_bytes("source", len(payload))
             if self._keeps(task.block):

@@ -50,6 +50,8 @@ class _Index:
     """(offset of the payload, bytes, checksum) by place."""
     end: int = 0
     """End of the last whole record."""
+    size: int = 0
+    """Bytes of the file when it was looked at."""
     file: int = -1
     """Inode of the file that was indexed."""
 
@@ -69,23 +71,19 @@ class Pieces:
         self._locks = open_file(self._folder, "samples", os.O_RDWR | os.O_CREAT)
         self._lock = threading.Lock()
         self._stripes = [threading.Lock() for _ in range(_STRIPES)]
-        self._claimed: set[int] = set()
         self._indices: dict[int, _Index] = {}
 
     def claim(self, sample: int) -> bool:
-        """Become the one process that reads `sample` from the source; False while another is."""
-        with self._lock:
-            if sample in self._claimed or not lock_byte(self._locks, sample):
-                return False
-            self._claimed.add(sample)
-            return True
+        """Become the one process that reads `sample` from the source; False while another is.
+
+        One thread of a process at a time may claim a sample.
+        """
+        return lock_byte(self._locks, sample)
 
     def release(self, sample: int) -> None:
-        """Let others read `sample`."""
-        with self._lock:
-            self._claimed.discard(sample)
-            with suppress(OSError):
-                lock_byte(self._locks, sample, fcntl.F_UNLCK)
+        """Let other processes read `sample`."""
+        with suppress(OSError):  # The lock ends with the descriptor at last.
+            lock_byte(self._locks, sample, fcntl.F_UNLCK)
 
     def places(self, block: int) -> set[int]:
         """Return the places of a block whose samples are here."""
@@ -95,7 +93,14 @@ class Pieces:
     def has(self, block: int, place: int) -> bool:
         """True if a sample is here."""
         with self._stripe(block):
-            return place in self._scan(block).entries
+            try:
+                status = os.stat(_name(block), dir_fd=self._folder, follow_symlinks=False)
+            except FileNotFoundError:
+                return False
+            index = self._indices.get(block)
+            if index is None or (index.file, index.end) != (status.st_ino, status.st_size):
+                index = self._scan(block)
+            return place in index.entries
 
     def read(self, block: int, place: int) -> memoryview | None:
         """Return the payload of a sample that is here, checked; None if it is not, or damaged."""
@@ -139,6 +144,8 @@ class Pieces:
             try:
                 index = self._scan(block, descriptor)
                 if place not in index.entries:
+                    if index.size > index.end:
+                        os.ftruncate(descriptor, index.end)  # Torn: its writer was killed.
                     self._append(descriptor, index, place, payload)
                 return len(index.entries) == self._count(block)
             finally:
@@ -203,7 +210,7 @@ class Pieces:
             index = self._indices.get(block)
             if index is None or index.file != status.st_ino or index.end > status.st_size:
                 index = self._indices[block] = _Index(file=status.st_ino)
-            count = self._count(block)
+            count, index.size = self._count(block), status.st_size
             while index.end + _HEAD.size <= status.st_size:
                 head = os.pread(descriptor, _HEAD.size, index.end)
                 if len(head) < _HEAD.size:
@@ -222,10 +229,12 @@ class Pieces:
 
     def _append(self, descriptor: int, index: _Index, place: int, payload: Buffer) -> None:
         digest = xxhash.xxh3_64_intdigest(payload, seed=place)
+        head = _HEAD.pack(_MAGIC, place, len(payload), digest)
         try:
-            os.ftruncate(descriptor, index.end)  # A writer that was killed left a torn record.
-            os.lseek(descriptor, index.end, os.SEEK_SET)
-            write_all(descriptor, [_HEAD.pack(_MAGIC, place, len(payload), digest), payload])
+            written = os.pwritev(descriptor, [head, payload], index.end)
+            if written < len(head) + len(payload):
+                os.lseek(descriptor, index.end + written, os.SEEK_SET)
+                write_all(descriptor, [memoryview(head + bytes(payload))[written:]])
         except OSError:
             with suppress(OSError):
                 os.ftruncate(descriptor, index.end)
