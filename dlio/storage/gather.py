@@ -130,7 +130,8 @@ class Gather:
         Raises SourceError or CorruptBlock when it cannot be read, or not in time.
         """
         deadline = time.monotonic() + self._arrivals.fill_timeout_s
-        while self._gathers(block):
+        # Those that were expected are here, though their blocks may have been completed since.
+        while self._gathers(block) or self._expected(sample):
             task = self._awaited(sample, block, place, deadline)
             if task.error is not None:
                 raise task.error
@@ -145,6 +146,9 @@ class Gather:
                 return None
             time.sleep(_POLL_S)  # Another process of the node is reading it.
         return None
+
+    def _expected(self, sample: int) -> bool:
+        return bool(self._tasks) and os.getpid() == self._process and sample in self._tasks
 
     def _awaited(self, sample: int, block: int, place: int, deadline: float) -> _Task:
         """Return the task of a sample when it is done. Raises SourceError after the deadline."""
@@ -213,9 +217,16 @@ class Gather:
             return not self._keeps(block)
         return all(n in self._failed for place, n in enumerate(samples) if place not in here)
 
+    def stop(self) -> None:
+        """End all waits; requests under way end by themselves."""
+        self._stopping.set()
+        with self._lock:
+            self._work.notify_all()
+            self._idle.notify_all()
+
     def close(self) -> None:
         """Stop after the requests under way. A source that hangs is not waited for."""
-        self._stop()
+        self.stop()
         for crew in self._crew:
             crew.close()
         for pieces in self._pieces.values():
@@ -271,7 +282,7 @@ class Gather:
         missing = self._flow.limit - sum(map(len, self._crew))
         if missing > 0 and not self._stopping.is_set():
             crew = Workers(
-                "dlio-gather", self._run, missing, wake=self._stop, stop_timeout_s=_STOP_TIMEOUT_S
+                "dlio-gather", self._run, missing, wake=self.stop, stop_timeout_s=_STOP_TIMEOUT_S
             )
             self._crew.append(crew)
             with suppress(RuntimeError):  # The interpreter is ending: the others go on.
@@ -413,12 +424,6 @@ class Gather:
             free = self._flow.limit - self._running - 1
             if self._queue and free > 0:
                 self._work.notify(free)
-            self._idle.notify_all()
-
-    def _stop(self) -> None:
-        self._stopping.set()
-        with self._lock:
-            self._work.notify_all()
             self._idle.notify_all()
 
 
