@@ -1,6 +1,7 @@
 """A data set as torch expects it: `len`, `[i]`, `.classes`."""
 
 import operator
+import os
 from collections.abc import Sequence
 from typing import Any, Final, Self, SupportsIndex
 
@@ -14,7 +15,7 @@ from dlio.errors import UsageError
 from dlio.image.crop import Crop
 from dlio.loader.contract import Sample, Transform, UserDataset
 from dlio.loader.recipe import Finish, Recipe
-from dlio.storage.mount import Mount, mount
+from dlio.storage.mount import Mount, MountOptions, mount
 from dlio.storage.spec import Tiers, choose_tiers, decoded_spec
 from dlio.util.arguments import (
     PathText,
@@ -29,6 +30,7 @@ from dlio.util.arguments import (
 __all__ = ["Dataset", "open_dataset"]
 
 _MOST_PIXELS: Final = 8192
+_MOST_REQUESTS: Final = 4096
 _MOST_SEED: Final = 2**63 - 1
 
 
@@ -52,8 +54,10 @@ class Dataset(torch.utils.data.Dataset[Sample]):
         seed: int,
         on_error: str,
         finish: Finish | None = None,
+        requests: int | None = None,
     ) -> None:
         self.reader = reader
+        self.requests = requests
         self.tiers = tiers
         self.image_size = image_size
         self.train = train
@@ -168,6 +172,7 @@ class Dataset(torch.utils.data.Dataset[Sample]):
             seed=self.seed,
             on_error=self.on_error,
             finish=self._finish,
+            requests=self.requests,
         )
 
     @property
@@ -178,7 +183,8 @@ class Dataset(torch.utils.data.Dataset[Sample]):
     def mount(self, comm: Communicator, pretend_nodes: int | None = None) -> Mount:
         """Open the data set's tiers, once; the data set owns them. Collective the first time."""
         if self._mount is None:
-            self._mount = mount(self.reader, self.tiers, comm, pretend_nodes)
+            options = MountOptions(requests=self.requests)
+            self._mount = mount(self.reader, self.tiers, comm, pretend_nodes, options=options)
         return self._mount
 
     def close(self) -> None:
@@ -238,6 +244,7 @@ def open_dataset(
     on_error: str = "stop",
     replicas: PathText | Sequence[PathText] = (),
     follow_links: bool | None = None,
+    requests: int | None = None,
     **options: object,
 ) -> Dataset:
     """Open a data set; exported as `dlio.open`.
@@ -263,6 +270,9 @@ def open_dataset(
             take; and to another copy when it fails.
         follow_links: follow symbolic links that lead out of the data set's folder, or refuse them;
             None for DLIO_FOLLOW_LINKS, by default no.
+        requests: requests in flight from one rank to the source, at most; for a map-style data set
+            the samples that it is asked for at a time. By default a number that suits the place,
+            and up to 64 samples of a map-style data set, as their latency makes worth it.
         options: of the reader, such as `select` for a slab of every HDF5 or Zarr sample.
 
     Raises UsageError for options that cannot work, SourceError when the path is not a data set.
@@ -275,6 +285,10 @@ def open_dataset(
     check_callable("transform", transform)
     seed = whole_number("seed", seed, 0, _MOST_SEED)
     choose_tiers(tiers, 0)
+    if requests is not None:
+        requests = whole_number("requests", requests, 1, _MOST_REQUESTS)
+        if not isinstance(path, str | os.PathLike | list | tuple):
+            options["requests"] = requests
     places = [path, *paths_in("replicas", replicas)]
     return Dataset(
         replicated([open_reader(each, follow_links=follow_links, **options) for each in places]),
@@ -284,4 +298,5 @@ def open_dataset(
         transform=transform,
         seed=seed,
         on_error=on_error,
+        requests=requests,
     )

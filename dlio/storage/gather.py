@@ -227,8 +227,9 @@ class Gather:
     def close(self) -> None:
         """Stop after the requests under way. A source that hangs is not waited for."""
         self.stop()
+        deadline = time.monotonic() + _STOP_TIMEOUT_S
         for crew in self._crew:
-            crew.close()
+            crew.close(max(0.0, deadline - time.monotonic()))
         for pieces in self._pieces.values():
             pieces.close()
 

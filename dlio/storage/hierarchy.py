@@ -241,7 +241,8 @@ class Hierarchy:
         if self.gather is None:
             self._first_batch.hurry(samples, then)
             return
-        self.expect(samples)
+        # Samples of streamed blocks come with these.
+        self.expect(samples[self.pins.tier[self.reader.layout.block_of(samples)] >= 0])
         then()
 
     def expect(self, samples: npt.NDArray[np.int64]) -> None:

@@ -105,12 +105,14 @@ class MapStyleReader:
     def _prepare(self) -> None:
         self.flow = Flow(MOST_REQUESTS if self._requests is None else self._requests)
         """Limits the samples that are asked for at a time."""
+        self._turns = threading.Semaphore(self.flow.most)
+        """Whoever reads, the data set is not asked for more at a time."""
         self._lock = threading.Lock()
         self._kept: dict[int, bytes] = {}
         """Payloads of inspected samples that have not been used."""
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("flow", "_lock", "_kept")
+        left_out = ("flow", "_turns", "_lock", "_kept")
         return {name: each for name, each in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -178,7 +180,8 @@ class MapStyleReader:
     def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
         numbers = [int(sample) for sample in samples]
         schema = self._known().schema
-        here = {n: self._kept.pop(n) for n in numbers if n in self._kept}
+        kept = {n: self._kept.pop(n, None) for n in numbers} if self._kept else {}
+        here = {n: payload for n, payload in kept.items() if payload is not None}
         missing = [n for n in numbers if n not in here]
         items = self._items(missing) if missing else []
         fresh = {n: self._join(schema, n, item) for n, item in zip(missing, items, strict=True)}
@@ -302,13 +305,15 @@ class MapStyleReader:
         if not callable(together):
             return [self._get(number) for number in numbers]
         try:
-            return list(together(numbers))
+            with self._turns:
+                return list(together(numbers))
         except Exception as error:
             raise self._failed(numbers[0], error) from error
 
     def _get(self, sample: int) -> Any:
         try:
-            return self._data[sample]
+            with self._turns:
+                return self._data[sample]
         except Exception as error:
             raise self._failed(sample, error) from error
 

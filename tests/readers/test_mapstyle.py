@@ -105,6 +105,12 @@ def test_each_sample_is_asked_for_once_when_tiers_hold_it(
         assert made.asked.tolist() == [1] * 50
 
 
+@pytest.mark.parametrize("requests", [0, -1, 2.5, "many", 10_000])
+def test_requests_that_are_no_number_of_requests_are_refused(requests: Any) -> None:
+    with pytest.raises(UsageError, match="requests="):
+        dlio.open(Made(lambda i: i), requests=requests)
+
+
 def test_a_pass_that_ends_early_leaves_nothing_to_be_asked_for_again(tmp_path: Path) -> None:
     made = Made(lambda i: (f"words {i} " * (i % 7), i), 300)
     with dlio.DataLoader(made, 4, shuffle=True, tiers=f"{tmp_path}:16MiB") as loader:
@@ -133,9 +139,11 @@ def test_the_first_batch_does_not_wait_for_the_whole_data_set(tmp_path: Path) ->
     assert sorted(asked) == list(range(1000))
 
 
+@pytest.mark.parametrize("source_order", ["sample", "block(2)"])
+@pytest.mark.parametrize("tiers", ["FOLDER:16MiB", "none"])
 @pytest.mark.parametrize("requests", [1, 3])
 def test_no_more_samples_are_asked_for_at_a_time_than_requests(
-    requests: int, tmp_path: Path
+    requests: int, tiers: str, source_order: str, tmp_path: Path
 ) -> None:
     def make(i: int) -> int:
         with lock:
@@ -147,8 +155,10 @@ def test_no_more_samples_are_asked_for_at_a_time_than_requests(
 
     lock, under_way, ended = threading.Lock(), list[int](), [0]
     with (
-        dlio.open(Made(make, 200), tiers=f"{tmp_path}:16MiB", requests=requests) as data,
-        dlio.DataLoader(data, 16, shuffle=True, num_workers=4) as loader,
+        dlio.open(
+            Made(make, 200), tiers=tiers.replace("FOLDER", str(tmp_path)), requests=requests
+        ) as data,
+        dlio.DataLoader(data, 16, shuffle=True, num_workers=4, source_order=source_order) as loader,
     ):
         assert sum(len(batch) for batch in loader) == 200
     assert len(under_way) == 200
