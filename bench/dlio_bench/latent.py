@@ -60,14 +60,14 @@ def mapstyle(
     batch_size: int,
     samples: int = SAMPLES,
     latency_s: float = LATENCY_S,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The same data set without and with `tiers=`, in turn: seconds of two epochs and to the first
     batch, counted from the making of the loader; requests in flight at most; calls per sample.
 
     Once with samples of one shape, once with varying ones. The ratios are those of one repeat's
     runs, with tiers over without.
     """
-    report: dict[str, Any] = {
+    report: dict[str, object] = {
         "samples": samples,
         "latency_s": latency_s,
         "workers": workers,
@@ -86,11 +86,11 @@ def mapstyle(
     return report
 
 
-def shown(report: dict[str, Any]) -> list[str]:
+def shown(report: dict[str, object]) -> list[str]:
     """Return the lines that describe a report of `mapstyle`."""
     lines = []
     for shapes in ("fixed", "varying"):
-        part = report[shapes]
+        part: Any = report[shapes]
         for key, what in _SHOWN.items():
             values = ", ".join(
                 f"{name} tiers {_range(part[name][key])}" for name in ("without", "with")

@@ -182,25 +182,31 @@ class Gather:
                     if self._targets.is_pinned(task.block):
                         self._add(_Task(task.sample, task.block, task.place, wanted=False))
 
-    def offer(self, sample: int, block: int, place: int) -> bool:
+    def offer(self, sample: int, block: int, place: int, closing: threading.Event) -> bool:
         """Have a sample read when there is nothing more urgent; waits while many are offered.
 
         False for one that need not be: it is here, or has failed.
+
+        Args:
+            closing: ends the waiting when it is set.
         """
         if not self._keeps(block) or sample in self._failed or self._has(block, place):
             return False
         with self._lock:
-            while self._spare >= self._flow.most and not self._stopping.is_set():
+            while self._spare >= self._flow.most and not self._ends(closing):
                 self._idle.wait(_LOOK_S)
             if sample not in self._tasks:
                 self._add(_Task(sample, block, place, wanted=False))
         return True
 
-    def drain(self) -> None:
-        """Wait until the samples that were offered have been read."""
+    def drain(self, closing: threading.Event) -> None:
+        """Wait until the samples that were offered have been read, or `closing` is set."""
         with self._lock:
-            while (self._spare or self._running) and not self._stopping.is_set():
+            while (self._spare or self._running) and not self._ends(closing):
                 self._idle.wait(_LOOK_S)
+
+    def _ends(self, closing: threading.Event) -> bool:
+        return self._stopping.is_set() or closing.is_set()
 
     def complete(self, block: int) -> bool:
         """Publish a block all of whose samples are here; True if it is in its tier, or never will

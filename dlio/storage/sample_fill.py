@@ -51,7 +51,7 @@ class SampleFiller:
                 self._offer(self._order.samples(positions))
             missing = np.flatnonzero(self._wanted).tolist()
             while not self._closing.is_set():
-                self._gather.drain()
+                self._gather.drain(self._closing)
                 missing = [block for block in missing if not self._gather.complete(block)]
                 if not missing:
                     return
@@ -71,4 +71,4 @@ class SampleFiller:
         for sample, block, place in zip(*rows, strict=True):
             if self._closing.is_set():
                 return
-            self._gather.offer(sample, block, place)
+            self._gather.offer(sample, block, place, self._closing)

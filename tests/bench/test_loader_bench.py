@@ -54,7 +54,9 @@ def test_large_arrays_are_measured_beside_bare_reads(tmp_path: Path) -> None:
 
 
 def test_a_latent_map_style_data_set_is_asked_once_for_each_sample_behind_tiers() -> None:
-    report = mapstyle(repeats=2, workers=2, batch_size=8, samples=100, latency_s=0.002)
+    report: dict[str, Any] = mapstyle(
+        repeats=2, workers=2, batch_size=8, samples=100, latency_s=0.002
+    )
     for shapes in ("fixed", "varying"):
         part = report[shapes]
         assert part["with"]["calls_per_sample"] == {"epoch_1": [1, 1], "both": [1, 1]}
