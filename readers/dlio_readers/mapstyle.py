@@ -135,7 +135,7 @@ class MapStyleReader:
     @property
     def together(self) -> bool:
         """True if the data set takes several indices at a time."""
-        return callable(getattr(self._data, "__getitems__", None))
+        return _takes_several(self._data)
 
     @property
     def schema(self) -> Schema:
@@ -301,12 +301,11 @@ class MapStyleReader:
                 )
 
     def _items(self, numbers: list[int]) -> list[Any]:
-        together = getattr(self._data, "__getitems__", None)
-        if not callable(together):
+        if not self.together:
             return [self._get(number) for number in numbers]
         try:
             with self._turns:
-                return list(together(numbers))
+                return list(self._data.__getitems__(numbers))
         except Exception as error:
             raise self._failed(numbers[0], error) from error
 
@@ -389,6 +388,13 @@ class _Shape:
             shape = [None if varies else size for size in self._shapes[name]]
             fields.append((name, kind if kind in plain else array_kind(kind, shape)))
         return Schema(tuple(fields), structure_of(list(self._kinds)))
+
+
+def _takes_several(data: Any) -> bool:
+    """True for a data set with `__getitems__` of its own; that of torch's Subset only loops."""
+    if (type(data).__module__.split(".")[0], type(data).__name__) == ("torch", "Subset"):
+        return _takes_several(data.dataset)
+    return callable(getattr(data, "__getitems__", None))
 
 
 def _layout(count: int, size: int) -> Layout:

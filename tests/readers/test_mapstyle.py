@@ -105,6 +105,24 @@ def test_each_sample_is_asked_for_once_when_tiers_hold_it(
         assert made.asked.tolist() == [1] * 50
 
 
+@pytest.mark.parametrize("outside", [True, False])
+def test_parts_of_data_sets_are_asked_for_once_and_many_at_a_time(
+    outside: bool, tmp_path: Path
+) -> None:
+    made = Made(lambda i: (f"words {i} " * (i % 7), i), 300)
+    tiers, chosen = f"{tmp_path}:16MiB", list(range(0, 300, 3))
+    if outside:
+        data: Any = torch.utils.data.Subset(made, chosen)
+        assert not open_reader(data).together  # type: ignore[attr-defined]
+        made.asked[:] = 0
+    else:
+        data = dlio.open(made, tiers=tiers)[0:300:3]
+    with dlio.DataLoader(data, 8, shuffle=True, tiers=tiers) as loader:
+        for _ in range(2):
+            assert sorted(int(n) for _, numbers in loader for n in numbers) == chosen
+    assert made.asked[::3].tolist() == [1] * 100
+
+
 @pytest.mark.parametrize("requests", [0, -1, 2.5, "many", 10_000])
 def test_requests_that_are_no_number_of_requests_are_refused(requests: Any) -> None:
     with pytest.raises(UsageError, match="requests="):

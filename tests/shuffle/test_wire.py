@@ -7,7 +7,13 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlio.shuffle.wire import MessageMemory, message_bytes, pack_message, unpack_message
+from dlio.shuffle.wire import (
+    MessageMemory,
+    message_bytes,
+    pack_message,
+    pack_payloads,
+    unpack_message,
+)
 
 payloads = st.lists(st.one_of(st.none(), st.binary(max_size=50)), max_size=12)
 
@@ -74,6 +80,22 @@ def test_a_flipped_bit_of_compressed_data_is_detected(sent: bytes, data: st.Data
     message[bit // 8] ^= 1 << (bit % 8)
     # Some flips in LZ4 decode to the same bytes: a match may refer to another copy of them.
     assert _received(message, sizes) in ([None], [sent])
+
+
+@given(st.lists(st.none() | st.binary(max_size=60), min_size=1, max_size=8), st.data())
+def test_payloads_of_sizes_that_the_receiver_does_not_know_arrive_whole_or_not_at_all(
+    sent: list[bytes | None], data: st.DataObject
+) -> None:
+    message = pack_payloads(sent)
+    arrived = unpack_message(message.data, len(sent))
+    assert [None if each is None else each.open() for each in arrived] == sent
+    end = data.draw(st.integers(0, len(message)))
+    harmed = message[:end].copy()
+    if end:
+        harmed[data.draw(st.integers(0, end - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    for each, whole in zip(unpack_message(harmed.data, len(sent)), sent, strict=True):
+        opened = None if each is None else each.open()
+        assert opened is None or bytes(opened) == whole
 
 
 def test_memory_is_reused_when_nothing_refers_to_it() -> None:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from dlio.data.abilities import estimates_sizes, flow_of, reads_together
 from dlio.data.index import fingerprint_of
 from dlio.data.reader import Reader, open_reader
 from dlio.data.schema import Buffer
@@ -241,20 +242,33 @@ class _View:
     ) -> None:
         self._readers, self._owners, self._inner = readers, owners, inner
         first = readers[0]
+        self.sizes_are_estimates = any(map(estimates_sizes, readers))
+        self.flow = flow_of(first) if len(readers) == 1 else None
+        self.together = reads_together(first)
         self.format = first.format
         self.path = ", ".join(reader.path for reader in readers)
         self.schema = first.schema
         self.classes = first.classes
         self.sizes = np.zeros(len(inner), np.int64)
-        self.labels = np.zeros(len(inner), np.int64)
+        self._labels: npt.NDArray[np.int64] | None = None
         for number, reader in enumerate(readers):
             here = owners == number
             self.sizes[here] = reader.sizes[inner[here]]
-            self.labels[here] = np.asarray(reader.labels)[inner[here]]
         self.layout = cut_blocks(self.sizes, Order(len(inner), _SEED, shuffled=True))
         self.fingerprint = fingerprint_of(
             "view", 1, *[reader.fingerprint for reader in readers], owners, inner
         )
+
+    @property
+    def labels(self) -> npt.NDArray[np.int64]:
+        """Label of each sample; some readers read their samples for them. Shape (samples,)."""
+        if self._labels is None:
+            labels = np.zeros(len(self._inner), np.int64)
+            for number, reader in enumerate(self._readers):
+                here = self._owners == number
+                labels[here] = np.asarray(reader.labels)[self._inner[here]]
+            self._labels = labels
+        return self._labels
 
     def __len__(self) -> int:
         return len(self._inner)
