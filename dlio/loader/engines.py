@@ -10,6 +10,7 @@ from dlio.loader.dataset import Dataset
 from dlio.loader.empty import EmptyAware
 from dlio.loader.feed import Begun, Stats
 from dlio.loader.foreign.adapt import holds_own
+from dlio.loader.mixture import Mixture
 from dlio.loader.options import LoaderOptions
 from dlio.loader.passes import Pass, PlannedPass
 from dlio.loader.planned.engine import PlannedEngine, decode_threads
@@ -88,6 +89,11 @@ class Engines:
 
         Raises UsageError for options that the engine lacks.
         """
+        if isinstance(data, Mixture) and not isinstance(batches, PlannedPass):
+            raise UsageError(
+                "a mixture's weights choose the order: leave out sampler=, batch_sampler= and "
+                "batch_size=None"
+            )
         self._warn(options, data)
         if data is not None and not isinstance(batches, PlannedPass) and data.epoch == self._crops:
             # Unless the user has chosen the epoch whose crops are taken.

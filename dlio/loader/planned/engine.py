@@ -278,6 +278,9 @@ def _hurry_first_batch(planned: _Pass, epoch: EpochPlan) -> WindowPlan | None:
     planner = plan_epoch(epoch)
     first = planner.window(range(min(1, epoch.steps)))
     wanted = np.concatenate([first.samples[first.senders < 0], *first.sends.values()])
+    # A sample of a mixture may occur twice, and is read once.
+    _, firsts = np.unique(wanted, return_index=True)
+    wanted = wanted[np.sort(firsts)]
     mounted.hierarchy.hurry(wanted, functools.partial(mounted.fill, epoch.order))
     return planner
 
