@@ -1,6 +1,7 @@
 """Weighted mixtures of data sets: `dlio.mix`."""
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -33,7 +34,8 @@ __all__ = ["Mixture", "Source", "mix", "restore_weights"]
 Source: TypeAlias = PathText | Dataset
 """A source of a mixture: a path of a data set, or a data set of `dlio.open`."""
 _Weighted: TypeAlias = (
-    Mapping[PathText, float]
+    Mapping[str, float]
+    | Mapping[os.PathLike[str], float]
     | Mapping[Dataset, float]
     | Mapping[str, tuple[Source, float]]
     | Sequence[tuple[Source, float]]
@@ -51,11 +53,31 @@ class Mixture(Dataset):
     `DataLoader` draws from the sources by weight instead, see `dlio.mix`.
     """
 
-    def __init__(self, reader: MixedReader, mixing: Mixing, **options: object) -> None:
-        super().__init__(reader, **options)  # type: ignore[arg-type]
+    def __init__(
+        self,
+        reader: MixedReader,
+        mixing: Mixing,
+        *,
+        tiers: Tiers | None,
+        image_size: int | None,
+        train: bool,
+        transform: Transform | None,
+        seed: int,
+        on_error: str,
+    ) -> None:
+        super().__init__(
+            reader,
+            tiers=tiers,
+            image_size=image_size,
+            train=train,
+            transform=transform,
+            seed=seed,
+            on_error=on_error,
+        )
         self.mixing = mixing
         """The formula's facts; replaced by `set_weights`."""
-        self._mixed = reader
+        self.mixed = reader
+        """The reader of all sources."""
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -91,7 +113,7 @@ class Mixture(Dataset):
 
     def source_of(self, samples: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """Return the number of the source of each sample, such as of `loader.last_samples`."""
-        return self._mixed.sources_of(samples)
+        return self.mixed.sources_of(samples)
 
     def __repr__(self) -> str:
         shares = ", ".join(f"{name}: {weight:.3g}" for name, weight in self.weights.items())
