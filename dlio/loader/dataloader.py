@@ -421,7 +421,7 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
             self.last_samples = fed.numbers()
         if (
             self.persistent_workers
-            and stats.engine == "planned"
+            and begun.plan is not None
             and stats.batches + _AHEAD_BATCHES == batches.steps
         ):
             order = self._order(options)

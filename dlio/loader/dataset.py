@@ -168,6 +168,13 @@ class Dataset(torch.utils.data.Dataset[Sample]):
             finish=self._finish,
         )
 
+    def reads_like(self, other: "Dataset") -> bool:
+        """True if the other data set has the same fields, options and tiers as this one."""
+        alike = ("tiers", "image_size", "train", "on_error", "seed", "_transform", "_finish")
+        return self.reader.schema == other.reader.schema and all(
+            getattr(self, name) == getattr(other, name) for name in alike
+        )
+
     @property
     def mounted(self) -> Mount | None:
         """The tiers, once they are open."""

@@ -1,7 +1,7 @@
 """Data sets of other libraries that dlio understands, and reads through its tiers.
 
 These are torchvision's ImageFolder and DatasetFolder with torchvision's own image loader, Hugging
-Face `datasets` of images, and torch's Subset and ConcatDataset of those, and of one data set of
+Face `datasets` of images, and torch's Subset and ConcatDataset of those, and of data sets of
 `dlio.open`. They are recognised by
 the names of their classes, so that neither torchvision nor `datasets` need be installed.
 """
@@ -99,15 +99,22 @@ def adapted(data: UserDataset, tiers: Tiers | None) -> Dataset | None:
 def _part_of_own(
     parts: list[_Part], wholes: list[UserDataset], tiers: Tiers | None
 ) -> Dataset | None:
-    """Return chosen samples of a data set of `dlio.open`, decoded as it does and in its tiers; None
-    for samples of several."""
-    whole = wholes[0]
-    if len(wholes) > 1 or not isinstance(whole, Dataset):
+    """Return chosen samples of data sets of `dlio.open`, decoded as there and in tiers like theirs.
+
+    None for samples of several that are decoded in different ways.
+    """
+    own = [each for each in wholes if isinstance(each, Dataset)]
+    first = own[0]
+    if len(own) < len(wholes) or not all(first.reads_like(each) for each in own):
         return None
-    indices = [np.arange(len(whole)) if chosen is None else chosen for _, chosen in parts]
-    inner = np.concatenate(indices) % len(whole)
-    view = _View([whole.reader], np.zeros(len(inner), np.int64), inner)
-    return whole.with_reader(view, tiers)
+    owners, indices = [], []
+    for whole, chosen in parts:
+        number = next(k for k, each in enumerate(wholes) if each is whole)
+        picked = np.arange(len(whole)) if chosen is None else chosen % len(whole)
+        indices.append(picked)
+        owners.append(np.full(len(picked), number, np.int64))
+    view = _View([each.reader for each in own], np.concatenate(owners), np.concatenate(indices))
+    return first.with_reader(view, tiers)
 
 
 def _all_understood(wholes: list[UserDataset]) -> list[Understood] | None:
