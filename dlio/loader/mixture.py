@@ -2,10 +2,10 @@
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -110,6 +110,14 @@ class Mixture(Dataset):
         kept = [each for each in self.mixing.schedule if each[0] < step]
         changed = (*kept, (step, _exact(weights, self.sources)))
         self.mixing = replace(self.mixing, schedule=changed)
+
+    def where(self, field: str, wanted: object) -> Dataset:
+        raise UsageError("choose samples of the sources, then mix these: views have no weights")
+
+    def split(
+        self, by: str | Callable[[str], Any] | None = None, seed: int = 0, **parts: float
+    ) -> dict[str, Dataset]:
+        raise UsageError("split the sources, then mix their parts: views have no weights")
 
     def source_of(self, samples: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """Return the number of the source of each sample, such as of `loader.last_samples`."""
@@ -248,6 +256,8 @@ def _source(key: object, value: object) -> tuple[str, Source, float | Fraction]:
         raise UsageError(f"{key}: a mixture cannot be a source of another: name its sources here")
     if not isinstance(source, Dataset):
         source = path_in("sources", source)
+    if isinstance(source, Dataset) and not source.is_plain:
+        raise UsageError(f"{key}: give transform= to mix, and map the mixture, not its sources")
     if isinstance(value, bool) or not isinstance(value, int | float | Fraction):
         raise UsageError(f"{named(f'weight of {key}', value)}: give a number, such as 0.7")
     return redact(str(key)), source, value

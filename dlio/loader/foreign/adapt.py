@@ -12,20 +12,17 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.index import fingerprint_of
+from dlio.data.chosen import ChosenReader
 from dlio.data.reader import Reader, open_reader
 from dlio.data.schema import Buffer
 from dlio.errors import DecodeError, SourceError
 from dlio.loader.contract import Sample, UserDataset
 from dlio.loader.dataset import Dataset, open_dataset
 from dlio.loader.foreign.huggingface import ImageSet, is_image_set
-from dlio.plan.layout import cut_blocks
-from dlio.plan.order import Order
 from dlio.storage.spec import Tiers
 
 __all__ = ["Understood", "adapted", "holds_own", "read_by_dlio"]
 
-_SEED = 0xD110
 _Part = tuple[UserDataset, npt.NDArray[np.int64] | None]
 """(whole data set, indices into it); None for all of it."""
 
@@ -79,7 +76,7 @@ def adapted(data: UserDataset, tiers: Tiers | None) -> Dataset | None:
         ]
         owners = np.repeat(np.array(numbers, np.int64), [len(part) for part in picked])
         inner = np.concatenate(picked) if picked else np.empty(0, np.int64)
-        view = _View(readers, owners, inner)
+        view = ChosenReader(readers, owners, inner)
 
     def finish(payload: Buffer, sample: int) -> Sample:
         return known[int(owners[sample])].finished(payload, int(inner[sample]))
@@ -113,7 +110,9 @@ def _part_of_own(
         picked = np.arange(len(whole)) if chosen is None else chosen % len(whole)
         indices.append(picked)
         owners.append(np.full(len(picked), number, np.int64))
-    view = _View([each.reader for each in own], np.concatenate(owners), np.concatenate(indices))
+    view = ChosenReader(
+        [each.reader for each in own], np.concatenate(owners), np.concatenate(indices)
+    )
     return first.with_reader(view, tiers)
 
 
@@ -233,52 +232,3 @@ class _Folder:
         if folder.target_transform is not None:
             target = folder.target_transform(target)
         return picture, target
-
-
-class _View:
-    """A reader of chosen samples of other readers, in an order of their own."""
-
-    objects = True
-
-    def __init__(
-        self,
-        readers: list[Reader],
-        owners: npt.NDArray[np.int64],
-        inner: npt.NDArray[np.int64],
-    ) -> None:
-        self._readers, self._owners, self._inner = readers, owners, inner
-        first = readers[0]
-        self.format = first.format
-        self.path = ", ".join(reader.path for reader in readers)
-        self.schema = first.schema
-        self.classes = first.classes
-        self.sizes = np.zeros(len(inner), np.int64)
-        self.labels = np.zeros(len(inner), np.int64)
-        for number, reader in enumerate(readers):
-            here = owners == number
-            self.sizes[here] = reader.sizes[inner[here]]
-            self.labels[here] = np.asarray(reader.labels)[inner[here]]
-        self.layout = cut_blocks(self.sizes, Order(len(inner), _SEED, shuffled=True))
-        self.fingerprint = fingerprint_of(
-            "view", 1, *[reader.fingerprint for reader in readers], owners, inner
-        )
-
-    def __len__(self) -> int:
-        return len(self._inner)
-
-    def name(self, sample: int) -> str:
-        return str(self._readers[int(self._owners[sample])].name(int(self._inner[sample])))
-
-    def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
-        payloads: list[bytes | memoryview] = [b""] * len(samples)
-        owners = self._owners[samples]
-        for number in np.unique(owners).tolist():
-            here = np.flatnonzero(owners == number)
-            inner = self._readers[number].read(self._inner[samples[here]])
-            for k, payload in zip(here.tolist(), inner, strict=True):
-                payloads[k] = payload
-        return payloads
-
-    def close(self) -> None:
-        for reader in self._readers:
-            reader.close()
