@@ -395,6 +395,7 @@ class PlannedPass:
             order.global_batch,
             order.drop_last,
             begun.get("mixture"),
+            len(again_of(begun)),
         )
 
     def _check_middle(self, begun: Mapping[str, Any]) -> None:

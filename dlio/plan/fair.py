@@ -8,9 +8,9 @@ et al.: the fractions of w·B are the weights of periodic tasks, a batch is a sl
 sum of the fractions is the number of processors. In each slot the urgent tasks are served, by the
 algorithm PD2, which has an answer wherever one exists; and with full use one always does.
 
-Only integers are used, so that all machines agree. With weights whose common denominator is small
-the numbers repeat after that many batches; otherwise they are computed from the beginning on,
-about 2 µs for a batch and a source, and every 512th is remembered.
+Only integers are used, so that all machines agree. Two sources follow a formula. With weights whose
+common denominator is small the numbers repeat after that many batches; otherwise they are computed
+from the beginning on, about 2 µs for a batch and a source, and every 512th is remembered.
 
 Source: Baruah, Cohen, Plaxton and Varvel, "Proportionate progress", Algorithmica 1996; Srinivasan
 and Anderson, "Optimal rate-based scheduling on multiprocessors" (PD2), STOC 2002.
@@ -25,10 +25,14 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from dlio.errors import UsageError
+
 __all__ = ["FairCounts", "fair_counts", "largest_remainder"]
 
 _I64 = npt.NDArray[np.int64]
 _STRIDE: Final = 512
+_MOST_BATCHES: Final = 1 << 24
+"""Most batches whose numbers are computed one after another."""
 _TABLES: Final = 8
 """Stretches of 512 batches whose numbers are kept."""
 
@@ -65,14 +69,31 @@ class FairCounts:
         return result
 
     def _extras(self, batches: int) -> _I64:
+        between = [source for source, rest in enumerate(self._rests) if rest]
+        if len(between) <= 2:
+            # One of two sources is rounded down in total, and the other has the rest.
+            extras = np.zeros(len(self._rests), np.int64)
+            if between:
+                first, second = between
+                extras[first] = self._rests[first] * batches // self._period
+                extras[second] = batches * self._extra - extras[first]
+            return extras
         rounds, rest = divmod(batches, self._period)
         with self._lock:
-            row = self._table(rest // _STRIDE)[rest % _STRIDE]
-        extras: _I64 = row + rounds * np.array(self._rests, np.int64)
-        return extras
+            row: _I64 = self._table(rest // _STRIDE)[rest % _STRIDE]
+        if not rounds:
+            return row
+        whole: _I64 = row + rounds * np.array(self._rests, np.int64)
+        return whole
 
     def _table(self, number: int) -> _I64:
         """Totals before each of 512 batches from a mark on; shape (512, sources)."""
+        if number * _STRIDE > _MOST_BATCHES:
+            raise UsageError(
+                f"a mixture of {len(self._rests)} sources whose weights have no small common "
+                f"denominator goes on for {_MOST_BATCHES:,} batches at most: round the weights, or "
+                "have larger batches"
+            )
         known = self._tables.get(number)
         if known is not None:
             return known

@@ -13,6 +13,7 @@ hold within each segment.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -36,6 +37,7 @@ Weights = tuple[Fraction, ...]
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 _KEYS: Final = 1 << 20
 """Keys of batches' shuffles that are made at a time."""
+_FRACTION: Final = re.compile(r"\d{1,2000}(/\d{1,2000})?")
 _MOST_SEGMENTS: Final = 1 << 16
 
 
@@ -67,13 +69,20 @@ class Mixing:
     """(step of the run from which on they hold, weights); the first at step 0."""
 
     def epoch(
-        self, epoch: int, position: int, batch: int, drop_last: bool, state: object = None
+        self,
+        epoch: int,
+        position: int,
+        batch: int,
+        drop_last: bool,
+        state: object = None,
+        again: int = 0,
     ) -> "MixedEpoch":
         """Return an epoch, as it goes on at a position with global batches of `batch` samples.
 
         Args:
             state: text of `MixedEpoch.text` or `following`; None for an epoch of a run that has
                 used this schedule from its beginning.
+            again: number of samples that come again at the end.
 
         Raises UsageError for the state of another mixture.
         """
@@ -89,6 +98,11 @@ class Mixing:
         if not given["segments"]:
             return self._begun(given["step"], given["drawn"], batch)
         begun = MixedEpoch(self, given["step"], given["n"], given["segments"])
+        if position > begun.n + again:
+            raise UsageError(
+                f"loader state at position {position} of an epoch of {begun.n} samples: was it "
+                "written by state_dict()?"
+            )
         return begun.resumed(position, batch) if position else begun
 
     def scheduled(self, state: object) -> "Mixing":
@@ -372,8 +386,10 @@ def _counts(values: Mapping[int, object], mixing: Mixing) -> tuple[int, ...]:
 
 def _weights(text: object, mixing: Mixing) -> Weights:
     parts = str(text).split(" ")
-    if len(str(text)) > 100 * len(mixing.names) or len(parts) != len(mixing.names):
+    if len(parts) != len(mixing.names):
         raise ValueError("weights of other sources")
+    if not all(map(_FRACTION.fullmatch, parts)):
+        raise ValueError("weights that are not fractions")
     weights = tuple(map(Fraction, parts))
     if sum(weights) != 1 or min(weights) < 0:
         raise ValueError(f"weights {text}")

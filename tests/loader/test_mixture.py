@@ -212,6 +212,20 @@ def test_any_step_is_resumed_on_any_ranks(then: int, now: int) -> None:
             assert len(larger) == 61 - 8 * step
 
 
+def test_samples_of_a_lost_rank_come_again_at_the_end() -> None:
+    mixing = _numbers(samples_per_epoch=61).mixing
+    start = {"format": 1, "seed": 4, "epoch": 0, "position": 0, "samples": 130}
+    began = _pass(mixing, start, 4, 0, 4)
+    lost = began.part(0, 3)
+    state = json.loads(json.dumps(began.state_at(16, lost)))
+    rest = list(chain(*chain(*_rows(mixing, state, 3, 4))))
+    whole = began.order.samples(np.arange(61)).tolist()
+    assert rest[-4:] == lost
+    assert len(rest) == 61 - 16 + 4
+    # Other global batches: other samples, and as many of each source as without the loss.
+    assert sum(k >= 50 for k in whole[:16] + rest[:-4]) == sum(k >= 50 for k in whole)
+
+
 def _rows(mixing: Any, state: dict[str, Any], ranks: int, batch: int) -> list[list[list[int]]]:
     """The samples of each rank at each step."""
     passes = [_pass(mixing, state, ranks, rank, batch) for rank in range(ranks)]

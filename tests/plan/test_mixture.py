@@ -61,6 +61,28 @@ def test_each_batch_and_all_totals_are_within_one_of_the_weights(
             assert abs(int(totals[step, source]) - exact * step) < 1
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    parts=st.lists(st.floats(0, 1e300, allow_subnormal=True), min_size=1, max_size=4).filter(any),
+    batch=st.integers(1, 50),
+)
+def test_any_floating_point_weights_are_exact(parts: list[float], batch: int) -> None:
+    exact = [Fraction(repr(part)) for part in parts]
+    weights = tuple(each / sum(exact) for each in exact)
+    totals = FairCounts(weights, batch).totals(np.arange(60, dtype=np.int64))
+    for source, weight in enumerate(weights):
+        for step in range(60):
+            assert abs(int(totals[step, source]) - weight * batch * step) < 1
+
+
+def test_endless_computations_are_refused() -> None:
+    uneven = tuple(Fraction(p, 2**60) for p in (2**59 + 1, 2**58 + 1, 2**58 - 2))
+    with pytest.raises(UsageError, match="round the weights"):
+        FairCounts(uneven, 3).totals(np.array([2**39]))
+    two = FairCounts((uneven[0], 1 - uneven[0]), 3).totals(np.array([2**39]))
+    assert two.sum() == 3 * 2**39
+
+
 def test_counts_far_on_are_those_of_going_there_batch_by_batch() -> None:
     weights = _weights(3, 4, 6)
     far = FairCounts(weights, 10).totals(np.array([10_007], np.int64))
@@ -251,6 +273,8 @@ def test_the_ledger_of_another_mixture_or_a_damaged_one_is_refused() -> None:
         {"segments": [[0, 0, "1 0 0", [0, 0, 0]]]},
         {"segments": [[0, 16, "1/0 0 0", [0, 0, 0]]]},
         {"step": -1},
+        {"schedule": [[0, "1e999999999 0 0"]]},
+        {"segments": [[0, 16, "1/1" + "0" * 5000 + " 0 0", [0, 0, 0]]]},
         {"n": "x"},
     ):
         damaged = json.dumps(json.loads(text) | change)
@@ -258,5 +282,7 @@ def test_the_ledger_of_another_mixture_or_a_damaged_one_is_refused() -> None:
             mixing.epoch(0, 32, 16, False, damaged)
     with pytest.raises(UsageError, match="damaged ledger"):
         mixing.epoch(0, 32, 16, False, "[" * 100_000)
+    with pytest.raises(UsageError, match="position 900 of an epoch of 500"):
+        mixing.epoch(0, 900, 16, False, text)
     with pytest.raises(UsageError, match="without its ledger"):
         mixing.epoch(0, 32, 16, False)
