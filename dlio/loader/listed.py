@@ -118,6 +118,11 @@ def raising_at_end(feed: Feed, error: Exception) -> Feed:
 def _numbers(batch: Sequence[Any]) -> _I64 | None:
     if not isinstance(batch, list | tuple):
         return None
+    if all(type(each) is int for each in batch):
+        try:
+            return np.array(batch, np.int64)
+        except OverflowError:
+            return None
     for each in batch:
         if isinstance(each, bool) or not (type(each) is int or hasattr(each, "__index__")):
             return None

@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any, Final, TypeAlias
@@ -193,16 +194,20 @@ def mix(
     seed = whole_number("seed", seed, 0, _MOST_SEED)
     check_flag("follow_links", follow_links, optional=True)
     choose_tiers(tiers, 0)
-    readers: list[Reader] = [
-        each.reader
-        if isinstance(each, Dataset)
-        else open_reader(each, follow_links=follow_links, **options)
-        for _, each, _ in given
-    ]
-    sizes = tuple(map(len, readers))
-    uses = [float(w) / size for w, size in zip(weights, sizes, strict=True)]
+    with ExitStack() as undo:
+        readers: list[Reader] = []
+        for _, each, _ in given:
+            if isinstance(each, Dataset):
+                readers.append(each.reader)
+            else:
+                readers.append(open_reader(each, follow_links=follow_links, **options))
+                undo.enter_context(closing(readers[-1]))
+        sizes = tuple(map(len, readers))
+        uses = [float(w) / size for w, size in zip(weights, sizes, strict=True)]
+        joined = MixedReader(readers, names, uses, labels)
+        undo.pop_all()  # From here on, the data set closes them.
     return Mixture(
-        MixedReader(readers, names, uses, labels),
+        joined,
         Mixing(names, sizes, exhaustion, samples, tuple(changes)),
         tiers=tiers,
         image_size=image_size,

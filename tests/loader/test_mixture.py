@@ -14,10 +14,14 @@ import torch
 from torch.utils.data import RandomSampler
 
 import dlio
+from dlio.data.chosen import ChosenReader
+from dlio.data.mixed import MixedReader
+from dlio.data.reader import Reader, open_reader
 from dlio.errors import UsageError
 from dlio.loader.mixture import Mixture
 from dlio.loader.passes import FormulaOrder, PlannedPass
 from dlio.plan.order import Order
+from dlio.testing import ReaderTests
 from dlio.testing.loader_state import LoaderStateTests
 from tests.loader.datasets import Numbers
 
@@ -59,6 +63,33 @@ class TestState(LoaderStateTests):
         return dlio.DataLoader(
             _numbers(seed=3, samples_per_epoch=90, schedule={3: {"a": 0.2, "b": 0.8}}), 8, True
         )
+
+
+class TestReader(ReaderTests):
+    """The reader of a mixture's sources keeps the contract of readers."""
+
+    def make(self, folder: Path) -> Reader:
+        parts = [open_reader(_Squares(20)), open_reader(_Squares(30))]
+        return MixedReader(parts, ("a", "b"), (0.1, 0.9))
+
+    def expected(self) -> list[dict[str, int]]:
+        return [{"index": k, "size": size} for size in (20, 30) for k in range(size)]
+
+    def test_it_recognises_its_own_format_only(self, tmp_path: Path) -> None:
+        """It has no format of its own."""
+
+
+class TestChosen(ReaderTests):
+    """So does the reader of a view."""
+
+    def make(self, folder: Path) -> Reader:
+        return ChosenReader([open_reader(_Squares(30))], np.zeros(20, int), np.arange(25, 5, -1))
+
+    def expected(self) -> list[dict[str, int]]:
+        return [{"index": k, "size": 30} for k in range(25, 5, -1)]
+
+    def test_it_recognises_its_own_format_only(self, tmp_path: Path) -> None:
+        """It has no format of its own."""
 
 
 def test_paths_and_weights_are_all_that_is_needed(folders: tuple[str, str]) -> None:
