@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from dlio.loader.dataloader import DataLoader
     from dlio.loader.dataset import Dataset
     from dlio.loader.dataset import open_dataset as open
+    from dlio.loader.mixture import mix
     from dlio.train.exchange.distribute import distribute
     from dlio.train.pruning.apoptosis import Apoptosis
     from dlio.train.pruning.pruned_file import load_pruned
@@ -53,6 +54,7 @@ __all__ = [
     "distribute",
     "init_process_group",
     "load_pruned",
+    "mix",
     "open",
 ]
 
@@ -64,6 +66,7 @@ _WHERE = {
     "distribute": ("dlio.train.exchange.distribute", "distribute"),
     "init_process_group": ("dlio.comm.process_group", "init_process_group"),
     "load_pruned": ("dlio.train.pruning.pruned_file", "load_pruned"),
+    "mix": ("dlio.loader.mixture", "mix"),
     "open": ("dlio.loader.dataset", "open_dataset"),
     **{
         name: ("dlio.errors", name)

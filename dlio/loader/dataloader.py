@@ -34,6 +34,7 @@ from dlio.loader.engines import Engines, described
 from dlio.loader.feed import Begun, Fed, LoaderIterator, Stats
 from dlio.loader.foreign import accelerate
 from dlio.loader.foreign.adapt import read_by_dlio
+from dlio.loader.mixture import restore_weights
 from dlio.loader.options import SAME_NAMES, LoaderOptions, OnError, WorkerKind, check_arguments
 from dlio.loader.passes import FormulaOrder, Pass, Place, PlannedPass, SamplerOrder, check_state
 from dlio.loader.stats import PassStats
@@ -200,7 +201,7 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
     def __len__(self) -> int:
         """Steps in a whole epoch, the same on all ranks; with `keep`, in the chosen epoch."""
         if self.follows_formula():
-            count = self._count() if self._place.mask is None else self._place.mask[1].count
+            count = self._place.positions(self._count(), self.formula)
             return steps_in_epoch(count, 0, self._global_batch(), self.drop_last)
         return super().__len__()
 
@@ -290,6 +291,7 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         """
         formula = (self._order_seed(), self._count()) if self.follows_formula() else None
         self._place = self._place.loaded(check_state(state_dict, formula))
+        restore_weights(self._planned_data(), self._place.resumed or {})
 
     def stats(self) -> PassStats:
         """Return this rank's counts of the current or last pass; see `PassStats`."""
@@ -419,7 +421,7 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
             self.last_samples = fed.numbers()
         if (
             self.persistent_workers
-            and stats.engine == "planned"
+            and begun.plan is not None
             and stats.batches + _AHEAD_BATCHES == batches.steps
         ):
             order = self._order(options)
@@ -451,9 +453,8 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
     def _options(self) -> LoaderOptions:
         """The options as they are now. Raises UsageError when they cannot work."""
         same: dict[str, Any] = {name: getattr(self, name) for name in SAME_NAMES}
-        batched = self.batch_sampler is not None
-        length_was_read = self._IterableDataset_len_called is not None
-        return LoaderOptions(batched=batched, length_was_read=length_was_read, **same)
+        read = self._IterableDataset_len_called is not None
+        return LoaderOptions(batched=self.batch_sampler is not None, length_was_read=read, **same)
 
     def _order(self, options: LoaderOptions) -> FormulaOrder | SamplerOrder | None:
         """The order of the next pass; None for an iterable data set."""
@@ -462,11 +463,10 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         if not self.follows_formula():
             fresh = not (options.persistent_workers and self._engines.threads.base_seed_drawn)
             return SamplerOrder(self.sampler, self.batch_sampler, options.generator, fresh)
-        data = self._planned_data() if options.source_order != "sample" else None
+        data = self._planned_data()
         if self._torn is not None and self._dealt is not None:
             return self._torn.shared(self._dealt)
-        layout = None if data is None else data.reader.layout
-        return options.formula(self._order_seed(), self._count(), layout, self._dealt)
+        return options.formula(self._order_seed(), self._count(), data, self._dealt)
 
     def _planned_data(self) -> Dataset | None:
         """The data set as dlio reads it; None if torch's way is taken."""

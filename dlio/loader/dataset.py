@@ -1,20 +1,24 @@
 """A data set as torch expects it: `len`, `[i]`, `.classes`."""
 
+import copy
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Self, SupportsIndex
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from dlio.comm import Communicator
+from dlio.data.chosen import ChosenReader
 from dlio.data.reader import Reader, open_reader
 from dlio.data.replicas import replicated
 from dlio.errors import UsageError
 from dlio.image.crop import Crop
+from dlio.loader import views
 from dlio.loader.contract import Sample, Transform, UserDataset
-from dlio.loader.recipe import Finish, Recipe
+from dlio.loader.recipe import Finish, MappedRecipe, Recipe
 from dlio.storage.mount import Mount, MountOptions, mount
 from dlio.storage.spec import Tiers, choose_tiers, decoded_spec
 from dlio.util.arguments import (
@@ -66,8 +70,10 @@ class Dataset(torch.utils.data.Dataset[Sample]):
         self.epoch = 0
         self._transform = transform
         self._finish = finish
+        self.maps: tuple[Callable[[Sample], Sample], ...] = ()
+        """Functions of each sample, see `map`."""
         self._mount: Mount | None = None
-        self._recipe = self._make_recipe() if getattr(reader, "inspected", True) else None
+        self._recipe = self._early_recipe()
 
     @property
     def path(self) -> str:
@@ -155,7 +161,7 @@ class Dataset(torch.utils.data.Dataset[Sample]):
         if self._mount is not None:
             raise UsageError(f"tiers={tiers!r}: {self.path} is in use with tiers={self.tiers!r}")
         self.tiers = tiers
-        self._recipe = self._make_recipe() if getattr(self.reader, "inspected", True) else None
+        self._recipe = self._early_recipe()
 
     def with_reader(self, reader: Reader, tiers: Tiers | None = None) -> "Dataset":
         """Return a data set of another reader with the options of this one.
@@ -163,7 +169,7 @@ class Dataset(torch.utils.data.Dataset[Sample]):
         Args:
             tiers: None for those of this data set.
         """
-        return Dataset(
+        made = Dataset(
             reader,
             tiers=self.tiers if tiers is None else tiers,
             image_size=self.image_size,
@@ -173,6 +179,93 @@ class Dataset(torch.utils.data.Dataset[Sample]):
             on_error=self.on_error,
             finish=self._finish,
             requests=self.requests,
+        )
+        return made.with_maps(self.maps)
+
+    def with_maps(self, maps: tuple[Callable[[Sample], Sample], ...]) -> "Dataset":
+        """Return a copy of this data set, not yet mounted, with these functions of samples."""
+        made = copy.copy(self)
+        made.maps = maps
+        made._recipe = made._early_recipe()
+        return made
+
+    def where(
+        self, field: str, wanted: Callable[[Any], Any] | Sequence[Any] | str | int | float | bool
+    ) -> "Dataset":
+        """Return a view of the samples whose field has a wanted value; see `dlio.loader.views`.
+
+        Args:
+            field: a name from the schema, such as `label`; `class` for names of classes. Labels
+                come from the index; other fields are read in one pass, and images not decoded.
+            wanted: a predicate, of the array of all values or of one value; or a value, or a list
+                of values.
+
+        Raises UsageError for an unknown field and if no sample is left.
+        """
+        return self.chosen(views.where(self.reader, field, wanted))
+
+    def split(
+        self, by: str | Callable[[str], Any] | None = None, seed: int = 0, **parts: float
+    ) -> "dict[str, Dataset]":
+        """Return disjoint views that together hold all samples, `split(train=0.9, val=0.1)`.
+
+        A sample's part follows from a hash of its key: it is the same in every process, on every
+        machine, and stays when other samples are added. So parts have about the given sizes.
+
+        Args:
+            by: the key: None for the sample's name; a field, or a function of the name, for groups
+                that must stay together, such as patients.
+            seed: of the hash.
+            parts: fraction of each part, by name; their sum is 1.
+
+        Raises UsageError for fractions that cannot work, and for a part without samples.
+        """
+        chosen = views.split(self.reader, by, seed, parts)
+        return {name: self.chosen(samples) for name, samples in chosen.items()}
+
+    def map(self, function: Callable[[Sample], Sample], kept: bool = False) -> "Dataset":
+        """Return a data set whose samples are `function(sample)` of those of this one.
+
+        Args:
+            function: gets a sample as `[i]` returns it; called in threads.
+            kept: tiers keep the results, stored without pickle, and each is computed once. Results
+                are tensors, arrays, numbers, text, bytes or Pillow images, nested, the same each
+                time; if their sizes differ, each is computed once more when this is called. False:
+                the function is called for each use, and tiers keep what this data set's do.
+
+        Raises UsageError for results that cannot be kept.
+        """
+        if function is None:
+            raise UsageError("map(None): give a function of a sample")
+        check_callable("function", function)
+        check_flag("kept", kept)
+        if not kept:
+            return self.with_maps((*self.maps, function))
+        made = copy.copy(self)
+        made.reader = views.results_reader(self, self.reader, self.recipe.is_random, function)
+        made.image_size, made._transform, made._finish = None, None, None
+        return made.with_maps(())
+
+    def chosen(self, samples: npt.NDArray[np.int64]) -> "Dataset":
+        """Return a view of samples, in this order, read and decoded as this data set's.
+
+        Args:
+            samples: indices, 0 to len - 1; shape (n,), n at least 1.
+        """
+        owners = np.zeros(len(samples), np.int64)
+        return self.with_reader(ChosenReader([self.reader], owners, samples))
+
+    @property
+    def is_plain(self) -> bool:
+        """True if samples are the reader's, but for crops."""
+        return self._transform is None and self._finish is None and not self.maps
+
+    def reads_like(self, other: "Dataset") -> bool:
+        """True if the other data set has the same fields, options and tiers as this one."""
+        alike = ["tiers", "image_size", "train", "on_error", "seed", "_transform", "_finish"]
+        alike.append("maps")
+        return self.reader.schema == other.reader.schema and all(
+            getattr(self, name) == getattr(other, name) for name in alike
         )
 
     @property
@@ -206,7 +299,7 @@ class Dataset(torch.utils.data.Dataset[Sample]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._recipe = self._make_recipe() if getattr(self.reader, "inspected", True) else None
+        self._recipe = self._early_recipe()
 
     def __repr__(self) -> str:
         return (
@@ -214,8 +307,17 @@ class Dataset(torch.utils.data.Dataset[Sample]):
             f"image_size={self.image_size}, train={self.train})"
         )
 
+    def _early_recipe(self) -> Recipe | None:
+        """Return the recipe; None as long as the reader has not inspected the data set."""
+        return self._make_recipe() if getattr(self.reader, "inspected", True) else None
+
     def _make_recipe(self) -> Recipe:
         through_decoded = decoded_spec(self.tiers) is not None
+        if through_decoded and self.maps:
+            raise UsageError(
+                f"tiers={self.tiers!r}: map() makes samples one by one, and decoded tiers keep "
+                "images for crops: leave :decoded out"
+            )
         recipe = Recipe(
             self.reader,
             image_size=self.image_size,
@@ -230,7 +332,7 @@ class Dataset(torch.utils.data.Dataset[Sample]):
                 f"tiers={self.tiers!r}: {self.path} is not cropped here, and decoded tiers keep "
                 "labelled images for crops: leave :decoded out"
             )
-        return recipe
+        return MappedRecipe(recipe, self.maps) if self.maps else recipe
 
 
 def open_dataset(

@@ -10,12 +10,16 @@ from dlio.loader.dataset import Dataset
 from dlio.loader.empty import EmptyAware
 from dlio.loader.feed import Begun, Stats
 from dlio.loader.foreign.adapt import holds_own
+from dlio.loader.listed import Drawn, is_listable, listed_samples, raising_at_end
+from dlio.loader.mixture import Mixture
 from dlio.loader.options import LoaderOptions
 from dlio.loader.passes import Pass, PlannedPass
 from dlio.loader.planned.engine import PlannedEngine, decode_threads
 from dlio.loader.processes import TorchEngine, torch_feed
+from dlio.loader.sampled import SamplerPass
 from dlio.loader.threads import ThreadEngine
 from dlio.loader.trace import Spans
+from dlio.plan.listed_order import ListedOrder
 
 __all__ = ["Engines", "choose_engine", "described"]
 
@@ -36,7 +40,7 @@ def choose_engine(options: LoaderOptions, data: Dataset | None) -> tuple[str, st
     if data is None:
         engine = "threads" if options.num_workers else "torch"
         return engine, f"dlio asks a {type(options.dataset).__name__} for each sample"
-    if options.follows_sampler:
+    if options.follows_sampler and not is_listable(options):
         own = options.batch_sampler is None or type(options.batch_sampler) is BatchSampler
         name = type(options.sampler if own else options.batch_sampler).__name__
         return "threads", (
@@ -88,11 +92,27 @@ class Engines:
 
         Raises UsageError for options that the engine lacks.
         """
+        if isinstance(data, Mixture) and not isinstance(batches, PlannedPass):
+            raise UsageError(
+                "a mixture's weights choose the order: leave out sampler=, batch_sampler= and "
+                "batch_size=None"
+            )
         self._warn(options, data)
         if data is not None and not isinstance(batches, PlannedPass) and data.epoch == self._crops:
             # Unless the user has chosen the epoch whose crops are taken.
             self._crops = batches.epoch
             data.set_epoch(batches.epoch)
+        drawn = None
+        if in_threads and data is not None and isinstance(batches, SamplerPass):
+            drawn = self._drawn(options, batches)
+            listed = listed_samples(drawn, len(data))
+            if drawn is not None and listed is not None:
+                order = ListedOrder.of(listed)
+                begun = self.planned.begin_listed(options, data, batches, order, spans)
+                if drawn.error is not None:
+                    begun.feed = raising_at_end(begun.feed, drawn.error)
+                    next(begun.feed)
+                return begun
         mounted = None if data is None else self.planned.fill(options, data)
         collate = options.collate_fn
         dataset = options.dataset if data is None else data
@@ -102,12 +122,21 @@ class Engines:
             threads = options.num_workers
             if not threads and mounted is not None:
                 threads = decode_threads(mounted)
-            return self.threads.begin(options, dataset, collate, threads, mounted, batches, spans)
+            return self.threads.begin(
+                options, dataset, collate, threads, mounted, drawn or batches, spans, drawn is None
+            )
         if options.on_error == "skip":
             raise UsageError("on_error='skip' works with threads: set num_workers=1 or more")
         stats = Stats(None if mounted is None else mounted.hierarchy, engine="torch")
         self.iterator = self.torch.iterator(options, collate, batches, iterator)
         return Begun(batches, stats, torch_feed(self.iterator, batches), spans)
+
+    def _drawn(self, options: LoaderOptions, batches: SamplerPass) -> Drawn | None:
+        """Draw a sampler's batches in advance; None for a sampler that is asked as it goes."""
+        if not is_listable(options):
+            return None
+        self.threads.draw_base_seed(options)
+        return Drawn(batches)
 
     def _warn(self, options: LoaderOptions, data: Dataset | None) -> None:
         """Say once that samples of `dlio.open` are not read by the planned engine, and why."""

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from dlio.data.mixed import MixedReader
 from dlio.loader.contract import BatchData, Index
 from dlio.loader.passes import Pass
 from dlio.loader.stats import STAGES, PassStats
@@ -94,6 +95,8 @@ class Stats:
     batches: int = 0
     first_batch_s: float | None = None
     skipped: list[str] = field(default_factory=list)
+    sources: dict[str, int] = field(default_factory=dict)
+    """Samples of each source of a mixture."""
     _before: dict[str, Any] = field(default_factory=dict)
     _after: dict[str, Any] | None = None
     _started: float = field(default_factory=time.perf_counter)
@@ -121,6 +124,14 @@ class Stats:
         self.batches += 1
         if self.first_batch_s is None:
             self.first_batch_s = now - self._started
+
+    def count_sources(self, fed: Fed) -> None:
+        """Count a batch's samples by their sources, of a mixture."""
+        reader = None if self.hierarchy is None else self.hierarchy.reader
+        if isinstance(reader, MixedReader):
+            counts = np.bincount(reader.sources_of(fed.numbers()), minlength=len(reader.names))
+            for name, count in zip(reader.names, counts.tolist(), strict=True):
+                self.sources[name] = self.sources.get(name, 0) + count
 
     def end(self) -> None:
         if self._ended is None:
@@ -156,6 +167,8 @@ class Stats:
             "notes": self.hierarchy.notes() if self.hierarchy is not None else [],
             **counted,
         }
+        if self.sources:
+            counts["source_samples"] = dict(self.sources)
         if self.images is not None:
             counts["images"] = self.images
         return cast(PassStats, counts)
@@ -229,6 +242,7 @@ class LoaderIterator:
             assert fed is not None
             self._handed(fed)
             self._stats.wait_ends(fed.samples)
+            self._stats.count_sources(fed)
         if fed.error is not None:
             error, fed.error = fed.error, None
             if isinstance(error, StopIteration):

@@ -12,11 +12,12 @@ from torch.utils.data import IterableDataset, default_collate
 from dlio.comm.data_ranks import place
 from dlio.errors import UsageError
 from dlio.loader.contract import CollateFn, IndexBatches, Indices, ScalarWriter, UserDataset
+from dlio.loader.dataset import Dataset
 from dlio.loader.dealt import Dealt
+from dlio.loader.mixture import Mixture
 from dlio.loader.passes import FormulaOrder
 from dlio.plan.block_order import window_of
 from dlio.plan.epoch import check_mode, check_shares, is_exact
-from dlio.plan.layout import Layout
 from dlio.plan.shares import checked_shares
 from dlio.storage.spec import Tiers, parse_tiers
 from dlio.util.arguments import (
@@ -181,13 +182,13 @@ class LoaderOptions:
         return None if for_processes else True
 
     def formula(
-        self, seed: int, samples: int, layout: Layout | None, dealt: Dealt | None
+        self, seed: int, samples: int, data: Dataset | None, dealt: Dealt | None
     ) -> FormulaOrder:
         """Return the order of a pass that is dlio's own, and this rank's part of it.
 
         Args:
             samples: number of samples in the data set.
-            layout: of the data set's blocks; None where the order does not follow them.
+            data: the data set as dlio reads it; None if it is asked for samples.
             dealt: the ranks that are left; None if none was lost.
 
         Raises UsageError if chosen shares do not fit the ranks.
@@ -209,9 +210,10 @@ class LoaderOptions:
             rank=rank,
             ranks=ranks,
             source_order=self.source_order,
-            layout=layout,
+            layout=None if data is None or self.source_order == "sample" else data.reader.layout,
             shares=shares,
             exact=is_exact(self.mode),
+            mixing=data.mixing if isinstance(data, Mixture) else None,
         )
 
 

@@ -5,7 +5,6 @@ counts the batches of an iterable data set. The state counts batches that were h
 those that are prefetched.
 """
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
@@ -15,9 +14,10 @@ import torch
 
 from dlio.errors import UsageError
 from dlio.loader.contract import IndexBatches, Indices, State
-from dlio.loader.sampled import SAMPLER_KIND, SamplerPass, sampler_state
+from dlio.loader.sampled import SAMPLER_KIND, BatchesPass, SamplerPass, sampler_state
 from dlio.plan.block_order import BlockOrder, window_of
 from dlio.plan.layout import Layout
+from dlio.plan.mixture import MixedEpoch, Mixing
 from dlio.plan.order import Cursor, Order, again_of
 from dlio.plan.sample_mask import MaskedOrder, SampleMask, masked_layout
 from dlio.plan.schedule import steps_in_epoch
@@ -26,7 +26,6 @@ from dlio.plan.tail_order import TailOrder
 from dlio.util.arguments import named
 
 __all__ = [
-    "BatchesPass",
     "FormulaOrder",
     "Pass",
     "Place",
@@ -85,6 +84,8 @@ class FormulaOrder:
     one that did not begin it."""
     members: tuple[int, ...] = ()
     """Number of each rank that began it when the data set was mounted, if some are lost."""
+    mixing: Mixing | None = None
+    """Weights of the sources, if the data set is a mixture."""
 
     @property
     def global_batch(self) -> int:
@@ -164,6 +165,32 @@ class Place:
             return self.resumed
         return self.current.next_state()
 
+    def _ledger(self, epoch: int) -> State:
+        """Return the part of a state that says where a mixture is at the beginning of an epoch, if
+        it is the epoch that began last or the next one; nothing for others."""
+        current = self.current
+        if not isinstance(current, PlannedPass) or current.mixed is None:
+            return {}
+        if current.epoch == epoch:
+            return {"mixture": current.mixed.text(0)}
+        following = current.next_state()
+        return {"mixture": following["mixture"]} if following["epoch"] == epoch else {}
+
+    def positions(self, samples: int, order: FormulaOrder) -> int:
+        """Return the number of positions of the current epoch, or of the next one.
+
+        Args:
+            samples: in the data set.
+        """
+        if order.mixing is None:
+            return samples if self.mask is None else self.mask[1].count
+        current = self.current
+        if self.epoch is None and isinstance(current, PlannedPass) and not self.ended:
+            return current.whole
+        batches = self.open(order)[0]
+        assert isinstance(batches, PlannedPass)
+        return batches.whole
+
     def open(self, order: FormulaOrder | SamplerOrder | None) -> "tuple[Pass, Place]":
         """Make the next pass: resumed, of the epoch that was chosen, or of the next epoch.
 
@@ -178,7 +205,8 @@ class Place:
         batches: Pass
         if isinstance(order, FormulaOrder):
             if self.epoch is not None or state is None:
-                state = Cursor(order.seed, self.epoch or 0, 0, order.samples).as_dict()
+                ledger = self._ledger(self.epoch or 0)
+                state = Cursor(order.seed, self.epoch or 0, 0, order.samples).as_dict() | ledger
             batches = PlannedPass(state, order, self.mask)
         else:
             epoch = int((state or {}).get("epoch", 0)) if self.epoch is None else self.epoch
@@ -226,7 +254,11 @@ class PlannedPass:
         self.mask = mask[1] if mask is not None and mask[0] == cursor.epoch else None
         self.again = again_of(begun)
         """Samples that come again at the end: lost ranks had been dealt them."""
+        self.mixed = None if order.mixing is None else self._mixed_epoch(order.mixing, begun)
+        """The epoch of a mixture."""
         self.whole = cursor.samples if self.mask is None else self.mask.count
+        if self.mixed is not None:
+            self.whole = self.mixed.n
         """Number of positions in the whole epoch, without those that come again."""
         self.is_tail = bool(self.again) and cursor.position >= self.whole
         """True if only samples that come again are left."""
@@ -327,6 +359,8 @@ class PlannedPass:
     def state_at(self, position: int, again: Sequence[int]) -> State:
         """Return the state at another position, with samples that come again at the end."""
         state: State = replace(self.cursor, position=position).as_dict()
+        if self.mixed is not None:
+            state["mixture"] = self.mixed.text(position)
         if not position:
             return state
         if position < self.whole:
@@ -340,7 +374,29 @@ class PlannedPass:
         return state
 
     def next_state(self) -> State:
-        return Cursor(self.cursor.seed, self.epoch + 1, 0, self.cursor.samples).as_dict()
+        state = Cursor(self.cursor.seed, self.epoch + 1, 0, self.cursor.samples).as_dict()
+        if self.mixed is None:
+            return state
+        return state | {"mixture": self.mixed.following(self.formula.drop_last)}
+
+    def _mixed_epoch(self, mixing: Mixing, begun: Mapping[str, Any]) -> MixedEpoch:
+        """Return the epoch of a mixture that a state begins, or goes on with."""
+        order = self.formula
+        if self.mask is not None:
+            raise UsageError("keep= with a mixture, whose weights choose the samples: leave it out")
+        if not order.exact or order.source_order != "sample":
+            raise UsageError(
+                "a mixture has global batches of its own: choose mode batch or global, and "
+                "source_order='sample'"
+            )
+        return mixing.epoch(
+            self.epoch,
+            self.cursor.position,
+            order.global_batch,
+            order.drop_last,
+            begun.get("mixture"),
+            len(again_of(begun)),
+        )
 
     def _check_middle(self, begun: Mapping[str, Any]) -> None:
         """Check a state in the middle of an epoch."""
@@ -369,6 +425,8 @@ class PlannedPass:
     def _make_order(self) -> Order:
         formula, mask = self.formula, self.mask
         about = (self.samples, self.cursor.seed, self.cursor.epoch, formula.shuffled)
+        if self.mixed is not None:
+            return self.mixed.order(*about[1:])
         window = window_of(formula.source_order)
         if window is None:
             return Order(*about) if mask is None else MaskedOrder(*about, mask)
@@ -385,35 +443,6 @@ class PlannedPass:
                 )
             layout = masked_layout(layout, mask)
         return BlockOrder(*about, layout, window)
-
-
-class BatchesPass:
-    """A pass over an iterable data set: batches are counted, and skipped to resume.
-
-    Args:
-        state: of an earlier pass to continue; None to begin.
-    """
-
-    def __init__(self, epoch: int, state: State | None) -> None:
-        self.epoch = epoch
-        self.skip = int((state or {}).get("batches", 0))
-        self._batches = self.skip
-
-    def __iter__(self) -> Iterator[None]:
-        return itertools.repeat(None)
-
-    @property
-    def steps(self) -> None:
-        return None
-
-    def consumed(self) -> None:
-        self._batches += 1
-
-    def state(self) -> State:
-        return sampler_state(self.epoch, self._batches, 0)
-
-    def next_state(self) -> State:
-        return sampler_state(self.epoch + 1, 0, 0)
 
 
 def check_state(given: object, formula: tuple[int, int] | None) -> State:

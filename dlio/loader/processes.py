@@ -11,7 +11,8 @@ from dlio.loader.contract import CollateFn, Index
 from dlio.loader.feed import Fed, Feed
 from dlio.loader.nested import samples_in
 from dlio.loader.options import LoaderOptions
-from dlio.loader.passes import BatchesPass, Pass
+from dlio.loader.passes import Pass
+from dlio.loader.sampled import BatchesPass
 
 __all__ = ["TorchEngine", "torch_feed"]
 

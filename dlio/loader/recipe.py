@@ -1,7 +1,7 @@
 """The recipe of a data set: how a payload becomes a sample."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from dlio.loader.sample import decode_sample, image_and_label
 from dlio.storage.decoded import DecodedTier
 from dlio.util.printable import printable
 
-__all__ = ["Finish", "Recipe"]
+__all__ = ["Finish", "MappedRecipe", "Recipe"]
 
 Finish = Callable[[Buffer, int], Sample]
 """Makes a sample of (payload, index), where the data set of another library is read."""
@@ -41,6 +41,9 @@ class Recipe:
         through_decoded: crops are cut out of images that a tier keeps decoded.
         finish: replaces everything else, for data sets of other libraries.
     """
+
+    where = "transform="
+    """Name of the user's function, for errors."""
 
     def __init__(
         self,
@@ -66,6 +69,11 @@ class Recipe:
         self.batch_transform: Transform | None = batch_transform if self.crops else None
         """Transform of a whole batch of crops, done on the device where the batch lies."""
         self.decoder = Decoder(self.crop, seed, through_decoded)
+
+    @property
+    def is_random(self) -> bool:
+        """True if samples are random crops, which differ from epoch to epoch."""
+        return self.crops and self.crop.draws > 0
 
     def one(self, epoch: int, sample: int, payload: Buffer) -> Sample:
         """Make one sample: (crop or the transform's result, label), or the decoded fields.
@@ -140,7 +148,7 @@ class Recipe:
         except Exception as error:
             kind = "" if self.crops else f", which is a {type(made).__name__}"
             name = printable(f"{self.reader.name(sample)!r} of {self.reader.path}")
-            error.add_note(f"dlio: in transform= of sample {sample}, {name}{kind}")
+            error.add_note(f"dlio: in {self.where} of sample {sample}, {name}{kind}")
             raise
         return made, time.perf_counter() - started
 
@@ -153,3 +161,36 @@ class Recipe:
 
     def _mismatch(self, sample: int, error: CorruptBlock) -> SourceError:
         return SourceError(f"{self.reader.path}: sample {self.reader.name(sample)!r}: {error}")
+
+
+class MappedRecipe(Recipe):
+    """A recipe whose samples go through the user's functions, for `Dataset.map`. Thread-safe.
+
+    Args:
+        inner: makes the samples.
+        maps: called one after another, each with the result of the one before.
+    """
+
+    where = "a function of map()"
+
+    def __init__(self, inner: Recipe, maps: Sequence[Callable[[Sample], Sample]]) -> None:
+        self.__dict__.update(inner.__dict__)
+        self._inner, self._maps = inner, tuple(maps)
+        # The samples are made one by one, by `one`.
+        self.crops, self.transform, self.batch_transform = False, None, None
+
+    @property
+    def is_random(self) -> bool:
+        """True if the samples that the functions get are random crops."""
+        return self._inner.is_random
+
+    def one(self, epoch: int, sample: int, payload: Buffer) -> Sample:
+        return self.mapped(epoch, sample, payload)[0]
+
+    def mapped(self, epoch: int, sample: int, payload: Buffer) -> tuple[Sample, float]:
+        """Return (sample, seconds in the user's functions). Raises as `one`."""
+        made, seconds = self._inner.one(epoch, sample, payload), 0.0
+        for function in self._maps:
+            made, more = self._apply(function, made, sample)
+            seconds += more
+        return made, seconds

@@ -1,4 +1,4 @@
-"""Passes that follow a sampler of torch or of the user, and how they are resumed."""
+"""Passes that follow a sampler or an iterable data set, and how they are resumed."""
 
 import base64
 import itertools
@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DistributedSampler
 from dlio.errors import UsageError
 from dlio.loader.contract import Index, IndexBatches, Indices, State
 
-__all__ = ["SAMPLER_KIND", "SamplerPass", "sampler_state"]
+__all__ = ["SAMPLER_KIND", "BatchesPass", "SamplerPass", "sampler_state"]
 
 SAMPLER_KIND: Final = "sampler"
 _FORMAT: Final = 2
@@ -198,6 +198,35 @@ class SamplerPass:
         if self._generator is not None:
             return self._generator.get_state()
         return torch.get_rng_state()
+
+
+class BatchesPass:
+    """A pass over an iterable data set: batches are counted, and skipped to resume.
+
+    Args:
+        state: of an earlier pass to continue; None to begin.
+    """
+
+    def __init__(self, epoch: int, state: State | None) -> None:
+        self.epoch = epoch
+        self.skip = int((state or {}).get("batches", 0))
+        self._batches = self.skip
+
+    def __iter__(self) -> Iterator[None]:
+        return itertools.repeat(None)
+
+    @property
+    def steps(self) -> None:
+        return None
+
+    def consumed(self) -> None:
+        self._batches += 1
+
+    def state(self) -> State:
+        return sampler_state(self.epoch, self._batches, 0)
+
+    def next_state(self) -> State:
+        return sampler_state(self.epoch + 1, 0, 0)
 
 
 def _length(whole: object) -> int:

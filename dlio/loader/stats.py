@@ -49,6 +49,10 @@ class PassStats(TypedDict):
     decoded: NotRequired[int]
     """Samples from a tier of decoded images."""
     decode_saved_s: NotRequired[float]
+    source_bytes: NotRequired[dict[str, int]]
+    """Payload bytes that were read from the storage of each source of a mixture."""
+    source_samples: NotRequired[dict[str, int]]
+    """Samples of each source of a mixture."""
     images: NotRequired[bool]
     """True if samples have images to decode."""
 

@@ -48,12 +48,14 @@ class ThreadEngine:
         mounted: Mount | None,
         batches: Pass,
         spans: Spans | None,
+        draws_seed: bool = True,
     ) -> Begun:
         """Begin the work of a pass.
 
         Args:
             dataset: to ask: the loader's own, or dlio's view of it.
             mounted: tiers behind the data set, for the counts.
+            draws_seed: False if the base seed of this pass has been drawn.
         """
         factor = 2 if options.prefetch_factor is None else max(1, options.prefetch_factor)
         work = _Work(
@@ -68,14 +70,18 @@ class ThreadEngine:
             pin=_pinning(options),
             init=options.worker_init_fn,
         )
-        if not (options.persistent_workers and self.base_seed_drawn):
-            # torch's loader draws a base seed here: the numbers drawn next stay the same.
-            torch.empty((), dtype=torch.int64).random_(generator=options.generator)
-            self.base_seed_drawn = True
+        if draws_seed:
+            self.draw_base_seed(options)
         stats = Stats(None if mounted is None else mounted.hierarchy, threads, "threads")
         feed = _feed(work, batches, stats, spans)
         next(feed)
         return Begun(batches, stats, feed, spans)
+
+    def draw_base_seed(self, options: LoaderOptions) -> None:
+        """Draw the base seed that torch's loader draws before a sampler draws its numbers."""
+        if not (options.persistent_workers and self.base_seed_drawn):
+            torch.empty((), dtype=torch.int64).random_(generator=options.generator)
+            self.base_seed_drawn = True
 
 
 @dataclass(frozen=True, slots=True)

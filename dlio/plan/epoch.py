@@ -18,6 +18,8 @@ from dlio.plan.adopted import AdoptedPlan
 from dlio.plan.block_order import BlockOrder
 from dlio.plan.homeplan import HomePlan
 from dlio.plan.layout import Layout
+from dlio.plan.listed_order import ListedOrder, ListedPlan
+from dlio.plan.mixture import MixtureOrder
 from dlio.plan.order import Order
 from dlio.plan.schedule import Ranks, Window, cut_window, deal, plan_window, senders_of, with_ranks
 from dlio.plan.shares import Shares
@@ -135,8 +137,10 @@ def plan_epoch(plan: EpochPlan) -> WindowPlan:
 
     Raises UsageError when an inexact mode is to begin in the middle of a global batch.
     """
-    by_block = isinstance(plan.order, BlockOrder | TailOrder)
-    if plan.mode == "global" and plan.ranks.nodes > _FEW_NODES and not by_block:
+    if isinstance(plan.order, ListedOrder):
+        return ListedPlan(plan.order)
+    one_way = isinstance(plan.order, BlockOrder | TailOrder | MixtureOrder)
+    if plan.mode == "global" and plan.ranks.nodes > _FEW_NODES and not one_way:
         return GlobalPlan(plan)
     if is_exact(plan.mode):
         return _ExactPlan(plan)

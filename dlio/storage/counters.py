@@ -1,6 +1,7 @@
 """Counts of reads by their place, which reports and tests are based on."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 __all__ = ["PLACES", "Counters"]
@@ -35,6 +36,8 @@ class Counters:
     """Samples taken from a tier of decoded images."""
     decode_saved_s: float = 0.0
     """Seconds of decoding that these samples saved, estimated from the first images."""
+    by_source: Callable[[], dict[str, int]] | None = field(default=None, repr=False)
+    """Returns the payload bytes read from each source of a mixture."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add_bytes(self, place: str, count: int) -> None:
@@ -49,8 +52,10 @@ class Counters:
 
     def snapshot(self) -> dict[str, object]:
         """Return all counts, for a report."""
+        sources = {} if self.by_source is None else {"source_bytes": self.by_source()}
         with self._lock:
             return {
+                **sources,
                 "bytes": dict(self.bytes),
                 "healed": self.healed,
                 "tier_errors": self.tier_errors,

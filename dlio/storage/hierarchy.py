@@ -70,7 +70,7 @@ class Hierarchy:
         fill_timeout_s: float | None = None,
     ) -> None:
         self.reader = reader
-        self.counters = Counters()
+        self.counters = Counters(by_source=getattr(reader, "bytes_by_source", None))
         self.targets = Targets(tiers, pins)
         self._notes = Notes()
         self.health = Health(self.counters, self._notes)

@@ -105,7 +105,7 @@ def test_with_a_sampler_it_is_followed_and_read_from_the_tiers(
     with dlio.DataLoader(data, 2, sampler=sampler, num_workers=2, tiers="ram:32MiB") as loader:
         labels = [label for _, part in loader for label in part.tolist()]
         assert labels == [data[k][1] for k in range(1, 12, 2)]
-        assert loader.stats()["engine"] == "threads"
+        assert loader.stats()["engine"] == "planned"
 
 
 def test_a_folder_with_a_loader_of_its_own_is_left_alone(pictures: Path, image_folder: Any) -> None:

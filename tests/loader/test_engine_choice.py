@@ -7,9 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Subset, WeightedRandomSampler, random_split
+from torch.utils.data import ConcatDataset, Subset, random_split
 
 import dlio
+
+
+class _OwnBatches:
+    """A batch sampler of the user's, which may look at what has been trained."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[3, 1], [2]])
+
+    def __len__(self) -> int:
+        return 2
 
 
 @pytest.fixture
@@ -51,9 +61,9 @@ def test_parts_of_a_data_set_keep_engine_decoding_and_tiers(
 @pytest.mark.parametrize(
     ("options", "engine", "reason"),
     [
-        ({"sampler": WeightedRandomSampler([1.0] * 12, 12)}, "threads", "WeightedRandomSampler"),
-        ({"sampler": [3, 1]}, "threads", "a list chooses"),
-        ({"batch_sampler": [[3, 1], [2]]}, "threads", "a list chooses"),
+        ({"sampler": iter([3, 1] * 9)}, "threads", "a list_iterator chooses"),
+        ({"batch_sampler": _OwnBatches()}, "threads", "a _OwnBatches chooses"),
+        ({"sampler": [3, 1], "timeout": 60}, "threads", "a list chooses"),
         ({"workers": "process"}, "torch", "worker processes"),
         ({"batch_size": None}, "threads", "single samples"),
     ],

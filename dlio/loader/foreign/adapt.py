@@ -1,7 +1,7 @@
 """Data sets of other libraries that dlio understands, and reads through its tiers.
 
 These are torchvision's ImageFolder and DatasetFolder with torchvision's own image loader, Hugging
-Face `datasets` of images, and torch's Subset and ConcatDataset of those, and of one data set of
+Face `datasets` of images, and torch's Subset and ConcatDataset of those, and of data sets of
 `dlio.open`. They are recognised by
 the names of their classes, so that neither torchvision nor `datasets` need be installed.
 """
@@ -12,21 +12,17 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.abilities import estimates_sizes, flow_of, reads_together
-from dlio.data.index import fingerprint_of
+from dlio.data.chosen import ChosenReader
 from dlio.data.reader import Reader, open_reader
 from dlio.data.schema import Buffer
 from dlio.errors import DecodeError, SourceError
 from dlio.loader.contract import Sample, UserDataset
 from dlio.loader.dataset import Dataset, open_dataset
 from dlio.loader.foreign.huggingface import ImageSet, is_image_set
-from dlio.plan.layout import cut_blocks
-from dlio.plan.order import Order
 from dlio.storage.spec import Tiers
 
 __all__ = ["Understood", "adapted", "holds_own", "read_by_dlio"]
 
-_SEED = 0xD110
 _Part = tuple[UserDataset, npt.NDArray[np.int64] | None]
 """(whole data set, indices into it); None for all of it."""
 
@@ -80,7 +76,7 @@ def adapted(data: UserDataset, tiers: Tiers | None) -> Dataset | None:
         ]
         owners = np.repeat(np.array(numbers, np.int64), [len(part) for part in picked])
         inner = np.concatenate(picked) if picked else np.empty(0, np.int64)
-        view = _View(readers, owners, inner)
+        view = ChosenReader(readers, owners, inner)
 
     def finish(payload: Buffer, sample: int) -> Sample:
         return known[int(owners[sample])].finished(payload, int(inner[sample]))
@@ -100,15 +96,24 @@ def adapted(data: UserDataset, tiers: Tiers | None) -> Dataset | None:
 def _part_of_own(
     parts: list[_Part], wholes: list[UserDataset], tiers: Tiers | None
 ) -> Dataset | None:
-    """Return chosen samples of a data set of `dlio.open`, decoded as it does and in its tiers; None
-    for samples of several."""
-    whole = wholes[0]
-    if len(wholes) > 1 or not isinstance(whole, Dataset):
+    """Return chosen samples of data sets of `dlio.open`, decoded as there and in tiers like theirs.
+
+    None for samples of several that are decoded in different ways.
+    """
+    own = [each for each in wholes if isinstance(each, Dataset)]
+    first = own[0]
+    if len(own) < len(wholes) or not all(first.reads_like(each) for each in own):
         return None
-    indices = [np.arange(len(whole)) if chosen is None else chosen for _, chosen in parts]
-    inner = np.concatenate(indices) % len(whole)
-    view = _View([whole.reader], np.zeros(len(inner), np.int64), inner)
-    return whole.with_reader(view, tiers)
+    owners, indices = [], []
+    for whole, chosen in parts:
+        number = next(k for k, each in enumerate(wholes) if each is whole)
+        picked = np.arange(len(whole)) if chosen is None else chosen % len(whole)
+        indices.append(picked)
+        owners.append(np.full(len(picked), number, np.int64))
+    view = ChosenReader(
+        [each.reader for each in own], np.concatenate(owners), np.concatenate(indices)
+    )
+    return first.with_reader(view, tiers)
 
 
 def _all_understood(wholes: list[UserDataset]) -> list[Understood] | None:
@@ -227,65 +232,3 @@ class _Folder:
         if folder.target_transform is not None:
             target = folder.target_transform(target)
         return picture, target
-
-
-class _View:
-    """A reader of chosen samples of other readers, in an order of their own."""
-
-    objects = True
-
-    def __init__(
-        self,
-        readers: list[Reader],
-        owners: npt.NDArray[np.int64],
-        inner: npt.NDArray[np.int64],
-    ) -> None:
-        self._readers, self._owners, self._inner = readers, owners, inner
-        first = readers[0]
-        self.sizes_are_estimates = any(map(estimates_sizes, readers))
-        self.flow = flow_of(first) if len(readers) == 1 else None
-        self.together = reads_together(first)
-        self.format = first.format
-        self.path = ", ".join(reader.path for reader in readers)
-        self.schema = first.schema
-        self.classes = first.classes
-        self.sizes = np.zeros(len(inner), np.int64)
-        self._labels: npt.NDArray[np.int64] | None = None
-        for number, reader in enumerate(readers):
-            here = owners == number
-            self.sizes[here] = reader.sizes[inner[here]]
-        self.layout = cut_blocks(self.sizes, Order(len(inner), _SEED, shuffled=True))
-        self.fingerprint = fingerprint_of(
-            "view", 1, *[reader.fingerprint for reader in readers], owners, inner
-        )
-
-    @property
-    def labels(self) -> npt.NDArray[np.int64]:
-        """Label of each sample; some readers read their samples for them. Shape (samples,)."""
-        if self._labels is None:
-            labels = np.zeros(len(self._inner), np.int64)
-            for number, reader in enumerate(self._readers):
-                here = self._owners == number
-                labels[here] = np.asarray(reader.labels)[self._inner[here]]
-            self._labels = labels
-        return self._labels
-
-    def __len__(self) -> int:
-        return len(self._inner)
-
-    def name(self, sample: int) -> str:
-        return str(self._readers[int(self._owners[sample])].name(int(self._inner[sample])))
-
-    def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
-        payloads: list[bytes | memoryview] = [b""] * len(samples)
-        owners = self._owners[samples]
-        for number in np.unique(owners).tolist():
-            here = np.flatnonzero(owners == number)
-            inner = self._readers[number].read(self._inner[samples[here]])
-            for k, payload in zip(here.tolist(), inner, strict=True):
-                payloads[k] = payload
-        return payloads
-
-    def close(self) -> None:
-        for reader in self._readers:
-            reader.close()

@@ -19,12 +19,13 @@ from dlio.loader.contract import CollateFn
 from dlio.loader.dataset import Dataset
 from dlio.loader.feed import Begun, Fed, Feed, Stats
 from dlio.loader.options import LoaderOptions
-from dlio.loader.passes import PlannedPass
+from dlio.loader.passes import Pass, PlannedPass
 from dlio.loader.planned.makers import Maker, maker_for
 from dlio.loader.planned.pipeline import SKIPPED, Batch, Pipeline, Work, first_failure
 from dlio.loader.trace import Spans
 from dlio.plan.block_order import BlockOrder
 from dlio.plan.epoch import EpochPlan, WindowPlan, is_exact, plan_epoch
+from dlio.plan.listed_order import ListedOrder
 from dlio.plan.order import Order
 from dlio.plan.sample_mask import masked_layout
 from dlio.plan.schedule import Ranks
@@ -46,7 +47,10 @@ _AHEAD_BYTES: Final = 64 << 20
 class _Pass:
     """A planned pass, with all that its work needs."""
 
-    batches: PlannedPass
+    order: Order
+    steps: int
+    epoch: int
+    """Number of the epoch, for crops."""
     data: Dataset
     mounted: Mount
     comm: Communicator
@@ -129,14 +133,60 @@ class PlannedEngine:
         if not is_exact(options.mode):
             homes = xxhash.xxh3_64_hexdigest(mounted.placement.home.tobytes())
         batches.bind(options.mode, homes)
-        maker = self._maker(options, data, mounted, batches.own_batch)
+        planned = self._pass(
+            options,
+            data,
+            mounted,
+            (batches.order, batches.steps, batches.epoch, batches.own_batch),
+            spans,
+        )
+        formula = batches.formula
+        ranks = mounted.ranks if formula.left is None else mounted.ranks_of(formula.members)
+        epoch = epoch_plan(batches, mounted, options.mode, ranks)
+        return _begun(batches, planned, epoch, epoch)
+
+    def begin_listed(
+        self,
+        options: LoaderOptions,
+        data: Dataset,
+        batches: Pass,
+        listed: ListedOrder,
+        spans: Spans | None,
+    ) -> Begun:
+        """Begin a pass whose samples a sampler has listed for this rank alone. Collective."""
+        mounted = self.mount(options, data)
+        sizes = np.diff(listed.starts)
+        steps, largest = len(sizes), int(sizes.max())
+        planned = self._pass(options, data, mounted, (listed, steps, data.epoch, largest), spans)
+        alone = Ranks(np.zeros(1, np.int32))
+        placement, layout = mounted.placement, data.reader.layout
+        epoch = EpochPlan(listed, 0, largest, steps, "batch", alone, 0, placement.home, layout)
+        return _begun(batches, planned, epoch, None)
+
+    def _pass(
+        self,
+        options: LoaderOptions,
+        data: Dataset,
+        mounted: Mount,
+        about: tuple[Order, int, int, int],
+        spans: Spans | None,
+    ) -> _Pass:
+        """Return all that the work of a pass needs.
+
+        Args:
+            about: (order, steps, epoch, samples of the largest batch).
+        """
+        order, steps, number, largest = about
+        maker = self._maker(options, data, mounted, largest)
         threads = options.num_workers or decode_threads(mounted)
         on_error = data.on_error if options.on_error is None else options.on_error
         # Made before the first block is brought, so that filling the tiers counts as this pass's.
         images = any(kind in IMAGES for _, kind in data.reader.schema.fields)
         stats = Stats(mounted.hierarchy, threads, "planned", images)
-        planned = _Pass(
-            batches=batches,
+        return _Pass(
+            order=order,
+            steps=steps,
+            epoch=number,
             data=data,
             mounted=mounted,
             comm=self._next_comm(options),
@@ -150,12 +200,6 @@ class PlannedEngine:
             memory=self._memory,
             stats=stats,
         )
-        formula = batches.formula
-        ranks = mounted.ranks if formula.left is None else mounted.ranks_of(formula.members)
-        epoch = epoch_plan(batches, mounted, options.mode, ranks)
-        feed = _feed(planned, epoch)
-        next(feed)
-        return Begun(batches, stats, feed, spans, epoch)
 
     def close(self) -> None:
         """Give the communicators back."""
@@ -190,6 +234,17 @@ class PlannedEngine:
         return self._comm
 
 
+def _begun(batches: Pass, planned: _Pass, epoch: EpochPlan, shared: EpochPlan | None) -> Begun:
+    """Begin the work of a pass.
+
+    Args:
+        shared: the plan, if all ranks have the same.
+    """
+    feed = _feed(planned, epoch, alone=shared is None)
+    next(feed)
+    return Begun(batches, planned.stats, feed, planned.spans, shared)
+
+
 def decode_threads(mounted: Mount) -> int:
     """Return the number of decode threads for one rank: its part of its node's cores."""
     here = len(mounted.ranks.local(mounted.nodes.here)) * mounted.nodes.per_machine
@@ -207,13 +262,17 @@ def _ahead(factor: int | None, threads: int, batch_bytes: int) -> int:
     return max(2, min(2 * threads, _AHEAD_BYTES // max(1, batch_bytes)))
 
 
-def _feed(planned: _Pass, epoch: EpochPlan) -> Feed:
-    """Yield the batches of a pass."""
-    batches, data, stats = planned.batches, planned.data, planned.stats
+def _feed(planned: _Pass, epoch: EpochPlan, alone: bool) -> Feed:
+    """Yield the batches of a pass.
+
+    Args:
+        alone: this rank exchanges no samples with others.
+    """
+    data, stats = planned.data, planned.stats
     with ExitStack() as stack:
         planner = _hurry_first_batch(planned, epoch)
         streamed = None
-        if (blocks := blocks_of(batches.order)) is not None:
+        if (blocks := blocks_of(planned.order)) is not None:
             # Before the shuffle starts, so that samples of these blocks are not read one by one.
             streamed = stack.enter_context(_streamed(planned, epoch, blocks))
         hierarchy = planned.mounted.hierarchy
@@ -225,9 +284,9 @@ def _feed(planned: _Pass, epoch: EpochPlan) -> Feed:
             planned.memory,
             planner,
             # A rank was lost since, or in this epoch.
-            alone=epoch.ranks.size != planned.comm.size or epoch.left is not None,
+            alone=alone or epoch.ranks.size != planned.comm.size or epoch.left is not None,
         )
-        pipeline = Pipeline(shuffle, range(batches.steps), _work(planned))
+        pipeline = Pipeline(shuffle, range(planned.steps), _work(planned))
         stack.callback(pipeline.close)
         pipeline.start()
         yield None
@@ -278,6 +337,9 @@ def _hurry_first_batch(planned: _Pass, epoch: EpochPlan) -> WindowPlan | None:
     planner = plan_epoch(epoch)
     first = planner.window(range(min(1, epoch.steps)))
     wanted = np.concatenate([first.samples[first.senders < 0], *first.sends.values()])
+    # A sample of a mixture may occur twice, and is read once.
+    _, firsts = np.unique(wanted, return_index=True)
+    wanted = wanted[np.sort(firsts)]
     mounted.hierarchy.hurry(wanted, functools.partial(mounted.fill, epoch.order))
     return planner
 
@@ -287,7 +349,7 @@ def _work(planned: _Pass) -> Work:
         hierarchy=planned.mounted.hierarchy,
         maker=planned.maker,
         clock=planned.stats.clock,
-        epoch=planned.batches.epoch,
+        epoch=planned.epoch,
         threads=planned.threads,
         ahead=planned.ahead,
         timeout_s=default_timeout_s(),

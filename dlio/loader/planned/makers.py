@@ -18,7 +18,7 @@ from dlio.data.reader import data_bytes
 from dlio.data.schema import Buffer, Schema
 from dlio.errors import UsageError
 from dlio.loader.contract import BatchData, CollateFn, Sample
-from dlio.loader.recipe import Recipe
+from dlio.loader.recipe import MappedRecipe, Recipe
 from dlio.storage.decoded import DecodedTier
 from dlio.util.pool import Pool
 
@@ -130,6 +130,7 @@ def maker_for(
     if recipe.crops:
         return CropMaker(recipe, batch_size, None if default else collate, pinned, decoded)
     plain = recipe.transform is None and recipe.finish is None
+    plain = plain and not isinstance(recipe, MappedRecipe)
     if default and plain and _is_arrays(recipe.reader.schema):
         return ArrayMaker(recipe, batch_size, pinned)
     return SampleMaker(recipe, batch_size, collate)
@@ -314,16 +315,20 @@ class SampleMaker:
         self.batch_bytes = batch_size * data_bytes(reader) // max(1, len(reader))
 
     def begin(self, epoch: int, samples: npt.NDArray[np.int64]) -> Slots:
-        return _Samples(self, len(samples))
+        return _Samples(self, epoch, len(samples))
 
 
 class _Samples:
-    def __init__(self, maker: SampleMaker, count: int) -> None:
-        self._maker = maker
+    def __init__(self, maker: SampleMaker, epoch: int, count: int) -> None:
+        self._maker, self._epoch = maker, epoch
         self._samples: list[Sample] = [None] * count
 
     def make(self, slot: int, sample: int, payload: Buffer) -> float:
-        self._samples[slot], seconds = self._maker.recipe.whole(sample, payload)
+        recipe = self._maker.recipe
+        if isinstance(recipe, MappedRecipe):
+            self._samples[slot], seconds = recipe.mapped(self._epoch, sample, payload)
+        else:
+            self._samples[slot], seconds = recipe.whole(sample, payload)
         return seconds
 
     def finish(self, slots: Sequence[int] | None) -> BatchData:

@@ -1,0 +1,58 @@
+"""An epoch's order as a list, where a sampler gives it: the samples of one rank, batch by batch."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.errors import UsageError
+from dlio.plan.order import Order
+from dlio.plan.schedule import Window
+
+__all__ = ["ListedOrder", "ListedPlan"]
+
+_I64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class ListedOrder(Order):
+    """Listed samples, which may occur several times; `n` is their number.
+
+    Memory: 8 bytes a sample.
+    """
+
+    listed: _I64 = field(default_factory=lambda: np.empty(0, np.int64), repr=False, compare=False)
+    """Sample at each position; shape (n,)."""
+    starts: _I64 = field(default_factory=lambda: np.empty(0, np.int64), repr=False, compare=False)
+    """First position of each batch, then n; shape (batches + 1,)."""
+
+    @classmethod
+    def of(cls, batches: list[_I64]) -> "ListedOrder":
+        """Make the order of batches, of which one has a sample."""
+        listed = np.concatenate(batches)
+        starts = np.concatenate([[0], np.cumsum([len(each) for each in batches])])
+        return cls(len(listed), 0, 0, False, listed, starts.astype(np.int64))
+
+    def _map(self, values: _I64, inverse: bool) -> _I64:
+        if inverse:
+            raise UsageError("a listed sample may have several positions: ask for samples")
+        given = np.asarray(values, np.int64)
+        self._check(given)
+        samples: _I64 = self.listed[given]
+        return samples
+
+
+class ListedPlan:
+    """The plan of a rank that reads listed samples itself and exchanges none."""
+
+    def __init__(self, order: ListedOrder) -> None:
+        self._order = order
+
+    def window(self, steps: range) -> Window:
+        """Plan a run of steps."""
+        starts = self._order.starts[steps.start : steps.stop + 1]
+        if not len(starts):
+            starts = np.zeros(1, np.int64)
+        samples = self._order.listed[starts[0] : starts[-1]]
+        none = np.full(len(samples), -1, np.int32)
+        return Window(steps, samples, starts - starts[0], none, {})
