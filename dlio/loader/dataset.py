@@ -26,6 +26,7 @@ from dlio.util.arguments import (
     check_callable,
     check_flag,
     named,
+    number_in,
     one_of,
     paths_in,
     whole_number,
@@ -43,7 +44,8 @@ class Dataset(torch.utils.data.Dataset[Sample]):
 
     Map-style and picklable: a copy in another process opens its own files. `dataset[i]` is the
     reader's sample i: (crop, label) for labelled images, with the crop of epoch `dataset.epoch`
-    whichever process asks; otherwise the sample's fields, see
+    whichever process asks; (crop, target) for images with boxes or masks, see
+    `dlio.loader.targets`; {"image": crop} for unlabelled ones; otherwise the sample's fields, see
     `dlio.loader.sample.decode_sample`.
     """
 
@@ -59,8 +61,10 @@ class Dataset(torch.utils.data.Dataset[Sample]):
         on_error: str,
         finish: Finish | None = None,
         requests: int | None = None,
+        min_visible: float = 0.0,
     ) -> None:
         self.reader = reader
+        self.min_visible = min_visible
         self.requests = requests
         self.tiers = tiers
         self.image_size = image_size
@@ -102,8 +106,14 @@ class Dataset(torch.utils.data.Dataset[Sample]):
 
     @property
     def crops(self) -> bool:
-        """True if samples are crops of images, with labels."""
+        """True if samples are crops of images."""
         return self.recipe.crops
+
+    @property
+    def has_classes(self) -> bool:
+        """True if samples are crops of images, each with the number of its class."""
+        companion = self.recipe.companion
+        return self.crops and companion is not None and companion.is_class
 
     @property
     def crop(self) -> Crop:
@@ -179,6 +189,7 @@ class Dataset(torch.utils.data.Dataset[Sample]):
             on_error=self.on_error,
             finish=self._finish,
             requests=self.requests,
+            min_visible=self.min_visible,
         )
         return made.with_maps(self.maps)
 
@@ -263,7 +274,7 @@ class Dataset(torch.utils.data.Dataset[Sample]):
     def reads_like(self, other: "Dataset") -> bool:
         """True if the other data set has the same fields, options and tiers as this one."""
         alike = ["tiers", "image_size", "train", "on_error", "seed", "_transform", "_finish"]
-        alike.append("maps")
+        alike += ["maps", "min_visible"]
         return self.reader.schema == other.reader.schema and all(
             getattr(self, name) == getattr(other, name) for name in alike
         )
@@ -326,11 +337,12 @@ class Dataset(torch.utils.data.Dataset[Sample]):
             seed=self.seed,
             through_decoded=through_decoded,
             finish=self._finish,
+            min_visible=self.min_visible,
         )
-        if through_decoded and not recipe.crops:
+        if through_decoded and (not recipe.crops or recipe.moves):
             raise UsageError(
-                f"tiers={self.tiers!r}: {self.path} is not cropped here, and decoded tiers keep "
-                "labelled images for crops: leave :decoded out"
+                f"tiers={self.tiers!r}: {self.path} is not cropped here, or has boxes or masks, "
+                "and decoded tiers keep images with a class at most: leave :decoded out"
             )
         return MappedRecipe(recipe, self.maps) if self.maps else recipe
 
@@ -347,6 +359,7 @@ def open_dataset(
     replicas: PathText | Sequence[PathText] = (),
     follow_links: bool | None = None,
     requests: int | None = None,
+    min_visible: float = 0.0,
     **options: object,
 ) -> Dataset:
     """Open a data set; exported as `dlio.open`.
@@ -357,14 +370,13 @@ def open_dataset(
             map-style data set of torch. Paths may be of pathlib.
         tiers: `"ram:2GiB,/local/scratch:20GiB"`, bytes per node, fastest first; `"none"` for no
             tiers; None for DLIO_TIERS, or for RAM up to a quarter of the free memory.
-        image_size: side of the square crops of labelled images, in pixels; None for samples as
-            they are.
+        image_size: side of the square crops of images, in pixels; None for samples as they are.
+            Boxes, masks and keypoints move with the crop.
         train: random resized crops and flips, keyed by (seed, epoch, sample); otherwise the
             middle of the image.
         transform: one of `dlio.transforms` that begins with a crop, which replaces `image_size`
             and `train`; or any callable. A callable is called in a thread, with each crop as a
-            uint8 tensor of shape (3, size, size), or with each sample that is not a labelled
-            image.
+            uint8 tensor of shape (3, size, size), or with each sample that is not cropped.
         seed: of crops and, in a loader, of the order.
         on_error: `stop` at a sample that cannot be read or decoded, or `skip` and count it.
         replicas: other places of the same data set. Each read goes to the copy that is expected
@@ -375,6 +387,8 @@ def open_dataset(
         requests: requests in flight from one rank to the source, at most; for a map-style data set
             the samples that it is asked for at a time. By default a number that suits the place,
             and up to 64 samples of a map-style data set, as their latency makes worth it.
+        min_visible: least share of a box's area that a crop must show for the box to stay, 0 to 1;
+            boxes without any area left are always dropped.
         options: of the reader, such as `select` for a slab of every HDF5 or Zarr sample.
 
     Raises UsageError for options that cannot work, SourceError when the path is not a data set.
@@ -387,6 +401,9 @@ def open_dataset(
     check_callable("transform", transform)
     seed = whole_number("seed", seed, 0, _MOST_SEED)
     choose_tiers(tiers, 0)
+    min_visible = number_in("min_visible", min_visible, 0, "a share of a box's area")
+    if min_visible > 1:
+        raise UsageError(f"min_visible={min_visible:g}: give a share of a box's area, 0 to 1")
     if requests is not None:
         requests = whole_number("requests", requests, 1, _MOST_REQUESTS)
         if not isinstance(path, str | os.PathLike | list | tuple):
@@ -401,4 +418,5 @@ def open_dataset(
         seed=seed,
         on_error=on_error,
         requests=requests,
+        min_visible=min_visible,
     )
