@@ -4,7 +4,7 @@ import copy
 import operator
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, Final, Self, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -14,11 +14,13 @@ from dlio.comm import Communicator
 from dlio.data.chosen import ChosenReader
 from dlio.data.reader import Reader, open_reader
 from dlio.data.replicas import replicated
+from dlio.data.schema import Buffer
 from dlio.errors import UsageError
 from dlio.image.crop import Crop
 from dlio.loader import views
 from dlio.loader.contract import Sample, Transform, UserDataset
 from dlio.loader.recipe import Finish, MappedRecipe, Recipe
+from dlio.plan.order import Order
 from dlio.storage.mount import Mount, MountOptions, mount
 from dlio.storage.spec import Tiers, choose_tiers, decoded_spec
 from dlio.util.arguments import (
@@ -32,9 +34,14 @@ from dlio.util.arguments import (
     whole_number,
 )
 
+if TYPE_CHECKING:
+    from dlio.loader.gallery.page import Page
+
 __all__ = ["Dataset", "open_dataset"]
 
 _MOST_PIXELS: Final = 8192
+MOST_SHOWN: Final = 1000
+"""Samples of a page, at most."""
 _MOST_REQUESTS: Final = 4096
 _MOST_SEED: Final = 2**63 - 1
 
@@ -147,13 +154,34 @@ class Dataset(torch.utils.data.Dataset[Sample]):
         if not -count <= number < count:
             raise IndexError(f"sample {number} of a data set of {count}")
         sample = number % count
+        return self.recipe.one(self.epoch, sample, self._payload(sample))
+
+    def _payload(self, sample: int) -> Buffer:
         samples = np.array([sample], np.int64)
-        if self._mount is not None:
-            block, place = self.reader.layout.locate(samples)
-            payload, _ = self._mount.hierarchy.read(sample, int(block[0]), int(place[0]))
-        else:
-            payload = self.reader.read(samples)[0]
-        return self.recipe.one(self.epoch, sample, payload)
+        if self._mount is None:
+            return self.reader.read(samples)[0]
+        block, place = self.reader.layout.locate(samples)
+        return self._mount.hierarchy.read(sample, int(block[0]), int(place[0]))[0]
+
+    def show(self, count: int = 12, *, shuffle: bool = True, epochs: int = 2) -> "Page":
+        """Return a page of samples, whole and as a loader gives them, with what belongs to them.
+
+        A notebook shows it by itself; elsewhere, `data.show().save("page.html")`.
+
+        Args:
+            count: number of samples.
+            shuffle: in the order of a shuffled epoch; otherwise the first ones.
+            epochs: whose random crops are shown, from `epoch` on.
+        """
+        from dlio.loader.gallery.page import make_page
+
+        count = min(whole_number("count", count, 1, MOST_SHOWN), len(self))
+        epochs = whole_number("epochs", epochs, 1, MOST_SHOWN)
+        check_flag("shuffle", shuffle)
+        order = Order(len(self), self.seed, self.epoch, shuffled=shuffle)
+        samples = order.samples(np.arange(count, dtype=np.int64)).tolist()
+        last = epochs if self.recipe.is_random else 1
+        return make_page(self.recipe, samples, range(self.epoch, self.epoch + last), self._payload)
 
     def _sliced(self, index: slice) -> range:
         try:

@@ -129,16 +129,20 @@ class Recipe:
         if tier is None:
             shown = decoder.decode(encoded, name, uniforms, slot)
             move = None if shown is None else Move(shown, slot.shape[0], slot.shape[1])
-            return self._accompanying(values, move, sample)
-        label = self._accompanying(values, None, sample)
+            return self.accompanying(values, move, sample)
+        label = self.accompanying(values, None, sample)
         began = time.thread_time()  # Leaves out the time in which other threads ran.
         pixels = decoder.prepare(encoded, name)
         tier.put(sample, pixels, label, time.thread_time() - began)
         decoder.finish(pixels, uniforms, slot)
         return label
 
-    def _accompanying(self, values: dict[str, Any], move: Move | None, sample: int) -> Any:
-        """Make what belongs to a picture. Raises as `one`."""
+    def accompanying(self, values: dict[str, Any], move: Move | None, sample: int) -> Any:
+        """Make what belongs to a picture, of a payload's fields. Raises as `one`.
+
+        Args:
+            move: of the picture's crop; None for the whole picture.
+        """
         assert self.companion is not None
         try:
             return self.companion.made(values, move, SampleName(self.reader, sample))
@@ -161,7 +165,7 @@ class Recipe:
             assert self.companion is not None
             values = self.fields(sample, payload)
             picture = decoded_field("image", values[self.companion.image], name)
-            made = self.companion.sample(picture, self._accompanying(values, None, sample))
+            made = self.companion.sample(picture, self.accompanying(values, None, sample))
         else:
             made = decode_sample(self.reader.schema, payload, name)
         if self.transform is None:

@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import cv2
 import numpy as np
 import numpy.typing as npt
+
+from dlio.image.decode import opencv
 
 GREY, WHITE = 0, 255
 Box = tuple[int, int, int, int]
@@ -23,6 +24,7 @@ def painted(height: int, width: int, boxes: list[Box]) -> npt.NDArray[np.uint8]:
 
 def write(path: Path, pixels: npt.NDArray[np.uint8], quality: int = 100) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
+    cv2 = opencv()
     options = [cv2.IMWRITE_JPEG_QUALITY, quality] if path.suffix == ".jpg" else []
     assert cv2.imwrite(str(path), pixels, options)
 
