@@ -59,7 +59,7 @@ class Viewing:
 
 @with_help(
     "dlio view /data/imagenet/train",
-    "dlio view coco/annotations/instances_val2017.json --count 30 --output coco.html",
+    "dlio view /data/imagenet/train --count 30 --epochs 4 --output page.html --no-browser",
 )
 def command(options: Viewing) -> None:
     """Show samples on a page: labels, boxes, masks, and crops as the loader gives them.
@@ -86,12 +86,20 @@ def command(options: Viewing) -> None:
     if len(page.failed) == shown:
         raise SourceError(page.failed[0])
     path = options.output or _new_file()
-    page.save(path)
+    page.save(path, private=options.output is None)
     print_line(f"{path}: {shown} samples of {options.source}, {os.path.getsize(path):,} bytes")
     for error in page.failed[:5]:
         print_line(f"warning: {error}", sys.stderr)
-    if not options.no_browser and not webbrowser.open(f"file://{os.path.abspath(path)}"):
+    if not options.no_browser and not _opened(os.path.abspath(path)):
         print_line("no browser was found: open the file in one")
+
+
+def _opened(path: str) -> bool:
+    """Open a page; False without a screen, where a browser would take over the terminal."""
+    screens = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
+    if sys.platform != "darwin" and not any(os.environ.get(name) for name in screens):
+        return False
+    return webbrowser.open(f"file://{path}")
 
 
 def _new_file() -> str:

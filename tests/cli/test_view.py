@@ -65,10 +65,18 @@ def test_a_page_without_a_name_goes_to_a_new_private_file(
         return False
 
     monkeypatch.setattr(webbrowser, "open", browser)
+    for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"):
+        monkeypatch.delenv(name, raising=False)
+    view.command(view.Viewing(str(coco), count=1))
+    (page,) = tmp_path.glob("dlio-view-*.html")
+    assert page.stat().st_mode & 0o077 == 0
+    assert "no browser was found" in capsys.readouterr().out
+    assert opened == []
+    page.unlink()
+    monkeypatch.setenv("DISPLAY", ":0")
     view.command(view.Viewing(str(coco), count=1))
     (page,) = tmp_path.glob("dlio-view-*.html")
     assert opened == [f"file://{page}"]
-    assert "no browser was found" in capsys.readouterr().out
 
 
 def test_a_transform_of_the_users_module_is_shown(

@@ -1,6 +1,9 @@
 """Boxes, masks and keypoints move with the pixels of the crop."""
 
+import json
 import pickle
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +275,54 @@ def test_a_share_beyond_one_is_refused(tmp_path: Path) -> None:
     for value in values:
         with pytest.raises(dlio.UsageError, match="min_visible"):
             dlio.open(tmp_path, min_visible=value)
+
+
+def test_targets_are_padded_to_one_number_of_boxes(tmp_path: Path) -> None:
+    boxes = [(0, 0, 10, 10), (0, 0, 30, 30), (5, 5, 25, 25)]
+    write_coco(tmp_path, [(40, 40, boxes), (40, 40, boxes[:1]), (40, 40, [])])
+    with dlio.open(
+        tmp_path, image_size=40, train=False, tiers="none", masks=True, min_visible=0.5
+    ) as data:
+        for most, wanted in ((None, [3, 1, 0]), (2, [2, 1, 0]), (5, [3, 1, 0])):
+            with dlio.DataLoader(data, 3, collate_fn=dlio.PadTargets(most)) as loader:
+                ((images, targets),) = list(loader)
+            order = loader.last_samples.tolist()
+            size = most or 3
+            assert images.shape == (3, 3, 40, 40)
+            assert targets["count"].tolist() == [wanted[k] for k in order]
+            assert targets["boxes"].shape == (3, size, 4)
+            assert targets["masks"].shape == (3, size, 40, 40)
+            assert targets["keypoints"].shape == (3, size, 3, 3)
+            for k, number in enumerate(order):
+                count = wanted[number]
+                assert (targets["labels"][k, count:] == -1).all()
+                assert (targets["boxes"][k, count:] == 0).all()
+                own = data[number][1]
+                chosen = [1, 2] if (number, most) == (0, 2) else list(range(count))
+                assert torch.equal(targets["boxes"][k, :count], own["boxes"][chosen])
+                assert torch.equal(targets["masks"][k, :count], own["masks"][chosen])
+    with pytest.raises(dlio.UsageError, match="most"):
+        dlio.PadTargets(0)
+    with pytest.raises(dlio.UsageError, match=r"not .picture, Target"):
+        dlio.PadTargets()([(torch.zeros(3), 1)])
+
+
+@pytest.mark.mpi
+def test_ranks_give_the_pixels_and_boxes_of_one_process(
+    tmp_path: Path, mpirun: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    write_coco(tmp_path, drawn(7, 13, boxes=2))
+    seen: dict[int, dict[str, Any]] = {}
+    for ranks in (1, 2):
+        done = mpirun(ranks, str(Path(__file__).with_name("targets_checks.py")), str(tmp_path))
+        assert done.returncode == 0, done.stderr
+        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        assert len(lines) == ranks
+        parts = [json.loads(line) for line in lines]
+        assert sum(map(len, parts)) == 13
+        seen[ranks] = {key: value for part in parts for key, value in part.items()}
+    assert len(seen[1]) == 13
+    assert seen[1] == seen[2]
 
 
 # Photos without labels.

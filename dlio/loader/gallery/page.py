@@ -52,10 +52,13 @@ class Page:
     def _repr_html_(self) -> str:
         return HEAD + self.body
 
-    def save(self, path: str) -> None:
-        """Write the page as a file. Raises UsageError if it cannot be written."""
+    def save(self, path: str, private: bool = False) -> None:
+        """Write the page as a file, which `private` lets nobody else read.
+
+        Raises UsageError if it cannot be written.
+        """
         text = self.html.encode("utf-8", "replace")
-        write_whole(path, lambda file: file.write(text))
+        write_whole(path, lambda file: file.write(text), 0o600 if private else 0o664)
 
 
 def make_page(
