@@ -59,7 +59,7 @@ class Viewing:
 
 @with_help(
     "dlio view /data/imagenet/train",
-    "dlio view /data/imagenet/train --count 30 --epochs 4 --output page.html --no-browser",
+    "dlio view imagenet/train --count 30 --output page.html --no-browser",
 )
 def command(options: Viewing) -> None:
     """Show samples on a page: labels, boxes, masks, and crops as the loader gives them.

@@ -183,6 +183,21 @@ def test_the_listing_is_made_anew_when_annotations_change(tmp_path: Path) -> Non
     assert after.fingerprint != before.fingerprint
 
 
+def test_annotations_behind_fsspec_are_read(tmp_path: Path) -> None:
+    import fsspec
+
+    files = fsspec.filesystem("memory")
+    for name, write_set in (("coco", write_coco), ("yolo", write_yolo), ("masks", write_masks)):
+        write_set(tmp_path / name, ROWS[:3])
+        files.put(str(tmp_path / name), f"/annotated-{name}", recursive=True)
+        local, remote = (
+            open_reader(path) for path in (str(tmp_path / name), f"memory://annotated-{name}")
+        )
+        assert remote.format == name
+        numbers = np.arange(3)
+        assert [bytes(p) for p in local.read(numbers)] == [bytes(p) for p in remote.read(numbers)]
+
+
 # Damage.
 
 
