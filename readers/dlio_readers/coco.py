@@ -14,6 +14,7 @@ from dlio.data.source import File, Source, own_name
 from dlio.errors import SourceError, UsageError
 from dlio_readers.annotated import AnnotatedReader, Annotations, index_kind
 from dlio_readers.cocofile import CocoFile, joined
+from dlio_readers.fileset import url_below
 
 __all__ = ["CocoReader"]
 
@@ -65,13 +66,13 @@ class CocoReader(AnnotatedReader):
         options = (masks, keypoints, crowds, labels, outside, pictures)
 
         def build() -> Annotations:
-            main = CocoFile(File(source.path(file)))
+            main = CocoFile(File(url_below(root, file)))
             others = []
             name = os.path.basename(file)
             if keypoints is not False and name.startswith(_MAIN):
                 other = f"{os.path.dirname(file)}/{name.replace(_MAIN, _KEYPOINTS, 1)}".lstrip("/")
                 if source.exists(other):
-                    others.append(CocoFile(File(source.path(other))))
+                    others.append(CocoFile(File(url_below(root, other))))
             made = joined(main, others, masks, keypoints, crowds, labels, outside)
             folder = _pictures_folder(source, file, pictures, made.names[0], main.name)
             made.names = [f"{folder}/{each}" if folder else each for each in made.names]

@@ -18,7 +18,7 @@ from dlio.errors import SourceError
 from dlio.storage.block import MAX_SAMPLE_BYTES
 from dlio.util.limits import check_regular, open_unchecked
 
-__all__ = ["FileSet", "files_in"]
+__all__ = ["FileSet", "files_in", "url_below"]
 
 _THREADS: Final = 32
 _LOOKED_AT: Final = 64
@@ -171,6 +171,12 @@ class FileSet:
             raise failed(path, error) from error
         unchanged = done == size and status.st_ctime_ns == changed_ns
         return memoryview(memory) if unchanged else None
+
+
+def url_below(folder: str, name: str) -> str:
+    """Return the path or URL of a file below a folder; of a chained URL, its first part goes on."""
+    head, chain, rest = folder.partition("::")
+    return f"{head.rstrip('/')}/{name}{chain}{rest}"
 
 
 def files_in(source: Source, folder: str, extensions: tuple[str, ...]) -> Iterator[str]:

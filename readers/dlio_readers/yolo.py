@@ -25,7 +25,7 @@ from dlio_readers.annotated import (
     check_boxes,
     index_kind,
 )
-from dlio_readers.fileset import files_in
+from dlio_readers.fileset import files_in, url_below
 from dlio_readers.sidefolders import PICTURES, SideFolders, find_sides, side_folders
 
 __all__ = ["YoloReader"]
@@ -245,14 +245,15 @@ def _described(source: Source, sides: SideFolders) -> _Described:
         names = [name for name, is_folder in source.names(folder) if not is_folder]
         yamls = sorted((name for name in names if name.endswith(_YAML)), key=_data_first)
         for name in yamls:
-            made = _read_yaml(source, f"{folder}/{name}" if folder else name)
+            path = f"{folder}/{name}" if folder else name
+            made = _read_yaml(source, path, url_below(sides.root, path))
             if made is not None:
                 return made
         if "classes.txt" in names:
             path = f"{folder}/classes.txt" if folder else "classes.txt"
             lines = source.read(path, 0, _MOST_YAML).decode("utf-8", "replace").splitlines()
             named = [line.strip() for line in lines if line.strip()]
-            return _Described(named, files=[source.path(path)])
+            return _Described(named, files=[url_below(sides.root, path)])
     return _Described()
 
 
@@ -260,7 +261,7 @@ def _data_first(name: str) -> tuple[bool, str]:
     return not name.startswith(("data", "dataset")), name
 
 
-def _read_yaml(source: Source, name: str) -> _Described | None:
+def _read_yaml(source: Source, name: str, url: str) -> _Described | None:
     """Read names and keypoints; None if the file has no names. Raises SourceError."""
     shown = source.path(name)
     data = source.read(name, 0, _MOST_YAML + 1)
@@ -291,4 +292,4 @@ def _read_yaml(source: Source, name: str) -> _Described | None:
         pairs = whole.get("flip_idx")
         if pairs is not None and sorted(map(str, pairs)) != sorted(map(str, range(shape[0]))):
             raise SourceError(f"{shown}: flip_idx is not the numbers 0 to {shape[0] - 1}")
-    return _Described([str(each) for each in names], points, pairs, [shown])
+    return _Described([str(each) for each in names], points, pairs, [url])
