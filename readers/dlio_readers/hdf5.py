@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from dlio.data.chunks import ChunkedArray, plain_chunks
 from dlio.data.reader import reopening
 from dlio.data.schema import Schema
 from dlio.data.source import File, Source, expand, files_below, own_name, split_fields
@@ -34,6 +35,7 @@ from dlio_readers.columns import (
 )
 from dlio_readers.hdf5chunks import Chunks
 from dlio_readers.joined import JoinedColumn
+from dlio_readers.ranges import ranged_array
 from dlio_readers.rehearsal import note_opening, rehearse
 from dlio_readers.slabs import Select, slab
 from dlio_readers.volumes import Samples, volumes_of
@@ -78,7 +80,7 @@ class Hdf5Reader(ColumnReader):
         first = tables[0]
         packed = self._files[0].packed_schema
         volumes = volumes_of(self.path, tables, "rows" if packed is not None else samples)
-        self._has_volumes = volumes is not None
+        self._has_volumes = self.files_are_samples = volumes is not None
         for file, table in zip(self._files, tables, strict=True):
             kinds = {name: column.kind for name, column in table.items()}
             if not volumes and kinds != {name: column.kind for name, column in first.items()}:
@@ -127,6 +129,11 @@ class Hdf5Reader(ColumnReader):
         for file in self._files:
             file.close()
 
+    def chunked(self) -> dict[str, list[ChunkedArray]]:
+        """Return the arrays by field, one a file, for patches; see `dlio.data.chunks`."""
+        names = [name for name in self._columns if name in self._files[0].chunked]
+        return {name: [f.chunked[name] for f in self._files] for name in names}
+
 
 def _split(path: str | Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     """Return (files, names of data sets); the names after the last path apply to all."""
@@ -146,6 +153,8 @@ class _Hdf5File:
         self.packed_schema: Schema | None = None
         """The schema that `dlio pack` wrote, if it wrote the file."""
         self.lock = threading.RLock()
+        self.chunked: dict[str, ChunkedArray] = {}
+        """Arrays of numbers, with their chunks."""
         self._opened: Any = None
 
     def handle(self) -> Any:
@@ -220,8 +229,10 @@ class _Hdf5File:
         # Do not decode chunks together that exceed a few blocks.
         row = max(1, dataset.dtype.itemsize * int(np.prod(dataset.shape[1:], dtype=np.int64)))
         unit = unit if unit * row <= 4 * MAX_BLOCK_BYTES else 1
-        chosen = slab(select, name, tuple(dataset.shape[1:]))
-        return PlainColumn(self._array(dataset, chunks), unit, chosen)
+        array = self._array(dataset, chunks)
+        if select is None:
+            self.chunked[name] = array.chunked(where)
+        return PlainColumn(array, unit, slab(select, name, tuple(dataset.shape[1:])))
 
     def _integers(self, name: str, sets: Mapping[str, Any]) -> npt.NDArray[np.int64] | None:
         if name not in sets:
@@ -237,7 +248,8 @@ class _Hdf5File:
             if offset + dataset.nbytes > self.file.size:
                 raise SourceError(f"{self.file.name} is cut off: restore it")
             return _Contiguous(self.file, offset, tuple(dataset.shape), dataset.dtype)
-        return _Chunked(self, dataset.name, chunks, tuple(dataset.shape), dataset.dtype)
+        shape, sides = tuple(dataset.shape), dataset.chunks
+        return _Chunked(self, dataset.name, chunks, shape, dataset.dtype, sides)
 
     def _find(self, root: Any, names: Sequence[str]) -> dict[str, Any]:
         """Return the data sets of the file, or the named ones.
@@ -303,15 +315,22 @@ class _Chunked:
         chunks: Chunks,
         shape: tuple[int, ...],
         dtype: np.dtype[Any],
+        sides: tuple[int, ...] | None,
     ) -> None:
         self._file, self._name, self._chunks = file, name, chunks
         self.shape, self.dtype = shape, dtype
+        self._sides = sides
 
     def __getitem__(self, key: Any) -> Any:
         with self._file.lock:
             dataset = self._file.handle()[self._name]
             self._chunks.check(dataset, key)
             return dataset[key]
+
+    def chunked(self, where: str) -> ChunkedArray:
+        """Return the array with its chunks, or with parts in their place if it has none."""
+        sides = self._sides or plain_chunks(self.shape, self.dtype.itemsize)
+        return ChunkedArray(where, self.shape, self.dtype, sides, self.__getitem__)
 
 
 class _Contiguous:
@@ -323,6 +342,10 @@ class _Contiguous:
         self._file, self._offset = file, offset
         self.shape, self.dtype = shape, dtype
         self._row = dtype.itemsize * int(np.prod(shape[1:], dtype=np.int64))
+
+    def chunked(self, where: str) -> ChunkedArray:
+        """Return the array with parts of it in place of chunks."""
+        return ranged_array(self._file, where, self._offset, self.shape, self.dtype)
 
     def __getitem__(self, key: Any) -> npt.NDArray[Any]:
         parts = key if isinstance(key, tuple) else (key,)

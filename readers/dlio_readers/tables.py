@@ -8,6 +8,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from dlio.data.chunks import ChunkedArray, plain_chunks
 from dlio.data.reader import reopening
 from dlio.data.source import File, Source, expand, files_below, own_name, split_fields
 from dlio.errors import CorruptBlock, SourceError, UsageError
@@ -16,6 +17,7 @@ from dlio.util.limits import check_claim
 from dlio_readers.columns import Column, ColumnReader, PlainColumn, choose
 from dlio_readers.joined import JoinedColumn
 from dlio_readers.npy import NpyHead, read_npy_head
+from dlio_readers.ranges import ranged_array
 from dlio_readers.slabs import Select, slab
 from dlio_readers.texttable import open_text_tables
 from dlio_readers.volumes import Samples, volumes_of
@@ -64,6 +66,7 @@ class TablesReader(ColumnReader):
         self._again = reopening(TablesReader, path, select, columns, separator, samples)
         self.path = path if isinstance(path, str) else " ".join(path)
         self._names: list[str] = []
+        self._chunked: dict[str, list[ChunkedArray]] = {}
         paths = [path] if isinstance(path, str) else list(path)
         parts = [split_fields(each) for each in paths]
         names = next((names for _, names in reversed(parts) if names), ())
@@ -79,7 +82,17 @@ class TablesReader(ColumnReader):
             return
         if columns is not None or separator is not None:
             raise UsageError(f"columns= and separator= are for tables of text, not for {self.path}")
-        arrays, count = _array_columns(self.path, files, names, select, samples)
+        opened = [_arrays_of(file) for file in files]
+        arrays, count, volumes = _array_columns(self.path, files, opened, names, select, samples)
+        self.files_are_samples = volumes
+        if select is None:
+            self._chunked = {
+                name: [
+                    _chunked(each[name], f"{file.name}::{name}")
+                    for file, each in zip(files, opened, strict=True)
+                ]
+                for name in arrays
+            }
         if count == len(files) > 1:
             self._names = [file.name.rsplit("/", 1)[-1] for file in files]
         self._setup(arrays, count, stamps, select=select)
@@ -105,6 +118,10 @@ class TablesReader(ColumnReader):
     def close(self) -> None:
         pass
 
+    def chunked(self) -> dict[str, list[ChunkedArray]]:
+        """Return the arrays by field, one a file, for patches; see `dlio.data.chunks`."""
+        return self._chunked
+
 
 def _files_of(urls: Sequence[str]) -> list[str]:
     """Expand patterns; a folder becomes its arrays."""
@@ -114,15 +131,18 @@ def _files_of(urls: Sequence[str]) -> list[str]:
 def _array_columns(
     path: str,
     files: Sequence[File],
+    opened: Sequence[Mapping[str, Any]],
     names: Sequence[str],
     select: Select,
     samples: Samples | None,
-) -> tuple[dict[str, Column], int]:
-    """Return the arrays of some files as columns, and their rows. Raises UsageError."""
+) -> tuple[dict[str, Column], int, bool]:
+    """Return (arrays of some files as columns, their rows, True if each file is one row).
+
+    Raises UsageError.
+    """
     tables: list[dict[str, Column]] = []
     counts = []
-    for file in files:
-        arrays = {"data": _npy(file)} if own_name(file.name).endswith(".npy") else _npz(file)
+    for file, arrays in zip(files, opened, strict=True):
         shapes = {name: array.shape for name, array in arrays.items()}
         chosen, count = choose(file.name, shapes, names)
         counts.append(count)
@@ -134,7 +154,7 @@ def _array_columns(
         )
     volumes = volumes_of(path, tables, samples)
     if volumes is not None:
-        return volumes, len(files)
+        return volumes, len(files), True
     for file, table in zip(files, tables, strict=True):
         if _kinds(table) != _kinds(tables[0]):
             raise UsageError(
@@ -142,13 +162,26 @@ def _array_columns(
                 "open them one by one"
             )
     if len(files) == 1:
-        return tables[0], counts[0]
+        return tables[0], counts[0], False
     joined = {name: JoinedColumn([table[name] for table in tables], counts) for name in tables[0]}
-    return dict(joined), sum(counts)
+    return dict(joined), sum(counts), False
 
 
 def _kinds(table: Mapping[str, Column]) -> dict[str, str]:
     return {name: column.kind for name, column in table.items()}
+
+
+def _arrays_of(file: File) -> Mapping[str, Any]:
+    """Return the arrays of a file by name."""
+    return {"data": _npy(file)} if own_name(file.name).endswith(".npy") else _npz(file)
+
+
+def _chunked(array: Any, where: str) -> ChunkedArray:
+    """Return an array with parts of it in place of chunks."""
+    if isinstance(array, _Stored):
+        return array.chunked(where)
+    sides = plain_chunks(array.shape, array.dtype.itemsize)
+    return ChunkedArray(where, tuple(array.shape), array.dtype, sides, array.__getitem__)
 
 
 class _Stored:
@@ -162,6 +195,10 @@ class _Stored:
         self.dtype = np.dtype(head.dtype)
         self._stored = np.dtype(head.descr)
         self._row = head.nbytes // max(1, head.shape[0]) if head.shape else head.nbytes
+
+    def chunked(self, where: str) -> ChunkedArray:
+        """Return the array with parts of it in place of chunks."""
+        return ranged_array(self._file, where, self._start, self.shape, self._stored)
 
     def __getitem__(self, key: Any) -> npt.NDArray[Any]:
         parts = key if isinstance(key, tuple) else (key,)
