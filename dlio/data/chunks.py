@@ -109,7 +109,8 @@ def chunked_of(readers: Sequence[Reader]) -> dict[str, list[ChunkedArray]]:
                 f"{reader.path}: patches and windows are cut out of arrays, and its format "
                 f"({reader.format}) has none: give a Zarr store, or HDF5, NumPy or NIfTI files"
             )
-        other = [name for name, _ in reader.schema.fields if name not in own]
+        known = [*own, *(["label"] if len(reader.classes) else [])]
+        other = [name for name, _ in reader.schema.fields if name not in known]
         if other:
             raise UsageError(
                 f"{reader.path}: patches and windows are cut out of arrays of numbers, and "

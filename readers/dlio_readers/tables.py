@@ -1,23 +1,15 @@
 """The reader of NumPy files and text tables: `.npy`, `.npz`, `.csv`, `.tsv`; without pickle."""
 
-import struct
-import zipfile
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-import numpy as np
-import numpy.typing as npt
-
-from dlio.data.chunks import ChunkedArray, plain_chunks
+from dlio.data.chunks import ChunkedArray
 from dlio.data.reader import reopening
 from dlio.data.source import File, Source, expand, files_below, own_name, split_fields
-from dlio.errors import CorruptBlock, SourceError, UsageError
-from dlio.storage.block import new_memory
-from dlio.util.limits import check_claim
+from dlio.errors import UsageError
 from dlio_readers.columns import Column, ColumnReader, PlainColumn, choose
 from dlio_readers.joined import JoinedColumn
-from dlio_readers.npy import NpyHead, read_npy_head
-from dlio_readers.ranges import ranged_array
+from dlio_readers.npyfile import chunked_array, numpy_arrays
 from dlio_readers.slabs import Select, slab
 from dlio_readers.texttable import open_text_tables
 from dlio_readers.volumes import Samples, volumes_of
@@ -27,8 +19,6 @@ __all__ = ["TablesReader"]
 _TEXTS: Final = (".csv", ".tsv")
 _ARRAYS: Final = (".npy", ".npz")
 _SUFFIXES: Final = (*_ARRAYS, *_TEXTS)
-_HEAD_BYTES: Final = 1 << 12
-_MAX_RAW: Final = 16 << 30
 
 
 class TablesReader(ColumnReader):
@@ -82,13 +72,13 @@ class TablesReader(ColumnReader):
             return
         if columns is not None or separator is not None:
             raise UsageError(f"columns= and separator= are for tables of text, not for {self.path}")
-        opened = [_arrays_of(file) for file in files]
+        opened = [numpy_arrays(file) for file in files]
         arrays, count, volumes = _array_columns(self.path, files, opened, names, select, samples)
         self.files_are_samples = volumes
         if select is None:
             self._chunked = {
                 name: [
-                    _chunked(each[name], f"{file.name}::{name}")
+                    chunked_array(each[name], f"{file.name}::{name}")
                     for file, each in zip(files, opened, strict=True)
                 ]
                 for name in arrays
@@ -169,90 +159,3 @@ def _array_columns(
 
 def _kinds(table: Mapping[str, Column]) -> dict[str, str]:
     return {name: column.kind for name, column in table.items()}
-
-
-def _arrays_of(file: File) -> Mapping[str, Any]:
-    """Return the arrays of a file by name."""
-    return {"data": _npy(file)} if own_name(file.name).endswith(".npy") else _npz(file)
-
-
-def _chunked(array: Any, where: str) -> ChunkedArray:
-    """Return an array with parts of it in place of chunks."""
-    if isinstance(array, _Stored):
-        return array.chunked(where)
-    sides = plain_chunks(array.shape, array.dtype.itemsize)
-    return ChunkedArray(where, tuple(array.shape), array.dtype, sides, array.__getitem__)
-
-
-class _Stored:
-    """An uncompressed array in a file, read in place."""
-
-    def __init__(self, file: File, head: NpyHead, start: int) -> None:
-        if head.fortran and len(head.shape) > 1:
-            raise SourceError(f"{file.name} is in Fortran order: write it in C order")
-        self._file, self._start = file, start + head.offset
-        self.shape = head.shape
-        self.dtype = np.dtype(head.dtype)
-        self._stored = np.dtype(head.descr)
-        self._row = head.nbytes // max(1, head.shape[0]) if head.shape else head.nbytes
-
-    def chunked(self, where: str) -> ChunkedArray:
-        """Return the array with parts of it in place of chunks."""
-        return ranged_array(self._file, where, self._start, self.shape, self._stored)
-
-    def __getitem__(self, key: Any) -> npt.NDArray[Any]:
-        parts = key if isinstance(key, tuple) else (key,)
-        first, last, _ = parts[0].indices(self.shape[0])
-        memory = new_memory(max(0, last - first) * self._row)
-        self._file.read_into(self._start + first * self._row, memory)
-        rows = np.frombuffer(memory, self._stored).reshape(last - first, *self.shape[1:])
-        return rows[(slice(None), *parts[1:])].astype(self.dtype, copy=False)
-
-
-def _npy(file: File) -> _Stored:
-    return _Stored(file, _head(file.read(0, _HEAD_BYTES), file.size, file.name), 0)
-
-
-def _head(data: bytes, size: int, name: str) -> NpyHead:
-    try:
-        return read_npy_head(memoryview(data), size)
-    except CorruptBlock as error:
-        raise SourceError(f"{name} {error}") from error
-
-
-def _npz(file: File) -> dict[str, Any]:
-    arrays: dict[str, Any] = {}
-    try:
-        with file.open() as stream, zipfile.ZipFile(stream) as archive:
-            for member in archive.infolist():
-                name = f"{file.name}::{member.filename}"
-                if not member.filename.endswith(".npy"):
-                    continue
-                key = member.filename.removesuffix(".npy")
-                if member.compress_type == zipfile.ZIP_STORED:
-                    start = _data_start(file, member)
-                    head = _head(file.read(start, _HEAD_BYTES), member.file_size, name)
-                    arrays[key] = _Stored(file, head, start)
-                    continue
-                if member.file_size > _MAX_RAW:
-                    raise SourceError(f"{name} of {member.file_size} bytes is too large")
-                check_claim(member.file_size, member.compress_size, name)
-                data = memoryview(archive.read(member))
-                arrays[key] = _head(bytes(data[:_HEAD_BYTES]), len(data), name).array(data)
-    except SourceError:
-        raise
-    except Exception as error:  # zipfile raises many kinds of errors for damaged files.
-        raise SourceError(f"{file.name} is not a .npz file, or is damaged: {error}") from error
-    return arrays
-
-
-def _data_start(file: File, member: zipfile.ZipInfo) -> int:
-    """Offset of an uncompressed member's data."""
-    head = file.read(member.header_offset, 30)
-    if len(head) < 30 or head[:4] != b"PK\x03\x04":
-        raise SourceError(f"{file.name} is damaged at byte {member.header_offset}: restore it")
-    name, extra = struct.unpack_from("<HH", head, 26)
-    start = member.header_offset + 30 + int(name) + int(extra)
-    if start + member.file_size > file.size:
-        raise SourceError(f"{file.name} is cut off: restore it")
-    return start

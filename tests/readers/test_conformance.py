@@ -186,6 +186,22 @@ class TestTables(FormatTests):
         cut_off(folder / "data")
 
 
+class TestFiles(FormatTests):
+    def write(self, data: Path, shift: int = 0) -> str:
+        for k in range(COUNT):
+            (data / "ab"[k % 2]).mkdir(exist_ok=True)
+            array = np.tile(numbers(k), (1 + k % 3, 1)) + shift
+            np.save(data / "ab"[k % 2] / f"{k:03d}.npy", array)
+        return str(data)
+
+    def expected(self) -> Rows:
+        order = [*range(0, COUNT, 2), *range(1, COUNT, 2)]
+        return [{"data": np.tile(numbers(k), (1 + k % 3, 1)), "label": k % 2} for k in order]
+
+    def damage(self, folder: Path, sample: int) -> None:
+        cut_off(folder / "data")
+
+
 class TestMds(FormatTests):
     """Shards as MosaicML's MDSWriter writes them."""
 

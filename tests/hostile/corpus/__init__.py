@@ -4,6 +4,7 @@ from types import ModuleType
 from typing import Final
 
 from tests.hostile.corpus import (
+    arrayfiles,
     checkpoints,
     folder,
     hdf5,
@@ -30,6 +31,7 @@ MODULES: Final[tuple[ModuleType, ...]] = (
     shards,
     tiers,
     checkpoints,
+    arrayfiles,
 )
 
 
