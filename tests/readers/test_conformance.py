@@ -20,6 +20,7 @@ from dlio.data.reader import Reader, open_reader
 from dlio.data.schema import Value
 from dlio.testing import ReaderTests
 from dlio_staging.pack import pack
+from tests.readers import tfrecords
 
 COUNT = 60
 Rows = Sequence[Mapping[str, Value]]
@@ -200,6 +201,24 @@ class TestFiles(FormatTests):
 
     def damage(self, folder: Path, sample: int) -> None:
         cut_off(folder / "data")
+
+
+class TestTfRecord(FormatTests):
+    def write(self, data: Path, shift: int = 0) -> str:
+        for shard in range(2):
+            rows = (
+                {"image": [image(k) + bytes(shift)], "label": [k % 2], "x": numbers(k).tolist()}
+                for k in range(shard * COUNT // 2, (shard + 1) * COUNT // 2)
+            )
+            tfrecords.write(data / f"a-{shard:05d}-of-00002", map(tfrecords.example, rows))
+        return str(data)
+
+    def expected(self) -> Rows:
+        return [{"image": image(k), "label": k % 2, "x": numbers(k)} for k in range(COUNT)]
+
+    def damage(self, folder: Path, sample: int) -> None:
+        for path in (folder / "data").iterdir():
+            os.truncate(path, 40)
 
 
 class TestMds(FormatTests):

@@ -13,6 +13,7 @@ from tests.hostile.corpus import (
     shards,
     tables,
     tars,
+    tfrecords,
     tiers,
     zarrs,
 )
@@ -32,6 +33,7 @@ MODULES: Final[tuple[ModuleType, ...]] = (
     tiers,
     checkpoints,
     arrayfiles,
+    tfrecords,
 )
 
 
