@@ -5,7 +5,7 @@ import json
 import os
 import tarfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import h5py
@@ -171,6 +171,29 @@ class TestParquet(FormatTests):
         cut_off(folder / "data")
 
 
+class TestArrow(FormatTests):
+    def write(self, data: Path, shift: int = 0) -> str:
+        table = pa.table(
+            {
+                "image": [image(k) + bytes(shift) for k in range(COUNT)],
+                "label": [k % 2 for k in range(COUNT)],
+                "x": [numbers(k).tolist() for k in range(COUNT)],
+            }
+        )
+        with (
+            pa.OSFile(str(data / "a.arrow"), "wb") as sink,
+            pa.ipc.new_stream(sink, table.schema) as writer,
+        ):
+            writer.write_table(table, max_chunksize=20)
+        return str(data)
+
+    def expected(self) -> Rows:
+        return [{"image": image(k), "label": k % 2, "x": numbers(k)} for k in range(COUNT)]
+
+    def damage(self, folder: Path, sample: int) -> None:
+        cut_off(folder / "data")
+
+
 class TestTables(FormatTests):
     def write(self, data: Path, shift: int = 0) -> str:
         np.savez(
@@ -206,7 +229,7 @@ class TestFiles(FormatTests):
 class TestTfRecord(FormatTests):
     def write(self, data: Path, shift: int = 0) -> str:
         for shard in range(2):
-            rows = (
+            rows: Iterator[tfrecords.Values] = (
                 {"image": [image(k) + bytes(shift)], "label": [k % 2], "x": numbers(k).tolist()}
                 for k in range(shard * COUNT // 2, (shard + 1) * COUNT // 2)
             )

@@ -5,6 +5,7 @@ from typing import Final
 
 from tests.hostile.corpus import (
     arrayfiles,
+    arrows,
     checkpoints,
     folder,
     hdf5,
@@ -34,6 +35,7 @@ MODULES: Final[tuple[ModuleType, ...]] = (
     checkpoints,
     arrayfiles,
     tfrecords,
+    arrows,
 )
 
 
