@@ -386,12 +386,12 @@ def _window(given: object) -> tuple[int, int]:
 def _pad(given: object) -> _Fill:
     if given is None:
         return None
-    if isinstance(given, Mapping) and all(_is_number(each) for each in given.values()):
-        return {str(name): float(value) for name, value in given.items()}
-    if not _is_number(given):
+    if isinstance(given, Mapping):
+        return {str(name): _number(value) for name, value in given.items()}
+    return _number(given)
+
+
+def _number(given: object) -> float:
+    if not isinstance(given, int | float) or isinstance(given, bool):
         raise UsageError(f"{named('pad', given)}: give a number, or one for each field")
-    return float(given)  # type: ignore[arg-type]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return float(given)

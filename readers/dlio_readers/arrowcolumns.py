@@ -5,7 +5,7 @@ strings become text, numbers and booleans scalars, lists of numbers arrays.
 """
 
 import json
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -14,15 +14,33 @@ from dlio.data.schema import DTYPES, array_kind
 from dlio.errors import SourceError
 from dlio_readers.columns import looks_like
 
-__all__ = ["ColumnFacts", "class_names", "decoded", "take"]
+__all__ = [
+    "ArrowColumn",
+    "ArrowSchema",
+    "ArrowType",
+    "ColumnFacts",
+    "Decoded",
+    "class_names",
+    "decoded",
+    "take",
+]
 
+# pyarrow publishes no types.
+ArrowType: TypeAlias = Any
+"""A pyarrow.DataType."""
+ArrowColumn: TypeAlias = Any
+"""A pyarrow.ChunkedArray, or one of its chunks."""
+ArrowSchema: TypeAlias = Any
+"""A pyarrow.Schema."""
+Decoded: TypeAlias = Any
+"""A column's values: a binary array of pyarrow, an array of rows, or (flat array, offsets)."""
 _PROBES: Final = 8
 
 
 class ColumnFacts:
     """Kind and sizes of a column, gathered over all row groups."""
 
-    def __init__(self, name: str, kind: Any) -> None:
+    def __init__(self, name: str, kind: ArrowType) -> None:
         import pyarrow.types as t
 
         self._name = name
@@ -44,7 +62,7 @@ class ColumnFacts:
                 "x.parquet::image,label"
             )
 
-    def add(self, column: Any, where: str) -> None:
+    def add(self, column: ArrowColumn, where: str) -> None:
         import pyarrow.compute as pc
 
         if self._bytes or self._text:
@@ -121,7 +139,7 @@ def _no_nulls(column: Any, where: str) -> None:
         raise SourceError(f"{where}: {column.null_count} values are null: fill or drop those rows")
 
 
-def decoded(column: Any, kind: str, where: str) -> Any:
+def decoded(column: ArrowColumn, kind: str, where: str) -> Decoded:
     """Decode a column: binary, an array of rows, or (flat array, offsets)."""
     if "[" not in kind and kind not in DTYPES:
         return _bytes_of(column, where)
@@ -137,7 +155,7 @@ def decoded(column: Any, kind: str, where: str) -> Any:
     return np.asarray(column)
 
 
-def take(column: Any, rows: npt.NDArray[np.int64]) -> Any:
+def take(column: Decoded, rows: npt.NDArray[np.int64]) -> Decoded:
     """Pick rows of a column that `decoded` returned."""
     if isinstance(column, np.ndarray):
         return column[rows]
@@ -147,7 +165,7 @@ def take(column: Any, rows: npt.NDArray[np.int64]) -> Any:
     return [memoryview(column[row].as_buffer()) for row in rows.tolist()]
 
 
-def class_names(schema: Any, label: str | None) -> list[str]:
+def class_names(schema: ArrowSchema, label: str | None) -> list[str]:
     """Read the names of classes from Hugging Face's metadata."""
     try:
         metadata = json.loads((schema.metadata or {})[b"huggingface"])

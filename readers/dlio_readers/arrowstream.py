@@ -9,13 +9,16 @@ Source: arrow.apache.org/docs/format/Columnar.html, Message.fbs.
 
 import struct
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from dlio.data.source import File
 from dlio.errors import SourceError
 from dlio.util.limits import check_claim, parsing
 
-__all__ = ["ArrowStream"]
+__all__ = ["ArrowStream", "ArrowTable"]
+
+ArrowTable: TypeAlias = Any
+"""A pyarrow.Table, which has no types."""
 
 _FILE_MAGIC: Final = b"ARROW1"
 _FEATHER_1: Final = b"FEA1"
@@ -76,7 +79,7 @@ class ArrowStream:
         """Return the rows of a record batch as its metadata claim."""
         return self.batches[number].rows
 
-    def table(self, number: int, names: list[str]) -> Any:
+    def table(self, number: int, names: list[str]) -> ArrowTable:
         """Return columns of a record batch, validated. Raises any error of pyarrow."""
         import pyarrow as pa
 

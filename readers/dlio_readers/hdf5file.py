@@ -7,7 +7,7 @@ through the library, one read at a time because of its global lock.
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +36,10 @@ from dlio_readers.ranges import ranged_array
 from dlio_readers.rehearsal import note_opening
 from dlio_readers.slabs import Select, slab
 
-__all__ = ["HDF5_SUFFIXES", "Hdf5File"]
+__all__ = ["HDF5_SUFFIXES", "Handle", "Hdf5File"]
+
+Handle: TypeAlias = Any
+"""An h5py.File, which has no types."""
 
 HDF5_SUFFIXES: Final = (".h5", ".hdf5", ".hdf", ".he5")
 _MAX_SETS: Final = 1 << 12
@@ -57,7 +60,7 @@ class Hdf5File:
         """Arrays of numbers, with their chunks."""
         self._opened: Any = None
 
-    def handle(self) -> Any:
+    def handle(self) -> Handle:
         """Return the h5py file; call with the lock held."""
         if self._opened is None:
             import h5py

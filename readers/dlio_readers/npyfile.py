@@ -13,6 +13,7 @@ from dlio.data.source import File, own_name
 from dlio.errors import CorruptBlock, SourceError
 from dlio.storage.block import new_memory
 from dlio.util.limits import check_claim
+from dlio_readers.columns import Arrays
 from dlio_readers.npy import NpyHead, read_npy_head
 from dlio_readers.ranges import ranged_array
 
@@ -22,12 +23,12 @@ _HEAD_BYTES: Final = 1 << 12
 _MAX_RAW: Final = 16 << 30
 
 
-def numpy_arrays(file: File) -> Mapping[str, Any]:
+def numpy_arrays(file: File) -> Mapping[str, Arrays]:
     """Return the arrays of a file by name."""
     return {"data": _npy(file)} if own_name(file.name).endswith(".npy") else _npz(file)
 
 
-def chunked_array(array: Any, where: str) -> ChunkedArray:
+def chunked_array(array: Arrays, where: str) -> ChunkedArray:
     """Return an array with parts of it in place of chunks."""
     if isinstance(array, _Stored):
         return array.chunked(where)

@@ -7,7 +7,7 @@ from dlio.data.chunks import ChunkedArray
 from dlio.data.reader import reopening
 from dlio.data.source import File, Source, expand, files_below, own_name, split_fields
 from dlio.errors import UsageError
-from dlio_readers.columns import Column, ColumnReader, PlainColumn, choose
+from dlio_readers.columns import Arrays, Column, ColumnReader, PlainColumn, choose
 from dlio_readers.joined import JoinedColumn
 from dlio_readers.npyfile import chunked_array, numpy_arrays
 from dlio_readers.slabs import Select, slab
@@ -121,7 +121,7 @@ def _files_of(urls: Sequence[str]) -> list[str]:
 def _array_columns(
     path: str,
     files: Sequence[File],
-    opened: Sequence[Mapping[str, Any]],
+    opened: Sequence[Mapping[str, Arrays]],
     names: Sequence[str],
     select: Select,
     samples: Samples | None,

@@ -1,64 +1,34 @@
 """Patches of volumes and windows of time: what they read, counted, and where they are."""
 
 import io
-import itertools
 import json
 import pickle
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 import zarr
 
 import dlio
 from dlio.comm import world
-from dlio.data.chunks import ChunkedArray, ChunkReader, plain_chunks
-from dlio.data.patches import PatchOptions, PatchReader
-from dlio.data.reader import Reader, open_parts
+from dlio.data.chunks import plain_chunks
+from dlio.data.patches import PatchReader
 from dlio.data.source import File
 from dlio.errors import SourceError, UsageError
-from dlio.testing import ReaderTests
 from dlio_readers.zarrstore import LocalFiles
+from tests.loader.volumes import CHUNKS, PATCH, SHAPE, Part, cut, drawn, store, touched
 
-SHAPE = (20, 30, 41)
-CHUNKS = (8, 8, 16)
-PATCH = (7, 6, 9)
 BODY = str(Path(__file__).with_name("patches_checks.py"))
-Part = tuple[int, ...]
 
 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DLIO_CACHE", str(tmp_path_factory.mktemp("cache")))
-
-
-def _volume(seed: int = 0) -> npt.NDArray[np.float32]:
-    return np.random.default_rng(seed).random(SHAPE, np.float32)
-
-
-def _store(path: Path, kind: str, volume: npt.NDArray[np.float32]) -> str:
-    version: Any = 2 if kind == "v2" else 3
-    shards = {"shards": tuple(2 * n for n in CHUNKS)} if kind == "sharded" else {}
-    group = zarr.open_group(str(path), mode="w", zarr_format=version)
-    group.create_array("image", data=volume, chunks=CHUNKS, **shards)  # type: ignore[arg-type]
-    return str(path)
-
-
-def _touched(start: Sequence[int], side: Sequence[int], chunk: Sequence[int]) -> set[Part]:
-    ranges = [
-        range(a // c, (a + n - 1) // c + 1) for a, n, c in zip(start, side, chunk, strict=True)
-    ]
-    return set(itertools.product(*ranges))
-
-
-def _cut(volume: npt.NDArray[Any], start: Sequence[int], side: Sequence[int]) -> npt.NDArray[Any]:
-    return volume[tuple(slice(a, a + n) for a, n in zip(start, side, strict=True))]
 
 
 @pytest.fixture
@@ -94,8 +64,8 @@ def file_reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 def test_a_patch_reads_the_chunks_that_it_touches_and_each_once(
     kind: str, tiers: str, tmp_path: Path, store_reads: list[tuple[str, Any]]
 ) -> None:
-    volume = _volume()
-    path = _store(tmp_path / "x.zarr", kind, volume)
+    volume = drawn()
+    path = store(tmp_path / "x.zarr", kind, volume)
     with dlio.open(path, patch=PATCH, patch_stride=PATCH, tiers=tiers) as data:
         data.mount(world())
         seen: set[Part] = set()
@@ -103,8 +73,8 @@ def test_a_patch_reads_the_chunks_that_it_touches_and_each_once(
             store_reads.clear()
             sample = data[k]
             start = sample["position"].tolist()
-            assert np.array_equal(sample["image"], _cut(volume, start, PATCH))
-            wanted = _touched(start, PATCH, CHUNKS) - seen
+            assert np.array_equal(sample["image"], cut(volume, start, PATCH))
+            wanted = touched(start, PATCH, CHUNKS) - seen
             seen |= wanted
             others = ("json", ".zarray", ".zattrs")
             chunks = [(key, part) for key, part in store_reads if not key.endswith(others)]
@@ -146,7 +116,7 @@ class _Counting(io.BufferedIOBase):
 def test_a_patch_reads_the_chunks_of_an_hdf5_file_that_it_touches(
     compression: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    volume, path = _volume(), tmp_path / "x.h5"
+    volume, path = drawn(), tmp_path / "x.h5"
     with h5py.File(path, "w") as file:
         made = file.create_dataset("image", data=volume, chunks=CHUNKS, compression=compression)
         infos = [made.id.get_chunk_info(k) for k in range(made.id.get_num_chunks())]
@@ -165,8 +135,8 @@ def test_a_patch_reads_the_chunks_of_an_hdf5_file_that_it_touches(
             reads.clear()
             sample = data[k]
             start = _start_of(data, k)
-            assert np.array_equal(sample["image"], _cut(volume, start, PATCH))
-            wanted = _touched(start, PATCH, CHUNKS) - seen
+            assert np.array_equal(sample["image"], cut(volume, start, PATCH))
+            wanted = touched(start, PATCH, CHUNKS) - seen
             seen |= wanted
             chunks = {
                 place
@@ -203,8 +173,8 @@ def test_a_patch_of_an_array_without_chunks_reads_parts_of_it(
             file_reads.clear()
             sample = data[k]
             start = _start_of(data, k)
-            assert np.array_equal(sample["data"], _cut(volume, start, side))
-            wanted = _touched(start, side, chunk) - seen
+            assert np.array_equal(sample["data"], cut(volume, start, side))
+            wanted = touched(start, side, chunk) - seen
             seen |= wanted
             parts = [
                 [min(c, n - p * c) for p, c, n in zip(place, chunk, volume.shape, strict=True)]
@@ -219,7 +189,7 @@ def test_a_patch_of_an_array_without_chunks_reads_parts_of_it(
 def test_a_tier_brings_a_chunk_once_for_all_patches_and_epochs(
     tmp_path: Path, store_reads: list[tuple[str, Any]]
 ) -> None:
-    path = _store(tmp_path / "x.zarr", "v3", _volume())
+    path = store(tmp_path / "x.zarr", "v3", drawn())
     with dlio.open(path, patch=PATCH, patches_per_volume=64, tiers="ram:4MiB") as data:
         loader = dlio.DataLoader(data, batch_size=8, shuffle=True, num_workers=4)
         store_reads.clear()
@@ -235,7 +205,7 @@ def test_a_tier_brings_a_chunk_once_for_all_patches_and_epochs(
 
 
 def test_places_are_uniform_and_belong_to_seed_epoch_and_sample(tmp_path: Path) -> None:
-    path = _store(tmp_path / "x.zarr", "v3", _volume())
+    path = store(tmp_path / "x.zarr", "v3", drawn())
     given: dict[str, Any] = {"patch": PATCH, "patches_per_volume": 4000, "tiers": "none"}
     with dlio.open(path, seed=1, **given) as data:
         starts = np.array([_start_of(data, k) for k in range(4000)])
@@ -254,8 +224,8 @@ def test_places_are_uniform_and_belong_to_seed_epoch_and_sample(tmp_path: Path) 
 
 
 def test_a_grid_covers_every_element(tmp_path: Path) -> None:
-    volume = _volume()
-    path = _store(tmp_path / "x.zarr", "v3", volume)
+    volume = drawn()
+    path = store(tmp_path / "x.zarr", "v3", volume)
     with dlio.open(path, patch=PATCH, patch_stride=(5, 6, 9), tiers="none") as data:
         count = np.zeros(SHAPE, int)
         for sample in (data[k] for k in range(len(data))):
@@ -317,12 +287,12 @@ def test_targets_are_cut_alike_and_rows_are_volumes(tmp_path: Path) -> None:
             assert sample["image"].shape == (2, *PATCH)
             assert sample["label"] == k // 3
             assert np.array_equal(sample["image"][0] > 0.5, sample["mask"])
-            part = _cut(image[k // 3, 1], _start_of(data, k), PATCH)
+            part = cut(image[k // 3, 1], _start_of(data, k), PATCH)
             assert np.array_equal(sample["image"][1], part)
 
 
 def test_a_volume_smaller_than_a_patch_is_an_error_or_padded(tmp_path: Path) -> None:
-    volume = _volume()
+    volume = drawn()
     np.savez(tmp_path / "x.npz", image=volume, mask=np.ones(SHAPE, np.uint8))
     with pytest.raises(UsageError, match=r"x\.npz.*\(24, 8, 8\).*pad=0"):
         dlio.open(tmp_path / "x.npz", patch=(24, 8, 8))
@@ -357,17 +327,17 @@ def test_files_of_other_shapes_and_chunks_make_one_data_set(tmp_path: Path) -> N
                 (parts,) = batch.values()
                 for k, part in enumerate(parts):
                     start = _start_of(data, 4 * number + k)
-                    assert np.array_equal(part, _cut(volumes[number], start, (8, 8, 8)))
+                    assert np.array_equal(part, cut(volumes[number], start, (8, 8, 8)))
 
 
 def test_the_middle_is_taken_without_train(tmp_path: Path) -> None:
-    path = _store(tmp_path / "x.zarr", "v3", _volume())
+    path = store(tmp_path / "x.zarr", "v3", drawn())
     with dlio.open(path, patch=(None, 6, 9), train=False, tiers="none") as data:
-        assert np.array_equal(data[0]["image"], _volume()[:, 12:18, 16:25])
+        assert np.array_equal(data[0]["image"], drawn()[:, 12:18, 16:25])
 
 
 def test_views_and_functions_keep_the_places(tmp_path: Path) -> None:
-    path = _store(tmp_path / "x.zarr", "v3", _volume())
+    path = store(tmp_path / "x.zarr", "v3", drawn())
     with dlio.open(path, patch=PATCH, patches_per_volume=9, tiers="ram:1MiB") as data:
         whole = [batch["image"][0].clone() for batch in dlio.DataLoader(data, batch_size=1)]
         parts = data.split(a=0.5, b=0.5, by=lambda name: name)
@@ -389,7 +359,7 @@ def test_views_and_functions_keep_the_places(tmp_path: Path) -> None:
 def test_ranks_and_resumption_give_the_same_patches(
     mpirun: Callable[..., "subprocess.CompletedProcess[str]"], tmp_path: Path
 ) -> None:
-    path = _store(tmp_path / "x.zarr", "v3", _volume())
+    path = store(tmp_path / "x.zarr", "v3", drawn())
 
     def run(ranks: int, batch: int, state: str = "", stop: int = 99) -> tuple[dict[int, str], str]:
         done = mpirun(ranks, "-W", "error", BODY, path, str(batch), state, str(stop))
@@ -428,7 +398,7 @@ def test_ranks_and_resumption_give_the_same_patches(
 def test_options_that_cannot_work_are_refused(
     options: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    np.save(tmp_path / "x.npy", _volume())
+    np.save(tmp_path / "x.npy", drawn())
     with pytest.raises(UsageError, match=words):
         dlio.open(tmp_path / "x.npy", **options)
 
@@ -442,88 +412,9 @@ def test_formats_without_arrays_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_chunk_is_named(tmp_path: Path) -> None:
-    path = _store(tmp_path / "x.zarr", "v3", _volume())
+    path = store(tmp_path / "x.zarr", "v3", drawn())
     with dlio.open(path, patch=PATCH, patch_stride=PATCH, tiers="none") as data:
         victim = tmp_path / "x.zarr" / "image" / "c" / "0" / "0" / "0"
         victim.write_bytes(b"\0" * 40)
         with pytest.raises(SourceError, match=r"x\.zarr::image\[0,0,0\]"):
             data[0]
-
-
-def _small(seed: int = 0) -> npt.NDArray[np.float32]:
-    return _volume(seed)[:10, :12]
-
-
-class TestChunks(ReaderTests):
-    """The reader of chunks keeps the contract of readers."""
-
-    def make(self, folder: Path) -> Reader:
-        path = folder / "x.zarr"
-        if not path.exists():
-            _store(path, "v3", _small())
-        return ChunkReader(open_parts(path))
-
-    def expected(self) -> list[dict[str, bytes]]:
-        boxes = itertools.product(
-            *(range(0, n, c) for n, c in zip(_small().shape, CHUNKS, strict=True))
-        )
-        return [{"chunk": _cut(_small(), at, CHUNKS).tobytes()} for at in boxes]
-
-    def change(self, folder: Path) -> None:
-        _store(folder / "x.zarr", "v3", _small(1))
-
-    def damage(self, folder: Path, sample: int) -> None:
-        for path in (folder / "x.zarr" / "image" / "c").rglob("*"):
-            if path.is_file():
-                path.write_bytes(b"\0" * 40)
-
-    def test_it_recognises_its_own_format_only(self, tmp_path: Path) -> None:
-        """It has no format of its own."""
-
-
-class TestPatches(ReaderTests):
-    """So does the reader of their numbers."""
-
-    def make(self, folder: Path) -> Reader:
-        path = folder / "x.zarr"
-        if not path.exists():
-            _store(path, "v3", _volume())
-        options = PatchOptions.of(PATCH, 30, None, None, None, True)
-        assert options is not None
-        return PatchReader(ChunkReader(open_parts(path)), options)
-
-    def expected(self) -> list[dict[str, int]]:
-        return [{"patch": k} for k in range(30)]
-
-    def test_it_recognises_its_own_format_only(self, tmp_path: Path) -> None:
-        """It has no format of its own."""
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [(7,), (1 << 20,), (3, 1 << 20), (512, 512, 512), (9, 4, 700, 700), (0, 5), (1, 1)],
-)
-@pytest.mark.parametrize("itemsize", [1, 4, 8])
-def test_parts_of_arrays_without_chunks_are_small_and_consecutive(
-    shape: tuple[int, ...], itemsize: int
-) -> None:
-    chunk = plain_chunks(shape, itemsize)
-    assert itemsize * np.prod(chunk) <= 1 << 20
-    assert all(1 <= c <= max(1, n) for c, n in zip(chunk, shape, strict=True))
-    whole = itemsize * np.prod(shape)
-    run, axis = itemsize, len(shape)
-    while axis:
-        axis -= 1
-        run *= chunk[axis]
-        if chunk[axis] < shape[axis]:
-            break
-    assert run >= min(int(whole), (64 << 10) // 2)
-
-
-def test_touched_chunks_are_those_of_the_part() -> None:
-    array = ChunkedArray("x", SHAPE, np.dtype("f4"), CHUNKS, lambda _: np.zeros(0))
-    for start in itertools.product(range(0, 13, 4), range(0, 24, 7), range(0, 32, 5)):
-        box = tuple(slice(a, a + n) for a, n in zip(start, PATCH, strict=True))
-        numbers = [number for number, _ in array.touched(box)]
-        wanted = sorted(_touched(start, PATCH, CHUNKS))
-        assert numbers == [int(np.ravel_multi_index(place, array.grid)) for place in wanted]
