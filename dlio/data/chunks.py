@@ -199,8 +199,10 @@ class ChunkReader:
         return int(self._places[field][file])
 
     def name(self, sample: int) -> str:
-        array, place = self._locate(sample)
-        return f"{array.where}[{','.join(map(str, place))}]"
+        """Return field, number of the file, and place of a chunk: the same in each copy."""
+        number, _, place = self._locate(sample)
+        field, file = divmod(number, len(self._flat) // len(self.arrays))
+        return f"{list(self.arrays)[field]}[{file}][{','.join(map(str, place))}]"
 
     def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
         return [self._chunk(int(sample)) for sample in samples]
@@ -212,11 +214,12 @@ class ChunkReader:
         for reader in self._readers:
             reader.close()
 
-    def _locate(self, sample: int) -> tuple[ChunkedArray, tuple[int, ...]]:
+    def _locate(self, sample: int) -> tuple[int, ChunkedArray, tuple[int, ...]]:
+        """Return (number of the array, the array, the chunk's place in it)."""
         number = int(np.searchsorted(self._firsts, sample, side="right")) - 1
         array = self._flat[number]
         place = np.unravel_index(sample - int(self._firsts[number]), array.grid)
-        return array, tuple(int(each) for each in place)
+        return number, array, tuple(int(each) for each in place)
 
     def _chunk(self, sample: int) -> memoryview:
         """Return a chunk, kept or read; whoever wants it meanwhile waits for it."""
@@ -252,17 +255,18 @@ class ChunkReader:
                 self._kept_bytes -= len(self._kept.pop(sample).result())
 
     def _read(self, sample: int) -> memoryview:
-        array, place = self._locate(sample)
+        _, array, place = self._locate(sample)
+        where = f"{array.where}[{','.join(map(str, place))}]"
         box = array.box(place)
         try:
             part = np.asarray(array.read(box))
         except (SourceError, UsageError):
             raise
         except Exception as error:  # Libraries of formats raise errors of any kind.
-            raise SourceError(f"{self.name(sample)} cannot be read: {error}") from error
+            raise SourceError(f"{where} cannot be read: {error}") from error
         wanted = tuple(side.stop - side.start for side in box)
         if part.shape != wanted:
-            raise SourceError(f"{self.name(sample)} has the shape {part.shape}, not {wanted}")
+            raise SourceError(f"{where} has the shape {part.shape}, not {wanted}")
         plain = np.ascontiguousarray(part, array.dtype.newbyteorder("<"))
         return plain.reshape(-1).view(np.uint8).data.toreadonly()
 

@@ -263,8 +263,13 @@ class Dataset(torch.utils.data.Dataset[Sample]):
 
     @property
     def is_plain(self) -> bool:
-        """True if samples are the reader's, but for crops."""
+        """True if samples are the reader's, but for crops and patches."""
         return self._transform is None and self._finish is None and not self.maps
+
+    @property
+    def has_patches(self) -> bool:
+        """True if samples are patches or windows, see `open_dataset`."""
+        return self._patches is not None
 
     def reads_like(self, other: "Dataset") -> bool:
         """True if the other data set has the same fields, options and tiers as this one."""

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from dlio.data.reader import reopening
 from dlio.data.source import File, Source, expand, files_below, own_name, split_fields
+from dlio.data.urls import inside
 from dlio.errors import SourceError, UsageError
 from dlio_readers.arrowstream import ArrowStream
 from dlio_readers.rowgroups import RowGroupReader
@@ -95,7 +96,7 @@ def _saved(url: str) -> list[str]:
         parts = [name for name, folder in source.names() if folder]
         raise UsageError(
             f"{url} holds the parts {', '.join(parts[:8])} of a data set: open one, such as "
-            f"{url.rstrip('/')}/{parts[0] if parts else 'train'}"
+            f"{inside(url, parts[0] if parts else 'train')}"
         )
     if _STATE not in names:
         return []
@@ -108,7 +109,7 @@ def _saved(url: str) -> list[str]:
         if name not in names:
             raise SourceError(f"{url} lacks {name}, which its {_STATE} names: restore it")
         source.check_link(source.path(name))
-    return [f"{url.rstrip('/')}/{name}" for name in files]
+    return [inside(url, name) for name in files]
 
 
 def _listed(url: str) -> list[str]:

@@ -23,6 +23,7 @@ from dlio.data.index import Arrays, cached_index, fingerprint_of
 from dlio.data.reader import reopening
 from dlio.data.schema import DTYPES, MAX_DIMENSIONS, Schema, array_kind
 from dlio.data.source import File, Source, expand, own_name
+from dlio.data.urls import inside
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
@@ -346,8 +347,8 @@ def _find(path: str | Sequence[str]) -> tuple[list[_Row], list[str], bool]:
     """Return (samples, classes, True if inputs have targets) of a path. Raises SourceError."""
     urls = expand(path)
     if len(urls) > 1 or own_name(urls[0]).endswith(_SCANS):
-        return [_Row(url.rsplit("/", 1)[-1], (url,)) for url in urls], [], False
-    source, url = Source(urls[0]), urls[0].rstrip("/")
+        return [_Row(_last(url), (url,)) for url in urls], [], False
+    source, url = Source(urls[0]), urls[0]
     folders = [name for name, folder in source.names() if folder and not name.startswith(".")]
     inputs = [name for name in _INPUTS if name in folders]
     targets = [name for name in _TARGETS if name in folders]
@@ -357,13 +358,13 @@ def _find(path: str | Sequence[str]) -> tuple[list[_Row], list[str], bool]:
         return _pairs(source, url, inputs[0], targets[0]), [], True
     own = _files(source, url, "")
     if own:
-        return [_Row(each.rsplit("/", 1)[-1], (each,)) for each in own], [], False
+        return [_Row(_last(each), (each,)) for each in own], [], False
     rows: list[_Row] = []
     classes: list[str] = []
     for folder in folders:
         files = _files(source, url, folder)
         if files:
-            rows += [_Row(each[len(url) + 1 :], (each,), len(classes)) for each in files]
+            rows += [_Row(f"{folder}/{_last(each)}", (each,), len(classes)) for each in files]
             classes.append(folder)
     if not rows:
         raise SourceError(f"{url} holds no arrays or scans: check the path")
@@ -377,7 +378,7 @@ def _files(source: Source, url: str, folder: str) -> list[str]:
     prefix = f"{folder}/" if folder else ""
     for name in names:
         source.check_link(source.path(prefix + name))
-    return [f"{url}/{prefix}{name}" for name in names]
+    return [inside(url, prefix + name) for name in names]
 
 
 def _pairs(source: Source, url: str, inputs: str, targets: str) -> list[_Row]:
@@ -388,7 +389,7 @@ def _pairs(source: Source, url: str, inputs: str, targets: str) -> list[_Row]:
         target = by_stem.get(_stem(each)) or by_stem.get(_stem(each).removesuffix(_CHANNEL))
         if target is None:
             raise SourceError(f"{each} has no file of its name in {targets}/: add it, or remove it")
-        rows.append(_Row(each[len(url) + 1 :], (each, target)))
+        rows.append(_Row(f"{inputs}/{_last(each)}", (each, target)))
     if not rows:
         raise SourceError(f"{url}/{inputs} holds no arrays or scans: check the path")
     return rows
@@ -396,6 +397,11 @@ def _pairs(source: Source, url: str, inputs: str, targets: str) -> list[_Row]:
 
 def _stem(url: str) -> str:
     """Return a file's name without the suffix of its format."""
-    name = url.rsplit("/", 1)[-1]
+    name = _last(url)
     suffix = max((s for s in _SUFFIXES if name.lower().endswith(s)), key=len)
     return name[: -len(suffix)]
+
+
+def _last(url: str) -> str:
+    """Return a file's name without its folder."""
+    return url.partition("::")[0].rsplit("/", 1)[-1]

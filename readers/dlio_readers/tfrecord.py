@@ -15,6 +15,7 @@ from dlio.data.labels import LABEL_NAMES
 from dlio.data.reader import reopening
 from dlio.data.schema import Schema, array_kind
 from dlio.data.source import File, Source, expand, own_name, split_fields
+from dlio.data.urls import inside
 from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
@@ -120,7 +121,7 @@ class TfRecordReader:
             shard = next((name for name in names if _SHARD.fullmatch(name)), None)
             if shard is None:
                 return "holds no .tfrecord file"
-            url = f"{url.rstrip('/')}/{shard}"
+            url = inside(url, shard)
         elif not _SHARD.fullmatch(url.rsplit("/", 1)[-1]):
             return "is neither a .tfrecord nor a folder of them"
         try:
@@ -385,11 +386,11 @@ def _files_of(urls: Sequence[str]) -> list[str]:
         if len(sets) > 1:
             raise UsageError(
                 f"{url} holds the files of {len(sets)} data sets, {', '.join(sets[:8])}: name one, "
-                f"as in {url.rstrip('/')}/{sets[0]}-*"
+                f"as in {inside(url, sets[0])}-*"
             )
         for name in named:
             source.check_link(source.path(name))
-        files += [f"{url.rstrip('/')}/{name}" for name in named]
+        files += [inside(url, name) for name in named]
     _warn_of_missing(files)
     return files
 

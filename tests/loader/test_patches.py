@@ -418,3 +418,16 @@ def test_a_missing_chunk_is_named(tmp_path: Path) -> None:
         victim.write_bytes(b"\0" * 40)
         with pytest.raises(SourceError, match=r"x\.zarr::image\[0,0,0\]"):
             data[0]
+
+
+def test_copies_of_a_store_and_mixtures(tmp_path: Path) -> None:
+    one, two = (store(tmp_path / f"{name}.zarr", "v3", drawn()) for name in "ab")
+    with dlio.open(one, replicas=two, patch=PATCH, patches_per_volume=8, tiers="none") as data:
+        for k in range(8):
+            assert np.array_equal(data[k]["image"], cut(drawn(), _start_of(data, k), PATCH))
+        with pytest.raises(UsageError, match=r"not mixed: open all volumes as one data set"):
+            dlio.mix([(data, 0.5), (two, 0.5)])
+    with pytest.raises(UsageError, match=r"not mixed"):
+        dlio.mix({one: 0.5, two: 0.5}, patch=PATCH)
+    with dlio.open([one, two], patch=PATCH, patches_per_volume=3, tiers="none") as data:
+        assert len(data) == 6
