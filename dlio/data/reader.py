@@ -34,6 +34,7 @@ __all__ = [
     "SampleName",
     "StoredBlocks",
     "data_bytes",
+    "open_parts",
     "open_reader",
     "reopened",
     "reopening",
@@ -41,7 +42,8 @@ __all__ = [
 
 OPEN_ARGUMENTS: Final = (
     *("tiers", "image_size", "train", "transform"),
-    *("seed", "on_error", "replicas", "follow_links", "requests", "min_visible"),
+    *("seed", "on_error", "replicas", "follow_links", "requests"),
+    *("patch", "patches_per_volume", "patch_stride", "pad", "window", "min_visible"),
 )
 """Arguments of `dlio.open` that readers do not see, for suggestions."""
 
@@ -200,6 +202,18 @@ def open_reader(path: object, *, follow_links: bool | None = None, **options: ob
     raise SourceError(
         f"{shown} is not a data set that dlio can read ({'; '.join(reasons)}){remedy}"
     )
+
+
+def open_parts(
+    path: object, *, follow_links: bool | None = None, **options: object
+) -> list[Reader]:
+    """Open each of the paths that `path` stands for as a data set of its own; see `open_reader`.
+
+    So they may differ in the shapes of their samples.
+    """
+    path = _as_text(path)
+    each = _each(path) if _are_names(path) else [path]
+    return [open_reader(one, follow_links=follow_links, **options) for one in each]
 
 
 def _recognised(

@@ -251,7 +251,8 @@ class File:
         self.local_path: str | None = None
         self._files: Any = None
         self._path = url
-        self._changed = ""
+        self.times = self._changed = ""
+        """Text of the time of change."""
         try:
             if is_remote(url):
                 self._files, self._path = _fsspec().core.url_to_fs(url)
@@ -259,13 +260,13 @@ class File:
                 if info["type"] != "file" or info["size"] is None:
                     raise SourceError(f"{self.name} is not a file of a known size: check the path")
                 self.size = int(info["size"])
-                self._times = stamp_of(info)
+                self.times = stamp_of(info)
             else:
                 self._path = self.local_path = os.path.abspath(os.path.expanduser(url))
                 status = os.stat(self._path)
                 check_regular(status, self._path)
                 self.size = status.st_size
-                self._times = f"{status.st_mtime_ns}"
+                self.times = f"{status.st_mtime_ns}"
                 self._changed = f"{status.st_ctime_ns} {status.st_ino}"
         except SourceError:
             raise
@@ -284,7 +285,7 @@ class File:
                 content = content_sample(self.local_path)
             except OSError as error:
                 raise failed(self.url, error) from error
-        return f"{self.size} {self._times} {content}"
+        return f"{self.size} {self.times} {content}"
 
     @property
     def state(self) -> str:

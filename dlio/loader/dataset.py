@@ -3,8 +3,8 @@
 import copy
 import operator
 import os
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, Self, SupportsIndex
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Self, SupportsIndex, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -12,13 +12,15 @@ import torch
 
 from dlio.comm import Communicator
 from dlio.data.chosen import ChosenReader
-from dlio.data.reader import Reader, open_reader
+from dlio.data.patches import PatchOptions
+from dlio.data.reader import Reader, open_parts, open_reader
 from dlio.data.replicas import replicated
 from dlio.data.schema import Buffer
 from dlio.errors import UsageError
 from dlio.image.crop import Crop
 from dlio.loader import views
 from dlio.loader.contract import Sample, Transform, UserDataset
+from dlio.loader.cutting import PatchRecipe, PatchSource, open_patches
 from dlio.loader.recipe import Finish, MappedRecipe, Recipe
 from dlio.plan.order import Order
 from dlio.storage.mount import Mount, MountOptions, mount
@@ -68,10 +70,12 @@ class Dataset(torch.utils.data.Dataset[Sample]):
         on_error: str,
         finish: Finish | None = None,
         requests: int | None = None,
+        patches: PatchSource | None = None,
         min_visible: float = 0.0,
     ) -> None:
         self.reader = reader
         self.min_visible = min_visible
+        self._patches = patches
         self.requests = requests
         self.tiers = tiers
         self.image_size = image_size
@@ -217,6 +221,7 @@ class Dataset(torch.utils.data.Dataset[Sample]):
             on_error=self.on_error,
             finish=self._finish,
             requests=self.requests,
+            patches=self._patches,
             min_visible=self.min_visible,
         )
         return made.with_maps(self.maps)
@@ -283,6 +288,7 @@ class Dataset(torch.utils.data.Dataset[Sample]):
         made = copy.copy(self)
         made.reader = views.results_reader(self, self.reader, self.recipe.is_random, function)
         made.image_size, made._transform, made._finish = None, None, None
+        made._patches = None
         return made.with_maps(())
 
     def chosen(self, samples: npt.NDArray[np.int64]) -> "Dataset":
@@ -296,13 +302,18 @@ class Dataset(torch.utils.data.Dataset[Sample]):
 
     @property
     def is_plain(self) -> bool:
-        """True if samples are the reader's, but for crops."""
+        """True if samples are the reader's, but for crops and patches."""
         return self._transform is None and self._finish is None and not self.maps
+
+    @property
+    def has_patches(self) -> bool:
+        """True if samples are patches or windows, see `open_dataset`."""
+        return self._patches is not None
 
     def reads_like(self, other: "Dataset") -> bool:
         """True if the other data set has the same fields, options and tiers as this one."""
         alike = ["tiers", "image_size", "train", "on_error", "seed", "_transform", "_finish"]
-        alike += ["maps", "min_visible"]
+        alike += ["maps", "_patches", "min_visible"]
         return self.reader.schema == other.reader.schema and all(
             getattr(self, name) == getattr(other, name) for name in alike
         )
@@ -315,8 +326,14 @@ class Dataset(torch.utils.data.Dataset[Sample]):
     def mount(self, comm: Communicator, pretend_nodes: int | None = None) -> Mount:
         """Open the data set's tiers, once; the data set owns them. Collective the first time."""
         if self._mount is None:
-            options = MountOptions(requests=self.requests)
-            self._mount = mount(self.reader, self.tiers, comm, pretend_nodes, options=options)
+            options, tiers = MountOptions(requests=self.requests), self.tiers
+            chunks = None
+            if self._patches is not None:  # What tiers hold are chunks.
+                chunks = self._patches.mount(tiers, comm, pretend_nodes, self.requests)
+                tiers = "none"
+            self._mount = mount(self.reader, tiers, comm, pretend_nodes, options=options)
+            if chunks is not None:
+                self._mount.hierarchy.counters = chunks.hierarchy.counters
         return self._mount
 
     def close(self) -> None:
@@ -324,7 +341,11 @@ class Dataset(torch.utils.data.Dataset[Sample]):
         if self._mount is not None:
             self._mount.close()
             self._mount = None
+            if self._patches is not None:
+                self._patches.unmount()
         self.reader.close()
+        if self._patches is not None:
+            self._patches.close()
 
     def __enter__(self) -> Self:
         return self
@@ -357,7 +378,7 @@ class Dataset(torch.utils.data.Dataset[Sample]):
                 f"tiers={self.tiers!r}: map() makes samples one by one, and decoded tiers keep "
                 "images for crops: leave :decoded out"
             )
-        recipe = Recipe(
+        recipe = self._patch_recipe() or Recipe(
             self.reader,
             image_size=self.image_size,
             train=self.train,
@@ -374,6 +395,11 @@ class Dataset(torch.utils.data.Dataset[Sample]):
             )
         return MappedRecipe(recipe, self.maps) if self.maps else recipe
 
+    def _patch_recipe(self) -> Recipe | None:
+        if self._patches is None:
+            return None
+        return PatchRecipe(self.reader, self._patches, self._transform, self.seed)
+
 
 def open_dataset(
     path: UserDataset | PathText | Sequence[PathText],
@@ -387,6 +413,11 @@ def open_dataset(
     replicas: PathText | Sequence[PathText] = (),
     follow_links: bool | None = None,
     requests: int | None = None,
+    patch: int | Sequence[int | None] | None = None,
+    patches_per_volume: int = 1,
+    patch_stride: int | Sequence[int] | None = None,
+    pad: float | Mapping[str, float] | None = None,
+    window: int | Sequence[int] | None = None,
     min_visible: float = 0.0,
     **options: object,
 ) -> Dataset:
@@ -415,6 +446,16 @@ def open_dataset(
         requests: requests in flight from one rank to the source, at most; for a map-style data set
             the samples that it is asked for at a time. By default a number that suits the place,
             and up to 64 samples of a map-style data set, as their latency makes worth it.
+        patch: size of patches of volumes along the last dimensions of the arrays, None for a whole
+            one: `(64, 64, 64)`. Volumes are files, or the rows of arrays that have one dimension
+            more. Places are random, keyed by (seed, epoch, sample), or the middle if `train` is
+            False. Tiers hold chunks, and a patch reads those that it touches.
+        patches_per_volume: patches of each volume in an epoch.
+        patch_stride: patches on a grid, at this distance along each dimension, for evaluation;
+            samples have a `position` and the number of their `volume`, too.
+        pad: value around volumes that are smaller than a patch, for all fields or by name.
+        window: (steps, stride) for windows of consecutive rows, such as steps of time, beginning
+            at every `stride`-th one; all in one file.
         min_visible: least share of a box's area that a crop must show for the box to stay, 0 to 1;
             boxes without any area left are always dropped.
         options: of the reader, such as `select` for a slab of every HDF5 or Zarr sample.
@@ -437,8 +478,20 @@ def open_dataset(
         if not isinstance(path, str | os.PathLike | list | tuple):
             options["requests"] = requests
     places = [path, *paths_in("replicas", replicas)]
+    cutting = PatchOptions.of(patch, patches_per_volume, patch_stride, window, pad, train)
+    patches = None
+    if cutting is not None:
+        if options.get("select") is not None:
+            raise UsageError("select= and patch= or window= exclude each other: leave one out")
+        image_size = None
+        copies = [open_parts(each, follow_links=follow_links, **options) for each in places]
+        patches = open_patches(copies, cutting, options)
+        reader = cast(Reader, patches.patches)
+    else:
+        opened = [open_reader(each, follow_links=follow_links, **options) for each in places]
+        reader = replicated(opened)
     return Dataset(
-        replicated([open_reader(each, follow_links=follow_links, **options) for each in places]),
+        reader,
         tiers=tiers,
         image_size=image_size,
         train=train,
@@ -446,5 +499,6 @@ def open_dataset(
         seed=seed,
         on_error=on_error,
         requests=requests,
+        patches=patches,
         min_visible=min_visible,
     )

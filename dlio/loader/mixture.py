@@ -194,6 +194,8 @@ def mix(
     seed = whole_number("seed", seed, 0, _MOST_SEED)
     check_flag("follow_links", follow_links, optional=True)
     choose_tiers(tiers, 0)
+    if not {"patch", "window"}.isdisjoint(options):
+        raise UsageError("patches and windows are not mixed: dlio.open([a, b], patch=...) cuts all")
     with ExitStack() as undo:
         readers: list[Reader] = []
         for _, each, _ in given:
@@ -261,6 +263,11 @@ def _source(key: object, value: object) -> tuple[str, Source, float | Fraction]:
         raise UsageError(f"{key}: a mixture cannot be a source of another: name its sources here")
     if not isinstance(source, Dataset):
         source = path_in("sources", source)
+    if isinstance(source, Dataset) and source.has_patches:
+        raise UsageError(
+            f"{key}: patches and windows are not mixed: open all volumes as one data set, as in "
+            "dlio.open([a, b], patch=...)"
+        )
     if isinstance(source, Dataset) and not source.is_plain:
         raise UsageError(f"{key}: give transform= to mix, and map the mixture, not its sources")
     if isinstance(value, bool) or not isinstance(value, int | float | Fraction):

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dlio.data.reader import Reader, SampleName
+from dlio.data.reader import Reader, SampleName, data_bytes
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError
 from dlio.image.crop import Crop
@@ -87,6 +87,16 @@ class Recipe:
     def is_random(self) -> bool:
         """True if samples are random crops, which differ from epoch to epoch."""
         return self.crops and self.crop.draws > 0
+
+    @property
+    def is_plain(self) -> bool:
+        """True if samples that are not crops are their decoded fields, and nothing else."""
+        return self.transform is None and self.finish is None
+
+    @property
+    def sample_bytes(self) -> int:
+        """Approximate bytes of a sample that is not cropped."""
+        return data_bytes(self.reader) // max(1, len(self.reader))
 
     def one(self, epoch: int, sample: int, payload: Buffer) -> Sample:
         """Make one sample: (crop or the transform's result, its label or target), or the fields.
@@ -172,6 +182,10 @@ class Recipe:
             return made, 0.0
         return self._apply(self.transform, made, sample)
 
+    def mapped(self, epoch: int, sample: int, payload: Buffer) -> tuple[Sample, float]:
+        """Return `whole`, of samples that are the same in every epoch."""
+        return self.whole(sample, payload)
+
     def _apply(self, transform: Transform, made: Sample, sample: int) -> tuple[Sample, float]:
         """Return (the transform's result, seconds); an error of the transform names the sample."""
         started = time.perf_counter()
@@ -215,6 +229,14 @@ class MappedRecipe(Recipe):
     def is_random(self) -> bool:
         """True if the samples that the functions get are random crops."""
         return self._inner.is_random
+
+    @property
+    def is_plain(self) -> bool:
+        return False
+
+    @property
+    def sample_bytes(self) -> int:
+        return self._inner.sample_bytes
 
     def one(self, epoch: int, sample: int, payload: Buffer) -> Sample:
         return self.mapped(epoch, sample, payload)[0]

@@ -1,49 +1,28 @@
 """The reader of HDF5 files: data sets whose row i is sample i, or files that are one sample each.
 
-References to other files are refused: external storage, external links, and virtual data sets of
-other files. Contiguous data sets are read in parallel without the HDF5 library. Chunked ones go
-through the library, one read at a time because of its global lock.
+`dlio_readers.hdf5file` reads a file.
 """
 
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
-import numpy as np
-import numpy.typing as npt
-
+from dlio.data.chunks import ChunkedArray
 from dlio.data.reader import reopening
-from dlio.data.schema import Schema
 from dlio.data.source import File, Source, expand, files_below, own_name, split_fields
-from dlio.errors import SourceError, UsageError
-from dlio.plan.layout import MAX_BLOCK_BYTES
-from dlio.storage.block import new_memory
-from dlio.util.limits import parsing
+from dlio.errors import SourceError
 from dlio_readers.columns import (
-    ENDS,
-    SCHEMA,
-    SHAPE,
     Column,
     ColumnReader,
-    PlainColumn,
-    RaggedColumn,
-    choose,
-    looks_like,
-    parse_schema,
-    storable,
 )
-from dlio_readers.hdf5chunks import Chunks
+from dlio_readers.hdf5file import HDF5_SUFFIXES, Hdf5File
 from dlio_readers.joined import JoinedColumn
-from dlio_readers.rehearsal import note_opening, rehearse
-from dlio_readers.slabs import Select, slab
+from dlio_readers.rehearsal import rehearse
+from dlio_readers.slabs import Select
 from dlio_readers.volumes import Samples, volumes_of
 
 __all__ = ["Hdf5Reader"]
 
-_SUFFIXES: Final = (".h5", ".hdf5", ".hdf", ".he5")
 _MAGIC: Final = b"\x89HDF\r\n\x1a\n"
-_MAX_SETS: Final = 1 << 12
-_MAX_GROUPS: Final = 1 << 12
 
 
 class Hdf5Reader(ColumnReader):
@@ -73,12 +52,12 @@ class Hdf5Reader(ColumnReader):
         self.path = path if isinstance(path, str) else " ".join(path)
         files = [File(url) for url in urls]
         rehearse("hdf5", "h5py", path, files)
-        self._files = [_Hdf5File(file) for file in files]
+        self._files = [Hdf5File(file) for file in files]
         tables = [file.columns(names, select) for file in self._files]
         first = tables[0]
         packed = self._files[0].packed_schema
         volumes = volumes_of(self.path, tables, "rows" if packed is not None else samples)
-        self._has_volumes = volumes is not None
+        self._has_volumes = self.files_are_samples = volumes is not None
         for file, table in zip(self._files, tables, strict=True):
             kinds = {name: column.kind for name, column in table.items()}
             if not volumes and kinds != {name: column.kind for name, column in first.items()}:
@@ -111,12 +90,12 @@ class Hdf5Reader(ColumnReader):
     @staticmethod
     def recognises(path: str) -> str | None:
         url = split_fields(expand(path)[0])[0]
-        if own_name(url).endswith(_SUFFIXES):
+        if own_name(url).endswith(HDF5_SUFFIXES):
             return None
         source = Source(url)
         if source.is_folder():
             names = [name.lower() for name, _ in source.names()]
-            has_file = any(name.endswith(_SUFFIXES) for name in names)
+            has_file = any(name.endswith(HDF5_SUFFIXES) for name in names)
             return None if has_file else "holds no .h5 file"
         try:
             return None if File(url).read(0, 8) == _MAGIC else "does not begin like an HDF5 file"
@@ -127,251 +106,15 @@ class Hdf5Reader(ColumnReader):
         for file in self._files:
             file.close()
 
+    def chunked(self) -> dict[str, list[ChunkedArray]]:
+        """Return the arrays by field, one a file, for patches; see `dlio.data.chunks`."""
+        names = [name for name in self._columns if name in self._files[0].chunked]
+        return {name: [f.chunked[name] for f in self._files] for name in names}
+
 
 def _split(path: str | Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     """Return (files, names of data sets); the names after the last path apply to all."""
     paths = [path] if isinstance(path, str) else list(path)
     parts = [split_fields(each) for each in paths]
     names = next((names for _, names in reversed(parts) if names), ())
-    return files_below([url for url, _ in parts], _SUFFIXES), names
-
-
-class _Hdf5File:
-    """One file, opened when needed, and again after `close`."""
-
-    def __init__(self, file: File) -> None:
-        self.file = file
-        self.count = 0
-        self.classes: list[str] = []
-        self.packed_schema: Schema | None = None
-        """The schema that `dlio pack` wrote, if it wrote the file."""
-        self.lock = threading.RLock()
-        self._opened: Any = None
-
-    def handle(self) -> Any:
-        """Return the h5py file; call with the lock held."""
-        if self._opened is None:
-            import h5py
-
-            local = self.file.local_path
-            note_opening(self.file.name)
-            try:
-                self._opened = h5py.File(local or self.file.open(), "r", rdcc_nbytes=8 << 20)
-            except OSError as error:
-                raise SourceError(
-                    f"{self.file.name} is not an HDF5 file, or is damaged: {error}"
-                ) from error
-        return self._opened
-
-    def close(self) -> None:
-        with self.lock:
-            if self._opened is not None:
-                self._opened.close()
-                self._opened = None
-
-    def columns(self, names: Sequence[str], select: Select) -> dict[str, Column]:
-        with self.lock, parsing(self.file.name):
-            return self._columns(names, select)
-
-    def _columns(self, names: Sequence[str], select: Select) -> dict[str, Column]:
-        root = self.handle()
-        sets = self._find(root, names)
-        shapes = {name: tuple(each.shape) for name, each in sets.items() if each.shape is not None}
-        packed = parse_schema(root.attrs.get(SCHEMA), self.file.name)
-        if packed is not None:
-            self.packed_schema, self.classes = packed
-            names = names or [name for name, _ in self.packed_schema.fields]
-        chosen, self.count = choose(self.file.name, shapes, names)
-        columns: dict[str, Column] = {}
-        for name in chosen:
-            dataset = sets[name]
-            if "classes" in dataset.attrs:
-                self.classes = [
-                    text.decode() if isinstance(text, bytes) else str(text)
-                    for text in dataset.attrs["classes"]
-                ]
-            columns[name] = self._column(name, dataset, sets, select)
-        return columns
-
-    def _column(self, name: str, dataset: Any, sets: Mapping[str, Any], select: Select) -> Column:
-        import h5py
-
-        where = f"{self.file.name}::{name}"
-        chunks = Chunks(dataset, where)
-        if name + ENDS in sets:
-            ends, shapes = (self._integers(name + each, sets) for each in (ENDS, SHAPE))
-            assert ends is not None
-            schema = self.packed_schema
-            kind = schema.kinds[name].text if schema and name in schema.kinds else None
-            return RaggedColumn(self._array(dataset, chunks), ends, shapes, kind or "bytes", where)
-        if h5py.check_string_dtype(dataset.dtype) is not None:
-            return _ValuesColumn(self, dataset.name, chunks, self.count, "text", where)
-        vlen = h5py.check_vlen_dtype(dataset.dtype)
-        if vlen is not None:
-            if np.dtype(vlen) != np.uint8:
-                raise UsageError(f"{where}: values of varying length are read as bytes only")
-            chunks.check(dataset, slice(0, 1))
-            first = bytes(dataset[0][:16]) if self.count else b""
-            kind = looks_like(first)
-            return _ValuesColumn(self, dataset.name, chunks, self.count, kind, where)
-        if not storable(dataset.dtype):
-            raise UsageError(f"{where} is {dataset.dtype}, which samples cannot have: leave it out")
-        unit = dataset.chunks[0] if dataset.chunks else 1
-        # Do not decode chunks together that exceed a few blocks.
-        row = max(1, dataset.dtype.itemsize * int(np.prod(dataset.shape[1:], dtype=np.int64)))
-        unit = unit if unit * row <= 4 * MAX_BLOCK_BYTES else 1
-        chosen = slab(select, name, tuple(dataset.shape[1:]))
-        return PlainColumn(self._array(dataset, chunks), unit, chosen)
-
-    def _integers(self, name: str, sets: Mapping[str, Any]) -> npt.NDArray[np.int64] | None:
-        if name not in sets:
-            return None
-        Chunks(sets[name], f"{self.file.name}::{name}").check(sets[name], Ellipsis)
-        return np.asarray(sets[name][...]).astype(np.int64)
-
-    def _array(self, dataset: Any, chunks: Chunks) -> Any:
-        """Return an array that reads a contiguous local data set directly, others through HDF5."""
-        offset = dataset.id.get_offset() if dataset.chunks is None else None
-        plain = dataset.dtype.isnative and dataset.nbytes > 0
-        if offset is not None and self.file.local_path is not None and plain:
-            if offset + dataset.nbytes > self.file.size:
-                raise SourceError(f"{self.file.name} is cut off: restore it")
-            return _Contiguous(self.file, offset, tuple(dataset.shape), dataset.dtype)
-        return _Chunked(self, dataset.name, chunks, tuple(dataset.shape), dataset.dtype)
-
-    def _find(self, root: Any, names: Sequence[str]) -> dict[str, Any]:
-        """Return the data sets of the file, or the named ones.
-
-        Raises SourceError for links and references to other files.
-        """
-        import h5py
-
-        sets: dict[str, Any] = {}
-        groups = 0
-
-        def look(group: Any, prefix: str) -> None:
-            nonlocal groups
-            groups += 1  # A group may hold itself, or hold another under several names.
-            if groups > _MAX_GROUPS:
-                raise UsageError(f"{self.file.name} holds over {_MAX_GROUPS} groups, or a loop")
-            for key in group:
-                name = prefix + key
-                link = group.get(key, getlink=True)
-                asked = not names or any(
-                    n == name or n.startswith(f"{name}/") or name in (n + ENDS, n + SHAPE)
-                    for n in names
-                )
-                if not asked:
-                    continue
-                if not isinstance(link, h5py.HardLink):
-                    if names:
-                        raise SourceError(
-                            f"{self.file.name}::{name} is a link, which dlio does not follow: "
-                            "name its target instead"
-                        )
-                    continue
-                child = group[key]
-                if isinstance(child, h5py.Group):
-                    if prefix.count("/") < 16:
-                        look(child, f"{name}/")
-                elif isinstance(child, h5py.Dataset):
-                    self._check(name, child)
-                    sets[name] = child
-                    if len(sets) > _MAX_SETS:
-                        raise UsageError(f"{self.file.name} holds over {_MAX_SETS} data sets")
-
-        look(root, "")
-        return sets
-
-    def _check(self, name: str, dataset: Any) -> None:
-        where = f"{self.file.name}::{name}"
-        if dataset.external:
-            raise SourceError(f"{where} lies in another file (external storage): refused")
-        if dataset.is_virtual:
-            others = {source.file_name for source in dataset.virtual_sources()} - {"."}
-            if others:
-                raise SourceError(f"{where} is made of other files (virtual): name those instead")
-
-
-class _Chunked:
-    """A data set that is read through the HDF5 library."""
-
-    def __init__(
-        self,
-        file: _Hdf5File,
-        name: str,
-        chunks: Chunks,
-        shape: tuple[int, ...],
-        dtype: np.dtype[Any],
-    ) -> None:
-        self._file, self._name, self._chunks = file, name, chunks
-        self.shape, self.dtype = shape, dtype
-
-    def __getitem__(self, key: Any) -> Any:
-        with self._file.lock:
-            dataset = self._file.handle()[self._name]
-            self._chunks.check(dataset, key)
-            return dataset[key]
-
-
-class _Contiguous:
-    """A contiguous data set, read from the file directly and in parallel."""
-
-    def __init__(
-        self, file: File, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]
-    ) -> None:
-        self._file, self._offset = file, offset
-        self.shape, self.dtype = shape, dtype
-        self._row = dtype.itemsize * int(np.prod(shape[1:], dtype=np.int64))
-
-    def __getitem__(self, key: Any) -> npt.NDArray[Any]:
-        parts = key if isinstance(key, tuple) else (key,)
-        if parts[0] is Ellipsis:
-            parts = (slice(None),)
-        first, last, _ = parts[0].indices(self.shape[0])
-        if len(parts) == 2 and isinstance(parts[1], slice) and self._row and first < last:
-            return self._rows_of_slab(first, last, parts[1])
-        memory = new_memory((last - first) * self._row)
-        self._file.read_into(self._offset + first * self._row, memory)
-        rows = np.frombuffer(memory, self.dtype).reshape(last - first, *self.shape[1:])
-        return rows[(slice(None), *parts[1:])] if len(parts) > 1 else rows
-
-    def _rows_of_slab(self, first: int, last: int, part: slice) -> npt.NDArray[Any]:
-        """Read only a part of each row's first dimension."""
-        start, stop, step = part.indices(self.shape[1])
-        line = self._row // self.shape[1]
-        out = np.empty((last - first, stop - start, *self.shape[2:]), self.dtype)
-        for k in range(last - first):
-            at = self._offset + (first + k) * self._row + start * line
-            self._file.read_into(at, memoryview(out[k].reshape(-1).view(np.uint8)))
-        return out[:, ::step]
-
-
-class _ValuesColumn:
-    """Strings or byte arrays of variable length, in HDF5's own types."""
-
-    def __init__(
-        self, file: _Hdf5File, name: str, chunks: Chunks, count: int, kind: str, where: str
-    ) -> None:
-        self._file, self._name, self._chunks, self._count = file, name, chunks, count
-        self.kind = kind
-        self.unit = 1
-        self._where = where
-        self._bodies: npt.NDArray[np.int64] | None = None
-
-    def bodies(self) -> npt.NDArray[np.int64]:
-        if self._bodies is None:
-            sizes = [
-                len(value)
-                for start in range(0, self._count, 1024)
-                for value in self.rows(start, min(start + 1024, self._count))
-            ]
-            self._bodies = np.array(sizes, np.int64)
-        return self._bodies
-
-    def rows(self, start: int, stop: int) -> list[bytes]:
-        with self._file.lock:
-            dataset = self._file.handle()[self._name]
-            self._chunks.check(dataset, slice(start, stop))
-            values = dataset[start:stop]
-        return [value.encode() if isinstance(value, str) else bytes(value) for value in values]
+    return files_below([url for url, _ in parts], HDF5_SUFFIXES), names

@@ -1,4 +1,4 @@
-"""Rehearsals: HDF5 and Parquet files are first read by a process that may die of damaged ones.
+"""Rehearsals: HDF5, Parquet and Arrow files are first read by a process that may die of them.
 
 The libraries of these formats abort the process, or compute for ever, for some damaged files. So
 files that are new to this user's cache are opened and read by a child process first. If it dies, or
@@ -38,6 +38,7 @@ _SILENT_S: Final = 600.0
 _POLL_S: Final = 0.02
 _REMEDY: Final = "it is damaged, or was made to do so; restore it"
 _READERS: Final = {
+    "arrow": ("dlio_readers.arrow", "ArrowReader"),
     "hdf5": ("dlio_readers.hdf5", "Hdf5Reader"),
     "parquet": ("dlio_readers.parquet", "ParquetReader"),
 }
@@ -47,7 +48,7 @@ def rehearse(kind: str, library: str, path: str | Sequence[str], files: Sequence
     """Have a child process read files that this user's cache does not know, before this one does.
 
     Args:
-        kind: format, `hdf5` or `parquet`.
+        kind: format, `arrow`, `hdf5` or `parquet`.
         library: package that will read them.
         path: as the reader takes it.
         files: all that it reads.

@@ -1,21 +1,15 @@
 """The reader of NumPy files and text tables: `.npy`, `.npz`, `.csv`, `.tsv`; without pickle."""
 
-import struct
-import zipfile
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-import numpy as np
-import numpy.typing as npt
-
+from dlio.data.chunks import ChunkedArray
 from dlio.data.reader import reopening
 from dlio.data.source import File, Source, expand, files_below, own_name, split_fields
-from dlio.errors import CorruptBlock, SourceError, UsageError
-from dlio.storage.block import new_memory
-from dlio.util.limits import check_claim
-from dlio_readers.columns import Column, ColumnReader, PlainColumn, choose
+from dlio.errors import UsageError
+from dlio_readers.columns import Arrays, Column, ColumnReader, PlainColumn, choose
 from dlio_readers.joined import JoinedColumn
-from dlio_readers.npy import NpyHead, read_npy_head
+from dlio_readers.npyfile import chunked_array, numpy_arrays
 from dlio_readers.slabs import Select, slab
 from dlio_readers.texttable import open_text_tables
 from dlio_readers.volumes import Samples, volumes_of
@@ -25,8 +19,6 @@ __all__ = ["TablesReader"]
 _TEXTS: Final = (".csv", ".tsv")
 _ARRAYS: Final = (".npy", ".npz")
 _SUFFIXES: Final = (*_ARRAYS, *_TEXTS)
-_HEAD_BYTES: Final = 1 << 12
-_MAX_RAW: Final = 16 << 30
 
 
 class TablesReader(ColumnReader):
@@ -64,6 +56,7 @@ class TablesReader(ColumnReader):
         self._again = reopening(TablesReader, path, select, columns, separator, samples)
         self.path = path if isinstance(path, str) else " ".join(path)
         self._names: list[str] = []
+        self._chunked: dict[str, list[ChunkedArray]] = {}
         paths = [path] if isinstance(path, str) else list(path)
         parts = [split_fields(each) for each in paths]
         names = next((names for _, names in reversed(parts) if names), ())
@@ -79,7 +72,17 @@ class TablesReader(ColumnReader):
             return
         if columns is not None or separator is not None:
             raise UsageError(f"columns= and separator= are for tables of text, not for {self.path}")
-        arrays, count = _array_columns(self.path, files, names, select, samples)
+        opened = [numpy_arrays(file) for file in files]
+        arrays, count, volumes = _array_columns(self.path, files, opened, names, select, samples)
+        self.files_are_samples = volumes
+        if select is None:
+            self._chunked = {
+                name: [
+                    chunked_array(each[name], f"{file.name}::{name}")
+                    for file, each in zip(files, opened, strict=True)
+                ]
+                for name in arrays
+            }
         if count == len(files) > 1:
             self._names = [file.name.rsplit("/", 1)[-1] for file in files]
         self._setup(arrays, count, stamps, select=select)
@@ -105,6 +108,10 @@ class TablesReader(ColumnReader):
     def close(self) -> None:
         pass
 
+    def chunked(self) -> dict[str, list[ChunkedArray]]:
+        """Return the arrays by field, one a file, for patches; see `dlio.data.chunks`."""
+        return self._chunked
+
 
 def _files_of(urls: Sequence[str]) -> list[str]:
     """Expand patterns; a folder becomes its arrays."""
@@ -114,15 +121,18 @@ def _files_of(urls: Sequence[str]) -> list[str]:
 def _array_columns(
     path: str,
     files: Sequence[File],
+    opened: Sequence[Mapping[str, Arrays]],
     names: Sequence[str],
     select: Select,
     samples: Samples | None,
-) -> tuple[dict[str, Column], int]:
-    """Return the arrays of some files as columns, and their rows. Raises UsageError."""
+) -> tuple[dict[str, Column], int, bool]:
+    """Return (arrays of some files as columns, their rows, True if each file is one row).
+
+    Raises UsageError.
+    """
     tables: list[dict[str, Column]] = []
     counts = []
-    for file in files:
-        arrays = {"data": _npy(file)} if own_name(file.name).endswith(".npy") else _npz(file)
+    for file, arrays in zip(files, opened, strict=True):
         shapes = {name: array.shape for name, array in arrays.items()}
         chosen, count = choose(file.name, shapes, names)
         counts.append(count)
@@ -134,7 +144,7 @@ def _array_columns(
         )
     volumes = volumes_of(path, tables, samples)
     if volumes is not None:
-        return volumes, len(files)
+        return volumes, len(files), True
     for file, table in zip(files, tables, strict=True):
         if _kinds(table) != _kinds(tables[0]):
             raise UsageError(
@@ -142,80 +152,10 @@ def _array_columns(
                 "open them one by one"
             )
     if len(files) == 1:
-        return tables[0], counts[0]
+        return tables[0], counts[0], False
     joined = {name: JoinedColumn([table[name] for table in tables], counts) for name in tables[0]}
-    return dict(joined), sum(counts)
+    return dict(joined), sum(counts), False
 
 
 def _kinds(table: Mapping[str, Column]) -> dict[str, str]:
     return {name: column.kind for name, column in table.items()}
-
-
-class _Stored:
-    """An uncompressed array in a file, read in place."""
-
-    def __init__(self, file: File, head: NpyHead, start: int) -> None:
-        if head.fortran and len(head.shape) > 1:
-            raise SourceError(f"{file.name} is in Fortran order: write it in C order")
-        self._file, self._start = file, start + head.offset
-        self.shape = head.shape
-        self.dtype = np.dtype(head.dtype)
-        self._stored = np.dtype(head.descr)
-        self._row = head.nbytes // max(1, head.shape[0]) if head.shape else head.nbytes
-
-    def __getitem__(self, key: Any) -> npt.NDArray[Any]:
-        parts = key if isinstance(key, tuple) else (key,)
-        first, last, _ = parts[0].indices(self.shape[0])
-        memory = new_memory(max(0, last - first) * self._row)
-        self._file.read_into(self._start + first * self._row, memory)
-        rows = np.frombuffer(memory, self._stored).reshape(last - first, *self.shape[1:])
-        return rows[(slice(None), *parts[1:])].astype(self.dtype, copy=False)
-
-
-def _npy(file: File) -> _Stored:
-    return _Stored(file, _head(file.read(0, _HEAD_BYTES), file.size, file.name), 0)
-
-
-def _head(data: bytes, size: int, name: str) -> NpyHead:
-    try:
-        return read_npy_head(memoryview(data), size)
-    except CorruptBlock as error:
-        raise SourceError(f"{name} {error}") from error
-
-
-def _npz(file: File) -> dict[str, Any]:
-    arrays: dict[str, Any] = {}
-    try:
-        with file.open() as stream, zipfile.ZipFile(stream) as archive:
-            for member in archive.infolist():
-                name = f"{file.name}::{member.filename}"
-                if not member.filename.endswith(".npy"):
-                    continue
-                key = member.filename.removesuffix(".npy")
-                if member.compress_type == zipfile.ZIP_STORED:
-                    start = _data_start(file, member)
-                    head = _head(file.read(start, _HEAD_BYTES), member.file_size, name)
-                    arrays[key] = _Stored(file, head, start)
-                    continue
-                if member.file_size > _MAX_RAW:
-                    raise SourceError(f"{name} of {member.file_size} bytes is too large")
-                check_claim(member.file_size, member.compress_size, name)
-                data = memoryview(archive.read(member))
-                arrays[key] = _head(bytes(data[:_HEAD_BYTES]), len(data), name).array(data)
-    except SourceError:
-        raise
-    except Exception as error:  # zipfile raises many kinds of errors for damaged files.
-        raise SourceError(f"{file.name} is not a .npz file, or is damaged: {error}") from error
-    return arrays
-
-
-def _data_start(file: File, member: zipfile.ZipInfo) -> int:
-    """Offset of an uncompressed member's data."""
-    head = file.read(member.header_offset, 30)
-    if len(head) < 30 or head[:4] != b"PK\x03\x04":
-        raise SourceError(f"{file.name} is damaged at byte {member.header_offset}: restore it")
-    name, extra = struct.unpack_from("<HH", head, 26)
-    start = member.header_offset + 30 + int(name) + int(extra)
-    if start + member.file_size > file.size:
-        raise SourceError(f"{file.name} is cut off: restore it")
-    return start

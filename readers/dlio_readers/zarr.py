@@ -6,6 +6,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
+from dlio.data.chunks import Box, ChunkedArray
 from dlio.data.identity import store_sample
 from dlio.data.reader import reopening
 from dlio.data.source import Source, failed, own_name, redact, split_fields
@@ -94,6 +95,11 @@ class ZarrReader(ColumnReader):
                 raise UsageError(f"{where} is {array.dtype}, which samples cannot have")
             part = slab(select, name, tuple(array.shape[1:]))
             columns[name] = PlainColumn(array, _unit(array), part)
+        self._chunked = {
+            name: [_chunked(arrays[name], f"{redact(url)}::{name}")]
+            for name, column in columns.items()
+            if isinstance(column, PlainColumn) and select is None
+        }
         whole = schema is not None and len(schema.fields) == len(columns)
         self._setup(
             columns,
@@ -119,6 +125,10 @@ class ZarrReader(ColumnReader):
 
     def close(self) -> None:
         pass
+
+    def chunked(self) -> dict[str, list[ChunkedArray]]:
+        """Return the arrays by field, for patches; see `dlio.data.chunks`."""
+        return self._chunked
 
     def _open(self, url: str) -> Any:
         import zarr
@@ -229,6 +239,16 @@ def _codecs(array: Any) -> list[str]:
 
 def _name_of(codec: Any) -> str:
     return str(codec["name"] if isinstance(codec, dict) else getattr(codec, "codec_id", codec))
+
+
+def _chunked(array: Any, where: str) -> ChunkedArray:
+    """Return an array with its chunks; those inside shards, which are read by ranges."""
+
+    def read(box: Box) -> Any:
+        return np.asarray(array[box])
+
+    shape = tuple(map(int, array.shape))
+    return ChunkedArray(where, shape, np.dtype(array.dtype), tuple(map(int, array.chunks)), read)
 
 
 def _unit(array: Any) -> int:

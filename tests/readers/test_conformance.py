@@ -5,7 +5,7 @@ import json
 import os
 import tarfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import h5py
@@ -20,6 +20,7 @@ from dlio.data.reader import Reader, open_reader
 from dlio.data.schema import Value
 from dlio.testing import ReaderTests
 from dlio_staging.pack import pack
+from tests.readers import tfrecords
 
 COUNT = 60
 Rows = Sequence[Mapping[str, Value]]
@@ -170,6 +171,29 @@ class TestParquet(FormatTests):
         cut_off(folder / "data")
 
 
+class TestArrow(FormatTests):
+    def write(self, data: Path, shift: int = 0) -> str:
+        table = pa.table(
+            {
+                "image": [image(k) + bytes(shift) for k in range(COUNT)],
+                "label": [k % 2 for k in range(COUNT)],
+                "x": [numbers(k).tolist() for k in range(COUNT)],
+            }
+        )
+        with (
+            pa.OSFile(str(data / "a.arrow"), "wb") as sink,
+            pa.ipc.new_stream(sink, table.schema) as writer,
+        ):
+            writer.write_table(table, max_chunksize=20)
+        return str(data)
+
+    def expected(self) -> Rows:
+        return [{"image": image(k), "label": k % 2, "x": numbers(k)} for k in range(COUNT)]
+
+    def damage(self, folder: Path, sample: int) -> None:
+        cut_off(folder / "data")
+
+
 class TestTables(FormatTests):
     def write(self, data: Path, shift: int = 0) -> str:
         np.savez(
@@ -184,6 +208,40 @@ class TestTables(FormatTests):
 
     def damage(self, folder: Path, sample: int) -> None:
         cut_off(folder / "data")
+
+
+class TestFiles(FormatTests):
+    def write(self, data: Path, shift: int = 0) -> str:
+        for k in range(COUNT):
+            (data / "ab"[k % 2]).mkdir(exist_ok=True)
+            array = np.tile(numbers(k), (1 + k % 3, 1)) + shift
+            np.save(data / "ab"[k % 2] / f"{k:03d}.npy", array)
+        return str(data)
+
+    def expected(self) -> Rows:
+        order = [*range(0, COUNT, 2), *range(1, COUNT, 2)]
+        return [{"data": np.tile(numbers(k), (1 + k % 3, 1)), "label": k % 2} for k in order]
+
+    def damage(self, folder: Path, sample: int) -> None:
+        cut_off(folder / "data")
+
+
+class TestTfRecord(FormatTests):
+    def write(self, data: Path, shift: int = 0) -> str:
+        for shard in range(2):
+            rows: Iterator[tfrecords.Values] = (
+                {"image": [image(k) + bytes(shift)], "label": [k % 2], "x": numbers(k).tolist()}
+                for k in range(shard * COUNT // 2, (shard + 1) * COUNT // 2)
+            )
+            tfrecords.write(data / f"a-{shard:05d}-of-00002", map(tfrecords.example, rows))
+        return str(data)
+
+    def expected(self) -> Rows:
+        return [{"image": image(k), "label": k % 2, "x": numbers(k)} for k in range(COUNT)]
+
+    def damage(self, folder: Path, sample: int) -> None:
+        for path in (folder / "data").iterdir():
+            os.truncate(path, 40)
 
 
 class TestMds(FormatTests):

@@ -14,11 +14,10 @@ import numpy.typing as npt
 import torch
 from torch.utils._pytree import tree_map
 
-from dlio.data.reader import data_bytes
 from dlio.data.schema import Buffer, Schema
 from dlio.errors import UsageError
 from dlio.loader.contract import BatchData, CollateFn, Sample
-from dlio.loader.recipe import MappedRecipe, Recipe
+from dlio.loader.recipe import Recipe
 from dlio.storage.decoded import DecodedTier
 from dlio.util.pool import Pool
 
@@ -129,9 +128,7 @@ def maker_for(
     """
     if recipe.crops:
         return CropMaker(recipe, batch_size, None if default else collate, pinned, decoded)
-    plain = recipe.transform is None and recipe.finish is None
-    plain = plain and not isinstance(recipe, MappedRecipe)
-    if default and plain and _is_arrays(recipe.reader.schema):
+    if default and recipe.is_plain and _is_arrays(recipe.reader.schema):
         return ArrayMaker(recipe, batch_size, pinned)
     if default and recipe.ragged:
         return SampleMaker(recipe, batch_size, _as_lists)
@@ -315,8 +312,7 @@ class SampleMaker:
     def __init__(self, recipe: Recipe, batch_size: int, collate: CollateFn) -> None:
         self.recipe = recipe
         self.collate = collate
-        reader = recipe.reader
-        self.batch_bytes = batch_size * data_bytes(reader) // max(1, len(reader))
+        self.batch_bytes = batch_size * recipe.sample_bytes
 
     def begin(self, epoch: int, samples: npt.NDArray[np.int64]) -> Slots:
         return _Samples(self, epoch, len(samples))
@@ -329,10 +325,7 @@ class _Samples:
 
     def make(self, slot: int, sample: int, payload: Buffer) -> float:
         recipe = self._maker.recipe
-        if isinstance(recipe, MappedRecipe):
-            self._samples[slot], seconds = recipe.mapped(self._epoch, sample, payload)
-        else:
-            self._samples[slot], seconds = recipe.whole(sample, payload)
+        self._samples[slot], seconds = recipe.mapped(self._epoch, sample, payload)
         return seconds
 
     def finish(self, slots: Sequence[int] | None) -> BatchData:

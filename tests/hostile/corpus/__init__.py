@@ -4,6 +4,8 @@ from types import ModuleType
 from typing import Final
 
 from tests.hostile.corpus import (
+    arrayfiles,
+    arrows,
     checkpoints,
     folder,
     hdf5,
@@ -12,6 +14,7 @@ from tests.hostile.corpus import (
     shards,
     tables,
     tars,
+    tfrecords,
     tiers,
     zarrs,
 )
@@ -30,6 +33,9 @@ MODULES: Final[tuple[ModuleType, ...]] = (
     shards,
     tiers,
     checkpoints,
+    arrayfiles,
+    tfrecords,
+    arrows,
 )
 
 

@@ -1,0 +1,407 @@
+"""The reader of arrays and scans of which each file is one sample, of any shape.
+
+    train/<class>/*.npy          the folder is the label
+    case/images/*.nii.gz         with case/labels/*.nii.gz: the file of the same name is the target
+    scans/*.nii.gz, *.dcm        no labels
+
+Shapes and types are read from the files' headers, once: they are kept as other indexes are.
+"""
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.data.chunks import Box, ChunkedArray
+from dlio.data.index import Arrays, cached_index, fingerprint_of
+from dlio.data.reader import reopening
+from dlio.data.schema import DTYPES, MAX_DIMENSIONS, Schema, array_kind
+from dlio.data.source import File, Source, expand, own_name
+from dlio.data.urls import inside
+from dlio.errors import SourceError, UsageError
+from dlio.plan.layout import cut_blocks
+from dlio.plan.order import Order
+from dlio.util.limits import parsing
+from dlio_readers.hdf5file import HDF5_SUFFIXES, Hdf5File
+from dlio_readers.npyfile import chunked_array, numpy_arrays
+from dlio_readers.rehearsal import rehearse
+from dlio_readers.scans import DICOM_SUFFIXES, NIFTI_SUFFIXES, dicom_array, nifti_array
+
+__all__ = ["FilesReader"]
+
+_NUMPY: Final = (".npy", ".npz")
+_SCANS: Final = (*NIFTI_SUFFIXES, *DICOM_SUFFIXES)
+_SUFFIXES: Final = (*_NUMPY, *HDF5_SUFFIXES, *_SCANS)
+_INPUTS: Final = ("images", "image", "imagesTr", "inputs", "volumes")
+_TARGETS: Final = ("labels", "label", "labelsTr", "masks", "mask", "segmentations", "targets")
+_CHANNEL: Final = "_0000"
+"""Ends the name of an image's first channel, as nnU-Net names files; its label lacks it."""
+_SEED: Final = 0xD110
+_VERSION: Final = 1
+_OPEN_FILES: Final = 64
+_SAMPLED: Final = 256
+"""Files whose contents the fingerprint samples, besides all files' sizes and times."""
+_AGAIN: Final = "open it again"
+_LOOKED_AT: Final = 2
+"""Folders that are looked into to recognise the format."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """The files of a sample."""
+
+    name: str
+    urls: tuple[str, ...]
+    """The input, and the target if there are targets."""
+    label: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """An array as an index has it."""
+
+    shape: tuple[int, ...]
+    chunks: tuple[int, ...]
+
+
+class FilesReader:
+    """Read a folder whose files are one sample each: `.npy`, `.npz`, `.h5`, `.nii`, `.nii.gz`,
+    `.dcm`.
+
+    A sample's fields are the file's arrays: `data` of a `.npy`, `image` of a scan, those of a
+    `.npz` or HDF5 file by name; `label` is the number of the class folder. With targets, the input
+    is `image` and its target `label`, and each file holds one array. NIfTI files need the package
+    nibabel, DICOM files pydicom.
+
+    Args:
+        path: a folder, or a file, a pattern or a list of scans.
+
+    Raises SourceError for damaged files, a missing target, and files that differ in fields, types
+    or numbers of dimensions.
+    """
+
+    format = "files"
+    objects = True
+    files_are_samples = True
+
+    def __init__(self, path: str | Sequence[str]) -> None:
+        self._again = reopening(FilesReader, path)
+        self.path = path if isinstance(path, str) else " ".join(path)
+        self._rows, self.classes, self._paired = _find(path)
+        self._urls = [url for row in self._rows for url in row.urls]
+        self._sides = len(self._rows[0].urls)
+        files = [File(url) for url in self._urls]
+        hdf5 = [file for file in files if own_name(file.name).endswith(HDF5_SUFFIXES)]
+        if hdf5:
+            rehearse("hdf5", "h5py", [file.url for file in hdf5], hdf5)
+        self._lock = threading.Lock()
+        self._opened: OrderedDict[int, tuple[dict[str, ChunkedArray], Hdf5File | None]]
+        self._opened = OrderedDict()
+        index = cached_index("files", _VERSION, files, self._build)
+        head = json.loads(index["head"].tobytes())
+        self._dtypes: dict[str, np.dtype[Any]] = {n: np.dtype(d) for n, d in head["dtypes"]}
+        self._facts = _unpacked(head["dtypes"], index["dims"], len(self._rows))
+        fields = [
+            (name, array_kind(dtype, _common([facts.shape for facts in self._facts[name]])))
+            for name, dtype in self._dtypes.items()
+        ]
+        if len(self.classes):
+            if "label" in self._dtypes:
+                raise UsageError(f"{self.path}: files hold a label, and class folders name another")
+            fields.append(("label", "int64"))
+        self.schema = Schema(tuple(fields))
+        self.labels = np.array([row.label for row in self._rows], np.int64)
+        bodies = {
+            name: np.array([np.prod(f.shape, dtype=np.int64) for f in facts], np.int64)
+            * self._dtypes[name].itemsize
+            for name, facts in self._facts.items()
+        }
+        self.sizes = self.schema.payload_sizes(len(self._rows), bodies)
+        self.layout = cut_blocks(self.sizes, Order(len(self._rows), _SEED, shuffled=True))
+        sampled = set(
+            np.linspace(0, len(files) - 1, min(len(files), _SAMPLED)).astype(int).tolist()
+        )
+        stamps = [
+            f"{file.url} {file.stamp if k in sampled else (file.size, file.times)}"
+            for k, file in enumerate(files)
+        ]
+        self.fingerprint = fingerprint_of(
+            "files", _VERSION, self.schema.to_json(), *self.classes, *stamps, index["dims"]
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._again
+
+    @staticmethod
+    def recognises(path: str) -> str | None:
+        url = expand(path)[0]
+        if own_name(url).endswith(_SCANS):
+            return None
+        source = Source(url)
+        if not source.is_folder():
+            return f"is neither a folder nor does it end in {', '.join(_SCANS)}"
+        names = source.names()
+        if any(name.lower().endswith(_SCANS) for name, folder in names if not folder):
+            return None
+        folders = [name for name, folder in names if folder and not name.startswith(".")]
+        if any(name.lower().endswith(_SUFFIXES) for name, folder in names if not folder):
+            return "holds arrays whose rows may be samples"
+        inputs = [name for name in folders if name in _INPUTS]
+        for folder in inputs or folders[:_LOOKED_AT]:
+            inside = [name.lower() for name, inner in source.names(folder) if not inner]
+            if any(name.endswith(_SUFFIXES) for name in inside):
+                return None
+        return "its folders hold no arrays or scans"
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def name(self, sample: int) -> str:
+        return self._rows[sample].name
+
+    def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
+        return [self._payload(int(sample)) for sample in samples]
+
+    def chunked(self) -> dict[str, list[ChunkedArray]]:
+        """Return the arrays by field, one a file, for patches; see `dlio.data.chunks`."""
+        return {
+            name: [self._lazy(sample, name, facts) for sample, facts in enumerate(each)]
+            for name, each in self._facts.items()
+        }
+
+    def close(self) -> None:
+        with self._lock:
+            opened, self._opened = self._opened, OrderedDict()
+        for _, file in opened.values():
+            if file is not None:
+                file.close()
+
+    def _payload(self, sample: int) -> bytes:
+        values: dict[str, Any] = {"label": self._rows[sample].label} if len(self.classes) else {}
+        with ExitStack() as stack:
+
+            def opened(number: int) -> dict[str, ChunkedArray]:
+                arrays, file = _opened(File(self._urls[number]))
+                if file is not None:
+                    stack.callback(file.close)
+                return arrays
+
+            for name, array in self._arrays_of(sample, opened).items():
+                facts = self._facts.get(name)
+                if facts is None or array.shape != facts[sample].shape:
+                    raise SourceError(f"{array.where} has changed since it was opened: {_AGAIN}")
+                values[name] = array.read(tuple(slice(0, n) for n in array.shape))
+        try:
+            return self.schema.join(values)
+        except (ValueError, KeyError) as error:
+            raise SourceError(
+                f"{self.name(sample)} has changed since it was opened: {error}; {_AGAIN}"
+            ) from error
+
+    def _lazy(self, sample: int, name: str, facts: _Facts) -> ChunkedArray:
+        """Return an array whose file is opened when a part is read."""
+
+        def read(box: Box) -> npt.NDArray[Any]:
+            array = self._arrays_of(sample, self._open).get(name)
+            if array is None or array.shape != facts.shape:
+                raise SourceError(f"{self.name(sample)} has changed since it was opened: {_AGAIN}")
+            return array.read(box)
+
+        where = f"{self.path}: {self.name(sample)}"
+        return ChunkedArray(where, facts.shape, self._dtypes[name], facts.chunks, read)
+
+    def _arrays_of(
+        self, sample: int, opened: Callable[[int], dict[str, ChunkedArray]]
+    ) -> dict[str, ChunkedArray]:
+        """Return a sample's arrays by field. Raises SourceError.
+
+        Args:
+            opened: returns the arrays of a file, by its number.
+        """
+        arrays: dict[str, ChunkedArray] = {}
+        for side in range(self._sides):
+            own = opened(sample * self._sides + side)
+            if not self._paired:
+                return own
+            if len(own) != 1:
+                raise SourceError(
+                    f"{self._urls[sample * self._sides + side]} holds {len(own)} arrays: of files "
+                    "in images/ and labels/, each holds one"
+                )
+            arrays[("image", "label")[side]] = next(iter(own.values()))
+        return arrays
+
+    def _open(self, number: int) -> dict[str, ChunkedArray]:
+        """Return the arrays of a file, whose header is kept with those of the last few."""
+        with self._lock:
+            kept = self._opened.get(number)
+            if kept is not None:
+                self._opened.move_to_end(number)
+                return kept[0]
+        opened = _opened(File(self._urls[number]))
+        gone: list[Hdf5File | None] = []
+        with self._lock:
+            self._opened[number] = opened
+            while len(self._opened) > _OPEN_FILES:
+                gone.append(self._opened.popitem(last=False)[1][1])
+        for file in gone:
+            if file is not None:
+                file.close()
+        return opened[0]
+
+    def _build(self) -> Arrays:
+        """Index the arrays of all files: names, types and shapes."""
+        first: dict[str, ChunkedArray] = {}
+        dims: list[list[int]] = []
+        for sample, row in enumerate(self._rows):
+            arrays = self._arrays_of(sample, self._open)
+            first = first or arrays
+            _check_alike(row.name, arrays, self._rows[0].name, first)
+            flat: list[int] = []
+            for array in arrays.values():
+                flat += [*array.shape, *array.chunks]
+            dims.append(flat)
+        dtypes = [
+            (name, array.dtype.newbyteorder("=").name, len(array.shape))
+            for name, array in first.items()
+        ]
+        head = {"dtypes": [(name, dtype) for name, dtype, _ in dtypes]}
+        numbers = np.array([size for _, _, size in dtypes], np.int64)
+        table = np.array(dims, np.int64).reshape(len(self._rows), -1)
+        return {
+            "head": np.frombuffer(json.dumps(head).encode(), np.uint8),
+            "dims": np.concatenate([numbers, table.reshape(-1)]),
+        }
+
+
+def _opened(file: File) -> tuple[dict[str, ChunkedArray], Hdf5File | None]:
+    """Return (arrays of a file by name, the file if it stays open). Raises SourceError."""
+    name = own_name(file.name)
+    if name.endswith(NIFTI_SUFFIXES):
+        return {"image": nifti_array(file)}, None
+    if name.endswith(DICOM_SUFFIXES):
+        return {"image": dicom_array(file)}, None
+    with parsing(file.name):
+        if name.endswith(HDF5_SUFFIXES):
+            opened = Hdf5File(file)
+            return opened.arrays(), opened
+        arrays = numpy_arrays(file)
+        return {
+            key: chunked_array(each, f"{file.name}::{key}") for key, each in arrays.items()
+        }, None
+
+
+def _check_alike(
+    name: str,
+    arrays: Mapping[str, ChunkedArray],
+    other: str,
+    first: Mapping[str, ChunkedArray],
+) -> None:
+    """Raise SourceError if a sample's fields are not those of the first sample."""
+    for key in {**first, **arrays}:
+        mine, theirs = arrays.get(key), first.get(key)
+        shown = [
+            "none" if each is None else f"{each.dtype.name} of {len(each.shape)} dimensions"
+            for each in (mine, theirs)
+        ]
+        if mine is not None and (
+            mine.dtype.name not in DTYPES or len(mine.shape) > MAX_DIMENSIONS or 0 in mine.shape
+        ):
+            raise SourceError(f"{name}: {key!r} is {mine.dtype}{list(mine.shape)}: convert it")
+        if shown[0] != shown[1]:
+            raise SourceError(
+                f"{name}: {key!r} is {shown[0]}, and in {other} {shown[1]}: make files alike"
+            )
+    if not arrays:
+        raise SourceError(f"{name} holds no arrays: remove it")
+
+
+def _unpacked(
+    dtypes: Sequence[Sequence[str]], dims: npt.NDArray[np.int64], count: int
+) -> dict[str, list[_Facts]]:
+    """Return shapes and chunks by field, from an index."""
+    numbers = dims[: len(dtypes)].tolist()
+    table = dims[len(dtypes) :].reshape(count, 2 * sum(numbers)).tolist()
+    facts: dict[str, list[_Facts]] = {}
+    at = 0
+    for (name, _), n in zip(dtypes, numbers, strict=True):
+        facts[name] = [
+            _Facts(tuple(row[at : at + n]), tuple(row[at + n : at + 2 * n])) for row in table
+        ]
+        at += 2 * n
+    return facts
+
+
+def _common(shapes: Sequence[tuple[int, ...]]) -> list[int | None]:
+    """Return the dimensions of some shapes, None for those that differ."""
+    return [sizes[0] if len(set(sizes)) == 1 else None for sizes in zip(*shapes, strict=True)]
+
+
+def _find(path: str | Sequence[str]) -> tuple[list[_Row], list[str], bool]:
+    """Return (samples, classes, True if inputs have targets) of a path. Raises SourceError."""
+    urls = expand(path)
+    if len(urls) > 1 or own_name(urls[0]).endswith(_SCANS):
+        return [_Row(_last(url), (url,)) for url in urls], [], False
+    source, url = Source(urls[0]), urls[0]
+    folders = [name for name, folder in source.names() if folder and not name.startswith(".")]
+    inputs = [name for name in _INPUTS if name in folders]
+    targets = [name for name in _TARGETS if name in folders]
+    if inputs:
+        if not targets:
+            raise SourceError(f"{url} has {inputs[0]}/ and no labels/: add it, or open {inputs[0]}")
+        return _pairs(source, url, inputs[0], targets[0]), [], True
+    own = _files(source, url, "")
+    if own:
+        return [_Row(_last(each), (each,)) for each in own], [], False
+    rows: list[_Row] = []
+    classes: list[str] = []
+    for folder in folders:
+        files = _files(source, url, folder)
+        if files:
+            rows += [_Row(f"{folder}/{_last(each)}", (each,), len(classes)) for each in files]
+            classes.append(folder)
+    if not rows:
+        raise SourceError(f"{url} holds no arrays or scans: check the path")
+    return rows, classes, False
+
+
+def _files(source: Source, url: str, folder: str) -> list[str]:
+    """Return the arrays and scans of a folder, sorted."""
+    names = [name for name, inner in source.names(folder) if not inner]
+    names = [name for name in names if name.lower().endswith(_SUFFIXES) and name[0] != "."]
+    prefix = f"{folder}/" if folder else ""
+    for name in names:
+        source.check_link(source.path(prefix + name))
+    return [inside(url, prefix + name) for name in names]
+
+
+def _pairs(source: Source, url: str, inputs: str, targets: str) -> list[_Row]:
+    """Return inputs with the targets of the same name. Raises SourceError for one without."""
+    by_stem = {_stem(each): each for each in _files(source, url, targets)}
+    rows = []
+    for each in _files(source, url, inputs):
+        target = by_stem.get(_stem(each)) or by_stem.get(_stem(each).removesuffix(_CHANNEL))
+        if target is None:
+            raise SourceError(f"{each} has no file of its name in {targets}/: add it, or remove it")
+        rows.append(_Row(f"{inputs}/{_last(each)}", (each, target)))
+    if not rows:
+        raise SourceError(f"{url}/{inputs} holds no arrays or scans: check the path")
+    return rows
+
+
+def _stem(url: str) -> str:
+    """Return a file's name without the suffix of its format."""
+    name = _last(url)
+    suffix = max((s for s in _SUFFIXES if name.lower().endswith(s)), key=len)
+    return name[: -len(suffix)]
+
+
+def _last(url: str) -> str:
+    """Return a file's name without its folder."""
+    return url.partition("::")[0].rsplit("/", 1)[-1]

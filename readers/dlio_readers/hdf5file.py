@@ -1,0 +1,317 @@
+"""One HDF5 file: its data sets as columns and as arrays with chunks.
+
+References to other files are refused: external storage, external links, and virtual data sets of
+other files. Contiguous data sets are read in parallel without the HDF5 library. Chunked ones go
+through the library, one read at a time because of its global lock.
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.data.chunks import ChunkedArray, plain_chunks
+from dlio.data.schema import Schema
+from dlio.data.source import File
+from dlio.errors import SourceError, UsageError
+from dlio.plan.layout import MAX_BLOCK_BYTES
+from dlio.storage.block import new_memory
+from dlio.util.limits import parsing
+from dlio_readers.columns import (
+    ENDS,
+    SCHEMA,
+    SHAPE,
+    Column,
+    PlainColumn,
+    RaggedColumn,
+    choose,
+    looks_like,
+    parse_schema,
+    storable,
+)
+from dlio_readers.hdf5chunks import Chunks
+from dlio_readers.ranges import ranged_array
+from dlio_readers.rehearsal import note_opening
+from dlio_readers.slabs import Select, slab
+
+__all__ = ["HDF5_SUFFIXES", "Handle", "Hdf5File"]
+
+Handle: TypeAlias = Any
+"""An h5py.File, which has no types."""
+
+HDF5_SUFFIXES: Final = (".h5", ".hdf5", ".hdf", ".he5")
+_MAX_SETS: Final = 1 << 12
+_MAX_GROUPS: Final = 1 << 12
+
+
+class Hdf5File:
+    """One file, opened when needed, and again after `close`."""
+
+    def __init__(self, file: File) -> None:
+        self.file = file
+        self.count = 0
+        self.classes: list[str] = []
+        self.packed_schema: Schema | None = None
+        """The schema that `dlio pack` wrote, if it wrote the file."""
+        self.lock = threading.RLock()
+        self.chunked: dict[str, ChunkedArray] = {}
+        """Arrays of numbers, with their chunks."""
+        self._opened: Any = None
+
+    def handle(self) -> Handle:
+        """Return the h5py file; call with the lock held."""
+        if self._opened is None:
+            import h5py
+
+            local = self.file.local_path
+            note_opening(self.file.name)
+            try:
+                self._opened = h5py.File(local or self.file.open(), "r", rdcc_nbytes=8 << 20)
+            except OSError as error:
+                raise SourceError(
+                    f"{self.file.name} is not an HDF5 file, or is damaged: {error}"
+                ) from error
+        return self._opened
+
+    def close(self) -> None:
+        with self.lock:
+            if self._opened is not None:
+                self._opened.close()
+                self._opened = None
+
+    def arrays(self) -> dict[str, ChunkedArray]:
+        """Return all data sets that are arrays of numbers, of any shapes, with their chunks.
+
+        Raises SourceError if the file is damaged or holds other data sets.
+        """
+        with self.lock, parsing(self.file.name):
+            arrays = {}
+            for name, dataset in self._find(self.handle(), ()).items():
+                where = f"{self.file.name}::{name}"
+                if not storable(dataset.dtype) or dataset.shape is None:
+                    raise UsageError(f"{where} is {dataset.dtype}, which samples cannot have")
+                arrays[name] = self._array(dataset, Chunks(dataset, where)).chunked(where)
+            return arrays
+
+    def columns(self, names: Sequence[str], select: Select) -> dict[str, Column]:
+        with self.lock, parsing(self.file.name):
+            return self._columns(names, select)
+
+    def _columns(self, names: Sequence[str], select: Select) -> dict[str, Column]:
+        root = self.handle()
+        sets = self._find(root, names)
+        shapes = {name: tuple(each.shape) for name, each in sets.items() if each.shape is not None}
+        packed = parse_schema(root.attrs.get(SCHEMA), self.file.name)
+        if packed is not None:
+            self.packed_schema, self.classes = packed
+            names = names or [name for name, _ in self.packed_schema.fields]
+        chosen, self.count = choose(self.file.name, shapes, names)
+        columns: dict[str, Column] = {}
+        for name in chosen:
+            dataset = sets[name]
+            if "classes" in dataset.attrs:
+                self.classes = [
+                    text.decode() if isinstance(text, bytes) else str(text)
+                    for text in dataset.attrs["classes"]
+                ]
+            columns[name] = self._column(name, dataset, sets, select)
+        return columns
+
+    def _column(self, name: str, dataset: Any, sets: Mapping[str, Any], select: Select) -> Column:
+        import h5py
+
+        where = f"{self.file.name}::{name}"
+        chunks = Chunks(dataset, where)
+        if name + ENDS in sets:
+            ends, shapes = (self._integers(name + each, sets) for each in (ENDS, SHAPE))
+            assert ends is not None
+            schema = self.packed_schema
+            kind = schema.kinds[name].text if schema and name in schema.kinds else None
+            return RaggedColumn(self._array(dataset, chunks), ends, shapes, kind or "bytes", where)
+        if h5py.check_string_dtype(dataset.dtype) is not None:
+            return _ValuesColumn(self, dataset.name, chunks, self.count, "text", where)
+        vlen = h5py.check_vlen_dtype(dataset.dtype)
+        if vlen is not None:
+            if np.dtype(vlen) != np.uint8:
+                raise UsageError(f"{where}: values of varying length are read as bytes only")
+            chunks.check(dataset, slice(0, 1))
+            first = bytes(dataset[0][:16]) if self.count else b""
+            kind = looks_like(first)
+            return _ValuesColumn(self, dataset.name, chunks, self.count, kind, where)
+        if not storable(dataset.dtype):
+            raise UsageError(f"{where} is {dataset.dtype}, which samples cannot have: leave it out")
+        unit = dataset.chunks[0] if dataset.chunks else 1
+        # Do not decode chunks together that exceed a few blocks.
+        row = max(1, dataset.dtype.itemsize * int(np.prod(dataset.shape[1:], dtype=np.int64)))
+        unit = unit if unit * row <= 4 * MAX_BLOCK_BYTES else 1
+        array = self._array(dataset, chunks)
+        if select is None:
+            self.chunked[name] = array.chunked(where)
+        return PlainColumn(array, unit, slab(select, name, tuple(dataset.shape[1:])))
+
+    def _integers(self, name: str, sets: Mapping[str, Any]) -> npt.NDArray[np.int64] | None:
+        if name not in sets:
+            return None
+        Chunks(sets[name], f"{self.file.name}::{name}").check(sets[name], Ellipsis)
+        return np.asarray(sets[name][...]).astype(np.int64)
+
+    def _array(self, dataset: Any, chunks: Chunks) -> Any:
+        """Return an array that reads a contiguous local data set directly, others through HDF5."""
+        offset = dataset.id.get_offset() if dataset.chunks is None else None
+        plain = dataset.dtype.isnative and dataset.nbytes > 0
+        if offset is not None and self.file.local_path is not None and plain:
+            if offset + dataset.nbytes > self.file.size:
+                raise SourceError(f"{self.file.name} is cut off: restore it")
+            return _Contiguous(self.file, offset, tuple(dataset.shape), dataset.dtype)
+        shape, sides = tuple(dataset.shape), dataset.chunks
+        return _Chunked(self, dataset.name, chunks, shape, dataset.dtype, sides)
+
+    def _find(self, root: Any, names: Sequence[str]) -> dict[str, Any]:
+        """Return the data sets of the file, or the named ones.
+
+        Raises SourceError for links and references to other files.
+        """
+        import h5py
+
+        sets: dict[str, Any] = {}
+        groups = 0
+
+        def look(group: Any, prefix: str) -> None:
+            nonlocal groups
+            groups += 1  # A group may hold itself, or hold another under several names.
+            if groups > _MAX_GROUPS:
+                raise UsageError(f"{self.file.name} holds over {_MAX_GROUPS} groups, or a loop")
+            for key in group:
+                name = prefix + key
+                link = group.get(key, getlink=True)
+                asked = not names or any(
+                    n == name or n.startswith(f"{name}/") or name in (n + ENDS, n + SHAPE)
+                    for n in names
+                )
+                if not asked:
+                    continue
+                if not isinstance(link, h5py.HardLink):
+                    if names:
+                        raise SourceError(
+                            f"{self.file.name}::{name} is a link, which dlio does not follow: "
+                            "name its target instead"
+                        )
+                    continue
+                child = group[key]
+                if isinstance(child, h5py.Group):
+                    if prefix.count("/") < 16:
+                        look(child, f"{name}/")
+                elif isinstance(child, h5py.Dataset):
+                    self._check(name, child)
+                    sets[name] = child
+                    if len(sets) > _MAX_SETS:
+                        raise UsageError(f"{self.file.name} holds over {_MAX_SETS} data sets")
+
+        look(root, "")
+        return sets
+
+    def _check(self, name: str, dataset: Any) -> None:
+        where = f"{self.file.name}::{name}"
+        if dataset.external:
+            raise SourceError(f"{where} lies in another file (external storage): refused")
+        if dataset.is_virtual:
+            others = {source.file_name for source in dataset.virtual_sources()} - {"."}
+            if others:
+                raise SourceError(f"{where} is made of other files (virtual): name those instead")
+
+
+class _Chunked:
+    """A data set that is read through the HDF5 library."""
+
+    def __init__(
+        self,
+        file: Hdf5File,
+        name: str,
+        chunks: Chunks,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        sides: tuple[int, ...] | None,
+    ) -> None:
+        self._file, self._name, self._chunks = file, name, chunks
+        self.shape, self.dtype = shape, dtype
+        self._sides = sides
+
+    def __getitem__(self, key: Any) -> Any:
+        with self._file.lock:
+            dataset = self._file.handle()[self._name]
+            self._chunks.check(dataset, key)
+            return dataset[key]
+
+    def chunked(self, where: str) -> ChunkedArray:
+        """Return the array with its chunks, or with parts in their place if it has none."""
+        sides = self._sides or plain_chunks(self.shape, self.dtype.itemsize)
+        return ChunkedArray(where, self.shape, self.dtype, sides, self.__getitem__)
+
+
+class _Contiguous:
+    """A contiguous data set, read from the file directly and in parallel."""
+
+    def __init__(
+        self, file: File, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> None:
+        self._file, self._offset = file, offset
+        self.shape, self.dtype = shape, dtype
+        self._row = dtype.itemsize * int(np.prod(shape[1:], dtype=np.int64))
+
+    def chunked(self, where: str) -> ChunkedArray:
+        """Return the array with parts of it in place of chunks."""
+        return ranged_array(self._file, where, self._offset, self.shape, self.dtype)
+
+    def __getitem__(self, key: Any) -> npt.NDArray[Any]:
+        parts = key if isinstance(key, tuple) else (key,)
+        if parts[0] is Ellipsis:
+            parts = (slice(None),)
+        first, last, _ = parts[0].indices(self.shape[0])
+        if len(parts) == 2 and isinstance(parts[1], slice) and self._row and first < last:
+            return self._rows_of_slab(first, last, parts[1])
+        memory = new_memory((last - first) * self._row)
+        self._file.read_into(self._offset + first * self._row, memory)
+        rows = np.frombuffer(memory, self.dtype).reshape(last - first, *self.shape[1:])
+        return rows[(slice(None), *parts[1:])] if len(parts) > 1 else rows
+
+    def _rows_of_slab(self, first: int, last: int, part: slice) -> npt.NDArray[Any]:
+        """Read only a part of each row's first dimension."""
+        start, stop, step = part.indices(self.shape[1])
+        line = self._row // self.shape[1]
+        out = np.empty((last - first, stop - start, *self.shape[2:]), self.dtype)
+        for k in range(last - first):
+            at = self._offset + (first + k) * self._row + start * line
+            self._file.read_into(at, memoryview(out[k].reshape(-1).view(np.uint8)))
+        return out[:, ::step]
+
+
+class _ValuesColumn:
+    """Strings or byte arrays of variable length, in HDF5's own types."""
+
+    def __init__(
+        self, file: Hdf5File, name: str, chunks: Chunks, count: int, kind: str, where: str
+    ) -> None:
+        self._file, self._name, self._chunks, self._count = file, name, chunks, count
+        self.kind = kind
+        self.unit = 1
+        self._where = where
+        self._bodies: npt.NDArray[np.int64] | None = None
+
+    def bodies(self) -> npt.NDArray[np.int64]:
+        if self._bodies is None:
+            sizes = [
+                len(value)
+                for start in range(0, self._count, 1024)
+                for value in self.rows(start, min(start + 1024, self._count))
+            ]
+            self._bodies = np.array(sizes, np.int64)
+        return self._bodies
+
+    def rows(self, start: int, stop: int) -> list[bytes]:
+        with self._file.lock:
+            dataset = self._file.handle()[self._name]
+            self._chunks.check(dataset, slice(start, stop))
+            values = dataset[start:stop]
+        return [value.encode() if isinstance(value, str) else bytes(value) for value in values]

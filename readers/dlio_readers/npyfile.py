@@ -1,0 +1,110 @@
+"""Arrays of .npy and .npz files, without pickle: read in place where they are not compressed."""
+
+import struct
+import zipfile
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.data.chunks import ChunkedArray, plain_chunks
+from dlio.data.source import File, own_name
+from dlio.errors import CorruptBlock, SourceError
+from dlio.storage.block import new_memory
+from dlio.util.limits import check_claim
+from dlio_readers.columns import Arrays
+from dlio_readers.npy import NpyHead, read_npy_head
+from dlio_readers.ranges import ranged_array
+
+__all__ = ["chunked_array", "numpy_arrays"]
+
+_HEAD_BYTES: Final = 1 << 12
+_MAX_RAW: Final = 16 << 30
+
+
+def numpy_arrays(file: File) -> Mapping[str, Arrays]:
+    """Return the arrays of a file by name."""
+    return {"data": _npy(file)} if own_name(file.name).endswith(".npy") else _npz(file)
+
+
+def chunked_array(array: Arrays, where: str) -> ChunkedArray:
+    """Return an array with parts of it in place of chunks."""
+    if isinstance(array, _Stored):
+        return array.chunked(where)
+    sides = plain_chunks(array.shape, array.dtype.itemsize)
+    return ChunkedArray(where, tuple(array.shape), array.dtype, sides, array.__getitem__)
+
+
+class _Stored:
+    """An uncompressed array in a file, read in place."""
+
+    def __init__(self, file: File, head: NpyHead, start: int) -> None:
+        if head.fortran and len(head.shape) > 1:
+            raise SourceError(f"{file.name} is in Fortran order: write it in C order")
+        self._file, self._start = file, start + head.offset
+        self.shape = head.shape
+        self.dtype = np.dtype(head.dtype)
+        self._stored = np.dtype(head.descr)
+        self._row = head.nbytes // max(1, head.shape[0]) if head.shape else head.nbytes
+
+    def chunked(self, where: str) -> ChunkedArray:
+        """Return the array with parts of it in place of chunks."""
+        return ranged_array(self._file, where, self._start, self.shape, self._stored)
+
+    def __getitem__(self, key: Any) -> npt.NDArray[Any]:
+        parts = key if isinstance(key, tuple) else (key,)
+        first, last, _ = parts[0].indices(self.shape[0])
+        memory = new_memory(max(0, last - first) * self._row)
+        self._file.read_into(self._start + first * self._row, memory)
+        rows = np.frombuffer(memory, self._stored).reshape(last - first, *self.shape[1:])
+        return rows[(slice(None), *parts[1:])].astype(self.dtype, copy=False)
+
+
+def _npy(file: File) -> _Stored:
+    return _Stored(file, _head(file.read(0, _HEAD_BYTES), file.size, file.name), 0)
+
+
+def _head(data: bytes, size: int, name: str) -> NpyHead:
+    try:
+        return read_npy_head(memoryview(data), size)
+    except CorruptBlock as error:
+        raise SourceError(f"{name} {error}") from error
+
+
+def _npz(file: File) -> dict[str, Any]:
+    arrays: dict[str, Any] = {}
+    try:
+        with file.open() as stream, zipfile.ZipFile(stream) as archive:
+            for member in archive.infolist():
+                name = f"{file.name}::{member.filename}"
+                if not member.filename.endswith(".npy"):
+                    continue
+                key = member.filename.removesuffix(".npy")
+                if member.compress_type == zipfile.ZIP_STORED:
+                    start = _data_start(file, member)
+                    head = _head(file.read(start, _HEAD_BYTES), member.file_size, name)
+                    arrays[key] = _Stored(file, head, start)
+                    continue
+                if member.file_size > _MAX_RAW:
+                    raise SourceError(f"{name} of {member.file_size} bytes is too large")
+                check_claim(member.file_size, member.compress_size, name)
+                data = memoryview(archive.read(member))
+                arrays[key] = _head(bytes(data[:_HEAD_BYTES]), len(data), name).array(data)
+    except SourceError:
+        raise
+    except Exception as error:  # zipfile raises many kinds of errors for damaged files.
+        raise SourceError(f"{file.name} is not a .npz file, or is damaged: {error}") from error
+    return arrays
+
+
+def _data_start(file: File, member: zipfile.ZipInfo) -> int:
+    """Offset of an uncompressed member's data."""
+    head = file.read(member.header_offset, 30)
+    if len(head) < 30 or head[:4] != b"PK\x03\x04":
+        raise SourceError(f"{file.name} is damaged at byte {member.header_offset}: restore it")
+    name, extra = struct.unpack_from("<HH", head, 26)
+    start = member.header_offset + 30 + int(name) + int(extra)
+    if start + member.file_size > file.size:
+        raise SourceError(f"{file.name} is cut off: restore it")
+    return start

@@ -1,0 +1,65 @@
+"""Parts of arrays that lie in a file as they are: only the bytes of a part are read."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.data.chunks import Box, ChunkedArray, plain_chunks
+from dlio.data.source import File
+from dlio.storage.block import new_memory
+
+__all__ = ["ranged_array"]
+
+
+def ranged_array(
+    file: File,
+    where: str,
+    offset: int,
+    shape: Sequence[int],
+    stored: npt.DTypeLike,
+    *,
+    fortran: bool = False,
+) -> ChunkedArray:
+    """Return an array that lies in a file without gaps; parts of up to 1 MiB are its chunks.
+
+    Args:
+        where: for errors.
+        offset: of the first element, in bytes.
+        stored: type of the elements, with their byte order.
+        fortran: the first dimension varies fastest.
+    """
+    dtype = np.dtype(stored)
+    order = tuple(shape)[::-1] if fortran else tuple(shape)
+    chunks = plain_chunks(order, dtype.itemsize)
+
+    def read(box: Box) -> npt.NDArray[Any]:
+        if not fortran:
+            return _read(file, offset, order, dtype, box)
+        return _read(file, offset, order, dtype, box[::-1]).T
+
+    own = chunks[::-1] if fortran else chunks
+    return ChunkedArray(where, tuple(shape), dtype.newbyteorder("="), own, read)
+
+
+def _read(
+    file: File, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any], box: Box
+) -> npt.NDArray[Any]:
+    """Read a part of an array in C order, each run of consecutive bytes with one request."""
+    sides = tuple(part.stop - part.start for part in box)
+    memory = new_memory(math.prod(sides) * dtype.itemsize)
+    whole = len(shape)
+    while whole and sides[whole - 1] == shape[whole - 1]:
+        whole -= 1
+    outer = max(0, whole - 1)
+    """Dimensions before those that a run covers."""
+    run = math.prod(sides[outer:]) * dtype.itemsize
+    steps = [math.prod(shape[axis + 1 :]) * dtype.itemsize for axis in range(len(shape))]
+    first = offset + sum(part.start * step for part, step in zip(box, steps, strict=True))
+    if run:
+        for number, place in enumerate(np.ndindex(*sides[:outer])):
+            at = first + sum(k * step for k, step in zip(place, steps, strict=False))
+            file.read_into(at, memory[number * run : (number + 1) * run])
+    return np.frombuffer(memory, dtype).reshape(sides)

@@ -1,0 +1,228 @@
+"""The base class of readers of Arrow tables in groups of rows: Parquet files, Arrow files.
+
+A group is decoded as a whole, and the last few are kept, for callers that read samples one by one.
+"""
+
+import json
+import threading
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.data.index import Arrays, cached_index, fingerprint_of
+from dlio.data.labels import LABEL_NAMES
+from dlio.data.schema import Schema
+from dlio.data.source import File, split_fields
+from dlio.errors import SourceError, UsageError
+from dlio.plan.layout import cut_blocks
+from dlio.plan.order import Order
+from dlio.util.arguments import nearest
+from dlio.util.limits import check_claim, parsing
+from dlio_readers.arrowcolumns import ColumnFacts, class_names, decoded, take
+from dlio_readers.rehearsal import note_opening, rehearse
+
+__all__ = ["RowGroupReader"]
+
+_VERSION: Final = 1
+_KEPT_BYTES: Final = 64 << 20
+
+
+class RowGroupReader(ABC):
+    """Base class: samples are numbered in the order of files, groups and rows.
+
+    A subclass opens files, counts and reads groups, and calls `_setup`.
+    """
+
+    format: str
+    objects = False
+    path: str
+    schema: Schema
+    classes: Sequence[str]
+    sizes: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int64]
+    fingerprint: str
+
+    @abstractmethod
+    def _opened_file(self, file: File) -> Any:
+        """Open a file with the library; it has a method `close`."""
+
+    @abstractmethod
+    def _schema_of(self, opened: Any) -> Any:
+        """Return Arrow's schema of an open file."""
+
+    @abstractmethod
+    def _count_groups(self, opened: Any) -> int:
+        """Return the number of groups of an open file."""
+
+    @abstractmethod
+    def _check_group(self, number: int, group: int, names: Sequence[str]) -> int:
+        """Return the rows of a group, if its columns take plausible memory. Raises SourceError."""
+
+    @abstractmethod
+    def _table(self, opened: Any, group: int, names: Sequence[str]) -> Any:
+        """Read columns of a group as an Arrow table. Any error names no file."""
+
+    def _setup(self, path: str | Sequence[str], files: Sequence[str]) -> None:
+        """Index the files, or take what the cache knows of them.
+
+        Args:
+            path: as the user gave it, with the names of columns after `::`.
+            files: that it stands for.
+        """
+        paths = [path] if isinstance(path, str) else list(path)
+        names = next((n for _, n in reversed([split_fields(each) for each in paths]) if n), ())
+        self._files = [File(url) for url in files]
+        rehearse(self.format, "pyarrow", path, self._files)
+        self._opened: dict[int, Any] = {}
+        self._lock = threading.RLock()
+        self._kept: OrderedDict[tuple[int, int], tuple[dict[str, Any], int]] = OrderedDict()
+        kind = f"{self.format}-" + ("-".join(names)[:64].replace("/", "_") or "all")
+        index = cached_index(kind, _VERSION, self._files, lambda: self._build(names))
+        head = json.loads(index["head"].tobytes())
+        self.schema = Schema(tuple((name, kind) for name, kind in head["fields"]))
+        self.classes: Sequence[str] = head["classes"]
+        self._groups = index["groups"]
+        self._starts = index["starts"]
+        total = int(self._starts[-1])
+        variable = [n for n, _ in self.schema.fields if not self.schema.kinds[n].fixed]
+        bodies = {name: index["bodies"][:, k] for k, name in enumerate(variable)}
+        self.sizes = self.schema.payload_sizes(total, bodies)
+        self.labels = index["labels"]
+        units = self._starts[:-1]
+        self.layout = cut_blocks(self.sizes, Order(total, 0, shuffled=False), units)
+        stamps = [f"{file.url} {file.stamp}" for file in self._files]
+        self.fingerprint = fingerprint_of(
+            self.format, _VERSION, self.schema.to_json(), *stamps, self.layout.starts
+        )
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def name(self, sample: int) -> str:
+        return f"{sample:09d}"
+
+    def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
+        samples = np.asarray(samples, np.int64)
+        payloads: list[bytes | memoryview] = [b""] * len(samples)
+        groups = np.searchsorted(self._starts, samples, side="right") - 1
+        for group in np.unique(groups).tolist():
+            slots = np.flatnonzero(groups == group)
+            rows = samples[slots] - self._starts[group]
+            file = self._files[int(self._groups[group][0])]
+            with parsing(f"{file.name}, row group {group},"):
+                columns = self._group(group)
+                picked = {name: take(column, rows) for name, column in columns.items()}
+                if self.schema.is_fixed:
+                    joined = self.schema.join_fixed(len(rows), picked)
+                else:
+                    joined = [
+                        self.schema.join({name: values[k] for name, values in picked.items()})
+                        for k in range(len(rows))
+                    ]
+            for slot, payload in zip(slots.tolist(), joined, strict=True):
+                payloads[slot] = payload
+        return payloads
+
+    def close(self) -> None:
+        with self._lock:
+            for file in self._opened.values():
+                file.close()
+            self._opened.clear()
+            self._kept.clear()
+
+    def _group(self, number: int) -> dict[str, Any]:
+        """Return the decoded columns of a row group, from a cache of the last few.
+
+        Only one thread decodes a row group; others wait for it.
+        """
+        file, group = (int(part) for part in self._groups[number])
+        with self._lock:
+            kept = self._kept.get((file, group))
+            if kept is not None:
+                self._kept.move_to_end((file, group))
+                return kept[0]
+            table = self._read_group(file, group, [name for name, _ in self.schema.fields])
+            columns = {
+                name: decoded(table.column(name), kind, self._where(file, group, name))
+                for name, kind in self.schema.fields
+            }
+            self._kept[file, group] = columns, table.nbytes
+            while len(self._kept) > 1 and sum(n for _, n in self._kept.values()) > _KEPT_BYTES:
+                self._kept.popitem(last=False)
+            return columns
+
+    def _read_group(self, file: int, group: int, names: Sequence[str]) -> Any:
+        try:
+            return self._table(self._open(file), group, list(names))
+        except SourceError:
+            raise
+        except Exception as error:
+            raise SourceError(
+                f"{self._files[file].name}, row group {group}, cannot be read: {error}"
+            ) from error
+
+    def _open(self, number: int) -> Any:
+        with self._lock:
+            if number not in self._opened:
+                file = self._files[number]
+                note_opening(file.name)
+                self._opened[number] = self._opened_file(file)
+            return self._opened[number]
+
+    def _where(self, file: int, group: int, name: str) -> str:
+        return f"{self._files[file].name}, row group {group}, column {name!r}"
+
+    def _build(self, names: Sequence[str]) -> Arrays:
+        """Index sizes and labels of all rows; reads all chosen columns once."""
+        first = self._schema_of(self._open(0))
+        chosen = list(names) or first.names
+        for name in chosen:
+            if name not in first.names:
+                raise UsageError(
+                    f"{self._files[0].name} has no column {name!r}: it has {', '.join(first.names)}"
+                    f"{nearest(name, first.names)}"
+                )
+        groups, counts = [], []
+        for number in range(len(self._files)):
+            opened = self._open(number)
+            if not self._schema_of(opened).equals(first, check_metadata=False):
+                raise SourceError(
+                    f"{self._files[number].name} has other columns than {self._files[0].name}"
+                )
+            for group in range(self._count_groups(opened)):
+                groups.append((number, group))
+                counts.append(self._check_group(number, group, chosen))
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        # Equal values take next to nothing in a file, and their sizes and labels do in memory.
+        stored = sum(file.size for file in self._files)
+        check_claim(8 * int(starts[-1]), stored, self.path)
+        if not starts[-1]:
+            raise SourceError(f"{self.path} holds no rows")
+        facts = {name: ColumnFacts(name, first.field(name).type) for name in chosen}
+        label = next((name for name in LABEL_NAMES if name in facts and facts[name].whole), None)
+        labels = []
+        for number, group in groups:
+            table = self._read_group(number, group, chosen)
+            for name, each in facts.items():
+                each.add(table.column(name), self._where(number, group, name))
+            if label is not None:
+                labels.append(np.asarray(table.column(label)).astype(np.int64))
+        fields = [(name, each.kind()) for name, each in facts.items()]
+        bodies = [
+            np.concatenate(each.bodies)
+            for each in facts.values()
+            if not Schema((("x", each.kind()),)).is_fixed
+        ]
+        total = int(starts[-1])
+        head = {"fields": fields, "classes": class_names(first, label)}
+        return {
+            "head": np.frombuffer(json.dumps(head).encode(), np.uint8),
+            "groups": np.array(groups, np.int64),
+            "starts": starts,
+            "bodies": np.stack(bodies, 1) if bodies else np.zeros((total, 0), np.int64),
+            "labels": np.concatenate(labels) if labels else np.zeros(total, np.int64),
+        }

@@ -1,0 +1,403 @@
+"""The reader of TFRecord files of tf.train.Example, without TensorFlow."""
+
+import json
+import logging
+import os
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.data.index import Arrays, cached_index, fingerprint_of
+from dlio.data.labels import LABEL_NAMES
+from dlio.data.reader import reopening
+from dlio.data.schema import Schema, array_kind
+from dlio.data.source import File, Source, expand, own_name, split_fields
+from dlio.data.urls import inside
+from dlio.errors import CorruptBlock, SourceError, UsageError
+from dlio.plan.layout import cut_blocks
+from dlio.plan.order import Order
+from dlio.storage.block import new_memory
+from dlio.util.arguments import nearest
+from dlio_readers.columns import looks_like
+from dlio_readers.tfexample import (
+    Feature,
+    FeatureKind,
+    Record,
+    count_of,
+    features_of,
+    floats_of,
+    ints_of,
+)
+from dlio_readers.tfframes import (
+    AROUND,
+    HEAD,
+    LazyRecord,
+    WholeRecord,
+    check_data,
+    is_framed,
+    records_of,
+)
+
+__all__ = ["TfRecordReader"]
+
+_SUFFIXES: Final = (".tfrecord", ".tfrecords", ".tfrec", ".tfr")
+_PACKED: Final = tuple(f"{suffix}.gz" for suffix in _SUFFIXES)
+_SHARD: Final = re.compile(r"(.+)-(\d{3,6})-of-(\d{3,6})")
+_VERSION: Final = 1
+_RUN_BYTES: Final = 8 << 20
+"""Bytes of neighbouring records that are read together, at most."""
+_TEXT_BYTES: Final = 1 << 10
+"""Bytes of the longest value that is text, if all values of its feature are."""
+_HEAD_BYTES: Final = 16
+
+_log = logging.getLogger("dlio")
+
+
+class TfRecordReader:
+    """Read TFRecord files whose records are tf.train.Example: `train-*`, `x.tfrecord::image,label`.
+
+    Features are fields: whole numbers int64, floats float32, single values as numbers, lists as
+    arrays; bytes are images, text or bytes, depending on all values. One scan indexes a file, which
+    of a local one skips over large values. Checksums are verified whenever a record is read.
+
+    Args:
+        path: a file, a folder, a pattern or a list, with the names of features after `::`; by
+            default all features of the first record.
+
+    Raises SourceError for compressed and cut off files, lists of several byte strings, and records
+    that are not of tf.train.Example; CorruptBlock for wrong checksums; UsageError for a folder of
+    several data sets.
+    """
+
+    format = "tfrecord"
+    objects = False
+
+    def __init__(self, path: str | Sequence[str]) -> None:
+        self._again = reopening(TfRecordReader, path)
+        self.path = path if isinstance(path, str) else " ".join(path)
+        paths = [path] if isinstance(path, str) else list(path)
+        parts = [split_fields(each) for each in paths]
+        names = next((names for _, names in reversed(parts) if names), ())
+        self._files = [File(url) for url in _files_of([url for url, _ in parts])]
+        kind = "tfrecord-" + ("-".join(names)[:64].replace("/", "_") or "all")
+        index = cached_index(
+            kind, _VERSION, self._files, lambda: _Scan(self.path, names).index(self._files)
+        )
+        head = json.loads(index["head"].tobytes())
+        if names and [name for name, _ in head["fields"]] != list(names):  # Names that collide.
+            index = _Scan(self.path, names).index(self._files)
+            head = json.loads(index["head"].tobytes())
+        self.schema = Schema(tuple((name, kind) for name, kind in head["fields"]))
+        self.classes: Sequence[str] = []
+        self.labels = index["labels"]
+        self._at, self._stored, self._starts = index["at"], index["stored"], index["starts"]
+        bodies = {name: index["bodies"][:, k] for k, name in enumerate(head["variable"])}
+        self.sizes = self.schema.payload_sizes(len(self._at), bodies)
+        self.layout = cut_blocks(self.sizes, Order(len(self._at), 0, shuffled=False))
+        stamps = [f"{file.url} {file.stamp}" for file in self._files]
+        self.fingerprint = fingerprint_of(
+            "tfrecord", _VERSION, self.schema.to_json(), *stamps, self.layout.starts
+        )
+        bases = [os.path.basename(file.name) for file in self._files]
+        full = [file.name for file in self._files]
+        self._names = bases if len(set(bases)) == len(bases) else full
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._again
+
+    @staticmethod
+    def recognises(path: str) -> str | None:
+        url = split_fields(expand(path)[0])[0]
+        if _named(own_name(url)):
+            return None
+        source = Source(url)
+        if source.is_folder():
+            names = [name for name, folder in source.names() if not folder]
+            if any(_named(name.lower()) for name in names):
+                return None
+            shard = next((name for name in names if _SHARD.fullmatch(name)), None)
+            if shard is None:
+                return "holds no .tfrecord file"
+            url = inside(url, shard)
+        elif not _SHARD.fullmatch(url.rsplit("/", 1)[-1]):
+            return "is neither a .tfrecord nor a folder of them"
+        try:
+            return None if is_framed(File(url)) else "does not begin like a TFRecord file"
+        except SourceError:
+            return "is not a file"
+
+    def __len__(self) -> int:
+        return len(self._at)
+
+    def name(self, sample: int) -> str:
+        file, number = self._locate(sample)
+        return f"{self._names[file]}:{number}"
+
+    def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
+        samples = np.asarray(samples, np.int64)
+        payloads: list[bytes | memoryview] = [b""] * len(samples)
+        order = np.argsort(samples, kind="stable")
+        for run in self._runs(samples[order]):
+            numbers = samples[order[run]]
+            first, last = int(numbers[0]), int(numbers[-1])
+            begin = int(self._at[first]) - HEAD.size
+            end = int(self._at[last] + self._stored[last]) + AROUND - HEAD.size
+            memory = new_memory(end - begin)
+            self._files[self._locate(first)[0]].read_into(begin, memory)
+            for slot, sample in zip(order[run].tolist(), numbers.tolist(), strict=True):
+                at = int(self._at[sample]) - HEAD.size - begin
+                stored = memory[at : at + int(self._stored[sample]) + AROUND]
+                payloads[slot] = self._payload(sample, stored)
+        return payloads
+
+    def close(self) -> None:
+        pass
+
+    def _locate(self, sample: int) -> tuple[int, int]:
+        """Return (number of the file, number of the record in it)."""
+        file = int(np.searchsorted(self._starts, sample, side="right")) - 1
+        return file, sample - int(self._starts[file])
+
+    def _runs(self, samples: npt.NDArray[np.int64]) -> Iterator[slice]:
+        """Yield parts of sorted samples that lie next to each other in one file."""
+        start = 0
+        for k in range(1, len(samples) + 1):
+            if k < len(samples):
+                step = int(samples[k] - samples[k - 1])
+                span = int(self._at[samples[k]] + self._stored[samples[k]])
+                span -= int(self._at[samples[start]])
+                new_file = step and samples[k] in self._starts
+                if step <= 1 and not new_file and span <= _RUN_BYTES:
+                    continue
+            yield slice(start, k)
+            start = k
+
+    def _payload(self, sample: int, stored: memoryview) -> bytes:
+        file, number = self._locate(sample)
+        where = f"{self._files[file].name}, record {number},"
+        record = WholeRecord(check_data(stored, where))
+        try:
+            features = features_of(record)
+            values = {
+                name: _value(record, features.get(name), self.schema.kinds[name].text)
+                for name, _ in self.schema.fields
+            }
+            return self.schema.join(values)
+        except (ValueError, CorruptBlock) as error:
+            raise SourceError(f"{where} {error}") from error
+
+
+def _value(record: Record, feature: Feature | None, kind: str) -> Any:
+    """Return the value of a field of a kind. Raises ValueError if the feature has another."""
+    wanted = kind.partition("[")[0]
+    numeric = wanted in ("int64", "float32")
+    count = 0 if feature is None else count_of(record, feature)
+    other = feature is not None and feature.kind != (wanted if numeric else "bytes")
+    if (other and count) or (count > 1 and not numeric):
+        raise ValueError("has changed since it was indexed: open it again")
+    if not numeric:
+        return record.part(*feature.spans[0]) if feature is not None and count else b""
+    values: npt.NDArray[Any] = np.zeros(0, wanted)
+    if feature is not None and count:
+        values = (ints_of if wanted == "int64" else floats_of)(record, feature)
+    if "[" in kind:
+        return values
+    if count != 1:
+        raise ValueError("has changed since it was indexed: open it again")
+    return values[0].item()
+
+
+class _Facts:
+    """Kind and sizes of a feature, gathered over all records."""
+
+    def __init__(self) -> None:
+        self.kind: FeatureKind | None = None
+        """None as long as the feature has no values."""
+        self.counts: set[int] = set()
+        """Numbers of values that occur, the first few."""
+        self.bodies: list[int] = []
+        """Bytes of the values of each record."""
+        self._images: set[str] = set()
+        self._is_text = True
+
+    def add(self, record: LazyRecord, feature: Feature | None, where: str, name: str) -> int | None:
+        """Add a record's values; return the value if it is a single whole number."""
+        count = 0 if feature is None else count_of(record, feature)
+        if len(self.counts) < 3:
+            self.counts.add(count)
+        if feature is None or not count:
+            self.bodies.append(0)
+            return None
+        self.kind = self.kind or feature.kind
+        if feature.kind != self.kind:
+            raise SourceError(f"{where} has {name!r} as {feature.kind}, others as {self.kind}")
+        if self.kind != "bytes":
+            self.bodies.append(count * (8 if self.kind == "int64" else 4))
+            single = self.kind == "int64" and count == 1
+            return int(ints_of(record, feature)[0]) if single else None
+        if count > 1:
+            raise SourceError(
+                f"{where} has {count} byte strings in {name!r}, which samples cannot have: name "
+                "the features to read, as in x.tfrecord::image,label"
+            )
+        start, end = feature.spans[0]
+        self.bodies.append(end - start)
+        self._images.add(looks_like(record.part(start, min(end, start + _HEAD_BYTES))))
+        if self._is_text:
+            self._is_text = end - start <= _TEXT_BYTES and _is_text(record.part(start, end))
+        return None
+
+    @property
+    def field(self) -> str:
+        """Kind of the field."""
+        if self.kind == "bytes":
+            if self._is_text and self._images <= {"bytes"}:
+                return "text"
+            if len(self._images) == 1 and 0 not in self.counts:
+                return next(iter(self._images))
+            return "bytes" if "bytes" in self._images or 0 in self.counts else "image"
+        kind = self.kind or "float32"
+        if self.counts == {1}:
+            return kind
+        return array_kind(kind, (next(iter(self.counts)) if len(self.counts) == 1 else None,))
+
+
+class _Scan:
+    """One pass over the records of files.
+
+    Args:
+        path: of the data set, for errors.
+        names: features to read; all of the first record if empty.
+    """
+
+    def __init__(self, path: str, names: Sequence[str]) -> None:
+        self._path, self._names = path, list(names)
+        self._facts: dict[str, _Facts] = {}
+        self._whole: dict[str, list[int]] = {}
+        """Values of the features that are single whole numbers so far."""
+
+    def index(self, files: Sequence[File]) -> Arrays:
+        """Return offsets, sizes, kinds and labels of all records. Raises SourceError."""
+        at: list[int] = []
+        stored: list[int] = []
+        starts: list[int] = []
+        for file in files:
+            starts.append(len(at))
+            for number, (offset, record) in enumerate(records_of(file)):
+                self._add(record, f"{file.name}, record {number},", len(at))
+                at.append(offset)
+                stored.append(len(record))
+        if not at:
+            raise SourceError(f"{self._path} holds no records")
+        fields = [(name, facts.field) for name, facts in self._facts.items()]
+        schema = Schema(tuple(fields))
+        variable = [name for name, _ in fields if not schema.kinds[name].fixed]
+        bodies = [np.array(self._facts[name].bodies, np.int64) for name in variable]
+        whole = [name for name, kind in fields if kind == "int64"]
+        label = _label_of(whole)
+        return {
+            "head": np.frombuffer(
+                json.dumps({"fields": fields, "variable": variable}).encode(), np.uint8
+            ),
+            "at": np.array(at, np.int64),
+            "stored": np.array(stored, np.int64),
+            "starts": np.array(starts, np.int64),
+            "bodies": np.stack(bodies, 1) if bodies else np.zeros((len(at), 0), np.int64),
+            "labels": np.array(self._whole[label], np.int64)
+            if label
+            else np.zeros(len(at), np.int64),
+        }
+
+    def _add(self, record: LazyRecord, where: str, done: int) -> None:
+        try:
+            features = features_of(record)
+            if not self._facts:
+                self._begin(features, where)
+            for name in self._names:
+                single = self._facts[name].add(record, features.get(name), where, name)
+                if name in self._whole and single is not None:
+                    self._whole[name].append(single)
+                else:
+                    self._whole.pop(name, None)
+            extra = features.keys() - self._facts.keys()
+            if extra and self._all:
+                raise SourceError(
+                    f"{where} has a feature {min(extra)!r}, which the first record lacks: name the "
+                    f"features to read, as in {self._path.partition('::')[0]}::{self._names[0]}"
+                )
+        except CorruptBlock as error:
+            raise SourceError(f"{where} {error}") from error
+
+    def _begin(self, features: dict[str, Feature], where: str) -> None:
+        self._all = not self._names
+        for name in self._names:
+            if name not in features:
+                raise UsageError(
+                    f"{where} has no feature {name!r}: it has {', '.join(sorted(features))}"
+                    f"{nearest(name, features)}"
+                )
+        self._names = self._names or sorted(features)
+        if not self._names:
+            raise SourceError(f"{where} has no features")
+        self._facts = {name: _Facts() for name in self._names}
+        self._whole = {name: [] for name in self._names if features[name].kind == "int64"}
+
+
+def _label_of(whole: Sequence[str]) -> str:
+    """Return the label among the fields that are whole numbers; empty without one."""
+    known: list[str] = [name for name in LABEL_NAMES if name in whole]
+    known += [name for name in whole if name.endswith("/label")]
+    known += whole if len(whole) == 1 else []
+    return known[0] if known else ""
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        return False
+    return all(each.isprintable() or each in "\n\r\t" for each in text)
+
+
+def _named(name: str) -> bool:
+    """True for the name of a TFRecord file, in lower case."""
+    shard = _SHARD.fullmatch(name)
+    return (shard[1] if shard else name).endswith((*_SUFFIXES, *_PACKED))
+
+
+def _files_of(urls: Sequence[str]) -> list[str]:
+    """Expand patterns; a folder becomes its TFRecord files.
+
+    Raises UsageError if these are of several data sets.
+    """
+    files = []
+    for url in expand(list(urls)):
+        source = Source(url)
+        if not source.is_folder():
+            files.append(url)
+            continue
+        names = [name for name, folder in source.names() if not folder]
+        named = [name for name in names if _named(name.lower())]
+        named = named or [name for name in names if _SHARD.fullmatch(name)]
+        sets = sorted({match[1] for name in named if (match := _SHARD.fullmatch(name))})
+        if len(sets) > 1:
+            raise UsageError(
+                f"{url} holds the files of {len(sets)} data sets, {', '.join(sets[:8])}: name one, "
+                f"as in {inside(url, sets[0])}-*"
+            )
+        for name in named:
+            source.check_link(source.path(name))
+        files += [inside(url, name) for name in named]
+    _warn_of_missing(files)
+    return files
+
+
+def _warn_of_missing(files: Sequence[str]) -> None:
+    """Warn if the names of shards say that there are more of them."""
+    matches = [match for url in files if (match := _SHARD.fullmatch(os.path.basename(url)))]
+    totals = {int(match[3]) for match in matches}
+    if len(totals) == 1 and len(matches) == len(files) < max(totals):
+        _log.warning("%d of %d files are read, by their names", len(files), max(totals))

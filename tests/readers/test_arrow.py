@@ -1,0 +1,177 @@
+"""Arrow files and streams, and the folders that Hugging Face's library saves."""
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pytest
+import simplejpeg
+
+import dlio
+from dlio.data.source import File
+from dlio.errors import SourceError, UsageError
+from dlio_readers.arrow import ArrowReader
+from dlio_staging.pack import pack
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DLIO_CACHE", str(tmp_path_factory.mktemp("cache")))
+    # Each new file is read by a child process first otherwise; test_rehearsal covers that.
+    monkeypatch.setenv("DLIO_REHEARSAL", "1")
+
+
+def _picture(k: int) -> bytes:
+    rng = np.random.default_rng(k)
+    pixels = rng.integers(0, 255, (40 + k, 50, 3), np.uint8)
+    return bytes(simplejpeg.encode_jpeg(pixels, 90, "RGB"))
+
+
+def _like_a_picture(k: int) -> bytes:
+    return b"\xff\xd8\xff" + bytes([k]) * k
+
+
+def _table(count: int = 60) -> pa.Table:
+    return pa.table(
+        {
+            "image": [
+                {"bytes": b"\xff\xd8\xff" + bytes([k]) * k, "path": None} for k in range(count)
+            ],
+            "text": [f"säule {k}" for k in range(count)],
+            "label": [k % 3 for k in range(count)],
+            "pair": pa.array([[k, -k] for k in range(count)], pa.list_(pa.int32(), 2)),
+            "ragged": [list(np.arange(k % 4, dtype=np.float32)) for k in range(count)],
+            "flag": [k % 2 == 0 for k in range(count)],
+        }
+    )
+
+
+def _write(path: Path, table: pa.Table, kind: str, rows: int = 7) -> None:
+    packed = kind.partition("-")[2] or None
+    options = pa.ipc.IpcWriteOptions(compression=packed)
+    make = pa.ipc.new_stream if kind.startswith("stream") else pa.ipc.new_file
+    with pa.OSFile(str(path), "wb") as sink, make(sink, table.schema, options=options) as writer:
+        writer.write_table(table, max_chunksize=rows)
+
+
+@pytest.mark.parametrize("kind", ["stream", "stream-lz4", "file", "file-zstd"])
+def test_files_and_streams_compressed_or_not(kind: str, tmp_path: Path) -> None:
+    _write(tmp_path / "x.arrow", _table(), kind)
+    with dlio.open(tmp_path / "x.arrow", image_size=None, tiers="ram:1MiB") as data:
+        assert dict(data.reader.schema.fields) == {
+            "image": "jpeg",
+            "text": "text",
+            "label": "int64",
+            "pair": "int32[2]",
+            "ragged": "float32[?]",
+            "flag": "bool",
+        }
+        assert data.targets == [k % 3 for k in range(60)]
+        payloads = data.reader.read(np.arange(60))
+        for k, payload in enumerate(payloads):
+            values = data.reader.schema.split(payload)
+            assert bytes(values["image"]) == _like_a_picture(k)
+            assert bytes(values["text"]).decode() == f"säule {k}"
+            assert values["pair"].tolist() == [k, -k]
+            assert values["ragged"].tolist() == list(range(k % 4))
+            assert values["flag"] == (k % 2 == 0)
+    with dlio.open(f"{tmp_path}/x.arrow::pair,label", tiers="none") as data:
+        batch = next(iter(dlio.DataLoader(data, batch_size=60)))
+        assert batch["pair"].shape == (60, 2)
+
+
+def test_a_batch_is_read_once_for_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = pa.table({"x": np.random.default_rng(0).random(4000), "y": np.arange(4000)})
+    _write(tmp_path / "x.feather", table, "file", rows=1000)
+    reader = ArrowReader(str(tmp_path / "x.feather"))
+    sizes: list[int] = []
+    real = File.read
+
+    def counted(self: File, offset: int = 0, count: int | None = None) -> bytes:
+        data = real(self, offset, count)
+        sizes.append(len(data))
+        return data
+
+    monkeypatch.setattr(File, "read", counted)
+    reader.close()
+    for sample in range(1000, 2000, 100):
+        reader.read(np.array([sample]))
+    assert [size for size in sizes if size > 10_000] == [size for size in sizes if size > 16_000]
+    assert sum(size > 16_000 for size in sizes) == 1
+
+
+def test_folders_of_hugging_face_data_sets(tmp_path: Path) -> None:
+    rows: dict[str, Any] = {
+        "image": [{"bytes": _picture(k), "path": None} for k in range(12)],
+        "label": [k % 2 for k in range(12)],
+    }
+    features = datasets.Features(
+        {"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])}
+    )
+    made = datasets.Dataset.from_dict(rows, features=features)
+    made.save_to_disk(str(tmp_path / "saved"), num_shards=3)
+    (tmp_path / "saved" / "cache-0123.arrow").write_bytes(b"of a map, not of the data set")
+    with dlio.open(tmp_path / "saved", image_size=24, tiers="ram:1MiB") as data:
+        assert data.reader.format == "arrow"
+        assert list(data.classes) == ["cat", "dog"]
+        assert data.targets == rows["label"]
+        images, labels = next(iter(dlio.DataLoader(data, batch_size=12)))
+        assert images.shape == (12, 3, 24, 24)
+        assert labels.tolist() == rows["label"]
+    datasets.DatasetDict({"train": made, "test": made}).save_to_disk(str(tmp_path / "parts"))
+    with pytest.raises(UsageError, match=r"parts test, train of a data set: open one, such as"):
+        dlio.open(tmp_path / "parts")
+    (tmp_path / "saved" / "data-00001-of-00003.arrow").unlink()
+    with pytest.raises(SourceError, match=r"lacks data-00001-of-00003\.arrow"):
+        dlio.open(tmp_path / "saved")
+
+
+def test_what_is_not_read_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "one.feather").write_bytes(b"FEA1" + bytes(100) + b"FEA1")
+    with pytest.raises(SourceError, match=r"one\.feather is of Feather 1.*write_feather"):
+        dlio.open(tmp_path / "one.feather")
+    words = pa.table({"a": pa.array(["x", "y"]).dictionary_encode()})
+    _write(tmp_path / "words.arrow", words, "stream")
+    with pytest.raises(SourceError, match=r"words\.arrow has columns of dictionaries.*cast them"):
+        dlio.open(tmp_path / "words.arrow")
+    _write(tmp_path / "null.arrow", pa.table({"a": [1, None]}), "file")
+    with pytest.raises(SourceError, match=r"null\.arrow.*'a': 1 values are null: fill or drop"):
+        dlio.open(tmp_path / "null.arrow")
+    _write(tmp_path / "a.arrow", pa.table({"a": [1]}), "file")
+    _write(tmp_path / "b.arrow", pa.table({"b": [1]}), "file")
+    with pytest.raises(SourceError, match=r"b\.arrow has other columns than .*a\.arrow"):
+        dlio.open([tmp_path / "a.arrow", tmp_path / "b.arrow"])
+
+
+@pytest.mark.parametrize("kind", ["stream", "file"])
+def test_a_file_that_is_cut_off_is_named(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.arrow"
+    _write(path, _table(), kind)
+    whole = path.read_bytes()
+    reader = ArrowReader(str(path))
+    for part in (0.3, 0.6, 0.9):
+        path.write_bytes(whole[: int(part * len(whole))])
+        with pytest.raises(SourceError, match=r"x\.arrow.*cut off"):
+            ArrowReader(str(path))
+    with pytest.raises(SourceError, match=r"x\.arrow"):
+        reader.read(np.arange(60))
+
+
+def test_offsets_that_lead_elsewhere_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.arrow"
+    _write(path, pa.table({"a": ["abc", "defg", "hi"]}), "stream")
+    data = path.read_bytes()
+    offsets = np.array([0, 3, 7, 9], "<i4").tobytes()
+    assert data.count(offsets) == 1
+    path.write_bytes(data.replace(offsets, np.array([0, 3, 2**30, 9], "<i4").tobytes()))
+    with pytest.raises(SourceError, match=r"x\.arrow, row group 0, cannot be read"):
+        ArrowReader(str(path))
+
+
+def test_packed_shards_hold_the_same_samples(tmp_path: Path) -> None:
+    _write(tmp_path / "x.arrow", _table(), "stream")
+    pack(f"{tmp_path}/x.arrow::text,pair", str(tmp_path / "packed"), order="source")
+    with dlio.open(tmp_path / "packed", tiers="none") as data:
+        assert [data[k]["text"] for k in range(60)] == [f"säule {k}" for k in range(60)]

@@ -1,0 +1,237 @@
+"""Folders whose files are one sample each: arrays and scans of any shape."""
+
+import gzip
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import nibabel
+import numpy as np
+import numpy.typing as npt
+import pydicom
+import pydicom.uid
+import pytest
+from pydicom.dataset import FileDataset, FileMetaDataset
+
+import dlio
+from dlio.data.source import File
+from dlio.errors import SourceError, UsageError
+from dlio_readers.files import FilesReader
+from dlio_staging.pack import pack
+
+Volume = npt.NDArray[Any]
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DLIO_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+def _npy(path: Path, volume: Volume) -> None:
+    np.save(path, volume)
+
+
+def _npz(path: Path, volume: Volume) -> None:
+    np.savez_compressed(path, data=volume)
+
+
+def _h5(path: Path, volume: Volume) -> None:
+    with h5py.File(path, "w") as file:
+        file.create_dataset("data", data=volume, chunks=(2, 4, 4), compression="gzip")
+
+
+def _nii(path: Path, volume: Volume) -> None:
+    nibabel.save(nibabel.Nifti1Image(volume, np.eye(4)), path)
+
+
+def _dcm(path: Path, volume: Volume, **tags: object) -> None:
+    meta = FileMetaDataset()
+    meta.TransferSyntaxUID = pydicom.uid.ExplicitVRLittleEndian
+    meta.MediaStorageSOPClassUID = pydicom.uid.MRImageStorage
+    meta.MediaStorageSOPInstanceUID = "1.2.3"
+    made = FileDataset(str(path), {}, file_meta=meta, preamble=b"\0" * 128)
+    made.NumberOfFrames, made.Rows, made.Columns = volume.shape
+    made.SamplesPerPixel, made.PhotometricInterpretation = 1, "MONOCHROME2"
+    made.BitsAllocated = made.BitsStored = 8 * volume.dtype.itemsize
+    made.HighBit, made.PixelRepresentation = made.BitsStored - 1, int(volume.dtype.kind == "i")
+    for name, value in tags.items():
+        setattr(made, name, value)
+    made.PixelData = volume.tobytes()
+    made.save_as(path, enforce_file_format=True)
+
+
+WRITERS: dict[str, tuple[Callable[[Path, Volume], None], str]] = {
+    "npy": (_npy, "data"),
+    "npz": (_npz, "data"),
+    "h5": (_h5, "data"),
+    "nii": (_nii, "image"),
+    "nii.gz": (_nii, "image"),
+    "dcm": (_dcm, "image"),
+}
+
+
+def _volumes(count: int = 6) -> list[Volume]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, 900, (4 + k, 6, 9 - k), np.int16) for k in range(count)]
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_class_folders_of_files_of_any_shape(suffix: str, tmp_path: Path) -> None:
+    write, field = WRITERS[suffix]
+    volumes = _volumes()
+    for k, volume in enumerate(volumes):
+        folder = tmp_path / "data" / "ab"[k % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        write(folder / f"{k}.{suffix}", volume)
+    order = [0, 2, 4, 1, 3, 5]
+    with dlio.open(tmp_path / "data", tiers="ram:1MiB") as data:
+        assert data.reader.format == "files"
+        assert list(data.classes) == ["a", "b"]
+        assert data.targets == [0, 0, 0, 1, 1, 1]
+        assert data.reader.name(3) == f"b/1.{suffix}"
+        for batch in dlio.DataLoader(data, batch_size=1, shuffle=True):
+            number = int(batch["label"][0]) + 2 * (batch[field].shape[1] // 2 - 2)
+            assert np.array_equal(batch[field][0], volumes[number])
+        ragged = next(iter(dlio.DataLoader(data, batch_size=6, collate_fn=list)))
+        for sample, k in zip(ragged, order, strict=True):
+            assert np.array_equal(sample[field], volumes[k])
+        with pytest.raises(UsageError, match=r"collate_fn=list"):
+            next(iter(dlio.DataLoader(data, batch_size=2)))
+    with dlio.open(
+        tmp_path / "data", patch=(3, 4, 2), patches_per_volume=3, tiers="ram:1MiB"
+    ) as data:
+        assert data.targets == 9 * [0] + 9 * [1]
+        batch = next(iter(dlio.DataLoader(data, batch_size=18)))
+        assert batch[field].shape == (18, 3, 4, 2)
+        assert batch["label"].tolist() == data.targets
+        reader: Any = data.reader
+        for k, patch in enumerate(batch[field]):
+            at = reader.cuts(k, 0, 0)[2]
+            part = tuple(slice(a, a + n) for a, n in zip(at, (3, 4, 2), strict=True))
+            assert np.array_equal(patch, volumes[order[k // 3]][part])
+
+
+def test_inputs_and_targets_of_the_same_name(tmp_path: Path) -> None:
+    volumes = _volumes()
+    for name in ("images", "labels"):
+        (tmp_path / name).mkdir()
+    for k, volume in enumerate(volumes):
+        suffix = "_0000.nii" if k % 2 else ".nii.gz"
+        _nii(tmp_path / "images" / f"case{k}{suffix}", volume)
+        _npy(tmp_path / "labels" / f"case{k}.npy", (volume > 450).astype(np.uint8))
+    with dlio.open(tmp_path, tiers="none") as data:
+        assert [name for name, _ in data.reader.schema.fields] == ["image", "label"]
+        for k, volume in enumerate(volumes):
+            assert np.array_equal(data[k]["image"], volume)
+            assert np.array_equal(data[k]["label"], volume > 450)
+    with dlio.open(tmp_path, patch=(3, 4, 2), tiers="none") as data:
+        for sample in (data[k] for k in range(6)):
+            assert np.array_equal(sample["image"] > 450, sample["label"])
+    (tmp_path / "labels" / "case3.npy").unlink()
+    with pytest.raises(SourceError, match=r"case3_0000\.nii has no file of its name in labels/"):
+        dlio.open(tmp_path)
+
+
+@pytest.mark.parametrize("suffix", ["npy", "nii", "h5"])
+def test_a_patch_does_not_read_the_whole_file(
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, field = WRITERS[suffix]
+    volume = np.random.default_rng(0).integers(0, 900, (64, 96, 128), np.int16)
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        if suffix == "h5":
+            with h5py.File(tmp_path / name / "x.h5", "w") as file:
+                file["data"] = volume
+        else:
+            write(tmp_path / name / f"x.{suffix}", volume)
+    reads: list[int] = []
+    real = File.read_into
+
+    def read(self: File, offset: int, into: memoryview) -> None:
+        reads.append(len(into))
+        real(self, offset, into)
+
+    monkeypatch.setattr(File, "read_into", read)
+    with dlio.open(tmp_path, patch=(4, 4, 4), tiers="none", train=False) as data:
+        reads.clear()
+        assert np.array_equal(data[1][field], volume[30:34, 46:50, 62:66])
+        assert 0 < sum(reads) <= volume.nbytes
+        whole = sum(reads)
+        reads.clear()
+        assert np.array_equal(data[1][field], volume[30:34, 46:50, 62:66])
+        assert not reads  # Its chunks are kept.
+    chunk = sum(1 << 20 for _ in range(4))
+    assert whole <= chunk
+
+
+def test_intensities_are_scaled_as_headers_say(tmp_path: Path) -> None:
+    volume = _volumes(1)[0]
+    image = nibabel.Nifti1Image(volume, np.eye(4))
+    image.header.set_slope_inter(0.5, -3)
+    for suffix in ("nii", "nii.gz"):
+        nibabel.save(image, tmp_path / f"x.{suffix}")
+        stored = nibabel.load(tmp_path / f"x.{suffix}").get_fdata()
+        with dlio.open(tmp_path / f"x.{suffix}", tiers="none") as data:
+            assert np.array_equal(data[0]["image"], stored.astype(np.float32))
+    _dcm(tmp_path / "x.dcm", volume, RescaleSlope="2", RescaleIntercept="-1024")
+    with dlio.open(tmp_path / "x.dcm", tiers="none") as data:
+        assert np.array_equal(data[0]["image"], volume.astype(np.float32) * 2 - 1024)
+
+
+def test_files_that_differ_are_named_with_the_difference(tmp_path: Path) -> None:
+    for name, array in (("a", np.zeros((2, 3), np.float32)), ("b", np.zeros((2, 3), np.int16))):
+        (tmp_path / name).mkdir()
+        np.save(tmp_path / name / "x.npy", array)
+    with pytest.raises(SourceError, match=r"b/x\.npy: 'data' is int16 .* in a/x\.npy float32"):
+        dlio.open(tmp_path)
+
+
+def test_a_file_that_changes_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    np.save(tmp_path / "a" / "x.npy", np.zeros((2, 3)))
+    with dlio.open(tmp_path, tiers="none") as data:
+        np.save(tmp_path / "a" / "x.npy", np.zeros((3, 3)))
+        with pytest.raises(SourceError, match=r"x\.npy.*has changed"):
+            data[0]
+
+
+def test_headers_that_claim_much_take_no_memory(tmp_path: Path) -> None:
+    volume = _volumes(1)[0]
+    _nii(tmp_path / "x.nii", volume)
+    claim = bytearray((tmp_path / "x.nii").read_bytes())
+    claim[42:48] = np.array([30000, 30000, 3000], "<i2").tobytes()
+    (tmp_path / "x.nii").write_bytes(claim)
+    with pytest.raises(SourceError, match=r"x\.nii is cut off: \d+ bytes instead of"):
+        FilesReader(str(tmp_path / "x.nii"))
+    (tmp_path / "y.nii.gz").write_bytes(gzip.compress(bytes(claim)))
+    with pytest.raises(SourceError, match=r"y\.nii\.gz claims to hold 5400000000352 bytes"):
+        FilesReader(str(tmp_path / "y.nii.gz"))
+    _dcm(tmp_path / "z.dcm", volume, NumberOfFrames=2**30)
+    with pytest.raises(SourceError, match=r"z\.dcm claims to hold"):
+        FilesReader(str(tmp_path / "z.dcm"))
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _nii(tmp_path / "x.nii", _volumes(1)[0])
+    _dcm(tmp_path / "x.dcm", _volumes(1)[0])
+    monkeypatch.setitem(sys.modules, "nibabel.nifti1", None)
+    monkeypatch.setitem(sys.modules, "pydicom", None)
+    with pytest.raises(UsageError, match=r"x\.nii: NIfTI files need nibabel: `pip install"):
+        FilesReader(str(tmp_path / "x.nii"))
+    with pytest.raises(UsageError, match=r"x\.dcm: DICOM files need pydicom: `pip install"):
+        FilesReader(str(tmp_path / "x.dcm"))
+
+
+def test_volumes_are_packed(tmp_path: Path) -> None:
+    volumes = _volumes()
+    (tmp_path / "scans").mkdir()
+    for k, volume in enumerate(volumes):
+        _nii(tmp_path / "scans" / f"{k}.nii.gz", volume)
+    pack(str(tmp_path / "scans"), str(tmp_path / "packed"), order="source")
+    with dlio.open(tmp_path / "packed", tiers="none") as data:
+        assert sorted(data[k]["image"].shape for k in range(6)) == sorted(
+            volume.shape for volume in volumes
+        )

@@ -1,0 +1,78 @@
+"""TFRecord files for tests, written with the protobuf library and the frames of TensorBoard."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+__all__ = ["example", "sequence_example", "write"]
+
+Values = Mapping[str, Sequence[Any]]
+_REPEATED, _OPTIONAL = 3, 1
+
+
+def _messages() -> Any:
+    """Return the pool with the messages of tf.train.Example."""
+    file = descriptor_pb2.FileDescriptorProto(name="example.proto", package="t", syntax="proto3")
+    kinds = {"BytesList": 12, "FloatList": 2, "Int64List": 3}
+    for name, kind in kinds.items():
+        file.message_type.add(name=name).field.add(name="value", number=1, label=3, type=kind)
+    feature = file.message_type.add(name="Feature")
+    feature.oneof_decl.add(name="kind")
+    for number, (name, each) in enumerate(
+        (("bytes_list", "BytesList"), ("float_list", "FloatList"), ("int64_list", "Int64List")), 1
+    ):
+        feature.field.add(
+            name=name,
+            number=number,
+            label=_OPTIONAL,
+            type=11,
+            type_name=f".t.{each}",
+            oneof_index=0,
+        )
+    features = file.message_type.add(name="Features")
+    entry = features.nested_type.add(name="FeatureEntry")
+    entry.options.map_entry = True
+    entry.field.add(name="key", number=1, label=_OPTIONAL, type=9)
+    entry.field.add(name="value", number=2, label=_OPTIONAL, type=11, type_name=".t.Feature")
+    features.field.add(
+        name="feature", number=1, label=_REPEATED, type=11, type_name=".t.Features.FeatureEntry"
+    )
+    whole = file.message_type.add(name="Example")
+    whole.field.add(name="features", number=1, label=_OPTIONAL, type=11, type_name=".t.Features")
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return pool
+
+
+_EXAMPLE: Any = message_factory.GetMessageClass(_messages().FindMessageTypeByName("t.Example"))
+
+
+def example(values: Values) -> bytes:
+    """Return an Example: lists of bytes, floats or whole numbers by name."""
+    made = _EXAMPLE()
+    for name, each in values.items():
+        feature = made.features.feature[name]
+        if len(each) and isinstance(each[0], bytes):
+            feature.bytes_list.value.extend(each)
+        elif len(each) and isinstance(each[0], float):
+            feature.float_list.value.extend(each)
+        else:
+            feature.int64_list.value.extend(each)
+    encoded: bytes = made.SerializeToString(deterministic=True)
+    return encoded
+
+
+def sequence_example(values: Values) -> bytes:
+    """Return a SequenceExample with a context and an empty list of features."""
+    return example(values) + b"\x12\x00"
+
+
+def write(path: Path, records: Iterable[bytes]) -> None:
+    """Write a TFRecord file."""
+    with path.open("wb") as file:
+        writer = RecordWriter(file)
+        for record in records:
+            writer.write(record)
