@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     )
     from dlio.loader.dataloader import DataLoader
     from dlio.loader.dataset import Dataset
-    from dlio.loader.dataset import open_dataset as open
     from dlio.loader.mixture import mix
+    from dlio.loader.opened import open_dataset as open
     from dlio.loader.padding import PadTargets
     from dlio.train.exchange.distribute import distribute
     from dlio.train.pruning.apoptosis import Apoptosis
@@ -70,7 +70,7 @@ _WHERE = {
     "init_process_group": ("dlio.comm.process_group", "init_process_group"),
     "load_pruned": ("dlio.train.pruning.pruned_file", "load_pruned"),
     "mix": ("dlio.loader.mixture", "mix"),
-    "open": ("dlio.loader.dataset", "open_dataset"),
+    "open": ("dlio.loader.opened", "open_dataset"),
     **{
         name: ("dlio.errors", name)
         for name in __all__

@@ -1,4 +1,4 @@
-"""Arrow IPC files and streams: where their record batches lie, and what these would become.
+"""Arrow IPC files and streams: where their record batches lie, and their sizes.
 
 A file is a stream between magic words, with a footer that is not needed here. A stream is a
 sequence of messages: 0xFFFFFFFF, the size of the metadata, metadata (a flatbuffer), and a body. Of
