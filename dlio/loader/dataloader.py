@@ -1,6 +1,5 @@
 """The loader: torch's DataLoader, fed from the hierarchy, shared among the ranks of a job."""
 
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import numpy as np
 import numpy.typing as npt
 import torch
+from typing_extensions import TypeVar
 
 from dlio.comm.data_ranks import place
 from dlio.comm.recovery import recovery_of
@@ -27,7 +27,6 @@ from dlio.loader.contract import (
 )
 from dlio.loader.dataset import Dataset
 from dlio.loader.dealing import Dealing, DealtIterator
-from dlio.loader.dealt import Dealt, Torn
 from dlio.loader.device import delivered
 from dlio.loader.diagnosis import diagnose, report
 from dlio.loader.engines import Engines, described
@@ -37,12 +36,12 @@ from dlio.loader.foreign.adapt import read_by_dlio
 from dlio.loader.mixture import restore_weights
 from dlio.loader.options import SAME_NAMES, LoaderOptions, OnError, WorkerKind, check_arguments
 from dlio.loader.passes import FormulaOrder, Pass, Place, PlannedPass, SamplerOrder, check_state
+from dlio.loader.regrouping import Regrouping
 from dlio.loader.stats import PassStats
 from dlio.loader.trace import Spans, path_of
-from dlio.plan.epoch import EpochPlan, is_exact
+from dlio.plan.epoch import EpochPlan
 from dlio.plan.sample_mask import SampleMask
 from dlio.plan.schedule import steps_in_epoch
-from dlio.plan.shares import Shares
 from dlio.storage.spec import Tiers
 from dlio.util.arguments import PathText, whole_number
 from dlio.util.cores import available_cores
@@ -54,11 +53,12 @@ if TYPE_CHECKING:
 
 __all__ = ["DataLoader"]
 
+_T_co = TypeVar("_T_co", covariant=True, default=Sample)
 _AHEAD_BATCHES = 3
 """Batches before the end of a pass at which persistent workers begin the next pass."""
 
 
-class DataLoader(torch.utils.data.DataLoader[Sample]):
+class DataLoader(Regrouping, torch.utils.data.DataLoader[_T_co]):
     """torch's DataLoader with tiers, exact shuffling across ranks and resumable state.
 
     It takes torch's arguments and behaves as torch's loader does. In addition:
@@ -185,10 +185,11 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         """Plan of the current pass; None where dlio does not make it."""
         self.deals = True  # False if someone else deals anew when ranks are lost.
         self._dealing: Dealing | None = None
-        self._dealt: Dealt | None = None  # Once ranks have been lost.
-        self._torn: Torn | None = None  # If the next pass goes on with such an epoch.
+        self._dealt = self._torn = None
         self._current: weakref.ref[LoaderIterator] | None = None
-        self._options()  # Raises now for options that cannot work.
+        options = self._options()  # Raises now for options that cannot work.
+        if options.has_too_many_workers:
+            super().check_worker_number_rationality()
 
     @property
     def data(self) -> Dataset:
@@ -224,53 +225,6 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
             if choose is not None:
                 choose(epoch)
         self._place = self._place.chosen(epoch, mask)
-
-    def regroup(self, members: Sequence[int], me: int, global_batch: int) -> None:
-        """End the current pass; each of the ranks that are left gets an even part of later ones.
-
-        Ranks have the numbers that they had when the data set was mounted.
-        """
-        self._end_pass()
-        self._dealt = Dealt(tuple(members), me, Shares.of(global_batch, len(members)))
-        self.shares = None  # They were those of other ranks.
-        data = self._planned_data()
-        if data is not None and data.mounted is not None:
-            data.mounted.regroup(members)
-
-    def redeal(self, position: int, again: Sequence[int], begun: Sequence[int] = ()) -> None:
-        """Have the next pass go on with the current epoch, or the chosen one, from a position on.
-
-        `again` are samples that come again at its end; `begun`, numbers of the ranks that began it.
-        """
-        before = self._place.current
-        self._end_pass()
-        if not isinstance(before, PlannedPass):  # This rank has joined the others.
-            before = PlannedPass(self.state_dict(), self.formula, self._place.mask)
-        self._place = self._place.loaded(before.state_at(position, again))
-        if self._dealt is not None and not is_exact(self.mode) and position < before.whole:
-            self._torn = Torn(before.formula, tuple(begun))
-
-    def prepare(self, generation: int | None = None) -> int:
-        """Open the tiers; returns the number of passes so far, or what it is set to. Collective."""
-        self._engines.planned.mount(self._options(), self.data)
-        if generation is not None:
-            self._engines.planned.generation = generation
-        return self._engines.planned.generation
-
-    @property
-    def formula(self) -> FormulaOrder:
-        """The order of the next pass, which is dlio's own."""
-        return cast(FormulaOrder, self._order(self._options()))
-
-    @property
-    def mask(self) -> tuple[int, SampleMask] | None:
-        """An epoch, and the samples that it uses; None for all."""
-        return self._place.mask
-
-    @property
-    def planned(self) -> PlannedPass:
-        """The pass that began last, in an order of dlio's own."""
-        return cast(PlannedPass, self._place.current)
 
     def state_dict(self) -> State:
         """Return the loader's place: batches handed out are consumed, prefetched ones are not.
@@ -364,7 +318,7 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         self._engines = Engines()
 
     def check_worker_number_rationality(self) -> None:
-        """Suppress torch's warning about more workers than cores: dlio's workers are threads."""
+        """Leave torch's warning to the end of `__init__`: threads may be more than cores."""
 
     def __iter__(self) -> Iterator[BatchData]:  # type: ignore[override]
         dealing = self._own_dealing()
@@ -390,9 +344,7 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
             self._place = self._place.handed_out(ahead.batches)
         begun = ahead or self._begin(options, batches)
         self._stats, self.plan = begun.stats, begun.plan
-        registration = None
-        if "accelerate.state" in sys.modules:
-            registration = accelerate.Registration(self, begun.batches.steps)
+        registration = accelerate.registered(self, begun.batches.steps)
         iterator = LoaderIterator(begun, partial(self._handed, options, begun, registration))
         self._current = weakref.ref(iterator)
         return iterator
@@ -441,7 +393,7 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
             if options.persistent_workers and options.num_workers:
                 self._iterator = engines.iterator
         device = options.device
-        if device is None and "accelerate.state" in sys.modules:
+        if device is None:
             device = accelerate.device(self)
         transform = None
         if begun.stats.engine == "planned" and data is not None and options.collates_by_default:
@@ -461,7 +413,8 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         if options.iterable:
             return None
         if not self.follows_formula():
-            fresh = not (options.persistent_workers and self._engines.threads.base_seed_drawn)
+            kept = self._engines.threads.base_seed is not None
+            fresh = not (options.persistent_workers and kept)
             return SamplerOrder(self.sampler, self.batch_sampler, options.generator, fresh)
         data = self._planned_data()
         if self._torn is not None and self._dealt is not None:

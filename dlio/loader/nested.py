@@ -46,6 +46,8 @@ def samples_in(data: BatchData) -> int:
     leaves = tree_leaves(data, is_leaf=_lists_values)
     first = leaves[0] if leaves else None
     if isinstance(first, torch.Tensor):
+        if first.is_nested:
+            return len(first.unbind())
         return len(first) if first.ndim else 1
     if isinstance(first, dict) and first:
         return samples_in(next(iter(first.values())))
@@ -54,6 +56,8 @@ def samples_in(data: BatchData) -> int:
 
 def _cut(leaf: BatchData) -> BatchData:
     if isinstance(leaf, torch.Tensor):
+        if leaf.is_nested:
+            return torch.nested.nested_tensor([], dtype=leaf.dtype, device=leaf.device)
         return leaf[:0] if leaf.ndim else leaf
     if isinstance(leaf, dict):
         return {key: emptied(item) for key, item in leaf.items()}

@@ -1,6 +1,7 @@
 """The options of a loader, as its engines read them."""
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from multiprocessing.context import BaseContext
@@ -30,6 +31,7 @@ from dlio.util.arguments import (
     path_in,
     whole_number,
 )
+from dlio.util.cores import available_cores
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -40,6 +42,8 @@ __all__ = ["SAME_NAMES", "LoaderOptions", "OnError", "WorkerKind", "check_argume
 
 _MOST_WORKERS: Final = 4096
 _MOST_SEED: Final = 2**63 - 1
+_MANY_THREADS: Final = 64
+_THREADS_A_CORE: Final = 16
 WorkerKind = Literal["thread", "process"]
 OnError = Literal["stop", "skip"]
 
@@ -180,6 +184,30 @@ class LoaderOptions:
             return self.workers == "thread"
         for_processes = self.worker_init_fn is not None or self.multiprocessing_context is not None
         return None if for_processes else True
+
+    @property
+    def has_too_many_workers(self) -> bool:
+        """True for more processes than cores, or more threads than waiting for storage explains."""
+        cores = available_cores()
+        if self.in_threads:
+            return self.num_workers > max(_MANY_THREADS, _THREADS_A_CORE * cores)
+        return self.num_workers > cores
+
+    def pins(self) -> bool:
+        """True if batches are pinned; warns, as torch's loader does, if they cannot be."""
+        if self.pin_memory and self.pin_memory_device:
+            warnings.warn(
+                "pin_memory_device is deprecated, the current accelerator will be used as the "
+                f"device,ignore pin_memory_device='{self.pin_memory_device}'.",
+                stacklevel=2,
+            )
+        if self.pin_memory and not torch.accelerator.is_available():
+            warnings.warn(
+                "'pin_memory' argument is set as true but no accelerator is found, "
+                "then device pinned memory won't be used.",
+                stacklevel=2,
+            )
+        return self.pin_memory and torch.accelerator.is_available()
 
     def formula(
         self, seed: int, samples: int, data: Dataset | None, dealt: Dealt | None

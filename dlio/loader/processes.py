@@ -17,6 +17,13 @@ from dlio.loader.sampled import BatchesPass
 __all__ = ["TorchEngine", "torch_feed"]
 
 
+class _Plain(torch.utils.data.DataLoader[Any]):
+    """torch's loader, made anew for each pass of a loader that has warned already."""
+
+    def check_worker_number_rationality(self) -> None:
+        """Warn of nothing."""
+
+
 class TorchEngine:
     """Makes batches by a plain DataLoader of torch that is given the indices of each pass."""
 
@@ -78,7 +85,7 @@ def _plain_loader(
             "persistent_workers": options.persistent_workers,
             "multiprocessing_context": options.multiprocessing_context,
         }
-    return torch.utils.data.DataLoader(
+    return _Plain(
         options.dataset,
         num_workers=options.num_workers,
         collate_fn=collate,

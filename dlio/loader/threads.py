@@ -2,7 +2,7 @@
 
 A sample is the unit of work where the data set has no `__getitems__`, so one slow sample delays
 no other batch; batches come out in order. Exceptions, collate_fn, pinning and timeouts follow
-torch's contract. Threads are not worker processes, though: `get_worker_info()` is None in them.
+torch's contract. `get_worker_info()` is true in each thread.
 """
 
 import queue
@@ -22,6 +22,7 @@ from dlio.loader.feed import Begun, Fed, Feed, Stats
 from dlio.loader.options import LoaderOptions
 from dlio.loader.passes import Pass
 from dlio.loader.trace import Spans
+from dlio.loader.worker_info import clear_worker_info, set_worker_info
 from dlio.storage.mount import Mount
 from dlio.util.threads import Workers
 
@@ -36,8 +37,8 @@ class ThreadEngine:
     """Makes batches by threads that ask a map-style data set."""
 
     def __init__(self) -> None:
-        self.base_seed_drawn = False
-        """True if torch's persistent workers would have their seeds by now."""
+        self.base_seed: int | None = None
+        """torch's base seed as it was drawn last; thread k has `base_seed` + k."""
 
     def begin(
         self,
@@ -69,19 +70,22 @@ class ThreadEngine:
             skip=options.on_error == "skip",
             pin=_pinning(options),
             init=options.worker_init_fn,
+            seed=self.draw_base_seed(options) if draws_seed else self.base_seed or 0,
         )
-        if draws_seed:
-            self.draw_base_seed(options)
         stats = Stats(None if mounted is None else mounted.hierarchy, threads, "threads")
         feed = _feed(work, batches, stats, spans)
         next(feed)
-        return Begun(batches, stats, feed, spans)
+        return Begun(batches, stats, feed, spans, workers=work.running)
 
-    def draw_base_seed(self, options: LoaderOptions) -> None:
-        """Draw the base seed that torch's loader draws before a sampler draws its numbers."""
-        if not (options.persistent_workers and self.base_seed_drawn):
-            torch.empty((), dtype=torch.int64).random_(generator=options.generator)
-            self.base_seed_drawn = True
+    def draw_base_seed(self, options: LoaderOptions) -> int:
+        """Draw the base seed that torch's loader draws before a sampler draws its numbers.
+
+        Persistent workers keep theirs. Returns the seed in force.
+        """
+        if self.base_seed is None or not options.persistent_workers:
+            drawn = torch.empty((), dtype=torch.int64).random_(generator=options.generator)
+            self.base_seed = int(drawn.item())
+        return self.base_seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +107,10 @@ class _Work:
     pin: Callable[[BatchData], BatchData] | None
     init: Callable[[int], None] | None
     """Called in each thread before its first sample."""
+    seed: int
+    """torch's base seed."""
+    running: list[threading.Thread] = field(default_factory=list)
+    """The threads, once they run."""
 
 
 @dataclass(slots=True)
@@ -172,6 +180,7 @@ class _Threads:
         self._together = together if work.batched and together else None
         self._workers = Workers("dlio-fetch", self._run, work.threads, wake=self._wake)
         self._workers.start()
+        work.running.extend(self._workers.threads)
 
     def __enter__(self) -> Self:
         return self
@@ -229,6 +238,14 @@ class _Threads:
         return next((batch for batch in self._waiting if batch.done), None)
 
     def _run(self, number: int) -> None:
+        work = self._work
+        set_worker_info(number, work.threads, work.seed + number, work.dataset)
+        try:
+            self._serve(number)
+        finally:
+            clear_worker_info()
+
+    def _serve(self, number: int) -> None:
         init_error: BaseException | None = None
         if self._work.init is not None:
             try:
@@ -311,7 +328,7 @@ def _wrapped(where: str) -> BaseException:
 
 def _pinning(options: LoaderOptions) -> Callable[[BatchData], BatchData] | None:
     """Return a function that copies a batch of any structure into page-locked memory, or None."""
-    if not (options.pin_memory and torch.accelerator.is_available()):
+    if not options.pins():
         return None
     accelerator = torch.accelerator.current_accelerator()
     device = None if accelerator is None else accelerator.type
