@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from dlio.loader.dataset import Dataset
     from dlio.loader.dataset import open_dataset as open
     from dlio.loader.mixture import mix
+    from dlio.loader.stateful import StatefulDataLoader
     from dlio.train.exchange.distribute import distribute
     from dlio.train.pruning.apoptosis import Apoptosis
     from dlio.train.pruning.pruned_file import load_pruned
@@ -47,6 +48,7 @@ __all__ = [
     "PeerLost",
     "SampleSkipper",
     "SourceError",
+    "StatefulDataLoader",
     "TierError",
     "TierFull",
     "UsageError",
@@ -63,6 +65,7 @@ _WHERE = {
     "DataLoader": ("dlio.loader.dataloader", "DataLoader"),
     "Dataset": ("dlio.loader.dataset", "Dataset"),
     "SampleSkipper": ("dlio.train.skipping.skipper", "SampleSkipper"),
+    "StatefulDataLoader": ("dlio.loader.stateful", "StatefulDataLoader"),
     "distribute": ("dlio.train.exchange.distribute", "distribute"),
     "init_process_group": ("dlio.comm.process_group", "init_process_group"),
     "load_pruned": ("dlio.train.pruning.pruned_file", "load_pruned"),

@@ -37,6 +37,8 @@ from dlio.loader.mixture import restore_weights
 from dlio.loader.options import SAME_NAMES, LoaderOptions, OnError, WorkerKind, check_arguments
 from dlio.loader.passes import FormulaOrder, Pass, Place, PlannedPass, SamplerOrder, check_state
 from dlio.loader.regrouping import Regrouping
+from dlio.loader.snapshots.keeper import Keeper
+from dlio.loader.snapshots.states import Stateful
 from dlio.loader.stats import PassStats
 from dlio.loader.trace import Spans, path_of
 from dlio.plan.epoch import EpochPlan
@@ -107,7 +109,13 @@ class DataLoader(Regrouping, torch.utils.data.DataLoader[_T_co]):
         trace: file for a trace of each pass, for chrome://tracing or Perfetto.
         writer: TensorBoard's SummaryWriter, for scalars after each pass.
         pretend_nodes: behave as if the ranks were spread over that many nodes.
+        snapshot_every_n_steps: save and restore the states of the data set and the sampler, as
+            torchdata's StatefulDataLoader does, and collect those of workers every so many
+            batches. Chosen with 1 for data sets with `state_dict` that dlio does not read itself.
     """
+
+    _snapshot_every: int | None = None
+    """The default of `snapshot_every_n_steps`."""
 
     def __init__(
         self,
@@ -142,6 +150,7 @@ class DataLoader(Regrouping, torch.utils.data.DataLoader[_T_co]):
         trace: PathText | None = None,
         writer: ScalarWriter | None = None,
         pretend_nodes: int | None = None,
+        snapshot_every_n_steps: int | None = None,
     ) -> None:
         check_arguments(dataset, num_workers, prefetch_factor, timeout)
         super().__init__(
@@ -171,6 +180,9 @@ class DataLoader(Regrouping, torch.utils.data.DataLoader[_T_co]):
         self.shares = shares
         self.trace, self.writer = trace, writer
         self.pretend_nodes = pretend_nodes
+        self.snapshot_every_n_steps = (
+            self._snapshot_every if snapshot_every_n_steps is None else snapshot_every_n_steps
+        )
         self.last_samples: npt.NDArray[np.int64] = np.empty(0, np.int64)
         """Indices of the samples of the batch that was handed out last."""
         self.follows_sampler = sampler is not None or batch_sampler is not None
@@ -187,6 +199,7 @@ class DataLoader(Regrouping, torch.utils.data.DataLoader[_T_co]):
         self._dealing: Dealing | None = None
         self._dealt = self._torn = None
         self._current: weakref.ref[LoaderIterator] | None = None
+        self._kept: Keeper | None = None
         options = self._options()  # Raises now for options that cannot work.
         if options.has_too_many_workers:
             super().check_worker_number_rationality()
@@ -232,6 +245,9 @@ class DataLoader(Regrouping, torch.utils.data.DataLoader[_T_co]):
         The same on all ranks after the same step, and valid for any number of them; whole numbers
         and text, for torch.distributed.checkpoint as for JSON.
         """
+        keeper = self._keeper()
+        if keeper is not None:
+            return keeper.state_dict(self._options(), self._IterableDataset_len_called)
         state = self._place.state()
         if state is None:
             batches, _ = self._place.open(self._order(self._options()))
@@ -243,6 +259,10 @@ class DataLoader(Regrouping, torch.utils.data.DataLoader[_T_co]):
 
         Raises UsageError for the state of another data set, seed or kind of order.
         """
+        keeper = self._keeper()
+        if keeper is not None:
+            keeper.load_state_dict(state_dict)
+            return
         formula = (self._order_seed(), self._count()) if self.follows_formula() else None
         self._place = self._place.loaded(check_state(state_dict, formula))
         restore_weights(self._planned_data(), self._place.resumed or {})
@@ -284,6 +304,8 @@ class DataLoader(Regrouping, torch.utils.data.DataLoader[_T_co]):
             self.dataset.close()
         self._engines.planned.close()
         self._iterator = None
+        if self._kept is not None:
+            self._kept.close()
         if self._dealing is not None:
             self._dealing.close()
             self._dealing = None
@@ -306,7 +328,7 @@ class DataLoader(Regrouping, torch.utils.data.DataLoader[_T_co]):
     def __getstate__(self) -> dict[str, Any]:
         # A copy begins where the next pass of the original would.
         copy = self.__dict__.copy()
-        for name in ("_data", "_current", "_iterator", "_dealing", "plan", "writer"):
+        for name in ("_data", "_current", "_iterator", "_dealing", "plan", "writer", "_kept"):
             copy[name] = None
         for name in ("_engines", "_stats"):
             del copy[name]
@@ -321,8 +343,27 @@ class DataLoader(Regrouping, torch.utils.data.DataLoader[_T_co]):
         """Leave torch's warning to the end of `__init__`: threads may be more than cores."""
 
     def __iter__(self) -> Iterator[BatchData]:  # type: ignore[override]
+        keeper = self._keeper()
+        if keeper is not None:
+            options, length = self._options(), self._IterableDataset_len_called
+            begun = keeper.begun(options, length, self._place.next_epoch)
+            self._place = Place(begun.batches)
+            return self._iterator_of(options, begun)
         dealing = self._own_dealing()
         return self.begin() if dealing is None else DealtIterator(dealing, len(self))
+
+    def _keeper(self) -> Keeper | None:
+        """Return what keeps the states of the data set and the sampler; None if nothing needs it,
+        because dlio's own order is followed or nothing has a state."""
+        every = self.snapshot_every_n_steps
+        if self._kept is not None or (every is None and not isinstance(self.dataset, Stateful)):
+            return self._kept
+        if self.seed is not None or self._planned_data() is not None:
+            return None
+        if every is None and self.follows_formula():
+            return None
+        self._kept = Keeper(self._options(), 1 if every is None else every)
+        return self._kept
 
     def _own_dealing(self) -> Dealing | None:
         """Return the dealing of a loop whose ranks may be lost; None if they end together."""
@@ -342,7 +383,9 @@ class DataLoader(Regrouping, torch.utils.data.DataLoader[_T_co]):
         ahead = self._engines.take_ahead(batches) if self._engines.ahead else None
         if ahead is not None:
             self._place = self._place.handed_out(ahead.batches)
-        begun = ahead or self._begin(options, batches)
+        return self._iterator_of(options, ahead or self._begin(options, batches))
+
+    def _iterator_of(self, options: LoaderOptions, begun: Begun) -> LoaderIterator:
         self._stats, self.plan = begun.stats, begun.plan
         registration = accelerate.registered(self, begun.batches.steps)
         iterator = LoaderIterator(begun, partial(self._handed, options, begun, registration))

@@ -5,14 +5,21 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from multiprocessing.context import BaseContext
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
 from dlio.comm.data_ranks import place
 from dlio.errors import UsageError
-from dlio.loader.contract import CollateFn, IndexBatches, Indices, ScalarWriter, UserDataset
+from dlio.loader.contract import (
+    BatchData,
+    CollateFn,
+    IndexBatches,
+    Indices,
+    ScalarWriter,
+    UserDataset,
+)
 from dlio.loader.dataset import Dataset
 from dlio.loader.dealt import Dealt
 from dlio.loader.mixture import Mixture
@@ -38,7 +45,7 @@ if TYPE_CHECKING:
 
     from dlio.comm.data_ranks import Group
 
-__all__ = ["SAME_NAMES", "LoaderOptions", "OnError", "WorkerKind", "check_arguments"]
+__all__ = ["SAME_NAMES", "LoaderOptions", "OnError", "WorkerKind", "check_arguments", "pinning"]
 
 _MOST_WORKERS: Final = 4096
 _MOST_SEED: Final = 2**63 - 1
@@ -124,6 +131,7 @@ class LoaderOptions:
     trace: PathText | None
     writer: ScalarWriter | None
     pretend_nodes: int | None
+    snapshot_every_n_steps: int | None
     iterable: bool = field(init=False)
     """True for an IterableDataset, which has no indices."""
     collates_by_default: bool = field(init=False)
@@ -168,6 +176,8 @@ class LoaderOptions:
             whole_number("pretend_nodes", self.pretend_nodes, 1, None, "nodes")
         check_callable("worker_init_fn", self.worker_init_fn)
         check_callable("collate_fn", self.collate_fn)
+        if self.snapshot_every_n_steps is not None:
+            whole_number("snapshot_every_n_steps", self.snapshot_every_n_steps, 0, None, "batches")
         if self.shares is not None:
             check_counts("shares", self.shares)
         if self.trace is not None:
@@ -251,3 +261,13 @@ SAME_NAMES: Final = tuple(
     if each.init and each.name not in ("batched", "length_was_read")
 )
 """Options that are public attributes of a loader, under the same names."""
+
+
+def pinning(options: LoaderOptions) -> Callable[[BatchData], BatchData] | None:
+    """Return a function that copies a batch of any structure into page-locked memory, or None."""
+    if not options.pins():
+        return None
+    accelerator = torch.accelerator.current_accelerator()
+    device = None if accelerator is None else accelerator.type
+    pin_memory: Any = torch.utils.data._utils.pin_memory.pin_memory
+    return lambda data: pin_memory(data, device)

@@ -19,7 +19,7 @@ from torch._utils import ExceptionWrapper
 from dlio.errors import DlioError
 from dlio.loader.contract import BatchData, CollateFn, Sample, UserDataset
 from dlio.loader.feed import Begun, Fed, Feed, Stats
-from dlio.loader.options import LoaderOptions
+from dlio.loader.options import LoaderOptions, pinning
 from dlio.loader.passes import Pass
 from dlio.loader.trace import Spans
 from dlio.loader.worker_info import clear_worker_info, set_worker_info
@@ -68,7 +68,7 @@ class ThreadEngine:
             in_order=options.in_order,
             timeout_s=options.timeout,
             skip=options.on_error == "skip",
-            pin=_pinning(options),
+            pin=pinning(options),
             init=options.worker_init_fn,
             seed=self.draw_base_seed(options) if draws_seed else self.base_seed or 0,
         )
@@ -324,13 +324,3 @@ def _wrapped(where: str) -> BaseException:
     except BaseException as error:
         return error.with_traceback(None)
     raise AssertionError("reraise() raises")
-
-
-def _pinning(options: LoaderOptions) -> Callable[[BatchData], BatchData] | None:
-    """Return a function that copies a batch of any structure into page-locked memory, or None."""
-    if not options.pins():
-        return None
-    accelerator = torch.accelerator.current_accelerator()
-    device = None if accelerator is None else accelerator.type
-    pin_memory: Any = torch.utils.data._utils.pin_memory.pin_memory
-    return lambda data: pin_memory(data, device)
