@@ -68,8 +68,15 @@ def check_arguments(
         raise UsageError(
             f"{named('dataset', dataset)}: give the result of dlio.open, or a data set of torch"
         )
+    for name, given in (("num_workers", num_workers), ("timeout", timeout)):
+        if isinstance(given, int | float) and given < 0:
+            raise UsageError(f"{name} option should be non-negative, not {given}")
     whole_number("num_workers", num_workers, 0, _MOST_WORKERS)
     if prefetch_factor is not None:
+        if isinstance(prefetch_factor, int) and prefetch_factor < 0:
+            raise UsageError(
+                f"prefetch_factor option should be non-negative, not {prefetch_factor}"
+            )
         whole_number("prefetch_factor", prefetch_factor, 0, None, "batches")
     number_in("timeout", timeout, 0, "seconds")
 

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import IterDataPipe, MapDataPipe
 from torch.utils.data._utils import pin_memory as pinning
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -38,13 +39,23 @@ class Inline(_BaseDataLoaderIter):
 
     Args:
         plain: a loader of torch.
+        sampler: of the items, in place of the plain loader's; None for that.
         state: to go on with; None to begin anew.
+        numbers: that the sampler shares with the base seed, which is drawn after its pass; None if
+            it does not.
         forward: says that batches are read again, for a data set without a state.
 
     Raises MismatchedState for the state of a loader with workers.
     """
 
-    def __init__(self, plain: Any, state: State | None, forward: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        plain: Any,
+        sampler: Any,
+        state: State | None,
+        numbers: torch.Generator | None,
+        forward: Callable[[int], None],
+    ) -> None:
         if state is not None and NUM_YIELDED not in state:
             raise MismatchedState(
                 "the state of a loader with workers, and this one has none: set num_workers to the "
@@ -53,6 +64,9 @@ class Inline(_BaseDataLoaderIter):
         self.finished = False
         self._drawn = 0
         super().__init__(plain)
+        if sampler is not None:
+            self._index_sampler = sampler
+            self._sampler_iter = iter(sampler)
         if self._timeout:
             raise AssertionError("timeout is for loaders with workers: set num_workers")
         if isinstance(self._dataset, IterDataPipe | MapDataPipe):
@@ -61,6 +75,8 @@ class Inline(_BaseDataLoaderIter):
             self._fetcher = fetcher_of(self._recipe, self._dataset)
         else:
             self._load(state, forward)
+            if numbers is not None:
+                torch.empty((), dtype=torch.int64).random_(generator=numbers)
 
     def _next_data(self) -> Any:
         data = self._fetcher.fetch(self._next_index())

@@ -6,6 +6,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import torch
 from torch.utils.data import IterDataPipe, RandomSampler
 from torch.utils.data.dataloader import _get_distributed_settings, _share_dist_seed
 
@@ -121,7 +122,9 @@ class Keeper:
         if not options.num_workers:
             plain = plain_loader(options, options.collate_fn, sampler)
             plain._IterableDataset_len_called = length  # type: ignore[assignment]
-            made = Inline(plain, loaded, _rereads)
+            numbers = None if self._random is None else options.generator
+            own = sampler if options.iterable else None
+            made = Inline(plain, own, loaded, numbers, _rereads)
         else:
             made = self._parallel(options, sampler, length, loaded)
         self.iterator = made
@@ -191,27 +194,35 @@ class Keeper:
 def feed_of(iterator: Inline | Parallel, options: LoaderOptions) -> Feed:
     """Return the batches of an iterator with a state, on the loader's device. None is ahead of
     the user, so that the state is that of the batches handed out."""
-    feed = _feed(iterator, options.device)
+    feed = _feed(iterator, options.device, options.persistent_workers)
     next(feed)
     return feed
 
 
-def _feed(iterator: Inline | Parallel, device: Any) -> Feed:
+def _feed(iterator: Inline | Parallel, device: Any, keeps: bool) -> Feed:
     yield None
-    while True:
-        try:
-            data = next(iterator)
-        except StopIteration:
-            return
-        except Exception as error:
-            yield Fed(None, 0, None, error)
-            continue
-        if device is not None:
-            data = map_leaves(lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf, data)
-        fed = Fed(data, samples_in(data))
-        del data
-        yield fed
-        del fed
+    try:
+        while True:
+            try:
+                data = next(iterator)
+            except StopIteration:
+                return
+            except Exception as error:
+                yield Fed(None, 0, None, error)
+                continue
+            if device is not None:
+                data = map_leaves(lambda leaf: _moved(leaf, device), data)
+            fed = Fed(data, samples_in(data))
+            del data
+            yield fed
+            del fed
+    finally:
+        if isinstance(iterator, Parallel) and not keeps:
+            iterator.close()
+
+
+def _moved(leaf: Any, device: Any) -> Any:
+    return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _in_threads(options: LoaderOptions) -> bool:

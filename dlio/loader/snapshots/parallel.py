@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -100,6 +101,8 @@ class Parallel:
         self._last = workers - 1
         self._waiting: list[tuple[int, Reply | ExceptionWrapper]] = []
         self.transport = make(0 if loaded is None else loaded.first(workers))
+        # Threads keep their transport alive, so its end follows from that of this object.
+        weakref.finalize(self, self.transport._shutdown_workers).atexit = False
         try:
             self._begin()
             if loaded is not None:
@@ -214,6 +217,8 @@ class Parallel:
             self._take_snapshot(loaded.main)
         for _ in range(loaded.steps_since):
             next(self)
+        if loaded.state[FINISHED]:
+            next(self, None)  # Data sets may count the ends of their epochs.
         self.finished = loaded.state[FINISHED]
 
 

@@ -153,7 +153,7 @@ class Server(torch.utils.data.Dataset[Any]):
         if self.recipe.iterable:
             fetched = {
                 DATASET_ITER_STATE: state_of(self.fetcher.dataset_iter),
-                FETCHER_ENDED: self.fetcher.ended,
+                FETCHER_ENDED: self.fetcher.ended or self.ended,
             }
             if self.fetcher.dataset_iter is dataset:
                 dataset = None  # Its state is there already.
@@ -171,6 +171,8 @@ class Server(torch.utils.data.Dataset[Any]):
         self.fetcher = fetcher_of(self.recipe, self.dataset)
         if state is not None and state[FETCHER_STATE] is not None and self.recipe.iterable:
             restore(self.fetcher.dataset_iter, state[FETCHER_STATE][DATASET_ITER_STATE])
+            # One that has ended may be at the beginning of its next epoch by now.
+            self.ended = state[FETCHER_STATE][FETCHER_ENDED]
 
 
 def start(worker: int) -> None:
