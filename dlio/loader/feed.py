@@ -252,9 +252,12 @@ class LoaderIterator:
             self._stats.count_sources(fed)
         if fed.error is not None:
             error, fed.error = fed.error, None
-            if isinstance(error, StopIteration):
-                raise RuntimeError("a data set raised StopIteration") from error
-            raise error
+            try:
+                if isinstance(error, StopIteration):
+                    raise RuntimeError("a data set raised StopIteration") from error
+                raise error
+            finally:
+                del error  # It holds this frame, and with it the pass.
         data, fed.data = fed.data, None
         return data
 

@@ -4,6 +4,7 @@
 tuple that are not registered are walked here, as torch's own loader walks them.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 
 import torch
@@ -57,7 +58,9 @@ def samples_in(data: BatchData) -> int:
 def _cut(leaf: BatchData) -> BatchData:
     if isinstance(leaf, torch.Tensor):
         if leaf.is_nested:
-            return torch.nested.nested_tensor([], dtype=leaf.dtype, device=leaf.device)
+            with warnings.catch_warnings():  # The only layout that may be empty is a prototype.
+                warnings.simplefilter("ignore", UserWarning)
+                return torch.nested.nested_tensor([], dtype=leaf.dtype, device=leaf.device)
         return leaf[:0] if leaf.ndim else leaf
     if isinstance(leaf, dict):
         return {key: emptied(item) for key, item in leaf.items()}

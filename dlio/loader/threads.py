@@ -246,17 +246,18 @@ class _Threads:
             clear_worker_info()
 
     def _serve(self, number: int) -> None:
-        init_error: BaseException | None = None
+        refusal: Any = None
         if self._work.init is not None:
             try:
                 self._work.init(number)
             except Exception:
-                init_error = _wrapped(f"in DataLoader worker thread {number}")
+                refusal = _wrapper(f"in DataLoader worker thread {number}")
         while (task := self._tasks.get()) is not None and not self._workers.stopping.is_set():
             batch, part = task
             began = time.perf_counter()
-            if init_error is not None:
-                batch.failed[-1] = init_error
+            if refusal is not None:
+                # A new one each time: once raised it holds the frames of who waited for it.
+                batch.failed[-1] = _error_of(refusal)
             else:
                 self._fetch(number, batch, part)
             self._stats.clock.add("fetch", time.perf_counter() - began)
@@ -317,10 +318,17 @@ class _Threads:
 def _wrapped(where: str) -> BaseException:
     """The current exception, as torch's loader re-raises those of its workers: of the same type
     where possible, with its traceback in its text."""
+    return _error_of(_wrapper(where))
+
+
+def _wrapper(where: str) -> Any:
     wrapper: Any = ExceptionWrapper  # torch gives its methods no types.
-    original = wrapper(where=where)
+    return wrapper(where=where)
+
+
+def _error_of(wrapper: Any) -> BaseException:
     try:
-        original.reraise()
+        wrapper.reraise()
     except BaseException as error:
         return error.with_traceback(None)
     raise AssertionError("reraise() raises")
