@@ -5,6 +5,7 @@ no other batch; batches come out in order. Exceptions, collate_fn, pinning and t
 torch's contract. `get_worker_info()` is true in each thread.
 """
 
+import copy
 import queue
 import threading
 import time
@@ -39,6 +40,8 @@ class ThreadEngine:
     def __init__(self) -> None:
         self.base_seed: int | None = None
         """torch's base seed as it was drawn last; thread k has `base_seed` + k."""
+        self._kept: UserDataset = None
+        """The data set as it was in the first pass of persistent workers."""
 
     def begin(
         self,
@@ -59,6 +62,8 @@ class ThreadEngine:
             draws_seed: False if the base seed of this pass has been drawn.
         """
         factor = 2 if options.prefetch_factor is None else max(1, options.prefetch_factor)
+        if options.persistent_workers and dataset is options.dataset:
+            dataset = self._kept = _copied(dataset) if self._kept is None else self._kept
         work = _Work(
             dataset=dataset,
             collate=collate,
@@ -313,6 +318,15 @@ class _Threads:
             with self._changed:
                 batch.done = True
                 self._changed.notify_all()
+
+
+def _copied(dataset: UserDataset) -> UserDataset:
+    """Return a shallow copy: what torch's persistent workers have of a data set's attributes does
+    not change when they are assigned later. The data set itself, if it cannot be copied."""
+    try:
+        return copy.copy(dataset)
+    except Exception:
+        return dataset
 
 
 def _wrapped(where: str) -> BaseException:

@@ -151,8 +151,9 @@ def test_a_nested_batch_counts_its_samples() -> None:
 
 
 def test_a_loader_can_be_subscripted() -> None:
-    assert dlio.DataLoader[int]([1, 2]).dataset == [1, 2]
-    assert dlio.StatefulDataLoader[int]([1, 2]).dataset == [1, 2]
+    numbers: Any = [1, 2]
+    assert dlio.DataLoader[int](numbers).dataset is numbers
+    assert dlio.StatefulDataLoader[int](numbers).dataset is numbers
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -333,11 +334,12 @@ def test_a_length_that_is_wrong_is_warned_of(kind: Any, workers: int) -> None:
     assert len(batched) == 1
 
 
+FIVE: Any = list(range(5))
 DATA_SETS: list[Callable[[], Any]] = [
     lambda: ConcatDataset([Numbers(3), Numbers(4)]),
-    lambda: StackDataset(Numbers(5), list(range(5))),
-    lambda: StackDataset(a=list(range(5)), b=TensorDataset(torch.arange(5))),
-    lambda: Subset(StackDataset(list(range(9))), [1, 3, 5]),
+    lambda: StackDataset(Numbers(5), FIVE),
+    lambda: StackDataset(a=FIVE, b=TensorDataset(torch.arange(5))),
+    lambda: Subset(StackDataset(FIVE), [1, 3, 4]),
     lambda: ChainDataset([Stream(3), Stream(4)]),
 ]
 
@@ -370,3 +372,20 @@ def test_no_more_than_the_prefetch_factor_is_asked_ahead(kind: Any) -> None:
         assert data.asked.value <= 2 * (taken + 2 * 3)
     assert len(list(iterator)) == 17
     assert data.asked.value == 40
+
+
+class Fixed(Numbers):
+    start = 0
+
+    def __getitem__(self, index: int) -> Any:
+        return index + self.start
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_persistent_workers_do_not_see_later_assignments(kind: Any) -> None:
+    data = Fixed(3)
+    loader = kind(data, num_workers=1, persistent_workers=True)
+    for start in range(3):
+        assert [int(n) for n in loader] == [0, 1, 2]
+        data.start = start + 1
+    assert loader.dataset is data
