@@ -328,11 +328,12 @@ class DataLoader(Regrouping, torch.utils.data.DataLoader[_T_co]):
     def __getstate__(self) -> dict[str, Any]:
         # A copy begins where the next pass of the original would.
         copy = self.__dict__.copy()
-        for name in ("_data", "_current", "_iterator", "_dealing", "plan", "writer", "_kept"):
+        for name in ("_data", "_current", "_iterator", "_dealing", "plan", "writer"):
             copy[name] = None
         for name in ("_engines", "_stats"):
             del copy[name]
-        return {**copy, "_place": self._place.copied()}
+        kept = None if self._kept is None else self._kept.copied()
+        return {**copy, "_place": self._place.copied(), "_kept": kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -86,5 +86,5 @@ def _get_worker_info() -> object:
     return info
 
 
-# A forked child is no thread of its parent's loader, whichever thread has forked it.
+# A forked child does not belong to its parent's loader, whichever thread has forked it.
 os.register_at_fork(after_in_child=clear_worker_info)

@@ -50,7 +50,7 @@ def _nothing_is_left() -> Iterator[None]:
 
 
 class Informed(Dataset[Any]):
-    """What `get_worker_info` says, in each sample."""
+    """Samples that are the answer of `get_worker_info`."""
 
     def __init__(self, count: int = 12) -> None:
         self.count = count

@@ -4,6 +4,7 @@ import copy
 import gc
 import importlib
 import json
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -379,3 +380,15 @@ def test_torchdata_is_not_needed() -> None:
     source = importlib.import_module("dlio.loader.stateful").__file__
     assert source is not None
     assert dlio.StatefulDataLoader.__mro__[1] is dlio.DataLoader
+
+
+def test_a_copy_begins_where_the_next_pass_would() -> None:
+    before: Any = dlio.StatefulDataLoader(sets.Samples(8), batch_size=2, shuffle=True)
+    iterator = iter(before)
+    next(iterator)
+    state = before.state_dict()
+    after: Any = dlio.StatefulDataLoader(sets.Samples(8), batch_size=2, shuffle=True)
+    after.load_state_dict(state)
+    copies = [copy.deepcopy(after), pickle.loads(pickle.dumps(after))]
+    rest = plain(list(iterator))
+    assert [plain(list(each)) for each in (*copies, after)] == [rest] * 3

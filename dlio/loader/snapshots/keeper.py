@@ -1,5 +1,6 @@
 """A loader's iterator with a state, and the state that its next pass begins with."""
 
+import copy
 import logging
 from collections.abc import Callable
 from contextlib import suppress
@@ -106,6 +107,12 @@ class Keeper:
         self.close()
         if state:
             self._loaded = dict(state)
+
+    def copied(self) -> "Keeper":
+        """Return one for a copy of the loader, which begins where the next pass would."""
+        made = copy.copy(self)
+        made.iterator, made._is_ahead = None, False
+        return made
 
     def close(self) -> None:
         """End the workers."""

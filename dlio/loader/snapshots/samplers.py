@@ -48,7 +48,7 @@ def resumed(index_sampler: Any, sampler_state: Any, iter_state: Any, yielded: in
     """Return the iterator of a pass that goes on.
 
     Args:
-        yielded: items that it had yielded; skipped where there is no state.
+        yielded: items that it had yielded; skipped where nothing else is known.
     """
     restore(index_sampler, sampler_state)
     iterator: Any = iter(index_sampler)

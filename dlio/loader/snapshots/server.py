@@ -184,10 +184,10 @@ def start(worker: int) -> None:
     server.seed_pipe(server.shared_seed)
     # Users ask for their own data set.
     try:
-        told: Any = replace(info, dataset=server.dataset)
+        own: Any = replace(info, dataset=server.dataset)
     except TypeError:  # torch before 2.13: no dataclass.
-        told = _theirs.WorkerInfo(
+        own = _theirs.WorkerInfo(
             id=info.id, num_workers=info.num_workers, seed=info.seed, dataset=server.dataset
         )
-    _theirs._worker_info = told
+    _theirs._worker_info = own
     server.prepare(worker)

@@ -1,4 +1,4 @@
-"""What brings tasks to workers, and their answers back: processes, or threads of this process."""
+"""Carriers of tasks to workers and of their answers: processes, or threads of this process."""
 
 import copy
 import queue
@@ -44,7 +44,7 @@ class Transport(Protocol):
 
 
 class _Turns:
-    """Whose turn it is among the workers that have samples left."""
+    """The turns of the workers that have samples left."""
 
     def __init__(self, workers: int, first: int, most: int | None) -> None:
         self._workers, self._next, self._most = workers, first, most
