@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from dlio.loader.mixture import mix
     from dlio.loader.opened import open_dataset as open
     from dlio.loader.padding import PadTargets
+    from dlio.loader.stateful import StatefulDataLoader
     from dlio.train.exchange.distribute import distribute
     from dlio.train.pruning.apoptosis import Apoptosis
     from dlio.train.pruning.pruned_file import load_pruned
@@ -49,6 +50,7 @@ __all__ = [
     "PeerLost",
     "SampleSkipper",
     "SourceError",
+    "StatefulDataLoader",
     "TierError",
     "TierFull",
     "UsageError",
@@ -66,6 +68,7 @@ _WHERE = {
     "Dataset": ("dlio.loader.dataset", "Dataset"),
     "PadTargets": ("dlio.loader.padding", "PadTargets"),
     "SampleSkipper": ("dlio.train.skipping.skipper", "SampleSkipper"),
+    "StatefulDataLoader": ("dlio.loader.stateful", "StatefulDataLoader"),
     "distribute": ("dlio.train.exchange.distribute", "distribute"),
     "init_process_group": ("dlio.comm.process_group", "init_process_group"),
     "load_pruned": ("dlio.train.pruning.pruned_file", "load_pruned"),

@@ -1,6 +1,5 @@
 """The loader: torch's DataLoader, fed from the hierarchy, shared among the ranks of a job."""
 
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import numpy as np
 import numpy.typing as npt
 import torch
+from typing_extensions import TypeVar
 
 from dlio.comm.data_ranks import place
 from dlio.comm.recovery import recovery_of
@@ -27,7 +27,6 @@ from dlio.loader.contract import (
 )
 from dlio.loader.dataset import Dataset
 from dlio.loader.dealing import Dealing, DealtIterator
-from dlio.loader.dealt import Dealt, Torn
 from dlio.loader.device import delivered
 from dlio.loader.diagnosis import diagnose, report
 from dlio.loader.engines import Engines, described
@@ -37,12 +36,14 @@ from dlio.loader.foreign.adapt import read_by_dlio
 from dlio.loader.mixture import restore_weights
 from dlio.loader.options import SAME_NAMES, LoaderOptions, OnError, WorkerKind, check_arguments
 from dlio.loader.passes import FormulaOrder, Pass, Place, PlannedPass, SamplerOrder, check_state
+from dlio.loader.regrouping import Regrouping
+from dlio.loader.snapshots.keeper import Keeper
+from dlio.loader.snapshots.states import Stateful
 from dlio.loader.stats import PassStats
 from dlio.loader.trace import Spans, path_of
-from dlio.plan.epoch import EpochPlan, is_exact
+from dlio.plan.epoch import EpochPlan
 from dlio.plan.sample_mask import SampleMask
 from dlio.plan.schedule import steps_in_epoch
-from dlio.plan.shares import Shares
 from dlio.storage.spec import Tiers
 from dlio.util.arguments import PathText, whole_number
 from dlio.util.cores import available_cores
@@ -54,11 +55,12 @@ if TYPE_CHECKING:
 
 __all__ = ["DataLoader"]
 
+_T_co = TypeVar("_T_co", covariant=True, default=Sample)
 _AHEAD_BATCHES = 3
 """Batches before the end of a pass at which persistent workers begin the next pass."""
 
 
-class DataLoader(torch.utils.data.DataLoader[Sample]):
+class DataLoader(Regrouping, torch.utils.data.DataLoader[_T_co]):
     """torch's DataLoader with tiers, exact shuffling across ranks and resumable state.
 
     It takes torch's arguments and behaves as torch's loader does. In addition:
@@ -107,7 +109,13 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         trace: file for a trace of each pass, for chrome://tracing or Perfetto.
         writer: TensorBoard's SummaryWriter, for scalars after each pass.
         pretend_nodes: behave as if the ranks were spread over that many nodes.
+        snapshot_every_n_steps: save and restore the states of the data set and the sampler, as
+            torchdata's StatefulDataLoader does, and collect those of workers every so many
+            batches. Chosen with 1 for data sets with `state_dict` that dlio does not read itself.
     """
+
+    _snapshot_every: int | None = None
+    """The default of `snapshot_every_n_steps`."""
 
     def __init__(
         self,
@@ -142,6 +150,7 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         trace: PathText | None = None,
         writer: ScalarWriter | None = None,
         pretend_nodes: int | None = None,
+        snapshot_every_n_steps: int | None = None,
     ) -> None:
         check_arguments(dataset, num_workers, prefetch_factor, timeout)
         super().__init__(
@@ -171,6 +180,9 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         self.shares = shares
         self.trace, self.writer = trace, writer
         self.pretend_nodes = pretend_nodes
+        self.snapshot_every_n_steps = (
+            self._snapshot_every if snapshot_every_n_steps is None else snapshot_every_n_steps
+        )
         self.last_samples: npt.NDArray[np.int64] = np.empty(0, np.int64)
         """Indices of the samples of the batch that was handed out last."""
         self.follows_sampler = sampler is not None or batch_sampler is not None
@@ -185,10 +197,12 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         """Plan of the current pass; None where dlio does not make it."""
         self.deals = True  # False if someone else deals anew when ranks are lost.
         self._dealing: Dealing | None = None
-        self._dealt: Dealt | None = None  # Once ranks have been lost.
-        self._torn: Torn | None = None  # If the next pass goes on with such an epoch.
+        self._dealt = self._torn = None
         self._current: weakref.ref[LoaderIterator] | None = None
-        self._options()  # Raises now for options that cannot work.
+        self._kept: Keeper | None = None
+        options = self._options()  # Raises now for options that cannot work.
+        if options.has_too_many_workers:
+            super().check_worker_number_rationality()
 
     @property
     def data(self) -> Dataset:
@@ -225,59 +239,15 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
                 choose(epoch)
         self._place = self._place.chosen(epoch, mask)
 
-    def regroup(self, members: Sequence[int], me: int, global_batch: int) -> None:
-        """End the current pass; each of the ranks that are left gets an even part of later ones.
-
-        Ranks have the numbers that they had when the data set was mounted.
-        """
-        self._end_pass()
-        self._dealt = Dealt(tuple(members), me, Shares.of(global_batch, len(members)))
-        self.shares = None  # They were those of other ranks.
-        data = self._planned_data()
-        if data is not None and data.mounted is not None:
-            data.mounted.regroup(members)
-
-    def redeal(self, position: int, again: Sequence[int], begun: Sequence[int] = ()) -> None:
-        """Have the next pass go on with the current epoch, or the chosen one, from a position on.
-
-        `again` are samples that come again at its end; `begun`, numbers of the ranks that began it.
-        """
-        before = self._place.current
-        self._end_pass()
-        if not isinstance(before, PlannedPass):  # This rank has joined the others.
-            before = PlannedPass(self.state_dict(), self.formula, self._place.mask)
-        self._place = self._place.loaded(before.state_at(position, again))
-        if self._dealt is not None and not is_exact(self.mode) and position < before.whole:
-            self._torn = Torn(before.formula, tuple(begun))
-
-    def prepare(self, generation: int | None = None) -> int:
-        """Open the tiers; returns the number of passes so far, or what it is set to. Collective."""
-        self._engines.planned.mount(self._options(), self.data)
-        if generation is not None:
-            self._engines.planned.generation = generation
-        return self._engines.planned.generation
-
-    @property
-    def formula(self) -> FormulaOrder:
-        """The order of the next pass, which is dlio's own."""
-        return cast(FormulaOrder, self._order(self._options()))
-
-    @property
-    def mask(self) -> tuple[int, SampleMask] | None:
-        """An epoch, and the samples that it uses; None for all."""
-        return self._place.mask
-
-    @property
-    def planned(self) -> PlannedPass:
-        """The pass that began last, in an order of dlio's own."""
-        return cast(PlannedPass, self._place.current)
-
     def state_dict(self) -> State:
         """Return the loader's place: batches handed out are consumed, prefetched ones are not.
 
         The same on all ranks after the same step, and valid for any number of them; whole numbers
         and text, for torch.distributed.checkpoint as for JSON.
         """
+        keeper = self._keeper()
+        if keeper is not None:
+            return keeper.state_dict(self._options(), self._IterableDataset_len_called)
         state = self._place.state()
         if state is None:
             batches, _ = self._place.open(self._order(self._options()))
@@ -289,6 +259,10 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
 
         Raises UsageError for the state of another data set, seed or kind of order.
         """
+        keeper = self._keeper()
+        if keeper is not None:
+            keeper.load_state_dict(state_dict)
+            return
         formula = (self._order_seed(), self._count()) if self.follows_formula() else None
         self._place = self._place.loaded(check_state(state_dict, formula))
         restore_weights(self._planned_data(), self._place.resumed or {})
@@ -330,6 +304,8 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
             self.dataset.close()
         self._engines.planned.close()
         self._iterator = None
+        if self._kept is not None:
+            self._kept.close()
         if self._dealing is not None:
             self._dealing.close()
             self._dealing = None
@@ -356,7 +332,8 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
             copy[name] = None
         for name in ("_engines", "_stats"):
             del copy[name]
-        return {**copy, "_place": self._place.copied()}
+        kept = None if self._kept is None else self._kept.copied()
+        return {**copy, "_place": self._place.copied(), "_kept": kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -364,11 +341,30 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         self._engines = Engines()
 
     def check_worker_number_rationality(self) -> None:
-        """Suppress torch's warning about more workers than cores: dlio's workers are threads."""
+        """Leave torch's warning to the end of `__init__`: threads may be more than cores."""
 
     def __iter__(self) -> Iterator[BatchData]:  # type: ignore[override]
+        keeper = self._keeper()
+        if keeper is not None:
+            options, length = self._options(), self._IterableDataset_len_called
+            begun = keeper.begun(options, length, self._place.next_epoch)
+            self._place = Place(begun.batches)
+            return self._iterator_of(options, begun)
         dealing = self._own_dealing()
         return self.begin() if dealing is None else DealtIterator(dealing, len(self))
+
+    def _keeper(self) -> Keeper | None:
+        """Return what keeps the states of the data set and the sampler; None if nothing needs it,
+        because dlio's own order is followed or nothing has a state."""
+        every = self.snapshot_every_n_steps
+        if self._kept is not None or (every is None and not isinstance(self.dataset, Stateful)):
+            return self._kept
+        if self.seed is not None or self._planned_data() is not None:
+            return None
+        if every is None and self.follows_formula():
+            return None
+        self._kept = Keeper(self._options(), 1 if every is None else every)
+        return self._kept
 
     def _own_dealing(self) -> Dealing | None:
         """Return the dealing of a loop whose ranks may be lost; None if they end together."""
@@ -388,11 +384,11 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         ahead = self._engines.take_ahead(batches) if self._engines.ahead else None
         if ahead is not None:
             self._place = self._place.handed_out(ahead.batches)
-        begun = ahead or self._begin(options, batches)
+        return self._iterator_of(options, ahead or self._begin(options, batches))
+
+    def _iterator_of(self, options: LoaderOptions, begun: Begun) -> LoaderIterator:
         self._stats, self.plan = begun.stats, begun.plan
-        registration = None
-        if "accelerate.state" in sys.modules:
-            registration = accelerate.Registration(self, begun.batches.steps)
+        registration = accelerate.registered(self, begun.batches.steps)
         iterator = LoaderIterator(begun, partial(self._handed, options, begun, registration))
         self._current = weakref.ref(iterator)
         return iterator
@@ -441,7 +437,7 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
             if options.persistent_workers and options.num_workers:
                 self._iterator = engines.iterator
         device = options.device
-        if device is None and "accelerate.state" in sys.modules:
+        if device is None:
             device = accelerate.device(self)
         transform = None
         if begun.stats.engine == "planned" and data is not None and options.collates_by_default:
@@ -461,7 +457,8 @@ class DataLoader(torch.utils.data.DataLoader[Sample]):
         if options.iterable:
             return None
         if not self.follows_formula():
-            fresh = not (options.persistent_workers and self._engines.threads.base_seed_drawn)
+            kept = self._engines.threads.base_seed is not None
+            fresh = not (options.persistent_workers and kept)
             return SamplerOrder(self.sampler, self.batch_sampler, options.generator, fresh)
         data = self._planned_data()
         if self._torn is not None and self._dealt is not None:

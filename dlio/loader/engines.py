@@ -129,7 +129,9 @@ class Engines:
             raise UsageError("on_error='skip' works with threads: set num_workers=1 or more")
         stats = Stats(None if mounted is None else mounted.hierarchy, engine="torch")
         self.iterator = self.torch.iterator(options, collate, batches, iterator)
-        return Begun(batches, stats, torch_feed(self.iterator, batches), spans)
+        feed, theirs = torch_feed(self.iterator, batches), self.iterator
+        workers = getattr(theirs, "_workers", ())
+        return Begun(batches, stats, feed, spans, workers=workers, iterator=theirs)
 
     def _drawn(self, options: LoaderOptions, batches: SamplerPass) -> Drawn | None:
         """Draw a sampler's batches in advance; None for a sampler that is asked as it goes."""

@@ -185,6 +185,10 @@ class Begun:
     """Trace of the pass, if one is wanted."""
     plan: EpochPlan | None = None
     """Plan of the pass, if dlio makes it."""
+    workers: Sequence[Any] = ()
+    """The threads or processes that make the batches."""
+    iterator: Any = None
+    """torch's own iterator, if it makes the batches."""
 
     def __post_init__(self) -> None:
         _open.add(self)
@@ -217,6 +221,9 @@ class LoaderIterator:
         self._stats = begun.stats
         self._length = begun.batches.steps
         self._handed = handed
+        self._workers = begun.workers
+        self._num_workers = len(begun.workers)
+        self._theirs = begun.iterator
 
     def __iter__(self) -> Self:
         return self
@@ -245,11 +252,30 @@ class LoaderIterator:
             self._stats.count_sources(fed)
         if fed.error is not None:
             error, fed.error = fed.error, None
-            if isinstance(error, StopIteration):
-                raise RuntimeError("a data set raised StopIteration") from error
-            raise error
+            try:
+                if isinstance(error, StopIteration):
+                    raise RuntimeError("a data set raised StopIteration") from error
+                raise error
+            finally:
+                del error  # It holds this frame, and with it the pass.
         data, fed.data = fed.data, None
         return data
+
+    def __getattr__(self, name: str) -> Any:
+        # People who look into torch's iterator find there what they would of torch's loader.
+        theirs = self.__dict__.get("_theirs")
+        if theirs is None or not name.startswith("_") or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(theirs, name)
+
+    def __getstate__(self) -> object:
+        raise NotImplementedError(f"{type(self).__name__} cannot be pickled: pickle the loader")
+
+    def _shutdown_workers(self) -> None:
+        """torch's name for `close`, which ends persistent workers too."""
+        self.close()
+        if self._theirs is not None and hasattr(self._theirs, "_shutdown_workers"):
+            self._theirs._shutdown_workers()
 
     def close(self) -> None:
         """End the pass; work that is under way is dropped."""

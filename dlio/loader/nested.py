@@ -4,6 +4,7 @@
 tuple that are not registered are walked here, as torch's own loader walks them.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 
 import torch
@@ -48,6 +49,8 @@ def samples_in(data: BatchData) -> int:
     leaves = tree_leaves(data, is_leaf=_lists_values)
     first = leaves[0] if leaves else None
     if isinstance(first, torch.Tensor):
+        if first.is_nested:
+            return len(first.unbind())
         return len(first) if first.ndim else 1
     if isinstance(first, dict) and first:
         return samples_in(next(iter(first.values())))
@@ -56,6 +59,10 @@ def samples_in(data: BatchData) -> int:
 
 def _cut(leaf: BatchData) -> BatchData:
     if isinstance(leaf, torch.Tensor):
+        if leaf.is_nested:
+            with warnings.catch_warnings():  # The only layout that may be empty is a prototype.
+                warnings.simplefilter("ignore", UserWarning)
+                return torch.nested.nested_tensor([], dtype=leaf.dtype, device=leaf.device)
         return leaf[:0] if leaf.ndim else leaf
     if isinstance(leaf, dict):
         return {key: emptied(item) for key, item in leaf.items()}

@@ -1,17 +1,25 @@
 """The options of a loader, as its engines read them."""
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from multiprocessing.context import BaseContext
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
 from dlio.comm.data_ranks import place
 from dlio.errors import UsageError
-from dlio.loader.contract import CollateFn, IndexBatches, Indices, ScalarWriter, UserDataset
+from dlio.loader.contract import (
+    BatchData,
+    CollateFn,
+    IndexBatches,
+    Indices,
+    ScalarWriter,
+    UserDataset,
+)
 from dlio.loader.dataset import Dataset
 from dlio.loader.dealt import Dealt
 from dlio.loader.mixture import Mixture
@@ -30,16 +38,19 @@ from dlio.util.arguments import (
     path_in,
     whole_number,
 )
+from dlio.util.cores import available_cores
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from dlio.comm.data_ranks import Group
 
-__all__ = ["SAME_NAMES", "LoaderOptions", "OnError", "WorkerKind", "check_arguments"]
+__all__ = ["SAME_NAMES", "LoaderOptions", "OnError", "WorkerKind", "check_arguments", "pinning"]
 
 _MOST_WORKERS: Final = 4096
 _MOST_SEED: Final = 2**63 - 1
+_MANY_THREADS: Final = 64
+_THREADS_A_CORE: Final = 16
 WorkerKind = Literal["thread", "process"]
 OnError = Literal["stop", "skip"]
 
@@ -57,8 +68,15 @@ def check_arguments(
         raise UsageError(
             f"{named('dataset', dataset)}: give the result of dlio.open, or a data set of torch"
         )
+    for name, given in (("num_workers", num_workers), ("timeout", timeout)):
+        if isinstance(given, int | float) and given < 0:
+            raise UsageError(f"{name} option should be non-negative, not {given}")
     whole_number("num_workers", num_workers, 0, _MOST_WORKERS)
     if prefetch_factor is not None:
+        if isinstance(prefetch_factor, int) and prefetch_factor < 0:
+            raise UsageError(
+                f"prefetch_factor option should be non-negative, not {prefetch_factor}"
+            )
         whole_number("prefetch_factor", prefetch_factor, 0, None, "batches")
     number_in("timeout", timeout, 0, "seconds")
 
@@ -120,6 +138,7 @@ class LoaderOptions:
     trace: PathText | None
     writer: ScalarWriter | None
     pretend_nodes: int | None
+    snapshot_every_n_steps: int | None
     iterable: bool = field(init=False)
     """True for an IterableDataset, which has no indices."""
     collates_by_default: bool = field(init=False)
@@ -164,6 +183,8 @@ class LoaderOptions:
             whole_number("pretend_nodes", self.pretend_nodes, 1, None, "nodes")
         check_callable("worker_init_fn", self.worker_init_fn)
         check_callable("collate_fn", self.collate_fn)
+        if self.snapshot_every_n_steps is not None:
+            whole_number("snapshot_every_n_steps", self.snapshot_every_n_steps, 0, None, "batches")
         if self.shares is not None:
             check_counts("shares", self.shares)
         if self.trace is not None:
@@ -180,6 +201,30 @@ class LoaderOptions:
             return self.workers == "thread"
         for_processes = self.worker_init_fn is not None or self.multiprocessing_context is not None
         return None if for_processes else True
+
+    @property
+    def has_too_many_workers(self) -> bool:
+        """True for more processes than cores, or more threads than waiting for storage explains."""
+        cores = available_cores()
+        if self.in_threads:
+            return self.num_workers > max(_MANY_THREADS, _THREADS_A_CORE * cores)
+        return self.num_workers > cores
+
+    def pins(self) -> bool:
+        """True if batches are pinned; warns, as torch's loader does, if they cannot be."""
+        if self.pin_memory and self.pin_memory_device:
+            warnings.warn(
+                "pin_memory_device is deprecated, the current accelerator will be used as the "
+                f"device,ignore pin_memory_device='{self.pin_memory_device}'.",
+                stacklevel=2,
+            )
+        if self.pin_memory and not torch.accelerator.is_available():
+            warnings.warn(
+                "'pin_memory' argument is set as true but no accelerator is found, "
+                "then device pinned memory won't be used.",
+                stacklevel=2,
+            )
+        return self.pin_memory and torch.accelerator.is_available()
 
     def formula(
         self, seed: int, samples: int, data: Dataset | None, dealt: Dealt | None
@@ -223,3 +268,13 @@ SAME_NAMES: Final = tuple(
     if each.init and each.name not in ("batched", "length_was_read")
 )
 """Options that are public attributes of a loader, under the same names."""
+
+
+def pinning(options: LoaderOptions) -> Callable[[BatchData], BatchData] | None:
+    """Return a function that copies a batch of any structure into page-locked memory, or None."""
+    if not options.pins():
+        return None
+    accelerator = torch.accelerator.current_accelerator()
+    device = None if accelerator is None else accelerator.type
+    pin_memory: Any = torch.utils.data._utils.pin_memory.pin_memory
+    return lambda data: pin_memory(data, device)

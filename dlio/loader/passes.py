@@ -147,6 +147,13 @@ class Place:
         return Place(None, False, self.next_state(), self.epoch, self.mask)
 
     @property
+    def next_epoch(self) -> int:
+        """The epoch that was chosen for the next pass, or the one after the last pass."""
+        if self.epoch is not None:
+            return self.epoch
+        return 0 if self.current is None else self.current.epoch + 1
+
+    @property
     def has_again(self) -> bool:
         """True if the next pass goes on with an epoch of which samples come again."""
         return self.resumed is not None and "again" in self.resumed

@@ -1,20 +1,27 @@
 """torch's own engines: worker processes, iterable data sets, and loaders without any workers."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from dlio.loader.contract import CollateFn, Index
+from dlio.loader.contract import CollateFn, Index, UserDataset
 from dlio.loader.feed import Fed, Feed
 from dlio.loader.nested import samples_in
 from dlio.loader.options import LoaderOptions
 from dlio.loader.passes import Pass
 from dlio.loader.sampled import BatchesPass
 
-__all__ = ["TorchEngine", "torch_feed"]
+__all__ = ["TorchEngine", "plain_loader", "torch_feed"]
+
+
+class _Plain(torch.utils.data.DataLoader[Any]):
+    """torch's loader, made anew for each pass of a loader that has warned already."""
+
+    def check_worker_number_rationality(self) -> None:
+        """Warn of nothing."""
 
 
 class TorchEngine:
@@ -36,7 +43,7 @@ class TorchEngine:
             kept: the iterator of persistent workers, which is used again; None to make one.
         """
         self._indices.batches = batches
-        loader = _plain_loader(options, collate, self._indices)
+        loader = plain_loader(options, collate, self._indices)
         if options.length_was_read:
             len(loader)  # torch warns when an iterable yields more than it said.
         if kept is None:
@@ -62,11 +69,24 @@ class _Indices:
         return steps
 
 
-def _plain_loader(
-    options: LoaderOptions, collate: CollateFn, indices: _Indices
+def plain_loader(
+    options: LoaderOptions,
+    collate: CollateFn,
+    indices: Any,
+    server: UserDataset = None,
+    start: Callable[[int], None] | None = None,
 ) -> "torch.utils.data.DataLoader[Any]":
+    """Return a loader of torch with a loader's options.
+
+    Args:
+        indices: sampler of its items: batches, if the loader makes batches.
+        server: a data set in place of the loader's own, that makes whole batches.
+        start: called in each worker process for that data set.
+    """
     given: dict[str, Any] = {}
-    if options.iterable:
+    if server is not None:
+        given = {"batch_size": None, "sampler": indices}
+    elif options.iterable:
         given = {"batch_size": options.batch_size, "drop_last": options.drop_last}
     elif options.batched:
         given = {"batch_sampler": indices}
@@ -78,13 +98,13 @@ def _plain_loader(
             "persistent_workers": options.persistent_workers,
             "multiprocessing_context": options.multiprocessing_context,
         }
-    return torch.utils.data.DataLoader(
-        options.dataset,
+    return _Plain(
+        options.dataset if server is None else server,
         num_workers=options.num_workers,
         collate_fn=collate,
         pin_memory=options.pin_memory,
         timeout=options.timeout,
-        worker_init_fn=options.worker_init_fn,
+        worker_init_fn=options.worker_init_fn if server is None else start,
         generator=options.generator,
         pin_memory_device=options.pin_memory_device,
         in_order=options.in_order,

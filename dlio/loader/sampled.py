@@ -205,19 +205,17 @@ class BatchesPass:
 
     Args:
         state: of an earlier pass to continue; None to begin.
+        steps: batches of the pass; None if that is unknown.
     """
 
-    def __init__(self, epoch: int, state: State | None) -> None:
+    def __init__(self, epoch: int, state: State | None, steps: int | None = None) -> None:
+        self.steps = steps
         self.epoch = epoch
         self.skip = int((state or {}).get("batches", 0))
         self._batches = self.skip
 
     def __iter__(self) -> Iterator[None]:
         return itertools.repeat(None)
-
-    @property
-    def steps(self) -> None:
-        return None
 
     def consumed(self) -> None:
         self._batches += 1

@@ -2,9 +2,10 @@
 
 A sample is the unit of work where the data set has no `__getitems__`, so one slow sample delays
 no other batch; batches come out in order. Exceptions, collate_fn, pinning and timeouts follow
-torch's contract. Threads are not worker processes, though: `get_worker_info()` is None in them.
+torch's contract. `get_worker_info()` is true in each thread.
 """
 
+import copy
 import queue
 import threading
 import time
@@ -19,9 +20,10 @@ from torch._utils import ExceptionWrapper
 from dlio.errors import DlioError
 from dlio.loader.contract import BatchData, CollateFn, Sample, UserDataset
 from dlio.loader.feed import Begun, Fed, Feed, Stats
-from dlio.loader.options import LoaderOptions
+from dlio.loader.options import LoaderOptions, pinning
 from dlio.loader.passes import Pass
 from dlio.loader.trace import Spans
+from dlio.loader.worker_info import clear_worker_info, set_worker_info
 from dlio.storage.mount import Mount
 from dlio.util.threads import Workers
 
@@ -36,8 +38,10 @@ class ThreadEngine:
     """Makes batches by threads that ask a map-style data set."""
 
     def __init__(self) -> None:
-        self.base_seed_drawn = False
-        """True if torch's persistent workers would have their seeds by now."""
+        self.base_seed: int | None = None
+        """torch's base seed as it was drawn last; thread k has `base_seed` + k."""
+        self._kept: UserDataset = None
+        """The data set as it was in the first pass of persistent workers."""
 
     def begin(
         self,
@@ -58,6 +62,8 @@ class ThreadEngine:
             draws_seed: False if the base seed of this pass has been drawn.
         """
         factor = 2 if options.prefetch_factor is None else max(1, options.prefetch_factor)
+        if options.persistent_workers and dataset is options.dataset:
+            dataset = self._kept = _copied(dataset) if self._kept is None else self._kept
         work = _Work(
             dataset=dataset,
             collate=collate,
@@ -67,21 +73,24 @@ class ThreadEngine:
             in_order=options.in_order,
             timeout_s=options.timeout,
             skip=options.on_error == "skip",
-            pin=_pinning(options),
+            pin=pinning(options),
             init=options.worker_init_fn,
+            seed=self.draw_base_seed(options) if draws_seed else self.base_seed or 0,
         )
-        if draws_seed:
-            self.draw_base_seed(options)
         stats = Stats(None if mounted is None else mounted.hierarchy, threads, "threads")
         feed = _feed(work, batches, stats, spans)
         next(feed)
-        return Begun(batches, stats, feed, spans)
+        return Begun(batches, stats, feed, spans, workers=work.running)
 
-    def draw_base_seed(self, options: LoaderOptions) -> None:
-        """Draw the base seed that torch's loader draws before a sampler draws its numbers."""
-        if not (options.persistent_workers and self.base_seed_drawn):
-            torch.empty((), dtype=torch.int64).random_(generator=options.generator)
-            self.base_seed_drawn = True
+    def draw_base_seed(self, options: LoaderOptions) -> int:
+        """Draw the base seed that torch's loader draws before a sampler draws its numbers.
+
+        Persistent workers keep theirs. Returns the seed in force.
+        """
+        if self.base_seed is None or not options.persistent_workers:
+            drawn = torch.empty((), dtype=torch.int64).random_(generator=options.generator)
+            self.base_seed = int(drawn.item())
+        return self.base_seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +112,10 @@ class _Work:
     pin: Callable[[BatchData], BatchData] | None
     init: Callable[[int], None] | None
     """Called in each thread before its first sample."""
+    seed: int
+    """torch's base seed."""
+    running: list[threading.Thread] = field(default_factory=list)
+    """The threads, once they run."""
 
 
 @dataclass(slots=True)
@@ -172,6 +185,7 @@ class _Threads:
         self._together = together if work.batched and together else None
         self._workers = Workers("dlio-fetch", self._run, work.threads, wake=self._wake)
         self._workers.start()
+        work.running.extend(self._workers.threads)
 
     def __enter__(self) -> Self:
         return self
@@ -229,17 +243,26 @@ class _Threads:
         return next((batch for batch in self._waiting if batch.done), None)
 
     def _run(self, number: int) -> None:
-        init_error: BaseException | None = None
+        work = self._work
+        set_worker_info(number, work.threads, work.seed + number, work.dataset)
+        try:
+            self._serve(number)
+        finally:
+            clear_worker_info()
+
+    def _serve(self, number: int) -> None:
+        refusal: Any = None
         if self._work.init is not None:
             try:
                 self._work.init(number)
             except Exception:
-                init_error = _wrapped(f"in DataLoader worker thread {number}")
+                refusal = _wrapper(f"in DataLoader worker thread {number}")
         while (task := self._tasks.get()) is not None and not self._workers.stopping.is_set():
             batch, part = task
             began = time.perf_counter()
-            if init_error is not None:
-                batch.failed[-1] = init_error
+            if refusal is not None:
+                # A new one each time: once raised it holds the frames of who waited for it.
+                batch.failed[-1] = _error_of(refusal)
             else:
                 self._fetch(number, batch, part)
             self._stats.clock.add("fetch", time.perf_counter() - began)
@@ -297,23 +320,29 @@ class _Threads:
                 self._changed.notify_all()
 
 
+def _copied(dataset: UserDataset) -> UserDataset:
+    """Return a shallow copy: what torch's persistent workers have of a data set's attributes does
+    not change when they are assigned later. The data set itself, if it cannot be copied."""
+    try:
+        return copy.copy(dataset)
+    except Exception:
+        return dataset
+
+
 def _wrapped(where: str) -> BaseException:
     """The current exception, as torch's loader re-raises those of its workers: of the same type
     where possible, with its traceback in its text."""
+    return _error_of(_wrapper(where))
+
+
+def _wrapper(where: str) -> Any:
     wrapper: Any = ExceptionWrapper  # torch gives its methods no types.
-    original = wrapper(where=where)
+    return wrapper(where=where)
+
+
+def _error_of(wrapper: Any) -> BaseException:
     try:
-        original.reraise()
+        wrapper.reraise()
     except BaseException as error:
         return error.with_traceback(None)
     raise AssertionError("reraise() raises")
-
-
-def _pinning(options: LoaderOptions) -> Callable[[BatchData], BatchData] | None:
-    """Return a function that copies a batch of any structure into page-locked memory, or None."""
-    if not (options.pin_memory and torch.accelerator.is_available()):
-        return None
-    accelerator = torch.accelerator.current_accelerator()
-    device = None if accelerator is None else accelerator.type
-    pin_memory: Any = torch.utils.data._utils.pin_memory.pin_memory
-    return lambda data: pin_memory(data, device)

@@ -100,6 +100,11 @@ class Workers:
             thread.start()
         return self
 
+    @property
+    def threads(self) -> tuple[threading.Thread, ...]:
+        """The threads, in the order of their numbers."""
+        return tuple(self._threads)
+
     def alive(self) -> list[str]:
         """Names of the threads that are running."""
         return [thread.name for thread in self._threads if thread.is_alive()]

@@ -301,5 +301,11 @@ def test_loaders_can_be_copied_and_pickled_and_an_early_end_stops_the_work() -> 
 
 
 def test_batches_are_pinned_only_where_there_is_an_accelerator() -> None:
-    loader = Ours(Numbers(), 4, num_workers=2, pin_memory=True)
-    assert not next(iter(loader))["square"].is_pinned() or torch.accelerator.is_available()
+    for kind in (Theirs, Ours):
+        loader = kind(Numbers(), 4, num_workers=2, pin_memory=True)
+        if torch.accelerator.is_available():
+            assert next(iter(loader))["square"].is_pinned()
+            continue
+        with pytest.warns(UserWarning, match="no accelerator is found"):
+            iterator = iter(loader)
+        assert not next(iterator)["square"].is_pinned()
