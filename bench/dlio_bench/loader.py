@@ -129,9 +129,10 @@ def measure(case: Case) -> dict[str, object]:
     labels, and the multiset of labels of every pass is compared with the data's. `full_decode`
     decodes whole payloads that lie in memory, in as many threads, and resizes; `ceiling` does
     dlio's own decoding alone.
-    Returns samples/s of each repeat, ratios of the same repeat's, seconds to a pass's first batch
-    and each contender's memory, processes and threads; `absent` has the reasons of those that could
-    not take part.
+    Returns samples/s of each repeat, ratios of the same repeat's, milliseconds on processors for
+    each sample (of all processes of a contender; a busy machine changes them less than rates),
+    seconds to a pass's first batch, and each contender's memory, processes and threads. `absent`
+    has the reasons of those that could not take part.
     """
     from dlio_bench.machine import describe_machine, ratio, spread
 
@@ -165,6 +166,10 @@ def measure(case: Case) -> dict[str, object]:
         "absent": {**absent, **outcome.absent},
         "samples_per_s": {
             name: {**spread(values), "all": values} for name, values in rates.items()
+        },
+        "cpu_ms_per_sample": {
+            name: spread([1000 * seconds for seconds in values])
+            for name, values in outcome.cpu.items()
         },
         "output": {name: outcome.output[name] for name in rates},
         "cold_first_batch_s": {name: outcome.cold[name] for name in rates},
@@ -288,6 +293,7 @@ def _show(report: dict[str, Any], image_size: int, workers: int, repeats: int) -
         table.add_column("output")
         for column in (
             "samples/s",
+            "CPU, ms",
             "cold, s",
             "first batch, s",
             "PSS, MiB",
@@ -301,6 +307,7 @@ def _show(report: dict[str, Any], image_size: int, workers: int, repeats: int) -
                 CONTENDERS[name].title,
                 report["output"][name] or "",
                 f"{rate['median']:,.0f} ({rate['min']:,.0f} to {rate['max']:,.0f})",
+                f"{report['cpu_ms_per_sample'][name]['median']:.2f}",
                 f"{report['cold_first_batch_s'][name]:.2f}",
                 f"{report['first_batch_s'][name]['median']:.3f}",
                 f"{space['pss_MiB']:,.0f}",

@@ -93,9 +93,14 @@ class Contender:
         return versions
 
     def one_pass(self) -> dict[str, Any]:
-        """`samples`, `seconds`, `first_batch_s`, `labels` and `output` of a pass."""
+        """`samples`, `seconds`, `first_batch_s`, `labels` and `output` of a pass.
+
+        `cpu_s` are the seconds of all its processes on processors.
+        """
         self._signal(signal.SIGCONT)
-        return self._ask({"pass": True}, "make a pass")
+        before = self._cpu_s()
+        figures = self._ask({"pass": True}, "make a pass")
+        return {**figures, "cpu_s": self._cpu_s() - before}
 
     def pause(self) -> None:
         """Stop it: some contenders poll while they wait, which would slow the others' turns."""
@@ -109,6 +114,9 @@ class Contender:
             "processes": len(pids),
             "threads": sum(_threads(pid) for pid in pids),
         }
+
+    def _cpu_s(self) -> float:
+        return sum(_cpu_s(pid) for pid in _tree(self._process.pid))
 
     def _ask(self, request: Mapping[str, object], to: str) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -185,6 +193,16 @@ def _tree(pid: int) -> list[int]:
             below = [int(text) for text in file.read().split()]
             processes += [child for child in below if os.getsid(child) == session]
     return processes
+
+
+def _cpu_s(pid: int) -> float:
+    """Seconds that a process and its ended children have been on processors."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return 0.0
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def _pss(pid: int) -> int:

@@ -17,6 +17,8 @@ class Outcome:
 
     rates: dict[str, list[float]] = field(default_factory=dict)
     """Samples a second of each repeat."""
+    cpu: dict[str, list[float]] = field(default_factory=dict)
+    """Seconds on processors for each sample of each timed pass."""
     first: dict[str, list[float]] = field(default_factory=dict)
     """Seconds to the first batch of each timed pass."""
     cold: dict[str, float] = field(default_factory=dict)
@@ -59,14 +61,17 @@ def race(
             )
         outcome.output[contender.name] = figures["output"]
         contender.pause()
-        return {key: figures[key] for key in ("samples", "seconds", "first_batch_s")}
+        return {key: figures[key] for key in ("samples", "seconds", "first_batch_s", "cpu_s")}
 
     with contextlib.ExitStack() as stack:
         running: dict[str, Contender] = {}
 
         def leave(name: str, error: UsageError) -> None:
             outcome.absent[name] = str(error)
-            for figures in (outcome.rates, outcome.first, outcome.cold, outcome.output):
+            for figures in (
+                *(outcome.rates, outcome.cpu, outcome.first),
+                *(outcome.cold, outcome.output),
+            ):
                 figures.pop(name, None)
             if (gone := running.pop(name, None)) is not None:
                 gone.close()
@@ -94,6 +99,7 @@ def race(
                     leave(name, error)
                     continue
                 outcome.rates.setdefault(name, []).append(timed["samples"] / timed["seconds"])
+                outcome.cpu.setdefault(name, []).append(timed["cpu_s"] / timed["samples"])
                 outcome.first.setdefault(name, []).append(timed["first_batch_s"])
         for name, contender in running.items():
             outcome.footprint[name] = contender.footprint()
