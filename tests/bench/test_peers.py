@@ -1,5 +1,6 @@
 """Contenders that crash, hang, give other labels or are absent are reported, with a reason."""
 
+import json
 import os
 import sys
 import time
@@ -194,8 +195,8 @@ class TestInstallation:
                 raise UsageError(f"{name} cannot be installed: error: no {self.fails}")
             if "venv" in command:
                 os.makedirs(command[-1])
-            names = ",".join(f'{{"metadata": {{"name": "{name}"}}}}' for name in self.planned)
-            return f'{{"install": [{names}]}}'
+            planned = [{"metadata": {"name": each, "version": "7"}} for each in self.planned]
+            return json.dumps({"install": planned})
 
         monkeypatch.setattr(environments, "_run", run)
         return self.commands
@@ -206,6 +207,7 @@ class TestInstallation:
         assert environments.missing("fancy") is None
         assert Path(environments.folder("fancy")).parent == tmp_path / "peers"
         assert all(command[0] == environments.python_of("fancy") for command in self.commands[1:])
+        assert self.commands[-2][-4:] == ["install", "--no-deps", "fancy==7", "numpy==7"]
         assert self.commands[-1][-3:] == ["install", "--no-build-isolation", "quick==2"]
 
     def test_one_of_other_versions_is_made_anew(self, monkeypatch: pytest.MonkeyPatch) -> None:

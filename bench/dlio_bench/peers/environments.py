@@ -75,8 +75,7 @@ def install(name: str) -> None:
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         _run([sys.executable, "-m", "venv", path], name)
-        _refuse_cuda(name, environment.packages)
-        _pip(name, ["install", *environment.packages])
+        _pip(name, ["install", "--no-deps", *_planned(name, environment.packages)])
         if environment.built:
             _pip(name, ["install", "--no-build-isolation", *environment.built])
     except UsageError as error:
@@ -90,15 +89,17 @@ def _content(environment: Environment) -> dict[str, list[str]]:
     return {"packages": list(environment.packages), "built": list(environment.built)}
 
 
-def _refuse_cuda(name: str, packages: Sequence[str]) -> None:
+def _planned(name: str, packages: Sequence[str]) -> list[str]:
+    """Requirements of all that pip would install. Raises UsageError if CUDA is among them."""
     report = _pip(name, ["install", "--dry-run", "--report", "-", *packages])
-    planned: list[dict[str, Any]] = json.loads(report)["install"]
-    names = [str(each["metadata"]["name"]).lower() for each in planned]
+    planned: list[dict[str, Any]] = [each["metadata"] for each in json.loads(report)["install"]]
+    names = [str(each["name"]).lower() for each in planned]
     if cuda := [each for each in names if each.startswith(_CUDA)]:
         raise UsageError(
             f"{name} would bring {cuda[0]} and {len(cuda) - 1} more of CUDA's libraries: have "
             "pip find torch's build for CPUs, by PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL"
         )
+    return [f"{each['name']}=={each['version']}" for each in planned]
 
 
 def _pip(name: str, arguments: Sequence[str]) -> str:
