@@ -50,6 +50,8 @@ def make(task):
         labels = list(task.labels)
         if how == "wrong labels":
             labels[0] += 1
+        if how == "wrong labels later" and passes == 2:
+            labels[0] += 1
         if how == "too few":
             labels = labels[1:]
         side = task.size + (how == "wrong size")
@@ -89,6 +91,7 @@ def fake(tmp_path: Path) -> Any:
         ("exit", "exit exited with code 3 while it was to make a pass: the last words"),
         ("unprepared", "unprepared failed to prepare its data: RuntimeError: no such library"),
         ("wrong labels", "gave other labels than the data has, in a pass of 5 samples of 5"),
+        ("wrong labels later", "gave other labels than the data has, in a pass of 5 samples of 5"),
         ("too few", "gave other labels than the data has, in a pass of 4 samples of 5"),
         ("wrong size", r"batches have the shape \(3, 9, 9, 3\), not crops of 8 pixels"),
         ("blank", "an image is blank"),
@@ -112,7 +115,7 @@ def test_a_contender_that_hangs_is_ended_at_its_deadline(fake: Any) -> None:
     with fake("hang", 2.0) as contender:
         contender.get_ready()
         with pytest.raises(UsageError, match=r"hang took more than 2 s to make a pass.*--patience"):
-            contender.one_pass()
+            contender.make_passes(1)
         assert contender._process.returncode is not None
 
 

@@ -8,16 +8,31 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, Final, Self
 
 from dlio.errors import UsageError
 from dlio_bench.peers.standalone.runners.protocol import MARK, Task
 
-__all__ = ["Contender"]
+__all__ = ["Contender", "Figures"]
 
 _LOOK_S: Final = 0.25
 _END_S: Final = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Figures of the last of some passes."""
+
+    samples: int
+    seconds: float
+    first_batch_s: float
+    labels: list[str]
+    """Checksum of the multiset of labels of each pass."""
+    output: str | None
+    """Type and layout of batches; None for a loop that keeps none."""
+    cpu_s: float
+    """Seconds of all processes of the contender on processors, of all passes."""
 
 
 class Contender:
@@ -92,15 +107,12 @@ class Contender:
         versions: dict[str, str] = self._ask({"task": path}, "prepare its data")["versions"]
         return versions
 
-    def one_pass(self) -> dict[str, Any]:
-        """`samples`, `seconds`, `first_batch_s`, `labels` and `output` of a pass.
-
-        `cpu_s` are the seconds of all its processes on processors.
-        """
+    def make_passes(self, passes: int) -> Figures:
+        """Have it make passes over all pictures, one after another; the last one is timed."""
         self._signal(signal.SIGCONT)
         before = self._cpu_s()
-        figures = self._ask({"pass": True}, "make a pass")
-        return {**figures, "cpu_s": self._cpu_s() - before}
+        answer = self._ask({"passes": passes}, "make a pass")
+        return Figures(**answer, cpu_s=self._cpu_s() - before)
 
     def pause(self) -> None:
         """Stop it: some contenders poll while they wait, which would slow the others' turns."""

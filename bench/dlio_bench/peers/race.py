@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dlio.errors import UsageError
-from dlio_bench.peers.process import Contender
+from dlio_bench.peers.process import Contender, Figures
 from dlio_bench.peers.standalone.runners.protocol import checksum
 
 __all__ = ["Outcome", "race"]
@@ -18,7 +18,7 @@ class Outcome:
     rates: dict[str, list[float]] = field(default_factory=dict)
     """Samples a second of each repeat."""
     cpu: dict[str, list[float]] = field(default_factory=dict)
-    """Seconds on processors for each sample of each timed pass."""
+    """Seconds on processors for each sample, of each timed pass and the one before it."""
     first: dict[str, list[float]] = field(default_factory=dict)
     """Seconds to the first batch of each timed pass."""
     cold: dict[str, float] = field(default_factory=dict)
@@ -52,16 +52,16 @@ def race(
     outcome = Outcome()
     expected = checksum(labels)
 
-    def one_pass(contender: Contender) -> dict[str, float]:
-        figures = contender.one_pass()
-        if figures["labels"] != expected:
+    def passes(contender: Contender, count: int) -> Figures:
+        figures = contender.make_passes(count)
+        if set(figures.labels) != {expected}:
             raise UsageError(
                 f"{contender.name} gave other labels than the data has, in a pass of "
-                f"{figures['samples']} samples of {len(labels)}"
+                f"{figures.samples} samples of {len(labels)}"
             )
-        outcome.output[contender.name] = figures["output"]
+        outcome.output[contender.name] = figures.output
         contender.pause()
-        return {key: figures[key] for key in ("samples", "seconds", "first_batch_s", "cpu_s")}
+        return figures
 
     with contextlib.ExitStack() as stack:
         running: dict[str, Contender] = {}
@@ -86,21 +86,21 @@ def race(
             try:
                 running[name] = start()
                 outcome.versions.update(running[name].get_ready())
-                outcome.cold[name] = one_pass(running[name])["first_batch_s"]
+                outcome.cold[name] = passes(running[name], 1).first_batch_s
             except UsageError as error:
                 leave(name, error)
         for repeat in range(repeats):
             order = list(running)
             for name in order if repeat % 2 == 0 else order[::-1]:
                 try:
-                    one_pass(running[name])  # Its memory may have been taken away meanwhile.
-                    timed = one_pass(running[name])
+                    # The first is not timed: its memory may have been taken away meanwhile.
+                    timed = passes(running[name], 2)
                 except UsageError as error:
                     leave(name, error)
                     continue
-                outcome.rates.setdefault(name, []).append(timed["samples"] / timed["seconds"])
-                outcome.cpu.setdefault(name, []).append(timed["cpu_s"] / timed["samples"])
-                outcome.first.setdefault(name, []).append(timed["first_batch_s"])
+                outcome.rates.setdefault(name, []).append(timed.samples / timed.seconds)
+                outcome.cpu.setdefault(name, []).append(timed.cpu_s / (2 * timed.samples))
+                outcome.first.setdefault(name, []).append(timed.first_batch_s)
         for name, contender in running.items():
             outcome.footprint[name] = contender.footprint()
     return outcome

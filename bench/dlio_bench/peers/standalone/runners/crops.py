@@ -2,9 +2,13 @@
 
 import math
 import random
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 __all__ = ["box", "cropped", "shrunk"]
 
@@ -21,7 +25,7 @@ def box(height: int, width: int) -> tuple[int, int, int, int]:
     return (height - side) // 2, (width - side) // 2, side, side
 
 
-def cropped(file: str | IO[bytes], size: int) -> Any:
+def cropped(file: str | IO[bytes], size: int) -> npt.NDArray[np.uint8]:
     """Decode a picture, crop, resize and flip it as torchvision does on Pillow's images.
 
     Returns uint8 of shape (size, size, 3).
@@ -29,7 +33,7 @@ def cropped(file: str | IO[bytes], size: int) -> Any:
     from PIL import Image
 
     with Image.open(file) as opened:
-        image = opened.convert("RGB")
+        image: Image.Image = opened.convert("RGB")
     top, left, height, width = box(image.height, image.width)
     image = image.crop((left, top, left + width, top + height))
     image = image.resize((size, size), Image.Resampling.BILINEAR)
@@ -38,12 +42,12 @@ def cropped(file: str | IO[bytes], size: int) -> Any:
     return np.array(image)
 
 
-def shrunk(file: str, side: int | None) -> Any:
+def shrunk(file: str, side: int | None) -> "Image":
     """Return a Pillow image whose shorter edge has at most `side` pixels; None leaves its size."""
     from PIL import Image
 
     with Image.open(file) as opened:
-        image = opened.convert("RGB")
+        image: Image.Image = opened.convert("RGB")
     scale = 1.0 if side is None else side / min(image.size)
     if scale < 1:
         size = (round(image.width * scale), round(image.height * scale))

@@ -14,9 +14,6 @@ def dali(task: Task) -> Pass:
     """Return a pass of a pipeline that reads the files and ends in uint8 HWC."""
     from nvidia.dali import fn, pipeline_def, types
 
-    @pipeline_def(  # type: ignore[untyped-decorator, unused-ignore]
-        batch_size=task.batch_size, num_threads=task.workers, device_id=None, seed=1
-    )
     def pictures() -> Any:
         encoded, labels = fn.readers.file(
             files=task.files,
@@ -39,7 +36,10 @@ def dali(task: Task) -> Pass:
         )
         return fn.flip(images, horizontal=fn.random.coin_flip()), labels
 
-    pipeline = pictures()
+    make: Any = pipeline_def(
+        pictures, batch_size=task.batch_size, num_threads=task.workers, device_id=None, seed=1
+    )
+    pipeline = make()
     pipeline.build()
 
     def run() -> Iterator[tuple[Any, Any]]:
