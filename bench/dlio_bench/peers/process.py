@@ -18,6 +18,7 @@ __all__ = ["Contender", "Figures"]
 
 _LOOK_S: Final = 0.25
 _END_S: Final = 20.0
+_LINGER_S: Final = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +95,7 @@ class Contender:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
             self._kill()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # Workers that it left behind.
+        self._end_group()
         self._process.stdout.close()
         self._said.close()
 
@@ -183,6 +183,15 @@ class Contender:
         self._said.seek(0)
         lines = self._said.read().strip().splitlines()
         return lines[-1].strip()[:300] if lines else "it said nothing"
+
+    def _end_group(self) -> None:
+        """End the processes that it left behind; those that clean up after it get time for it."""
+        deadline = time.monotonic() + _LINGER_S
+        with contextlib.suppress(ProcessLookupError):
+            while time.monotonic() < deadline:
+                os.killpg(self._process.pid, 0)
+                time.sleep(_LOOK_S / 10)
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _kill(self) -> None:
         self._signal(signal.SIGKILL)
