@@ -29,6 +29,7 @@ def tfdata(task: Task) -> Pass:
 
     options = tf.data.Options()
     options.threading.private_threadpool_size = task.workers
+    options.threading.max_intra_op_parallelism = 1  # Otherwise it has more threads than that.
     data = (
         tf.data.Dataset.from_tensor_slices((task.files, task.labels))
         .shuffle(len(task.files))
