@@ -12,6 +12,7 @@ command: Final = Group(
         "chaos": "dlio_bench.chaos.command:command",
         "exchange": "dlio_bench.exchange.command:command",
         "loader": "dlio_bench.loader:command",
+        "peers": "dlio_bench.peers.command:command",
         "prune": "dlio_bench.prune.command:command",
         "readers": "dlio_bench.readers:command",
         "shuffle": "dlio_bench.shuffle:command",

@@ -3,18 +3,24 @@
 import contextlib
 import json
 import os
+import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Annotated, Any
 
 from dlio.cli.records import Output
 from dlio.errors import UsageError
 from dlio.util.files import write_json
 from dlio.util.options import Option, check
-from dlio_bench.contenders import CONTENDERS, Contender, missing
 from dlio_bench.feeding import arrays, decoded, slow
 from dlio_bench.latent import mapstyle, shown
-from dlio_bench.task import Task
+from dlio_bench.peers.environments import missing, runner_command, runner_environment
+from dlio_bench.peers.process import Contender
+from dlio_bench.peers.race import race
+from dlio_bench.peers.standalone.runners.protocol import Task
+from dlio_bench.peers.table import CASES, CONTENDERS
 
 __all__ = ["Case", "Choice", "command", "measure"]
 
@@ -23,15 +29,24 @@ _RATIOS = {
     "dlio_over_torch_floats": ("dlio", "torch_floats"),
     "dlio_over_ceiling": ("dlio", "ceiling"),
     "dlio_over_full_decode": ("dlio", "full_decode"),
-    "dlio_over_ffcv": ("dlio", "ffcv"),
+    **{
+        f"dlio_over_{name}": ("dlio", name)
+        for name, entry in CONTENDERS.items()
+        if entry.case == "files" and entry.environment
+    },
     "rows_over_torch": ("dlio_rows", "torch"),
     "rows_over_ffcv": ("dlio_rows", "ffcv"),
     "rows_over_full_decode": ("dlio_rows", "full_decode"),
     "dlio_256_over_ffcv_256": ("dlio_256", "ffcv_256"),
+    "dlio_raw_over_ffcv_raw": ("dlio_raw", "ffcv_raw"),
+    "dlio_raw_over_tbl_raw": ("dlio_raw", "tbl_raw"),
+    "dlio_raw_over_tbl_raw_uint8": ("dlio_raw", "tbl_raw_uint8"),
 }
 _USUAL = ("torch", "torch_floats", "ceiling", "full_decode", "dlio", "dlio_rows")
 _CASES = ("pictures", "arrays", "slow", "decoded", "mapstyle")
-_WITHOUT_SOURCE = ("arrays", "mapstyle")
+_NEED_SOURCE = ("slow", "decoded")
+_DRAWN = 400
+"""Pictures that are drawn where no source is named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +56,10 @@ class Case:
     source: Annotated[
         str,
         Option(
-            "Class folders of images; not needed for the cases arrays and mapstyle.",
+            "Class folders of images; needed for the cases slow and decoded.",
             positional=True,
             metavar="SRC",
+            default_text="400 drawn pictures",
         ),
     ] = ""
     image_size: Annotated[int, Option("Side of the square crops.", unit="pixels", least=1)] = 224
@@ -52,6 +68,15 @@ class Case:
         int, Option("Decode threads of dlio, and worker processes of other loaders.", least=1)
     ] = 2
     repeats: Annotated[int, Option("Timed passes of each loader.", least=1)] = 5
+    patience: Annotated[
+        float,
+        Option(
+            "Time that a loader may take to prepare its data, or for a pass. It is ended then, and "
+            "reported.",
+            unit="seconds",
+            above=0,
+        ),
+    ] = 600.0
     contenders: tuple[str, ...] = _USUAL
 
 
@@ -63,7 +88,7 @@ class Choice:
         str,
         Option(
             f"Loaders to measure: usual, all, or some of {', '.join(CONTENDERS)}, separated by "
-            "commas. Loaders that are not installed are left out.",
+            "commas. Those that are not installed (dlio bench peers), or fail, are reported.",
             metavar="NAMES",
         ),
     ] = "usual"
@@ -99,81 +124,103 @@ def measure(case: Case) -> dict[str, object]:
     is not timed.
 
     Every contender has a process of its own. `dlio` reads from its RAM tier, which its warm-up
-    fills; the others from the page cache, to uint8 as dlio does, but for `torch_floats`, which
-    ends in ToTensor, as most scripts do. `full_decode` decodes whole payloads that lie in memory,
-    in as many threads, and resizes; `ceiling` does dlio's own decoding alone.
-    Returns samples/s of each repeat, ratios of the same repeat's, seconds to a pass's first batch
-    and each contender's memory, processes and threads.
+    fills; the others from the page cache. All give uint8 as dlio does, but for `torch_floats`,
+    which ends in ToTensor, as most scripts do, and TurboLoader, which knows only floats. All give
+    labels, and the multiset of labels of every pass is compared with the data's. `full_decode`
+    decodes whole payloads that lie in memory, in as many threads, and resizes; `ceiling` does
+    dlio's own decoding alone.
+    Returns samples/s of each repeat, ratios of the same repeat's, milliseconds on processors for
+    each sample (of all processes of a contender; a busy machine changes them less than rates),
+    seconds to a pass's first batch, and each contender's memory, processes and threads. `absent`
+    has the reasons of those that could not take part.
     """
-    import numpy as np
-
-    from dlio.data.reader import open_reader
     from dlio_bench.machine import describe_machine, ratio, spread
 
-    reader = open_reader(case.source)
-    if reader.format != "folder":
-        raise UsageError(f"{case.source} is packed: the yardstick reads class folders of images")
-    files = [os.path.join(reader.path, reader.name(k)) for k in range(len(reader))]
-    labels = np.asarray(reader.labels).tolist()
-    samples, size = len(reader), int(reader.sizes.sum())
-    reader.close()
-    absent = {name: why for name in case.contenders if (why := missing(name)) is not None}
-    rates: dict[str, list[float]] = {}
-    first: dict[str, list[float]] = {}
-    cold: dict[str, float] = {}
-    footprint: dict[str, dict[str, float]] = {}
+    absent = {
+        name: why
+        for name in case.contenders
+        if (kept := CONTENDERS[name].environment) and (why := missing(kept)) is not None
+    }
     with contextlib.ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="dlio-bench-"))
-        running: dict[str, Contender] = {}
+        files, labels = _pictures(case.source or _drawn(scratch))
+        size = sum(os.path.getsize(file) for file in files)
+        starts: dict[str, Callable[[], Contender]] = {}
         for name in case.contenders:
-            if name in absent:
-                continue
-            folder = os.path.join(scratch, name)
-            task = Task(files, labels, case.image_size, case.batch_size, case.workers, folder)
-            try:
-                running[name] = stack.enter_context(Contender(name, task))
-                cold[name] = running[name].one_pass()["first_batch_s"]
-                running[name].pause()
-            except UsageError as error:
-                absent[name] = str(error)
-                running.pop(name, None)
-        for repeat in range(case.repeats):
-            order = list(running)
-            for name in order if repeat % 2 == 0 else order[::-1]:
-                # Its memory may have been taken away while others had their turn.
-                running[name].one_pass()
-                timed = running[name].one_pass()
-                running[name].pause()
-                if not 0.99 * samples <= timed["samples"] <= samples:
-                    raise UsageError(f"{name} gave {timed['samples']} of {samples} samples")
-                rates.setdefault(name, []).append(timed["samples"] / timed["seconds"])
-                first.setdefault(name, []).append(timed["first_batch_s"])
-        for name, contender in running.items():
-            footprint[name] = contender.footprint()
+            if name not in absent:
+                folder = os.path.join(scratch, name)
+                task = Task(files, labels, case.image_size, case.batch_size, case.workers, folder)
+                starts[name] = partial(_start, name, task, case.patience)
+        outcome = race(starts, labels, case.repeats, _tell)
+    rates = outcome.rates
+    machine = describe_machine(
+        ("dlio", "torch", "numpy", "pillow", "simplejpeg", "opencv-python-headless")
+    )
+    assert isinstance(machine["versions"], dict)
+    machine["versions"].update(outcome.versions)
     return {
         "benchmark": "loader",
         "case": asdict(case),
-        "samples": samples,
+        "samples": len(files),
         "bytes": size,
-        "absent": absent,
+        "absent": {**absent, **outcome.absent},
         "samples_per_s": {
             name: {**spread(values), "all": values} for name, values in rates.items()
         },
-        "cold_first_batch_s": {name: cold[name] for name in rates},
-        "first_batch_s": {name: spread(values) for name, values in first.items()},
-        "footprint": footprint,
+        "cpu_ms_per_sample": {
+            name: spread([1000 * seconds for seconds in values])
+            for name, values in outcome.cpu.items()
+        },
+        "output": {name: outcome.output[name] for name in rates},
+        "cold_first_batch_s": {name: outcome.cold[name] for name in rates},
+        "first_batch_s": {name: spread(values) for name, values in outcome.first.items()},
+        "footprint": outcome.footprint,
         **{
             key: ratio(rates[mine], rates[other])
             for key, (mine, other) in _RATIOS.items()
             if mine in rates and other in rates
         },
-        "machine": describe_machine(
-            (
-                *("dlio", "torch", "numpy", "pillow", "simplejpeg", "opencv-python-headless"),
-                *("webdataset", "mosaicml-streaming", "litdata", "grain", "spdl", "ffcv"),
-            )
-        ),
+        "machine": machine,
     }
+
+
+def _start(name: str, task: Task, patience_s: float) -> Contender:
+    environment = CONTENDERS[name].environment
+    if environment:
+        command = runner_command(environment, name)
+        variables = runner_environment(task.workers)
+    else:
+        command = [sys.executable, "-m", "dlio_bench.peers.own", name]
+        variables = {"HF_HUB_OFFLINE": "1"}
+    return Contender(name, command, task, patience_s, variables)
+
+
+def _tell(name: str) -> None:
+    print(f"{name}: preparing", file=sys.stderr, flush=True)
+
+
+def _pictures(source: str) -> tuple[list[str], list[int]]:
+    """Files and labels of class folders. Raises UsageError for packed data."""
+    import numpy as np
+
+    from dlio.data.reader import open_reader
+
+    reader = open_reader(source)
+    try:
+        if reader.format != "folder":
+            raise UsageError(f"{source} is packed: the yardstick reads class folders of images")
+        files = [os.path.join(reader.path, reader.name(k)) for k in range(len(reader))]
+        return files, np.asarray(reader.labels).tolist()
+    finally:
+        reader.close()
+
+
+def _drawn(scratch: str) -> str:
+    from dlio.cli.demo_pictures import draw_dataset
+
+    folder = os.path.join(scratch, "drawn")
+    draw_dataset(folder, images=_DRAWN, validation=10)
+    return os.path.join(folder, "train")
 
 
 def command(case: Case, choice: Choice, output: Output) -> None:
@@ -181,10 +228,11 @@ def command(case: Case, choice: Choice, output: Output) -> None:
 
     dlio reads from its RAM tier, torch's DataLoader decodes with Pillow, and loops that only
     decode show the limit. All make random resized crops and flips as uint8, without normalisation;
-    torch is also measured with ToTensor, as most scripts use it.
+    torch is also measured with ToTensor, as most scripts use it. Other libraries need environments
+    of their own: dlio bench peers install.
     """
     output.check_writable()
-    needing = [name for name in choice.case if name not in _WITHOUT_SOURCE]
+    needing = [name for name in choice.case if name in _NEED_SOURCE]
     if needing and not case.source:
         raise UsageError(f"--case {needing[0]}: name SRC, a folder of class folders of images")
     case, cases = replace(case, contenders=choice.contenders()), choice.case
@@ -230,27 +278,43 @@ def _show(report: dict[str, Any], image_size: int, workers: int, repeats: int) -
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(
-        title=f"{report['samples']:,} images to {image_size} pixels, {workers} workers, "
-        f"median of {repeats} (min to max)",
-        box=SIMPLE_HEAD,
-        title_justify="left",
-    )
-    table.add_column("loader")
-    for column in ("samples/s", "first batch, s", "then, s", "PSS, MiB", "processes", "threads"):
-        table.add_column(column, justify="right")
-    for name, rate in report["samples_per_s"].items():
-        space = report["footprint"][name]
-        table.add_row(
-            CONTENDERS[name][0],
-            f"{rate['median']:,.0f} ({rate['min']:,.0f} to {rate['max']:,.0f})",
-            f"{report['cold_first_batch_s'][name]:.2f}",
-            f"{report['first_batch_s'][name]['median']:.3f}",
-            f"{space['pss_MiB']:,.0f}",
-            f"{space['processes']}",
-            f"{space['threads']}",
+    console = Console(width=max(130, Console().width))
+    for case, title in {**CASES, "": "limits"}.items():
+        names = [name for name in report["samples_per_s"] if CONTENDERS[name].case == case]
+        if not names:
+            continue
+        table = Table(
+            title=f"{title}: {report['samples']:,} to {image_size} pixels, {workers} workers, "
+            f"median of {repeats} (min to max)",
+            box=SIMPLE_HEAD,
+            title_justify="left",
         )
-    Console(width=max(120, Console().width)).print(table)
+        table.add_column("loader")
+        table.add_column("output")
+        for column in (
+            "samples/s",
+            "CPU, ms",
+            "cold, s",
+            "first batch, s",
+            "PSS, MiB",
+            "processes",
+            "threads",
+        ):
+            table.add_column(column, justify="right")
+        for name in names:
+            rate, space = report["samples_per_s"][name], report["footprint"][name]
+            table.add_row(
+                CONTENDERS[name].title,
+                report["output"][name] or "",
+                f"{rate['median']:,.0f} ({rate['min']:,.0f} to {rate['max']:,.0f})",
+                f"{report['cpu_ms_per_sample'][name]['median']:.2f}",
+                f"{report['cold_first_batch_s'][name]:.2f}",
+                f"{report['first_batch_s'][name]['median']:.3f}",
+                f"{space['pss_MiB']:,.0f}",
+                f"{space['processes']}",
+                f"{space['threads']}",
+            )
+        console.print(table)
     for name, why in report["absent"].items():
         print(f"left out: {name} ({why})")
     for key in _RATIOS:

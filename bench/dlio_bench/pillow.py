@@ -1,13 +1,12 @@
 """The yardstick: torch's DataLoader over Pillow, as most training scripts have it."""
 
-import math
-import random
 from typing import IO
 
 import torch
 
 from dlio.errors import UsageError
 from dlio.util.extras import how_to_install
+from dlio_bench.peers.standalone.runners import crops
 
 __all__ = ["PillowImages", "cropped"]
 
@@ -41,29 +40,7 @@ class PillowImages(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
             pixels = pixels.contiguous().to(torch.float32).div(255)
         return pixels, self._labels[index]
 
-    @staticmethod
-    def crop(height: int, width: int) -> tuple[int, int, int, int]:
-        """torchvision's RandomResizedCrop.get_params: (top, left, height, width)."""
-        for _ in range(10):
-            area = height * width * random.uniform(0.08, 1.0)
-            aspect = math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3)))
-            w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
-            if 0 < w <= width and 0 < h <= height:
-                return random.randint(0, height - h), random.randint(0, width - w), h, w
-        side = min(height, width)
-        return (height - side) // 2, (width - side) // 2, side, side
-
 
 def cropped(file: str | IO[bytes], size: int) -> torch.Tensor:
     """A file, or a stream, through Pillow: uint8, shape (3, size, size)."""
-    import numpy as np
-    from PIL import Image
-
-    with Image.open(file) as opened:
-        image = opened.convert("RGB")
-    top, left, height, width = PillowImages.crop(image.height, image.width)
-    image = image.crop((left, top, left + width, top + height))
-    image = image.resize((size, size), Image.Resampling.BILINEAR)
-    if random.random() < 0.5:
-        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    return torch.from_numpy(crops.cropped(file, size)).permute(2, 0, 1)

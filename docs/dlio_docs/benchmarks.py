@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from dlio_bench.peers.table import CASES, CONTENDERS
+
 __all__ = ["DATA", "loader_rows", "number", "page", "read", "readme_part", "spread"]
 
 DATA: Final = Path(__file__).resolve().parents[1] / "benchmarks" / "data"
@@ -93,7 +95,9 @@ def readme_part() -> str:
 def _provenance(stored: Mapping[str, Json]) -> str:
     machine, load = _dict(stored["machine"]), stored["load_average"]
     assert isinstance(load, list)
-    versions = ", ".join(f"{key} {value}" for key, value in _dict(machine["versions"]).items())
+    own = _dict(_dict(_dict(stored["report"]).get("machine", {})).get("versions", {}))
+    named = {**_dict(machine["versions"]), **{key: value for key, value in own.items() if value}}
+    versions = ", ".join(f"{key} {value}" for key, value in named.items())
     before, after = (number(_float(value)) for value in load)
     return "\n".join(
         [
@@ -128,6 +132,37 @@ def _loader(report: Mapping[str, Json]) -> str:
     }
     text = "Ratios of the same repeat, median (min to max):\n\n" + "\n".join(ratios)
     return "\n\n".join([table, _bars("samples/s", rates), text])
+
+
+def _peers(report: Mapping[str, Json]) -> str:
+    """Tables of `dlio bench loader --peers all`, one for each case, and ratios."""
+    rates, cpu = _dict(report["samples_per_s"]), _dict(report["cpu_ms_per_sample"])
+    parts = []
+    for case, title in {**CASES, "": "limits of these files, as they are"}.items():
+        names = [name for name in rates if CONTENDERS[name].case == case]
+        rows = [
+            (
+                f"**{CONTENDERS[name].title}**"
+                if name.startswith("dlio")
+                else CONTENDERS[name].title,
+                str(_dict(report["output"])[name] or ""),
+                spread(rates[name]),
+                number(_float(_dict(cpu[name])["median"])),
+                number(_float(_dict(report["cold_first_batch_s"])[name])),
+            )
+            for name in names
+        ]
+        if rows:
+            head = (title, "batches", "samples/s", "CPU, ms a sample", "first batch of all, s")
+            parts.append(_table(head, rows))
+    ratios = [
+        (key.replace("_over_", " / "), spread(value))
+        for key, value in report.items()
+        if "_over_" in key
+    ]
+    parts.append(_table(("ratio of the same repeat", "median (min to max)"), ratios))
+    parts += [f"- Left out: {name}: {why}" for name, why in _dict(report["absent"]).items()]
+    return "\n\n".join(parts)
 
 
 def _readers(report: Mapping[str, Json]) -> str:
@@ -180,6 +215,7 @@ def _chaos(report: Mapping[str, Json]) -> str:
 
 _RENDERERS: Final[dict[str, Callable[[Mapping[str, Json]], str]]] = {
     "loader": _loader,
+    "peers": _peers,
     "readers": _readers,
     "plan": _plan,
     "chaos": _chaos,

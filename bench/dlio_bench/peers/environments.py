@@ -1,0 +1,125 @@
+"""Environments of other libraries, below dlio's cache folder."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any, Final
+
+from dlio.data.index import cache_folder
+from dlio.errors import UsageError
+from dlio.util.files import write_json
+from dlio_bench.peers.table import ENVIRONMENTS, Environment
+
+__all__ = ["folder", "install", "missing", "python_of", "runner_command", "runner_environment"]
+
+_TIMEOUT_S: Final = 1800.0
+_MARK: Final = "dlio-peer.json"
+_CUDA: Final = ("nvidia-cublas", "nvidia-cudnn", "nvidia-nccl", "triton")
+"""Packages that only a torch for GPUs brings, gigabytes together."""
+
+
+def folder(name: str) -> str:
+    """Folder of an environment."""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return os.path.join(cache_folder(), "peers", f"{name}-{version}")
+
+
+def python_of(name: str) -> str:
+    """Path of an environment's interpreter."""
+    return os.path.join(folder(name), "bin", "python")
+
+
+def missing(name: str) -> str | None:
+    """Why an environment cannot be used; None if it can."""
+    try:
+        with open(os.path.join(folder(name), _MARK), encoding="utf-8") as file:
+            made = json.load(file)
+    except (OSError, ValueError):
+        made = None
+    if made is None:
+        return f"not installed: dlio bench peers install {name}"
+    if made != _content(ENVIRONMENTS[name]):
+        return f"installed for other versions: dlio bench peers install {name}"
+    return None
+
+
+def runner_command(environment: str, contender: str) -> list[str]:
+    """Command of a contender's process."""
+    library = ENVIRONMENTS[environment].library
+    return [python_of(environment), "-m", "runners", contender, library]
+
+
+def runner_environment(workers: int) -> dict[str, str]:
+    """Variables of a contender's process in an environment of its own."""
+    return {
+        "PYTHONPATH": os.path.join(os.path.dirname(__file__), "standalone"),
+        "OMP_NUM_THREADS": str(workers),
+        "HF_HUB_OFFLINE": "1",
+        "JAX_PLATFORMS": "cpu",
+        "TF_CPP_MIN_LOG_LEVEL": "1",
+    }
+
+
+def install(name: str) -> None:
+    """Make an environment anew.
+
+    Raises UsageError if packages cannot be had or built, and before anything is downloaded if pip
+    would bring CUDA's libraries along with torch.
+    """
+    environment, path = ENVIRONMENTS[name], folder(name)
+    if os.path.isdir(path):
+        shutil.rmtree(path)
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        _run([sys.executable, "-m", "venv", path], name)
+        _pip(name, ["install", "--no-deps", *_planned(name, environment.packages)])
+        if environment.built:
+            _pip(name, ["install", "--no-build-isolation", *environment.built])
+    except UsageError as error:
+        shutil.rmtree(path, ignore_errors=True)
+        needs = f"; it needs {environment.system}" if environment.system else ""
+        raise UsageError(f"{error}{needs}") from error
+    write_json(os.path.join(path, _MARK), _content(environment))
+
+
+def _content(environment: Environment) -> dict[str, list[str]]:
+    return {"packages": list(environment.packages), "built": list(environment.built)}
+
+
+def _planned(name: str, packages: Sequence[str]) -> list[str]:
+    """Requirements of all that pip would install. Raises UsageError if CUDA is among them."""
+    report = _pip(name, ["install", "--dry-run", "--report", "-", *packages])
+    planned: list[dict[str, Any]] = [each["metadata"] for each in json.loads(report)["install"]]
+    names = [str(each["name"]).lower() for each in planned]
+    if cuda := [each for each in names if each.startswith(_CUDA)]:
+        raise UsageError(
+            f"{name} would bring {cuda[0]} and {len(cuda) - 1} more of CUDA's libraries: have "
+            "pip find torch's build for CPUs, by PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL"
+        )
+    return [f"{each['name']}=={each['version']}" for each in planned]
+
+
+def _pip(name: str, arguments: Sequence[str]) -> str:
+    command = [python_of(name), "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
+    return _run(command, name)
+
+
+def _run(command: Sequence[str], name: str) -> str:
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise UsageError(f"{name}: pip took more than {_TIMEOUT_S:g} s: try again") from error
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "rror" in line] or ["no reason given"]
+        raise UsageError(f"{name} cannot be installed: {lines[0].strip()[:300]}")
+    return done.stdout

@@ -1,0 +1,242 @@
+"""One contender's process: it is asked, paused and ended, and every answer has a deadline."""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Self
+
+from dlio.errors import UsageError
+from dlio_bench.peers.standalone.runners.protocol import MARK, Task
+
+__all__ = ["Contender", "Figures"]
+
+_LOOK_S: Final = 0.25
+_END_S: Final = 20.0
+_LINGER_S: Final = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Figures of the last of some passes."""
+
+    samples: int
+    seconds: float
+    first_batch_s: float
+    labels: list[str]
+    """Checksum of the multiset of labels of each pass."""
+    output: str | None
+    """Type and layout of batches; None for a loop that keeps none."""
+    cpu_s: float
+    """Seconds of all processes of the contender on processors, of all passes."""
+
+
+class Contender:
+    """One contender's process. Owner: the caller, by `with`.
+
+    Args:
+        name: of the contender, for messages.
+        command: program that serves the protocol.
+        task: its pictures; `task.scratch` is made.
+        patience_s: seconds within which each answer must come.
+        environment: variables that the program gets in addition to this process's.
+
+    The process starts at once and prepares its data; `get_ready` waits for it. Raises UsageError,
+    also from every other method, when the process ends, says that it failed, or gives no answer in
+    time; it is ended then.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        task: Task,
+        patience_s: float,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name = name
+        self._patience_s = patience_s
+        self._task = task
+        self._left = b""
+        os.makedirs(task.scratch, exist_ok=True)
+        self._said = open(f"{task.scratch}.log", "w+", errors="replace")  # noqa: SIM115
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._said,
+                start_new_session=True,
+                env={**os.environ, **(environment or {})},
+            )
+        except OSError as error:
+            self._said.close()
+            raise UsageError(f"{name} cannot be started: {error}") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process and all workers of its own."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._signal(signal.SIGCONT)
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._kill()
+        self._end_group()
+        self._process.stdout.close()
+        self._said.close()
+
+    def get_ready(self) -> dict[str, str]:
+        """Have it prepare its data. Returns the versions of its libraries."""
+        path = f"{self._task.scratch}.task.json"
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(asdict(self._task), file)
+        versions: dict[str, str] = self._ask({"task": path}, "prepare its data")["versions"]
+        return versions
+
+    def make_passes(self, passes: int) -> Figures:
+        """Have it make passes over all pictures, one after another; the last one is timed."""
+        self._signal(signal.SIGCONT)
+        before = self._cpu_s()
+        answer = self._ask({"passes": passes}, "make a pass")
+        return Figures(**answer, cpu_s=self._cpu_s() - before)
+
+    def pause(self) -> None:
+        """Stop it: some contenders poll while they wait, which would slow the others' turns."""
+        self._signal(signal.SIGSTOP)
+
+    def footprint(self) -> dict[str, float]:
+        """`pss_MiB`, `processes` and `threads` of the process and all below it."""
+        pids = _tree(self._process.pid)
+        return {
+            "pss_MiB": sum(_pss(pid) for pid in pids) / 1024,
+            "processes": len(pids),
+            "threads": sum(_threads(pid) for pid in pids),
+        }
+
+    def _cpu_s(self) -> float:
+        return sum(_cpu_s(pid) for pid in _tree(self._process.pid))
+
+    def _ask(self, request: Mapping[str, object], to: str) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        deadline = time.monotonic() + self._patience_s
+        with contextlib.suppress(OSError):  # A broken pipe: the reason follows.
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        while (line := self._line(deadline)) is not None:
+            if line.startswith(MARK):
+                answer: dict[str, Any] = json.loads(line[len(MARK) :])
+                if "error" in answer:
+                    raise UsageError(f"{self.name} failed to {to}: {answer['error']}")
+                return answer
+        if time.monotonic() >= deadline:
+            self._kill()
+            raise UsageError(
+                f"{self.name} took more than {self._patience_s:g} s to {to} and was ended: give it "
+                "more with --patience"
+            )
+        raise UsageError(f"{self.name} {self._end()} while it was to {to}: {self._last_words()}")
+
+    def _line(self, deadline: float) -> str | None:
+        """Next line of the process; None when it has ended or the deadline has passed."""
+        assert self._process.stdout is not None
+        descriptor = self._process.stdout.fileno()
+        while b"\n" not in self._left:
+            wait = min(deadline - time.monotonic(), _LOOK_S)
+            if wait <= 0:
+                return None
+            ended = self._process.poll() is not None
+            if select.select([descriptor], [], [], 0 if ended else wait)[0]:
+                data = os.read(descriptor, 1 << 16)
+                if not data:
+                    return None
+                self._left += data
+            elif ended:
+                return None
+        line, _, self._left = self._left.partition(b"\n")
+        return line.decode(errors="replace")
+
+    def _end(self) -> str:
+        try:
+            code = self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._kill()
+            return "closed its pipe"
+        if code >= 0:
+            return f"exited with code {code}"
+        return f"was ended by {signal.Signals(-code).name}"
+
+    def _last_words(self) -> str:
+        self._said.seek(0)
+        lines = self._said.read().strip().splitlines()
+        return lines[-1].strip()[:300] if lines else "it said nothing"
+
+    def _end_group(self) -> None:
+        """End the processes that it left behind; those that clean up after it get time for it."""
+        deadline = time.monotonic() + _LINGER_S
+        with contextlib.suppress(ProcessLookupError):
+            while time.monotonic() < deadline:
+                os.killpg(self._process.pid, 0)
+                time.sleep(_LOOK_S / 10)
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _kill(self) -> None:
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in _tree(self._process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def _tree(pid: int) -> list[int]:
+    """A process and its descendants in the same session; others have left it on purpose."""
+    try:
+        processes, session = [pid], os.getsid(pid)
+    except ProcessLookupError:
+        return []
+    for parent in processes:
+        with contextlib.suppress(OSError), open(f"/proc/{parent}/task/{parent}/children") as file:
+            below = [int(text) for text in file.read().split()]
+            processes += [child for child in below if os.getsid(child) == session]
+    return processes
+
+
+def _cpu_s(pid: int) -> float:
+    """Seconds that a process and its ended children have been on processors."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return 0.0
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
+def _pss(pid: int) -> int:
+    """KiB of memory, that which is shared divided among its sharers."""
+    try:
+        with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file:
+            return sum(int(line.split()[1]) for line in file if line.startswith("Pss:"))
+    except OSError:
+        return 0
+
+
+def _threads(pid: int) -> int:
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))
+    except OSError:
+        return 0

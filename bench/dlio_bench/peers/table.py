@@ -1,0 +1,91 @@
+"""The contenders, and the environments of those that are not dlio's or torch's."""
+
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = ["CASES", "CONTENDERS", "ENVIRONMENTS", "Entry", "Environment"]
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """Packages that are installed together, apart from dlio."""
+
+    packages: tuple[str, ...]
+    """Requirements for pip, the measured library first."""
+    built: tuple[str, ...] = ()
+    """Requirements that are built afterwards, with the packages above."""
+    system: str = ""
+    """What the system must have, in words, with Debian's names."""
+
+    @property
+    def library(self) -> str:
+        """Name of the measured distribution."""
+        return (self.built or self.packages)[0].partition("==")[0]
+
+
+_TORCH: Final = "torch==2.13.0"
+
+ENVIRONMENTS: Final[dict[str, Environment]] = {
+    "turboloader": Environment(("turboloader==2.39.0",)),
+    "dali": Environment(("nvidia-dali-cuda120==2.4.0",)),
+    "tfdata": Environment(("tensorflow-cpu==2.21.0",)),
+    "ffcv": Environment(
+        (_TORCH, "torchvision", "numba", "cython", "setuptools", "wheel", "pillow"),
+        ("ffcv==1.0.2",),
+        "a C++ compiler, and headers of OpenCV and libjpeg-turbo (Debian: g++ pkg-config "
+        "libopencv-dev libturbojpeg0-dev)",
+    ),
+    "spdl": Environment(
+        ("spdl==0.8.0",), system="FFmpeg's libraries (Debian: libavdevice59 libavfilter8)"
+    ),
+    "webdataset": Environment(("webdataset==1.0.2", "pillow", _TORCH)),
+    "mosaic": Environment(("mosaicml-streaming==0.13.0", "pillow", _TORCH)),
+    "litdata": Environment(("litdata==0.2.76", "pillow", _TORCH)),
+    "grain": Environment(("grain==0.2.18", "pillow")),
+}
+
+CASES: Final = {
+    "files": "JPEG files as they are",
+    "rows": "JPEGs packed losslessly with restart rows",
+    "256": "JPEGs with a shorter edge of 256 pixels, quality 90",
+    "raw": "decoded pictures of 256 pixels",
+}
+"""Groups of contenders that do the same work, and their descriptions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A contender."""
+
+    title: str
+    case: str
+    """One of `CASES`; "" for the loops that show a limit."""
+    environment: str = ""
+    """One of `ENVIRONMENTS`; "" for dlio's own."""
+
+
+CONTENDERS: Final[dict[str, Entry]] = {
+    "torch": Entry("torch DataLoader, Pillow, uint8 (processes)", "files"),
+    "torch_floats": Entry("torch DataLoader, Pillow, ToTensor (processes)", "files"),
+    "torch_dlio_data": Entry("torch DataLoader over dlio's data set (processes)", "files"),
+    "webdataset": Entry("WebDataset, Pillow (processes)", "files", "webdataset"),
+    "mosaic": Entry("MosaicML Streaming, Pillow (processes)", "files", "mosaic"),
+    "litdata": Entry("LitData, Pillow (processes)", "files", "litdata"),
+    "grain": Entry("Grain, Pillow (processes)", "files", "grain"),
+    "spdl": Entry("SPDL, FFmpeg (threads)", "files", "spdl"),
+    "tfdata": Entry("tf.data (threads)", "files", "tfdata"),
+    "dali": Entry("NVIDIA DALI, processor only (threads)", "files", "dali"),
+    "ffcv": Entry("FFCV, JPEGs encoded anew, quality 90 (threads)", "files", "ffcv"),
+    "turboloader": Entry("TurboLoader (threads)", "files", "turboloader"),
+    "turboloader_uint8": Entry("TurboLoader, rounded to uint8", "files", "turboloader"),
+    "full_decode": Entry("bare loop: decode whole, resize (threads)", ""),
+    "ceiling": Entry("bare loop: dlio's decoder alone (threads)", ""),
+    "dlio": Entry("dlio.DataLoader, RAM tier (threads)", "files"),
+    "dlio_rows": Entry("dlio.DataLoader, RAM tier (threads)", "rows"),
+    "ffcv_256": Entry("FFCV (threads)", "256", "ffcv"),
+    "dlio_256": Entry("dlio.DataLoader, RAM tier (threads)", "256"),
+    "ffcv_raw": Entry("FFCV, RAW (threads)", "raw", "ffcv"),
+    "tbl_raw": Entry("TurboLoader, TBL-RAW (threads)", "raw", "turboloader"),
+    "tbl_raw_uint8": Entry("TurboLoader, TBL-RAW, rounded to uint8", "raw", "turboloader"),
+    "dlio_raw": Entry("dlio.DataLoader, tier of decoded pictures (threads)", "raw"),
+}
