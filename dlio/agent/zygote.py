@@ -146,7 +146,7 @@ class Zygote:
         return True
 
     def _connected(self) -> None:
-        """Hear what a new shim asks for."""
+        """Hear the request of a new shim."""
         connection, _ = self._listener.accept()
         connection.settimeout(_TIMEOUT_S)
         try:

@@ -58,7 +58,7 @@ def change_between(
     per_node: int,
     min_ranks: int,
 ) -> NodeChange:
-    """Return what a request changes. Pure.
+    """Return the changes of a request. Pure.
 
     Args:
         before: nodes that the job has.

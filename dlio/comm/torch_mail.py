@@ -1,6 +1,6 @@
 """Messages over TCP, for ranks of torch.distributed.
 
-Gloo cannot test for a message without blocking. Connections, and what they are protected against,
+Gloo cannot test for a message without blocking. Connections, and their protection,
 are `dlio.comm.net`'s.
 
 A receiver takes no memory for more than it is owed. Messages up to 64 KiB travel at once. Of a
@@ -30,7 +30,7 @@ Channel: TypeAlias = tuple[int, int]
 
 _CANCEL_TIMEOUT_S: Final = 1.0
 _WHOLE, _ANNOUNCED, _BODY, _GO, _REFUSED, _UNWANTED = range(6)
-"""Kinds of frames. A receiver that closes does not want what was announced to it."""
+"""Kinds of frames. A receiver that closes does not want the messages announced to it."""
 _MESSAGES: Final = (_WHOLE, _ANNOUNCED, _BODY)
 _ANSWERS: Final = (_GO, _REFUSED, _UNWANTED)
 _MOST_AT_ONCE: Final = 1 << 16
@@ -386,7 +386,7 @@ class Mail:
         return not pending or time.monotonic() > self._ends_at
 
     def _dismiss(self) -> None:
-        """Tell the others that nobody here will ask for what they have announced."""
+        """Tell the others that nobody here will ask for their announced messages."""
         for messages in self._early.values():
             for each in messages:
                 if each.body is None:

@@ -157,7 +157,7 @@ class UlfmMembership:
     def doze(self) -> list[Json]:
         """Wait, as a spare, until the others make a generation, and take part in it.
 
-        Returns what `renew` returns; nothing when the job is over.
+        Returns the result of `renew`; nothing when the job is over.
         """
         while not (self.asked or self._are_all_lost()):
             self.world.poke()

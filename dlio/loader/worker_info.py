@@ -4,7 +4,7 @@ torch keeps the information on a worker process in a global of its module. A thr
 so that a data set which opens files, or seeds random numbers, by `get_worker_info()` works in
 threads as it does in processes. Users bind the function early (`from torch.utils.data import
 get_worker_info`), so it is not replaced: the body of torch's own function object is, once, when
-the first thread begins. Outside of dlio's threads it returns what it always did.
+the first thread begins. Outside of dlio's threads it returns torch's own record.
 """
 
 import os
@@ -80,9 +80,10 @@ def _caller() -> str:
 def _get_worker_info() -> object:
     # Runs as the body of torch's function: the names are those of torch's module. Its
     # default_collate asks in order to put batches into shared memory, which threads do not need.
-    info = getattr(_dlio_worker_info, "info", None)  # type: ignore[name-defined]  # noqa: F821
-    if info is None or _dlio_caller() == _dlio_collates:  # type: ignore[name-defined]  # noqa: F821
-        return _worker_info  # type: ignore[name-defined]  # noqa: F821
+    names = globals()
+    info = getattr(names["_dlio_worker_info"], "info", None)
+    if info is None or names["_dlio_caller"]() == names["_dlio_collates"]:
+        return names["_worker_info"]
     return info
 
 

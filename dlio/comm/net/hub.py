@@ -47,13 +47,13 @@ class Handler(Protocol[_T]):
         """Note that a frame and its body are complete."""
 
     def sent(self, owner: _T) -> object:
-        """Note that what `Link.send` was given has left."""
+        """Note that all of `Link.send`'s data have left."""
 
     def waiting(self) -> Sequence[int]:
         """Return the ranks to which there is something to send that no link has yet."""
 
     def push(self, peer: int, link: Link[_T]) -> object:
-        """Hand over what there is to send to a rank."""
+        """Hand over the data to send to a rank."""
 
     def reply(self) -> Sequence[Link[_T]]:
         """Hand answers over to links; return these."""
@@ -165,7 +165,7 @@ class Hub(Generic[_T]):
                 self._move(link, bool(events & selectors.EVENT_READ))
 
     def _push(self) -> None:
-        """Hand over to links what there is to send, and call ranks that have none."""
+        """Hand over to links the data to send, and call ranks that have none."""
         for link in self._handler.reply():
             if not link.closed:
                 self._move(link, False)

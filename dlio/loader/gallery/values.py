@@ -50,7 +50,7 @@ def figure(
     classes: Sequence[str] = (),
     parts: Sequence[tuple[str, Sequence[float]]] = (),
 ) -> str:
-    """Return a picture with what belongs to it drawn on top.
+    """Return a picture with its boxes, masks and keypoints drawn on top.
 
     Args:
         pixels: shape (height, width, 3) or (height, width); other types than uint8 are stretched
@@ -87,7 +87,7 @@ def figure(
 def _layers(
     companion: Any, letters: float, classes: Sequence[str]
 ) -> tuple[list[npt.NDArray[np.uint8]], list[str]]:
-    """Return (masks, SVG) of what belongs to a picture."""
+    """Return (masks, SVG) of a picture's targets."""
     if isinstance(companion, torch.Tensor) and companion.ndim == 2:
         return [companion.numpy().astype(np.uint8)], []
     if not isinstance(companion, Target):
@@ -118,7 +118,7 @@ def _class_name(number: int, classes: Sequence[str]) -> str:
 
 
 def rows_of(companion: Any, classes: Sequence[str]) -> list[tuple[str, str]]:
-    """Return (name, HTML) of what is said about a picture below it."""
+    """Return (name, HTML) of the text below a picture."""
     if isinstance(companion, bool | int):
         return [("class", f"{_named(int(companion), classes)}")]
     if isinstance(companion, torch.Tensor):

@@ -39,7 +39,7 @@ class Keeper:
     Args:
         options: of the loader, when it is made.
         every: batches from one snapshot of the workers' states to the next; 0 for none after the
-            first, so that a resumed pass reads again what it has handed out.
+            first, so that a resumed pass reads them again.
     """
 
     def __init__(self, options: LoaderOptions, every: int) -> None:
@@ -128,7 +128,7 @@ class Keeper:
         sampler = with_state(options.sampler, options.batch_sampler, self._random)
         if not options.num_workers:
             plain = plain_loader(options, options.collate_fn, sampler)
-            plain._IterableDataset_len_called = length  # type: ignore[assignment]
+            vars(plain)["_IterableDataset_len_called"] = length
             numbers = None if self._random is None else options.generator
             own = sampler if options.iterable else None
             made = Inline(plain, own, loaded, numbers, _rereads)

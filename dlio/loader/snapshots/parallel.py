@@ -28,7 +28,7 @@ from dlio.loader.snapshots.states import (
 )
 from dlio.loader.snapshots.transports import Transport
 
-__all__ = ["Loaded", "Parallel"]
+__all__ = ["Loaded", "Parallel", "warn_beyond"]
 
 
 class Loaded:
@@ -205,7 +205,7 @@ class Parallel:
         }
 
     def _go_on(self, loaded: Loaded, forward: Callable[[int], None]) -> None:
-        """Skip what has been handed out since the snapshot."""
+        """Skip the batches that have been handed out since the snapshot."""
         if loaded.rereads:
             if loaded.step:
                 forward(loaded.step)

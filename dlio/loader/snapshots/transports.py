@@ -253,7 +253,7 @@ class Threads:
     def _served(self, server: Server, task: Task) -> Any:
         try:
             reply = server[task]
-            # What the data set does next must not change a state that it has given away.
+            # The data set's next step must not change a state that it has given away.
             reply.state = copy.deepcopy(reply.state)
             if self._pin is not None:
                 reply.data = self._pin(reply.data)

@@ -80,7 +80,7 @@ class Snapshots(Callback):
         together = worker.recovery is not None and worker.exchange.hearing is None
         self._apart = not (worker.exchange.alike or together)
         """True if ranks step without waiting for each other: each then keeps its own journal, and
-        its own part of what is equal on all ranks."""
+        its own part of the state that is equal on all ranks."""
         writer = f"-{numbers[self._me]}" if self._apart else ""
         self._common_name = f"{COMMON}{writer}"
         self._start, self._begun_at = start, worker.updates
@@ -123,7 +123,7 @@ class Snapshots(Callback):
         self._copy(run, turn_of(run.updates, True))
 
     def complete(self, run: Run) -> None:
-        """Copy what has been trained since the last copy; returns when it is whole."""
+        """Copy the changes since the last copy; returns when it is whole."""
         turn = turn_of(run.updates, False)
         if turn > self._newest and self._worker.dealing.is_settled:
             self._copy(run, turn)
