@@ -5,8 +5,8 @@ it is, and the ranks that are left take over what the lost ones would have consu
 same node, so that a sample is still trained where the plan has it, or all if the node is lost. The
 next epoch is planned anew for the ranks that are left.
 
-Nothing is sent: samples that a rank takes over, or that others would have sent, are read from the tiers of
-its node, or from the source.
+Nothing is sent: samples that a rank takes over, or that others would have sent, are read from the
+tiers of its node, or from the source.
 """
 
 import numpy as np
