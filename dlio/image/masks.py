@@ -76,7 +76,7 @@ def draw_instance(shape: object, height: int, width: int, name: object) -> Mask:
             polygons = _polygons(shape)
         mask = np.zeros((height, width), np.uint8)
         for polygon in polygons:
-            mask |= _polygon(polygon, height, width)
+            _fill(mask, polygon)
         return mask
     except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise _invalid(name, f"segmentation: {error}") from error
@@ -120,8 +120,9 @@ def _polygons(shape: object) -> list[npt.NDArray[np.float64]]:
     return [each.reshape(-1, 2) for each in polygons]
 
 
-def _polygon(points: npt.NDArray[np.float64], height: int, width: int) -> Mask:
-    """Fill a polygon by the rules of COCO's `rleFrPoly`."""
+def _fill(mask: Mask, points: npt.NDArray[np.float64]) -> None:
+    """Fill a polygon with ones, by the rules of COCO's `rleFrPoly`."""
+    height, width = mask.shape
     corners = (points * _UPSAMPLED + 0.5).astype(np.int64)
     begins, ends = corners, np.roll(corners, -1, axis=0)
     spans = np.abs(ends - begins)
@@ -148,11 +149,17 @@ def _polygon(points: npt.NDArray[np.float64], height: int, width: int) -> Mask:
     column = (np.where(after < before, after, after - 1) + 0.5) / _UPSAMPLED - 0.5
     row = (np.minimum(y[passes], y[passes + 1]) + 0.5) / _UPSAMPLED - 0.5
     right = (np.floor(column) == column) & (column >= 0) & (column <= width - 1)
-    row = np.ceil(np.clip(row[right], 0, height)).astype(np.int64)
-    at = column[right].astype(np.int64) * height + row
-    changes = np.bincount(at, minlength=height * width + 1)[: height * width]
-    inside = (np.cumsum(changes) & 1).astype(np.uint8)
-    return inside.reshape(width, height).T
+    if not right.any():
+        return
+    rows = np.ceil(np.clip(row[right], 0, height)).astype(np.int64)
+    columns = column[right].astype(np.int64)
+    # A column is passed an even number of times, so that only the polygon's own part is drawn.
+    top, left = int(rows.min()), int(columns.min())
+    shape = int(columns.max()) - left + 1, int(rows.max()) - top + 1
+    at = (columns - left) * shape[1] + rows - top
+    changes = np.bincount(at, minlength=shape[0] * shape[1]).astype(np.uint8).reshape(shape)
+    inside = np.cumsum(changes, axis=1, dtype=np.uint8) & 1
+    mask[top : top + shape[1] - 1, left : left + shape[0]] |= inside[:, :-1].T
 
 
 def _unrolled(shape: Mapping[str, Any], height: int, width: int) -> Mask:

@@ -89,7 +89,8 @@ class Move:
             rows = rows[::-1]
         if part.flip:
             columns = columns[::-1]
-        made: npt.NDArray[np.uint8] = mask[..., rows[:, None], columns]
+        # Rows first: they are copied as a whole.
+        made: npt.NDArray[np.uint8] = mask.take(rows, axis=-2).take(columns, axis=-1)
         return made
 
     def _points(self, points: _F64) -> _F64:

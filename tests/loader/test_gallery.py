@@ -88,6 +88,15 @@ def test_a_page_shows_whole_pictures_and_the_crops_of_some_epochs(tmp_path: Path
     assert page.failed == ()
 
 
+def test_a_picture_is_as_wide_on_the_page_as_its_pixels_up_to_480(tmp_path: Path) -> None:
+    write(tmp_path / "a.png", painted(200, 400, []))
+    write(tmp_path / "b.png", painted(200, 900, []))
+    with dlio.open(tmp_path, image_size=64, tiers="none") as data:
+        page = data.show(2, shuffle=False, epochs=2).html
+    widths = re.findall(r'class="stack" style="width:(\d+)px"', page)
+    assert widths == ["400", "192", "192", "480", "192", "192"]  # Small crops are enlarged.
+
+
 def test_boxes_of_the_whole_picture_are_drawn_in_its_pixels(tmp_path: Path) -> None:
     write_coco(tmp_path, [(100, 200, [(40, 20, 120, 80)])])
     with dlio.open(tmp_path, image_size=None, tiers="none") as data:

@@ -46,10 +46,9 @@ HEAD: Final = """<style>
 .dlio .marks { margin-top: 10px; display: flex; gap: 16px; }
 .dlio:has(.show-boxes:not(:checked)) .box, .dlio:has(.show-masks:not(:checked)) .stack .mask,
 .dlio:has(.show-keypoints:not(:checked)) .keypoint { display: none; }
-.dlio .bars td { padding: 1px 10px 1px 0; }
+.dlio .bars td, .dlio .bars th { padding: 1px 10px 1px 0; vertical-align: middle; }
 .dlio .bars .bar { width: 420px; max-width: 50vw; }
-.dlio .bars .bar div { height: 12px; background: var(--accent); border-radius: 2px;
-  min-width: 1px; }
+.dlio .bars .bar div { height: 12px; background: var(--accent); border-radius: 2px; }
 .dlio .bars .number { text-align: right; font-variant-numeric: tabular-nums; }
 .dlio h3 { font-size: 14px; margin: 0 0 8px; }
 </style>"""

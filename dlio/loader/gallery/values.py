@@ -62,9 +62,9 @@ def figure(
     """
     shown, note = stretched(pixels)
     height, width = shown.shape[:2]
-    across = max(min(width, _MOST_SIDE * width // max(height, width)), 1)
-    across *= -(-_LEAST_SHOWN // across) if max(height, width) < _LEAST_SHOWN else 1
-    letters = _LETTERS * width / across
+    shown_px = max(min(width, _MOST_SIDE * width // max(height, width)), 1)
+    shown_px *= -(-_LEAST_SHOWN // shown_px) if max(height, width) < _LEAST_SHOWN else 1
+    letters = _LETTERS * width / shown_px
     layers = [f'<img src="{picture_uri(shown, _MOST_SIDE)}" alt="">']
     masks, drawn = _layers(companion, letters, classes)
     layers += [f'<img class="mask" src="{mask_uri(mask, _MOST_SIDE)}" alt="">' for mask in masks]
@@ -79,7 +79,7 @@ def figure(
     if note:
         lines.append(f"{escape(str(pixels.dtype))}, {escape(note)}")
     return (
-        f'<figure><div class="stack" style="width:{across}px">{"".join(layers)}</div>'
+        f'<figure><div class="stack" style="width:{shown_px}px">{"".join(layers)}</div>'
         f"<figcaption>{' &middot; '.join(lines)}</figcaption></figure>"
     )
 
