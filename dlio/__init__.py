@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     )
     from dlio.loader.dataloader import DataLoader
     from dlio.loader.dataset import Dataset
-    from dlio.loader.dataset import open_dataset as open
     from dlio.loader.mixture import mix
+    from dlio.loader.opened import open_dataset as open
+    from dlio.loader.padding import PadTargets
     from dlio.train.exchange.distribute import distribute
     from dlio.train.pruning.apoptosis import Apoptosis
     from dlio.train.pruning.pruned_file import load_pruned
@@ -44,6 +45,7 @@ __all__ = [
     "Dataset",
     "DecodeError",
     "DlioError",
+    "PadTargets",
     "PeerLost",
     "SampleSkipper",
     "SourceError",
@@ -62,12 +64,13 @@ _WHERE = {
     "Apoptosis": ("dlio.train.pruning.apoptosis", "Apoptosis"),
     "DataLoader": ("dlio.loader.dataloader", "DataLoader"),
     "Dataset": ("dlio.loader.dataset", "Dataset"),
+    "PadTargets": ("dlio.loader.padding", "PadTargets"),
     "SampleSkipper": ("dlio.train.skipping.skipper", "SampleSkipper"),
     "distribute": ("dlio.train.exchange.distribute", "distribute"),
     "init_process_group": ("dlio.comm.process_group", "init_process_group"),
     "load_pruned": ("dlio.train.pruning.pruned_file", "load_pruned"),
     "mix": ("dlio.loader.mixture", "mix"),
-    "open": ("dlio.loader.dataset", "open_dataset"),
+    "open": ("dlio.loader.opened", "open_dataset"),
     **{
         name: ("dlio.errors", name)
         for name in __all__

@@ -42,7 +42,7 @@ __all__ = [
 
 OPEN_ARGUMENTS: Final = (
     *("tiers", "image_size", "train", "transform"),
-    *("seed", "on_error", "replicas", "follow_links", "requests"),
+    *("seed", "on_error", "replicas", "follow_links", "requests", "min_visible"),
     *("patch", "patches_per_volume", "patch_stride", "pad", "window"),
 )
 """Arguments of `dlio.open` that readers do not see, for suggestions."""

@@ -2,9 +2,8 @@
 
 import copy
 import operator
-import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Self, SupportsIndex, cast
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, Self, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -12,32 +11,31 @@ import torch
 
 from dlio.comm import Communicator
 from dlio.data.chosen import ChosenReader
-from dlio.data.patches import PatchOptions
-from dlio.data.reader import Reader, open_parts, open_reader
-from dlio.data.replicas import replicated
+from dlio.data.reader import Reader
+from dlio.data.schema import Buffer
 from dlio.errors import UsageError
 from dlio.image.crop import Crop
 from dlio.loader import views
-from dlio.loader.contract import Sample, Transform, UserDataset
-from dlio.loader.cutting import PatchRecipe, PatchSource, open_patches
+from dlio.loader.contract import Sample, Transform
+from dlio.loader.cutting import PatchRecipe, PatchSource
 from dlio.loader.recipe import Finish, MappedRecipe, Recipe
+from dlio.plan.order import Order
 from dlio.storage.mount import Mount, MountOptions, mount
 from dlio.storage.spec import Tiers, choose_tiers, decoded_spec
 from dlio.util.arguments import (
-    PathText,
     check_callable,
     check_flag,
     named,
-    one_of,
-    paths_in,
     whole_number,
 )
 
-__all__ = ["Dataset", "open_dataset"]
+if TYPE_CHECKING:
+    from dlio.loader.gallery.page import Page
 
-_MOST_PIXELS: Final = 8192
-_MOST_REQUESTS: Final = 4096
-_MOST_SEED: Final = 2**63 - 1
+__all__ = ["Dataset"]
+
+MOST_SHOWN: Final = 1000
+"""Samples of a page, at most."""
 
 
 class Dataset(torch.utils.data.Dataset[Sample]):
@@ -45,7 +43,8 @@ class Dataset(torch.utils.data.Dataset[Sample]):
 
     Map-style and picklable: a copy in another process opens its own files. `dataset[i]` is the
     reader's sample i: (crop, label) for labelled images, with the crop of epoch `dataset.epoch`
-    whichever process asks; otherwise the sample's fields, see
+    whichever process asks; (crop, target) for images with boxes or masks, see
+    `dlio.loader.targets`; {"image": crop} for unlabelled ones; otherwise the sample's fields, see
     `dlio.loader.sample.decode_sample`.
     """
 
@@ -62,9 +61,11 @@ class Dataset(torch.utils.data.Dataset[Sample]):
         finish: Finish | None = None,
         requests: int | None = None,
         patches: PatchSource | None = None,
+        min_visible: float = 0.0,
     ) -> None:
         self.reader = reader
         self._patches = patches
+        self.min_visible = min_visible
         self.requests = requests
         self.tiers = tiers
         self.image_size = image_size
@@ -106,8 +107,14 @@ class Dataset(torch.utils.data.Dataset[Sample]):
 
     @property
     def crops(self) -> bool:
-        """True if samples are crops of images, with labels."""
+        """True if samples are crops of images."""
         return self.recipe.crops
+
+    @property
+    def has_classes(self) -> bool:
+        """True if samples are crops of images, each with the number of its class."""
+        companion = self.recipe.companion
+        return self.crops and companion is not None and companion.is_class
 
     @property
     def crop(self) -> Crop:
@@ -141,13 +148,34 @@ class Dataset(torch.utils.data.Dataset[Sample]):
         if not -count <= number < count:
             raise IndexError(f"sample {number} of a data set of {count}")
         sample = number % count
+        return self.recipe.one(self.epoch, sample, self._payload(sample))
+
+    def _payload(self, sample: int) -> Buffer:
         samples = np.array([sample], np.int64)
-        if self._mount is not None:
-            block, place = self.reader.layout.locate(samples)
-            payload, _ = self._mount.hierarchy.read(sample, int(block[0]), int(place[0]))
-        else:
-            payload = self.reader.read(samples)[0]
-        return self.recipe.one(self.epoch, sample, payload)
+        if self._mount is None:
+            return self.reader.read(samples)[0]
+        block, place = self.reader.layout.locate(samples)
+        return self._mount.hierarchy.read(sample, int(block[0]), int(place[0]))[0]
+
+    def show(self, count: int = 12, *, shuffle: bool = True, epochs: int = 2) -> "Page":
+        """Return a page of samples, whole and as a loader gives them, with what belongs to them.
+
+        A notebook shows it by itself; elsewhere, `data.show().save("page.html")`.
+
+        Args:
+            count: number of samples.
+            shuffle: in the order of a shuffled epoch; otherwise the first ones.
+            epochs: whose random crops are shown, from `epoch` on.
+        """
+        from dlio.loader.gallery.page import make_page
+
+        count = min(whole_number("count", count, 1, MOST_SHOWN), len(self))
+        epochs = whole_number("epochs", epochs, 1, MOST_SHOWN)
+        check_flag("shuffle", shuffle)
+        order = Order(len(self), self.seed, self.epoch, shuffled=shuffle)
+        samples = order.samples(np.arange(count, dtype=np.int64)).tolist()
+        last = epochs if self.recipe.is_random else 1
+        return make_page(self.recipe, samples, range(self.epoch, self.epoch + last), self._payload)
 
     def _sliced(self, index: slice) -> range:
         try:
@@ -184,6 +212,7 @@ class Dataset(torch.utils.data.Dataset[Sample]):
             finish=self._finish,
             requests=self.requests,
             patches=self._patches,
+            min_visible=self.min_visible,
         )
         return made.with_maps(self.maps)
 
@@ -268,13 +297,13 @@ class Dataset(torch.utils.data.Dataset[Sample]):
 
     @property
     def has_patches(self) -> bool:
-        """True if samples are patches or windows, see `open_dataset`."""
+        """True if samples are patches or windows, see `dlio.open`."""
         return self._patches is not None
 
     def reads_like(self, other: "Dataset") -> bool:
         """True if the other data set has the same fields, options and tiers as this one."""
         alike = ["tiers", "image_size", "train", "on_error", "seed", "_transform", "_finish"]
-        alike += ["maps", "_patches"]
+        alike += ["maps", "_patches", "min_visible"]
         return self.reader.schema == other.reader.schema and all(
             getattr(self, name) == getattr(other, name) for name in alike
         )
@@ -347,11 +376,12 @@ class Dataset(torch.utils.data.Dataset[Sample]):
             seed=self.seed,
             through_decoded=through_decoded,
             finish=self._finish,
+            min_visible=self.min_visible,
         )
-        if through_decoded and not recipe.crops:
+        if through_decoded and (not recipe.crops or recipe.moves):
             raise UsageError(
-                f"tiers={self.tiers!r}: {self.path} is not cropped here, and decoded tiers keep "
-                "labelled images for crops: leave :decoded out"
+                f"tiers={self.tiers!r}: {self.path} is not cropped here, or has boxes or masks, "
+                "and decoded tiers keep images with a class at most: leave :decoded out"
             )
         return MappedRecipe(recipe, self.maps) if self.maps else recipe
 
@@ -359,100 +389,3 @@ class Dataset(torch.utils.data.Dataset[Sample]):
         if self._patches is None:
             return None
         return PatchRecipe(self.reader, self._patches, self._transform, self.seed)
-
-
-def open_dataset(
-    path: UserDataset | PathText | Sequence[PathText],
-    *,
-    tiers: Tiers | None = None,
-    image_size: int | None = 224,
-    train: bool = True,
-    transform: Transform | None = None,
-    seed: int = 0,
-    on_error: str = "stop",
-    replicas: PathText | Sequence[PathText] = (),
-    follow_links: bool | None = None,
-    requests: int | None = None,
-    patch: int | Sequence[int | None] | None = None,
-    patches_per_volume: int = 1,
-    patch_stride: int | Sequence[int] | None = None,
-    pad: float | Mapping[str, float] | None = None,
-    window: int | Sequence[int] | None = None,
-    **options: object,
-) -> Dataset:
-    """Open a data set; exported as `dlio.open`.
-
-    Args:
-        path: of any format that `dlio ls` knows: a folder, a file, a pattern, a URL, a list of
-            them, followed by `::` and names of fields if wanted (`file.h5::images,labels`); or a
-            map-style data set of torch. Paths may be of pathlib.
-        tiers: `"ram:2GiB,/local/scratch:20GiB"`, bytes per node, fastest first; `"none"` for no
-            tiers; None for DLIO_TIERS, or for RAM up to a quarter of the free memory.
-        image_size: side of the square crops of labelled images, in pixels; None for samples as
-            they are.
-        train: random resized crops and flips, keyed by (seed, epoch, sample); otherwise the
-            middle of the image.
-        transform: one of `dlio.transforms` that begins with a crop, which replaces `image_size`
-            and `train`; or any callable. A callable is called in a thread, with each crop as a
-            uint8 tensor of shape (3, size, size), or with each sample that is not a labelled
-            image.
-        seed: of crops and, in a loader, of the order.
-        on_error: `stop` at a sample that cannot be read or decoded, or `skip` and count it.
-        replicas: other places of the same data set. Each read goes to the copy that is expected
-            to be fastest, by the measurements of `dlio bench tiers` and by the time that reads
-            take; and to another copy when it fails.
-        follow_links: follow symbolic links that lead out of the data set's folder, or refuse them;
-            None for DLIO_FOLLOW_LINKS, by default no.
-        requests: requests in flight from one rank to the source, at most; for a map-style data set
-            the samples that it is asked for at a time. By default a number that suits the place,
-            and up to 64 samples of a map-style data set, as their latency makes worth it.
-        patch: size of patches of volumes along the last dimensions of the arrays, None for a whole
-            one: `(64, 64, 64)`. Volumes are files, or the rows of arrays that have one dimension
-            more. Places are random, keyed by (seed, epoch, sample), or the middle if `train` is
-            False. Tiers hold chunks, and a patch reads those that it touches.
-        patches_per_volume: patches of each volume in an epoch.
-        patch_stride: patches on a grid, at this distance along each dimension, for evaluation;
-            samples have a `position` and the number of their `volume`, too.
-        pad: value around volumes that are smaller than a patch, for all fields or by name.
-        window: (steps, stride) for windows of consecutive rows, such as steps of time, beginning
-            at every `stride`-th one; all in one file.
-        options: of the reader, such as `select` for a slab of every HDF5 or Zarr sample.
-
-    Raises UsageError for options that cannot work, SourceError when the path is not a data set.
-    """
-    one_of("on_error", on_error, ("stop", "skip"))
-    if image_size is not None:
-        image_size = whole_number("image_size", image_size, 1, _MOST_PIXELS, "pixels")
-    check_flag("train", train)
-    check_flag("follow_links", follow_links, optional=True)
-    check_callable("transform", transform)
-    seed = whole_number("seed", seed, 0, _MOST_SEED)
-    choose_tiers(tiers, 0)
-    if requests is not None:
-        requests = whole_number("requests", requests, 1, _MOST_REQUESTS)
-        if not isinstance(path, str | os.PathLike | list | tuple):
-            options["requests"] = requests
-    places = [path, *paths_in("replicas", replicas)]
-    cutting = PatchOptions.of(patch, patches_per_volume, patch_stride, window, pad, train)
-    patches = None
-    if cutting is not None:
-        if options.get("select") is not None:
-            raise UsageError("select= and patch= or window= exclude each other: leave one out")
-        image_size = None
-        copies = [open_parts(each, follow_links=follow_links, **options) for each in places]
-        patches = open_patches(copies, cutting, options)
-        reader = cast(Reader, patches.patches)
-    else:
-        opened = [open_reader(each, follow_links=follow_links, **options) for each in places]
-        reader = replicated(opened)
-    return Dataset(
-        reader,
-        tiers=tiers,
-        image_size=image_size,
-        train=train,
-        transform=transform,
-        seed=seed,
-        on_error=on_error,
-        requests=requests,
-        patches=patches,
-    )

@@ -8,7 +8,8 @@ import torch
 from dlio.comm import Communicator
 from dlio.image import transforms
 from dlio.loader.dataloader import DataLoader
-from dlio.loader.dataset import Dataset, open_dataset
+from dlio.loader.dataset import Dataset
+from dlio.loader.opened import open_dataset
 from dlio.storage.spec import Tiers
 from dlio.train.config import TrainConfig
 

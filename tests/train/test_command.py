@@ -17,7 +17,7 @@ from dlio.cli.train import find_parts
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
 from dlio.image.crop import Crop
-from dlio.loader.dataset import open_dataset
+from dlio.loader.opened import open_dataset
 from dlio.train.config import TrainConfig
 from dlio.train.data import open_data
 from dlio.train.model import make_model

@@ -17,8 +17,9 @@ from dlio.data.reader import Reader, open_reader
 from dlio.data.schema import Buffer
 from dlio.errors import DecodeError, SourceError
 from dlio.loader.contract import Sample, UserDataset
-from dlio.loader.dataset import Dataset, open_dataset
+from dlio.loader.dataset import Dataset
 from dlio.loader.foreign.huggingface import ImageSet, is_image_set
+from dlio.loader.opened import open_dataset
 from dlio.storage.spec import Tiers
 
 __all__ = ["Understood", "adapted", "holds_own", "read_by_dlio"]
