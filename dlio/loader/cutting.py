@@ -1,7 +1,7 @@
 """Patches as samples: chunks are read through tiers of their own, and patches cut out of them."""
 
-import math
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from dlio.errors import SourceError
 from dlio.loader.contract import Sample, Transform
 from dlio.loader.recipe import Recipe
 from dlio.storage.mount import Mount, MountOptions, mount
+from dlio.storage.places import find_place
 from dlio.storage.spec import Tiers
 
 __all__ = ["PatchRecipe", "PatchSource", "open_patches"]
@@ -40,9 +41,11 @@ class PatchSource:
         self.chunks = chunks
         self._mount: Mount | None = None
         self._users = 0
+        self._readers: ThreadPoolExecutor | None = None
+        """Read the chunks of a patch at a time, where each is a request over a network."""
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_mount": None, "_users": 0}
+        return {**self.__dict__, "_mount": None, "_users": 0, "_readers": None}
 
     def mount(
         self, tiers: Tiers | None, comm: Communicator, nodes: int | None, requests: int | None
@@ -52,12 +55,17 @@ class PatchSource:
         if self._mount is None:
             options = MountOptions(layout="auto", requests=requests)
             self._mount = mount(self.chunks, tiers, comm, nodes, options=options)
+            if find_place(self.chunks.path).network:
+                self._readers = ThreadPoolExecutor(self._mount.requests, "dlio-chunks")
         return self._mount
 
     def unmount(self) -> None:
         """Close what `mount` has opened, if nobody else uses it."""
         self._users -= 1
         if self._users == 0 and self._mount is not None:
+            if self._readers is not None:
+                self._readers.shutdown(cancel_futures=True)
+                self._readers = None
             self._mount.close()
             self._mount = None
 
@@ -91,9 +99,11 @@ class PatchSource:
         out: npt.NDArray[Any] = (
             np.empty(cut.shape, dtype) if inner == cut.shape else np.full(cut.shape, cut.pad, dtype)
         )
-        for chunk, whole in array.touched(cut.box):
+        touched = list(array.touched(cut.box))
+        numbers = [cut.first + chunk for chunk, _ in touched]
+        read = map if self._readers is None or len(numbers) == 1 else self._readers.map
+        for (_, whole), data in zip(touched, read(self._chunk, numbers), strict=True):
             shape = tuple(side.stop - side.start for side in whole)
-            data = self._chunk(cut.first + chunk, math.prod(shape) * dtype.itemsize)
             held = np.frombuffer(data, array.dtype.newbyteorder("<")).reshape(shape)
             taken, given = [], []
             for side, here, before in zip(cut.box, whole, cut.before, strict=True):
@@ -103,7 +113,7 @@ class PatchSource:
             out[tuple(given)] = held[tuple(taken)]
         return out[0] if cut.row else out
 
-    def _chunk(self, sample: int, wanted: int) -> Buffer:
+    def _chunk(self, sample: int) -> Buffer:
         if self._mount is None:
             data: Buffer = self.chunks.read(np.array([sample], np.int64))[0]
         else:
@@ -112,6 +122,7 @@ class PatchSource:
             data, origin = hierarchy.read(sample, int(block[0]), int(place[0]))
             if origin != "source":  # Reads of the source are counted where they happen.
                 hierarchy.counters.add_bytes(origin, len(data))
+        wanted = int(self.chunks.sizes[sample])
         if len(data) != wanted:
             raise SourceError(
                 f"{self.chunks.path}: {self.chunks.name(sample)} has {len(data)} bytes instead of "

@@ -4,6 +4,7 @@ import io
 import json
 import pickle
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import zarr
 
 import dlio
 from dlio.comm import world
-from dlio.data.chunks import plain_chunks
+from dlio.data.chunks import ChunkReader, plain_chunks
 from dlio.data.patches import PatchReader
 from dlio.data.source import File
 from dlio.errors import SourceError, UsageError
@@ -431,3 +432,22 @@ def test_copies_of_a_store_and_mixtures(tmp_path: Path) -> None:
         dlio.mix({one: 0.5, two: 0.5}, patch=PATCH)
     with dlio.open([one, two], patch=PATCH, patches_per_volume=3, tiers="none") as data:
         assert len(data) == 6
+
+
+def test_the_chunks_of_a_patch_are_requests_at_a_time_over_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = store(tmp_path / "x.zarr", "v3", drawn())
+    gate = threading.Barrier(4)
+    real = ChunkReader._read
+
+    def read(self: ChunkReader, sample: int) -> memoryview:
+        gate.wait(60)  # Fewer readers at a time would wait for ever.
+        return real(self, sample)
+
+    with dlio.open(f"file://{path}", patch=(8, 16, 32), patch_stride=(8, 16, 32)) as data:
+        monkeypatch.setattr(ChunkReader, "_read", read)
+        data.mount(world())
+        assert np.array_equal(data[0]["image"], drawn()[:8, :16, :32])
+    left = [thread.name for thread in threading.enumerate() if "dlio-chunks" in thread.name]
+    assert left == []
