@@ -28,7 +28,7 @@ from dlio.loader.snapshots.states import (
 )
 from dlio.loader.snapshots.transports import Transport
 
-__all__ = ["Loaded", "Parallel"]
+__all__ = ["Loaded", "Parallel", "warn_beyond"]
 
 
 class Loaded:
