@@ -66,7 +66,7 @@ def clear_worker_info() -> None:
 def _install() -> None:
     """Replace the body of torch's `get_worker_info`, once."""
     names: Any = vars(_theirs)
-    if "_dlio_worker_info" in names:
+    if _theirs.get_worker_info.__code__ is _get_worker_info.__code__:
         return
     with _lock:
         names["_dlio_caller"] = _dlio_caller
