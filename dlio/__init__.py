@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from dlio.loader.dataset import Dataset
     from dlio.loader.dataset import open_dataset as open
     from dlio.loader.mixture import mix
+    from dlio.loader.padding import PadTargets
     from dlio.loader.stateful import StatefulDataLoader
     from dlio.train.exchange.distribute import distribute
     from dlio.train.pruning.apoptosis import Apoptosis
@@ -45,6 +46,7 @@ __all__ = [
     "Dataset",
     "DecodeError",
     "DlioError",
+    "PadTargets",
     "PeerLost",
     "SampleSkipper",
     "SourceError",
@@ -64,6 +66,7 @@ _WHERE = {
     "Apoptosis": ("dlio.train.pruning.apoptosis", "Apoptosis"),
     "DataLoader": ("dlio.loader.dataloader", "DataLoader"),
     "Dataset": ("dlio.loader.dataset", "Dataset"),
+    "PadTargets": ("dlio.loader.padding", "PadTargets"),
     "SampleSkipper": ("dlio.train.skipping.skipper", "SampleSkipper"),
     "StatefulDataLoader": ("dlio.loader.stateful", "StatefulDataLoader"),
     "distribute": ("dlio.train.exchange.distribute", "distribute"),
