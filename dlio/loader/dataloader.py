@@ -1,5 +1,6 @@
 """The loader: torch's DataLoader, fed from the hierarchy, shared among the ranks of a job."""
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -388,7 +389,9 @@ class DataLoader(Regrouping, torch.utils.data.DataLoader[_T_co]):
 
     def _iterator_of(self, options: LoaderOptions, begun: Begun) -> LoaderIterator:
         self._stats, self.plan = begun.stats, begun.plan
-        registration = accelerate.registered(self, begun.batches.steps)
+        registration = None
+        if "accelerate.state" in sys.modules:
+            registration = accelerate.Registration(self, begun.batches.steps)
         iterator = LoaderIterator(begun, partial(self._handed, options, begun, registration))
         self._current = weakref.ref(iterator)
         return iterator
@@ -437,7 +440,7 @@ class DataLoader(Regrouping, torch.utils.data.DataLoader[_T_co]):
             if options.persistent_workers and options.num_workers:
                 self._iterator = engines.iterator
         device = options.device
-        if device is None:
+        if device is None and "accelerate.state" in sys.modules:
             device = accelerate.device(self)
         transform = None
         if begun.stats.engine == "planned" and data is not None and options.collates_by_default:

@@ -21,10 +21,13 @@ from dlio.loader.contract import UserDataset
 
 __all__ = ["clear_worker_info", "set_worker_info"]
 
-_COLLATES: Final = "torch.utils.data._utils.collate"
 _MOST_SEED: Final = 2**64
 
 _here: Any = threading.local()
+# By these names the body below finds its values, in torch's module as in this one.
+_dlio_worker_info: Any = _here
+_dlio_collates: Final = "torch.utils.data._utils.collate"
+_worker_info: Any = None
 _lock = threading.Lock()
 
 
@@ -63,16 +66,16 @@ def clear_worker_info() -> None:
 def _install() -> None:
     """Replace the body of torch's `get_worker_info`, once."""
     names: Any = vars(_theirs)
-    if "_dlio_worker_info" in names:
+    if _theirs.get_worker_info.__code__ is _get_worker_info.__code__:
         return
     with _lock:
-        names["_dlio_caller"] = _caller
-        names["_dlio_collates"] = _COLLATES
+        names["_dlio_caller"] = _dlio_caller
+        names["_dlio_collates"] = _dlio_collates
         names["_dlio_worker_info"] = _here
         _theirs.get_worker_info.__code__ = _get_worker_info.__code__
 
 
-def _caller() -> str:
+def _dlio_caller() -> str:
     """The name of the module that calls the function which calls this one."""
     return str(sys._getframe(2).f_globals.get("__name__", ""))
 
@@ -80,10 +83,9 @@ def _caller() -> str:
 def _get_worker_info() -> object:
     # Runs as the body of torch's function: the names are those of torch's module. Its
     # default_collate asks in order to put batches into shared memory, which threads do not need.
-    names = globals()
-    info = getattr(names["_dlio_worker_info"], "info", None)
-    if info is None or names["_dlio_caller"]() == names["_dlio_collates"]:
-        return names["_worker_info"]
+    info = getattr(_dlio_worker_info, "info", None)
+    if info is None or _dlio_caller() == _dlio_collates:
+        return _worker_info
     return info
 
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["PreparedLoader", "Registration", "device", "registered"]
+__all__ = ["PreparedLoader", "Registration", "device"]
 
 
 class PreparedLoader(Protocol):
@@ -43,15 +43,6 @@ class Registration:
         if ended and self._state is not None:
             self._state._remove_dataloader(self._loader)
             self._state = None
-
-
-def registered(loader: PreparedLoader, length: int | None) -> Registration | None:
-    """Return the registration of a pass; None where Accelerate is not imported.
-
-    Args:
-        length: batches of the pass; None if that is unknown.
-    """
-    return Registration(loader, length) if "accelerate.state" in sys.modules else None
 
 
 def device(loader: PreparedLoader) -> torch.device | None:

@@ -127,8 +127,8 @@ class Keeper:
         assert options.sampler is not None
         sampler = with_state(options.sampler, options.batch_sampler, self._random)
         if not options.num_workers:
-            plain = plain_loader(options, options.collate_fn, sampler)
-            vars(plain)["_IterableDataset_len_called"] = length
+            plain: Any = plain_loader(options, options.collate_fn, sampler)
+            plain._IterableDataset_len_called = length
             numbers = None if self._random is None else options.generator
             own = sampler if options.iterable else None
             made = Inline(plain, own, loaded, numbers, _rereads)
