@@ -5,14 +5,14 @@
 
 /* (place / 8) * 16 + place % 8 of each coefficient: two blocks are interleaved row by row. */
 #define P(row, column) ((row) * 16 + (column))
-const uint8_t dlio_zigzag[256] = {
+const uint8_t dlio_zigzag[320] = {
     P(0, 0), P(0, 1), P(1, 0), P(2, 0), P(1, 1), P(0, 2), P(0, 3), P(1, 2), P(2, 1), P(3, 0),
     P(4, 0), P(3, 1), P(2, 2), P(1, 3), P(0, 4), P(0, 5), P(1, 4), P(2, 3), P(3, 2), P(4, 1),
     P(5, 0), P(6, 0), P(5, 1), P(4, 2), P(3, 3), P(2, 4), P(1, 5), P(0, 6), P(0, 7), P(1, 6),
     P(2, 5), P(3, 4), P(4, 3), P(5, 2), P(6, 1), P(7, 0), P(7, 1), P(6, 2), P(5, 3), P(4, 4),
     P(3, 5), P(2, 6), P(1, 7), P(2, 7), P(3, 6), P(4, 5), P(5, 4), P(6, 3), P(7, 2), P(7, 3),
     P(6, 4), P(5, 5), P(4, 6), P(3, 7), P(4, 7), P(5, 6), P(6, 5), P(7, 4), P(7, 5), P(6, 6),
-    P(5, 7), P(6, 7), P(7, 6), P(7, 7), [64 ... 255] = P(8, 0),
+    P(5, 7), P(6, 7), P(7, 6), P(7, 7), [64 ... 319] = P(8, 0),
 };
 #undef P
 
@@ -155,6 +155,33 @@ static void fill_single(Table *table, uint32_t code, int length, int symbol) {
     }
 }
 
+static void fill_pair(Table *table) {
+    for (uint32_t k = 0; k < 1 << LOOK; k++) {
+        uint32_t one = table->single[k], bits = one & 0xff;
+        uint64_t zeros = one >> 8 & 0xff, next = zeros + 1, second = next, values = one >> 16;
+        if (!bits || zeros == NO_CODE) {
+            table->pair[k] = (uint64_t)(64 << 8 | 64 << 16 | (uint32_t)PAIR_NONE << 24);
+            continue;
+        }
+        if (zeros == END_OF_BLOCK) {
+            zeros = second = 64, next = END_OF_BLOCK;
+        } else {
+            uint32_t two = table->single[k << bits & ((1 << LOOK) - 1)], more = two & 0xff;
+            uint32_t then = two >> 8 & 0xff;
+            if (more && bits + more <= LOOK && then != NO_CODE) {
+                bits += more;
+                if (then == END_OF_BLOCK) {
+                    next += END_OF_BLOCK;
+                } else {
+                    second = next + then, next = second + 1;
+                    values |= (uint64_t)(two >> 16) << 16;
+                }
+            }
+        }
+        table->pair[k] = bits | zeros << 8 | second << 16 | next << 24 | values << 32;
+    }
+}
+
 /* Fill `leap`: the same for all numbers of bits up to LEAP, each made of those of fewer bits. */
 static void fill_leap(Table *table) {
     uint16_t made[2 << LEAP]; /* for n bits from 1 << n on */
@@ -170,11 +197,11 @@ static void fill_leap(Table *table) {
                 uint16_t *range = to + (code << (bits - length));
                 if (!*symbol) {
                     for (int k = 0; k < 1 << (bits - length); k++)
-                        range[k] = (uint16_t)(length | LEAP_END << 4);
+                        range[k] = (uint16_t)(length | LEAP_END << 6);
                     continue;
                 }
                 int rest = 1 << (bits - all);
-                uint16_t more = (uint16_t)(all | passed << 4);
+                uint16_t more = (uint16_t)(all | passed << 6);
                 const uint16_t *then = made + rest;
                 for (int k = 0; k < rest; k++) range[k] = (uint16_t)(then[k] + more);
                 for (int k = 1; k < 1 << size; k++)
@@ -183,7 +210,7 @@ static void fill_leap(Table *table) {
         }
     }
     const uint16_t *last = made + (1 << LEAP);
-    for (int k = 0; k < 1 << LEAP; k++) table->leap[k] = last[k] ? last[k] : LEAP_NONE << 4;
+    for (int k = 0; k < 1 << LEAP; k++) table->leap[k] = last[k] ? last[k] : LEAP_NONE << 6;
 }
 
 static int make_table(Table *table, const uint8_t *counts, int number, int is_ac) {
@@ -208,7 +235,7 @@ static int make_table(Table *table, const uint8_t *counts, int number, int is_ac
     for (int length = 1; length <= LOOK; length++, code <<= 1)
         for (int n = table->counts[length]; n; n--)
             fill_single(table, (uint32_t)code++, length, table->symbols[index++]);
-    if (is_ac) fill_leap(table);
+    if (is_ac) fill_pair(table), fill_leap(table);
     return 1;
 }
 

@@ -21,8 +21,9 @@ enum {
     MOST_SIDE = 65500,
     END_OF_BLOCK = 192, /* `Table.single`: added to the place in a block by an end of block */
     NO_CODE = 80,       /* ... and by a code that is not valid; both lead out of it */
-    LEAP_END = 512,     /* `Table.leap`: the same for an end of block, */
-    LEAP_NONE = 1024    /* and where not even one symbol fits */
+    PAIR_NONE = 255,    /* `Table.pair`: the next place where not even one symbol fits */
+    LEAP_END = 512,     /* `Table.leap`: coefficients passed by an end of block, */
+    LEAP_NONE = 900     /* and where not even one symbol fits */
 };
 
 /* Reasons to leave an image to the other decoder; 0 is success. */
@@ -33,10 +34,15 @@ enum { DONE = 0, NOT_MINE = 1, IRREGULAR = 2, BAD_CALL = 3 };
  * single: per LOOK bits, the symbol they begin with. If its code and its extra bits fit:
  *   bits 0-7 the bits of both, 8-15 the number of zeros before the value, 16-31 the value.
  *   Otherwise bits 0-7 are 0, 8-15 the bits of the code (0: more than LOOK), 16-23 the symbol.
- * leap: per LEAP bits, all symbols that they hold whole: bits 0-3 the bits of these, from bit 4 on
- *   the coefficients that they pass. Only for AC.
+ * pair: per LOOK bits, up to two symbols that they hold whole: bits 0-7 the bits of these, 8-15 and
+ *   16-23 the places of their values, 24-31 the next place, 32-47 and 48-63 the values. Places
+ *   count from the next place before.
+ * leap: per LEAP bits, all symbols that they hold whole: bits 0-5 the bits of these, 6-15 the
+ *   coefficients that they pass.
+ * DC has `single` alone. Counts of bits are lowest, as processors take a shift from there.
  */
 typedef struct {
+    uint64_t pair[1 << LOOK];
     uint32_t single[1 << LOOK];
     uint16_t leap[1 << LEAP];
     int32_t most[17];  /* largest code of each length; -1 without */
@@ -102,7 +108,7 @@ const uint8_t *dlio_unstuff_portable(const uint8_t *data, const uint8_t *end, ui
 const uint8_t *dlio_unstuff_avx2(const uint8_t *data, const uint8_t *end, uint8_t **out);
 
 /* Order of coefficients; places behind the last lead to a place that is not read. */
-extern const uint8_t dlio_zigzag[256];
+extern const uint8_t dlio_zigzag[320];
 
 int dlio_header(const uint8_t *data, size_t size, Header *header);
 const Table *dlio_table(Table *tables, const uint8_t *counts, int is_ac, uint32_t now);

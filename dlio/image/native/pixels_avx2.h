@@ -62,6 +62,11 @@ INLINE void store_rows(V rows, uint8_t *one, uint8_t *other, size_t pitch, int p
     }
 }
 
+INLINE void clear(int16_t *blocks) {
+    for (int k = 0; k < 8; k++)
+        _mm256_store_si256((__m256i *)(blocks + 16 * k), _mm256_setzero_si256());
+}
+
 /* Dequantise and transform two blocks, whose rows alternate; `pair` is 0 if there is only one. */
 INLINE void inverse(const int16_t *blocks, const int16_t *quant, uint8_t *one, uint8_t *other,
                     size_t pitch, int pair) {

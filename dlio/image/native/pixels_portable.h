@@ -35,6 +35,8 @@ INLINE void one_dimension(int16_t *v, int step) {
 #undef FOUR
 }
 
+INLINE void clear(int16_t *blocks) { memset(blocks, 0, 2 * 64 * sizeof *blocks); }
+
 /* Dequantise and transform two blocks, whose rows alternate; `pair` is 0 if there is only one. */
 INLINE void inverse(const int16_t *blocks, const int16_t *quant, uint8_t *one, uint8_t *other,
                     size_t pitch, int pair) {

@@ -116,7 +116,7 @@ INLINE int read_dc(Reader *reader, const Table *table, int32_t *predicted) {
     refill(reader);
     uint32_t entry = table->single[reader->bits >> (64 - LOOK)];
     if (LIKELY(entry & 0xff)) {
-        drop(reader, entry & 0xff);
+        drop(reader, entry & 63);
         *predicted += (int16_t)(entry >> 16);
         return 1;
     }
@@ -139,35 +139,49 @@ static __attribute__((noinline)) int read_long(Reader *reader, const Table *tabl
     return symbol == 0xf0 ? 15 : symbol ? NO_CODE : END_OF_BLOCK;
 }
 
-#define ONE_MORE                                       \
-    entry = single[reader->bits >> (64 - LOOK)];       \
-    if (UNLIKELY(!(entry & 0xff))) goto large;         \
-    place += entry >> 8 & 0xff;                        \
-    block[dlio_zigzag[place]] = (int16_t)(entry >> 16); \
-    place++;                                           \
-    drop(reader, entry & 0xff);                        \
-    if (place >= 64) break;
+/* Take a single symbol where `pair` or `leap` went too far, or nowhere. Returns the next place. */
+INLINE int step(Reader *reader, const Table *table, int place, int16_t *block) {
+    refill(reader);
+    uint32_t entry = table->single[reader->bits >> (64 - LOOK)];
+    int value = (int16_t)(entry >> 16);
+    if (entry & 0xff) {
+        place += entry >> 8 & 0xff;
+        drop(reader, entry & 63);
+    } else {
+        Reader copy = *reader; /* so that the reader itself stays in registers */
+        place += read_long(&copy, table, entry, &value);
+        *reader = copy;
+    }
+    if (block) block[dlio_zigzag[place]] = (int16_t)value;
+    return place + 1;
+}
 
 /* Read the AC coefficients into a block of zeros. Returns 0 for invalid data. */
 INLINE int read_ac(Reader *reader, const Table *table, int16_t *block) {
-    const uint32_t *single = table->single;
-    uint32_t entry;
-    int place = 1;
+    const uint64_t *pair = table->pair;
+    const uint8_t *at = dlio_zigzag + 1;
     for (;;) {
-        refill(reader);
-        ONE_MORE
-        ONE_MORE
-        ONE_MORE /* At least 34 bits were left. */
-        continue;
-    large:
-        if (reader->count < 32) refill(reader);
-        int value;
-        place += read_long(reader, table, entry, &value);
-        block[dlio_zigzag[place]] = (int16_t)value;
-        place++;
-        if (place >= 64) break;
+        Reader before;
+        const uint8_t *from;
+        do {
+            refill(reader);
+            for (int k = 0; k < 4; k++) {
+                before = *reader, from = at;
+                uint64_t entry = pair[reader->bits >> (64 - LOOK)];
+                block[at[entry >> 8 & 0xff]] = (int16_t)(entry >> 32);
+                block[at[entry >> 16 & 0xff]] = (int16_t)(entry >> 48);
+                at += entry >> 24 & 0xff;
+                drop(reader, (int)(entry & 63));
+                if (at >= dlio_zigzag + 64) break;
+            }
+        } while (at < dlio_zigzag + 64);
+        int64_t place = at - dlio_zigzag;
+        if (LIKELY(place == 64 || (place > END_OF_BLOCK && place < END_OF_BLOCK + 64))) return 1;
+        *reader = before;
+        place = step(reader, table, (int)(from - dlio_zigzag), block);
+        if (place >= 64) return place == 64 || place > END_OF_BLOCK;
+        at = dlio_zigzag + place;
     }
-    return place == 64 || place > END_OF_BLOCK;
 }
 
 /* Pass the AC coefficients of a block. Returns 0 for invalid data. */
@@ -179,29 +193,17 @@ INLINE int skip_ac(Reader *reader, const Table *table) {
         int from;
         do {
             refill(reader);
-            uint32_t entry;
-            for (int k = 0; k < 3; k++) {
-                before = *reader;
-                from = place;
-                entry = leap[reader->bits >> (64 - LEAP)];
-                place += entry >> 4;
-                drop(reader, entry & 15);
+            for (int k = 0; k < 4; k++) {
+                before = *reader, from = place;
+                uint32_t entry = leap[reader->bits >> (64 - LEAP)];
+                place += (int)(entry >> 6);
+                drop(reader, entry & 63);
                 if (place >= 64) break;
             }
         } while (place < 64);
         if (LIKELY(place == 64 || (place > LEAP_END && place < LEAP_END + 64))) return 1;
-        /* The last leap went too far, or nowhere: take a single symbol. */
         *reader = before;
-        place = from;
-        refill(reader);
-        uint32_t entry = table->single[reader->bits >> (64 - LOOK)];
-        if (entry & 0xff) {
-            place += (entry >> 8 & 0xff) + 1;
-            drop(reader, entry & 0xff);
-        } else {
-            int value;
-            place += read_long(reader, table, entry, &value) + 1;
-        }
+        place = step(reader, table, from, NULL);
         if (place >= 64) return place == 64 || place > END_OF_BLOCK;
     }
 }
@@ -236,27 +238,39 @@ INLINE int decode(State *state, int column, int count, const uint8_t *limit) {
     const Scan *scan = state->scan;
     const Header *header = scan->header;
     Reader reader = state->reader;
-    /* Two blocks, row by row; see inverse(). The last places take what leads out of a block. */
-    int16_t blocks[2 * 64 + 16] __attribute__((aligned(32)));
+    /* Per component two blocks, row by row; see inverse(). Of a component with one block in an MCU,
+     * they are those of two MCUs. The last places take all that leads out of a block. */
+    int16_t blocks[3][2 * 64 + 16] __attribute__((aligned(32)));
     for (int n = 0; n < count; n++, column++) {
         if (UNLIKELY(reader.next > limit)) return 0;
         for (int c = 0; c < header->components; c++) {
             const Table *dc = scan->dc[c], *ac = scan->ac[c];
             int wide = header->component[c].wide, high = header->component[c].high;
             size_t pitch = scan->pitch[c];
-            uint8_t *plane = scan->planes[c] + (size_t)column * 8 * wide;
+            uint8_t *plane = scan->planes[c] + (size_t)column * 8 * (size_t)wide;
             int32_t predicted = state->predicted[c];
-            for (int b = 0; b < wide * high; b += 2) {
-                int pair = wide * high > b + 1;
-                memset(blocks, 0, sizeof blocks);
-                for (int half = 0; half <= pair; half++) {
-                    if (UNLIKELY(!read_dc(&reader, dc, &predicted))) return 0;
-                    blocks[half * 8] = (int16_t)predicted;
-                    if (UNLIKELY(!read_ac(&reader, ac, blocks + half * 8))) return 0;
+            if (wide * high == 1) {
+                int16_t *block = blocks[c] + (n & 1) * 8;
+                if (!(n & 1)) clear(blocks[c]);
+                if (UNLIKELY(!read_dc(&reader, dc, &predicted))) return 0;
+                block[0] = (int16_t)predicted;
+                if (UNLIKELY(!read_ac(&reader, ac, block))) return 0;
+                if (n & 1)
+                    inverse(blocks[c], scan->quant[c], plane - 8, plane, pitch, 1);
+                else if (n + 1 == count)
+                    inverse(blocks[c], scan->quant[c], plane, plane, pitch, 0);
+            } else {
+                size_t apart = wide == 2 ? 8 : 8 * pitch;
+                for (int b = 0; b < wide * high; b += 2, plane += 8 * pitch) {
+                    clear(blocks[c]);
+                    for (int half = 0; half < 2; half++) {
+                        int16_t *block = blocks[c] + half * 8;
+                        if (UNLIKELY(!read_dc(&reader, dc, &predicted))) return 0;
+                        block[0] = (int16_t)predicted;
+                        if (UNLIKELY(!read_ac(&reader, ac, block))) return 0;
+                    }
+                    inverse(blocks[c], scan->quant[c], plane, plane + apart, pitch, 1);
                 }
-                uint8_t *one = plane + (size_t)(wide == 2 ? b / 2 : b) * 8 * pitch;
-                inverse(blocks, scan->quant[c], one, wide == 2 ? one + 8 : one + 8 * pitch, pitch,
-                        pair);
             }
             state->predicted[c] = predicted;
         }
