@@ -305,6 +305,7 @@ int SCAN(const Scan *scan) {
     for (size_t k = 0; k < scan->count; k++) {
         const Interval *interval = scan->intervals + k;
         const uint8_t *begin = scan->data + interval->begin, *end = scan->data + interval->end;
+        const uint8_t *limit = end + 8; /* The reader is up to 8 bytes ahead. */
         state.reader = (Reader){0, 0, begin};
         memset(state.predicted, 0, sizeof state.predicted);
         for (uint32_t mcu = interval->from; mcu < interval->to;) {
@@ -314,16 +315,16 @@ int SCAN(const Scan *scan) {
                          : across;
             mcu += (uint32_t)(to - from);
             if (row < scan->top || row >= scan->bottom) {
-                if (!pass(&state, to - from, end)) return IRREGULAR;
+                if (!pass(&state, to - from, limit)) return IRREGULAR;
             } else {
                 int left = scan->left < from ? from : scan->left > to ? to : scan->left;
                 int right = scan->right < left ? left : scan->right > to ? to : scan->right;
-                if (!pass(&state, left - from, end)) return IRREGULAR;
+                if (!pass(&state, left - from, limit)) return IRREGULAR;
                 if (right > left) {
-                    if (!decode(&state, left - scan->left, right - left, end)) return IRREGULAR;
+                    if (!decode(&state, left - scan->left, right - left, limit)) return IRREGULAR;
                     if (right == scan->right) write_row(scan, row);
                 }
-                if (!pass(&state, to - right, end)) return IRREGULAR;
+                if (!pass(&state, to - right, limit)) return IRREGULAR;
             }
             for (int c = 0; c < 3; c++)
                 if (state.predicted[c] > 1 << 24 || state.predicted[c] < -(1 << 24))

@@ -1,0 +1,180 @@
+"""The decoder for baseline JPEGs that decodes only the MCUs that a crop touches.
+
+A C library of dlio's own (README.md in this folder), built by the build hook where a C compiler is.
+Its pixels are those of libjpeg-turbo with its fast inverse DCT and without smooth upsampling, which
+`find` checks on a few small images before the library is used. Every image that it does not know,
+and every damaged one, is left to the decoder that is used without it, with all its errors.
+
+The library is called through ctypes: it serves every Python, and its calls release the GIL.
+"""
+
+import ctypes
+import os
+import threading
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.data.schema import Buffer
+from dlio.util.settings import settings
+
+__all__ = ["LIBRARY", "Library", "Shape", "find", "name"]
+
+LIBRARY: Final = os.path.join(os.path.dirname(__file__), "_jpeg.so")
+_ROOM: Final = 128
+"""Bytes behind the pixels that the library may write: `ROOM` of jpeg.h."""
+_FALLBACK: Final = "libjpeg-turbo"
+_LEAST: Final = 1 << 20
+
+
+class Shape(NamedTuple):
+    """Size of a JPEG that the library knows, in pixels, and the bytes that decoding it takes."""
+
+    height: int
+    width: int
+    mcu_width: int
+    memory: int
+
+
+class _Memory(threading.local):
+    """Memory of a thread: tables and coded data, and pixels that its next decode overwrites."""
+
+    work: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
+    pixels: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
+
+
+class Library:
+    """The loaded library. Thread-safe: each thread has memory of its own.
+
+    Args:
+        path: of the shared library. Raises OSError if it cannot be loaded.
+        portable: use no vector instructions, for tests.
+    """
+
+    def __init__(self, path: str = LIBRARY, portable: bool = False) -> None:
+        library = ctypes.CDLL(path)
+        data, size = ctypes.c_void_p, ctypes.c_size_t
+        self._shape = library.dlio_jpeg_shape
+        self._shape.argtypes = (data, size, data)
+        self._crop = library.dlio_jpeg_crop
+        self._crop.argtypes = (data, size, data, data, size, data, size, ctypes.c_int)
+        library.dlio_jpeg_name.restype = ctypes.c_char_p
+        self._portable = int(portable)
+        self._memory = _Memory()
+        self.instructions = "portable" if portable else library.dlio_jpeg_name().decode()
+
+    def shape(self, image: Buffer) -> Shape | None:
+        """Return the size of a JPEG; None for every image that the library does not know."""
+        data = np.frombuffer(image, np.uint8)
+        found = (ctypes.c_int64 * 4)()
+        refused = self._shape(_address(data), len(data), found)
+        return None if refused else Shape(*found)
+
+    def crop(
+        self, image: Buffer, shape: Shape, top: int, left: int, height: int, width: int
+    ) -> tuple[npt.NDArray[np.uint8], int] | None:
+        """Decode a part of an image, and possibly more on its left and right.
+
+        Returns: (RGB, shape (height, columns, 3); columns of the image left out on the left). The
+        pixels lie in memory of this thread, which its next call overwrites. None if the image has
+        to be decoded otherwise: it is damaged, or the library does not know how it is coded.
+        """
+        across = shape.mcu_width
+        first = left // across * across
+        columns = -(-(left + width) // across) * across - first
+        count = height * columns * 3
+        memory = self._memory
+        if len(memory.work) < shape.memory:
+            memory.work = np.zeros(max(_LEAST, shape.memory + shape.memory // 4), np.uint8)
+        if len(memory.pixels) < count + _ROOM:
+            memory.pixels = np.empty(max(_LEAST, count + count // 4 + _ROOM), np.uint8)
+        data = np.frombuffer(image, np.uint8)
+        refused = self._crop(
+            *(_address(data), len(data), (ctypes.c_int64 * 4)(top, left, height, width)),
+            *(_address(memory.work), len(memory.work)),
+            *(_address(memory.pixels), len(memory.pixels), self._portable),
+        )
+        if refused:
+            return None
+        pixels = memory.pixels[:count].reshape(height, columns, 3)
+        return pixels[:, : shape.width - first], first
+
+
+def _address(array: npt.NDArray[np.uint8]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+_lock = threading.Lock()
+_found: tuple[Library | None, str] | None = None
+"""The library and its name, or None and the reason; None before the first search."""
+
+
+def find() -> Library | None:
+    """Return the library; None if it was not built, is switched off or gives other pixels."""
+    if not settings().native:
+        return None
+    return (_found or _search())[0]
+
+
+def name() -> str:
+    """Name the decoder of baseline JPEGs in use, for reports."""
+    if not settings().native:
+        return f"{_FALLBACK} (DLIO_NATIVE=0)"
+    library, why = _found or _search()
+    return why if library is not None else f"{_FALLBACK} ({why})"
+
+
+def _search() -> tuple[Library | None, str]:
+    global _found
+    with _lock:
+        if _found is None:
+            _found = _load()
+        return _found
+
+
+def _load() -> tuple[Library | None, str]:
+    if not os.path.exists(LIBRARY):
+        return None, "dlio was installed without a C compiler"
+    try:
+        library = Library()
+    except (OSError, AttributeError) as error:
+        return None, f"{LIBRARY} cannot be loaded: {error}"
+    if not agrees(library):
+        return None, "dlio's own decoder gives other pixels on this processor"
+    return library, f"dlio ({library.instructions})"
+
+
+def agrees(library: Library) -> bool:
+    """True if the library decodes a few small images as libjpeg-turbo does.
+
+    libjpeg-turbo's results depend on the processor and on the version.
+    """
+    import simplejpeg
+
+    for image in _samples():
+        expected = simplejpeg.decode_jpeg(image, "RGB", fastdct=True, fastupsample=True)
+        height, width = expected.shape[:2]
+        shape = library.shape(image)
+        made = None if shape is None else library.crop(image, shape, 0, 0, height, width)
+        if made is None or not np.array_equal(made[0], expected):
+            return False
+    return True
+
+
+def _samples() -> Iterator[bytes]:
+    """Small JPEGs of noise, for extreme coefficients, and of a gradient."""
+    import simplejpeg
+
+    noise = np.random.default_rng(0).integers(0, 256, (43, 57, 3), np.uint8)
+    noise[:24] = np.where(noise[:24] < 128, 0, 255)  # type: ignore[assignment] # of uint8, too
+    gradient = np.broadcast_to(np.arange(43, dtype=np.uint8)[:, None, None] * 5, noise.shape)
+    for sampling in ("444", "422", "420"):
+        for quality, pixels in ((20, noise), (92, noise), (80, gradient)):
+            yield simplejpeg.encode_jpeg(
+                np.ascontiguousarray(pixels), quality, "RGB", colorsubsampling=sampling
+            )
+    grey = np.ascontiguousarray(noise[:, :, :1])
+    yield simplejpeg.encode_jpeg(grey, 75, "GRAY", colorsubsampling="Gray")

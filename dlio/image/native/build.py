@@ -1,0 +1,83 @@
+"""Compile the library of this folder: `python dlio/image/native/build.py [FOLDER]`.
+
+Run by the build hook, before dlio is installed: imports nothing but the standard library.
+"""
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+
+__all__ = ["BuildError", "build", "compiler"]
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+NAME = "_jpeg.so"
+_TIMEOUT_S = 300
+_FLAGS = ["-O3", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
+_AVX2 = ["-mavx2", "-mbmi", "-mbmi2"]
+"""Instructions of the second build of scan.c, which is used where the processor has them."""
+
+
+class BuildError(Exception):
+    """The library cannot be built here."""
+
+
+def compiler() -> list[str] | None:
+    """Return the command of a C compiler: `CC`, or one on PATH; None if there is none."""
+    chosen = shlex.split(os.environ.get("CC", ""))
+    for command in (chosen, ["cc"], ["gcc"], ["clang"]):
+        if command and shutil.which(command[0]):
+            return command
+    return None
+
+
+def build(folder: str = HERE, flags: tuple[str, ...] = (), portable: bool = False) -> str:
+    """Compile the library into a folder; return its path.
+
+    Args:
+        flags: further flags of the compiler and the linker, such as -fsanitize=address.
+        portable: leave out vector instructions.
+
+    Raises BuildError if no compiler is found, or if it fails.
+    """
+    command = compiler()
+    if command is None:
+        raise BuildError("no C compiler was found (install gcc or clang, or set CC)")
+    machine = [*shlex.split(os.environ.get("ARCHFLAGS", ""))]  # set on macOS by cibuildwheel
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64") and "arm64" not in machine
+    fast = is_x86 and not portable and sysconfig.get_config_var("SIZEOF_VOID_P") == 8
+    units = [("header", "header.c", []), ("crop", "crop.c", []), ("portable", "scan.c", [])]
+    if fast:
+        units.append(("avx2", "scan.c", _AVX2))
+    shared = [*_FLAGS, *machine, *flags, *(["-DDLIO_AVX2"] if fast else [])]
+    with tempfile.TemporaryDirectory(prefix="dlio-build-") as scratch:
+        objects = []
+        for unit, source, more in units:
+            objects.append(os.path.join(scratch, unit + ".o"))
+            _run([*command, *shared, *more, "-c", os.path.join(HERE, source), "-o", objects[-1]])
+        made = os.path.join(scratch, NAME)
+        _run([*command, *shared, "-shared", *objects, "-o", made])
+        path = os.path.join(folder, NAME)
+        # Renamed into place: a process may have the old one mapped.
+        shutil.copy2(made, path + ".new")
+        os.replace(path + ".new", path)
+    return path
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{command[0]}: {error}") from error
+    if done.returncode:
+        raise BuildError(f"{shlex.join(command)} failed:\n{done.stderr.strip()}")
+
+
+if __name__ == "__main__":
+    print(build(*sys.argv[1:2]))
