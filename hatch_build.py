@@ -1,7 +1,7 @@
 """Build hook: compiles dlio's JPEG decoder into the wheel where a C compiler is.
 
-Without one the wheel is pure Python, and libjpeg-turbo decodes all JPEGs. DLIO_BUILD_NATIVE=0 leaves
-the library out; DLIO_BUILD_NATIVE=1 makes it an error if it cannot be built.
+Without one the wheel is pure Python, and libjpeg-turbo decodes all JPEGs. DLIO_BUILD_NATIVE=0
+leaves the library out; DLIO_BUILD_NATIVE=1 makes it an error if it cannot be built.
 """
 
 import importlib.util
@@ -26,6 +26,7 @@ class NativeHook(BuildHookInterface[Any]):
         if wish == "0":
             return
         builder = _builder(os.path.join(self.root, _FOLDER, "build.py"))
+        is_editable = version == "editable"
         self._scratch = tempfile.TemporaryDirectory(prefix="dlio-wheel-")
         try:
             is_editable = version == "editable"

@@ -7,11 +7,12 @@ gives the same pixels on any number of ranks and threads; and because it is know
 at least twice the size it is shrunk to is decoded at a half, a quarter or an eighth, which the
 inverse DCT does for less than nothing.
 
-dlio's own decoder decodes no other blocks than the crop's. libjpeg-turbo is forced by Huffman coding
-through every row above the crop, but not through those below it: the copy of a plain baseline JPEG (one scan, no restart markers) that is decoded has its height
-lowered to the crop's last row, and the decoder stops there. What follows is only searched for its
-end, so a truncated file is still found. Of a JPEG whose rows of blocks are restart intervals, as
-`dlio pack` writes them, only those that the crop touches are decoded.
+dlio's own decoder transforms no other blocks than the crop's. Huffman coding forces libjpeg-turbo
+through every row above the crop, but not through those below it: the copy of a plain baseline JPEG
+(one scan, no restart markers) that it decodes has its height lowered to the crop's last row, and it
+stops there. What follows is only searched for its end, so a truncated file is still found. Of a
+JPEG whose rows of blocks are restart intervals, as `dlio pack` writes them, both decode only the
+intervals that the crop touches.
 All the work releases the GIL.
 """
 
@@ -282,9 +283,8 @@ def _decode_jpeg(
     The pixels lie in memory of this thread, which its next decode overwrites.
     """
     if factor == 1 and (library := native.find()) is not None:
-        shape = library.shape(image)
-        made = shape and library.crop(image, shape, box.top, box.left, box.height, box.width)
-        if made:
+        made = library.crop(image, box.top, box.left, box.height, box.width)
+        if made is not None:
             return made[0], box.top, made[1]
     small = _smaller(image, size, box)
     height, width = small.height, small.width

@@ -172,8 +172,8 @@ class Settings:
             "DLIO_NATIVE",
             "0 or 1",
             True,
-            "Decodes baseline JPEGs with dlio's own decoder, where it was built; the pixels are the "
-            "same as libjpeg-turbo's.",
+            "Decodes baseline JPEGs with dlio's own decoder, where it was built; the pixels are "
+            "the same as libjpeg-turbo's.",
             "give 1 for yes or 0 for no",
             _zero_or_one,
         )

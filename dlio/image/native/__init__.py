@@ -68,12 +68,12 @@ class Library:
     def shape(self, image: Buffer) -> Shape | None:
         """Return the size of a JPEG; None for every image that the library does not know."""
         data = np.frombuffer(image, np.uint8)
-        found = (ctypes.c_int64 * 4)()
-        refused = self._shape(_address(data), len(data), found)
-        return None if refused else Shape(*found)
+        sides = (ctypes.c_int64 * 4)()
+        refused = self._shape(_address(data), len(data), sides)
+        return None if refused else Shape(*sides)
 
     def crop(
-        self, image: Buffer, shape: Shape, top: int, left: int, height: int, width: int
+        self, image: Buffer, top: int, left: int, height: int, width: int
     ) -> tuple[npt.NDArray[np.uint8], int] | None:
         """Decode a part of an image, and possibly more on its left and right.
 
@@ -81,6 +81,9 @@ class Library:
         pixels lie in memory of this thread, which its next call overwrites. None if the image has
         to be decoded otherwise: it is damaged, or the library does not know how it is coded.
         """
+        shape = self.shape(image)
+        if shape is None:
+            return None
         across = shape.mcu_width
         first = left // across * across
         columns = -(-(left + width) // across) * across - first
@@ -108,38 +111,39 @@ def _address(array: npt.NDArray[np.uint8]) -> int:
 
 
 _lock = threading.Lock()
-_found: tuple[Library | None, str] | None = None
+_searched: tuple[Library | None, str] | None = None
 """The library and its name, or None and the reason; None before the first search."""
 
 
 def find() -> Library | None:
-    """Return the library; None if it was not built, is switched off or gives other pixels."""
-    if not settings().native:
-        return None
-    return (_found or _search())[0]
+    """Return the library; None if it was not built, is switched off or gives other pixels.
+
+    DLIO_NATIVE is read by the first call of the process.
+    """
+    return (_searched or _search())[0]
 
 
 def name() -> str:
     """Name the decoder of baseline JPEGs in use, for reports."""
-    if not settings().native:
-        return f"{_FALLBACK} (DLIO_NATIVE=0)"
-    library, why = _found or _search()
-    return why if library is not None else f"{_FALLBACK} ({why})"
+    library, text = _searched or _search()
+    return text if library is not None else f"{_FALLBACK} ({text})"
 
 
 def _search() -> tuple[Library | None, str]:
-    global _found
+    global _searched
     with _lock:
-        if _found is None:
-            _found = _load()
-        return _found
+        if _searched is None:
+            _searched = _load()
+        return _searched
 
 
 def _load() -> tuple[Library | None, str]:
+    if not settings().native:
+        return None, "DLIO_NATIVE=0"
     if not os.path.exists(LIBRARY):
         return None, "dlio was installed without a C compiler"
     try:
-        library = Library()
+        library = Library(LIBRARY)
     except (OSError, AttributeError) as error:
         return None, f"{LIBRARY} cannot be loaded: {error}"
     if not agrees(library):
@@ -157,8 +161,7 @@ def agrees(library: Library) -> bool:
     for image in _samples():
         expected = simplejpeg.decode_jpeg(image, "RGB", fastdct=True, fastupsample=True)
         height, width = expected.shape[:2]
-        shape = library.shape(image)
-        made = None if shape is None else library.crop(image, shape, 0, 0, height, width)
+        made = library.crop(image, 0, 0, height, width)
         if made is None or not np.array_equal(made[0], expected):
             return False
     return True
@@ -169,7 +172,7 @@ def _samples() -> Iterator[bytes]:
     import simplejpeg
 
     noise = np.random.default_rng(0).integers(0, 256, (43, 57, 3), np.uint8)
-    noise[:24] = np.where(noise[:24] < 128, 0, 255)  # type: ignore[assignment] # of uint8, too
+    noise[:24] = np.where(noise[:24] < 128, 0, 255)
     gradient = np.broadcast_to(np.arange(43, dtype=np.uint8)[:, None, None] * 5, noise.shape)
     for sampling in ("444", "422", "420"):
         for quality, pixels in ((20, noise), (92, noise), (80, gradient)):

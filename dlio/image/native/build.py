@@ -50,6 +50,7 @@ def build(folder: str = HERE, flags: tuple[str, ...] = (), portable: bool = Fals
     machine = [*shlex.split(os.environ.get("ARCHFLAGS", ""))]  # set on macOS by cibuildwheel
     is_x86 = platform.machine().lower() in ("x86_64", "amd64") and "arm64" not in machine
     fast = is_x86 and not portable and sysconfig.get_config_var("SIZEOF_VOID_P") == 8
+    units: list[tuple[str, str, list[str]]]
     units = [("header", "header.c", []), ("crop", "crop.c", []), ("portable", "scan.c", [])]
     if fast:
         units.append(("avx2", "scan.c", _AVX2))
@@ -80,4 +81,4 @@ def _run(command: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    print(build(*sys.argv[1:2]))
+    print(build(sys.argv[1] if len(sys.argv) > 1 else HERE))
