@@ -16,7 +16,7 @@ import pytest
 from dlio.image.native.build import HERE, compiler
 from tests.image.jpegs import KINDS, drawn
 
-SANITIZED = ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+SANITIZED = ["-g", "-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
 
 @pytest.fixture(scope="module")

@@ -91,7 +91,7 @@ int dlio_header(const uint8_t *data, size_t size, Header *header) {
     memset(header, 0, sizeof *header);
     if (size < 4 || data[0] != 0xff || data[1] != 0xd8) return NOT_MINE;
     const uint8_t *ids = NULL;
-    int is_ycc = 0, refused = DONE;
+    int is_ycc = 0, refused = DONE, profile = 0, profiles = 0; /* parts of an ICC profile */
     for (size_t at = 2; at + 4 <= size;) {
         int marker = data[at + 1];
         size_t length = (size_t)word(data + at + 2);
@@ -113,7 +113,7 @@ int dlio_header(const uint8_t *data, size_t size, Header *header) {
             if (refused) return refused;
             int plain = header->components == 1 || (ids[0] == 1 && ids[3] == 2 && ids[6] == 3);
             header->scan_header = at, header->scan = at + 2 + length;
-            return plain || is_ycc ? DONE : NOT_MINE;
+            return profile == profiles && (plain || is_ycc) ? DONE : NOT_MINE;
         } else if (marker == 0xe0) {
             if (rest >= 5 && !memcmp(body, "JFIF", 5)) {
                 if (rest >= 14 && body[5] != 1) return NOT_MINE; /* libjpeg warns. */
@@ -123,6 +123,13 @@ int dlio_header(const uint8_t *data, size_t size, Header *header) {
             /* Three components may be RGB, and libjpeg warns of an unknown transform. */
             if (rest >= 5 && !memcmp(body, "Adobe", 5)) {
                 if (rest < 12 || body[11] != 1) return NOT_MINE;
+            }
+        } else if (marker == 0xe2) {
+            /* libjpeg-turbo warns of parts that are not complete, and of empty ones. */
+            if (rest >= 14 && !memcmp(body, "ICC_PROFILE", 12)) {
+                if (rest == 14 || body[12] != ++profile || (profiles && body[13] != profiles))
+                    return NOT_MINE;
+                profiles = body[13];
             }
         } else if (marker == 0xe9) {
             if (rest > sizeof ROWS && !memcmp(body, ROWS, sizeof ROWS - 1)) starts = at;
@@ -142,43 +149,53 @@ INLINE int extended(int value, int size) {
 
 static void fill_single(Table *table, uint32_t code, int length, int symbol) {
     int size = table->is_ac ? symbol & 15 : symbol, zeros = table->is_ac ? symbol >> 4 : 0;
+    int rest = LOOK - length - size;
     uint32_t *to = table->single + (code << (LOOK - length));
-    uint32_t span = 1u << (LOOK - length);
-    if (length + size > LOOK) {
-        for (uint32_t k = 0; k < span; k++) to[k] = (uint32_t)(length << 8 | symbol << 16);
+    if (rest < 0) {
+        for (int k = 0; k < 1 << (LOOK - length); k++) to[k] = (uint32_t)(length << 8 | symbol << 16);
         return;
     }
     if (table->is_ac && !size && zeros != 15) zeros = symbol ? NO_CODE : END_OF_BLOCK;
-    for (uint32_t k = 0; k < span; k++) {
-        int value = extended((int)(k >> (LOOK - length - size)), size);
-        to[k] = (uint32_t)(length + size) | (uint32_t)zeros << 8 | (uint32_t)value << 16;
+    for (int value = 0; value < 1 << size; value++) {
+        uint32_t entry = (uint32_t)(length + size) | (uint32_t)zeros << 8 |
+                         (uint32_t)extended(value, size) << 16;
+        for (int k = 0; k < 1 << rest; k++) *to++ = entry;
     }
 }
 
+/* Fill `pair`: the entry of the first symbol, plus that of the second in the bits that are left. */
 static void fill_pair(Table *table) {
-    for (uint32_t k = 0; k < 1 << LOOK; k++) {
+    uint64_t seconds[2 << LOOK]; /* for n bits from 1 << n on, where it is made */
+    uint32_t is_made = 0;
+    for (uint32_t k = 0; k < 1 << LOOK;) {
         uint32_t one = table->single[k], bits = one & 0xff;
-        uint64_t zeros = one >> 8 & 0xff, next = zeros + 1, second = next, values = one >> 16;
+        uint64_t zeros = one >> 8 & 0xff, next = zeros + 1;
         if (!bits || zeros == NO_CODE) {
-            table->pair[k] = (uint64_t)(64 << 8 | 64 << 16 | (uint32_t)PAIR_NONE << 24);
+            table->pair[k++] = (uint64_t)(64 << 8 | 64 << 16 | (uint32_t)PAIR_NONE << 24);
             continue;
         }
+        uint32_t left = LOOK - bits, span = 1u << left;
         if (zeros == END_OF_BLOCK) {
-            zeros = second = 64, next = END_OF_BLOCK;
-        } else {
-            uint32_t two = table->single[k << bits & ((1 << LOOK) - 1)], more = two & 0xff;
-            uint32_t then = two >> 8 & 0xff;
-            if (more && bits + more <= LOOK && then != NO_CODE) {
-                bits += more;
-                if (then == END_OF_BLOCK) {
-                    next += END_OF_BLOCK;
-                } else {
-                    second = next + then, next = second + 1;
-                    values |= (uint64_t)(two >> 16) << 16;
-                }
-            }
+            uint64_t entry = bits | 64 << 8 | 64 << 16 | (uint64_t)END_OF_BLOCK << 24;
+            for (uint32_t j = 0; j < span; j++) table->pair[k + j] = entry;
+            k += span;
+            continue;
         }
-        table->pair[k] = bits | zeros << 8 | second << 16 | next << 24 | values << 32;
+        uint64_t *second = seconds + span;
+        for (uint32_t j = 0; !(is_made >> left & 1) && j < span; j++) {
+            uint32_t two = table->single[j << bits];
+            uint64_t more = two & 0xff, then = two >> 8 & 0xff;
+            if (!more || more > left || then == NO_CODE)
+                second[j] = 0;
+            else if (then == END_OF_BLOCK)
+                second[j] = more | (uint64_t)END_OF_BLOCK << 24;
+            else
+                second[j] = more | then << 16 | (then + 1) << 24 | (uint64_t)(two >> 16) << 48;
+        }
+        is_made |= 1u << left;
+        uint64_t first = bits | zeros << 8 | next << 16 | next << 24 | (uint64_t)(one >> 16) << 32;
+        for (uint32_t j = 0; j < span; j++) table->pair[k + j] = first + second[j];
+        k += span;
     }
 }
 

@@ -88,21 +88,24 @@ INLINE void drop(Reader *reader, int count) {
 
 /* Read a symbol whose code or extra bits `single` does not hold: its entry says how much is known.
  * Returns the symbol, or -1. The reader needs 31 bits and stands behind the code afterwards. */
-INLINE int long_symbol(Reader *reader, const Table *table, uint32_t entry) {
-    int length = entry >> 8 & 0xff;
-    if (length) {
-        drop(reader, length);
-        return entry >> 16 & 0xff;
-    }
-    uint32_t window = (uint32_t)(reader->bits >> 48);
-    for (length = LOOK + 1; length <= 16; length++) {
-        int32_t code = (int32_t)(window >> (16 - length));
-        if (code <= table->most[length]) {
-            drop(reader, length);
-            return table->symbols[(code + table->first[length]) & 0xff];
-        }
+static __attribute__((noinline)) int longest_symbol(uint64_t bits, const Table *table) {
+    for (int length = LOOK + 1; length <= 16; length++) {
+        int32_t code = (int32_t)(bits >> (64 - length));
+        if (code <= table->most[length])
+            return table->symbols[(code + table->first[length]) & 0xff] | length << 8;
     }
     return -1;
+}
+
+INLINE int long_symbol(Reader *reader, const Table *table, uint32_t entry) {
+    int length = (int)(entry >> 8 & 0xff), symbol = (int)(entry >> 16 & 0xff);
+    if (UNLIKELY(!length)) {
+        symbol = longest_symbol(reader->bits, table);
+        if (symbol < 0) return -1;
+        length = symbol >> 8, symbol &= 0xff;
+    }
+    drop(reader, length);
+    return symbol;
 }
 
 INLINE int extra(Reader *reader, int size) {
@@ -126,31 +129,23 @@ INLINE int read_dc(Reader *reader, const Table *table, int32_t *predicted) {
     return 1;
 }
 
-/* Read one AC symbol in full. Returns the coefficients that it passes before its value. */
-static __attribute__((noinline)) int read_long(Reader *reader, const Table *table, uint32_t entry,
-                                               int *value) {
-    int symbol = long_symbol(reader, table, entry);
-    *value = 0;
-    if (symbol < 0) return NO_CODE;
-    if (symbol & 15) {
-        *value = extra(reader, symbol & 15);
-        return symbol >> 4;
-    }
-    return symbol == 0xf0 ? 15 : symbol ? NO_CODE : END_OF_BLOCK;
-}
-
 /* Take a single symbol where `pair` or `leap` went too far, or nowhere. Returns the next place. */
 INLINE int step(Reader *reader, const Table *table, int place, int16_t *block) {
     refill(reader);
     uint32_t entry = table->single[reader->bits >> (64 - LOOK)];
     int value = (int16_t)(entry >> 16);
     if (entry & 0xff) {
-        place += entry >> 8 & 0xff;
-        drop(reader, entry & 63);
+        place += (int)(entry >> 8 & 0xff);
+        drop(reader, (int)(entry & 63));
     } else {
-        Reader copy = *reader; /* so that the reader itself stays in registers */
-        place += read_long(&copy, table, entry, &value);
-        *reader = copy;
+        int symbol = long_symbol(reader, table, entry);
+        value = 0;
+        if (LIKELY(symbol > 0 && symbol & 15)) {
+            value = extra(reader, symbol & 15);
+            place += symbol >> 4;
+        } else {
+            place += symbol == 0xf0 ? 15 : symbol ? NO_CODE : END_OF_BLOCK;
+        }
     }
     if (block) block[dlio_zigzag[place]] = (int16_t)value;
     return place + 1;
