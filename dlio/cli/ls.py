@@ -15,6 +15,8 @@ __all__ = ["Description", "Listing", "Storage", "command", "describe"]
 
 _ONE_SIDED: Final = 2.0
 """Class mix above which a warning is printed."""
+_IMAGES: Final = ("jpeg", "image")
+"""Kinds of fields that may hold JPEGs."""
 _MOST_CLASSES: Final = 1 << 20
 
 
@@ -41,6 +43,7 @@ class Description(TypedDict):
     class_mix: float | None
     storage: Storage
     fingerprint: str
+    decoder: str
 
 
 def describe(path: str) -> Description:
@@ -48,7 +51,8 @@ def describe(path: str) -> Description:
 
     `class_mix` measures how evenly classes are spread over blocks: the mean count of each block's
     most frequent class, divided by the mean for as many randomly chosen samples. It is 1 for
-    well-mixed data, far above 1 for sorted data, and None without classes.
+    well-mixed data, far above 1 for sorted data, and None without classes. `decoder` names the
+    decoder of baseline JPEGs on this machine.
 
     Raises SourceError if the path does not hold a data set.
     """
@@ -56,6 +60,7 @@ def describe(path: str) -> Description:
 
     from dlio.data.reader import data_bytes, open_reader
     from dlio.data.source import redact
+    from dlio.image import native
     from dlio.storage.places import find_place
 
     reader = open_reader(path)
@@ -88,6 +93,7 @@ def describe(path: str) -> Description:
             "stripe_bytes": place.stripe_bytes,
         },
         "fingerprint": reader.fingerprint,
+        "decoder": native.name(),
     }
 
 
@@ -141,6 +147,8 @@ def command(options: Listing) -> None:
         else ""
     )
     print_line(f"  storage      {storage['kind']}{stripes}")
+    if any(kind in _IMAGES for _, kind in about["schema"]):
+        print_line(f"  decoder      {about['decoder']}")
     if about["class_mix"] is not None and about["class_mix"] > _ONE_SIDED:
         print_line(
             f"warning: blocks hold few classes each (class mix {about['class_mix']:.1f}, 1 is well "

@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import tempfile
 
-__all__ = ["BuildError", "build", "compiler"]
+__all__ = ["BuildError", "build", "compiler", "is_stale"]
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 NAME = "_jpeg.so"
@@ -67,6 +67,13 @@ def build(folder: str = HERE, flags: tuple[str, ...] = (), portable: bool = Fals
         shutil.copy2(made, path + ".new")
         os.replace(path + ".new", path)
     return path
+
+
+def is_stale() -> bool:
+    """True if the library in this folder is missing or older than its sources."""
+    path = os.path.join(HERE, NAME)
+    sources = [os.path.join(HERE, name) for name in os.listdir(HERE) if name[-2:] in (".c", ".h")]
+    return not os.path.exists(path) or os.path.getmtime(path) < max(map(os.path.getmtime, sources))
 
 
 def _run(command: list[str]) -> None:
