@@ -12,6 +12,9 @@ int dlio_jpeg_shape(const uint8_t *data, size_t size, int64_t shape[4]);
 int dlio_jpeg_crop(const uint8_t *data, size_t size, const int64_t box[4], uint8_t *memory,
                    size_t memory_size, uint8_t *out, size_t out_size, int is_portable);
 
+int dlio_resize(const uint8_t *pixels, size_t pitch, const int64_t sizes[6], uint8_t *memory,
+                size_t memory_size, uint8_t *out);
+
 enum { ROOM = 128, MOST = 1 << 24 };
 
 static uint64_t state;
@@ -19,6 +22,17 @@ static uint64_t state;
 static uint64_t draw(uint64_t below) {
     state = state * 6364136223846793005u + 1442695040888963407u;
     return (state >> 33) % below;
+}
+
+/* Resize an image of exactly its size. */
+static void resize(size_t height, size_t width) {
+    int64_t sizes[6] = {(int64_t)height, (int64_t)width,   1 + (int64_t)draw(60),
+                        1 + (int64_t)draw(60), (int64_t)draw(2), (int64_t)draw(2)};
+    size_t memory = (size_t)sizes[3] * 40 + 64;
+    uint8_t *pixels = calloc(height * width, 3), *work = malloc(memory);
+    uint8_t *out = malloc((size_t)(sizes[2] * sizes[3]) * 3);
+    dlio_resize(pixels, width * 3, sizes, work, memory, out);
+    free(pixels), free(work), free(out);
 }
 
 /* Returns 0 if a crop was decoded. */
@@ -72,6 +86,7 @@ int main(int count, char **names) {
             *at = draw(2) ? *at ^ (uint8_t)(1 << draw(8)) : draw(3) ? (uint8_t)draw(256) : 0xff;
         }
         decoded += !once(data, kept);
+        resize(1 + draw(70), 1 + draw(70));
         free(data);
     }
     printf("%ld of %ld decoded\n", decoded, rounds);

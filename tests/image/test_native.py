@@ -2,10 +2,12 @@
 
 import importlib.util
 import io
+import os
 import threading
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from PIL import Image
 
@@ -22,7 +24,7 @@ LEFT_TO_OTHERS = ("progressive", "cmyk")
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, native.Library]:
     """The library as it is used, in plain C, and built without vector instructions."""
-    if native.find() is None:
+    if not os.path.exists(native.LIBRARY):
         pytest.skip(native.name())
     made = {"usual": native.Library(), "portable": native.Library(portable=True)}
     if compiler() is not None:
@@ -32,7 +34,9 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, native.Libr
     return made
 
 
-def _compare(library: native.Library, image: bytes, box: Box, expected: np.ndarray) -> bool:  # type: ignore[type-arg]
+def _compare(
+    library: native.Library, image: bytes, box: Box, expected: npt.NDArray[np.uint8]
+) -> bool:
     """True if the library decodes the box, to the expected pixels; False if it refuses."""
     made = library.crop(image, box.top, box.left, box.height, box.width)
     if made is None:
@@ -116,7 +120,7 @@ def test_extreme_coefficients_overflow_alike(libraries: dict[str, native.Library
         while (at := image.find(b"\xff\xdb\x00\x43", at + 1)) >= 0:
             image[at + 5 : at + 69] = generator.choice([1, 128, 255], 64).astype(np.uint8).tobytes()
         expected = whole(bytes(image))
-        box = Box(0, 0, *expected.shape[:2], flip=False)
+        box = Box(0, 0, expected.shape[0], expected.shape[1], False)
         for library in libraries.values():
             assert _compare(library, bytes(image), box, expected)
 
@@ -131,7 +135,7 @@ def test_batches_are_the_same_with_and_without_it(
     decoder = Decoder(Crop(32, train), seed=1)
     uniforms = decoder.draw(0, np.arange(len(images)))
 
-    def made() -> np.ndarray:  # type: ignore[type-arg]
+    def made() -> npt.NDArray[np.uint8]:
         out = np.empty((len(images), 32, 32, 3), np.uint8)
         for k, image in enumerate(images):
             decoder.decode(image, "x", uniforms[k], out[k])
@@ -164,7 +168,7 @@ def test_damage_is_left_to_the_other_decoder(
 
 def outcome(image: bytes, generator: np.random.Generator) -> str:
     """Compare the decoders on a possibly damaged image. Used by tests/fuzz, too."""
-    library = native.find()
+    library = native.find() or (native.Library() if os.path.exists(native.LIBRARY) else None)
     shape = None if library is None else library.shape(image)
     if library is None or shape is None:
         return "refused"
@@ -226,7 +230,7 @@ def test_threads_do_not_disturb_each_other(libraries: dict[str, native.Library])
         try:
             for _ in range(5):
                 for image, pixels in zip(images, expected, strict=True):
-                    box = Box(0, 0, *pixels.shape[:2], flip=False)
+                    box = Box(0, 0, pixels.shape[0], pixels.shape[1], False)
                     assert _compare(libraries["usual"], image, box, pixels)
         except BaseException as error:  # reported by the test's own thread
             failures.append(error)
@@ -237,6 +241,36 @@ def test_threads_do_not_disturb_each_other(libraries: dict[str, native.Library])
     for thread in threads:
         thread.join()
     assert not failures
+
+
+def test_crops_are_resized_to_opencvs_pixels(libraries: dict[str, native.Library]) -> None:
+    library, cv2 = libraries["usual"], decode.opencv()
+    if library.instructions != "AVX2":
+        pytest.skip("needs AVX2")
+    generator = np.random.default_rng(9)
+    for k in range(300):
+        image = generator.integers(0, 256, (*generator.integers(1, 300, 2), 3), np.uint8)
+        part = image[int(generator.integers(0, len(image))) :]
+        rows, columns = (int(side) for side in generator.integers(1, 260, 2))
+        if part.shape[0] >= 2 * rows and part.shape[1] >= 2 * columns:
+            continue  # OpenCV averages areas.
+        out = np.zeros((rows, columns, 3), np.uint8)
+        flip, upend = bool(k & 1), bool(k & 2)
+        assert library.resize(part, flip, upend, out)
+        expected = cv2.resize(part, (columns, rows), interpolation=cv2.INTER_LINEAR)
+        assert np.array_equal(out, expected[:: -1 if upend else 1, :: -1 if flip else 1])
+    assert not library.resize(image[:, ::2], False, False, out)
+    assert not library.resize(image, False, False, np.zeros((9, 8, 3), np.uint8)[:, ::2])
+
+
+def test_a_library_that_resizes_otherwise_leaves_it_to_opencv(
+    libraries: dict[str, native.Library],
+) -> None:
+    cv2 = decode.opencv()
+    assert not native.resizes_alike(native.Library(), lambda *a: cv2.resize(*a) ^ 1)
+    assert native.resizes_alike(native.Library(), cv2.resize) == (
+        libraries["usual"].instructions == "AVX2"
+    )
 
 
 def test_a_library_with_other_pixels_is_not_used(

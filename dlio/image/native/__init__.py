@@ -11,7 +11,7 @@ The library is called through ctypes: it serves every Python, and its calls rele
 import ctypes
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -39,9 +39,11 @@ class Shape(NamedTuple):
 
 
 class _Memory(threading.local):
-    """Memory of a thread: tables and coded data, and pixels that its next decode overwrites."""
+    """Memory of a thread: tables and coded data, sums of resized rows, and pixels that its next
+    decode overwrites."""
 
     work: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
+    sums: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
     pixels: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
 
 
@@ -60,9 +62,13 @@ class Library:
         self._shape.argtypes = (data, size, data)
         self._crop = library.dlio_jpeg_crop
         self._crop.argtypes = (data, size, data, data, size, data, size, ctypes.c_int)
+        self._resize = library.dlio_resize
+        self._resize.argtypes = (data, size, data, data, size, data)
         library.dlio_jpeg_name.restype = ctypes.c_char_p
         self._portable = int(portable)
         self._memory = _Memory()
+        self.resizes: bool | None = None
+        """True if `resize` gives OpenCV's pixels; None before `resizes_alike`."""
         self.instructions = "portable" if portable else library.dlio_jpeg_name().decode()
 
     def shape(self, image: Buffer) -> Shape | None:
@@ -103,6 +109,31 @@ class Library:
             return None
         pixels = memory.pixels[:count].reshape(height, columns, 3)
         return pixels[:, : shape.width - first], first
+
+    def resize(
+        self, pixels: npt.NDArray[np.uint8], flip: bool, upend: bool, out: npt.NDArray[np.uint8]
+    ) -> bool:
+        """Resize RGB into `out` as OpenCV's INTER_LINEAR does, then mirror it.
+
+        False if this is not possible: pixels or rows of `out` have gaps between them, or the
+        processor has no AVX2.
+
+        Args:
+            pixels: shape (rows, columns, 3); its rows may be apart.
+            out: of another shape (rows, columns, 3).
+        """
+        rows, columns, _ = out.shape
+        if pixels.strides[1:] != (3, 1) or out.strides != (3 * columns, 3, 1):
+            return False
+        memory = self._memory
+        if len(memory.sums) < 40 * columns + 64:
+            memory.sums = np.empty(40 * columns + 64, np.uint8)
+        sizes = (ctypes.c_int64 * 6)(*pixels.shape[:2], rows, columns, flip, upend)
+        refused = self._resize(
+            *(_address(pixels), pixels.strides[0], sizes),
+            *(_address(memory.sums), len(memory.sums), _address(out)),
+        )
+        return not refused
 
 
 def _address(array: npt.NDArray[np.uint8]) -> int:
@@ -146,6 +177,8 @@ def _load() -> tuple[Library | None, str]:
         library = Library(LIBRARY)
     except (OSError, AttributeError) as error:
         return None, f"{LIBRARY} cannot be loaded: {error}"
+    if library.instructions != "AVX2":
+        return None, "its vector instructions are faster than dlio's own decoder in plain C"
     if not agrees(library):
         return None, "dlio's own decoder gives other pixels on this processor"
     return library, f"dlio ({library.instructions})"
@@ -165,6 +198,23 @@ def agrees(library: Library) -> bool:
         if made is None or not np.array_equal(made[0], expected):
             return False
     return True
+
+
+def resizes_alike(library: Library, resize: Callable[..., npt.NDArray[np.uint8]]) -> bool:
+    """True if the library resizes a few small images as `resize` does: OpenCV's with INTER_LINEAR.
+
+    OpenCV's results depend on the processor and on the version. The result is kept in
+    `library.resizes`.
+    """
+    if library.resizes is None:
+        noise = np.random.default_rng(0).integers(0, 256, (61, 83, 3), np.uint8)
+        alike = True
+        for height, width in ((61, 83), (47, 44), (90, 100), (100, 60), (31, 90)):
+            out = np.empty((height, width, 3), np.uint8)
+            done = library.resize(noise, False, False, out)
+            alike = alike and done and np.array_equal(out, resize(noise, (width, height)))
+        library.resizes = alike
+    return library.resizes
 
 
 def _samples() -> Iterator[bytes]:

@@ -17,9 +17,10 @@ __all__ = ["BuildError", "build", "compiler", "is_stale"]
 HERE = os.path.dirname(os.path.abspath(__file__))
 NAME = "_jpeg.so"
 _TIMEOUT_S = 300
-_FLAGS = ["-O3", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
+_FLAGS = ["-O3", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"]
+_WARNINGS = ["-Wall", "-Wextra", "-Wno-unused-function"]
 _AVX2 = ["-mavx2", "-mbmi", "-mbmi2"]
-"""Instructions of the second build of scan.c, which is used where the processor has them."""
+"""Instructions of a second build of scan.c, and of resize.c: used where the processor has them."""
 
 
 class BuildError(Exception):
@@ -51,17 +52,17 @@ def build(folder: str = HERE, flags: tuple[str, ...] = (), portable: bool = Fals
     is_x86 = platform.machine().lower() in ("x86_64", "amd64") and "arm64" not in machine
     fast = is_x86 and not portable and sysconfig.get_config_var("SIZEOF_VOID_P") == 8
     units: list[tuple[str, str, list[str]]]
-    units = [("header", "header.c", []), ("crop", "crop.c", []), ("portable", "scan.c", [])]
+    units = [(name, name + ".c", []) for name in ("header", "crop", "scan")]
     if fast:
-        units.append(("avx2", "scan.c", _AVX2))
-    shared = [*_FLAGS, *machine, *flags, *(["-DDLIO_AVX2"] if fast else [])]
+        units += [("scan_avx2", "scan.c", _AVX2), ("resize", "resize.c", _AVX2)]
+    shared = [*_FLAGS, *_WARNINGS, *machine, *flags, *(["-DDLIO_AVX2"] if fast else [])]
     with tempfile.TemporaryDirectory(prefix="dlio-build-") as scratch:
         objects = []
         for unit, source, more in units:
             objects.append(os.path.join(scratch, unit + ".o"))
             _run([*command, *shared, *more, "-c", os.path.join(HERE, source), "-o", objects[-1]])
         made = os.path.join(scratch, NAME)
-        _run([*command, *shared, "-shared", *objects, "-o", made])
+        _run([*command, *shared, "-shared", *objects, "-lm", "-o", made])
         path = os.path.join(folder, NAME)
         # Renamed into place: a process may have the old one mapped.
         shutil.copy2(made, path + ".new")

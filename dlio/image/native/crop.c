@@ -215,5 +215,30 @@ EXPORT int dlio_jpeg_crop(const uint8_t *data, size_t size, const int64_t box[4]
     return run(&scan);
 }
 
+/* Resize RGB with bilinear interpolation.
+ *
+ * pitch: bytes from a row to the next.
+ * sizes: height, width, height of the result, its width; 1 to mirror left and right; 1 to mirror top
+ *   and bottom.
+ * memory: at least 40 bytes for each column of the result, and 64; aligned as malloc's.
+ * Returns 0; NOT_MINE without AVX2, or BAD_CALL. */
+EXPORT int dlio_resize(const uint8_t *pixels, size_t pitch, const int64_t sizes[6], uint8_t *memory,
+                       size_t memory_size, uint8_t *out) {
+    for (int k = 0; k < 4; k++)
+        if (sizes[k] < 1 || sizes[k] > 1 << 20) return BAD_CALL;
+    Resize size = {.height = (int32_t)sizes[0], .width = (int32_t)sizes[1],
+                   .rows = (int32_t)sizes[2],   .columns = (int32_t)sizes[3],
+                   .flip = sizes[4] != 0,       .upend = sizes[5] != 0};
+    if (pitch < (size_t)size.width * 3) return BAD_CALL;
+    if (memory_size < (size_t)size.columns * 40 + 64) return BAD_CALL;
+    if (!has_avx2()) return NOT_MINE;
+#ifdef DLIO_AVX2
+    dlio_resize_avx2(pixels, pitch, &size, memory, out);
+#else
+    (void)pixels, (void)memory, (void)out;
+#endif
+    return DONE;
+}
+
 /* Name the instructions in use. */
 EXPORT const char *dlio_jpeg_name(void) { return has_avx2() ? "AVX2" : "portable"; }

@@ -107,6 +107,16 @@ int dlio_scan_avx2(const Scan *scan);
 const uint8_t *dlio_unstuff_portable(const uint8_t *data, const uint8_t *end, uint8_t **out);
 const uint8_t *dlio_unstuff_avx2(const uint8_t *data, const uint8_t *end, uint8_t **out);
 
+typedef struct {
+    int32_t height, width; /* of the image, in pixels */
+    int32_t rows, columns; /* of the result */
+    int flip, upend;
+    int32_t begin, end; /* see lay_out() in resize.c */
+} Resize;
+
+void dlio_resize_avx2(const uint8_t *pixels, size_t pitch, Resize *size, uint8_t *memory,
+                      uint8_t *out);
+
 /* Order of coefficients; places behind the last lead to a place that is not read. */
 extern const uint8_t dlio_zigzag[320];
 
