@@ -13,7 +13,10 @@ import pytest
 from dlio.image.native.build import compiler
 
 ROOT = Path(__file__).resolve().parents[2]
-READERS = ["folder", "hdf5", "mds", "parquet", "shard", "tables", "tar", "torch", "zarr"]
+READERS = [
+    *("coco", "folder", "hdf5", "masks", "mds", "parquet", "shard", "tables", "tar", "torch"),
+    *("yolo", "zarr"),
+]
 COMMANDS = ("pack", "stage", "ls", "verify", "train", "demo", "bench")
 
 
