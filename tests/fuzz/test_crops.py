@@ -19,7 +19,7 @@ SANITIZED = ("-g", "-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sanitized decoder with a main function; skips where there are no sanitizers."""
+    """The sanitized decoder with a main function; skips without sanitizers."""
     command = compiler()
     if command is None:
         pytest.skip("needs a C compiler")

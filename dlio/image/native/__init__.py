@@ -20,7 +20,7 @@ import numpy.typing as npt
 from dlio.data.schema import Buffer
 from dlio.util.settings import settings
 
-__all__ = ["LIBRARY", "Library", "Shape", "find", "name"]
+__all__ = ["LIBRARY", "Library", "Shape", "agrees", "find", "name", "resizes_alike"]
 
 LIBRARY: Final = os.path.join(os.path.dirname(__file__), "_jpeg.so")
 _ROOM: Final = 128

@@ -61,12 +61,9 @@ def build(folder: str = HERE, flags: tuple[str, ...] = (), portable: bool = Fals
         for unit, source, more in units:
             objects.append(os.path.join(scratch, unit + ".o"))
             _run([*command, *shared, *more, "-c", os.path.join(HERE, source), "-o", objects[-1]])
-        made = os.path.join(scratch, NAME)
-        _run([*command, *shared, "-shared", *objects, "-lm", "-o", made])
+        # Linkers remove an old file first: a process may have it mapped.
         path = os.path.join(folder, NAME)
-        # Renamed into place: a process may have the old one mapped.
-        shutil.copy2(made, path + ".new")
-        os.replace(path + ".new", path)
+        _run([*command, *shared, "-shared", *objects, "-lm", "-o", path])
     return path
 
 
