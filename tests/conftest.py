@@ -1,5 +1,6 @@
 """Fixtures and helpers for the tests of several packages."""
 
+import contextlib
 import fcntl
 import gc
 import os
@@ -19,6 +20,7 @@ from typing import Protocol
 import pytest
 from hypothesis import HealthCheck, settings
 
+from dlio.image.native import build as native_build
 from tests.warm.pool import WarmPython
 
 # On a busy machine hypothesis draws and runs examples slowly; the code is not at fault.
@@ -52,6 +54,10 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if config.getoption("--cold") or config.getoption("--collect-only"):
         return
+    # The sources are tested, of the JPEG decoder too: rebuilt after an edit, where a compiler is.
+    if not hasattr(config, "workerinput") and native_build.is_stale():
+        with contextlib.suppress(native_build.BuildError):
+            native_build.build()
     # Before test modules are imported: some build the command line of `dlio` at import.
     if _STAND_IN not in os.environ:
         warm = config.stash[_WARM] = WarmPython()

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
+from dlio.image import native
 from dlio.util.cores import available_cores
 
 __all__ = ["describe_machine", "deviation", "ratio", "spread"]
@@ -20,6 +21,7 @@ def describe_machine(packages: Sequence[str]) -> dict[str, object]:
         "memory": _field("/proc/meminfo", "MemTotal"),
         "system": platform.platform(),
         "python": platform.python_version(),
+        "decoder": native.name(),
         "versions": {name: _version(name) for name in packages},
         "commit": _commit(),
     }

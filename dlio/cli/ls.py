@@ -18,6 +18,8 @@ __all__ = ["Description", "Listing", "Storage", "command", "describe"]
 
 _ONE_SIDED: Final = 2.0
 """Class mix above which a warning is printed."""
+_IMAGES: Final = ("jpeg", "image")
+"""Kinds of fields that may hold JPEGs."""
 _MOST_CLASSES: Final = 1 << 20
 _BAR: Final = 40
 """Width of the longest bar, in characters."""
@@ -46,6 +48,7 @@ class Description(TypedDict):
     class_mix: float | None
     storage: Storage
     fingerprint: str
+    decoder: str
 
 
 def describe(path: str) -> Description:
@@ -53,13 +56,15 @@ def describe(path: str) -> Description:
 
     `class_mix` measures how evenly classes are spread over blocks: the mean count of each block's
     most frequent class, divided by the mean for as many randomly chosen samples. It is 1 for
-    well-mixed data, far above 1 for sorted data, and None without classes.
+    well-mixed data, far above 1 for sorted data, and None without classes. `decoder` names the
+    decoder of baseline JPEGs on this machine.
 
     Raises SourceError if the path does not hold a data set.
     """
     import numpy as np
 
     from dlio.data.reader import data_bytes, open_reader
+    from dlio.image import native
     from dlio.storage.places import find_place
 
     reader = open_reader(path)
@@ -96,6 +101,7 @@ def describe(path: str) -> Description:
             "stripe_bytes": place.stripe_bytes,
         },
         "fingerprint": reader.fingerprint,
+        "decoder": native.name(),
     }
 
 
@@ -159,6 +165,8 @@ def command(options: Listing) -> None:
         else ""
     )
     print_line(f"  storage      {storage['kind']}{stripes}")
+    if any(kind in _IMAGES for _, kind in about["schema"]):
+        print_line(f"  decoder      {about['decoder']}")
     if about["class_mix"] is not None and about["class_mix"] > _ONE_SIDED:
         print_line(
             f"warning: blocks hold few classes each (class mix {about['class_mix']:.1f}, 1 is well "

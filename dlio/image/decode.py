@@ -1,16 +1,18 @@
 """Decoding image files into crops, in the batch's own memory.
 
-JPEGs go through libjpeg-turbo (simplejpeg), everything else through OpenCV. The crop is drawn
+Baseline JPEGs go through dlio's own decoder where it was built (dlio.image.native), other JPEGs
+through libjpeg-turbo (simplejpeg), everything else through OpenCV. The crop is drawn
 before decoding, from random numbers that belong to the sample (seed, epoch, sample), so a run
 gives the same pixels on any number of ranks and threads; and because it is known, a crop that is
 at least twice the size it is shrunk to is decoded at a half, a quarter or an eighth, which the
 inverse DCT does for less than nothing.
 
-Huffman coding forces a decoder through every row above the crop, but not through those below it:
-the copy of a plain baseline JPEG (one scan, no restart markers) that is decoded has its height
-lowered to the crop's last row, and the decoder stops there. What follows is only searched for its
-end, so a truncated file is still found. Of a JPEG whose rows of blocks are restart intervals, as
-`dlio pack` writes them, only those that the crop touches are decoded.
+dlio's own decoder transforms no other blocks than the crop's. Huffman coding forces libjpeg-turbo
+through every row above the crop, but not through those below it: the copy of a plain baseline JPEG
+(one scan, no restart markers) that it decodes has its height lowered to the crop's last row, and it
+stops there. What follows is only searched for its end, so a truncated file is still found. Of a
+JPEG whose rows of blocks are restart intervals, as `dlio pack` writes them, both decode only the
+intervals that the crop touches.
 All the work releases the GIL.
 """
 
@@ -28,6 +30,7 @@ import numpy.typing as npt
 
 from dlio.data.schema import Buffer
 from dlio.errors import DecodeError
+from dlio.image import native
 from dlio.image.crop import Box, Crop, Shown
 from dlio.image.jpeg import cut, interval_starts, parse_frame, touched
 from dlio.plan.order import keyed_uniforms
@@ -191,6 +194,13 @@ def _resize(pixels: npt.NDArray[np.uint8], box: Box, out: npt.NDArray[np.uint8])
     part = pixels[box.top : box.top + box.height, box.left : box.left + box.width]
     height, width = out.shape[:2]
     shrinks = box.height >= 2 * height and box.width >= 2 * width
+    library = None if shrinks else native.find()
+    if (
+        library is not None
+        and native.resizes_alike(library, cv2.resize)
+        and library.resize(part, box.flip, box.upend, out)
+    ):
+        return
     cv2.resize(
         part,
         (width, height),
@@ -220,6 +230,11 @@ def _jpeg_size(image: Buffer, name: object) -> tuple[int, int] | None:
     Raises DecodeError when the header declares more pixels than the limit.
     """
     if bytes(image[:2]) == b"\xff\xd8":
+        library = native.find()
+        shape = None if library is None else library.shape(image)
+        if shape is not None:
+            _check_size(shape.height, shape.width, name)
+            return shape.height, shape.width
         try:
             height, width, colours, _ = _simplejpeg().decode_jpeg_header(image)
         except ValueError as error:
@@ -290,6 +305,10 @@ def _decode_jpeg(
     Returns: (pixels at 1/factor, rows of the image left out above, columns left out on the left).
     The pixels lie in memory of this thread, which its next decode overwrites.
     """
+    if factor == 1 and (library := native.find()) is not None:
+        made = library.crop(image, box.top, box.left, box.height, box.width)
+        if made is not None:
+            return made[0], box.top, made[1]
     small = _smaller(image, size, box)
     height, width = small.height, small.width
     if factor > 1 and (small.top % factor or small.left % factor):

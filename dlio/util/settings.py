@@ -167,6 +167,17 @@ class Settings:
             "pixels",
         )
     )
+    native: bool = _from(
+        Setting(
+            "DLIO_NATIVE",
+            "0 or 1",
+            True,
+            "Decodes baseline JPEGs with dlio's own decoder, where it was built; the pixels are "
+            "the same as libjpeg-turbo's.",
+            "give 1 for yes or 0 for no",
+            _zero_or_one,
+        )
+    )
     follow_links: bool = _switch(
         "DLIO_FOLLOW_LINKS",
         "Follows symbolic links that lead out of a data set's folder, as --follow-links does.",
@@ -264,6 +275,7 @@ INTERNAL: Final[dict[str, str]] = {
     RECORD: "Options of the command as JSON, set for the ranks that it starts.",
     AGENT: "Folder of the node's agent, set for the ranks that it keeps state for.",
     START: "Number of the start and ranks of a job that starts again, as JSON.",
+    "DLIO_BUILD_NATIVE": "Read when dlio is built: 0 leaves out its JPEG decoder, 1 requires it.",
     "DLIO_TEST_DATA": "Folder with real images for dlio's own tests.",
 }
 """Variables that dlio sets for its own processes, or that only its tests read."""

@@ -29,6 +29,8 @@ from dlio.util.units import parse_bytes, parse_seconds
 from dlio_readers.npy import read_npy_head
 from tests.fuzz.datasets import DATASETS, seed
 from tests.hostile.corpus import checkpoints
+from tests.image.jpegs import drawn
+from tests.image.test_native import outcome
 
 FINGERPRINT: Final = "ab" * 16
 
@@ -93,6 +95,11 @@ def image(data: bytes) -> None:
     assert decoded.shape[2] == 3
 
 
+def crop(data: bytes) -> None:
+    """A part of a JPEG, by dlio's own decoder: libjpeg-turbo's pixels, or none."""
+    outcome(data, np.random.default_rng(len(data)))
+
+
 def expanded(data: bytes) -> None:
     """Compressed data under a limit; the first byte chooses the codec."""
     if data:
@@ -135,7 +142,7 @@ OF_BYTES: Final[dict[str, Callable[[bytes], None]]] = {
     each.__name__: each
     for each in (
         *(block, sealed_block, block_file, footer, manifest, sealed_manifest, schema, payload),
-        *(npy, jpeg, image, expanded, texts, checkpoint_contents),
+        *(npy, jpeg, image, crop, expanded, texts, checkpoint_contents),
     )
 }
 PARSERS: Final = {**OF_BYTES, **DATASETS}
@@ -202,6 +209,7 @@ def sound() -> dict[str, bytes]:
         "npy": array,
         "jpeg": b"\xff\xd8" + bytes(40),
         "image": picture.getvalue(),
+        "crop": drawn(np.random.default_rng(0), "lengths"),
         "expanded": b"\0" + zlib.compress(bytes(1000)),
         "texts": b"ram:1GiB,disk:/scratch:20GiB",
         "checkpoint_contents": table,

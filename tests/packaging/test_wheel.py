@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from dlio.image.native.build import compiler
+
 ROOT = Path(__file__).resolve().parents[2]
 READERS = [
     *("coco", "folder", "hdf5", "masks", "mds", "parquet", "shard", "tables", "tar", "torch"),
@@ -83,6 +85,37 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
     assert {"dlio/storage/FORMAT.md", "dlio/py.typed"} <= set(names)
 
 
+def test_the_wheel_has_the_decoder_of_its_platform(wheel: Path) -> None:
+    if compiler() is None:
+        pytest.skip("needs a C compiler")
+    assert "dlio/image/native/_jpeg.so" in zipfile.ZipFile(wheel).namelist()
+    _, _, python, abi, platform = wheel.stem.split("-")
+    assert (python, abi) == ("py3", "none")  # one for every Python
+    assert platform != "any"
+
+
+def _built_with(out: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d"), str(out)],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_without_a_compiler_the_wheel_is_pure_python(tmp_path: Path) -> None:
+    nothing = {"PATH": str(tmp_path), "CC": ""}
+    done = _built_with(tmp_path, **nothing)
+    assert done.returncode == 0, done.stderr
+    assert "no C compiler was found" in done.stdout + done.stderr
+    (path,) = tmp_path.glob("*.whl")
+    assert path.stem.endswith("-py3-none-any")
+    assert not any(name.endswith(".so") for name in zipfile.ZipFile(path).namelist())
+    assert _built_with(tmp_path, **nothing, DLIO_BUILD_NATIVE="1").returncode != 0
+
+
 def test_the_sdist_holds_sources_tests_and_documentation(built: Path) -> None:
     (path,) = built.glob("*.tar.gz")
     with tarfile.open(path) as archive:
@@ -93,6 +126,8 @@ def test_the_sdist_holds_sources_tests_and_documentation(built: Path) -> None:
         "README.md",
         "constraints.txt",
         "dlio/__init__.py",
+        "dlio/image/native/scan.c",
+        "hatch_build.py",
         "readers/dlio_readers/folder.py",
         "docs/assets/tiers.svg",
         "examples/drop_in.py",

@@ -1,0 +1,233 @@
+"""The decoder for baseline JPEGs that decodes only the MCUs that a crop touches.
+
+A C library of dlio's own (README.md in this folder), built by the build hook where a C compiler is.
+Its pixels are those of libjpeg-turbo with its fast inverse DCT and without smooth upsampling, which
+`find` checks on a few small images before the library is used. Every image that it does not know,
+and every damaged one, is left to the decoder that is used without it, with all its errors.
+
+The library is called through ctypes: it serves every Python, and its calls release the GIL.
+"""
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.data.schema import Buffer
+from dlio.util.settings import settings
+
+__all__ = ["LIBRARY", "Library", "Shape", "agrees", "find", "name", "resizes_alike"]
+
+LIBRARY: Final = os.path.join(os.path.dirname(__file__), "_jpeg.so")
+_ROOM: Final = 128
+"""Bytes behind the pixels that the library may write: `ROOM` of jpeg.h."""
+_FALLBACK: Final = "libjpeg-turbo"
+_LEAST: Final = 1 << 20
+
+
+class Shape(NamedTuple):
+    """Size of a JPEG that the library knows, in pixels, and the bytes that decoding it takes."""
+
+    height: int
+    width: int
+    mcu_width: int
+    memory: int
+
+
+class _Memory(threading.local):
+    """Memory of a thread: tables and coded data, sums of resized rows, and pixels that its next
+    decode overwrites."""
+
+    work: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
+    sums: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
+    pixels: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
+
+
+class Library:
+    """The loaded library. Thread-safe: each thread has memory of its own.
+
+    Args:
+        path: of the shared library. Raises OSError if it cannot be loaded.
+        portable: use no vector instructions, for tests.
+    """
+
+    def __init__(self, path: str = LIBRARY, portable: bool = False) -> None:
+        library = ctypes.CDLL(path)
+        data, size = ctypes.c_void_p, ctypes.c_size_t
+        self._shape = library.dlio_jpeg_shape
+        self._shape.argtypes = (data, size, data)
+        self._crop = library.dlio_jpeg_crop
+        self._crop.argtypes = (data, size, data, data, size, data, size, ctypes.c_int)
+        self._resize = library.dlio_resize
+        self._resize.argtypes = (data, size, data, data, size, data)
+        library.dlio_jpeg_name.restype = ctypes.c_char_p
+        self._portable = int(portable)
+        self._memory = _Memory()
+        self.resizes: bool | None = None
+        """True if `resize` gives OpenCV's pixels; None before `resizes_alike`."""
+        self.instructions = "portable" if portable else library.dlio_jpeg_name().decode()
+
+    def shape(self, image: Buffer) -> Shape | None:
+        """Return the size of a JPEG; None for every image that the library does not know."""
+        data = np.frombuffer(image, np.uint8)
+        sides = (ctypes.c_int64 * 4)()
+        refused = self._shape(_address(data), len(data), sides)
+        return None if refused else Shape(*sides)
+
+    def crop(
+        self, image: Buffer, top: int, left: int, height: int, width: int
+    ) -> tuple[npt.NDArray[np.uint8], int] | None:
+        """Decode a part of an image, and possibly more on its left and right.
+
+        Returns: (RGB, shape (height, columns, 3); columns of the image left out on the left). The
+        pixels lie in memory of this thread, which its next call overwrites. None if the image has
+        to be decoded otherwise: it is damaged, or the library does not know how it is coded.
+        """
+        shape = self.shape(image)
+        if shape is None:
+            return None
+        across = shape.mcu_width
+        first = left // across * across
+        columns = -(-(left + width) // across) * across - first
+        count = height * columns * 3
+        memory = self._memory
+        if len(memory.work) < shape.memory:
+            memory.work = np.zeros(max(_LEAST, shape.memory + shape.memory // 4), np.uint8)
+        if len(memory.pixels) < count + _ROOM:
+            memory.pixels = np.empty(max(_LEAST, count + count // 4 + _ROOM), np.uint8)
+        data = np.frombuffer(image, np.uint8)
+        refused = self._crop(
+            *(_address(data), len(data), (ctypes.c_int64 * 4)(top, left, height, width)),
+            *(_address(memory.work), len(memory.work)),
+            *(_address(memory.pixels), len(memory.pixels), self._portable),
+        )
+        if refused:
+            return None
+        pixels = memory.pixels[:count].reshape(height, columns, 3)
+        return pixels[:, : shape.width - first], first
+
+    def resize(
+        self, pixels: npt.NDArray[np.uint8], flip: bool, upend: bool, out: npt.NDArray[np.uint8]
+    ) -> bool:
+        """Resize RGB into `out` as OpenCV's INTER_LINEAR does, then mirror it.
+
+        False if this is not possible: pixels or rows of `out` have gaps between them, or the
+        processor has no AVX2.
+
+        Args:
+            pixels: shape (rows, columns, 3); its rows may be apart.
+            out: of another shape (rows, columns, 3).
+        """
+        rows, columns, _ = out.shape
+        if pixels.strides[1:] != (3, 1) or out.strides != (3 * columns, 3, 1):
+            return False
+        memory = self._memory
+        if len(memory.sums) < 40 * columns + 64:
+            memory.sums = np.empty(40 * columns + 64, np.uint8)
+        sizes = (ctypes.c_int64 * 6)(*pixels.shape[:2], rows, columns, flip, upend)
+        refused = self._resize(
+            *(_address(pixels), pixels.strides[0], sizes),
+            *(_address(memory.sums), len(memory.sums), _address(out)),
+        )
+        return not refused
+
+
+def _address(array: npt.NDArray[np.uint8]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+_lock = threading.Lock()
+_searched: tuple[Library | None, str] | None = None
+"""The library and its name, or None and the reason; None before the first search."""
+
+
+def find() -> Library | None:
+    """Return the library; None if it was not built, is switched off or gives other pixels.
+
+    DLIO_NATIVE is read by the first call of the process.
+    """
+    return (_searched or _search())[0]
+
+
+def name() -> str:
+    """Name the decoder of baseline JPEGs in use, for reports."""
+    library, text = _searched or _search()
+    return text if library is not None else f"{_FALLBACK} ({text})"
+
+
+def _search() -> tuple[Library | None, str]:
+    global _searched
+    with _lock:
+        if _searched is None:
+            _searched = _load()
+        return _searched
+
+
+def _load() -> tuple[Library | None, str]:
+    if not settings().native:
+        return None, "DLIO_NATIVE=0"
+    if not os.path.exists(LIBRARY):
+        return None, "dlio was installed without a C compiler"
+    try:
+        library = Library(LIBRARY)
+    except (OSError, AttributeError) as error:
+        return None, f"{LIBRARY} cannot be loaded: {error}"
+    if library.instructions != "AVX2":
+        return None, "its vector instructions are faster than dlio's own decoder in plain C"
+    if not agrees(library):
+        return None, "dlio's own decoder gives other pixels on this processor"
+    return library, f"dlio ({library.instructions})"
+
+
+def agrees(library: Library) -> bool:
+    """True if the library decodes a few small images as libjpeg-turbo does.
+
+    libjpeg-turbo's results depend on the processor and on the version.
+    """
+    import simplejpeg
+
+    for image in _samples():
+        expected = simplejpeg.decode_jpeg(image, "RGB", fastdct=True, fastupsample=True)
+        height, width = expected.shape[:2]
+        made = library.crop(image, 0, 0, height, width)
+        if made is None or not np.array_equal(made[0], expected):
+            return False
+    return True
+
+
+def resizes_alike(library: Library, resize: Callable[..., npt.NDArray[np.uint8]]) -> bool:
+    """True if the library resizes a few small images as `resize` does: OpenCV's with INTER_LINEAR.
+
+    OpenCV's results depend on the processor and on the version. The result is kept in
+    `library.resizes`.
+    """
+    if library.resizes is None:
+        noise = np.random.default_rng(0).integers(0, 256, (61, 83, 3), np.uint8)
+        alike = True
+        for height, width in ((61, 83), (47, 44), (90, 100), (100, 60), (31, 90)):
+            out = np.empty((height, width, 3), np.uint8)
+            done = library.resize(noise, False, False, out)
+            alike = alike and done and np.array_equal(out, resize(noise, (width, height)))
+        library.resizes = alike
+    return library.resizes
+
+
+def _samples() -> Iterator[bytes]:
+    """Small JPEGs of noise, for extreme coefficients, and of a gradient."""
+    import simplejpeg
+
+    noise = np.random.default_rng(0).integers(0, 256, (43, 57, 3), np.uint8)
+    noise[:24] = np.where(noise[:24] < 128, 0, 255)
+    gradient = np.broadcast_to(np.arange(43, dtype=np.uint8)[:, None, None] * 5, noise.shape)
+    for sampling in ("444", "422", "420"):
+        for quality, pixels in ((20, noise), (92, noise), (80, gradient)):
+            yield simplejpeg.encode_jpeg(
+                np.ascontiguousarray(pixels), quality, "RGB", colorsubsampling=sampling
+            )
+    grey = np.ascontiguousarray(noise[:, :, :1])
+    yield simplejpeg.encode_jpeg(grey, 75, "GRAY", colorsubsampling="Gray")

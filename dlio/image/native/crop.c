@@ -1,0 +1,244 @@
+/* The library's interface: the size of an image, and the pixels of a part of it. */
+#include <string.h>
+
+#include "jpeg.h"
+
+#define EXPORT __attribute__((visibility("default")))
+
+/* Multipliers of the fast inverse DCT, times 2**14: products of 1 and sqrt(2) cos(k pi / 16). */
+static const uint16_t SCALES[64] = {
+    16384, 22725, 21407, 19266, 16384, 12873, 8867,  4520, 22725, 31521, 29692, 26722, 22725,
+    17855, 12299, 6270,  21407, 29692, 27969, 25172, 21407, 16819, 11585, 5906, 19266, 26722,
+    25172, 22654, 19266, 15137, 10426, 5315,  16384, 22725, 21407, 19266, 16384, 12873, 8867,
+    4520,  12873, 17855, 16819, 15137, 12873, 10114, 6967,  3552,  8867,  12299, 11585, 10426,
+    8867,  6967,  4799,  2446,  4520,  6270,  5906,  5315,  4520,  3552,  2446,  1247,
+};
+
+/* Memory of a thread: begins with this. Zeros at first. */
+typedef struct {
+    uint32_t now; /* number of the call */
+    Table tables[TABLES];
+} Kept;
+
+typedef int Run(const Scan *scan);
+typedef const uint8_t *Unstuff(const uint8_t *data, const uint8_t *end, uint8_t **out);
+
+static int has_avx2(void) {
+#ifdef DLIO_AVX2
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2");
+#else
+    return 0;
+#endif
+}
+
+INLINE size_t aligned(size_t size) { return (size + 63) & ~(size_t)63; }
+
+INLINE size_t pitch_of(const Header *header) {
+    return aligned((size_t)header->mcus_a_row * (size_t)header->mcu_width + 64);
+}
+
+INLINE size_t intervals_of(const Header *header) {
+    size_t mcus = (size_t)header->mcus_a_row * (size_t)header->mcu_rows;
+    return header->interval ? (mcus - 1) / (size_t)header->interval + 1 : 1;
+}
+
+static size_t memory_of(const Header *header, size_t size) {
+    size_t planes = pitch_of(header) * 16 * 3 + 64;
+    return aligned(sizeof(Kept)) + aligned(size + PAD) + planes +
+           aligned(intervals_of(header) * sizeof(Interval)) + 64;
+}
+
+/* Read an image's header.
+ *
+ * `shape` gets height, width and the width of an MCU in pixels, and the bytes of memory that
+ * dlio_jpeg_crop needs. Returns 0, or NOT_MINE. */
+EXPORT int dlio_jpeg_shape(const uint8_t *data, size_t size, int64_t shape[4]) {
+    Header header;
+    int refused = dlio_header(data, size, &header);
+    if (refused) return refused;
+    if (intervals_of(&header) > size / 2 + 1) return NOT_MINE; /* Each has a marker. */
+    shape[0] = header.height, shape[1] = header.width, shape[2] = header.mcu_width;
+    shape[3] = (int64_t)memory_of(&header, size);
+    return DONE;
+}
+
+/* Offsets of restart intervals by their lengths in the file, which are right if every marker is
+ * where they say. Calls nothing for those outside of the part. Returns 1 if they are. */
+static int by_lengths(const uint8_t *data, size_t size, const Header *header, Scan *scan,
+                      Interval *intervals, Unstuff *unstuff, uint8_t *out) {
+    const uint8_t *at = data + header->starts + 4 + 9;
+    size_t width = *at++, count = intervals_of(header);
+    if ((width != 2 && width != 4) || header->scan_header - (size_t)(at - data) != width * count)
+        return 0;
+    int across = header->mcus_a_row / header->interval, row = 0, column = 0;
+    int first = scan->left / header->interval, last = (scan->right - 1) / header->interval + 1;
+    uint8_t *const begin = out;
+    size_t begins = header->scan;
+    for (size_t k = 0; k < count; k++, at += width) {
+        size_t length = at[0] | (size_t)at[1] << 8;
+        if (width == 4) length |= (size_t)at[2] << 16 | (size_t)at[3] << 24;
+        if (length < 2 || length > size - begins) return 0;
+        size_t ends = begins + length;
+        int marker = k + 1 < count ? 0xd0 + (int)(k & 7) : 0xd9;
+        if (data[ends - 2] != 0xff || data[ends - 1] != marker) return 0;
+        if (row >= scan->top && row < scan->bottom && column >= first && column < last) {
+            Interval *interval = intervals + scan->count++;
+            interval->from = (uint32_t)k * (uint32_t)header->interval;
+            interval->to = interval->from + (uint32_t)header->interval;
+            interval->begin = (size_t)(out - begin);
+            if (unstuff(data + begins, data + ends, &out) != data + ends - 2) return 0;
+            interval->end = (size_t)(out - begin);
+        }
+        begins = ends;
+        if (++column == across) column = 0, row++;
+    }
+    memset(out, 0, PAD);
+    return 1;
+}
+
+/* Split the coded data at their restart markers, which have to be complete. */
+static int by_markers(const uint8_t *data, size_t size, const Header *header, Scan *scan,
+                      Interval *intervals, Unstuff *unstuff, uint8_t *out) {
+    const uint8_t *at = data + header->scan, *end = data + size;
+    uint8_t *const begin = out;
+    uint32_t total = (uint32_t)header->mcus_a_row * (uint32_t)header->mcu_rows;
+    int across = header->mcus_a_row, interval = header->interval;
+    int is_cut = interval && across % interval == 0;
+    size_t count = intervals_of(header);
+    for (size_t k = 0; k < count; k++) {
+        Interval *each = intervals + scan->count;
+        each->begin = (size_t)(out - begin);
+        at = unstuff(at, end, &out);
+        int marker = interval && k + 1 < count ? 0xd0 + (int)(k & 7) : 0xd9;
+        if (!at || at[1] != marker) return IRREGULAR;
+        at += 2;
+        each->end = (size_t)(out - begin);
+        each->from = (uint32_t)k * (uint32_t)interval;
+        each->to = interval && total - each->from > (uint32_t)interval
+                       ? each->from + (uint32_t)interval
+                       : total;
+        if (is_cut) {
+            int row = (int)(each->from / (uint32_t)across);
+            int column = (int)(each->from % (uint32_t)across);
+            if (row < scan->top || row >= scan->bottom || column >= scan->right ||
+                column + interval <= scan->left) {
+                out = begin + each->begin; /* It is not needed. */
+                continue;
+            }
+        }
+        scan->count++;
+    }
+    /* The other decoder counts restart markers up to the end of the file. */
+    while (interval && at < end && (at = memchr(at, 0xff, (size_t)(end - at))))
+        if (++at < end && (*at & 0xf8) == 0xd0) return IRREGULAR;
+    memset(out, 0, PAD);
+    return DONE;
+}
+
+static int prepare(const uint8_t *data, const Header *header, Scan *scan, Kept *kept) {
+    kept->now++;
+    for (int c = 0; c < header->components; c++) {
+        const Component *component = header->component + c;
+        scan->dc[c] =
+            dlio_table(kept->tables, data + header->huffman[0][component->dc], 0, kept->now);
+        scan->ac[c] =
+            dlio_table(kept->tables, data + header->huffman[1][component->ac], 1, kept->now);
+        if (!scan->dc[c] || !scan->ac[c]) return NOT_MINE;
+        for (int k = 0; k < 64; k++) {
+            int place = dlio_zigzag[k] / 16 * 8 + dlio_zigzag[k] % 16;
+            int32_t step = header->quant[component->quant][k];
+            scan->quant[c][place] = (int16_t)((step * SCALES[place] + (1 << 11)) >> 12);
+        }
+    }
+    return DONE;
+}
+
+/* Decode a part of an image.
+ *
+ * box: top, left, height and width, in pixels.
+ * memory: of this thread, `memory_size` bytes, zeros before the first call, the same in each.
+ * out: RGB, `height` rows of whole MCUs that contain the columns of the box, without gaps between
+ *   rows; followed by ROOM bytes that may be written.
+ * is_portable: 1 to use no vector instructions.
+ * Returns 0; NOT_MINE or IRREGULAR if another decoder has to read the image, or to find its fault;
+ * BAD_CALL if the box or the memory does not fit. */
+EXPORT int dlio_jpeg_crop(const uint8_t *data, size_t size, const int64_t box[4], uint8_t *memory,
+                          size_t memory_size, uint8_t *out, size_t out_size, int is_portable) {
+    Header header;
+    Scan scan = {.header = &header, .out = out};
+    int refused = dlio_header(data, size, &header);
+    if (refused) return refused;
+    int64_t top = box[0], left = box[1], bottom = top + box[2], right = left + box[3];
+    if (top < 0 || left < 0 || bottom <= top || right <= left) return BAD_CALL;
+    if (bottom > header.height || right > header.width) return BAD_CALL;
+    scan.top = (int32_t)top / header.mcu_height;
+    scan.bottom = ((int32_t)bottom - 1) / header.mcu_height + 1;
+    scan.left = (int32_t)left / header.mcu_width;
+    scan.right = ((int32_t)right - 1) / header.mcu_width + 1;
+    scan.first_row = (int32_t)top, scan.last_row = (int32_t)bottom;
+    scan.out_pitch = (size_t)(scan.right - scan.left) * (size_t)header.mcu_width * 3;
+    size_t shift = (size_t)(-(intptr_t)memory & 63);
+    if (intervals_of(&header) > size / 2 + 1 || memory_size < memory_of(&header, size) ||
+        out_size < scan.out_pitch * (size_t)(bottom - top) + ROOM)
+        return BAD_CALL;
+    memory += shift;
+    Kept *kept = (Kept *)(void *)memory;
+    uint8_t *coded = memory + aligned(sizeof(Kept));
+    uint8_t *planes = coded + aligned(size + PAD);
+    size_t pitch = pitch_of(&header);
+    for (int c = 0; c < 3; c++) {
+        scan.pitch[c] = pitch;
+        scan.planes[c] = planes + (size_t)c * 16 * pitch;
+    }
+    Interval *intervals = (Interval *)(void *)(planes + pitch * 16 * 3 + 64);
+    refused = prepare(data, &header, &scan, kept);
+    if (refused) return refused;
+    int fast = has_avx2() && !is_portable;
+#ifdef DLIO_AVX2
+    Unstuff *unstuff = fast ? dlio_unstuff_avx2 : dlio_unstuff_portable;
+    Run *run = fast ? dlio_scan_avx2 : dlio_scan_portable;
+#else
+    (void)fast;
+    Unstuff *unstuff = dlio_unstuff_portable;
+    Run *run = dlio_scan_portable;
+#endif
+    int is_cut = header.interval && header.mcus_a_row % header.interval == 0;
+    if (!(is_cut && header.starts &&
+          by_lengths(data, size, &header, &scan, intervals, unstuff, coded))) {
+        scan.count = 0;
+        refused = by_markers(data, size, &header, &scan, intervals, unstuff, coded);
+        if (refused) return refused;
+    }
+    scan.is_exact = header.interval || scan.bottom == header.mcu_rows;
+    if (!header.interval) intervals->to = (uint32_t)header.mcus_a_row * (uint32_t)scan.bottom;
+    scan.intervals = intervals, scan.data = coded;
+    return run(&scan);
+}
+
+/* Resize RGB with bilinear interpolation.
+ *
+ * pitch: bytes from a row to the next.
+ * sizes: height, width, height of the result, its width; 1 to mirror left and right; 1 to mirror top
+ *   and bottom.
+ * memory: at least 40 bytes for each column of the result, and 64; aligned as malloc's.
+ * Returns 0; NOT_MINE without AVX2, or BAD_CALL. */
+EXPORT int dlio_resize(const uint8_t *pixels, size_t pitch, const int64_t sizes[6], uint8_t *memory,
+                       size_t memory_size, uint8_t *out) {
+    for (int k = 0; k < 4; k++)
+        if (sizes[k] < 1 || sizes[k] > 1 << 20) return BAD_CALL;
+    Resize size = {.height = (int32_t)sizes[0], .width = (int32_t)sizes[1],
+                   .rows = (int32_t)sizes[2],   .columns = (int32_t)sizes[3],
+                   .flip = sizes[4] != 0,       .upend = sizes[5] != 0};
+    if (pitch < (size_t)size.width * 3) return BAD_CALL;
+    if (memory_size < (size_t)size.columns * 40 + 64) return BAD_CALL;
+    if (!has_avx2()) return NOT_MINE;
+#ifdef DLIO_AVX2
+    dlio_resize_avx2(pixels, pitch, &size, memory, out);
+#else
+    (void)pixels, (void)memory, (void)out;
+#endif
+    return DONE;
+}
+
+/* Name the instructions in use. */
+EXPORT const char *dlio_jpeg_name(void) { return has_avx2() ? "AVX2" : "portable"; }

@@ -1,0 +1,95 @@
+/* Damaged JPEGs for dlio's own decoder, in memory of exactly their size: made for sanitizers.
+ *
+ * `crops SEED COUNT FILE...` damages files at random; both builds of the decoder have to agree.
+ * With -DLIBFUZZER it is a target of libFuzzer.
+ */
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+int dlio_jpeg_shape(const uint8_t *data, size_t size, int64_t shape[4]);
+int dlio_jpeg_crop(const uint8_t *data, size_t size, const int64_t box[4], uint8_t *memory,
+                   size_t memory_size, uint8_t *out, size_t out_size, int is_portable);
+
+int dlio_resize(const uint8_t *pixels, size_t pitch, const int64_t sizes[6], uint8_t *memory,
+                size_t memory_size, uint8_t *out);
+
+enum { ROOM = 128, MOST = 1 << 24 };
+
+static uint64_t state;
+
+static uint64_t draw(uint64_t below) {
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    return (state >> 33) % below;
+}
+
+/* Resize an image of exactly its size. */
+static void resize(size_t height, size_t width) {
+    int64_t sizes[6] = {(int64_t)height, (int64_t)width,   1 + (int64_t)draw(60),
+                        1 + (int64_t)draw(60), (int64_t)draw(2), (int64_t)draw(2)};
+    size_t memory = (size_t)sizes[3] * 40 + 64;
+    uint8_t *pixels = calloc(height * width, 3), *work = malloc(memory);
+    uint8_t *out = malloc((size_t)(sizes[2] * sizes[3]) * 3);
+    dlio_resize(pixels, width * 3, sizes, work, memory, out);
+    free(pixels), free(work), free(out);
+}
+
+/* Returns 0 if a crop was decoded. */
+static int once(const uint8_t *data, size_t size) {
+    int64_t shape[4], box[4];
+    if (dlio_jpeg_shape(data, size, shape) || shape[0] * shape[1] > MOST) return 1;
+    box[2] = 1 + (int64_t)draw((uint64_t)shape[0]), box[3] = 1 + (int64_t)draw((uint64_t)shape[1]);
+    box[0] = (int64_t)draw((uint64_t)(shape[0] - box[2] + 1));
+    box[1] = (int64_t)draw((uint64_t)(shape[1] - box[3] + 1));
+    int64_t mcu = shape[2], first = box[1] / mcu * mcu;
+    size_t columns = (size_t)((box[1] + box[3] + mcu - 1) / mcu * mcu - first);
+    size_t count = columns * 3 * (size_t)box[2], memory = (size_t)shape[3];
+    uint8_t *work = calloc(memory, 1), *out[2];
+    int refused[2];
+    for (int portable = 0; portable < 2; portable++) {
+        out[portable] = malloc(count + ROOM);
+        refused[portable] = dlio_jpeg_crop(data, size, box, work, memory, out[portable],
+                                           count + ROOM, portable);
+    }
+    if (refused[0] != refused[1] || (!refused[0] && memcmp(out[0], out[1], count))) {
+        fprintf(stderr, "the builds differ: %d and %d\n", refused[0], refused[1]);
+        abort();
+    }
+    free(work), free(out[0]), free(out[1]);
+    return refused[0];
+}
+
+#ifdef LIBFUZZER
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    state = size;
+    once(data, size);
+    return 0;
+}
+#else
+int main(int count, char **names) {
+    if (count < 4) return 2;
+    state = strtoull(names[1], NULL, 10);
+    long rounds = strtol(names[2], NULL, 10), decoded = 0;
+    for (long k = 0; k < rounds; k++) {
+        FILE *file = fopen(names[3 + k % (count - 3)], "rb");
+        if (!file) return 2;
+        static uint8_t whole[1 << 20];
+        size_t size = fread(whole, 1, sizeof whole, file);
+        fclose(file);
+        size_t kept = draw(4) ? size : draw(size + 1);
+        uint8_t *data = malloc(kept ? kept : 1);
+        memcpy(data, whole, kept);
+        size_t head = draw(2) && kept > 700 ? 700 : kept; /* half of them in the header */
+        for (uint64_t n = draw(6); n && kept; n--) {
+            uint8_t *at = data + draw(head);
+            *at = draw(2) ? *at ^ (uint8_t)(1 << draw(8)) : draw(3) ? (uint8_t)draw(256) : 0xff;
+        }
+        decoded += !once(data, kept);
+        resize(1 + draw(70), 1 + draw(70));
+        free(data);
+    }
+    printf("%ld of %ld decoded\n", decoded, rounds);
+    return 0;
+}
+#endif
