@@ -2,6 +2,7 @@
 
 from typing import Any, Final
 
+from dlio.errors import UsageError
 from dlio.image.crop import Crop
 from dlio.image.transforms import (
     CenterCrop,
@@ -15,9 +16,36 @@ from dlio.image.transforms import (
     Transform,
 )
 
-__all__ = ["fused"]
+__all__ = ["check_pixelwise", "fused"]
 
 _BATCHWISE: Final = (Normalize, ToFloat)
+_MOVING: Final = (
+    *("RandomResizedCrop", "RandomCrop", "CenterCrop", "FiveCrop", "TenCrop", "Resize", "Pad"),
+    *("RandomHorizontalFlip", "RandomVerticalFlip", "RandomRotation", "RandomAffine"),
+    *("RandomPerspective", "ElasticTransform", "RandomZoomOut", "RandomIoUCrop", "ScaleJitter"),
+    *("RandomShortestSize", "RandomResize", "RandAugment", "TrivialAugmentWide", "AutoAugment"),
+    "AugMix",
+)
+"""Names of transforms, of dlio and torchvision, that move pixels."""
+
+
+def check_pixelwise(transform: Transform | None, path: str) -> None:
+    """Raise UsageError if a transform of crops has a known step that moves pixels.
+
+    Args:
+        path: of the data set, for the message.
+    """
+    steps = getattr(transform, "transforms", None)
+    for step in steps if isinstance(steps, list | tuple) else [transform]:
+        name = type(step).__name__
+        if name in _MOVING:
+            raise UsageError(
+                f"transform={name}: it would move the pixels of {path} and leave its boxes and "
+                "masks behind: begin the transform with Compose([RandomResizedCrop(...), "
+                "RandomHorizontalFlip()]), with which they move, or transform both in data.map()"
+            )
+        if step is not transform:
+            check_pixelwise(step, path)
 
 
 def fused(

@@ -78,11 +78,17 @@ def _transformed(feed: Feed, transform: Transform) -> Feed:
     for fed in feed:
         assert fed is not None
         if fed.error is None:
-            images, labels = fed.data
-            fed.data = transform(images), labels
-            del images
+            fed.data = _with_first(fed.data, transform)
         yield fed
         del fed
+
+
+def _with_first(data: BatchData, transform: Transform) -> BatchData:
+    """Return (images, labels) or {"image": images} with the images transformed."""
+    if isinstance(data, dict):
+        return {name: transform(images) for name, images in data.items()}
+    images, labels = data
+    return transform(images), labels
 
 
 def moved(data: BatchData, device: torch.device, non_blocking: bool) -> BatchData:

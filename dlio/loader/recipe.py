@@ -1,5 +1,6 @@
 """The recipe of a data set: how a payload becomes a sample."""
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,9 +14,11 @@ from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError
 from dlio.image.crop import Crop
 from dlio.image.decode import Decoder
-from dlio.image.fusion import fused
+from dlio.image.fusion import check_pixelwise, fused
+from dlio.image.moving import Move
 from dlio.loader.contract import Sample, Transform
-from dlio.loader.sample import decode_sample, image_and_label
+from dlio.loader.sample import decode_sample, decoded_field
+from dlio.loader.targets import companion_of
 from dlio.storage.decoded import DecodedTier
 from dlio.util.printable import printable
 
@@ -28,18 +31,21 @@ Finish = Callable[[Buffer, int], Sample]
 class Recipe:
     """From a payload to a sample; the same for `dataset[i]` and for batches. Thread-safe.
 
-    Labelled images become crops and the other samples are decoded whole. `Dataset` and the makers
-    of batches hold one recipe together.
+    Images become crops, next to their label or what else belongs to them, and samples of other
+    kinds are decoded whole. `Dataset` and the makers of batches hold one recipe together.
 
     Args:
         reader: of the payloads.
-        image_size: side of square crops of labelled images, in pixels; None for no crops.
+        image_size: side of square crops of images, in pixels; None for no crops.
         train: random crops and flips; otherwise the middle of the image.
         transform: the user's. What it begins with is fused into the crop, see
             `dlio.image.fusion.fused`.
         seed: of the crops.
         through_decoded: crops are cut out of images that a tier keeps decoded.
         finish: replaces everything else, for data sets of other libraries.
+        min_visible: least share of its area with which a box stays in a crop.
+
+    Raises UsageError for a transform that would move pixels, and leave boxes behind.
     """
 
     where = "transform="
@@ -55,14 +61,21 @@ class Recipe:
         seed: int,
         through_decoded: bool,
         finish: Finish | None,
+        min_visible: float = 0.0,
     ) -> None:
         self.reader = reader
         self.finish = finish
-        fields = image_and_label(reader.schema)
+        self.companion = None if finish is not None else companion_of(reader.schema, min_visible)
+        """Makes what belongs to a picture; None if the samples are of another kind."""
         crop, rest, batch_transform = fused(transform)
-        self.crops = fields is not None and (image_size is not None or crop is not None)
-        """True if samples are crops of images, with labels."""
-        self.image_field, self.label_field = fields or ("", "")
+        self.crops = self.companion is not None and (image_size is not None or crop is not None)
+        """True if samples are crops of images."""
+        self.moves = self.companion is not None and self.companion.moves
+        """True if samples have boxes or masks, which move with the pixels."""
+        self.ragged = self.moves and not self.crops
+        """True if batches are lists of whole pictures and of what belongs to them."""
+        if self.moves and self.crops:
+            check_pixelwise(rest, reader.path)
         self.crop = Crop(image_size or 1, train) if crop is None else crop
         self.transform: Transform | None = rest if self.crops else transform
         """User's transform of each crop, or of each sample that is not cropped."""
@@ -76,7 +89,7 @@ class Recipe:
         return self.crops and self.crop.draws > 0
 
     def one(self, epoch: int, sample: int, payload: Buffer) -> Sample:
-        """Make one sample: (crop or the transform's result, label), or the decoded fields.
+        """Make one sample: (crop or the transform's result, its label or target), or the fields.
 
         A crop is a uint8 tensor of shape (3, height, width).
 
@@ -87,11 +100,12 @@ class Recipe:
             return self.whole(sample, payload)[0]
         pixels = np.empty((self.crop.size, self.crop.width, 3), np.uint8)
         uniforms = self.decoder.draw(epoch, np.array([sample], np.int64))[0]
-        label = self.into(pixels, sample, payload, uniforms)
+        companion = self.into(pixels, sample, payload, uniforms)
         made, _ = self.transformed(pixels, sample)
         if self.batch_transform is not None:
             made = self.batch_transform(made)
-        return made, label
+        assert self.companion is not None
+        return self.companion.sample(made, companion)
 
     def into(
         self,
@@ -100,29 +114,40 @@ class Recipe:
         payload: Buffer,
         uniforms: npt.NDArray[np.float64],
         tier: DecodedTier | None = None,
-    ) -> int:
-        """Decode a crop into its slot of a batch; return the label. Raises as `one`.
+    ) -> Any:
+        """Decode a crop into its slot of a batch; return what belongs to it. Raises as `one`.
 
         Args:
             slot: RGB, shape (height, width, 3).
             uniforms: the sample's row of `decoder.draw`.
             tier: is offered the decoded image.
         """
-        reader, decoder = self.reader, self.decoder
-        try:
-            values = reader.schema.split(payload)
-        except CorruptBlock as error:
-            raise self._mismatch(sample, error) from error
-        encoded, name = values[self.image_field], SampleName(reader, sample)
-        label = int(values[self.label_field])
+        decoder, companion = self.decoder, self.companion
+        assert companion is not None
+        values = self.fields(sample, payload)
+        encoded, name = values[companion.image], SampleName(self.reader, sample)
         if tier is None:
-            decoder.decode(encoded, name, uniforms, slot)
-        else:
-            began = time.thread_time()  # Leaves out the time in which other threads ran.
-            pixels = decoder.prepare(encoded, name)
-            tier.put(sample, pixels, label, time.thread_time() - began)
-            decoder.finish(pixels, uniforms, slot)
+            shown = decoder.decode(encoded, name, uniforms, slot)
+            move = None if shown is None else Move(shown, slot.shape[0], slot.shape[1])
+            return self.accompanying(values, move, sample)
+        label = self.accompanying(values, None, sample)
+        began = time.thread_time()  # Leaves out the time in which other threads ran.
+        pixels = decoder.prepare(encoded, name)
+        tier.put(sample, pixels, label, time.thread_time() - began)
+        decoder.finish(pixels, uniforms, slot)
         return label
+
+    def accompanying(self, values: dict[str, Any], move: Move | None, sample: int) -> Any:
+        """Make what belongs to a picture, of a payload's fields. Raises as `one`.
+
+        Args:
+            move: of the picture's crop; None for the whole picture.
+        """
+        assert self.companion is not None
+        try:
+            return self.companion.made(values, move, SampleName(self.reader, sample))
+        except (CorruptBlock, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+            raise self._mismatch(sample, error) from error
 
     def transformed(self, slot: npt.NDArray[np.uint8], sample: int) -> tuple[Sample, float]:
         """Return (the transform's result for the crop in a slot, seconds in the transform)."""
@@ -135,7 +160,14 @@ class Recipe:
         """Return (sample without a crop, seconds in the user's transform). Raises as `one`."""
         if self.finish is not None:
             return self.finish(payload, sample), 0.0
-        made = decode_sample(self.reader.schema, payload, SampleName(self.reader, sample))
+        name = SampleName(self.reader, sample)
+        if self.moves:
+            assert self.companion is not None
+            values = self.fields(sample, payload)
+            picture = decoded_field("image", values[self.companion.image], name)
+            made = self.companion.sample(picture, self.accompanying(values, None, sample))
+        else:
+            made = decode_sample(self.reader.schema, payload, name)
         if self.transform is None:
             return made, 0.0
         return self._apply(self.transform, made, sample)
@@ -159,7 +191,7 @@ class Recipe:
         except CorruptBlock as error:
             raise self._mismatch(sample, error) from error
 
-    def _mismatch(self, sample: int, error: CorruptBlock) -> SourceError:
+    def _mismatch(self, sample: int, error: Exception) -> SourceError:
         return SourceError(f"{self.reader.path}: sample {self.reader.name(sample)!r}: {error}")
 
 
