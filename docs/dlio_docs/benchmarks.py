@@ -160,8 +160,8 @@ def _peers(report: Mapping[str, Json]) -> str:
         for key in RATIOS
         if key in report
     ]
-    head = ("ratio of the same repeat", "samples/s, median (min to max)", "CPU time, medians")
-    parts.append(_table(head, ratios))
+    heads = ("ratio of the same repeat", "samples/s, median (min to max)", "CPU time, medians")
+    parts.append(_table(heads, ratios))
     parts += [f"- Left out: {name}: {why}" for name, why in _dict(report["absent"]).items()]
     return "\n\n".join(parts)
 

@@ -127,7 +127,7 @@ def cpu_ratio(report: Mapping[str, object], key: str) -> float | None:
         report: of `dlio bench loader`.
         key: one of `RATIOS`.
 
-    Returns None where there are no figures, or too small ones.
+    Returns None where figures are missing, or too small.
     """
     figures: Any = report.get("cpu_ms_per_sample", {})
     mine, other = (figures.get(name, {}).get("median", 0.0) for name in RATIOS[key])
