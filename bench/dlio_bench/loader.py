@@ -20,28 +20,10 @@ from dlio_bench.peers.environments import missing, runner_command, runner_enviro
 from dlio_bench.peers.process import Contender
 from dlio_bench.peers.race import race
 from dlio_bench.peers.standalone.runners.protocol import Task
-from dlio_bench.peers.table import CASES, CONTENDERS
+from dlio_bench.peers.table import CASES, CONTENDERS, RATIOS, cpu_ratio
 
 __all__ = ["Case", "Choice", "command", "measure"]
 
-_RATIOS = {
-    "dlio_over_torch": ("dlio", "torch"),
-    "dlio_over_torch_floats": ("dlio", "torch_floats"),
-    "dlio_over_ceiling": ("dlio", "ceiling"),
-    "dlio_over_full_decode": ("dlio", "full_decode"),
-    **{
-        f"dlio_over_{name}": ("dlio", name)
-        for name, entry in CONTENDERS.items()
-        if entry.case == "files" and entry.environment
-    },
-    "rows_over_torch": ("dlio_rows", "torch"),
-    "rows_over_ffcv": ("dlio_rows", "ffcv"),
-    "rows_over_full_decode": ("dlio_rows", "full_decode"),
-    "dlio_256_over_ffcv_256": ("dlio_256", "ffcv_256"),
-    "dlio_raw_over_ffcv_raw": ("dlio_raw", "ffcv_raw"),
-    "dlio_raw_over_tbl_raw": ("dlio_raw", "tbl_raw"),
-    "dlio_raw_over_tbl_raw_uint8": ("dlio_raw", "tbl_raw_uint8"),
-}
 _USUAL = ("torch", "torch_floats", "ceiling", "full_decode", "dlio", "dlio_rows")
 _CASES = ("pictures", "arrays", "slow", "decoded", "mapstyle")
 _NEED_SOURCE = ("slow", "decoded")
@@ -177,7 +159,7 @@ def measure(case: Case) -> dict[str, object]:
         "footprint": outcome.footprint,
         **{
             key: ratio(rates[mine], rates[other])
-            for key, (mine, other) in _RATIOS.items()
+            for key, (mine, other) in RATIOS.items()
             if mine in rates and other in rates
         },
         "machine": machine,
@@ -317,7 +299,9 @@ def _show(report: dict[str, Any], image_size: int, workers: int, repeats: int) -
         console.print(table)
     for name, why in report["absent"].items():
         print(f"left out: {name} ({why})")
-    for key in _RATIOS:
+    for key in RATIOS:
         if key in report:
             value = report[key]
-            print(f"{key.replace('_over_', ' / ')}: {_median(value)}")
+            cpu = cpu_ratio(report, key)
+            of_cpu = "" if cpu is None else f"; by CPU time {cpu:.2f}"
+            print(f"{key.replace('_over_', ' / ')}: {_median(value)}{of_cpu}")

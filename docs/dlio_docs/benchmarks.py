@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from dlio_bench.peers.table import CASES, CONTENDERS
+from dlio_bench.peers.table import CASES, CONTENDERS, RATIOS, cpu_ratio
 
 __all__ = ["DATA", "loader_rows", "number", "page", "read", "readme_part", "spread"]
 
@@ -156,13 +156,19 @@ def _peers(report: Mapping[str, Json]) -> str:
             head = (title, "batches", "samples/s", "CPU, ms a sample", "first batch of all, s")
             parts.append(_table(head, rows))
     ratios = [
-        (key.replace("_over_", " / "), spread(value))
-        for key, value in report.items()
-        if "_over_" in key
+        (key.replace("_over_", " / "), spread(report[key]), _of_cpu(report, key))
+        for key in RATIOS
+        if key in report
     ]
-    parts.append(_table(("ratio of the same repeat", "median (min to max)"), ratios))
+    heads = ("ratio of the same repeat", "samples/s, median (min to max)", "CPU time, medians")
+    parts.append(_table(heads, ratios))
     parts += [f"- Left out: {name}: {why}" for name, why in _dict(report["absent"]).items()]
     return "\n\n".join(parts)
+
+
+def _of_cpu(report: Mapping[str, Json], key: str) -> str:
+    value = cpu_ratio(report, key)
+    return "" if value is None else number(value)
 
 
 def _readers(report: Mapping[str, Json]) -> str:

@@ -40,6 +40,7 @@ def test_its_small_form_measures_all_contenders_in_one_run(pictures: Path) -> No
     assert report["output"]["dlio"] == "uint8 CHW"
     assert report["output"]["torch_floats"] == "float32 CHW"
     assert report["absent"] == {}
+    assert set(report["cpu_ms_per_sample"]) == set(report["samples_per_s"])
 
 
 def test_large_arrays_are_measured_beside_bare_reads(tmp_path: Path) -> None:

@@ -18,7 +18,15 @@ from dlio_bench.peers.process import Contender
 from dlio_bench.peers.race import race
 from dlio_bench.peers.standalone.runners import protocol
 from dlio_bench.peers.standalone.runners.protocol import Task, checksum
-from dlio_bench.peers.table import CASES, CONTENDERS, ENVIRONMENTS, Entry, Environment
+from dlio_bench.peers.table import (
+    CASES,
+    CONTENDERS,
+    ENVIRONMENTS,
+    RATIOS,
+    Entry,
+    Environment,
+    cpu_ratio,
+)
 
 _STANDALONE = os.path.join(os.path.dirname(os.path.dirname(protocol.__file__)))
 _LABELS = [3, 1, 2, 1, 0]
@@ -164,6 +172,14 @@ def test_all_contenders_have_a_program_and_a_case() -> None:
     for entry in CONTENDERS.values():
         assert entry.case in {*CASES, ""}
         assert entry.environment in {*ENVIRONMENTS, ""}
+
+
+def test_the_ratio_of_cpu_time_is_above_one_where_the_other_takes_longer() -> None:
+    report = {"cpu_ms_per_sample": {"dlio": {"median": 2.0}, "torch": {"median": 5.0}}}
+    assert cpu_ratio(report, "dlio_over_torch") == 2.5
+    assert cpu_ratio(report, "dlio_over_dali") is None
+    assert cpu_ratio(report, "rows_over_torch") is None
+    assert {name for pair in RATIOS.values() for name in pair} <= set(CONTENDERS)
 
 
 def test_libraries_that_are_not_installed_are_reported_with_the_remedy(

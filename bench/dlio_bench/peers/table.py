@@ -1,9 +1,18 @@
 """The contenders, and the environments of those that are not dlio's or torch's."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
-__all__ = ["CASES", "CONTENDERS", "ENVIRONMENTS", "Entry", "Environment"]
+__all__ = [
+    "CASES",
+    "CONTENDERS",
+    "ENVIRONMENTS",
+    "RATIOS",
+    "Entry",
+    "Environment",
+    "cpu_ratio",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,3 +98,37 @@ CONTENDERS: Final[dict[str, Entry]] = {
     "tbl_raw_uint8": Entry("TurboLoader, TBL-RAW, rounded to uint8", "raw", "turboloader"),
     "dlio_raw": Entry("dlio.DataLoader, tier of decoded pictures (threads)", "raw"),
 }
+
+RATIOS: Final[dict[str, tuple[str, str]]] = {
+    "dlio_over_torch": ("dlio", "torch"),
+    "dlio_over_torch_floats": ("dlio", "torch_floats"),
+    "dlio_over_ceiling": ("dlio", "ceiling"),
+    "dlio_over_full_decode": ("dlio", "full_decode"),
+    **{
+        f"dlio_over_{name}": ("dlio", name)
+        for name, entry in CONTENDERS.items()
+        if entry.case == "files" and entry.environment
+    },
+    "rows_over_torch": ("dlio_rows", "torch"),
+    "rows_over_ffcv": ("dlio_rows", "ffcv"),
+    "rows_over_full_decode": ("dlio_rows", "full_decode"),
+    "dlio_256_over_ffcv_256": ("dlio_256", "ffcv_256"),
+    "dlio_raw_over_ffcv_raw": ("dlio_raw", "ffcv_raw"),
+    "dlio_raw_over_tbl_raw": ("dlio_raw", "tbl_raw"),
+    "dlio_raw_over_tbl_raw_uint8": ("dlio_raw", "tbl_raw_uint8"),
+}
+"""Names of ratios: (ours, the other's)."""
+
+
+def cpu_ratio(report: Mapping[str, object], key: str) -> float | None:
+    """Seconds on processors that another contender takes for a sample, over ours; medians.
+
+    Args:
+        report: of `dlio bench loader`.
+        key: one of `RATIOS`.
+
+    Returns None where figures are missing, or too small.
+    """
+    figures: Any = report.get("cpu_ms_per_sample", {})
+    mine, other = (figures.get(name, {}).get("median", 0.0) for name in RATIOS[key])
+    return other / mine if mine and other else None
