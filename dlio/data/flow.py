@@ -58,6 +58,10 @@ class Flow:
         """(limit, median latency) before the doubling that is being tried."""
         self._held = 0
 
+    def __reduce__(self) -> tuple[type["Flow"], tuple[int, int]]:
+        """In another process it begins at this limit, with measurements of its own."""
+        return type(self), (self.most, self.limit)
+
     def begins(self) -> tuple[int, float]:
         """Say that a request begins; returns a value for `ends`."""
         return self._changes, self._clock()
