@@ -15,7 +15,7 @@ from dlio.errors import UsageError
 from dlio.image.draws import Draws, current_draws
 from dlio.util.arguments import named, number_in, whole_number
 
-__all__ = ["CutMix", "Mixer", "Mixture", "MixUp"]
+__all__ = ["CutMix", "MixUp", "Mixer", "Mixture"]
 
 
 class Mixture(NamedTuple):

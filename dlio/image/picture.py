@@ -83,7 +83,8 @@ def on_pixels(name: str, paint: Callable[[Pixels], Pixels], img: Picture) -> Pic
         painted = paint(pixels if pixels.ndim == 3 else pixels[..., None])
         return Image.fromarray(painted[..., 0] if pixels.ndim == 2 else painted, img.mode)
     if img.dtype != torch.uint8:
-        if not img.dtype.is_floating_point or img.numel() and not (img.min() >= 0 <= 1 >= img.max()):
+        low, high = img.aminmax() if img.numel() else (0, 0)
+        if not img.dtype.is_floating_point or low < 0 or high > 1:
             raise UsageError(
                 f"{name} of a tensor of {img.dtype}: it takes pixels from 0 to 255 in uint8, or "
                 "from 0 to 1 as floats; put it before Normalize"

@@ -1,7 +1,7 @@
 """Automatic augmentation: RandAugment and TrivialAugmentWide.
 
-Operations and magnitudes are those of torchvision.transforms.autoaugment. Sources: Cubuk and others,
-"RandAugment", arXiv 1909.13719; Mueller and Hutter, "TrivialAugment", arXiv 2103.10158.
+Operations and magnitudes are those of torchvision.transforms.autoaugment. Sources: Cubuk and
+others, "RandAugment", arXiv 1909.13719; Mueller and Hutter, "TrivialAugment", arXiv 2103.10158.
 """
 
 from collections.abc import Sequence

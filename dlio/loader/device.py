@@ -7,7 +7,8 @@ from typing import Any, Final, Self
 
 import torch
 
-from dlio.loader.contract import BatchData, Transform
+from dlio.image.fusion import Batchwise
+from dlio.loader.contract import BatchData
 from dlio.loader.feed import Fed, Feed
 from dlio.loader.nested import map_leaves, tensors_in
 from dlio.util.threads import Workers
@@ -28,9 +29,9 @@ class _Copied:
 
 
 def delivered(
-    feed: Feed, device: torch.device | str | int | None, transform: Transform | None
+    feed: Feed, device: torch.device | str | int | None, transform: Batchwise | None
 ) -> Feed:
-    """Return the batches of `feed` on a device, the first tensor of each transformed there.
+    """Return the batches of `feed` on a device, transformed there.
 
     On CUDA a thread takes batches and copies them on a stream of its own, ahead of their use. On
     other devices they are copied when they are handed out.
@@ -73,14 +74,14 @@ def _on_device(feed: Feed, device: torch.device) -> Feed:
             del fed
 
 
-def _transformed(feed: Feed, transform: Transform) -> Feed:
+def _transformed(feed: Feed, transform: Batchwise) -> Feed:
     yield None
     for fed in feed:
         assert fed is not None
         if fed.error is None:
             images, labels = fed.data
-            fed.data = transform(images), labels
-            del images
+            fed.data = transform(images, labels, fed.epoch, fed.numbers())
+            del images, labels
         yield fed
         del fed
 

@@ -268,7 +268,6 @@ def _feed(planned: _Pass, epoch: EpochPlan, alone: bool) -> Feed:
     Args:
         alone: this rank exchanges no samples with others.
     """
-    data, stats = planned.data, planned.stats
     with ExitStack() as stack:
         planner = _hurry_first_batch(planned, epoch)
         streamed = None
@@ -294,7 +293,7 @@ def _feed(planned: _Pass, epoch: EpochPlan, alone: bool) -> Feed:
             if streamed is not None:
                 done = min(batch.step.number + 1, shuffle.sent)
                 streamed.done(epoch.position + done * epoch.global_batch)
-            fed = _fed(batch, data, planned.skip, stats)
+            fed = _fed(batch, planned)
             del batch
             yield fed
             del fed
@@ -385,8 +384,8 @@ def _streamed(planned: _Pass, epoch: EpochPlan, order: BlockOrder) -> Iterator[B
         streamed.close()
 
 
-def _fed(batch: Batch, data: Dataset, skip: bool, stats: Stats) -> Fed:
-    samples = batch.step.samples
+def _fed(batch: Batch, planned: _Pass) -> Fed:
+    samples, data, skip, stats = batch.step.samples, planned.data, planned.skip, planned.stats
     if batch.failed:
         error = first_failure(batch)
         if -1 in batch.failed or not skip or not isinstance(error, SKIPPED):
@@ -399,4 +398,4 @@ def _fed(batch: Batch, data: Dataset, skip: bool, stats: Stats) -> Fed:
             stats.skipped.append(data.reader.name(int(samples[slot])))
         samples = samples[[k for k in range(len(samples)) if k not in batch.failed]]
     made, batch.data = batch.data, None
-    return Fed(made, len(samples), samples)
+    return Fed(made, len(samples), samples, epoch=planned.epoch)

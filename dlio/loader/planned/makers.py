@@ -176,9 +176,10 @@ class _Crops:
         self._tier: DecodedTier | None = None
         self._images = maker.memory.take()
         self._labels = np.zeros(len(samples), np.int64)
+        self._epoch, self._samples = epoch, samples
         self._uniforms = maker.recipe.decoder.draw(epoch, samples)
         self._transformed: list[Sample] = []
-        if maker.recipe.transform is not None:
+        if maker.recipe.transforms:
             self._transformed = [None] * len(samples)
 
     def make(self, slot: int, sample: int, payload: Buffer) -> float:
@@ -188,26 +189,31 @@ class _Crops:
         return self._transform(slot, sample) if self._transformed else 0.0
 
     def _transform(self, slot: int, sample: int) -> float:
-        self._transformed[slot], seconds = self._recipe.transformed(self._images[slot], sample)
+        self._transformed[slot], seconds = self._recipe.transformed(
+            self._images[slot], self._epoch, sample
+        )
         return seconds
 
     def finish(self, slots: Sequence[int] | None) -> BatchData:
         images, labels, transformed = self._images, self._labels, self._transformed
-        count = len(labels)
+        count, samples = len(labels), self._samples
         if slots is not None:
             for k, slot in enumerate(slots):
                 if k != slot:
                     images[k] = images[slot]
-            labels, count = labels[list(slots)], len(slots)
+            labels, samples, count = labels[list(slots)], samples[list(slots)], len(slots)
             transformed = [transformed[slot] for slot in slots] if transformed else []
         recipe, collate = self._recipe, self._maker.collate
         crops = torch.from_numpy(images[:count]).permute(0, 3, 1, 2)
         if collate is not None:
             firsts: BatchData = transformed
+            seconds: BatchData = labels.tolist()
             if recipe.transform is None:
-                batchwise = recipe.batch_transform
-                firsts = crops if batchwise is None else batchwise(crops)
-            return collate(list(zip(firsts, labels.tolist(), strict=True)))
+                firsts, batchwise = crops, recipe.batch_transform
+                if batchwise is not None:
+                    targets = torch.from_numpy(labels) if batchwise.mixes else seconds
+                    firsts, seconds = batchwise(crops, targets, self._epoch, samples)
+            return collate(list(zip(firsts, seconds, strict=True)))
         numbers = torch.from_numpy(labels)
         if recipe.transform is None:
             return crops, numbers
@@ -328,7 +334,7 @@ class _Samples:
         if isinstance(recipe, MappedRecipe):
             self._samples[slot], seconds = recipe.mapped(self._epoch, sample, payload)
         else:
-            self._samples[slot], seconds = recipe.whole(sample, payload)
+            self._samples[slot], seconds = recipe.whole(self._epoch, sample, payload)
         return seconds
 
     def finish(self, slots: Sequence[int] | None) -> BatchData:
