@@ -88,9 +88,8 @@ class GaussianBlur(PixelTransform):
             raise UsageError(
                 f"{named('kernel_size', kernel_size)}: give an odd number of pixels, or two"
             )
-        if not isinstance(sigma, list | tuple):
-            sigma = (sigma, sigma)
-        self.sigma = check_range("sigma", sigma, above=0)
+        ends = sigma if isinstance(sigma, list | tuple) else (sigma, sigma)
+        self.sigma = check_range("sigma", ends, above=0)
 
     def draw(self, draws: Draws, height: int, width: int) -> list[Change]:
         return [Change("blur", draws.uniform(*self.sigma))]

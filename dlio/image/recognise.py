@@ -119,7 +119,7 @@ def _jitter(step: Any) -> Any:
 
 
 def _erasing(step: Any) -> Any:
-    value = "random" if step.value is None else step.value
+    value: Any = "random" if step.value is None else step.value
     return T.RandomErasing(step.p, _pair(step.scale), _pair(step.ratio), value, step.inplace)
 
 
