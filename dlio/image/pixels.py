@@ -8,7 +8,7 @@ Tables (brightness, contrast, posterize, solarize, equalize, autocontrast, inver
 Pillow's results exactly, or differ by 1 where OpenCV rounds luminance another way. Nearest
 neighbours of a rotation differ from Pillow's in some pixels of a thousand, where the centre of a
 pixel falls on an edge. Hue is computed in floats, as torchvision does for tensors, and differs from
-that by at most 1; Pillow, which has hue in 8 bits, differs from both by up to 12.
+that by at most 1; Pillow, which has hue in 8 bits, differs from both by up to 16.
 Source: PIL.ImageEnhance, PIL.ImageOps, torchvision.transforms.functional.
 """
 
