@@ -99,6 +99,11 @@ class RandomChoice(PixelTransform):
         """True if it chooses among mixtures of batches."""
         return all(isinstance(each, Mixer) for each in self.transforms)
 
+    @property
+    def partners(self) -> str:
+        """The choice of partners that the mixtures share."""
+        return "step" if any(each.partners == "step" for each in self.transforms) else "rank"
+
     def choose(self, draws: Draws) -> Any:
         """Draw one of the transforms."""
         if self.p is None:

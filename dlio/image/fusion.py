@@ -87,28 +87,44 @@ class Batchwise:
         """True if labels become probabilities."""
         return any(_is_mixer(step) for _, step in self._steps)
 
+    @property
+    def pairs(self) -> bool:
+        """True if a sample is mixed with any other sample of the step."""
+        return any(_is_mixer(step) and step.partners == "step" for _, step in self._steps)
+
     def __call__(
-        self, images: torch.Tensor, labels: Any, epoch: int, samples: Samples
+        self,
+        images: torch.Tensor,
+        labels: Any,
+        epoch: int,
+        samples: Samples,
+        extra: Samples = (),
+        partners: npt.NDArray[np.int64] | None = None,
     ) -> tuple[torch.Tensor, Any]:
         """Transform a batch.
 
         Args:
-            images: shape (n, 3, height, width).
-            labels: shape (n,).
+            images: shape (n + m, 3, height, width).
+            labels: shape (n + m,).
             samples: the samples' indices, n.
+            extra: m samples behind them, which others are mixed with.
+            partners: for each sample, the number of the image that it is mixed with; None for the
+                image before it.
 
-        Returns: (images, labels, or probabilities of shape (n, classes)).
+        Returns: (n images, as many labels, or probabilities of shape (n, classes)).
         """
+        everyone = [*samples, *extra]
         for number, step in self._steps:
             if isinstance(step, RandomErasing):
-                images = step.erase_each(images, self._draws(number, epoch, samples))
+                images = step.erase_each(images, self._draws(number, epoch, everyone))
             elif _is_mixer(step):
                 mixtures = [
                     _draw_mixture(step, draws, images)
                     for draws in self._draws(number, epoch, samples)
                 ]
                 mixer = step.transforms[0] if isinstance(step, RandomChoice) else step
-                images, labels = mixer.mix(images, labels, mixtures, None, self._classes or None)
+                rows = None if partners is None else torch.from_numpy(partners)
+                images, labels = mixer.mix(images, labels, mixtures, rows, self._classes or None)
             else:
                 images = step(images)
         return images, labels

@@ -7,13 +7,13 @@ mixture of its own, which belongs to (seed, epoch, sample) whichever batch the s
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from dlio.errors import UsageError
 from dlio.image.draws import Draws, current_draws
-from dlio.util.arguments import named, number_in, whole_number
+from dlio.util.arguments import named, number_in, one_of, whole_number
 
 __all__ = ["CutMix", "MixUp", "Mixer", "Mixture"]
 
@@ -35,9 +35,19 @@ class Mixer:
         alpha: of the distribution Beta(alpha, alpha) of the share.
         num_classes: width of the probabilities. In a loader None stands for the data set's classes;
             elsewhere for labels that are probabilities already.
+        partners: in a loader, `step` mixes each sample with the one before it in the step's global
+            batch, so that pixels do not depend on the number of ranks; a partner that another rank
+            has is decoded once more. `rank` mixes within the rank's own batch, as torchvision does.
     """
 
-    def __init__(self, *, alpha: float = 1.0, num_classes: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        alpha: float = 1.0,
+        num_classes: int | None = None,
+        partners: Literal["step", "rank"] = "step",
+    ) -> None:
+        self.partners = one_of("partners", partners, ("step", "rank"))
         self.alpha = number_in("alpha", alpha, 0, "a number")
         if not self.alpha:
             raise UsageError(f"{named('alpha', alpha)}: give a number above 0")
@@ -124,7 +134,10 @@ class Mixer:
         return torch.nn.functional.one_hot(labels.long(), count).float()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(alpha={self.alpha}, num_classes={self.num_classes})"
+        return (
+            f"{type(self).__name__}(alpha={self.alpha}, num_classes={self.num_classes}, "
+            f"partners={self.partners!r})"
+        )
 
 
 class MixUp(Mixer):

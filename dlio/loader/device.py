@@ -79,8 +79,8 @@ def _transformed(feed: Feed, transform: Batchwise) -> Feed:
     for fed in feed:
         assert fed is not None
         if fed.error is None:
-            images, labels = fed.data
-            fed.data = transform(images, labels, fed.epoch, fed.numbers())
+            images, labels, *pairs = fed.data  # Of samples that are mixed, also their partners.
+            fed.data = transform(images, labels, fed.epoch, fed.numbers(), *pairs)
             del images, labels
         yield fed
         del fed

@@ -104,6 +104,11 @@ class Recipe:
         """True if batches are mixtures of images, whose labels are probabilities."""
         return self.batch_transform is not None and self.batch_transform.mixes
 
+    @property
+    def pairs(self) -> bool:
+        """True if a sample may be mixed with any other sample of its step."""
+        return self.batch_transform is not None and self.batch_transform.pairs
+
     def one(self, epoch: int, sample: int, payload: Buffer) -> Sample:
         """Make one sample: (crop or the transform's result, label), or the decoded fields.
 

@@ -18,6 +18,7 @@ from dlio.data.reader import data_bytes
 from dlio.data.schema import Buffer, Schema
 from dlio.errors import UsageError
 from dlio.loader.contract import BatchData, CollateFn, Sample
+from dlio.loader.planned.pairs import Pairs, decode_partners
 from dlio.loader.recipe import MappedRecipe, Recipe
 from dlio.storage.decoded import DecodedTier
 from dlio.util.pool import Pool
@@ -108,8 +109,10 @@ class Maker(Protocol):
     batch_bytes: int
     """Approximate bytes of a batch."""
 
-    def begin(self, epoch: int, samples: npt.NDArray[np.int64]) -> Slots:
-        """Begin a batch of these samples."""
+    def begin(
+        self, epoch: int, samples: npt.NDArray[np.int64], pairs: Pairs | None = None
+    ) -> Slots:
+        """Begin a batch of these samples, mixed with these partners."""
 
 
 def maker_for(
@@ -160,18 +163,29 @@ class CropMaker:
         self.decoded = decoded
         self.collate = collate
         shape = (batch_size, recipe.crop.size, recipe.crop.width, 3)
-        self.memory = BatchMemory(shape, np.uint8, pinned)
         self.batch_bytes = math.prod(shape)
+        if recipe.pairs:  # With room for a partner of each.
+            shape = (2 * batch_size, *shape[1:])
+        self.memory = BatchMemory(shape, np.uint8, pinned)
 
-    def begin(self, epoch: int, samples: npt.NDArray[np.int64]) -> Slots:
+    def begin(
+        self, epoch: int, samples: npt.NDArray[np.int64], pairs: Pairs | None = None
+    ) -> Slots:
         if self.decoded is not None:
-            return _CachedCrops(self, self.decoded, epoch, samples)
-        return _Crops(self, epoch, samples)
+            return _CachedCrops(self, self.decoded, epoch, samples, pairs)
+        return _Crops(self, epoch, samples, pairs)
 
 
 class _Crops:
-    def __init__(self, maker: CropMaker, epoch: int, samples: npt.NDArray[np.int64]) -> None:
+    def __init__(
+        self,
+        maker: CropMaker,
+        epoch: int,
+        samples: npt.NDArray[np.int64],
+        pairs: Pairs | None,
+    ) -> None:
         self._maker = maker
+        self._pairs = pairs
         self._recipe = maker.recipe
         self._tier: DecodedTier | None = None
         self._images = maker.memory.take()
@@ -204,6 +218,11 @@ class _Crops:
             labels, samples, count = labels[list(slots)], samples[list(slots)], len(slots)
             transformed = [transformed[slot] for slot in slots] if transformed else []
         recipe, collate = self._recipe, self._maker.collate
+        mixed: tuple[npt.NDArray[np.int64], ...] = ()  # Samples behind the others, and partners.
+        if self._pairs is not None:
+            pairs = self._pairs if slots is None else self._pairs.of(slots)
+            labels, *rest = decode_partners(pairs, recipe, self._epoch, samples, images, labels)
+            mixed, count = tuple(rest), len(labels)
         crops = torch.from_numpy(images[:count]).permute(0, 3, 1, 2)
         if collate is not None:
             firsts: BatchData = transformed
@@ -212,11 +231,11 @@ class _Crops:
                 firsts, batchwise = crops, recipe.batch_transform
                 if batchwise is not None:
                     targets = torch.from_numpy(labels) if batchwise.mixes else seconds
-                    firsts, seconds = batchwise(crops, targets, self._epoch, samples)
+                    firsts, seconds = batchwise(crops, targets, self._epoch, samples, *mixed)
             return collate(list(zip(firsts, seconds, strict=True)))
         numbers = torch.from_numpy(labels)
         if recipe.transform is None:
-            return crops, numbers
+            return crops, numbers, *mixed
         if not transformed:
             return torch.empty(0), numbers
         return torch.utils.data.default_collate(transformed), numbers
@@ -231,8 +250,9 @@ class _CachedCrops(_Crops):
         tier: DecodedTier,
         epoch: int,
         samples: npt.NDArray[np.int64],
+        pairs: Pairs | None,
     ) -> None:
-        super().__init__(maker, epoch, samples)
+        super().__init__(maker, epoch, samples, pairs)
         self._tier = self._cache = tier
 
     def take_cached(self, slot: int, sample: int) -> float | None:
@@ -265,7 +285,9 @@ class ArrayMaker:
         (name or None, first byte, end)."""
         self.direct = schema.overhead >= _DIRECT_BYTES
 
-    def begin(self, epoch: int, samples: npt.NDArray[np.int64]) -> Slots:
+    def begin(
+        self, epoch: int, samples: npt.NDArray[np.int64], pairs: Pairs | None = None
+    ) -> Slots:
         return (_DirectArrays if self.direct else _Arrays)(self, len(samples))
 
 
@@ -320,7 +342,9 @@ class SampleMaker:
         reader = recipe.reader
         self.batch_bytes = batch_size * data_bytes(reader) // max(1, len(reader))
 
-    def begin(self, epoch: int, samples: npt.NDArray[np.int64]) -> Slots:
+    def begin(
+        self, epoch: int, samples: npt.NDArray[np.int64], pairs: Pairs | None = None
+    ) -> Slots:
         return _Samples(self, epoch, len(samples))
 
 
