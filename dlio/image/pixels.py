@@ -110,7 +110,10 @@ def invert(pixels: Pixels) -> Pixels:
 
 def grayscale(pixels: Pixels) -> Pixels:
     """Replace each pixel by its luminance, in as many channels."""
-    return np.repeat(_luminance(pixels)[..., None], pixels.shape[2], axis=2)
+    if pixels.shape[2] == 1:
+        return pixels
+    cv2 = opencv()
+    return _shaped(cv2.cvtColor(_luminance(pixels), cv2.COLOR_GRAY2RGB), pixels)
 
 
 def autocontrast(pixels: Pixels) -> Pixels:
