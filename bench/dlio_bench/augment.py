@@ -72,10 +72,10 @@ def augment(repeats: int, image_size: int, pictures: int = _PICTURES) -> dict[st
     return report
 
 
-def augment_lines(report: dict[str, Any]) -> Iterator[str]:
+def augment_lines(report: dict[str, object]) -> Iterator[str]:
     """Yield the lines that describe a report of `augment`."""
     for name in _TRANSFORMS:
-        figures = report[name]
+        figures: Any = report[name]
         line = f"transforms, {name}: {figures['us']['median']:,.0f} us a picture"
         if "pillow_us" in figures:
             line += (

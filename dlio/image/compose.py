@@ -104,16 +104,17 @@ class RandomChoice(PixelTransform):
         """The choice of partners that the mixtures share."""
         return "step" if any(each.partners == "step" for each in self.transforms) else "rank"
 
-    def choose(self, draws: Draws) -> Any:
+    def choose(self, draws: Draws) -> Transform:
         """Draw one of the transforms."""
+        members: list[Transform] = self.transforms
         if self.p is None:
-            return self.transforms[draws.below(len(self.transforms))]
+            return members[draws.below(len(members))]
         left = draws.uniform(0, sum(self.p))
-        for transform, weight in zip(self.transforms, self.p, strict=True):
+        for member, weight in zip(members, self.p, strict=True):
             if left < weight:
-                return transform
+                return member
             left -= weight
-        return self.transforms[max(k for k, weight in enumerate(self.p) if weight)]
+        return members[max(k for k, weight in enumerate(self.p) if weight)]
 
     def draw(self, draws: Draws, height: int, width: int) -> list[Change]:
         member = self.choose(draws)
@@ -122,8 +123,9 @@ class RandomChoice(PixelTransform):
 
     def draw_mixture(self, draws: Draws, height: int, width: int) -> Mixture:
         """Draw a mixture of one of the transforms, which all mix batches."""
-        mixture: Mixture = self.choose(draws).draw(draws, height, width)
-        return mixture
+        member = self.choose(draws)
+        assert isinstance(member, Mixer)
+        return member.draw(draws, height, width)
 
     def paint(self, pixels: Pixels, change: Change) -> Pixels:
         member, inner = change.value

@@ -148,8 +148,8 @@ def fused(transform: Transform | None) -> Fused:
 
     Raises UsageError if a mixture of batches is not the last step.
     """
-    steps = flattened(transform)
-    known = [each if _is_own(each) else recognised(each) for each in steps]
+    steps: list[Any] = flattened(transform)
+    known: list[Any] = [each if _is_own(each) else recognised(each) for each in steps]
     form = "pil" if is_torchvision(transform) else "tensor"
     at, early = 0, []
     while at < len(steps) and _is_conversion(known[at]):

@@ -5,6 +5,7 @@ others, "RandAugment", arXiv 1909.13719; Mueller and Hutter, "TrivialAugment", a
 """
 
 from collections.abc import Sequence
+from enum import Enum
 from typing import Any, Final
 
 import numpy as np
@@ -18,6 +19,8 @@ from dlio.util.arguments import named, whole_number
 
 __all__ = ["RandAugment", "TrivialAugmentWide", "is_bilinear"]
 
+Interpolation = str | int | Enum
+"""`nearest` or `bilinear`, Pillow's number of one, or torchvision's InterpolationMode."""
 _NAMES: Final = (
     "ShearX",
     "ShearY",
@@ -34,7 +37,7 @@ _MODES: Final = {"nearest": False, "bilinear": True, "0": False, "2": True}
 
 
 class _Policy(PixelTransform):
-    def __init__(self, bins: int, interpolation: Any, fill: Any) -> None:
+    def __init__(self, bins: int, interpolation: Interpolation, fill: Any) -> None:
         self.num_magnitude_bins = whole_number("num_magnitude_bins", bins, 2)
         self.interpolation = interpolation
         self.fill = fill
@@ -113,7 +116,7 @@ class RandAugment(_Policy):
         num_ops: int = 2,
         magnitude: int = 9,
         num_magnitude_bins: int = 31,
-        interpolation: Any = "nearest",
+        interpolation: Interpolation = "nearest",
         fill: float | Sequence[float] | None = None,
     ) -> None:
         super().__init__(num_magnitude_bins, interpolation, fill)
@@ -142,7 +145,7 @@ class TrivialAugmentWide(_Policy):
     def __init__(
         self,
         num_magnitude_bins: int = 31,
-        interpolation: Any = "nearest",
+        interpolation: Interpolation = "nearest",
         fill: float | Sequence[float] | None = None,
     ) -> None:
         super().__init__(num_magnitude_bins, interpolation, fill)
@@ -161,7 +164,7 @@ class TrivialAugmentWide(_Policy):
         )
 
 
-def is_bilinear(interpolation: Any) -> bool | None:
+def is_bilinear(interpolation: object) -> bool | None:
     """True for bilinear, False for nearest, None for others: words, numbers of Pillow, or members
     of torchvision's InterpolationMode."""
     return _MODES.get(str(getattr(interpolation, "value", interpolation)).lower())

@@ -7,12 +7,13 @@ or of a class derived from torchvision's, is not recognised, and is called as it
 
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 
 from dlio.errors import UsageError
 from dlio.image import transforms as T  # noqa: N812 - as everybody calls them
+from dlio.image.picture import Transform
 from dlio.image.policy import is_bilinear
 
 __all__ = ["AsTorchvision", "flattened", "form_after", "is_torchvision", "recognised"]
@@ -26,7 +27,7 @@ def is_torchvision(transform: object) -> bool:
     return module == _ROOT or module.startswith(_ROOT + ".")
 
 
-def flattened(transform: object) -> list[Any]:
+def flattened(transform: object) -> list[Transform]:
     """Return the steps of a pipeline, those of inner ones too; None has none."""
     if transform is None:
         return []
@@ -34,10 +35,10 @@ def flattened(transform: object) -> list[Any]:
     if is_compose or (is_torchvision(transform) and type(transform).__name__ == "Compose"):
         steps: Any = transform
         return [inner for each in steps.transforms for inner in flattened(each)]
-    return [transform]
+    return [cast(Transform, transform)]
 
 
-def recognised(step: Any) -> Any:
+def recognised(step: object) -> Transform | None:
     """Return dlio's transform for one of torchvision; None for one without."""
     if not is_torchvision(step):
         return None
@@ -45,12 +46,13 @@ def recognised(step: Any) -> Any:
     if make is None:
         return None
     try:
-        return make(step)
+        made: Transform = make(step)
     except (AttributeError, TypeError, UsageError):  # Another version, or an option of its own.
         return None
+    return made
 
 
-def form_after(step: Any, form: str) -> str:
+def form_after(step: object, form: str) -> str:
     """Return the form in which torchvision's pipelines hold an image after a step.
 
     Args:

@@ -12,7 +12,7 @@ _MOST_OBJECTS: Final = 2000
 _DEPTH: Final = 6
 
 
-def reachable(held: object) -> Iterator[Any]:
+def reachable(held: object) -> Iterator[object]:
     """Yield an object and those that it holds, with the functions of their classes.
 
     Classes of torch and numpy are passed over, and so is everything beyond 2,000 objects.

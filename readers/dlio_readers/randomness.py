@@ -29,7 +29,7 @@ class Draws:
 
     def __init__(self, data: object) -> None:
         kinds = (random.Random, np.random.Generator, np.random.RandomState)
-        self._held = [each for each in reachable(data) if isinstance(each, kinds)]
+        self._held: list[Any] = [each for each in reachable(data) if isinstance(each, kinds)]
         self._held += [each for each in reachable(data) if type(each).__name__ == "Generator"]
         self._before = self._states()
 
