@@ -100,21 +100,15 @@ class Mixer:
         if partners is None:
             partners = torch.arange(count).roll(1)
         parts = torch.tensor([each.part for each in mixtures], dtype=torch.float32)
-        mixed = images[:count].clone()
-        blended = [k for k, each in enumerate(mixtures) if each.box is None]
-        if blended:
-            rows = torch.tensor(blended)
-            others = images[partners[rows].to(images.device)]
-            share = parts[rows].view(-1, *[1] * (images.ndim - 1)).to(images.device, images.dtype)
-            rows = rows.to(images.device)
-            mixed[rows] = images[rows].mul(share).add_(others.mul_(1 - share))
+        # A box is cut out below; until then the image is its own.
+        shares = torch.tensor([each.part if each.box is None else 1.0 for each in mixtures])
+        blends = bool((shares < 1).any())
+        mixed = _blended(images, shares, partners) if blends else images[:count].clone()
         for k, (each, other) in enumerate(zip(mixtures, partners.tolist(), strict=True)):
             if each.box is not None:
                 left, top, right, bottom = each.box
                 mixed[k, ..., top:bottom, left:right] = images[other, ..., top:bottom, left:right]
-        share = parts[:, None].to(probabilities.device)
-        others = probabilities[partners.to(probabilities.device)]
-        return mixed, probabilities[:count].mul(share).add_(others.mul_(1 - share))
+        return mixed, _blended(probabilities, parts, partners)
 
     def _probabilities(self, labels: torch.Tensor, classes: int | None) -> torch.Tensor:
         """Labels as probabilities; shape (n, classes)."""
@@ -164,6 +158,16 @@ class CutMix(Mixer):
         right, bottom = min(width, x + across), min(height, y + down)
         part = 1 - (right - left) * (bottom - top) / (width * height)
         return Mixture(part, (left, top, right, bottom))
+
+
+def _blended(values: torch.Tensor, shares: torch.Tensor, partners: torch.Tensor) -> torch.Tensor:
+    """Blend the first rows with their partners: share x row + (1 - share) x partner.
+
+    Each product and sum is rounded by itself, so that results are the same in batches of any size.
+    """
+    share = shares.view(-1, *[1] * (values.ndim - 1)).to(values.device, values.dtype)
+    others = values[partners.to(values.device)].mul_(1 - share)
+    return values[: len(shares)].mul(share).add_(others)
 
 
 def _pair(name: str, batch: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,6 +12,7 @@ they give numbers that follow from (seed, epoch, sample):
 """
 
 import dis
+import os
 import random
 import threading
 import types
@@ -63,8 +64,17 @@ _GLOBAL: Final = (
 """The generators behind the functions of `random` and of `numpy.random`."""
 _MASK_32: Final = 2**32 - 1
 
-_lock: Final = threading.RLock()
+_lock = threading.RLock()
 """Held while shared generators are those of one sample."""
+
+
+def _renew_lock() -> None:
+    """Replace the lock in a forked process, where its holder does not go on."""
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 class Seeded:

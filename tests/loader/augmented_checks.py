@@ -59,8 +59,9 @@ def digests(loader: Any, epochs: int = 2) -> list[dict[int, str]]:
     return made
 
 
-def main(folder: str, step: int) -> None:
-    batch, report = step // world().size, {}
+def report(folder: str, step: int) -> dict[str, list[dict[int, str]]]:
+    """This rank's digests of two epochs, for some pipelines and modes."""
+    batch, made = step // world().size, {}
     own = T.Compose([T.RandomResizedCrop(32), users_own])
     cases = [("recipe", recipe(), "batch", 2), ("recipe", recipe(), "global", 1)]
     for name, transform, mode, most in [*cases, ("own", own, "batch", 2)]:
@@ -69,9 +70,9 @@ def main(folder: str, step: int) -> None:
             dlio.open(folder, tiers="ram:8MiB", transform=transform, seed=3) as data,
             dlio.DataLoader(data, batch, True, mode=mode, pretend_nodes=nodes) as loader,
         ):
-            report[f"{name} {mode}"] = digests(loader)
-    print(json.dumps(report), flush=True)
+            made[f"{name} {mode}"] = digests(loader)
+    return made
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    print(json.dumps(report(sys.argv[1], int(sys.argv[2]))), flush=True)

@@ -16,7 +16,7 @@ import dlio
 from dlio import transforms as T  # noqa: N812 - as everybody calls them
 from dlio.errors import SourceError, UsageError
 from dlio.image.draws import KeyedDraws, stream_of
-from tests.loader.augmented_checks import MEAN, STD, digests, recipe, users_own
+from tests.loader.augmented_checks import MEAN, STD, digests, recipe, report, users_own
 
 BODY = str(Path(__file__).with_name("augmented_checks.py"))
 
@@ -60,24 +60,23 @@ def test_a_resumed_epoch_has_the_same_pixels(pictures: Path, make: Any) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.daily("4")
 def test_ranks_do_not_matter(
-    pictures: Path, mpirun: Callable[..., subprocess.CompletedProcess[str]]
+    pictures: Path, ranks: int, mpirun: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
-    merged: list[dict[str, list[dict[str, str]]]] = []
-    for ranks in (1, 2, 4):
-        done = mpirun(ranks, "-W", "error", BODY, str(pictures), "4")
-        assert done.returncode == 0, done.stderr
-        reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-        assert len(reports) == ranks
-        together: dict[str, list[dict[str, str]]] = {}
-        for report in reports:
-            for name, epochs in report.items():
-                pairs = zip(together.get(name, [{}, {}]), epochs, strict=True)
-                together[name] = [{**seen, **own} for seen, own in pairs]
-        merged.append(together)
-    for name, epochs in merged[0].items():
-        assert [len(epoch) for epoch in epochs] == [12, 12]
-        assert merged[1][name] == merged[2][name] == epochs
+    done = mpirun(ranks, "-W", "error", BODY, str(pictures), "4")
+    assert done.returncode == 0, done.stderr
+    reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(reports) == ranks
+    for name, epochs in report(str(pictures), 4).items():
+        for epoch, alone in enumerate(epochs):
+            merged: dict[str, str] = {}
+            for each in reports:
+                assert not merged.keys() & each[name][epoch].keys()
+                merged |= each[name][epoch]
+            assert len(merged) == 12
+            assert merged == {str(sample): digest for sample, digest in alone.items()}
 
 
 def test_pixels_are_those_of_each_transform_with_the_samples_numbers(pictures: Path) -> None:
@@ -220,6 +219,15 @@ def test_mixtures_want_batches_that_dlio_makes(pictures: Path) -> None:
         _open(pictures, T.Compose([T.RandomResizedCrop(32), T.MixUp(), str]))
     with pytest.raises(UsageError, match="begin with"):
         _open(pictures, T.Compose([T.Resize(32), T.MixUp()]))
+
+
+def test_batches_are_mixed_on_the_device_where_they_lie(pictures: Path) -> None:
+    with _open(pictures, recipe()) as data, _loader(data, 5, device="meta") as loader:
+        shapes = []
+        for images, labels in loader:
+            assert images.device.type == labels.device.type == "meta"
+            shapes.append((tuple(images.shape), tuple(labels.shape)))
+        assert shapes == [((n, 3, 32, 32), (n, 3)) for n in (5, 5, 2)]
 
 
 def test_mixtures_of_any_loader_by_its_collate_fn() -> None:
