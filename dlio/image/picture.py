@@ -79,6 +79,10 @@ def on_pixels(name: str, paint: Callable[[Pixels], Pixels], img: Picture) -> Pic
     if not isinstance(img, torch.Tensor):
         from PIL import Image
 
+        if img.mode not in ("RGB", "L"):
+            raise UsageError(
+                f"{name} of an image of mode {img.mode}: call its convert('RGB') first"
+            )
         pixels = np.array(img)
         painted = paint(pixels if pixels.ndim == 3 else pixels[..., None])
         return Image.fromarray(painted[..., 0] if pixels.ndim == 2 else painted, img.mode)
@@ -102,10 +106,19 @@ def on_pixels(name: str, paint: Callable[[Pixels], Pixels], img: Picture) -> Pic
 
 
 def shape_of(img: Picture) -> tuple[int, int]:
-    """Return (height, width) in pixels."""
-    if isinstance(img, torch.Tensor):
+    """Return (height, width) in pixels. Raises UsageError for anything but a picture."""
+    if isinstance(img, torch.Tensor) and img.ndim >= 2:
         return int(img.shape[-2]), int(img.shape[-1])
-    return int(img.height), int(img.width)
+    try:
+        return int(img.height), int(img.width)
+    except AttributeError:
+        kind = (
+            f"tensor of shape {tuple(img.shape)}" if hasattr(img, "shape") else type(img).__name__
+        )
+        raise UsageError(
+            f"a transform of images got a {kind}: give it an image of Pillow, or a tensor of "
+            "shape (..., channels, height, width)"
+        ) from None
 
 
 def check_probability(name: str, p: object, least: float = 0.0) -> float:

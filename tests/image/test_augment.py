@@ -332,6 +332,12 @@ def test_conversions_are_torchvisions() -> None:
     )
     wanted = (pixels.float() / 255 - 0.5) / 0.25
     assert torch.allclose(T.Normalize([0.5], [0.25])(T.ToTensor()(picture)), wanted)
+    batch = torch.from_numpy(np.random.default_rng(3).integers(0, 256, (2, 6, 7, 3), np.uint8))
+    last = batch.permute(0, 3, 1, 2)  # As a loader makes batches, channels last.
+    for each in (last, last.float() / 255):
+        normal = T.Normalize([0.4, 0.5, 0.6], [0.2, 0.3, 0.25])
+        assert torch.equal(normal(each), normal(each.contiguous()))
+        assert normal(each).stride() == each.stride()
     floats = T.ToTensor()(picture)
     T.Normalize([0.5], [0.25])(floats)
     assert torch.equal(floats, T.ToTensor()(picture))
@@ -383,6 +389,9 @@ def test_conversions_are_torchvisions() -> None:
         lambda: T.RandomChoice([str], p=[1, 2]),
         lambda: T.RandomInvert(1)(torch.zeros(3, 4, 4) - 1),
         lambda: T.RandomInvert(1)(torch.zeros(2, 4, 4).byte()),
+        lambda: T.RandomInvert(1)(torch.zeros(4).byte()),
+        lambda: T.RandomInvert(1)({"image": torch.zeros(3, 4, 4)}),
+        lambda: T.RandomInvert(1)(Image.new("RGBA", (4, 4))),
     ],
 )
 def test_wrong_parameters_are_refused(make: Any) -> None:

@@ -56,9 +56,17 @@ class Pairing:
     skip: bool
 
     def pairs(self, step: int, samples: _I64) -> Pairs:
-        """Return the partners of a rank's samples in a step; cost O(global batch)."""
+        """Return the partners of a rank's samples in a step.
+
+        Cost O(n) for an order that is a formula alone, otherwise O(global batch).
+        """
         first = self.position + step * self.global_batch
         last = min(first + self.global_batch, self.end)
+        if type(self.order) is Order:
+            before = self.order.positions(samples) - 1
+            before[before < first] = last - 1
+            return Pairs(self.order.samples(before), self.fetch, self.skip)
+        # Others may be longer than their formula, or have a sample twice.
         everyone = self.order.samples(np.arange(first, last, dtype=np.int64))
         by_sample = np.argsort(everyone, kind="stable")
         places = by_sample[np.searchsorted(everyone, samples, sorter=by_sample)]
