@@ -150,7 +150,9 @@ def fused(transform: Transform | None) -> Fused:
     """
     steps: list[Any] = flattened(transform)
     known: list[Any] = [each if _is_own(each) else recognised(each) for each in steps]
-    form = "pil" if is_torchvision(transform) else "tensor"
+    # A pipeline that makes no tensor of Pillow's image has been written for tensors.
+    makes_tensor = any(form_after(step, "pil") != "pil" for step in steps)
+    form = "pil" if is_torchvision(transform) and makes_tensor else "tensor"
     at, early = 0, []
     while at < len(steps) and _is_conversion(known[at]):
         early.append((at, known[at]))

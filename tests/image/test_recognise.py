@@ -221,6 +221,10 @@ def test_pixels_are_those_of_dlios_own_pipeline(pictures: Path) -> None:
             [v2.ToImage(), _crop(v2), v2.RandomPhotometricDistort(), v2.ToPureTensor()],
             [("RandomPhotometricDistort", "Tensor"), ("ToPureTensor", "Tensor")],
         ),
+        (  # Written for the tensors that a loader of dlio gives.
+            [_crop(v2), v2.RandomPhotometricDistort(), v2.ToDtype(dtype=torch.float32, scale=True)],
+            [("RandomPhotometricDistort", "Tensor"), ("ToDtype", "Tensor")],
+        ),
         (  # Unknown from the beginning, and of a size of its own: whole images.
             [v1.RandomCrop(size=(32, 40)), v1.ToTensor()],
             [("RandomCrop", "Image"), ("ToTensor", "Image")],
