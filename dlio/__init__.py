@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from dlio.loader.dataset import Dataset
     from dlio.loader.dataset import open_dataset as open
     from dlio.loader.mixture import mix
+    from dlio.loader.padding import PadTargets
     from dlio.train.exchange.distribute import distribute
     from dlio.train.pruning.apoptosis import Apoptosis
     from dlio.train.pruning.pruned_file import load_pruned
@@ -44,6 +45,7 @@ __all__ = [
     "Dataset",
     "DecodeError",
     "DlioError",
+    "PadTargets",
     "PeerLost",
     "SampleSkipper",
     "SourceError",
@@ -62,6 +64,7 @@ _WHERE = {
     "Apoptosis": ("dlio.train.pruning.apoptosis", "Apoptosis"),
     "DataLoader": ("dlio.loader.dataloader", "DataLoader"),
     "Dataset": ("dlio.loader.dataset", "Dataset"),
+    "PadTargets": ("dlio.loader.padding", "PadTargets"),
     "SampleSkipper": ("dlio.train.skipping.skipper", "SampleSkipper"),
     "distribute": ("dlio.train.exchange.distribute", "distribute"),
     "init_process_group": ("dlio.comm.process_group", "init_process_group"),

@@ -40,6 +40,7 @@ CORE: Final[Mapping[str, str]] = {
     "leave": "dlio.cli.resize:leave",
     "demo": "dlio.cli.demo:command",
     "ls": "dlio.cli.ls:command",
+    "view": "dlio.cli.view:command",
     "cache": "dlio.cli.cache:GROUP",
     "ledger": "dlio.cli.ledger:command",
     "plan": "dlio.cli.forecast:plan",

@@ -1,21 +1,26 @@
 """`dlio ls`: describe the data set at a path."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypedDict
 
+from dlio.data.source import redact
+from dlio.util.files import check_writable
 from dlio.util.options import Option
-from dlio.util.printable import print_line
+from dlio.util.printable import print_line, printable
 from dlio.util.units import format_bytes
 
 if TYPE_CHECKING:
     from dlio.data.schema import Structure
+    from dlio.loader.gallery.histograms import Histogram
 
 __all__ = ["Description", "Listing", "Storage", "command", "describe"]
 
 _ONE_SIDED: Final = 2.0
 """Class mix above which a warning is printed."""
 _MOST_CLASSES: Final = 1 << 20
+_BAR: Final = 40
+"""Width of the longest bar, in characters."""
 
 
 class Storage(TypedDict):
@@ -55,7 +60,6 @@ def describe(path: str) -> Description:
     import numpy as np
 
     from dlio.data.reader import data_bytes, open_reader
-    from dlio.data.source import redact
     from dlio.storage.places import find_place
 
     reader = open_reader(path)
@@ -65,7 +69,11 @@ def describe(path: str) -> Description:
     countable = len(labels) and labels.min() >= 0 and labels.max() < _MOST_CLASSES
     mix = None
     counts: dict[str, int] = {}
-    if countable and (len(reader.classes) or labels.any()):
+    boxes: dict[str, int] | None = getattr(reader, "box_counts", None)
+    masks = "mask" in reader.schema.kinds and not labels.any()
+    if boxes is not None:
+        counts = boxes
+    elif countable and not masks and (len(reader.classes) or labels.any()):
         counted = np.bincount(labels, minlength=len(reader.classes)).tolist()
         names = list(reader.classes) or [str(number) for number in range(len(counted))]
         counts = dict(zip(names, counted, strict=False))
@@ -113,13 +121,22 @@ class Listing:
         str, Option("Data set of any format: a path or a URL.", positional=True, metavar="PATH")
     ]
     as_json: Annotated[bool, Option("Print JSON.", name="json")] = False
+    plot: Annotated[
+        bool, Option("Draw histograms of bytes, pixels and classes, in the terminal.")
+    ] = False
+    html: Annotated[
+        str | None, Option("Write the histograms as a page to this file.", metavar="FILE")
+    ] = None
 
 
 def command(options: Listing) -> None:
     """Show the contents of a data set and its division into blocks."""
+    if options.html is not None:
+        check_writable("--html", options.html)
     path, about = options.path, describe(options.path)
     if options.as_json:
         print(json.dumps(about, indent=2))
+        _draw(replace(options, plot=False))
         return
     counts = about["classes"]
     schema = ", ".join(f"{name}: {kind}" for name, kind in about["schema"])
@@ -131,7 +148,8 @@ def command(options: Listing) -> None:
         names = list(counts)
         shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
         print_line(f"  classes      {len(names)}: {shown}")
-        print_line(f"  per class    {min(counts.values()):,} to {max(counts.values()):,} samples")
+        things = "boxes" if ["boxes", "float32[?,4]"] in about["schema"] else "samples"
+        print_line(f"  per class    {min(counts.values()):,} to {max(counts.values()):,} {things}")
     print_line(f"  blocks       {about['blocks']:,} of about {format_bytes(about['block_bytes'])}")
     print_line(f"  fingerprint  {about['fingerprint']}")
     storage = about["storage"]
@@ -147,3 +165,48 @@ def command(options: Listing) -> None:
             "mixed), and so will each node's batches: rewrite the data in shuffled order with "
             "`dlio pack`"
         )
+    _draw(options)
+
+
+def _draw(options: Listing) -> None:
+    """Draw histograms in the terminal, or on a page, or both."""
+    if not options.plot and options.html is None:
+        return
+    from dlio.data.reader import open_reader
+    from dlio.loader.gallery.histograms import bars_html, histograms
+    from dlio.loader.gallery.page import page_of
+    from dlio.loader.gallery.values import shortened
+
+    reader = open_reader(options.path)
+    made = histograms(reader)
+    reader.close()
+    if options.plot:
+        for histogram in made:
+            _print_bars(histogram)
+    if options.html is not None:
+        bars = "".join(map(bars_html, made))
+        title = shortened(redact(options.path))
+        body = f'<div class="dlio"><header><h1>{title}</h1></header>{bars}</div>'
+        page_of(f"{redact(options.path)} - dlio ls", body).save(options.html)
+        if not options.as_json:
+            print_line(f"{options.html}: {len(made)} histograms")
+
+
+def _print_bars(histogram: "Histogram") -> None:
+    from rich.bar import Bar
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(justify="right", max_width=40, no_wrap=True)
+    table.add_column(justify="right")
+    table.add_column()
+    most = max(histogram.counts) or 1
+    for name, count in zip(histogram.names, histogram.counts, strict=True):
+        bar = Bar(most, 0, count, width=_BAR)
+        table.add_row(Text(printable(name)), f"{count:,}", bar)
+    console = Console()
+    console.print()
+    console.print(Text(printable(histogram.title), style="bold"))
+    console.print(table)

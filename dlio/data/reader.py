@@ -41,7 +41,7 @@ __all__ = [
 
 OPEN_ARGUMENTS: Final = (
     *("tiers", "image_size", "train", "transform"),
-    *("seed", "on_error", "replicas", "follow_links", "requests"),
+    *("seed", "on_error", "replicas", "follow_links", "requests", "min_visible"),
 )
 """Arguments of `dlio.open` that readers do not see, for suggestions."""
 

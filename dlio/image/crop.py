@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["DRAWS", "Box", "Crop"]
+__all__ = ["DRAWS", "Box", "Crop", "Shown"]
 
 _TRIES: Final = 10
 _TOP, _LEFT, _FLIP, _UPEND = (2 * _TRIES + k for k in range(4))
@@ -25,6 +25,23 @@ class Box:
     """True to exchange left and right."""
     upend: bool = False
     """True to exchange top and bottom."""
+
+    def times(self, factor: int) -> "Box":
+        """Return the same part of an image `factor` times as large."""
+        top, left = factor * self.top, factor * self.left
+        return Box(top, left, factor * self.height, factor * self.width, self.flip, self.upend)
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """The part of an image that a crop shows, exactly."""
+
+    box: Box
+    """In pixels of the image. It may end up to seven pixels beyond the image's last row or column,
+    if the image was decoded at a fraction of its size."""
+    height: int
+    """Height of the whole image, in pixels."""
+    width: int
 
 
 @dataclass(frozen=True, slots=True)

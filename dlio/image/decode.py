@@ -28,12 +28,12 @@ import numpy.typing as npt
 
 from dlio.data.schema import Buffer
 from dlio.errors import DecodeError
-from dlio.image.crop import Box, Crop
+from dlio.image.crop import Box, Crop, Shown
 from dlio.image.jpeg import cut, interval_starts, parse_frame, touched
 from dlio.plan.order import keyed_uniforms
 from dlio.util.settings import settings
 
-__all__ = ["MAX_PIXELS", "Decoder", "decode_whole", "opencv"]
+__all__ = ["MAX_PIXELS", "Decoder", "decode_whole", "image_size", "opencv"]
 
 MAX_PIXELS: Final = settings().max_pixels
 """Most pixels of an image: half a gigabyte of RGB, and twice the size of which Pillow warns."""
@@ -117,8 +117,10 @@ class Decoder:
         name: object,
         uniforms: npt.NDArray[np.float64],
         out: npt.NDArray[np.uint8],
-    ) -> None:
-        """Decode, crop and resize one image into `out`.
+    ) -> Shown | None:
+        """Decode, crop and resize one image into `out`; return the part of it that `out` shows.
+
+        None if the image was decoded in two steps, as the part is one of a smaller version then.
 
         Args:
             image: the file's bytes.
@@ -130,25 +132,28 @@ class Decoder:
         """
         if self.kept:
             self.finish(self.prepare(image, name), uniforms, out)
-        else:
-            self._cut_out(image, name, uniforms.tolist(), out)
+            return None
+        return self._cut_out(image, name, uniforms.tolist(), out)
 
     def _cut_out(
         self, image: Buffer, name: object, uniforms: Sequence[float], out: npt.NDArray[np.uint8]
-    ) -> None:
+    ) -> Shown:
         size = _jpeg_size(image, name)
         if size is not None:
-            box = self.box(*size, uniforms)
+            box = shown = self.box(*size, uniforms)
             factor = self._factor(box)
             pixels, top, left = _decode_jpeg(image, name, size, box, factor)
             if factor > 1:
                 whole = (pixels.shape[0] + top // factor, pixels.shape[1] + left // factor)
                 box = _scaled(box, factor, whole)
+                shown = box.times(factor)
             box = replace(box, top=box.top - top // factor, left=box.left - left // factor)
         else:
             pixels = _decode_other(image, name)
-            box = self.box(pixels.shape[0], pixels.shape[1], uniforms)
+            size = pixels.shape[0], pixels.shape[1]
+            box = shown = self.box(*size, uniforms)
         _resize(pixels, box, out)
+        return Shown(shown, *size)
 
     def box(self, height: int, width: int, uniforms: Sequence[float]) -> Box:
         """Return the part that is cut out of an image of this size; pure."""
@@ -167,6 +172,17 @@ def decode_whole(image: Buffer, name: object) -> npt.NDArray[np.uint8]:
     if size is not None:
         return _decode_jpeg(image, name, size, Box(0, 0, *size, flip=False), 1)[0].copy()
     return _decode_other(image, name)
+
+
+def image_size(image: Buffer, name: object) -> tuple[int, int]:
+    """Return (height, width) of an image, of most formats from its header. Raises DecodeError."""
+    size = _jpeg_size(image, name)
+    if size is None and bytes(image[:2]) != b"\xff\xd8":
+        size = _declared_size(image, name)
+    if size is None:
+        pixels = _decode_other(image, name)
+        size = pixels.shape[0], pixels.shape[1]
+    return size
 
 
 def _resize(pixels: npt.NDArray[np.uint8], box: Box, out: npt.NDArray[np.uint8]) -> None:

@@ -36,7 +36,7 @@ from dlio.image.transforms import (
     ToDtype,
 )
 
-__all__ = ["Batchwise", "Fused", "fused"]
+__all__ = ["Batchwise", "Fused", "check_pixelwise", "fused"]
 
 _SIZES: Final = ("size", "target_size", "min_size")
 """Attributes of transforms, dlio's and torchvision's, that change an image's size."""
@@ -44,6 +44,34 @@ _SIZES: Final = ("size", "target_size", "min_size")
 Step = tuple[int, Any]
 """(number in the whole pipeline, transform of dlio)."""
 Samples = Sequence[int] | npt.NDArray[np.int64]
+_MOVING: Final = (
+    *("RandomResizedCrop", "RandomCrop", "CenterCrop", "FiveCrop", "TenCrop", "Resize", "Pad"),
+    *("RandomHorizontalFlip", "RandomVerticalFlip", "RandomRotation", "RandomAffine"),
+    *("RandomPerspective", "ElasticTransform", "RandomZoomOut", "RandomIoUCrop", "ScaleJitter"),
+    *("RandomShortestSize", "RandomResize", "RandAugment", "TrivialAugmentWide", "AutoAugment"),
+    "AugMix",
+)
+"""Names of transforms, of dlio and torchvision, that move pixels."""
+
+
+
+def check_pixelwise(transform: Transform | None, path: str) -> None:
+    """Raise UsageError if a transform of crops has a known step that moves pixels.
+
+    Args:
+        path: of the data set, for the message.
+    """
+    steps = getattr(transform, "transforms", None)
+    for step in steps if isinstance(steps, list | tuple) else [transform]:
+        name = type(step).__name__
+        if name in _MOVING:
+            raise UsageError(
+                f"transform={name}: it would move the pixels of {path} and leave its boxes and "
+                "masks behind: begin the transform with Compose([RandomResizedCrop(...), "
+                "RandomHorizontalFlip()]), with which they move, or transform both in data.map()"
+            )
+        if step is not transform:
+            check_pixelwise(step, path)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import copy
 import operator
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, Final, Self, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -14,11 +14,13 @@ from dlio.comm import Communicator
 from dlio.data.chosen import ChosenReader
 from dlio.data.reader import Reader, open_reader
 from dlio.data.replicas import replicated
+from dlio.data.schema import Buffer
 from dlio.errors import UsageError
 from dlio.image.crop import Crop
 from dlio.loader import views
 from dlio.loader.contract import Sample, Transform, UserDataset
 from dlio.loader.recipe import Finish, MappedRecipe, Recipe
+from dlio.plan.order import Order
 from dlio.storage.mount import Mount, MountOptions, mount
 from dlio.storage.spec import Tiers, choose_tiers, decoded_spec
 from dlio.util.arguments import (
@@ -26,14 +28,20 @@ from dlio.util.arguments import (
     check_callable,
     check_flag,
     named,
+    number_in,
     one_of,
     paths_in,
     whole_number,
 )
 
+if TYPE_CHECKING:
+    from dlio.loader.gallery.page import Page
+
 __all__ = ["Dataset", "open_dataset"]
 
 _MOST_PIXELS: Final = 8192
+MOST_SHOWN: Final = 1000
+"""Samples of a page, at most."""
 _MOST_REQUESTS: Final = 4096
 _MOST_SEED: Final = 2**63 - 1
 
@@ -43,7 +51,8 @@ class Dataset(torch.utils.data.Dataset[Sample]):
 
     Map-style and picklable: a copy in another process opens its own files. `dataset[i]` is the
     reader's sample i: (crop, label) for labelled images, with the crop of epoch `dataset.epoch`
-    whichever process asks; otherwise the sample's fields, see
+    whichever process asks; (crop, target) for images with boxes or masks, see
+    `dlio.loader.targets`; {"image": crop} for unlabelled ones; otherwise the sample's fields, see
     `dlio.loader.sample.decode_sample`.
     """
 
@@ -59,8 +68,10 @@ class Dataset(torch.utils.data.Dataset[Sample]):
         on_error: str,
         finish: Finish | None = None,
         requests: int | None = None,
+        min_visible: float = 0.0,
     ) -> None:
         self.reader = reader
+        self.min_visible = min_visible
         self.requests = requests
         self.tiers = tiers
         self.image_size = image_size
@@ -102,8 +113,14 @@ class Dataset(torch.utils.data.Dataset[Sample]):
 
     @property
     def crops(self) -> bool:
-        """True if samples are crops of images, with labels."""
+        """True if samples are crops of images."""
         return self.recipe.crops
+
+    @property
+    def has_classes(self) -> bool:
+        """True if samples are crops of images, each with the number of its class."""
+        companion = self.recipe.companion
+        return self.crops and companion is not None and companion.is_class
 
     @property
     def crop(self) -> Crop:
@@ -137,13 +154,34 @@ class Dataset(torch.utils.data.Dataset[Sample]):
         if not -count <= number < count:
             raise IndexError(f"sample {number} of a data set of {count}")
         sample = number % count
+        return self.recipe.one(self.epoch, sample, self._payload(sample))
+
+    def _payload(self, sample: int) -> Buffer:
         samples = np.array([sample], np.int64)
-        if self._mount is not None:
-            block, place = self.reader.layout.locate(samples)
-            payload, _ = self._mount.hierarchy.read(sample, int(block[0]), int(place[0]))
-        else:
-            payload = self.reader.read(samples)[0]
-        return self.recipe.one(self.epoch, sample, payload)
+        if self._mount is None:
+            return self.reader.read(samples)[0]
+        block, place = self.reader.layout.locate(samples)
+        return self._mount.hierarchy.read(sample, int(block[0]), int(place[0]))[0]
+
+    def show(self, count: int = 12, *, shuffle: bool = True, epochs: int = 2) -> "Page":
+        """Return a page of samples, whole and as a loader gives them, with what belongs to them.
+
+        A notebook shows it by itself; elsewhere, `data.show().save("page.html")`.
+
+        Args:
+            count: number of samples.
+            shuffle: in the order of a shuffled epoch; otherwise the first ones.
+            epochs: whose random crops are shown, from `epoch` on.
+        """
+        from dlio.loader.gallery.page import make_page
+
+        count = min(whole_number("count", count, 1, MOST_SHOWN), len(self))
+        epochs = whole_number("epochs", epochs, 1, MOST_SHOWN)
+        check_flag("shuffle", shuffle)
+        order = Order(len(self), self.seed, self.epoch, shuffled=shuffle)
+        samples = order.samples(np.arange(count, dtype=np.int64)).tolist()
+        last = epochs if self.recipe.is_random else 1
+        return make_page(self.recipe, samples, range(self.epoch, self.epoch + last), self._payload)
 
     def _sliced(self, index: slice) -> range:
         try:
@@ -179,6 +217,7 @@ class Dataset(torch.utils.data.Dataset[Sample]):
             on_error=self.on_error,
             finish=self._finish,
             requests=self.requests,
+            min_visible=self.min_visible,
         )
         return made.with_maps(self.maps)
 
@@ -265,7 +304,7 @@ class Dataset(torch.utils.data.Dataset[Sample]):
     def reads_like(self, other: "Dataset") -> bool:
         """True if the other data set has the same fields, options and tiers as this one."""
         alike = ["tiers", "image_size", "train", "on_error", "seed", "_transform", "_finish"]
-        alike.append("maps")
+        alike += ["maps", "min_visible"]
         return self.reader.schema == other.reader.schema and all(
             getattr(self, name) == getattr(other, name) for name in alike
         )
@@ -328,11 +367,12 @@ class Dataset(torch.utils.data.Dataset[Sample]):
             seed=self.seed,
             through_decoded=through_decoded,
             finish=self._finish,
+            min_visible=self.min_visible,
         )
-        if through_decoded and not recipe.crops:
+        if through_decoded and (not recipe.crops or recipe.moves):
             raise UsageError(
-                f"tiers={self.tiers!r}: {self.path} is not cropped here, and decoded tiers keep "
-                "labelled images for crops: leave :decoded out"
+                f"tiers={self.tiers!r}: {self.path} is not cropped here, or has boxes or masks, "
+                "and decoded tiers keep images with a class at most: leave :decoded out"
             )
         return MappedRecipe(recipe, self.maps) if self.maps else recipe
 
@@ -349,6 +389,7 @@ def open_dataset(
     replicas: PathText | Sequence[PathText] = (),
     follow_links: bool | None = None,
     requests: int | None = None,
+    min_visible: float = 0.0,
     **options: object,
 ) -> Dataset:
     """Open a data set; exported as `dlio.open`.
@@ -359,14 +400,14 @@ def open_dataset(
             map-style data set of torch. Paths may be of pathlib.
         tiers: `"ram:2GiB,/local/scratch:20GiB"`, bytes per node, fastest first; `"none"` for no
             tiers; None for DLIO_TIERS, or for RAM up to a quarter of the free memory.
-        image_size: side of the square crops of labelled images, in pixels; None for samples as
-            they are.
+        image_size: side of the square crops of images, in pixels; None for samples as they are.
+            Boxes, masks and keypoints move with the crop.
         train: random resized crops and flips, keyed by (seed, epoch, sample); otherwise the
             middle of the image.
         transform: one of `dlio.transforms`, or a pipeline of torchvision. A crop that it begins
             with replaces `image_size` and `train`; one that changes the size otherwise gets whole
             images. Or any callable, which is called in a thread, with each crop as a uint8 tensor
-            of shape (3, size, size), or with each sample that is not a labelled image.
+            of shape (3, size, size), or with each sample that is not cropped.
         seed: of crops, transforms and, in a loader, of the order.
         on_error: `stop` at a sample that cannot be read or decoded, or `skip` and count it.
         replicas: other places of the same data set. Each read goes to the copy that is expected
@@ -377,6 +418,8 @@ def open_dataset(
         requests: requests in flight from one rank to the source, at most; for a map-style data set
             the samples that it is asked for at a time. By default a number that suits the place,
             and up to 64 samples of a map-style data set, as their latency makes worth it.
+        min_visible: least share of a box's area that a crop must show for the box to stay, 0 to 1;
+            boxes without any area left are always dropped.
         options: of the reader, such as `select` for a slab of every HDF5 or Zarr sample.
 
     Raises UsageError for options that cannot work, SourceError when the path is not a data set.
@@ -389,6 +432,9 @@ def open_dataset(
     check_callable("transform", transform)
     seed = whole_number("seed", seed, 0, _MOST_SEED)
     choose_tiers(tiers, 0)
+    min_visible = number_in("min_visible", min_visible, 0, "a share of a box's area")
+    if min_visible > 1:
+        raise UsageError(f"min_visible={min_visible:g}: give a share of a box's area, 0 to 1")
     if requests is not None:
         requests = whole_number("requests", requests, 1, _MOST_REQUESTS)
         if not isinstance(path, str | os.PathLike | list | tuple):
@@ -403,4 +449,5 @@ def open_dataset(
         seed=seed,
         on_error=on_error,
         requests=requests,
+        min_visible=min_visible,
     )

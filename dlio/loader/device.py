@@ -79,11 +79,21 @@ def _transformed(feed: Feed, transform: Batchwise) -> Feed:
     for fed in feed:
         assert fed is not None
         if fed.error is None:
-            images, labels, *pairs = fed.data  # Of samples that are mixed, also their partners.
-            fed.data = transform(images, labels, fed.epoch, fed.numbers(), *pairs)
-            del images, labels
+            fed.data = _transformed_batch(fed, transform)
         yield fed
         del fed
+
+
+def _transformed_batch(fed: Fed, transform: Batchwise) -> BatchData:
+    """Return (images, labels) or {"image": images}, transformed."""
+    samples = fed.numbers()
+    if isinstance(fed.data, dict):
+        return {
+            name: transform(images, None, fed.epoch, samples)[0]
+            for name, images in fed.data.items()
+        }
+    images, labels, *pairs = fed.data  # Of samples that are mixed, also their partners.
+    return transform(images, labels, fed.epoch, samples, *pairs)
 
 
 def moved(data: BatchData, device: torch.device, non_blocking: bool) -> BatchData:

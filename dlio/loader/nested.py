@@ -10,6 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dlio.loader.contract import BatchData
+from dlio.loader.targets import Target
 
 __all__ = ["emptied", "map_leaves", "samples_in", "tensors_in"]
 
@@ -19,7 +20,8 @@ def map_leaves(act: Callable[[BatchData], BatchData], data: BatchData) -> BatchD
 
     def visit(leaf: BatchData) -> BatchData:
         if isinstance(leaf, dict):
-            return {key: map_leaves(act, item) for key, item in leaf.items()}
+            made = {key: map_leaves(act, item) for key, item in leaf.items()}
+            return Target(made) if isinstance(leaf, Target) else made
         if isinstance(leaf, tuple | list):
             return type(leaf)(map_leaves(act, item) for item in leaf)
         return act(leaf)
@@ -66,4 +68,6 @@ def _lists_values(node: BatchData) -> bool:
     """True for a list of samples' values, such as strings, which is not walked."""
     if not isinstance(node, tuple | list) or hasattr(node, "_fields"):
         return False
-    return not node or not isinstance(node[0], torch.Tensor | dict | tuple | list)
+    if not node or isinstance(node[0], Target):
+        return True
+    return not isinstance(node[0], torch.Tensor | dict | tuple | list)

@@ -1,5 +1,6 @@
 """The recipe of a data set: how a payload becomes a sample."""
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,13 +12,15 @@ import torch
 
 from dlio.data.reader import Reader, SampleName
 from dlio.data.schema import Buffer
-from dlio.errors import CorruptBlock, SourceError
+from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.image.crop import Crop
-from dlio.image.decode import Decoder, decode_whole
-from dlio.image.fusion import Batchwise, fused
+from dlio.image.decode import Decoder
+from dlio.image.fusion import Batchwise, check_pixelwise, fused
+from dlio.image.moving import Move
 from dlio.image.seeded import Seeded
 from dlio.loader.contract import Sample, Transform
-from dlio.loader.sample import decode_sample, image_and_label
+from dlio.loader.sample import decode_sample, decoded_field
+from dlio.loader.targets import companion_of
 from dlio.storage.decoded import DecodedTier
 from dlio.util.printable import printable
 
@@ -37,17 +40,21 @@ class Finish(Protocol):
 class Recipe:
     """From a payload to a sample; the same for `dataset[i]` and for batches. Thread-safe.
 
-    Labelled images become crops and the other samples are decoded whole. `Dataset` and the makers
-    of batches hold one recipe together.
+    Images become crops, next to their label or what else belongs to them, and samples of other
+    kinds are decoded whole. `Dataset` and the makers of batches hold one recipe together.
 
     Args:
         reader: of the payloads.
-        image_size: side of square crops of labelled images, in pixels; None for no crops.
+        image_size: side of square crops of images, in pixels; None for no crops.
         train: random crops and flips; otherwise the middle of the image.
         transform: the user's, which is cut into parts: see `dlio.image.fusion.fused`.
         seed: of the random numbers of crops and transforms.
         through_decoded: crops are cut out of images that a tier keeps decoded.
         finish: replaces everything else, for data sets of other libraries.
+        min_visible: least share of its area with which a box stays in a crop.
+
+    Raises UsageError for a transform that would move pixels, and leave boxes behind, and for
+    mixtures of images without classes.
     """
 
     where = "transform="
@@ -63,30 +70,44 @@ class Recipe:
         seed: int,
         through_decoded: bool,
         finish: Finish | None,
+        min_visible: float = 0.0,
     ) -> None:
         self.reader = reader
         self.finish = finish
-        fields = image_and_label(reader.schema)
+        self.companion = None if finish is not None else companion_of(reader.schema, min_visible)
+        """Makes what belongs to a picture; None if the samples are of another kind."""
         self._seed, self._parts = seed, fused(transform)
-        parts = self._parts
-        whole = fields is not None and parts.whole is not None
+        parts, companion = self._parts, self.companion
+        self.moves = companion is not None and companion.moves
+        """True if samples have boxes or masks, which move with the pixels."""
+        self._pictures = companion is not None and not self.moves and parts.whole is not None
+        """True if the transform takes whole pictures, without what belongs to them."""
         self.crops = (
-            fields is not None and not whole and (image_size is not None or parts.crop is not None)
+            companion is not None
+            and not self._pictures
+            and (image_size is not None or parts.crop is not None)
         )
-        """True if samples are crops of images, with labels."""
-        self._pictures = whole
-        """True if the transform takes whole images and samples are (its result, label)."""
-        self.image_field, self.label_field = fields or ("", "")
+        """True if samples are crops of images."""
+        self.ragged = self.moves and not self.crops
+        """True if batches are lists of whole pictures and of what belongs to them."""
         self.crop = Crop(image_size or 1, train) if parts.crop is None else parts.crop
         self.transform: Transform | None = transform
         """User's transform of each crop, or of each sample that is not cropped."""
         self.batch_transform: Batchwise | None = None
         """Transform of a whole batch of crops, done on the device where the batch lies."""
         if self.crops:
-            self.transform = parts.rest
+            self.transform = parts.rest if parts.whole is None else parts.whole
+            if self.moves:
+                for step in [self.transform, *(step for _, step in parts.paints)]:
+                    check_pixelwise(step, reader.path)
             if parts.batchwise:
                 self.batch_transform = Batchwise(parts.batchwise, seed, len(reader.classes))
-        elif whole:
+            if self.mixes and not (companion and companion.is_class):
+                raise UsageError(
+                    f"{reader.path}: MixUp and CutMix mix numbers of classes, and its images have "
+                    "none: leave them out"
+                )
+        elif self._pictures:
             self.transform = parts.whole
         functions = [transform] if finish is None else finish.functions
         functions = [each for each in functions if each is not None]
@@ -110,7 +131,7 @@ class Recipe:
         return self.batch_transform is not None and self.batch_transform.pairs
 
     def one(self, epoch: int, sample: int, payload: Buffer) -> Sample:
-        """Make one sample: (crop or the transform's result, label), or the decoded fields.
+        """Make one sample: (crop or the transform's result, its label or target), or the fields.
 
         A crop is a uint8 tensor of shape (3, height, width).
 
@@ -121,11 +142,12 @@ class Recipe:
             return self.whole(epoch, sample, payload)[0]
         pixels = np.empty((self.crop.size, self.crop.width, 3), np.uint8)
         uniforms = self.decoder.draw(epoch, np.array([sample], np.int64))[0]
-        label = self.into(pixels, sample, payload, uniforms)
+        companion = self.into(pixels, sample, payload, uniforms)
         made, _ = self.transformed(pixels, epoch, sample)
         if self.batch_transform is not None:
             made = self.batch_transform.one(made, epoch, sample)
-        return made, label
+        assert self.companion is not None
+        return self.companion.sample(made, companion)
 
     def into(
         self,
@@ -134,29 +156,40 @@ class Recipe:
         payload: Buffer,
         uniforms: npt.NDArray[np.float64],
         tier: DecodedTier | None = None,
-    ) -> int:
-        """Decode a crop into its slot of a batch; return the label. Raises as `one`.
+    ) -> Any:
+        """Decode a crop into its slot of a batch; return what belongs to it. Raises as `one`.
 
         Args:
             slot: RGB, shape (height, width, 3).
             uniforms: the sample's row of `decoder.draw`.
             tier: is offered the decoded image.
         """
-        reader, decoder = self.reader, self.decoder
-        try:
-            values = reader.schema.split(payload)
-        except CorruptBlock as error:
-            raise self._mismatch(sample, error) from error
-        encoded, name = values[self.image_field], SampleName(reader, sample)
-        label = int(values[self.label_field])
+        decoder, companion = self.decoder, self.companion
+        assert companion is not None
+        values = self.fields(sample, payload)
+        encoded, name = values[companion.image], SampleName(self.reader, sample)
         if tier is None:
-            decoder.decode(encoded, name, uniforms, slot)
-        else:
-            began = time.thread_time()  # Leaves out the time in which other threads ran.
-            pixels = decoder.prepare(encoded, name)
-            tier.put(sample, pixels, label, time.thread_time() - began)
-            decoder.finish(pixels, uniforms, slot)
+            shown = decoder.decode(encoded, name, uniforms, slot)
+            move = None if shown is None else Move(shown, slot.shape[0], slot.shape[1])
+            return self.accompanying(values, move, sample)
+        label = self.accompanying(values, None, sample)
+        began = time.thread_time()  # Leaves out the time in which other threads ran.
+        pixels = decoder.prepare(encoded, name)
+        tier.put(sample, pixels, label, time.thread_time() - began)
+        decoder.finish(pixels, uniforms, slot)
         return label
+
+    def accompanying(self, values: dict[str, Any], move: Move | None, sample: int) -> Any:
+        """Make what belongs to a picture, of a payload's fields. Raises as `one`.
+
+        Args:
+            move: of the picture's crop; None for the whole picture.
+        """
+        assert self.companion is not None
+        try:
+            return self.companion.made(values, move, SampleName(self.reader, sample))
+        except (CorruptBlock, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+            raise self._mismatch(sample, error) from error
 
     def transformed(
         self, slot: npt.NDArray[np.uint8], epoch: int, sample: int
@@ -184,13 +217,18 @@ class Recipe:
             with self._drawing(epoch, sample):
                 return self.finish(payload, sample), 0.0
         name = SampleName(self.reader, sample)
-        if self._pictures:
+        if self.moves or self._pictures:
+            assert self.companion is not None
             values = self.fields(sample, payload)
-            image = torch.from_numpy(decode_whole(values[self.image_field], name)).permute(2, 0, 1)
-            assert self.transform is not None
-            made, seconds = self._apply(self.transform, image, epoch, sample)
-            return (made, int(values[self.label_field])), seconds
-        made = decode_sample(self.reader.schema, payload, name)
+            made = decoded_field("image", values[self.companion.image], name)
+            beside = self.accompanying(values, None, sample)
+            if self._pictures:
+                assert self.transform is not None
+                made, seconds = self._apply(self.transform, made, epoch, sample)
+                return self.companion.sample(made, beside), seconds
+            made = self.companion.sample(made, beside)
+        else:
+            made = decode_sample(self.reader.schema, payload, name)
         if self.transform is None:
             return made, 0.0
         return self._apply(self.transform, made, epoch, sample)
@@ -223,7 +261,7 @@ class Recipe:
         except CorruptBlock as error:
             raise self._mismatch(sample, error) from error
 
-    def _mismatch(self, sample: int, error: CorruptBlock) -> SourceError:
+    def _mismatch(self, sample: int, error: Exception) -> SourceError:
         return SourceError(f"{self.reader.path}: sample {self.reader.name(sample)!r}: {error}")
 
 

@@ -16,7 +16,7 @@ from dlio.errors import CorruptBlock, SourceError
 from dlio.image.decode import decode_whole
 from dlio.loader.contract import Sample
 
-__all__ = ["decode_sample", "image_and_label", "label_field"]
+__all__ = ["decode_sample", "decoded_field", "image_and_label", "label_field"]
 
 _INTEGERS: Final = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
 
@@ -58,14 +58,19 @@ def decode_sample(schema: Schema, payload: Buffer, name: object) -> Sample:
     try:
         values = schema.split(payload)
         decoded = {
-            field: _decode(schema.kinds[field].text, value, name) for field, value in values.items()
+            field: decoded_field(schema.kinds[field].text, value, name)
+            for field, value in values.items()
         }
     except (CorruptBlock, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise SourceError(f"sample {str(name)!r} cannot be decoded: {error}") from error
     return schema.arrange({field: decoded[field] for field, _ in schema.fields})
 
 
-def _decode(kind: str, value: Any, name: object) -> Any:
+def decoded_field(kind: str, value: Any, name: object) -> Any:
+    """Decode the value of one field, as `decode_sample` does.
+
+    Raises DecodeError, UnicodeDecodeError or json.JSONDecodeError.
+    """
     if isinstance(value, np.ndarray):
         return _tensor(value)
     if kind in IMAGES:

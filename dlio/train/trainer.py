@@ -170,7 +170,7 @@ def _open_training(
     """Open the training data and its loader. Raises UsageError for data without labelled images."""
     data = stack.enter_context(open_data(comm, config.source, config, config.tiers, training=True))
     loader = stack.enter_context(make_loader(data, config, training=True))
-    if not data.crops:
+    if not data.has_classes:
         fields = ", ".join(name for name, _ in data.reader.schema.fields)
         raise UsageError(f"{config.source} holds {fields}: training needs images with labels")
     return data, loader

@@ -18,19 +18,18 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.identity import content_sample, sampled_of, spread
 from dlio.data.index import Arrays, Names, fingerprint_of, forget_index, kept_index
 from dlio.data.labels import TABLE_LABEL_NAMES
 from dlio.data.links import FolderLinks, links_followed
 from dlio.data.parts import is_part
 from dlio.data.schema import IMAGE_LABEL, LABEL, Schema
-from dlio.data.source import Entry, Source, failed
+from dlio.data.source import Entry, Source
 from dlio.errors import SourceError
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
 from dlio.storage.block import MAX_SAMPLE_BYTES
 from dlio.storage.shard import SUFFIX
-from dlio.util.limits import check_regular, open_unchecked
+from dlio_readers.fileset import FileSet
 
 __all__ = ["EXTENSIONS", "FolderReader"]
 
@@ -41,8 +40,6 @@ _VERSION: Final = 4
 _LISTING_THREADS: Final = 32
 _LOOKED_AT: Final = 64
 """Files per task of reading file sizes."""
-_CHECKED: Final = 2048
-"""Images whose attributes are compared with a cached listing."""
 _SETTLED_S: Final = 2.0
 """A folder changed this recently may change again without a new modification time."""
 _TABLES: Final = (
@@ -101,8 +98,9 @@ class FolderReader:
         self.labels = index["labels"]
         self.sizes = index["sizes"]
         """Bytes of each payload: the file's, and eight for the label."""
-        self._changed = index["changed"]
-        self._names = Names(index["names"], index["name_ends"])
+        self._files = FileSet(
+            self._source, {**index, "sizes": index["sizes"] - self.schema.overhead}
+        )
         count = len(self.sizes)
         self.layout = cut_blocks(self.sizes, Order(count, _STORAGE_SEED, shuffled=True))
 
@@ -122,7 +120,7 @@ class FolderReader:
         return len(self.sizes)
 
     def name(self, sample: int) -> str:
-        return self._names[sample]
+        return self._files.names[sample]
 
     def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
         return [self._read(int(sample)) for sample in samples]
@@ -131,48 +129,18 @@ class FolderReader:
         pass
 
     def _read(self, sample: int) -> bytes | memoryview:
-        name, size = self.name(sample), int(self.sizes[sample]) - self.schema.overhead
         label = b""
         if self.schema.overhead:
             label = LABEL.pack(int(self.labels[sample]))
-        if self._source.local:
-            payload = self._read_local(name, size, label, int(self._changed[sample]))
-            if payload is not None:
-                return payload
-        else:
-            data = self._source.read(name)
-            if len(data) == size:
-                return label + data
+        payload = self._files.read(sample, label)
+        if payload is not None:
+            return payload
         if self._source.local:
             forget_index(self._kind, _VERSION, self._source.root)
         raise SourceError(
-            f"{self._source.path(name)} is no longer the {size} bytes that were listed: the data "
-            "set has changed; run again to list it anew"
+            f"{self._files.path(sample)} is no longer the {self._files.sizes[sample]} bytes that "
+            "were listed: the data set has changed; run again to list it anew"
         )
-
-    def _read_local(self, name: str, size: int, label: bytes, changed_ns: int) -> memoryview | None:
-        """Read a local file without extra copies; None if it has been replaced."""
-        path = self._source.path(name)
-        memory = bytearray(len(label) + size)
-        memory[: len(label)] = label
-        left, beyond = memoryview(memory)[len(label) :], bytearray(1)
-        try:
-            descriptor = open_unchecked(path)
-            try:
-                done = os.preadv(descriptor, [left, beyond], 0)
-                while 0 < done < size:
-                    more = os.preadv(descriptor, [left[done:], beyond], done)
-                    if not more:
-                        break
-                    done += more
-                status = os.fstat(descriptor)
-                check_regular(status, path)
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            raise failed(path, error) from error
-        unchanged = done == size and status.st_ctime_ns == changed_ns
-        return memoryview(memory) if unchanged else None
 
     def _holds(self, index: Arrays) -> bool:
         """True if a cached listing is valid: neither folders nor the label table have changed."""
@@ -183,7 +151,7 @@ class FolderReader:
             if not _fits(index):
                 return False
             folders: dict[str, Any] = head["folders"]
-            if not self._is_unchanged(index):
+            if not FileSet(self._source, index).is_unchanged():
                 return False
             if len(folders) <= _LISTING_THREADS:
                 return all(self._source.modified_ns(n) == when for n, when in folders.items())
@@ -192,42 +160,6 @@ class FolderReader:
                 return list(pool.map(self._source.modified_ns, folders)) == list(folders.values())
         except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
             return False
-
-    def _is_unchanged(self, index: Arrays) -> bool:
-        """True if files have the attributes of a listing: all, or some of very many."""
-        names = Names(index["names"], index["name_ends"])
-
-        def same(numbers: list[int]) -> bool:
-            try:
-                for number in numbers:
-                    status = os.stat(self._source.path(names[number]))
-                    now = status.st_mtime_ns, status.st_ctime_ns
-                    if now != (index["times"][number], index["changed"][number]):
-                        return False
-            except OSError:
-                return False
-            return True
-
-        chosen = spread(len(names), _CHECKED)
-        parts = [chosen[k : k + _LOOKED_AT] for k in range(0, len(chosen), _LOOKED_AT)]
-        with ThreadPoolExecutor(min(len(parts), _LISTING_THREADS) or 1) as pool:
-            return all(pool.map(same, parts))
-
-    def _sample(self, index: Arrays) -> list[str]:
-        """Return hashes of parts of some of the files. Raises SourceError."""
-        if not self._source.local:
-            return []
-        names = Names(index["names"], index["name_ends"])
-
-        def sample(number: int) -> str:
-            path = self._source.path(names[number])
-            try:
-                return content_sample(path, 3)
-            except OSError as error:
-                raise SourceError(f"{path} cannot be read: {error.strerror}") from error
-
-        with ThreadPoolExecutor(_LISTING_THREADS) as pool:
-            return list(pool.map(sample, sampled_of(len(names))))
 
     def _list(self) -> tuple[Arrays, bool]:
         source, started = self._source, time.time()
@@ -247,7 +179,7 @@ class FolderReader:
             _VERSION,
             json.dumps([head["classes"], _STORAGE_SEED]),
             *[array for name, array in index.items() if name != "changed"],
-            *self._sample(index),
+            *FileSet(source, index).content_samples(),
             starts,
         )
         index["head"] = np.frombuffer(json.dumps(head).encode(), np.uint8)

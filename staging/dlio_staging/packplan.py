@@ -143,6 +143,12 @@ class PackPlan:
         images = [name for name, kind in self.reader.schema.kinds.items() if kind.text in IMAGES]
         if options.resize is not None and not images:
             raise UsageError(f"--resize: {self.reader.path} has no images")
+        placed = [name for name in ("boxes", "mask") if name in self.reader.schema.kinds]
+        if options.resize is not None and placed:
+            raise UsageError(
+                f"--resize: {self.reader.path} has the field {placed[0]!r}, whose places in the "
+                "pictures would no longer be right: leave --resize out"
+            )
         self.images = images
         self.schema = _schema_after(self.reader.schema, options)
         text = json.dumps([VERSION, asdict(replace(options, workers=1)), self.reader.fingerprint])

@@ -61,8 +61,8 @@ class Runner:
         for name, kind in RULES["places"].items():
             folder = place / name.lstrip("/")
             folder.parent.mkdir(parents=True, exist_ok=True)
-            if kind == "pictures":
-                folder.symlink_to(pictures, target_is_directory=True)
+            if kind in ("pictures", "boxes"):
+                folder.symlink_to(pictures.parent / kind, target_is_directory=True)
             else:
                 folder.mkdir(parents=True)
         self._ask({"kind": "page"})
@@ -130,11 +130,18 @@ def _placed(text: str, place: Path) -> str:
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Class folders of drawn pictures, `train` and `val`."""
+    """Class folders of drawn pictures, `train` and `val`; next to them, pictures with boxes."""
     from dlio.cli.demo_pictures import draw_dataset
+    from tests.loader.targets_data import drawn, painted, write, write_coco, write_masks, write_yolo
 
     folder = tmp_path_factory.mktemp("docs") / "pictures"
     draw_dataset(str(folder), images=48, validation=12, classes=3)
+    rows, boxes = drawn(0, 8, boxes=2), folder.parent / "boxes"
+    write_coco(boxes / "coco", rows)
+    write_yolo(boxes / "yolo", rows)
+    write_masks(boxes / "masks", rows)
+    for k, (height, width, inside) in enumerate(rows):
+        write(boxes / "photos" / f"{k}.jpg", painted(height, width, inside))
     return folder
 
 

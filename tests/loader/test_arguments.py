@@ -227,9 +227,9 @@ def test_errors_of_a_transform_name_the_sample(
     assert str(pictures / place) in note
 
 
-def test_photos_without_labels_cannot_be_stacked(pictures: pathlib.Path) -> None:
+def test_whole_photos_of_several_sizes_cannot_be_stacked(pictures: pathlib.Path) -> None:
     with (
-        dlio.open(pictures / "flat", image_size=64, tiers="none") as data,
+        dlio.open(pictures / "flat", image_size=None, tiers="none") as data,
         dlio.DataLoader(data, batch_size=2) as loader,
         pytest.raises(dlio.UsageError) as error,
     ):

@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-READERS = ["folder", "hdf5", "mds", "parquet", "shard", "tables", "tar", "torch", "zarr"]
+READERS = [
+    *("coco", "folder", "hdf5", "masks", "mds", "parquet", "shard", "tables", "tar", "torch"),
+    *("yolo", "zarr"),
+]
 COMMANDS = ("pack", "stage", "ls", "verify", "train", "demo", "bench")
 
 

@@ -136,14 +136,18 @@ def maker_for(
     plain = plain and not isinstance(recipe, MappedRecipe)
     if default and plain and _is_arrays(recipe.reader.schema):
         return ArrayMaker(recipe, batch_size, pinned)
+    if default and recipe.ragged:
+        return SampleMaker(recipe, batch_size, _as_lists)
     return SampleMaker(recipe, batch_size, collate)
 
 
 class CropMaker:
-    """Labelled images as crops in the batch's own memory.
+    """Images as crops in the batch's own memory.
 
     A batch is (uint8 tensor of shape (n, 3, size, size) in channels-last memory, int64 tensor of
     shape (n,)); with a transform the first is default_collate's result for the transformed crops.
+    In place of the labels it has masks of shape (n, size, size), or a list of targets. Unlabelled
+    images are {name of the field: images}.
 
     Args:
         collate: a collate function of the user; None for torch's own.
@@ -189,7 +193,7 @@ class _Crops:
         self._recipe = maker.recipe
         self._tier: DecodedTier | None = None
         self._images = maker.memory.take()
-        self._labels = np.zeros(len(samples), np.int64)
+        self._companions: list[Any] = [0] * len(samples)
         self._epoch, self._samples = epoch, samples
         self._uniforms = maker.recipe.decoder.draw(epoch, samples)
         self._transformed: list[Sample] = []
@@ -198,8 +202,9 @@ class _Crops:
 
     def make(self, slot: int, sample: int, payload: Buffer) -> float:
         image = self._images[slot]
-        label = self._recipe.into(image, sample, payload, self._uniforms[slot], self._tier)
-        self._labels[slot] = label
+        self._companions[slot] = self._recipe.into(
+            image, sample, payload, self._uniforms[slot], self._tier
+        )
         return self._transform(slot, sample) if self._transformed else 0.0
 
     def _transform(self, slot: int, sample: int) -> float:
@@ -209,36 +214,37 @@ class _Crops:
         return seconds
 
     def finish(self, slots: Sequence[int] | None) -> BatchData:
-        images, labels, transformed = self._images, self._labels, self._transformed
-        count, samples = len(labels), self._samples
+        images, companions, transformed = self._images, self._companions, self._transformed
+        count, samples = len(companions), self._samples
         if slots is not None:
             for k, slot in enumerate(slots):
                 if k != slot:
                     images[k] = images[slot]
-            labels, samples, count = labels[list(slots)], samples[list(slots)], len(slots)
+            companions, count = [companions[slot] for slot in slots], len(slots)
+            samples = samples[list(slots)]
             transformed = [transformed[slot] for slot in slots] if transformed else []
-        recipe, collate = self._recipe, self._maker.collate
+        recipe, collate, companion = self._recipe, self._maker.collate, self._recipe.companion
+        assert companion is not None
         mixed: tuple[npt.NDArray[np.int64], ...] = ()  # Samples behind the others, and partners.
         if self._pairs is not None:
             pairs = self._pairs if slots is None else self._pairs.of(slots)
+            labels = np.array(companions, np.int64)
             labels, *rest = decode_partners(pairs, recipe, self._epoch, samples, images, labels)
-            mixed, count = tuple(rest), len(labels)
+            companions, mixed, count = labels.tolist(), tuple(rest), len(labels)
         crops = torch.from_numpy(images[:count]).permute(0, 3, 1, 2)
         if collate is not None:
             firsts: BatchData = transformed
-            seconds: BatchData = labels.tolist()
             if recipe.transform is None:
                 firsts, batchwise = crops, recipe.batch_transform
                 if batchwise is not None:
-                    targets = torch.from_numpy(labels) if batchwise.mixes else seconds
-                    firsts, seconds = batchwise(crops, targets, self._epoch, samples, *mixed)
-            return collate(list(zip(firsts, seconds, strict=True)))
-        numbers = torch.from_numpy(labels)
+                    targets = torch.tensor(companions) if batchwise.mixes else companions
+                    firsts, companions = batchwise(crops, targets, self._epoch, samples, *mixed)
+            return collate(list(map(companion.sample, firsts, companions)))
         if recipe.transform is None:
-            return crops, numbers, *mixed
-        if not transformed:
-            return torch.empty(0), numbers
-        return torch.utils.data.default_collate(transformed), numbers
+            made = companion.batch(crops, companions)
+            return (*made, *mixed) if mixed else made
+        whole = torch.utils.data.default_collate(transformed) if transformed else torch.empty(0)
+        return companion.batch(whole, companions)
 
 
 class _CachedCrops(_Crops):
@@ -261,7 +267,7 @@ class _CachedCrops(_Crops):
             return None
         pixels, label = decoded
         self._recipe.decoder.finish(pixels, self._uniforms[slot], self._images[slot])
-        self._labels[slot] = label
+        self._companions[slot] = label
         if self._transformed:
             self._transform(slot, sample)
         return self._cache.saves_s
@@ -373,6 +379,13 @@ class _Samples:
             raise
 
 
+def _as_lists(samples: Sequence[Sample]) -> BatchData:
+    """Collate whole pictures, which differ in size, as torchvision's detectors take them."""
+    if not all(isinstance(each, tuple) and len(each) == 2 for each in samples):
+        return torch.utils.data.default_collate(list(samples))
+    return [picture for picture, _ in samples], [target for _, target in samples]
+
+
 def _check_shapes(samples: Sequence[Sample], path: str, error: RuntimeError) -> None:
     """Raise UsageError if a field's tensors have several shapes, so that they cannot be stacked."""
     for name in samples[0] if isinstance(samples[0], dict) else ():
@@ -382,8 +395,8 @@ def _check_shapes(samples: Sequence[Sample], path: str, error: RuntimeError) -> 
         if len(shapes) > 1:
             raise UsageError(
                 f"{path}: {name!r} has shapes such as {shapes[0]} and {shapes[-1]}, which cannot "
-                "be stacked into a batch: image_size= crops labelled images alone; give a "
-                "transform= that makes shapes alike, or collate_fn=list"
+                "be stacked into a batch: give image_size= or a transform= that makes shapes "
+                "alike, or collate_fn=list"
             ) from error
 
 

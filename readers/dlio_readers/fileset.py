@@ -1,0 +1,201 @@
+"""Files of a data set as they were when it was listed: listed, compared and read.
+
+For readers whose samples are files of their own.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.data.identity import content_sample, sampled_of, spread
+from dlio.data.index import Arrays, Names
+from dlio.data.source import Source, failed
+from dlio.errors import SourceError
+from dlio.storage.block import MAX_SAMPLE_BYTES
+from dlio.util.limits import check_regular, open_unchecked
+
+__all__ = ["FileSet", "files_in", "url_below"]
+
+_THREADS: Final = 32
+_LOOKED_AT: Final = 64
+"""Files per task of reading attributes."""
+_CHECKED: Final = 2048
+"""Files whose attributes are compared with a listing."""
+_DEEPEST: Final = 32
+
+
+class FileSet:
+    """Files below a source, in the order of a listing. Thread-safe.
+
+    Args:
+        source: root of the names.
+        index: arrays of `listing`.
+        prefix: of their names.
+    """
+
+    def __init__(self, source: Source, index: Arrays, prefix: str = "") -> None:
+        self._source = source
+        self.names = Names(index[f"{prefix}names"], index[f"{prefix}name_ends"])
+        self.sizes: npt.NDArray[np.int64] = index[f"{prefix}sizes"]
+        self._times, self._changed = index[f"{prefix}times"], index[f"{prefix}changed"]
+
+    @staticmethod
+    def listing(source: Source, names: Sequence[str], prefix: str = "") -> Arrays:
+        """Return the arrays of some files: names, sizes and times.
+
+        Raises SourceError that names the first files that are missing, or too large.
+        """
+        rows = np.zeros((len(names), 3), np.int64)
+        lost: list[int] = []
+        if source.local:
+
+            def look(first: int) -> list[int]:
+                gone = []
+                for k in range(first, min(first + _LOOKED_AT, len(names))):
+                    folder, _, name = names[k].rpartition("/")
+                    entry = source.entry(folder, name)
+                    if entry is None:
+                        gone.append(k)
+                    else:
+                        rows[k] = entry.size, entry.modified_ns, entry.changed_ns
+                return gone
+
+            with ThreadPoolExecutor(_THREADS) as pool:
+                for gone in pool.map(look, range(0, len(names), _LOOKED_AT)):
+                    lost += gone
+        else:
+            listed = {}
+            for folder in {name.rpartition("/")[0] for name in names}:
+                inside = folder + "/" if folder else ""
+                listed.update({inside + each.name: each for each in source.listing(folder)})
+            for k, name in enumerate(names):
+                if name not in listed or listed[name].folder:
+                    lost.append(k)
+                else:
+                    rows[k, :2] = listed[name].size, listed[name].modified_ns
+        if lost:
+            shown = ", ".join(names[k] for k in lost[:3])
+            raise SourceError(
+                f"{source.path()} lacks {len(lost)} of the {len(names)} files that its annotations "
+                f"name, such as {shown}: copy them, or correct the names"
+            )
+        large = np.flatnonzero(rows[:, 0] > MAX_SAMPLE_BYTES // 2)
+        if len(large):
+            raise SourceError(
+                f"{names[large[0]]} of {rows[large[0], 0]} bytes is too large for a sample"
+            )
+        blob = Names.of(names)
+        return {
+            f"{prefix}names": blob.blob,
+            f"{prefix}name_ends": blob.ends,
+            f"{prefix}sizes": rows[:, 0].copy(),
+            f"{prefix}times": rows[:, 1].copy(),
+            f"{prefix}changed": rows[:, 2].copy(),
+        }
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def path(self, number: int) -> str:
+        """Return the full path of a file."""
+        return self._source.path(self.names[number])
+
+    def read(self, number: int, head: bytes = b"") -> bytes | memoryview | None:
+        """Return `head` and the bytes of a file; None if it is not the one that was listed.
+
+        Raises SourceError when it cannot be read.
+        """
+        size = int(self.sizes[number])
+        if self._source.local:
+            return self._read_local(self.path(number), size, head, int(self._changed[number]))
+        data = self._source.read(self.names[number])
+        return head + data if len(data) == size else None
+
+    def is_unchanged(self) -> bool:
+        """True if files have the attributes of the listing: all, or some of very many."""
+
+        def same(numbers: list[int]) -> bool:
+            try:
+                for number in numbers:
+                    status = os.stat(self.path(number))
+                    now = status.st_mtime_ns, status.st_ctime_ns
+                    if now != (self._times[number], self._changed[number]):
+                        return False
+            except OSError:
+                return False
+            return True
+
+        chosen = spread(len(self), _CHECKED)
+        parts = [chosen[k : k + _LOOKED_AT] for k in range(0, len(chosen), _LOOKED_AT)]
+        with ThreadPoolExecutor(min(len(parts), _THREADS) or 1) as pool:
+            return all(pool.map(same, parts))
+
+    def content_samples(self) -> list[str]:
+        """Return hashes of parts of some of the local files. Raises SourceError."""
+        if not self._source.local:
+            return []
+
+        def sample(number: int) -> str:
+            path = self.path(number)
+            try:
+                return content_sample(path, 3)
+            except OSError as error:
+                raise SourceError(f"{path} cannot be read: {error.strerror}") from error
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            return list(pool.map(sample, sampled_of(len(self))))
+
+    def _read_local(self, path: str, size: int, head: bytes, changed_ns: int) -> memoryview | None:
+        """Read a local file without extra copies; None if it has been replaced."""
+        memory = bytearray(len(head) + size)
+        memory[: len(head)] = head
+        left, beyond = memoryview(memory)[len(head) :], bytearray(1)
+        try:
+            descriptor = open_unchecked(path)
+            try:
+                done = os.preadv(descriptor, [left, beyond], 0)
+                while 0 < done < size:
+                    more = os.preadv(descriptor, [left[done:], beyond], done)
+                    if not more:
+                        break
+                    done += more
+                status = os.fstat(descriptor)
+                check_regular(status, path)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise failed(path, error) from error
+        unchanged = done == size and status.st_ctime_ns == changed_ns
+        return memoryview(memory) if unchanged else None
+
+
+def url_below(folder: str, name: str) -> str:
+    """Return the path or URL of a file below a folder; of a chained URL, its first part goes on."""
+    head, chain, rest = folder.partition("::")
+    return f"{head.rstrip('/')}/{name}{chain}{rest}"
+
+
+def files_in(source: Source, folder: str, extensions: tuple[str, ...]) -> Iterator[str]:
+    """Yield the names of files with one of some extensions at and below a folder, sorted.
+
+    Raises SourceError.
+    """
+    stack = [(folder, 0)]
+    while stack:
+        here, depth = stack.pop()
+        if depth > _DEEPEST:
+            raise SourceError(f"{source.path(here)} lies too deep: move its files further up")
+        if source.local and here and os.path.islink(source.path(here)):
+            source.check_link(source.path(here))
+        below = []
+        for name, is_folder in source.names(here):
+            inside = f"{here}/{name}" if here else name
+            if is_folder:
+                below.append((inside, depth + 1))
+            elif name.lower().endswith(extensions):
+                yield inside
+        stack += reversed(below)

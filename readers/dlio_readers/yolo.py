@@ -1,0 +1,295 @@
+"""The reader of YOLO's format: images/, and labels/ with a text file for each picture.
+
+A line of a label file is `class x y width height`, with the middle of the box, in shares of the
+picture's sides; or `class x1 y1 x2 y2 ...`, a polygon; or, where data.yaml has `kpt_shape`, a box
+and its keypoints. Pictures without a label file have no boxes.
+"""
+
+import math
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+import yaml
+
+from dlio.data.reader import reopening
+from dlio.data.source import Source, own_name
+from dlio.errors import SourceError
+from dlio_readers.annotated import (
+    MAX_BOXES,
+    AnnotatedReader,
+    Annotations,
+    check_boxes,
+    index_kind,
+)
+from dlio_readers.fileset import files_in, url_below
+from dlio_readers.sidefolders import PICTURES, SideFolders, find_sides, side_folders
+
+__all__ = ["YoloReader"]
+
+_LABELS: Final = ("labels",)
+_YAML: Final = (".yaml", ".yml")
+_MOST_LABELS: Final = 64 << 20
+_MOST_YAML: Final = 1 << 20
+_MOST_CLASSES: Final = 1 << 16
+_THREADS: Final = 32
+
+
+class YoloReader(AnnotatedReader):
+    """Read pictures, boxes, polygons and keypoints of a data set for YOLO.
+
+    Args:
+        path: its folder, its data.yaml, or the folder of pictures of one split.
+        split: which of several splits, such as `train`.
+        masks: give a mask of each polygon; of each box that has none, its own area.
+        outside: `error` for a box that lies outside of its picture, or `clip`.
+
+    Raises SourceError, with file and line, for labels that are damaged.
+    """
+
+    format = "yolo"
+    single = True
+
+    def __init__(
+        self,
+        path: str,
+        split: str | None = None,
+        masks: bool = False,
+        outside: Literal["error", "clip"] = "error",
+    ) -> None:
+        self._again = reopening(YoloReader, path, split, masks, outside)
+        sides = side_folders(_folder_of(path), _LABELS, split)
+        source = Source(sides.root)
+
+        def build() -> Annotations:
+            return _annotations(source, sides, masks, outside)
+
+        kind = index_kind("yolo", sides.images, masks, outside)
+        super().__init__(path, source, kind, build)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._again
+
+    @staticmethod
+    def recognises(path: str) -> str | None:
+        if own_name(path).endswith(_YAML):
+            is_data = bool(find_sides(_folder_of(path), _LABELS))
+            return None if is_data else "is a YAML file without images and labels next to it"
+        for _, sides in find_sides(path, _LABELS):
+            source = Source(sides.root)
+            if any(True for _ in files_in(source, sides.others, (".txt",))):
+                return None
+        return "has no folders images and labels with text files"
+
+
+def _folder_of(path: str) -> str:
+    return (path.rpartition("/")[0] or ".") if own_name(path).endswith(_YAML) else path
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """Names and keypoints, of data.yaml or classes.txt."""
+
+    names: list[str] = field(default_factory=list)
+    points: tuple[int, int] | None = None
+    """Keypoints of a box, and numbers of each: 2 or 3."""
+    pairs: list[int] | None = None
+    files: list[str] = field(default_factory=list)
+
+
+def _annotations(source: Source, sides: SideFolders, masks: bool, outside: str) -> Annotations:
+    described = _described(source, sides)
+    pictures = list(files_in(source, sides.images, PICTURES))
+    if not pictures:
+        raise SourceError(f"{source.path(sides.images)} holds no pictures")
+    labels = set(files_in(source, sides.others, (".txt",)))
+    notes = [sides.other(name, ".txt") for name in pictures]
+    own = [note if note in labels else None for note in notes]
+    if not any(own):
+        raise SourceError(
+            f"{source.path(sides.others)}: none of its {len(labels)} label files has the name of a "
+            f"picture, such as {notes[0]}"
+        )
+
+    def read(note: str | None) -> "_Label":
+        return _Label() if note is None else _parsed(source, note, described, outside)
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        parts = list(pool.map(read, own))
+    numbers = np.concatenate([part.labels for part in parts])
+    classes = described.names
+    if len(numbers) and int(numbers.max()) >= len(classes):
+        if classes:
+            k = next(
+                k for k, part in enumerate(parts) if part.labels.max(initial=0) >= len(classes)
+            )
+            raise SourceError(
+                f"{source.path(notes[k])}: class {int(parts[k].labels.max())}, and "
+                f"{described.files[0]} names only {len(classes)}: correct either"
+            )
+        classes = [str(number) for number in range(int(numbers.max()) + 1)]
+    folders = {os.path.dirname(name) for name in (*pictures, *filter(None, own))}
+    made = Annotations(
+        pictures,
+        np.array([len(part.labels) for part in parts], np.int64),
+        np.concatenate([part.boxes for part in parts]).astype(np.float32),
+        numbers,
+        list(classes),
+        relative=True,
+        files=described.files,
+        folders=sorted(folders),
+        notes=[note for note in own if note is not None],
+    )
+    if described.points is not None:
+        made.keypoints = np.concatenate([part.keypoints for part in parts]).astype(np.float32)
+        made.pairs = described.pairs
+    if masks:
+        made.segments = [part.segments for part in parts]
+    return made
+
+
+@dataclass(slots=True)
+class _Label:
+    """The boxes of one picture, in shares of its sides."""
+
+    labels: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    boxes: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 4)))
+    keypoints: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 0, 3)))
+    segments: str = "[]"
+
+
+def _parsed(source: Source, name: str, described: _Described, outside: str) -> _Label:
+    """Parse a label file. Raises SourceError with its line."""
+    shown = source.path(name)
+    data = source.read(name, 0, _MOST_LABELS + 1)
+    if len(data) > _MOST_LABELS:
+        raise SourceError(f"{shown} has over {_MOST_LABELS} bytes: it is not a label file")
+    points, width = described.points or (0, 0)
+    labels: list[int] = []
+    boxes: list[list[float]] = []
+    keypoints: list[list[list[float]]] = []
+    shapes: list[list[float]] = []
+    lines: list[int] = []
+    for number, line in enumerate(data.decode("utf-8", "replace").splitlines(), 1):
+        words = line.split()
+        if not words:
+            continue
+        where = f"{shown}, line {number}"
+        shape: list[float] = []
+        try:
+            first, *rest = [float(word) for word in words]
+        except ValueError as error:
+            raise SourceError(f"{where}: {error}: correct it") from error
+        if not all(map(math.isfinite, (first, *rest))):
+            raise SourceError(f"{where}: it has numbers that are not finite: correct it")
+        if first < 0 or first != int(first) or first >= _MOST_CLASSES:
+            raise SourceError(f"{where}: {words[0][:20]} is not the number of a class: correct it")
+        count = len(rest)
+        if points and count == 4 + points * width:
+            box = _edges(rest[:4])
+            rows = [rest[4 + k * width : 4 + (k + 1) * width] for k in range(points)]
+            keypoints.append([row if width == 3 else [*row, 2.0] for row in rows])
+        elif count == 4 and not points:
+            box = _edges(rest)
+        elif count >= 6 and count % 2 == 0 and not points:
+            box = [min(rest[::2]), min(rest[1::2]), max(rest[::2]), max(rest[1::2])]
+            shape = rest
+        else:
+            wanted = f"4 and {points} keypoints of {width}" if points else "4, or of a polygon"
+            raise SourceError(f"{where}: it has {count} numbers after the class, not {wanted}")
+        labels.append(int(first))
+        boxes.append(box)
+        shapes.append(shape)
+        lines.append(number)
+    if len(boxes) > MAX_BOXES:
+        raise SourceError(f"{shown} has {len(boxes)} boxes, over {MAX_BOXES}")
+    sides = np.ones((len(boxes), 2))
+    checked = check_boxes(
+        np.array(boxes, np.float64).reshape(-1, 4),
+        sides,
+        outside,
+        lambda k: f"{shown}, line {lines[k]}",
+    )
+    stay = np.flatnonzero((checked[:, 2:] > checked[:, :2]).all(axis=1))
+    polygons = ",".join(
+        f'{{"relative":[[{",".join(f"{n:.6g}" for n in shapes[k] or _corners(boxes[k]))}]]}}'
+        for k in stay.tolist()
+    )
+    return _Label(
+        np.array(labels, np.int64)[stay],
+        checked[stay],
+        np.array(keypoints, np.float64).reshape(-1, points, 3)[stay]
+        if points
+        else np.zeros((0, 0, 3)),
+        f"[{polygons}]",
+    )
+
+
+def _edges(box: list[float]) -> list[float]:
+    x, y, width, height = box
+    return [x - width / 2, y - height / 2, x + width / 2, y + height / 2]
+
+
+def _corners(box: list[float]) -> list[float]:
+    left, top, right, bottom = box
+    return [left, top, right, top, right, bottom, left, bottom]
+
+
+def _described(source: Source, sides: SideFolders) -> _Described:
+    """Read data.yaml or classes.txt, at the root or next to the folders of a split."""
+    inside = os.path.dirname(sides.images)
+    for folder in dict.fromkeys(["", inside]):
+        names = [name for name, is_folder in source.names(folder) if not is_folder]
+        yamls = sorted((name for name in names if name.endswith(_YAML)), key=_data_first)
+        for name in yamls:
+            path = f"{folder}/{name}" if folder else name
+            made = _read_yaml(source, path, url_below(sides.root, path))
+            if made is not None:
+                return made
+        if "classes.txt" in names:
+            path = f"{folder}/classes.txt" if folder else "classes.txt"
+            lines = source.read(path, 0, _MOST_YAML).decode("utf-8", "replace").splitlines()
+            named = [line.strip() for line in lines if line.strip()]
+            return _Described(named, files=[url_below(sides.root, path)])
+    return _Described()
+
+
+def _data_first(name: str) -> tuple[bool, str]:
+    return not name.startswith(("data", "dataset")), name
+
+
+def _read_yaml(source: Source, name: str, url: str) -> _Described | None:
+    """Read names and keypoints; None if the file has no names. Raises SourceError."""
+    shown = source.path(name)
+    data = source.read(name, 0, _MOST_YAML + 1)
+    if len(data) > _MOST_YAML:
+        raise SourceError(f"{shown} has over {_MOST_YAML} bytes: it does not describe a data set")
+    try:
+        whole = yaml.safe_load(data)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise SourceError(f"{shown} is not YAML: {reason}: correct it") from error
+    if not isinstance(whole, dict) or "names" not in whole:
+        return None
+    names = whole["names"]
+    if isinstance(names, dict):
+        keys = list(names)
+        if not all(type(key) is int and 0 <= key < _MOST_CLASSES for key in keys):
+            raise SourceError(f"{shown}: its names are not numbered from 0: correct it")
+        names = [names.get(k, "") for k in range(max(keys, default=-1) + 1)]
+    if not isinstance(names, list) or not all(isinstance(n, str | int) for n in names):
+        raise SourceError(f"{shown}: its names are not a list of names: correct it")
+    points, pairs = None, None
+    shape = whole.get("kpt_shape")
+    if shape is not None:
+        fits = isinstance(shape, list) and len(shape) == 2 and all(type(n) is int for n in shape)
+        if not fits or not 0 < shape[0] < 256 or shape[1] not in (2, 3):
+            raise SourceError(f"{shown}: kpt_shape is not [keypoints, 2 or 3]: correct it")
+        points = shape[0], shape[1]
+        pairs = whole.get("flip_idx")
+        if pairs is not None and sorted(map(str, pairs)) != sorted(map(str, range(shape[0]))):
+            raise SourceError(f"{shown}: flip_idx is not the numbers 0 to {shape[0] - 1}")
+    return _Described([str(each) for each in names], points, pairs, [url])
