@@ -54,7 +54,6 @@ _MOVING: Final = (
 """Names of transforms, of dlio and torchvision, that move pixels."""
 
 
-
 def check_pixelwise(transform: Transform | None, path: str) -> None:
     """Raise UsageError if a transform of crops has a known step that moves pixels.
 

@@ -221,6 +221,24 @@ def test_mixtures_want_batches_that_dlio_makes(pictures: Path) -> None:
         _open(pictures, T.Compose([T.Resize(32), T.MixUp()]))
 
 
+def test_photos_without_classes_are_augmented_and_not_mixed(pictures: Path, tmp_path: Path) -> None:
+    for number, file in enumerate(sorted(pictures.rglob("*.*"))):
+        (tmp_path / f"{number}{file.suffix}").write_bytes(file.read_bytes())
+    steps = recipe().transforms[:-1]
+    with _open(tmp_path, T.Compose(steps)) as data, _loader(data) as loader:
+        for batch in loader:
+            (images,) = batch.values()
+            for sample, image in zip(loader.last_samples.tolist(), images, strict=True):
+                (own,) = data[sample].values()
+                assert torch.allclose(own, image, atol=1e-6)
+    with pytest.raises(UsageError, match="numbers of classes"):
+        _open(tmp_path, recipe())
+    whole = T.Compose([T.ColorJitter(0.3), T.Resize((16, 20))])
+    with _open(tmp_path, whole) as data, _loader(data) as loader:
+        (images,) = next(iter(loader)).values()
+        assert images.shape == (4, 3, 16, 20)
+
+
 def test_batches_are_mixed_on_the_device_where_they_lie(pictures: Path) -> None:
     with _open(pictures, recipe()) as data, _loader(data, 5, device="meta") as loader:
         shapes = []
