@@ -14,6 +14,7 @@ from dlio.cli.records import Output
 from dlio.errors import UsageError
 from dlio.util.files import write_json
 from dlio.util.options import Option, check
+from dlio_bench.augment import augment, augment_lines
 from dlio_bench.feeding import arrays, decoded, slow
 from dlio_bench.latent import mapstyle, shown
 from dlio_bench.peers.environments import missing, runner_command, runner_environment
@@ -25,7 +26,7 @@ from dlio_bench.peers.table import CASES, CONTENDERS, RATIOS, cpu_ratio
 __all__ = ["Case", "Choice", "command", "measure"]
 
 _USUAL = ("torch", "torch_floats", "ceiling", "full_decode", "dlio", "dlio_rows")
-_CASES = ("pictures", "arrays", "slow", "decoded", "mapstyle")
+_CASES = ("pictures", "arrays", "slow", "decoded", "mapstyle", "transforms")
 _NEED_SOURCE = ("slow", "decoded")
 _DRAWN = 400
 """Pictures that are drawn where no source is named."""
@@ -80,7 +81,8 @@ class Choice:
             "pictures: images from RAM. arrays: volumes of 2 MiB. slow: SRC behind a slow file "
             "system, with a consumer of 200 images per second. decoded: a tier of decoded images. "
             "mapstyle: 512 samples of a map-style data set that takes 25 ms for each, without and "
-            "with tiers. Repeatable.",
+            "with tiers. transforms: each of dlio.transforms in one thread, compared with Pillow. "
+            "Repeatable.",
             choices=_CASES,
         ),
     ] = ("pictures",)
@@ -244,6 +246,9 @@ def command(case: Case, choice: Choice, output: Output) -> None:
     if "mapstyle" in cases:
         report["mapstyle"] = mapstyle(case.repeats, case.workers, case.batch_size)
         print("\n".join(shown(report["mapstyle"])))
+    if "transforms" in cases:
+        report["transforms"] = augment(case.repeats, case.image_size)
+        print("\n".join(augment_lines(report["transforms"])))
     if output.report is not None:
         write_json(output.report, report)
     if output.as_json:

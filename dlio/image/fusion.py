@@ -1,24 +1,49 @@
-"""Fusing the crop that a transform begins with into the decoder."""
+"""A pipeline of transforms, cut into the parts that different places of the loader do.
 
+- the crop that it begins with goes to the decoder, which decodes only its part of an image;
+- transforms of pixels are done in the crop's place in the batch;
+- conversions, normalisation, erasing and mixtures are done for a whole batch, on its device;
+- transforms that dlio does not know are called for each sample, with everything behind them.
+
+Pipelines of torchvision are cut in the same way, as far as they are known (`recognise`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
+import torch
+
 from dlio.errors import UsageError
+from dlio.image.compose import RandomChoice, is_pixelwise
 from dlio.image.crop import Crop
+from dlio.image.draws import KeyedDraws, stream_of
+from dlio.image.mixing import Mixer
+from dlio.image.picture import Pixels, PixelTransform, Transform
+from dlio.image.recognise import AsTorchvision, flattened, form_after, is_torchvision, recognised
 from dlio.image.transforms import (
     CenterCrop,
     Compose,
     Normalize,
+    PILToTensor,
+    RandomErasing,
     RandomHorizontalFlip,
     RandomResizedCrop,
     RandomVerticalFlip,
     Resize,
-    ToFloat,
-    Transform,
+    ToDtype,
 )
 
-__all__ = ["check_pixelwise", "fused"]
+__all__ = ["Batchwise", "Fused", "check_pixelwise", "fused"]
 
-_BATCHWISE: Final = (Normalize, ToFloat)
+_SIZES: Final = ("size", "target_size", "min_size")
+"""Attributes of transforms, dlio's and torchvision's, that change an image's size."""
+
+Step = tuple[int, Any]
+"""(number in the whole pipeline, transform of dlio)."""
+Samples = Sequence[int] | npt.NDArray[np.int64]
 _MOVING: Final = (
     *("RandomResizedCrop", "RandomCrop", "CenterCrop", "FiveCrop", "TenCrop", "Resize", "Pad"),
     *("RandomHorizontalFlip", "RandomVerticalFlip", "RandomRotation", "RandomAffine"),
@@ -48,33 +73,220 @@ def check_pixelwise(transform: Transform | None, path: str) -> None:
             check_pixelwise(step, path)
 
 
-def fused(
-    transform: Transform | None,
-) -> tuple[Crop | None, Transform | None, Transform | None]:
-    """Split a transform into (crop, rest for each sample, rest for a whole batch).
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """The parts of a pipeline, in the order in which they are done."""
 
-    The crop is the one that the transform begins with, which the decoder does; None if it begins
-    with anything else. A transform of another library is returned as the rest for each sample.
+    crop: Crop | None
+    """The crop that it begins with; None if it begins with anything else."""
+    paints: tuple[Step, ...]
+    """Transforms of a crop's pixels."""
+    rest: Transform | None
+    """Transform of each crop, as a uint8 tensor of shape (3, height, width)."""
+    batchwise: tuple[Step, ...]
+    """Transforms of a whole batch; empty if there is a rest."""
+    whole: Transform | None
+    """The pipeline as a transform of a whole image, as a uint8 tensor, if it changes the size but
+    does not begin with a crop; the other parts are not done then."""
+
+    def paint(self, pixels: Pixels, seed: int, epoch: int, sample: int) -> None:
+        """Transform the pixels of a crop in place; shape (height, width, 3)."""
+        made = pixels
+        for number, step in self.paints:
+            made = step.apply(made, KeyedDraws(seed, epoch, sample, stream_of(number)))
+        if made is not pixels:
+            pixels[:] = made
+
+
+class Batchwise:
+    """The steps of a pipeline that transform a whole batch.
+
+    Args:
+        seed: of the random numbers.
+        classes: number of the data set's classes; 0 if that is unknown.
     """
-    steps: list[Any] = list(transform.transforms) if type(transform) is Compose else [transform]
-    crop: Crop | None = None
+
+    def __init__(self, steps: Sequence[Step], seed: int, classes: int) -> None:
+        self._steps, self._seed, self._classes = steps, seed, classes
+
+    @property
+    def mixes(self) -> bool:
+        """True if labels become probabilities."""
+        return any(_is_mixer(step) for _, step in self._steps)
+
+    @property
+    def pairs(self) -> bool:
+        """True if a sample is mixed with any other sample of the step."""
+        return any(_is_mixer(step) and step.partners == "step" for _, step in self._steps)
+
+    def __call__(
+        self,
+        images: torch.Tensor,
+        labels: Any,
+        epoch: int,
+        samples: Samples,
+        extra: Samples = (),
+        partners: npt.NDArray[np.int64] | None = None,
+    ) -> tuple[torch.Tensor, Any]:
+        """Transform a batch.
+
+        Args:
+            images: shape (n + m, 3, height, width).
+            labels: shape (n + m,).
+            samples: the samples' indices, n.
+            extra: m samples behind them, which others are mixed with.
+            partners: for each sample, the number of the image that it is mixed with; None for the
+                image before it.
+
+        Returns: (n images, as many labels, or probabilities of shape (n, classes)).
+        """
+        everyone = [*samples, *extra]
+        for number, step in self._steps:
+            if isinstance(step, RandomErasing):
+                images = step.erase_each(images, self._draws(number, epoch, everyone))
+            elif _is_mixer(step):
+                mixtures = [
+                    _draw_mixture(step, draws, images)
+                    for draws in self._draws(number, epoch, samples)
+                ]
+                mixer = step.transforms[0] if isinstance(step, RandomChoice) else step
+                rows = None if partners is None else torch.from_numpy(partners)
+                images, labels = mixer.mix(images, labels, mixtures, rows, self._classes or None)
+            else:
+                images = step(images)
+        return images, labels
+
+    def one(self, image: torch.Tensor, epoch: int, sample: int) -> torch.Tensor:
+        """Transform one image, of shape (3, height, width); it is not mixed with any other."""
+        alone = [(number, step) for number, step in self._steps if not _is_mixer(step)]
+        made = Batchwise(alone, self._seed, 0)(image[None], None, epoch, [sample])
+        return made[0][0]
+
+    def _draws(self, number: int, epoch: int, samples: Samples) -> list[KeyedDraws]:
+        stream = stream_of(number)
+        return [KeyedDraws(self._seed, epoch, int(sample), stream) for sample in samples]
+
+
+def fused(transform: Transform | None) -> Fused:
+    """Cut a transform into its parts.
+
+    The crop is the one that the transform begins with; None if it begins with anything else. A
+    transform of another library is returned as the rest.
+
+    Raises UsageError if a mixture of batches is not the last step.
+    """
+    steps: list[Any] = flattened(transform)
+    known: list[Any] = [each if _is_own(each) else recognised(each) for each in steps]
+    # A pipeline that makes no tensor of Pillow's image has been written for tensors.
+    makes_tensor = any(form_after(step, "pil") != "pil" for step in steps)
+    form = "pil" if is_torchvision(transform) and makes_tensor else "tensor"
+    at, early = 0, []
+    while at < len(steps) and _is_conversion(known[at]):
+        early.append((at, known[at]))
+        at += 1
+    crop, at = _crop(known, at)
+    sizes = any(hasattr(each, name) for each in steps for name in _SIZES)
+    if crop is None and sizes and (_is_own(transform) or is_torchvision(transform)):
+        if any(map(_is_mixer, known)):
+            raise UsageError("MixUp and CutMix mix batches of crops: begin with RandomResizedCrop")
+        return Fused(None, (), None, (), _rest(steps, known, [], 0, form))
+    if crop is None:
+        at, early = 0, []
+    paints: list[Step] = []
+    later: list[Step] = early
+    sealed = False
+    while at < len(steps):
+        step = known[at]
+        if _is_conversion(step):
+            later.append((at, step))
+        elif is_pixelwise(step) and not sealed:
+            paints.append((at, step))
+        elif isinstance(step, Normalize | RandomErasing | ToDtype) or _is_last_mixer(known, at):
+            later.append((at, step))
+            sealed = True
+        else:
+            break
+        at += 1
+    if any(_is_mixer(step) for step in known[at:]):
+        raise UsageError("MixUp and CutMix mix whole batches: put them last, behind known steps")
+    if at == len(steps):
+        batchwise = [(n, s) for n, s in later if not isinstance(s, PILToTensor)]
+        return Fused(crop, tuple(paints), None, tuple(batchwise), None)
+    if crop is None and not paints and not later:
+        return Fused(None, (), _rest(steps, known, [], 0, form, transform), (), None)
+    return Fused(crop, tuple(paints), _rest(steps, known, later, at, form), (), None)
+
+
+def _rest(
+    steps: list[Any],
+    known: list[Any],
+    later: list[Step],
+    at: int,
+    form: str,
+    whole: Transform | None = None,
+) -> Transform:
+    """Return a transform of a uint8 tensor for steps from a number on.
+
+    Args:
+        later: steps before that number which come first.
+        form: of images at the beginning of the pipeline.
+        whole: the pipeline itself, if all of it is left.
+    """
+    if form == "tensor":
+        return whole or Compose([step for _, step in later] + steps[at:])
+    end = next((k for k in range(at, len(steps)) if known[k] is None), len(steps))
+    for step in steps[:end]:
+        form = form_after(step, form)
+    own = [step for _, step in later] + known[at:end]
+    if end == len(steps):
+        return Compose(own)
+    return Compose([*own, AsTorchvision(form), *steps[end:]])
+
+
+def _crop(known: list[Any], at: int) -> tuple[Crop | None, int]:
+    """Return (the crop that begins at a step, the first step behind it)."""
+    steps = known[at:]
     if steps and type(steps[0]) is RandomResizedCrop:
-        first = steps.pop(0)
+        first, end = steps[0], 1
         flips: dict[Any, float] = {RandomHorizontalFlip: 0.0, RandomVerticalFlip: 0.0}
-        while steps and type(steps[0]) in flips and not flips[type(steps[0])]:
-            step = steps.pop(0)
-            flips[type(step)] = step.p
+        while end < len(steps) and not flips.get(type(steps[end]), 1.0):
+            flips[type(steps[end])] = steps[end].p
+            end += 1
         height, width = first.size
         probabilities = flips[RandomHorizontalFlip], flips[RandomVerticalFlip]
         crop = Crop(height, True, first.scale, first.ratio, *probabilities, across=width)
-    elif len(steps) > 1 and type(steps[0]) is Resize and type(steps[1]) is CenterCrop:
+        return crop, at + end
+    if len(steps) > 1 and type(steps[0]) is Resize and type(steps[1]) is CenterCrop:
         resize, middle = steps[0], steps[1]
         if isinstance(resize.size, int) and resize.size >= max(middle.size):
-            del steps[:2]
             height, width = middle.size
-            crop = Crop(height, False, resize=resize.size, across=width)
-    if crop is None:
-        return None, transform, None
-    if steps and all(isinstance(step, _BATCHWISE) for step in steps):
-        return crop, None, Compose(steps)
-    return crop, Compose(steps) if steps else None, None
+            return Crop(height, False, resize=resize.size, across=width), at + 2
+    return None, at
+
+
+def _is_own(step: object) -> bool:
+    """True for a transform of dlio, or one of the user's that changes pixels as dlio's do."""
+    return isinstance(step, PixelTransform) or type(step).__module__.startswith("dlio.image.")
+
+
+def _is_conversion(step: object) -> bool:
+    """True for a conversion that transforms of pixels may as well come before."""
+    return isinstance(step, PILToTensor) or (
+        isinstance(step, ToDtype)
+        and step.scale
+        and (step.dtype.is_floating_point or step.dtype == torch.uint8)
+    )
+
+
+def _is_mixer(step: object) -> bool:
+    return isinstance(step, Mixer) or (isinstance(step, RandomChoice) and step.mixes)
+
+
+def _is_last_mixer(known: list[Any], at: int) -> bool:
+    return _is_mixer(known[at]) and at == len(known) - 1
+
+
+def _draw_mixture(step: Any, draws: KeyedDraws, images: torch.Tensor) -> Any:
+    size = int(images.shape[-2]), int(images.shape[-1])
+    draw = step.draw_mixture if isinstance(step, RandomChoice) else step.draw
+    return draw(draws, *size)

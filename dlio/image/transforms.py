@@ -3,13 +3,15 @@
     from dlio import transforms as T
 
     transform = T.Compose([
-        T.RandomResizedCrop(224), T.RandomHorizontalFlip(), T.Normalize(mean, std)])
+        T.RandomResizedCrop(224), T.RandomHorizontalFlip(), T.TrivialAugmentWide(),
+        T.Normalize(mean, std), T.RandomErasing(0.1)])
     data = dlio.open("/data/imagenet/train", transform=transform)
 
-The crop is drawn before an image is decoded. Only its rows are decoded, straight into the batch,
-and its random numbers belong to the sample, so that any number of ranks and workers gives the same
-pixels. The steps behind it (`Normalize`) transform the whole batch at once. The batch is uint8
-until then, and already on the device if the loader has one.
+The crop is drawn before an image is decoded. Only its rows are decoded, straight into the batch.
+Transforms of pixels change them there, as uint8 and without the GIL; the steps behind them
+(`Normalize`, `RandomErasing`, `MixUp`) transform the whole batch at once, on the device if the
+loader has one. All random numbers belong to the sample, so that any number of ranks and workers
+gives the same pixels.
 
 Each transform can also be called with an image: a uint8 or float tensor of shape (..., 3, height,
 width), or an image of Pillow. It then draws from torch's random numbers, as torchvision does.
@@ -17,34 +19,87 @@ Source of the distributions: torchvision.transforms.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import torch
 
 from dlio.errors import UsageError
+from dlio.image import pixels as paint
+from dlio.image.colour import (
+    ColorJitter,
+    GaussianBlur,
+    RandomAdjustSharpness,
+    RandomAutocontrast,
+    RandomEqualize,
+    RandomGrayscale,
+    RandomInvert,
+    RandomPosterize,
+    RandomSolarize,
+)
+from dlio.image.compose import Compose, RandomApply, RandomChoice
 from dlio.image.crop import Crop
 from dlio.image.decode import opencv
-from dlio.util.arguments import check_callable, named, number_in, whole_number
+from dlio.image.draws import Draws, current_draws
+from dlio.image.mixing import CutMix, MixUp
+from dlio.image.picture import (
+    Change,
+    Picture,
+    Pixels,
+    PixelTransform,
+    check_probability,
+    check_range,
+    shape_of,
+)
+from dlio.image.policy import RandAugment, TrivialAugmentWide
+from dlio.image.tensors import (
+    ConvertImageDtype,
+    Normalize,
+    PILToTensor,
+    RandomErasing,
+    ToDtype,
+    ToFloat,
+    ToImage,
+    ToPureTensor,
+    ToTensor,
+)
+from dlio.util.arguments import named, whole_number
 
 __all__ = [
     "CenterCrop",
+    "ColorJitter",
     "Compose",
+    "ConvertImageDtype",
+    "CutMix",
+    "GaussianBlur",
+    "MixUp",
     "Normalize",
+    "PILToTensor",
+    "RandAugment",
+    "RandomAdjustSharpness",
+    "RandomApply",
+    "RandomAutocontrast",
+    "RandomChoice",
+    "RandomEqualize",
+    "RandomErasing",
+    "RandomGrayscale",
     "RandomHorizontalFlip",
+    "RandomInvert",
+    "RandomPosterize",
     "RandomResizedCrop",
+    "RandomSolarize",
     "RandomVerticalFlip",
     "Resize",
+    "ToDtype",
     "ToFloat",
+    "ToImage",
+    "ToPureTensor",
+    "ToTensor",
+    "TrivialAugmentWide",
 ]
 
 _TRIES: Final = 10
-Picture = Any
-"""A uint8 or float tensor of shape (..., 3, height, width), or an image of Pillow, which is not
-imported here."""
-Transform = Callable[[Any], Any]
-"""A function of a picture, or of whatever the transform before it returns."""
 
 
 class RandomResizedCrop:
@@ -63,25 +118,23 @@ class RandomResizedCrop:
         ratio: Sequence[float] = (3 / 4, 4 / 3),
     ) -> None:
         self.size = _size(size)
-        self.scale, self.ratio = _range(scale, "scale"), _range(ratio, "ratio")
+        self.scale, self.ratio = _range("scale", scale), _range("ratio", ratio)
 
     @staticmethod
     def get_params(
         img: Picture, scale: Sequence[float], ratio: Sequence[float]
     ) -> tuple[int, int, int, int]:
         """Draw (top, left, height, width) of a part of an image, in pixels."""
-        height, width = _shape(img)
+        (height, width), draws = shape_of(img), current_draws()
         area = height * width
         log_low, log_high = math.log(ratio[0]), math.log(ratio[1])
         for _ in range(_TRIES):
-            target = area * _uniform(scale[0], scale[1])
-            aspect = math.exp(_uniform(log_low, log_high))
+            target = area * draws.uniform(scale[0], scale[1])
+            aspect = math.exp(draws.uniform(log_low, log_high))
             w, h = round(math.sqrt(target * aspect)), round(math.sqrt(target / aspect))
             if 0 < w <= width and 0 < h <= height:
-                top = int(torch.randint(0, height - h + 1, (1,)).item())
-                left = int(torch.randint(0, width - w + 1, (1,)).item())
-                return top, left, h, w
-        crop = Crop(1, True, _pair(scale), _pair(ratio))
+                return draws.below(height - h + 1), draws.below(width - w + 1), h, w
+        crop = Crop(1, True, check_range("scale", scale), check_range("ratio", ratio))
         box = crop.box(height, width, [2.0] * crop.draws)  # No try fits: take its middle.
         return box.top, box.left, box.height, box.width
 
@@ -101,7 +154,7 @@ class Resize:
         _size(size)
 
     def __call__(self, img: Picture) -> Picture:
-        height, width = _shape(img)
+        height, width = shape_of(img)
         if not isinstance(self.size, int):
             return _resized(img, self.size, (0, 0, height, width))
         short, long = self.size, int(self.size * max(height, width) / min(height, width))
@@ -119,7 +172,7 @@ class CenterCrop:
         self.size = _size(size)
 
     def __call__(self, img: Picture) -> Picture:
-        height, width = _shape(img)
+        height, width = shape_of(img)
         if height < self.size[0] or width < self.size[1]:
             raise UsageError(f"CenterCrop({self.size}) of {height} x {width} pixels: resize first")
         top = round((height - self.size[0]) / 2)
@@ -130,18 +183,26 @@ class CenterCrop:
         return f"CenterCrop(size={self.size})"
 
 
-class _Flip:
-    def __init__(self, p: float = 0.5) -> None:
-        if not isinstance(p, int | float) or not 0 <= p <= 1:
-            raise UsageError(f"{type(self).__name__}(p={p!r}): give a probability from 0 to 1")
-        self.p = p
+class _Flip(PixelTransform):
+    _axis = 0
+    """Axis of a tensor of shape (..., height, width), from its end."""
 
-    def _turned(self, img: Picture, axis: int) -> Picture:
-        if torch.rand(1).item() >= self.p:
+    def __init__(self, p: float = 0.5) -> None:
+        self.p = check_probability(type(self).__name__, p)
+
+    def draw(self, draws: Draws, height: int, width: int) -> list[Change]:
+        return [Change("flip")] if draws.uniform() < self.p else []
+
+    def paint(self, pixels: Pixels, change: Change) -> Pixels:
+        return paint.flip(pixels, self._axis + 2)
+
+    def __call__(self, img: Picture) -> Picture:
+        if not self.draw(current_draws(), *shape_of(img)):
             return img
         if isinstance(img, torch.Tensor):
-            return img.flip(axis)
-        return img.transpose(0 if axis == -1 else 1)  # Pillow's FLIP_LEFT_RIGHT, FLIP_TOP_BOTTOM.
+            return img.flip(self._axis)
+        # Pillow's FLIP_LEFT_RIGHT, FLIP_TOP_BOTTOM.
+        return img.transpose(0 if self._axis == -1 else 1)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(p={self.p})"
@@ -150,86 +211,13 @@ class _Flip:
 class RandomHorizontalFlip(_Flip):
     """Exchange left and right with probability `p`."""
 
-    def __call__(self, img: Picture) -> Picture:
-        return self._turned(img, -1)
+    _axis = -1
 
 
 class RandomVerticalFlip(_Flip):
     """Exchange top and bottom with probability `p`."""
 
-    def __call__(self, img: Picture) -> Picture:
-        return self._turned(img, -2)
-
-
-class Normalize:
-    """Compute (pixel / 255 - mean) / std for an image or a batch, on the device where it is.
-
-    Args:
-        mean, std: of each channel, for pixels from 0 to 1.
-        dtype: of the result.
-    """
-
-    def __init__(
-        self,
-        mean: Sequence[float],
-        std: Sequence[float],
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        wrong = UsageError(
-            f"Normalize(mean={mean!r}, std={std!r}): give a number per channel, std without 0"
-        )
-        try:
-            self.mean, self.std = [float(each) for each in mean], [float(each) for each in std]
-        except (TypeError, ValueError):
-            raise wrong from None
-        if len(self.mean) != len(self.std) or not all(self.std):
-            raise wrong
-        self.dtype = _dtype(dtype)
-
-    def __call__(self, img: torch.Tensor) -> torch.Tensor:
-        """Normalize a tensor of shape (..., channels, height, width).
-
-        uint8 pixels are 0 to 255; float pixels are 0 to 1, as for torchvision's Normalize.
-        """
-        top = 255.0 if img.dtype == torch.uint8 else 1.0
-        mean = torch.tensor(self.mean, dtype=self.dtype, device=img.device).view(-1, 1, 1) * top
-        std = torch.tensor(self.std, dtype=self.dtype, device=img.device).view(-1, 1, 1) * top
-        return img.to(self.dtype).sub_(mean).div_(std)
-
-    def __repr__(self) -> str:
-        return f"Normalize(mean={self.mean}, std={self.std})"
-
-
-class ToFloat:
-    """Scale pixels to 0 to 1, like torchvision's ToTensor and ToDtype(scale=True)."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        self.dtype = _dtype(dtype)
-
-    def __call__(self, img: torch.Tensor) -> torch.Tensor:
-        return img.to(self.dtype).div_(255) if img.dtype == torch.uint8 else img.to(self.dtype)
-
-    def __repr__(self) -> str:
-        return f"ToFloat(dtype={self.dtype})"
-
-
-class Compose:
-    """Apply transforms one after the other."""
-
-    def __init__(self, transforms: Sequence[Transform]) -> None:
-        if not isinstance(transforms, Iterable):
-            raise UsageError(f"{named('transforms', transforms)}: give a list of transforms")
-        self.transforms = list(transforms)
-        for each in self.transforms:
-            check_callable("transforms", each)
-
-    def __call__(self, img: Picture) -> Picture:
-        for transform in self.transforms:
-            img = transform(img)
-        return img
-
-    def __repr__(self) -> str:
-        return f"Compose({self.transforms})"
+    _axis = -2
 
 
 def _resized(img: Picture, size: tuple[int, int], box: tuple[int, int, int, int]) -> Picture:
@@ -263,22 +251,6 @@ def _cut(img: Picture, top: int, left: int, height: int, width: int) -> Picture:
     return img.crop((left, top, left + width, top + height))
 
 
-def _shape(img: Picture) -> tuple[int, int]:
-    if isinstance(img, torch.Tensor):
-        return int(img.shape[-2]), int(img.shape[-1])
-    return int(img.height), int(img.width)
-
-
-def _uniform(low: float, high: float) -> float:
-    return float(torch.empty(1).uniform_(low, high).item())
-
-
-def _dtype(dtype: torch.dtype) -> torch.dtype:
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise UsageError(f"{named('dtype', dtype)}: give a type of torch, such as torch.float32")
-    return dtype
-
-
 def _size(size: int | Sequence[int]) -> tuple[int, int]:
     sides = tuple(size) if isinstance(size, list | tuple) else (size,)
     if len(sides) == 1:
@@ -292,15 +264,5 @@ def _size(size: int | Sequence[int]) -> tuple[int, int]:
     return height, width
 
 
-def _range(values: Sequence[float], name: str) -> tuple[float, float]:
-    low, high = _pair(values)
-    if not 0 < low <= high:
-        raise UsageError(f"{name}={values}: give the least and the largest, both above 0")
-    return low, high
-
-
-def _pair(values: Sequence[float]) -> tuple[float, float]:
-    if not isinstance(values, list | tuple) or len(values) != 2:
-        raise UsageError(f"{values!r}: give two numbers, the least and the largest")
-    low, high = (number_in("range", value, 0, "numbers") for value in values)
-    return low, high
+def _range(name: str, values: Sequence[float]) -> tuple[float, float]:
+    return check_range(name, values, above=0)

@@ -141,17 +141,18 @@ class PatchRecipe(Recipe):
             reader,
             image_size=None,
             train=False,
-            transform=None,
+            transform=transform,
             seed=seed,
             through_decoded=False,
             finish=None,
         )
-        self._source, self._seed = source, seed
+        self._source = source
         self.transform = transform
 
     @property
     def is_random(self) -> bool:
-        return self._source.patches.is_random
+        drawn = self._seeded is not None and self._seeded.drew
+        return self._source.patches.is_random or drawn
 
     @property
     def is_plain(self) -> bool:
@@ -173,7 +174,7 @@ class PatchRecipe(Recipe):
         }
         if self.transform is None:
             return made, 0.0
-        return self._apply(self.transform, made, sample)
+        return self._apply(self.transform, made, epoch, sample)
 
 
 def open_patches(

@@ -476,7 +476,7 @@ class DataLoader(Regrouping, torch.utils.data.DataLoader[_T_co]):
                 if self.tiers is not None and self.dataset.tiers != self.tiers:
                     self.dataset.retier(self.tiers)
             elif not isinstance(self.dataset, torch.utils.data.IterableDataset):
-                self._data = read_by_dlio(self.dataset, self.tiers)
+                self._data = read_by_dlio(self.dataset, self.tiers, self.seed)
         return self._data
 
     def _count(self) -> int:

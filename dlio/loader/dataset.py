@@ -276,6 +276,8 @@ class Dataset(torch.utils.data.Dataset[Sample]):
         if not kept:
             return self.with_maps((*self.maps, function))
         made = copy.copy(self)
+        if len(self) and (self._transform is not None or self.maps):
+            self[0]  # The transform shows whether it draws random numbers.
         made.reader = views.results_reader(self, self.reader, self.recipe.is_random, function)
         made.image_size, made._transform, made._finish = None, None, None
         made._patches = None

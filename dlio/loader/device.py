@@ -7,7 +7,8 @@ from typing import Any, Final, Self
 
 import torch
 
-from dlio.loader.contract import BatchData, Transform
+from dlio.image.fusion import Batchwise
+from dlio.loader.contract import BatchData
 from dlio.loader.feed import Fed, Feed
 from dlio.loader.nested import map_leaves, tensors_in
 from dlio.util.threads import Workers
@@ -28,9 +29,9 @@ class _Copied:
 
 
 def delivered(
-    feed: Feed, device: torch.device | str | int | None, transform: Transform | None
+    feed: Feed, device: torch.device | str | int | None, transform: Batchwise | None
 ) -> Feed:
-    """Return the batches of `feed` on a device, the first tensor of each transformed there.
+    """Return the batches of `feed` on a device, transformed there.
 
     On CUDA a thread takes batches and copies them on a stream of its own, ahead of their use. On
     other devices they are copied when they are handed out.
@@ -73,22 +74,26 @@ def _on_device(feed: Feed, device: torch.device) -> Feed:
             del fed
 
 
-def _transformed(feed: Feed, transform: Transform) -> Feed:
+def _transformed(feed: Feed, transform: Batchwise) -> Feed:
     yield None
     for fed in feed:
         assert fed is not None
         if fed.error is None:
-            fed.data = _with_first(fed.data, transform)
+            fed.data = _transformed_batch(fed, transform)
         yield fed
         del fed
 
 
-def _with_first(data: BatchData, transform: Transform) -> BatchData:
-    """Return (images, labels) or {"image": images} with the images transformed."""
-    if isinstance(data, dict):
-        return {name: transform(images) for name, images in data.items()}
-    images, labels = data
-    return transform(images), labels
+def _transformed_batch(fed: Fed, transform: Batchwise) -> BatchData:
+    """Return (images, labels) or {"image": images}, transformed."""
+    samples = fed.numbers()
+    if isinstance(fed.data, dict):
+        return {
+            name: transform(images, None, fed.epoch, samples)[0]
+            for name, images in fed.data.items()
+        }
+    images, labels, *pairs = fed.data  # Of samples that are mixed, also their partners.
+    return transform(images, labels, fed.epoch, samples, *pairs)
 
 
 def moved(data: BatchData, device: torch.device, non_blocking: bool) -> BatchData:

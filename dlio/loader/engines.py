@@ -113,6 +113,11 @@ class Engines:
                     begun.feed = raising_at_end(begun.feed, drawn.error)
                     next(begun.feed)
                 return begun
+        if data is not None and data.recipe.mixes:
+            raise UsageError(
+                "MixUp and CutMix in transform= mix the batches that dlio makes itself: leave out "
+                "the sampler and worker processes, or call them with each batch in the loop"
+            )
         mounted = None if data is None else self.planned.fill(options, data)
         collate = options.collate_fn
         dataset = options.dataset if data is None else data

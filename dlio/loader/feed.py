@@ -35,6 +35,8 @@ class Fed:
     indices: Sequence[Index] | npt.NDArray[np.int64] | None = None
     """Index of each sample; None if the engine does not know them."""
     error: BaseException | None = None
+    epoch: int = 0
+    """Epoch of the samples' random numbers, if the planned engine made the batch."""
 
     def numbers(self) -> npt.NDArray[np.int64]:
         """The indices, if they are whole numbers; shape (samples,), or (0,) for other keys."""

@@ -61,10 +61,11 @@ def open_dataset(
             Boxes, masks and keypoints move with the crop.
         train: random resized crops and flips, keyed by (seed, epoch, sample); otherwise the
             middle of the image.
-        transform: one of `dlio.transforms` that begins with a crop, which replaces `image_size`
-            and `train`; or any callable. A callable is called in a thread, with each crop as a
-            uint8 tensor of shape (3, size, size), or with each sample that is not cropped.
-        seed: of crops and, in a loader, of the order.
+        transform: one of `dlio.transforms`, or a pipeline of torchvision. A crop that it begins
+            with replaces `image_size` and `train`; one that changes the size otherwise gets whole
+            images. Or any callable, which is called in a thread, with each crop as a uint8 tensor
+            of shape (3, size, size), or with each sample that is not cropped.
+        seed: of crops, transforms and, in a loader, of the order.
         on_error: `stop` at a sample that cannot be read or decoded, or `skip` and count it.
         replicas: other places of the same data set. Each read goes to the copy that is expected
             to be fastest, by the measurements of `dlio bench tiers` and by the time that reads

@@ -3,7 +3,8 @@
 import json
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -11,11 +12,12 @@ import torch
 
 from dlio.data.reader import Reader, SampleName, data_bytes
 from dlio.data.schema import Buffer
-from dlio.errors import CorruptBlock, SourceError
+from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.image.crop import Crop
 from dlio.image.decode import Decoder
-from dlio.image.fusion import check_pixelwise, fused
+from dlio.image.fusion import Batchwise, check_pixelwise, fused
 from dlio.image.moving import Move
+from dlio.image.seeded import Seeded
 from dlio.loader.contract import Sample, Transform
 from dlio.loader.sample import decode_sample, decoded_field
 from dlio.loader.targets import companion_of
@@ -24,8 +26,15 @@ from dlio.util.printable import printable
 
 __all__ = ["Finish", "MappedRecipe", "Recipe"]
 
-Finish = Callable[[Buffer, int], Sample]
-"""Makes a sample of (payload, index), where the data set of another library is read."""
+
+class Finish(Protocol):
+    """Makes samples where the data set of another library is read."""
+
+    functions: Sequence[object]
+    """The user's functions of samples, which may draw random numbers; None among them is none."""
+
+    def __call__(self, payload: Buffer, sample: int, /) -> Sample:
+        """Make sample number `sample` of its payload."""
 
 
 class Recipe:
@@ -38,14 +47,14 @@ class Recipe:
         reader: of the payloads.
         image_size: side of square crops of images, in pixels; None for no crops.
         train: random crops and flips; otherwise the middle of the image.
-        transform: the user's. What it begins with is fused into the crop, see
-            `dlio.image.fusion.fused`.
-        seed: of the crops.
+        transform: the user's, which is cut into parts: see `dlio.image.fusion.fused`.
+        seed: of the random numbers of crops and transforms.
         through_decoded: crops are cut out of images that a tier keeps decoded.
         finish: replaces everything else, for data sets of other libraries.
         min_visible: least share of its area with which a box stays in a crop.
 
-    Raises UsageError for a transform that would move pixels, and leave boxes behind.
+    Raises UsageError for a transform that would move pixels, and leave boxes behind, and for
+    mixtures of images without classes.
     """
 
     where = "transform="
@@ -67,26 +76,59 @@ class Recipe:
         self.finish = finish
         self.companion = None if finish is not None else companion_of(reader.schema, min_visible)
         """Makes what belongs to a picture; None if the samples are of another kind."""
-        crop, rest, batch_transform = fused(transform)
-        self.crops = self.companion is not None and (image_size is not None or crop is not None)
-        """True if samples are crops of images."""
-        self.moves = self.companion is not None and self.companion.moves
+        self._seed, self._parts = seed, fused(transform)
+        parts, companion = self._parts, self.companion
+        self.moves = companion is not None and companion.moves
         """True if samples have boxes or masks, which move with the pixels."""
+        self._pictures = companion is not None and not self.moves and parts.whole is not None
+        """True if the transform takes whole pictures, without what belongs to them."""
+        self.crops = (
+            companion is not None
+            and not self._pictures
+            and (image_size is not None or parts.crop is not None)
+        )
+        """True if samples are crops of images."""
         self.ragged = self.moves and not self.crops
         """True if batches are lists of whole pictures and of what belongs to them."""
-        if self.moves and self.crops:
-            check_pixelwise(rest, reader.path)
-        self.crop = Crop(image_size or 1, train) if crop is None else crop
-        self.transform: Transform | None = rest if self.crops else transform
+        self.crop = Crop(image_size or 1, train) if parts.crop is None else parts.crop
+        self.transform: Transform | None = transform
         """User's transform of each crop, or of each sample that is not cropped."""
-        self.batch_transform: Transform | None = batch_transform if self.crops else None
+        self.batch_transform: Batchwise | None = None
         """Transform of a whole batch of crops, done on the device where the batch lies."""
+        if self.crops:
+            self.transform = parts.rest if parts.whole is None else parts.whole
+            if self.moves:
+                for step in [self.transform, *(step for _, step in parts.paints)]:
+                    check_pixelwise(step, reader.path)
+            if parts.batchwise:
+                self.batch_transform = Batchwise(parts.batchwise, seed, len(reader.classes))
+            if self.mixes and not (companion and companion.is_class):
+                raise UsageError(
+                    f"{reader.path}: MixUp and CutMix mix numbers of classes, and its images have "
+                    "none: leave them out"
+                )
+        elif self._pictures:
+            self.transform = parts.whole
+        functions = [transform] if finish is None else finish.functions
+        functions = [each for each in functions if each is not None]
+        self._seeded = Seeded(functions) if functions else None
         self.decoder = Decoder(self.crop, seed, through_decoded)
 
     @property
     def is_random(self) -> bool:
-        """True if samples are random crops, which differ from epoch to epoch."""
-        return self.crops and self.crop.draws > 0
+        """True if samples are known to differ from epoch to epoch."""
+        drawn = self.crops and (self.crop.draws > 0 or bool(self._parts.paints))
+        return drawn or (self._seeded is not None and self._seeded.drew)
+
+    @property
+    def mixes(self) -> bool:
+        """True if batches are mixtures of images, whose labels are probabilities."""
+        return self.batch_transform is not None and self.batch_transform.mixes
+
+    @property
+    def pairs(self) -> bool:
+        """True if a sample may be mixed with any other sample of its step."""
+        return self.batch_transform is not None and self.batch_transform.pairs
 
     @property
     def is_plain(self) -> bool:
@@ -107,13 +149,13 @@ class Recipe:
         image.
         """
         if not self.crops:
-            return self.whole(sample, payload)[0]
+            return self.whole(epoch, sample, payload)[0]
         pixels = np.empty((self.crop.size, self.crop.width, 3), np.uint8)
         uniforms = self.decoder.draw(epoch, np.array([sample], np.int64))[0]
         companion = self.into(pixels, sample, payload, uniforms)
-        made, _ = self.transformed(pixels, sample)
+        made, _ = self.transformed(pixels, epoch, sample)
         if self.batch_transform is not None:
-            made = self.batch_transform(made)
+            made = self.batch_transform.one(made, epoch, sample)
         assert self.companion is not None
         return self.companion.sample(made, companion)
 
@@ -159,38 +201,66 @@ class Recipe:
         except (CorruptBlock, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
             raise self._mismatch(sample, error) from error
 
-    def transformed(self, slot: npt.NDArray[np.uint8], sample: int) -> tuple[Sample, float]:
+    def transformed(
+        self, slot: npt.NDArray[np.uint8], epoch: int, sample: int
+    ) -> tuple[Sample, float]:
         """Return (the transform's result for the crop in a slot, seconds in the transform)."""
+        seconds = 0.0
+        if self._parts.paints:
+            started = time.perf_counter()
+            self._parts.paint(slot, self._seed, epoch, sample)
+            seconds = time.perf_counter() - started
         image = torch.from_numpy(slot).permute(2, 0, 1)
         if self.transform is None:
-            return image, 0.0
-        return self._apply(self.transform, image, sample)
+            return image, seconds
+        made, more = self._apply(self.transform, image, epoch, sample)
+        return made, seconds + more
 
-    def whole(self, sample: int, payload: Buffer) -> tuple[Sample, float]:
+    @property
+    def transforms(self) -> bool:
+        """True if `transformed` changes a crop."""
+        return self.transform is not None or bool(self._parts.paints)
+
+    def whole(self, epoch: int, sample: int, payload: Buffer) -> tuple[Sample, float]:
         """Return (sample without a crop, seconds in the user's transform). Raises as `one`."""
         if self.finish is not None:
-            return self.finish(payload, sample), 0.0
+            with self._drawing(epoch, sample):
+                return self.finish(payload, sample), 0.0
         name = SampleName(self.reader, sample)
-        if self.moves:
+        if self.moves or self._pictures:
             assert self.companion is not None
             values = self.fields(sample, payload)
-            picture = decoded_field("image", values[self.companion.image], name)
-            made = self.companion.sample(picture, self.accompanying(values, None, sample))
+            made = decoded_field("image", values[self.companion.image], name)
+            beside = self.accompanying(values, None, sample)
+            if self._pictures:
+                assert self.transform is not None
+                made, seconds = self._apply(self.transform, made, epoch, sample)
+                return self.companion.sample(made, beside), seconds
+            made = self.companion.sample(made, beside)
         else:
             made = decode_sample(self.reader.schema, payload, name)
         if self.transform is None:
             return made, 0.0
-        return self._apply(self.transform, made, sample)
+        return self._apply(self.transform, made, epoch, sample)
 
     def mapped(self, epoch: int, sample: int, payload: Buffer) -> tuple[Sample, float]:
-        """Return `whole`, of samples that are the same in every epoch."""
-        return self.whole(sample, payload)
+        """Return `whole`, with the functions of `data.map` applied, if there are any."""
+        return self.whole(epoch, sample, payload)
 
-    def _apply(self, transform: Transform, made: Sample, sample: int) -> tuple[Sample, float]:
+    def _drawing(self, epoch: int, sample: int) -> AbstractContextManager[None]:
+        """Have the user's functions draw random numbers of a sample."""
+        if self._seeded is None:
+            return nullcontext()
+        return self._seeded.sample(self._seed, epoch, sample)
+
+    def _apply(
+        self, transform: Transform, made: Sample, epoch: int, sample: int
+    ) -> tuple[Sample, float]:
         """Return (the transform's result, seconds); an error of the transform names the sample."""
         started = time.perf_counter()
         try:
-            made = transform(made)
+            with self._drawing(epoch, sample):
+                made = transform(made)
         except Exception as error:
             kind = "" if self.crops else f", which is a {type(made).__name__}"
             name = printable(f"{self.reader.name(sample)!r} of {self.reader.path}")
@@ -222,13 +292,14 @@ class MappedRecipe(Recipe):
     def __init__(self, inner: Recipe, maps: Sequence[Callable[[Sample], Sample]]) -> None:
         self.__dict__.update(inner.__dict__)
         self._inner, self._maps = inner, tuple(maps)
+        self._seeded = Seeded(maps)
         # The samples are made one by one, by `one`.
         self.crops, self.transform, self.batch_transform = False, None, None
 
     @property
     def is_random(self) -> bool:
-        """True if the samples that the functions get are random crops."""
-        return self._inner.is_random
+        """True if the samples that the functions get are known to differ from epoch to epoch."""
+        return self._inner.is_random or (self._seeded is not None and self._seeded.drew)
 
     @property
     def is_plain(self) -> bool:
@@ -245,6 +316,6 @@ class MappedRecipe(Recipe):
         """Return (sample, seconds in the user's functions). Raises as `one`."""
         made, seconds = self._inner.one(epoch, sample, payload), 0.0
         for function in self._maps:
-            made, more = self._apply(function, made, sample)
+            made, more = self._apply(function, made, epoch, sample)
             seconds += more
         return made, seconds

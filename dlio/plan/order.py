@@ -13,7 +13,7 @@ every machine and under every version of Python and numpy.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 
@@ -22,7 +22,16 @@ import numpy.typing as npt
 
 from dlio.errors import UsageError
 
-__all__ = ["MAX_SAMPLES", "Cursor", "Order", "again_of", "keyed_uniforms", "mix", "share"]
+__all__ = [
+    "MAX_SAMPLES",
+    "Cursor",
+    "Order",
+    "again_of",
+    "keyed_uniforms",
+    "keyed_words",
+    "mix",
+    "share",
+]
 
 MAX_SAMPLES = 2**40
 _SORTED_UP_TO = 4096
@@ -182,6 +191,24 @@ def keyed_uniforms(
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
+def keyed_words(seed: int, epoch: int, sample: int, stream: int = 0) -> Iterator[int]:
+    """Yield one sample's random numbers without end, as 64 bits each.
+
+    `word >> 11`, times 2**-53, are the numbers of `keyed_uniforms`. Cost 0.6 µs a number.
+    """
+    state = _mixed((sample + _key(seed, epoch, 0x5EED + stream)) & _MASK)
+    while True:
+        state = (state + _GOLDEN) & _MASK
+        yield _mixed(state)
+
+
+def _mixed(x: int) -> int:
+    """Mix 64 bits as `mix` does, in plain integers."""
+    x = ((x ^ (x >> 30)) * _MIX_1) & _MASK
+    x = ((x ^ (x >> 27)) * _MIX_2) & _MASK
+    return x ^ (x >> 31)
+
+
 class _Network:
     """The Feistel network of one (n, seed, epoch)."""
 
@@ -232,14 +259,12 @@ def mix(values: _U64, key: np.uint64) -> _U64:
     return x
 
 
+@lru_cache(maxsize=256)
 def _key(seed: int, epoch: int, number: int) -> int:
     """A 64-bit key for one purpose, from seed and epoch: splitmix64 in plain integers."""
     state = 0
     for word in (seed, epoch, number):
-        state = (state + word + _GOLDEN) & _MASK
-        state = ((state ^ (state >> 30)) * _MIX_1) & _MASK
-        state = ((state ^ (state >> 27)) * _MIX_2) & _MASK
-        state ^= state >> 31
+        state = _mixed((state + word + _GOLDEN) & _MASK)
     return state
 
 

@@ -3,15 +3,14 @@
 import dis
 import random
 import types
-from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
 
+from dlio.util.reach import reachable
+
 __all__ = ["Draws", "may_be_random"]
 
-_MOST_OBJECTS: Final = 2000
-_DEPTH: Final = 6
 _UNSEEDED: Final = ("default_rng", "RandomState", "Random", "SystemRandom", "uuid4", "seed")
 """Called without arguments, these take entropy of the system."""
 _ENTROPY: Final = ("urandom", "token_bytes", "token_hex", "getrandbits", "SystemRandom")
@@ -30,8 +29,8 @@ class Draws:
 
     def __init__(self, data: object) -> None:
         kinds = (random.Random, np.random.Generator, np.random.RandomState)
-        self._held = [each for each in _reachable(data) if isinstance(each, kinds)]
-        self._held += [each for each in _reachable(data) if type(each).__name__ == "Generator"]
+        self._held: list[Any] = [each for each in reachable(data) if isinstance(each, kinds)]
+        self._held += [each for each in reachable(data) if type(each).__name__ == "Generator"]
         self._before = self._states()
 
     def advanced(self) -> bool:
@@ -65,7 +64,7 @@ def _key_of(state: Any) -> tuple[bytes, int]:
 
 def may_be_random(data: object) -> bool:
     """True if code of the data set, or of what it holds, makes a generator without a seed."""
-    held = [each for each in _reachable(data) if isinstance(each, types.FunctionType)]
+    held = [each for each in reachable(data) if isinstance(each, types.FunctionType)]
     codes = [each.__code__ for each in held]
     while codes:
         code = codes.pop()
@@ -86,44 +85,3 @@ def _calls_unseeded(code: types.CodeType) -> bool:
             return True
         named = instruction.argval in _UNSEEDED
     return False
-
-
-def _reachable(data: object) -> Iterator[Any]:
-    """Yield the objects that a data set holds, and the functions of its class and theirs."""
-    seen: set[int] = set()
-    queue: list[tuple[Any, int]] = [(data, 0)]
-    while queue and len(seen) < _MOST_OBJECTS:
-        each, depth = queue.pop(0)
-        if id(each) in seen or isinstance(each, str | bytes | int | float | np.ndarray):
-            continue
-        seen.add(id(each))
-        yield each
-        if depth < _DEPTH:
-            queue += [(inner, depth + 1) for inner in _held(each)]
-
-
-def _held(each: Any) -> list[Any]:
-    if isinstance(each, types.ModuleType | type | types.CodeType):
-        return []
-    if isinstance(each, types.FunctionType):
-        cells = [cell.cell_contents for cell in each.__closure__ or () if _is_full(cell)]
-        called = [each.__globals__.get(name) for name in each.__code__.co_names]
-        return cells + [inner for inner in called if isinstance(inner, types.FunctionType)]
-    if isinstance(each, types.MethodType):
-        return [each.__func__, each.__self__]
-    if isinstance(each, dict):
-        return list(each.values())[:_MOST_OBJECTS]
-    if isinstance(each, list | tuple | set):
-        return list(each)[:_MOST_OBJECTS]
-    held = list(getattr(each, "__dict__", {}).values())
-    for kind in type(each).__mro__:
-        if kind.__module__.split(".")[0] not in ("builtins", "torch", "typing", "numpy"):
-            held += [own for own in vars(kind).values() if isinstance(own, types.FunctionType)]
-    return held
-
-
-def _is_full(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False

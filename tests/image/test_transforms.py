@@ -13,7 +13,7 @@ import dlio
 from dlio.errors import UsageError
 from dlio.image import transforms as T  # noqa: N812 - as everybody calls them
 from dlio.image.crop import DRAWS, Crop
-from dlio.image.fusion import fused
+from dlio.image.fusion import Fused, fused
 from dlio.plan.order import keyed_uniforms
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
@@ -85,18 +85,20 @@ def test_the_first_part_of_a_compose_is_fused() -> None:
             T.Normalize(MEAN, STD),
         ]
     )
-    crop, rest, batchwise = fused(transform)
-    assert crop == Crop(64, True, (0.3, 1.0), flip=0.2, upend=0.1, across=96)
-    assert rest is None
-    assert isinstance(batchwise, T.Compose)
-    assert isinstance(batchwise.transforms[0], T.Normalize)
-    crop, rest, batchwise = fused(T.Compose([T.Resize(256), T.CenterCrop(224), str]))
-    assert crop == Crop(224, False, resize=256, across=224)
-    assert isinstance(rest, T.Compose)
-    assert rest.transforms == [str]
-    assert batchwise is None
-    for other in (None, str, T.Normalize(MEAN, STD), T.Compose([T.CenterCrop(8)])):
-        assert fused(other) == (None, other, None)
+    parts = fused(transform)
+    assert parts.crop == Crop(64, True, (0.3, 1.0), flip=0.2, upend=0.1, across=96)
+    assert parts.rest is None
+    assert [(n, type(step)) for n, step in parts.batchwise] == [(3, T.Normalize)]
+    parts = fused(T.Compose([T.Resize(256), T.CenterCrop(224), str]))
+    assert parts.crop == Crop(224, False, resize=256, across=224)
+    assert isinstance(parts.rest, T.Compose)
+    assert parts.rest.transforms == [str]
+    assert not parts.batchwise
+    assert fused(str) == Fused(None, (), str, (), None)
+    assert fused(None) == Fused(None, (), None, (), None)
+    whole = fused(T.Compose([T.CenterCrop(8)]))
+    assert (whole.crop, whole.rest) == (None, None)
+    assert whole.whole is not None
 
 
 @pytest.mark.parametrize("shape", [(120, 160), (161, 90), (64, 64)])

@@ -7,6 +7,7 @@ the names of their classes, so that neither torchvision nor `datasets` need be i
 """
 
 import io
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,22 +36,29 @@ class Understood(Protocol):
     def reader(self) -> Reader:
         """A reader of the same samples in the same order."""
 
+    @property
+    def functions(self) -> list[object]:
+        """The user's functions of samples, which may draw random numbers."""
+
     def finished(self, payload: Buffer, sample: int) -> Sample:
         """Return the result of the data set's own `[i]`, from bytes that have been read."""
 
 
-def read_by_dlio(data: UserDataset, tiers: Tiers | None) -> Dataset | None:
+def read_by_dlio(data: UserDataset, tiers: Tiers | None, seed: int | None = None) -> Dataset | None:
     """Return a map-style data set as dlio reads it; None if torch's way is to be taken.
 
     With `tiers`, the samples of a data set that dlio does not understand are kept in them too.
+
+    Args:
+        seed: of the random numbers of transforms; None for 0.
     """
-    dataset = adapted(data, tiers)
+    dataset = adapted(data, tiers, seed)
     if dataset is None and tiers is not None:
         return open_dataset(data, tiers=tiers, image_size=None)
     return dataset
 
 
-def adapted(data: UserDataset, tiers: Tiers | None) -> Dataset | None:
+def adapted(data: UserDataset, tiers: Tiers | None, seed: int | None = None) -> Dataset | None:
     """Return a data set of another library as dlio reads it; None for one it cannot read."""
     parts = _parts(data)
     if parts is None:
@@ -78,20 +86,35 @@ def adapted(data: UserDataset, tiers: Tiers | None) -> Dataset | None:
         owners = np.repeat(np.array(numbers, np.int64), [len(part) for part in picked])
         inner = np.concatenate(picked) if picked else np.empty(0, np.int64)
         view = ChosenReader(readers, owners, inner)
-
-    def finish(payload: Buffer, sample: int) -> Sample:
-        return known[int(owners[sample])].finished(payload, int(inner[sample]))
-
     return Dataset(
         view,
         tiers=tiers,
         image_size=None,
         train=False,
         transform=None,
-        seed=0,
+        seed=seed or 0,
         on_error="stop",
-        finish=finish,
+        finish=_Finish(known, owners, inner),
     )
+
+
+class _Finish:
+    """Makes samples as the data sets of other libraries do."""
+
+    def __init__(
+        self,
+        known: Sequence[Understood],
+        owners: npt.NDArray[np.int64],
+        inner: npt.NDArray[np.int64],
+    ) -> None:
+        self._known, self._owners, self._inner = known, owners, inner
+        self.functions: Sequence[object] = [
+            function for each in known for function in each.functions
+        ]
+
+    def __call__(self, payload: Buffer, sample: int, /) -> Sample:
+        owner = self._known[int(self._owners[sample])]
+        return owner.finished(payload, int(self._inner[sample]))
 
 
 def _part_of_own(
@@ -215,6 +238,7 @@ class _Folder:
     def __init__(self, folder: Any, reader: Reader) -> None:
         self._folder = folder
         self.reader = reader
+        self.functions: list[object] = [folder.transform, folder.target_transform]
 
     def finished(self, payload: Buffer, sample: int) -> Sample:
         from PIL import Image

@@ -59,6 +59,7 @@ class ImageSet:
         self._features = data.features
         self._pictures = [name for name, kind in kinds.items() if kind == "image"]
         self._transform = data.format["format_kwargs"].get("transform")
+        self.functions: list[object] = [self._transform]
         raw = data.with_format(None)
         for name in self._pictures:
             raw = raw.cast_column(name, datasets.Image(decode=False))

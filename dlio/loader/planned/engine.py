@@ -4,7 +4,7 @@ decode."""
 import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -14,13 +14,14 @@ import xxhash
 from dlio.comm import Communicator, world
 from dlio.comm.data_ranks import communicator
 from dlio.comm.waiting import default_timeout_s, peer_timeout_s
-from dlio.data.schema import IMAGES
+from dlio.data.schema import IMAGES, Buffer
 from dlio.loader.contract import CollateFn
 from dlio.loader.dataset import Dataset
 from dlio.loader.feed import Begun, Fed, Feed, Stats
 from dlio.loader.options import LoaderOptions
 from dlio.loader.passes import Pass, PlannedPass
 from dlio.loader.planned.makers import Maker, maker_for
+from dlio.loader.planned.pairs import Pairing
 from dlio.loader.planned.pipeline import SKIPPED, Batch, Pipeline, Work, first_failure
 from dlio.loader.trace import Spans
 from dlio.plan.block_order import BlockOrder
@@ -66,6 +67,7 @@ class _Pass:
     spans: Spans | None
     memory: MessageMemory
     stats: Stats
+    pairing: Pairing | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,6 +142,8 @@ class PlannedEngine:
             (batches.order, batches.steps, batches.epoch, batches.own_batch),
             spans,
         )
+        if data.recipe.pairs and is_exact(options.mode):
+            planned = replace(planned, pairing=_pairing(planned, batches))
         formula = batches.formula
         ranks = mounted.ranks if formula.left is None else mounted.ranks_of(formula.members)
         epoch = epoch_plan(batches, mounted, options.mode, ranks)
@@ -268,7 +272,6 @@ def _feed(planned: _Pass, epoch: EpochPlan, alone: bool) -> Feed:
     Args:
         alone: this rank exchanges no samples with others.
     """
-    data, stats = planned.data, planned.stats
     with ExitStack() as stack:
         planner = _hurry_first_batch(planned, epoch)
         streamed = None
@@ -294,7 +297,7 @@ def _feed(planned: _Pass, epoch: EpochPlan, alone: bool) -> Feed:
             if streamed is not None:
                 done = min(batch.step.number + 1, shuffle.sent)
                 streamed.done(epoch.position + done * epoch.global_batch)
-            fed = _fed(batch, data, planned.skip, stats)
+            fed = _fed(batch, planned)
             del batch
             yield fed
             del fed
@@ -356,6 +359,25 @@ def _work(planned: _Pass) -> Work:
         peer_timeout_s=peer_timeout_s(),
         skip=planned.skip,
         trace=planned.spans,
+        pairing=planned.pairing,
+    )
+
+
+def _pairing(planned: _Pass, batches: PlannedPass) -> Pairing:
+    """Return the partners of samples in a pass whose batches are mixed."""
+    hierarchy, layout = planned.mounted.hierarchy, planned.data.reader.layout
+
+    def fetch(sample: int) -> Buffer:
+        block, place = layout.locate(np.array([sample], np.int64))
+        return hierarchy.read(sample, int(block[0]), int(place[0]))[0]
+
+    return Pairing(
+        order=batches.order,
+        position=batches.cursor.position,
+        end=batches.samples,
+        global_batch=batches.global_batch,
+        fetch=fetch,
+        skip=planned.skip,
     )
 
 
@@ -385,8 +407,8 @@ def _streamed(planned: _Pass, epoch: EpochPlan, order: BlockOrder) -> Iterator[B
         streamed.close()
 
 
-def _fed(batch: Batch, data: Dataset, skip: bool, stats: Stats) -> Fed:
-    samples = batch.step.samples
+def _fed(batch: Batch, planned: _Pass) -> Fed:
+    samples, data, skip, stats = batch.step.samples, planned.data, planned.skip, planned.stats
     if batch.failed:
         error = first_failure(batch)
         if -1 in batch.failed or not skip or not isinstance(error, SKIPPED):
@@ -399,4 +421,4 @@ def _fed(batch: Batch, data: Dataset, skip: bool, stats: Stats) -> Fed:
             stats.skipped.append(data.reader.name(int(samples[slot])))
         samples = samples[[k for k in range(len(samples)) if k not in batch.failed]]
     made, batch.data = batch.data, None
-    return Fed(made, len(samples), samples)
+    return Fed(made, len(samples), samples, epoch=planned.epoch)

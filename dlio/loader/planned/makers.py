@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from dlio.data.schema import Buffer, Schema
 from dlio.errors import UsageError
 from dlio.loader.contract import BatchData, CollateFn, Sample
+from dlio.loader.planned.pairs import Pairs, decode_partners
 from dlio.loader.recipe import Recipe
 from dlio.storage.decoded import DecodedTier
 from dlio.util.pool import Pool
@@ -107,8 +108,10 @@ class Maker(Protocol):
     batch_bytes: int
     """Approximate bytes of a batch."""
 
-    def begin(self, epoch: int, samples: npt.NDArray[np.int64]) -> Slots:
-        """Begin a batch of these samples."""
+    def begin(
+        self, epoch: int, samples: npt.NDArray[np.int64], pairs: Pairs | None = None
+    ) -> Slots:
+        """Begin a batch of these samples, mixed with these partners."""
 
 
 def maker_for(
@@ -161,25 +164,37 @@ class CropMaker:
         self.decoded = decoded
         self.collate = collate
         shape = (batch_size, recipe.crop.size, recipe.crop.width, 3)
-        self.memory = BatchMemory(shape, np.uint8, pinned)
         self.batch_bytes = math.prod(shape)
+        if recipe.pairs:  # With room for a partner of each.
+            shape = (2 * batch_size, *shape[1:])
+        self.memory = BatchMemory(shape, np.uint8, pinned)
 
-    def begin(self, epoch: int, samples: npt.NDArray[np.int64]) -> Slots:
+    def begin(
+        self, epoch: int, samples: npt.NDArray[np.int64], pairs: Pairs | None = None
+    ) -> Slots:
         if self.decoded is not None:
-            return _CachedCrops(self, self.decoded, epoch, samples)
-        return _Crops(self, epoch, samples)
+            return _CachedCrops(self, self.decoded, epoch, samples, pairs)
+        return _Crops(self, epoch, samples, pairs)
 
 
 class _Crops:
-    def __init__(self, maker: CropMaker, epoch: int, samples: npt.NDArray[np.int64]) -> None:
+    def __init__(
+        self,
+        maker: CropMaker,
+        epoch: int,
+        samples: npt.NDArray[np.int64],
+        pairs: Pairs | None,
+    ) -> None:
         self._maker = maker
+        self._pairs = pairs
         self._recipe = maker.recipe
         self._tier: DecodedTier | None = None
         self._images = maker.memory.take()
         self._companions: list[Any] = [0] * len(samples)
+        self._epoch, self._samples = epoch, samples
         self._uniforms = maker.recipe.decoder.draw(epoch, samples)
         self._transformed: list[Sample] = []
-        if maker.recipe.transform is not None:
+        if maker.recipe.transforms:
             self._transformed = [None] * len(samples)
 
     def make(self, slot: int, sample: int, payload: Buffer) -> float:
@@ -190,29 +205,41 @@ class _Crops:
         return self._transform(slot, sample) if self._transformed else 0.0
 
     def _transform(self, slot: int, sample: int) -> float:
-        self._transformed[slot], seconds = self._recipe.transformed(self._images[slot], sample)
+        self._transformed[slot], seconds = self._recipe.transformed(
+            self._images[slot], self._epoch, sample
+        )
         return seconds
 
     def finish(self, slots: Sequence[int] | None) -> BatchData:
         images, companions, transformed = self._images, self._companions, self._transformed
-        count = len(companions)
+        count, samples = len(companions), self._samples
         if slots is not None:
             for k, slot in enumerate(slots):
                 if k != slot:
                     images[k] = images[slot]
             companions, count = [companions[slot] for slot in slots], len(slots)
+            samples = samples[list(slots)]
             transformed = [transformed[slot] for slot in slots] if transformed else []
         recipe, collate, companion = self._recipe, self._maker.collate, self._recipe.companion
         assert companion is not None
+        mixed: tuple[npt.NDArray[np.int64], ...] = ()  # Samples behind the others, and partners.
+        if self._pairs is not None:
+            pairs = self._pairs if slots is None else self._pairs.of(slots)
+            labels = np.array(companions, np.int64)
+            labels, *rest = decode_partners(pairs, recipe, self._epoch, samples, images, labels)
+            companions, mixed, count = labels.tolist(), tuple(rest), len(labels)
         crops = torch.from_numpy(images[:count]).permute(0, 3, 1, 2)
         if collate is not None:
             firsts: BatchData = transformed
             if recipe.transform is None:
-                batchwise = recipe.batch_transform
-                firsts = crops if batchwise is None else batchwise(crops)
+                firsts, batchwise = crops, recipe.batch_transform
+                if batchwise is not None:
+                    targets = torch.tensor(companions) if batchwise.mixes else companions
+                    firsts, companions = batchwise(crops, targets, self._epoch, samples, *mixed)
             return collate(list(map(companion.sample, firsts, companions)))
         if recipe.transform is None:
-            return companion.batch(crops, companions)
+            made = companion.batch(crops, companions)
+            return (*made, *mixed) if mixed else made
         whole = torch.utils.data.default_collate(transformed) if transformed else torch.empty(0)
         return companion.batch(whole, companions)
 
@@ -226,8 +253,9 @@ class _CachedCrops(_Crops):
         tier: DecodedTier,
         epoch: int,
         samples: npt.NDArray[np.int64],
+        pairs: Pairs | None,
     ) -> None:
-        super().__init__(maker, epoch, samples)
+        super().__init__(maker, epoch, samples, pairs)
         self._tier = self._cache = tier
 
     def take_cached(self, slot: int, sample: int) -> float | None:
@@ -260,7 +288,9 @@ class ArrayMaker:
         (name or None, first byte, end)."""
         self.direct = schema.overhead >= _DIRECT_BYTES
 
-    def begin(self, epoch: int, samples: npt.NDArray[np.int64]) -> Slots:
+    def begin(
+        self, epoch: int, samples: npt.NDArray[np.int64], pairs: Pairs | None = None
+    ) -> Slots:
         return (_DirectArrays if self.direct else _Arrays)(self, len(samples))
 
 
@@ -314,7 +344,9 @@ class SampleMaker:
         self.collate = collate
         self.batch_bytes = batch_size * recipe.sample_bytes
 
-    def begin(self, epoch: int, samples: npt.NDArray[np.int64]) -> Slots:
+    def begin(
+        self, epoch: int, samples: npt.NDArray[np.int64], pairs: Pairs | None = None
+    ) -> Slots:
         return _Samples(self, epoch, len(samples))
 
 

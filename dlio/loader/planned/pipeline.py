@@ -24,6 +24,7 @@ from dlio.errors import CommTimeout, CorruptBlock, DlioError, SourceError
 from dlio.loader.contract import BatchData
 from dlio.loader.feed import Clock
 from dlio.loader.planned.makers import CachedSlots, DirectSlots, Maker, Slots
+from dlio.loader.planned.pairs import Pairing
 from dlio.loader.trace import Spans
 from dlio.shuffle.shuffle import Shuffle, Step
 from dlio.storage.block import Scratch
@@ -83,6 +84,8 @@ class Work:
     skip: bool
     """Leave out samples that cannot be read, checked or decoded."""
     trace: Spans | None = None
+    pairing: Pairing | None = None
+    """Partners of the samples, if batches are mixed."""
 
 
 class Pipeline:
@@ -136,7 +139,9 @@ class Pipeline:
 
     def _listen(self, step: Step) -> Callable[[list[int]], None]:
         work, count = self._work, len(step.samples)
-        slots = work.maker.begin(work.epoch, step.samples)
+        pairing = work.pairing
+        pairs = None if pairing is None else pairing.pairs(step.number, step.samples)
+        slots = work.maker.begin(work.epoch, step.samples, pairs)
         cached = slots if isinstance(slots, CachedSlots) else None
         direct = slots if isinstance(slots, DirectSlots) else None
         batch = Batch(step, slots, cached, direct, count)

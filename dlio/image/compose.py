@@ -1,0 +1,156 @@
+"""Transforms made of transforms: all of them, some by chance, or one of several."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from dlio.errors import UsageError
+from dlio.image.draws import Draws, current_draws
+from dlio.image.mixing import Mixer, Mixture
+from dlio.image.picture import (
+    Change,
+    Picture,
+    Pixels,
+    PixelTransform,
+    Transform,
+    check_probability,
+    numbers_in,
+)
+from dlio.util.arguments import check_callable, named
+
+__all__ = ["Compose", "RandomApply", "RandomChoice", "is_pixelwise"]
+
+
+def is_pixelwise(transform: object) -> bool:
+    """True for a transform of pixels alone, in any nesting, which keeps the size."""
+    if isinstance(transform, RandomApply | RandomChoice):
+        return all(map(is_pixelwise, transform.transforms))
+    return isinstance(transform, PixelTransform)
+
+
+class Compose:
+    """Apply transforms one after the other."""
+
+    def __init__(self, transforms: Sequence[Transform]) -> None:
+        self.transforms = _checked(transforms)
+
+    def __call__(self, img: Picture) -> Picture:
+        for transform in self.transforms:
+            img = transform(img)
+        return img
+
+    def __repr__(self) -> str:
+        return f"Compose({self.transforms})"
+
+
+class RandomApply(PixelTransform):
+    """Apply transforms one after the other, all of them with probability `p`, or none."""
+
+    def __init__(self, transforms: Sequence[Transform], p: float = 0.5) -> None:
+        self.transforms = _checked(transforms)
+        self.p = check_probability("RandomApply", p)
+
+    def draw(self, draws: Draws, height: int, width: int) -> list[Change]:
+        if draws.uniform() >= self.p:
+            return []
+        return [
+            Change(change.name, (member, change))
+            for member in self.transforms
+            for change in _member(member).draw(draws, height, width)
+        ]
+
+    def paint(self, pixels: Pixels, change: Change) -> Pixels:
+        member, inner = change.value
+        painted: Pixels = member.paint(pixels, inner)
+        return painted
+
+    def __call__(self, img: Picture) -> Picture:
+        if is_pixelwise(self):
+            return super().__call__(img)
+        if current_draws().uniform() < self.p:
+            for transform in self.transforms:
+                img = transform(img)
+        return img
+
+    def __repr__(self) -> str:
+        return f"RandomApply({self.transforms}, p={self.p})"
+
+
+class RandomChoice(PixelTransform):
+    """Apply one of several transforms, chosen at random: of images, or MixUp and CutMix of batches.
+
+    Args:
+        p: weight of each; even for None.
+    """
+
+    def __init__(self, transforms: Sequence[Transform], p: Sequence[float] | None = None) -> None:
+        self.transforms = _checked(transforms)
+        if not self.transforms:
+            raise UsageError(f"{named('transforms', transforms)}: give one transform at least")
+        self.p = None if p is None else numbers_in("p", p)
+        if self.p is not None and (
+            len(self.p) != len(self.transforms) or min(self.p) < 0 or not sum(self.p)
+        ):
+            raise UsageError(f"{named('p', p)}: give a weight of each transform, from 0")
+
+    @property
+    def mixes(self) -> bool:
+        """True if it chooses among mixtures of batches."""
+        return all(isinstance(each, Mixer) for each in self.transforms)
+
+    @property
+    def partners(self) -> str:
+        """The choice of partners that the mixtures share."""
+        return "step" if any(each.partners == "step" for each in self.transforms) else "rank"
+
+    def choose(self, draws: Draws) -> Transform:
+        """Draw one of the transforms."""
+        members: list[Transform] = self.transforms
+        if self.p is None:
+            return members[draws.below(len(members))]
+        left = draws.uniform(0, sum(self.p))
+        for member, weight in zip(members, self.p, strict=True):
+            if left < weight:
+                return member
+            left -= weight
+        return members[max(k for k, weight in enumerate(self.p) if weight)]
+
+    def draw(self, draws: Draws, height: int, width: int) -> list[Change]:
+        member = self.choose(draws)
+        changes = _member(member).draw(draws, height, width)
+        return [Change(change.name, (member, change)) for change in changes]
+
+    def draw_mixture(self, draws: Draws, height: int, width: int) -> Mixture:
+        """Draw a mixture of one of the transforms, which all mix batches."""
+        member = self.choose(draws)
+        assert isinstance(member, Mixer)
+        return member.draw(draws, height, width)
+
+    def paint(self, pixels: Pixels, change: Change) -> Pixels:
+        member, inner = change.value
+        painted: Pixels = member.paint(pixels, inner)
+        return painted
+
+    def __call__(self, *img: Picture) -> Picture:
+        if is_pixelwise(self):
+            return super().__call__(*img)
+        return self.choose(current_draws())(*img)
+
+    def __repr__(self) -> str:
+        return f"RandomChoice({self.transforms}, p={self.p})"
+
+
+def _member(transform: object) -> PixelTransform:
+    assert isinstance(transform, PixelTransform)
+    return transform
+
+
+def _checked(transforms: object) -> list[Any]:
+    """Return a list of callables. Raises UsageError."""
+    if not isinstance(transforms, Iterable) or isinstance(transforms, torch.Tensor):
+        raise UsageError(f"{named('transforms', transforms)}: give a list of transforms")
+    steps = list(transforms)
+    for each in steps:
+        check_callable("transforms", each)
+    return steps
