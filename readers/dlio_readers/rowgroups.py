@@ -67,7 +67,7 @@ class RowGroupReader(ABC):
         """Read columns of a group as an Arrow table. Any error names no file."""
 
     def _setup(self, path: str | Sequence[str], files: Sequence[str]) -> None:
-        """Index the files, or take what the cache knows of them.
+        """Index the files, or take their index from the cache.
 
         Args:
             path: as the user gave it, with the names of columns after `::`.
