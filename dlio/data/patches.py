@@ -277,7 +277,7 @@ class PatchReader:
                 array = self._chunks.arrays[self._main][volume.file]
                 raise UsageError(
                     f"{array.where} has {volume.extent} elements along the axes of a patch of "
-                    f"{self._sides}: pad=0 fills what it lacks; or give a smaller patch="
+                    f"{self._sides}: pad=0 fills in the rest; or give a smaller patch="
                 )
 
     def _steps(self, volume: _Volume) -> tuple[int, ...]:

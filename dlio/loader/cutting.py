@@ -60,7 +60,7 @@ class PatchSource:
         return self._mount
 
     def unmount(self) -> None:
-        """Close what `mount` has opened, if nobody else uses it."""
+        """Close the tiers, if nobody else uses it."""
         self._users -= 1
         if self._users == 0 and self._mount is not None:
             if self._readers is not None:

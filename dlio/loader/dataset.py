@@ -320,7 +320,7 @@ class Dataset(torch.utils.data.Dataset[Sample]):
         if self._mount is None:
             options, tiers = MountOptions(requests=self.requests), self.tiers
             chunks = None
-            if self._patches is not None:  # What tiers hold are chunks.
+            if self._patches is not None:  # Tiers hold chunks.
                 chunks = self._patches.mount(tiers, comm, pretend_nodes, self.requests)
                 tiers = "none"
             self._mount = mount(self.reader, tiers, comm, pretend_nodes, options=options)

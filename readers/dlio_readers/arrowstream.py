@@ -1,8 +1,8 @@
-"""Arrow IPC files and streams: where their record batches lie, and their sizes.
+"""Arrow IPC files and streams: where their record batches lie, and their sizes when decompressed.
 
 A file is a stream between magic words, with a footer that is not needed here. A stream is a
 sequence of messages: 0xFFFFFFFF, the size of the metadata, metadata (a flatbuffer), and a body. Of
-the metadata only numbers are taken here, bounded by what the file holds; pyarrow reads the rest.
+the metadata only numbers are taken here, bounded by the file's size; pyarrow reads the rest.
 
 Source: arrow.apache.org/docs/format/Columnar.html, Message.fbs.
 """

@@ -5,7 +5,7 @@
     message Feature  { oneof { BytesList = 1; FloatList = 2; Int64List = 3; } }   value = 1 in each
 
 A record is walked without copying its values: features are spans of bytes in it. Nothing is
-allocated by a length that is claimed, and nesting has the depth of these messages.
+allocated because a length claims it, and nesting has the depth of these messages.
 
 Source: tensorflow/core/example/example.proto and feature.proto; protobuf.dev's encoding.
 """

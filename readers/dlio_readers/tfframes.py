@@ -122,7 +122,7 @@ def records_of(file: File) -> Iterator[tuple[int, LazyRecord]]:
 
 
 def check_data(stored: memoryview, where: str) -> memoryview:
-    """Return the data of a record that has been read with its frame.
+    """Return the data of a record that has been read with its checksums.
 
     Raises CorruptBlock if a checksum is wrong.
     """

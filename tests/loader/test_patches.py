@@ -1,4 +1,4 @@
-"""Patches of volumes and windows of time: what they read, counted, and where they are."""
+"""Patches of volumes and windows of time: their reads, counted, and where they are."""
 
 import io
 import json
