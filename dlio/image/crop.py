@@ -79,7 +79,7 @@ class Crop:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the result: (height, width, 3), or (crops, height, width, 3) for several crops."""
+        """Shape of the result: (height, width, 3), or (crops, height, width, 3) for several crops."""
         one = self.size, self.width, 3
         return one if self.crops == 1 else (self.crops, *one)
 
@@ -147,7 +147,7 @@ def are_near(boxes: Sequence[Box], width: int) -> bool:
     """True if decoding what encloses some parts of a JPEG costs less than decoding one by one.
 
     Together, pixels between the parts are decoded in vain. One by one, the coded rows of the whole
-    width above and beside each part have to be passed again.
+    width above and around each part have to be passed again.
 
     Args:
         width: of the image, in pixels.

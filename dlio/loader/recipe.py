@@ -52,9 +52,10 @@ class Recipe:
         through_decoded: crops are cut out of images that a tier keeps decoded.
         finish: replaces everything else, for data sets of other libraries.
         min_visible: least share of its area with which a box stays in a crop.
+        crops: of each image, where the transform does not begin with crops.
 
-    Raises UsageError for a transform that would move pixels, and leave boxes behind, and for
-    mixtures of images without classes.
+    Raises UsageError for a transform that would move pixels, and leave boxes behind, for mixtures
+    of images without classes, and for several crops of what has none.
     """
 
     where = "transform="
@@ -71,6 +72,7 @@ class Recipe:
         through_decoded: bool,
         finish: Finish | None,
         min_visible: float = 0.0,
+        crops: int = 1,
     ) -> None:
         self.reader = reader
         self.finish = finish
@@ -90,7 +92,13 @@ class Recipe:
         """True if samples are crops of images."""
         self.ragged = self.moves and not self.crops
         """True if batches are lists of whole pictures and of what belongs to them."""
-        self.crop = Crop(image_size or 1, train) if parts.crop is None else parts.crop
+        self.crop = parts.crop or Crop(image_size or 1, train, crops=crops)
+        if crops > 1 and (parts.crop is not None or not self.crops):
+            raise UsageError(
+                f"{reader.path}: crops={crops}: "
+                + ("transform= crops" if parts.crop is not None else "its samples are not cropped")
+                + ": leave crops= out, or give transform=RandomResizedCrop(size, crops=...)"
+            )
         self.transform: Transform | None = transform
         """User's transform of each crop, or of each sample that is not cropped."""
         self.batch_transform: Batchwise | None = None
