@@ -40,7 +40,7 @@ def recipe(partners: Any = "step") -> T.Compose:
 
 def several() -> T.Compose:
     """A pipeline of two crops of each picture."""
-    first = [T.RandomResizedCrop(32, crops=2), T.RandomHorizontalFlip()]
+    first: list[Any] = [T.RandomResizedCrop(32, crops=2), T.RandomHorizontalFlip()]
     return T.Compose([*first, T.RandAugment(), T.Normalize(MEAN, STD), T.RandomErasing(0.5)])
 
 
