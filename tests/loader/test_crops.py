@@ -196,10 +196,13 @@ def test_a_users_collate_gets_the_crops_of_each_sample(pictures: Path) -> None:
 
 def test_a_page_shows_crops_side_by_side(pictures: Path) -> None:
     with _open(pictures, image_size=SIDE, crops=2) as data:
-        page = parsed(data.show(1, shuffle=False, epochs=1).html)
+        html = data.show(1, shuffle=False, epochs=1).html
+        page = parsed(html)
         shown = pixels_of(page.addresses[1])[..., ::-1]
         first, second = data[0][0].permute(0, 2, 3, 1).numpy()
     assert np.array_equal(shown, np.concatenate([first, second], axis=1))
+    assert "epoch 0, crop 1" in html
+    assert "epoch 0, crop 2" in html
 
 
 @pytest.mark.parametrize("mix", [T.MixUp(), T.CutMix(), T.RandomChoice([T.MixUp(), T.CutMix()])])

@@ -5,7 +5,7 @@ escaped. It needs no script.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ import torch
 from dlio.data.reader import SampleName, data_bytes
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError
-from dlio.image.decode import decode_whole
+from dlio.image.decode import Decoder, decode_whole
 from dlio.loader.gallery.style import HEAD
 from dlio.loader.gallery.values import figure, rows_of, shortened, value_html
 from dlio.loader.recipe import MappedRecipe, Recipe
@@ -28,6 +28,8 @@ __all__ = ["Page", "make_page", "page_of"]
 
 _MOST_NAMES: Final = 30
 """Names of classes that the head of a page shows."""
+_Part = tuple[str, tuple[float, float, float, float]]
+"""(name, (left, top, width, height)) of a crop, in pixels of the picture."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +146,7 @@ def _card(recipe: Recipe, sample: int, epochs: Sequence[int], payload: Buffer) -
     pixels = decode_whole(values[companion.image], name)
     own = recipe.accompanying(values, None, sample)
     classes = recipe.reader.classes
-    marked = [(f"epoch {k}", _part(recipe, k, sample, values)) for k in epochs]
-    parts = [(name, part) for name, part in marked if part is not None]
+    parts = [part for epoch in epochs for part in _parts(recipe, epoch, sample, values)]
     figures = [figure(pixels, "whole picture", own, classes, parts if recipe.is_random else ())]
     changes = recipe.crops or recipe.transform is not None or isinstance(recipe, MappedRecipe)
     made = [
@@ -157,21 +158,21 @@ def _card(recipe: Recipe, sample: int, epochs: Sequence[int], payload: Buffer) -
     return f'<div class="row">{"".join(figures)}{crops}</div>{_table(rows)}'
 
 
-def _part(
-    recipe: Recipe, epoch: int, sample: int, values: dict[str, Any]
-) -> tuple[float, float, float, float] | None:
-    """Return left, top, width and height of a crop; None if samples are not crops."""
+def _parts(recipe: Recipe, epoch: int, sample: int, values: dict[str, Any]) -> list[_Part]:
+    """Return the parts of a picture that its crops show; none if samples are not crops."""
     if not recipe.crops or recipe.companion is None or recipe.decoder.kept:
-        return None
-    crop = recipe.crop
-    out = np.empty(crop.shape, np.uint8)
-    uniforms = recipe.decoder.draw(epoch, np.array([sample], np.int64))[0]
-    name = SampleName(recipe.reader, sample)
-    shown = recipe.decoder.decode(values[recipe.companion.image], name, uniforms, out)
-    if shown is None:
-        return None
-    box = shown.box
-    return box.left, box.top, box.width, box.height
+        return []
+    crop, seed = replace(recipe.crop, crops=1), recipe.decoder.seed
+    out, name = np.empty(crop.shape, np.uint8), SampleName(recipe.reader, sample)
+    uniforms = recipe.decoder.draw(epoch, np.array([sample], np.int64))
+    parts: list[_Part] = []
+    for k, row in enumerate(uniforms.reshape(recipe.crop.crops, -1), 1):
+        shown = Decoder(crop, seed).decode(values[recipe.companion.image], name, row, out)
+        if shown is not None:
+            caption = f"epoch {epoch}" + (f", crop {k}" if recipe.crop.crops > 1 else "")
+            box = shown.box
+            parts.append((caption, (box.left, box.top, box.width, box.height)))
+    return parts
 
 
 def _made(
