@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 OPEN_ARGUMENTS: Final = (
-    *("tiers", "image_size", "train", "transform"),
+    *("tiers", "image_size", "train", "crops", "transform"),
     *("seed", "on_error", "replicas", "follow_links", "requests"),
     *("patch", "patches_per_volume", "patch_stride", "pad", "window", "min_visible"),
 )

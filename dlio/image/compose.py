@@ -19,7 +19,7 @@ from dlio.image.picture import (
 )
 from dlio.util.arguments import check_callable, named
 
-__all__ = ["Compose", "RandomApply", "RandomChoice", "is_pixelwise"]
+__all__ = ["Compose", "Multiple", "RandomApply", "RandomChoice", "is_pixelwise", "stacked"]
 
 
 def is_pixelwise(transform: object) -> bool:
@@ -29,15 +29,35 @@ def is_pixelwise(transform: object) -> bool:
     return isinstance(transform, PixelTransform)
 
 
-class Compose:
-    """Apply transforms one after the other."""
+def _crops(transform: Transform) -> int:
+    return transform.crops if isinstance(transform, Multiple) else 1
+
+
+def stacked(images: list[Picture]) -> Picture:
+    """Return tensors as one, with a new first dimension; a list of anything else as it is."""
+    return torch.stack(images) if all(map(torch.is_tensor, images)) else images
+
+
+class Multiple:
+    """A transform that makes one image of each, or several."""
+
+    crops = 1
+    """Number of images; those of more than one are stacked, or in a list."""
+
+
+class Compose(Multiple):
+    """Apply transforms one after the other; to each crop by itself behind several crops."""
 
     def __init__(self, transforms: Sequence[Transform]) -> None:
         self.transforms = _checked(transforms)
+        self.crops = max((_crops(each) for each in self.transforms), default=1)
 
     def __call__(self, img: Picture) -> Picture:
-        for transform in self.transforms:
+        for number, transform in enumerate(self.transforms, 1):
             img = transform(img)
+            if _crops(transform) > 1:
+                rest = Compose(self.transforms[number:])
+                return stacked([rest(each) for each in img])
         return img
 
     def __repr__(self) -> str:

@@ -5,12 +5,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["DRAWS", "Box", "Crop", "Shown"]
+__all__ = ["DRAWS", "MOST_CROPS", "Box", "Crop", "Shown", "are_near", "enclosing"]
 
 _TRIES: Final = 10
 _TOP, _LEFT, _FLIP, _UPEND = (2 * _TRIES + k for k in range(4))
 DRAWS: Final = 2 * _TRIES + 4
-"""Random numbers per sample: (area, ratio) for each try, then row, column, flip, upend."""
+"""Random numbers per crop: (area, ratio) for each try, then row, column, flip, upend."""
+MOST_CROPS: Final = 256
+"""Most crops of one image."""
+_AREA: Final = 1.3
+"""Cost of decoding a pixel, for that of passing one in coded rows: 2.3 ns and 1.8 ns in dlio's own
+decoder, over ImageNet's JPEGs on one core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,21 +70,36 @@ class Crop:
     """Short side before the middle is cut out, in pixels; by default 8/7 of `size`."""
     across: int | None = None
     """Width of the result, in pixels; its height by default."""
+    crops: int = 1
+    """Crops of each image, drawn independently; the first is the one that is drawn alone."""
 
     @property
     def width(self) -> int:
         return self.size if self.across is None else self.across
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the result: (height, width, 3), or (crops, height, width, 3) for several crops."""
+        one = self.size, self.width, 3
+        return one if self.crops == 1 else (self.crops, *one)
+
+    @property
     def draws(self) -> int:
-        """Number of random numbers that `box` takes."""
-        return DRAWS if self.train else 0
+        """Number of random numbers that `boxes` takes."""
+        return self.crops * DRAWS if self.train else 0
+
+    def boxes(self, height: int, width: int, uniforms: Sequence[float]) -> list[Box]:
+        """Return the parts of an image of this size, one for each crop; see `box`."""
+        return [
+            self.box(height, width, uniforms[k * DRAWS : (k + 1) * DRAWS])
+            for k in range(self.crops)
+        ]
 
     def box(self, height: int, width: int, uniforms: Sequence[float]) -> Box:
         """Return the part that is cut out of an image of this size, in pixels.
 
         Args:
-            uniforms: `draws` numbers in [0, 1).
+            uniforms: numbers in [0, 1), DRAWS of them in training.
         """
         if not self.train:
             return self._middle(height, width)
@@ -113,3 +133,26 @@ class Crop:
         h = max(1, min(height, round(self.size * scale)))
         w = max(1, min(width, round(self.width * scale)))
         return Box((height - h) // 2, (width - w) // 2, h, w, False)
+
+
+def enclosing(boxes: Sequence[Box]) -> Box:
+    """Return the smallest part of an image that contains some parts of it."""
+    top, left = min(box.top for box in boxes), min(box.left for box in boxes)
+    bottom = max(box.top + box.height for box in boxes)
+    right = max(box.left + box.width for box in boxes)
+    return Box(top, left, bottom - top, right - left, flip=False)
+
+
+def are_near(boxes: Sequence[Box], width: int) -> bool:
+    """True if decoding what encloses some parts of a JPEG costs less than decoding one by one.
+
+    Together, pixels between the parts are decoded in vain. One by one, the coded rows of the whole
+    width above and around each part have to be passed again.
+
+    Args:
+        width: of the image, in pixels.
+    """
+    whole = enclosing(boxes)
+    vain = whole.height * whole.width - sum(box.height * box.width for box in boxes)
+    again = sum(box.top + box.height for box in boxes) - (whole.top + whole.height)
+    return vain * _AREA <= again * width

@@ -12,7 +12,7 @@ through every row above the crop, but not through those below it: the copy of a 
 (one scan, no restart markers) that it decodes has its height lowered to the crop's last row, and it
 stops there. What follows is only searched for its end, so a truncated file is still found. Of a
 JPEG whose rows of blocks are restart intervals, as `dlio pack` writes them, both decode only the
-intervals that the crop touches.
+intervals that the crop touches. Several crops of one image are cut out of one decoded part of it.
 All the work releases the GIL.
 """
 
@@ -31,7 +31,7 @@ import numpy.typing as npt
 from dlio.data.schema import Buffer
 from dlio.errors import DecodeError
 from dlio.image import native
-from dlio.image.crop import Box, Crop, Shown
+from dlio.image.crop import Box, Crop, Shown, are_near, enclosing
 from dlio.image.jpeg import cut, interval_starts, parse_frame, touched
 from dlio.plan.order import keyed_uniforms
 from dlio.util.settings import settings
@@ -78,7 +78,7 @@ class Decoder:
         larger; otherwise it is the crop. Raises as `decode` does.
         """
         if not self.crop.train:
-            out = np.empty((self.crop.size, self.crop.width, 3), np.uint8)
+            out = np.empty(self.crop.shape, np.uint8)
             self._cut_out(image, name, (), out)
             return out
         size = _jpeg_size(image, name)
@@ -102,11 +102,13 @@ class Decoder:
         uniforms: npt.NDArray[np.float64],
         out: npt.NDArray[np.uint8],
     ) -> None:
-        """Cut the crop out of the result of `prepare`; arguments as for `decode`."""
+        """Cut the crops out of the result of `prepare`; arguments as for `decode`."""
         if not self.crop.train:
             out[:] = pixels
             return
-        _resize(pixels, self.box(pixels.shape[0], pixels.shape[1], uniforms.tolist()), out)
+        boxes = self.crop.boxes(pixels.shape[0], pixels.shape[1], uniforms.tolist())
+        for box, part in zip(boxes, _parts(out), strict=True):
+            _resize(pixels, box, part)
 
     def draw(self, epoch: int, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """Return the random numbers of samples' crops; shape (n, numbers per sample)."""
@@ -123,13 +125,14 @@ class Decoder:
     ) -> Shown | None:
         """Decode, crop and resize one image into `out`; return the part of it that `out` shows.
 
-        None if the image was decoded in two steps, as the part is one of a smaller version then.
+        Of several crops it is the first one's part. None if the image was decoded in two steps, as
+        the part is one of a smaller version then.
 
         Args:
             image: the file's bytes.
             name: names the image in errors, as a str or by its `__str__`.
             uniforms: its row of `draw`.
-            out: RGB, shape (height, width, 3) of the crop, contiguous.
+            out: RGB, of the crop's shape, contiguous.
 
         Raises DecodeError when the file is not an image, or is damaged, truncated or too large.
         """
@@ -141,22 +144,56 @@ class Decoder:
     def _cut_out(
         self, image: Buffer, name: object, uniforms: Sequence[float], out: npt.NDArray[np.uint8]
     ) -> Shown:
-        size = _jpeg_size(image, name)
-        if size is not None:
-            box = shown = self.box(*size, uniforms)
-            factor = self._factor(box)
-            pixels, top, left = _decode_jpeg(image, name, size, box, factor)
-            if factor > 1:
-                whole = (pixels.shape[0] + top // factor, pixels.shape[1] + left // factor)
-                box = _scaled(box, factor, whole)
-                shown = box.times(factor)
-            box = replace(box, top=box.top - top // factor, left=box.left - left // factor)
-        else:
+        size, parts = _jpeg_size(image, name), _parts(out)
+        if size is None:
             pixels = _decode_other(image, name)
             size = pixels.shape[0], pixels.shape[1]
-            box = shown = self.box(*size, uniforms)
-        _resize(pixels, box, out)
+            boxes = self.crop.boxes(*size, uniforms)
+            for box, part in zip(boxes, parts, strict=True):
+                _resize(pixels, box, part)
+            return Shown(boxes[0], *size)
+        boxes = self.crop.boxes(*size, uniforms)
+        shown = boxes[0]
+        for factor, numbers in self._decodes(image, boxes, size[1]):
+            together = enclosing([boxes[k] for k in numbers])
+            pixels, top, left = _decode_jpeg(image, name, size, together, factor)
+            for k in numbers:
+                box = boxes[k]
+                if factor > 1:
+                    whole = (pixels.shape[0] + top // factor, pixels.shape[1] + left // factor)
+                    box = _scaled(box, factor, whole)
+                    shown = shown if k else box.times(factor)
+                box = replace(box, top=box.top - top // factor, left=box.left - left // factor)
+                _resize(pixels, box, parts[k])
         return Shown(shown, *size)
+
+    def _decodes(
+        self, image: Buffer, boxes: Sequence[Box], width: int
+    ) -> list[tuple[int, list[int]]]:
+        """Return (factor, numbers of the boxes that are cut out) for each decoding of a JPEG.
+
+        Pixels are those of decoding for each box alone.
+
+        Args:
+            width: of the image, in pixels.
+        """
+        if len(boxes) == 1:
+            return [(self._factor(boxes[0]), [0])]
+        groups: dict[int, list[int]] = {}
+        alone: list[tuple[int, list[int]]] = []
+        for k, box in enumerate(boxes):
+            factor = self._factor(box)
+            if factor > 1 and not _is_free(box, factor):
+                alone.append((factor, [k]))
+            else:
+                groups.setdefault(factor, []).append(k)
+        whole = groups.get(1, [])
+        if len(whole) > 1 and not are_near([boxes[k] for k in whole], width):
+            library = native.find()
+            # Other decoders go through all rows above a part, and through all columns.
+            if library is not None and library.shape(image) is not None:
+                alone += [(1, [k]) for k in groups.pop(1)]
+        return [*groups.items(), *alone]
 
     def box(self, height: int, width: int, uniforms: Sequence[float]) -> Box:
         """Return the part that is cut out of an image of this size; pure."""
@@ -209,6 +246,21 @@ def _resize(pixels: npt.NDArray[np.uint8], box: Box, out: npt.NDArray[np.uint8])
     )
     if box.flip or box.upend:
         cv2.flip(out, (-1 if box.upend else 1) if box.flip else 0, dst=out)
+
+
+def _parts(out: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """The crops of an image, shape (crops, height, width, 3), in the same memory."""
+    return out.reshape(-1, *out.shape[-3:])
+
+
+def _is_free(box: Box, factor: int) -> bool:
+    """True if the box at 1/factor lies within the pixels that any decoding of the box has, so that
+    `_scaled` does not depend on what else is decoded."""
+    sides = (box.top, box.height), (box.left, box.width)
+    return all(
+        round(first / factor) + round(count / factor) <= -(-(first + count) // factor)
+        for first, count in sides
+    )
 
 
 def _scaled(box: Box, factor: int, shape: tuple[int, ...]) -> Box:

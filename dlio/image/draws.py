@@ -17,10 +17,20 @@ import torch
 
 from dlio.plan.order import keyed_words
 
-__all__ = ["Draws", "KeyedDraws", "TorchDraws", "current_draws", "drawing", "stream_of"]
+__all__ = [
+    "CROP_STREAMS",
+    "Draws",
+    "KeyedDraws",
+    "TorchDraws",
+    "current_draws",
+    "drawing",
+    "stream_of",
+]
 
 _FIRST_STREAM: Final = 64
 """Streams of `keyed_uniforms` from here on are those of transforms; 0 is the crop's."""
+CROP_STREAMS: Final = 1 << 16
+"""Streams of one crop of a sample; those of its next crop follow."""
 
 
 class Draws(Protocol):
@@ -100,9 +110,9 @@ class KeyedDraws:
         return np.random.default_rng(self.word()).standard_normal(shape, np.float32)
 
 
-def stream_of(step: int) -> int:
-    """Return the stream of a pipeline's step, counted from 0."""
-    return _FIRST_STREAM + step
+def stream_of(step: int, crop: int = 0) -> int:
+    """Return the stream of a pipeline's step for a crop of a sample, both counted from 0."""
+    return _FIRST_STREAM + step + crop * CROP_STREAMS
 
 
 _local = threading.local()

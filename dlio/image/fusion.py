@@ -44,6 +44,8 @@ _SIZES: Final = ("size", "target_size", "min_size")
 Step = tuple[int, Any]
 """(number in the whole pipeline, transform of dlio)."""
 Samples = Sequence[int] | npt.NDArray[np.int64]
+_Which = tuple[int, int]
+"""(sample, its crop)."""
 _MOVING: Final = (
     *("RandomResizedCrop", "RandomCrop", "CenterCrop", "FiveCrop", "TenCrop", "Resize", "Pad"),
     *("RandomHorizontalFlip", "RandomVerticalFlip", "RandomRotation", "RandomAffine"),
@@ -89,11 +91,11 @@ class Fused:
     """The pipeline as a transform of a whole image, as a uint8 tensor, if it changes the size but
     does not begin with a crop; the other parts are not done then."""
 
-    def paint(self, pixels: Pixels, seed: int, epoch: int, sample: int) -> None:
-        """Transform the pixels of a crop in place; shape (height, width, 3)."""
+    def paint(self, pixels: Pixels, seed: int, epoch: int, sample: int, crop: int = 0) -> None:
+        """Transform the pixels of a sample's crop in place; shape (height, width, 3)."""
         made = pixels
         for number, step in self.paints:
-            made = step.apply(made, KeyedDraws(seed, epoch, sample, stream_of(number)))
+            made = step.apply(made, KeyedDraws(seed, epoch, sample, stream_of(number, crop)))
         if made is not pixels:
             pixels[:] = made
 
@@ -131,7 +133,8 @@ class Batchwise:
         """Transform a batch.
 
         Args:
-            images: shape (n + m, 3, height, width).
+            images: shape (n + m, 3, height, width); or (n, crops, 3, height, width), where each
+                crop draws for itself.
             labels: shape (n + m,).
             samples: the samples' indices, n.
             extra: m samples behind them, which others are mixed with.
@@ -140,6 +143,24 @@ class Batchwise:
 
         Returns: (n images, as many labels, or probabilities of shape (n, classes)).
         """
+        if images.ndim == 5:
+            alike = images.shape[:2]
+            crops = [(int(sample), k) for sample in samples for k in range(alike[1])]
+            made, _ = self._transformed(images.flatten(0, 1), None, epoch, crops, (), None)
+            return made.reshape(*alike, *made.shape[1:]), labels
+        alone = [(int(sample), 0) for sample in samples]
+        others = [(int(sample), 0) for sample in extra]
+        return self._transformed(images, labels, epoch, alone, others, partners)
+
+    def _transformed(
+        self,
+        images: torch.Tensor,
+        labels: Any,
+        epoch: int,
+        samples: Sequence[_Which],
+        extra: Sequence[_Which],
+        partners: npt.NDArray[np.int64] | None,
+    ) -> tuple[torch.Tensor, Any]:
         everyone = [*samples, *extra]
         for number, step in self._steps:
             if isinstance(step, RandomErasing):
@@ -157,14 +178,16 @@ class Batchwise:
         return images, labels
 
     def one(self, image: torch.Tensor, epoch: int, sample: int) -> torch.Tensor:
-        """Transform one image, of shape (3, height, width); it is not mixed with any other."""
+        """Transform the image or the crops of one sample; they are not mixed with any other's."""
         alone = [(number, step) for number, step in self._steps if not _is_mixer(step)]
         made = Batchwise(alone, self._seed, 0)(image[None], None, epoch, [sample])
         return made[0][0]
 
-    def _draws(self, number: int, epoch: int, samples: Samples) -> list[KeyedDraws]:
-        stream = stream_of(number)
-        return [KeyedDraws(self._seed, epoch, int(sample), stream) for sample in samples]
+    def _draws(self, number: int, epoch: int, samples: Sequence[_Which]) -> list[KeyedDraws]:
+        return [
+            KeyedDraws(self._seed, epoch, sample, stream_of(number, crop))
+            for sample, crop in samples
+        ]
 
 
 def fused(transform: Transform | None) -> Fused:
@@ -173,7 +196,7 @@ def fused(transform: Transform | None) -> Fused:
     The crop is the one that the transform begins with; None if it begins with anything else. A
     transform of another library is returned as the rest.
 
-    Raises UsageError if a mixture of batches is not the last step.
+    Raises UsageError if a mixture of batches is not the last step, or mixes several crops.
     """
     if type(transform) is torch.nn.Sequential and any(map(is_torchvision, transform)):
         transform = Compose(list(transform))  # Its usual form where pipelines are scripted.
@@ -194,6 +217,11 @@ def fused(transform: Transform | None) -> Fused:
         return Fused(None, (), None, (), _rest(steps, known, [], 0, form))
     if crop is None:
         at, early = 0, []
+    elif crop.crops > 1 and any(map(_is_mixer, known)):
+        raise UsageError(
+            f"crops={crop.crops}: MixUp and CutMix mix images of one crop each: leave crops= out, "
+            "or mix a batch's crops in the training loop, as in mix(images[:, 0], labels)"
+        )
     paints: list[Step] = []
     later: list[Step] = early
     sealed = False
@@ -256,8 +284,8 @@ def _crop(known: list[Any], at: int) -> tuple[Crop | None, int]:
             end += 1
         height, width = first.size
         probabilities = flips[RandomHorizontalFlip], flips[RandomVerticalFlip]
-        crop = Crop(height, True, first.scale, first.ratio, *probabilities, across=width)
-        return crop, at + end
+        shape = {"across": width, "crops": first.crops}
+        return Crop(height, True, first.scale, first.ratio, *probabilities, **shape), at + end
     if len(steps) > 1 and type(steps[0]) is Resize and type(steps[1]) is CenterCrop:
         resize, middle = steps[0], steps[1]
         if isinstance(resize.size, int) and resize.size >= max(middle.size):

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from dlio.image.draws import KeyedDraws, drawing
+from dlio.image.draws import CROP_STREAMS, KeyedDraws, drawing
 from dlio.util.reach import reachable
 
 __all__ = ["Seeded"]
@@ -93,19 +93,20 @@ class Seeded:
         """True once a random number has been drawn, as far as can be seen."""
 
     @contextmanager
-    def sample(self, seed: int, epoch: int, sample: int) -> Iterator[None]:
-        """Have functions that this thread calls draw the sample's random numbers."""
+    def sample(self, seed: int, epoch: int, sample: int, crop: int = 0) -> Iterator[None]:
+        """Have functions that this thread calls draw the random numbers of a sample's crop."""
+        stream = _STREAM + crop * CROP_STREAMS
 
         def make() -> KeyedDraws:
             self.drew = True
-            return KeyedDraws(seed, epoch, sample, _STREAM)
+            return KeyedDraws(seed, epoch, sample, stream)
 
         with drawing(make), _OfSample(make):
             if not self._shares:
                 yield
                 return
             self.drew = True
-            with _lock, _shared(KeyedDraws(seed, epoch, sample, _STREAM + 1), self._held):
+            with _lock, _shared(KeyedDraws(seed, epoch, sample, stream + 1), self._held):
                 yield
 
 

@@ -38,8 +38,8 @@ from dlio.image.colour import (
     RandomPosterize,
     RandomSolarize,
 )
-from dlio.image.compose import Compose, RandomApply, RandomChoice
-from dlio.image.crop import Crop
+from dlio.image.compose import Compose, Multiple, RandomApply, RandomChoice, stacked
+from dlio.image.crop import MOST_CROPS, Crop
 from dlio.image.decode import opencv
 from dlio.image.draws import Draws, current_draws
 from dlio.image.mixing import CutMix, MixUp
@@ -102,13 +102,17 @@ __all__ = [
 _TRIES: Final = 10
 
 
-class RandomResizedCrop:
+class RandomResizedCrop(Multiple):
     """Cut out a part of random area and aspect ratio, and resize it.
 
     Args:
         size: side of the result in pixels, or (height, width).
         scale: least and largest share of the image's area.
         ratio: least and largest aspect ratio.
+        crops: number of crops of each image, drawn independently, as self-supervised learning
+            takes them. Samples of more than one have shape (crops, 3, height, width), and the
+            steps behind draw for each crop. A loader decodes an image once for them, and the
+            first crop is the one that it makes without `crops`.
     """
 
     def __init__(
@@ -116,8 +120,10 @@ class RandomResizedCrop:
         size: int | Sequence[int],
         scale: Sequence[float] = (0.08, 1.0),
         ratio: Sequence[float] = (3 / 4, 4 / 3),
+        crops: int = 1,
     ) -> None:
         self.size = _size(size)
+        self.crops = whole_number("crops", crops, 1, MOST_CROPS)
         self.scale, self.ratio = _range("scale", scale), _range("ratio", ratio)
 
     @staticmethod
@@ -139,11 +145,17 @@ class RandomResizedCrop:
         return box.top, box.left, box.height, box.width
 
     def __call__(self, img: Picture) -> Picture:
-        top, left, height, width = self.get_params(img, self.scale, self.ratio)
-        return _resized(img, self.size, (top, left, height, width))
+        """Return a crop; of several crops one tensor of shape (crops, ...), or a list of images of
+        Pillow."""
+        made = [
+            _resized(img, self.size, self.get_params(img, self.scale, self.ratio))
+            for _ in range(self.crops)
+        ]
+        return made[0] if self.crops == 1 else stacked(made)
 
     def __repr__(self) -> str:
-        return f"RandomResizedCrop(size={self.size}, scale={self.scale}, ratio={self.ratio})"
+        more = "" if self.crops == 1 else f", crops={self.crops}"
+        return f"RandomResizedCrop(size={self.size}, scale={self.scale}, ratio={self.ratio}{more})"
 
 
 class Resize:

@@ -62,8 +62,10 @@ class Dataset(torch.utils.data.Dataset[Sample]):
         requests: int | None = None,
         patches: PatchSource | None = None,
         min_visible: float = 0.0,
+        crops: int = 1,
     ) -> None:
         self.reader = reader
+        self._crops = crops
         self.min_visible = min_visible
         self._patches = patches
         self.requests = requests
@@ -213,6 +215,7 @@ class Dataset(torch.utils.data.Dataset[Sample]):
             requests=self.requests,
             patches=self._patches,
             min_visible=self.min_visible,
+            crops=self._crops,
         )
         return made.with_maps(self.maps)
 
@@ -280,7 +283,7 @@ class Dataset(torch.utils.data.Dataset[Sample]):
             self[0]  # The transform shows whether it draws random numbers.
         made.reader = views.results_reader(self, self.reader, self.recipe.is_random, function)
         made.image_size, made._transform, made._finish = None, None, None
-        made._patches = None
+        made._patches, made._crops = None, 1
         return made.with_maps(())
 
     def chosen(self, samples: npt.NDArray[np.int64]) -> "Dataset":
@@ -305,7 +308,7 @@ class Dataset(torch.utils.data.Dataset[Sample]):
     def reads_like(self, other: "Dataset") -> bool:
         """True if the other data set has the same fields, options and tiers as this one."""
         alike = ["tiers", "image_size", "train", "on_error", "seed", "_transform", "_finish"]
-        alike += ["maps", "_patches", "min_visible"]
+        alike += ["maps", "_patches", "min_visible", "_crops"]
         return self.reader.schema == other.reader.schema and all(
             getattr(self, name) == getattr(other, name) for name in alike
         )
@@ -379,6 +382,7 @@ class Dataset(torch.utils.data.Dataset[Sample]):
             through_decoded=through_decoded,
             finish=self._finish,
             min_visible=self.min_visible,
+            crops=self._crops,
         )
         if through_decoded and (not recipe.crops or recipe.moves):
             raise UsageError(

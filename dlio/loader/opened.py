@@ -8,6 +8,7 @@ from dlio.data.patches import PatchOptions
 from dlio.data.reader import Reader, open_parts, open_reader
 from dlio.data.replicas import replicated
 from dlio.errors import UsageError
+from dlio.image.crop import MOST_CROPS
 from dlio.loader.contract import Transform, UserDataset
 from dlio.loader.cutting import open_patches
 from dlio.loader.dataset import Dataset
@@ -35,6 +36,7 @@ def open_dataset(
     tiers: Tiers | None = None,
     image_size: int | None = 224,
     train: bool = True,
+    crops: int = 1,
     transform: Transform | None = None,
     seed: int = 0,
     on_error: str = "stop",
@@ -61,6 +63,8 @@ def open_dataset(
             Boxes, masks and keypoints move with the crop.
         train: random resized crops and flips, keyed by (seed, epoch, sample); otherwise the
             middle of the image.
+        crops: random crops of each image, as self-supervised learning takes them. Samples of more
+            than one have shape (crops, 3, size, size), out of one decoding.
         transform: one of `dlio.transforms`, or a pipeline of torchvision. A crop that it begins
             with replaces `image_size` and `train`; one that changes the size otherwise gets whole
             images. Or any callable, which is called in a thread, with each crop as a uint8 tensor
@@ -95,6 +99,11 @@ def open_dataset(
     if image_size is not None:
         image_size = whole_number("image_size", image_size, 1, _MOST_PIXELS, "pixels")
     check_flag("train", train)
+    crops = whole_number("crops", crops, 1, MOST_CROPS, "crops")
+    if crops > 1 and not train:
+        raise UsageError(
+            f"crops={crops}, train=False: all crops would be the middle of an image: leave one out"
+        )
     check_flag("follow_links", follow_links, optional=True)
     check_callable("transform", transform)
     seed = whole_number("seed", seed, 0, _MOST_SEED)
@@ -112,6 +121,8 @@ def open_dataset(
     if cutting is not None:
         if options.get("select") is not None:
             raise UsageError("select= and patch= or window= exclude each other: leave one out")
+        if crops > 1:
+            raise UsageError("crops= are of images: with patch= give patches_per_volume=")
         image_size = None
         copies = [open_parts(each, follow_links=follow_links, **options) for each in places]
         patches = open_patches(copies, cutting, options)
@@ -130,4 +141,5 @@ def open_dataset(
         requests=requests,
         patches=patches,
         min_visible=min_visible,
+        crops=crops,
     )

@@ -52,9 +52,10 @@ class Recipe:
         through_decoded: crops are cut out of images that a tier keeps decoded.
         finish: replaces everything else, for data sets of other libraries.
         min_visible: least share of its area with which a box stays in a crop.
+        crops: of each image, where the transform does not begin with crops.
 
-    Raises UsageError for a transform that would move pixels, and leave boxes behind, and for
-    mixtures of images without classes.
+    Raises UsageError for a transform that would move pixels, and leave boxes behind, for mixtures
+    of images without classes, and for several crops of what has none.
     """
 
     where = "transform="
@@ -71,6 +72,7 @@ class Recipe:
         through_decoded: bool,
         finish: Finish | None,
         min_visible: float = 0.0,
+        crops: int = 1,
     ) -> None:
         self.reader = reader
         self.finish = finish
@@ -90,7 +92,13 @@ class Recipe:
         """True if samples are crops of images."""
         self.ragged = self.moves and not self.crops
         """True if batches are lists of whole pictures and of what belongs to them."""
-        self.crop = Crop(image_size or 1, train) if parts.crop is None else parts.crop
+        self.crop = parts.crop or Crop(image_size or 1, train, crops=crops)
+        if crops > 1 and (parts.crop is not None or not self.crops):
+            raise UsageError(
+                f"{reader.path}: crops={crops}: "
+                + ("transform= crops" if parts.crop is not None else "its samples are not cropped")
+                + ": leave crops= out, or give transform=RandomResizedCrop(size, crops=...)"
+            )
         self.transform: Transform | None = transform
         """User's transform of each crop, or of each sample that is not cropped."""
         self.batch_transform: Batchwise | None = None
@@ -100,6 +108,12 @@ class Recipe:
             if self.moves:
                 for step in [self.transform, *(step for _, step in parts.paints)]:
                     check_pixelwise(step, reader.path)
+            if self.moves and self.crop.crops > 1:
+                raise UsageError(
+                    f"{reader.path}: crops={self.crop.crops}: its boxes, masks and keypoints move "
+                    "with a single crop: leave crops= out, or open it once for each crop, with "
+                    "another seed="
+                )
             if parts.batchwise:
                 self.batch_transform = Batchwise(parts.batchwise, seed, len(reader.classes))
             if self.mixes and not (companion and companion.is_class):
@@ -143,14 +157,15 @@ class Recipe:
     def one(self, epoch: int, sample: int, payload: Buffer) -> Sample:
         """Make one sample: (crop or the transform's result, its label or target), or the fields.
 
-        A crop is a uint8 tensor of shape (3, height, width).
+        A crop is a uint8 tensor of shape (3, height, width); several are one of shape (crops, 3,
+        height, width).
 
         Raises SourceError for a payload that does not match the schema, DecodeError for a damaged
         image.
         """
         if not self.crops:
             return self.whole(epoch, sample, payload)[0]
-        pixels = np.empty((self.crop.size, self.crop.width, 3), np.uint8)
+        pixels = np.empty(self.crop.shape, np.uint8)
         uniforms = self.decoder.draw(epoch, np.array([sample], np.int64))[0]
         companion = self.into(pixels, sample, payload, uniforms)
         made, _ = self.transformed(pixels, epoch, sample)
@@ -167,10 +182,11 @@ class Recipe:
         uniforms: npt.NDArray[np.float64],
         tier: DecodedTier | None = None,
     ) -> Any:
-        """Decode a crop into its slot of a batch; return what belongs to it. Raises as `one`.
+        """Decode a sample's crops into its slot of a batch; return what belongs to it. Raises as
+        `one`.
 
         Args:
-            slot: RGB, shape (height, width, 3).
+            slot: RGB, of the crop's shape.
             uniforms: the sample's row of `decoder.draw`.
             tier: is offered the decoded image.
         """
@@ -180,7 +196,7 @@ class Recipe:
         encoded, name = values[companion.image], SampleName(self.reader, sample)
         if tier is None:
             shown = decoder.decode(encoded, name, uniforms, slot)
-            move = None if shown is None else Move(shown, slot.shape[0], slot.shape[1])
+            move = None if shown is None else Move(shown, self.crop.size, self.crop.width)
             return self.accompanying(values, move, sample)
         label = self.accompanying(values, None, sample)
         began = time.thread_time()  # Leaves out the time in which other threads ran.
@@ -204,17 +220,27 @@ class Recipe:
     def transformed(
         self, slot: npt.NDArray[np.uint8], epoch: int, sample: int
     ) -> tuple[Sample, float]:
-        """Return (the transform's result for the crop in a slot, seconds in the transform)."""
+        """Return (the transform's result for the crops in a slot, seconds in the transform).
+
+        Results of several crops are collated as a batch's are.
+        """
         seconds = 0.0
         if self._parts.paints:
             started = time.perf_counter()
-            self._parts.paint(slot, self._seed, epoch, sample)
+            for number, pixels in enumerate(slot.reshape(-1, *slot.shape[-3:])):
+                self._parts.paint(pixels, self._seed, epoch, sample, number)
             seconds = time.perf_counter() - started
-        image = torch.from_numpy(slot).permute(2, 0, 1)
+        images = torch.from_numpy(slot).movedim(-1, -3)
         if self.transform is None:
-            return image, seconds
-        made, more = self._apply(self.transform, image, epoch, sample)
-        return made, seconds + more
+            return images, seconds
+        results = []
+        for number, image in enumerate([images] if self.crop.crops == 1 else images):
+            made, more = self._apply(self.transform, image, epoch, sample, number)
+            results.append(made)
+            seconds += more
+        if self.crop.crops > 1:
+            return torch.utils.data.default_collate(results), seconds
+        return results[0], seconds
 
     @property
     def transforms(self) -> bool:
@@ -247,19 +273,19 @@ class Recipe:
         """Return `whole`, with the functions of `data.map` applied, if there are any."""
         return self.whole(epoch, sample, payload)
 
-    def _drawing(self, epoch: int, sample: int) -> AbstractContextManager[None]:
-        """Have the user's functions draw random numbers of a sample."""
+    def _drawing(self, epoch: int, sample: int, crop: int = 0) -> AbstractContextManager[None]:
+        """Have the user's functions draw random numbers of a sample's crop."""
         if self._seeded is None:
             return nullcontext()
-        return self._seeded.sample(self._seed, epoch, sample)
+        return self._seeded.sample(self._seed, epoch, sample, crop)
 
     def _apply(
-        self, transform: Transform, made: Sample, epoch: int, sample: int
+        self, transform: Transform, made: Sample, epoch: int, sample: int, crop: int = 0
     ) -> tuple[Sample, float]:
         """Return (the transform's result, seconds); an error of the transform names the sample."""
         started = time.perf_counter()
         try:
-            with self._drawing(epoch, sample):
+            with self._drawing(epoch, sample, crop):
                 made = transform(made)
         except Exception as error:
             kind = "" if self.crops else f", which is a {type(made).__name__}"

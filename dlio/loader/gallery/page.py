@@ -164,7 +164,7 @@ def _part(
     if not recipe.crops or recipe.companion is None or recipe.decoder.kept:
         return None
     crop = recipe.crop
-    out = np.empty((crop.size, crop.width, 3), np.uint8)
+    out = np.empty(crop.shape, np.uint8)
     uniforms = recipe.decoder.draw(epoch, np.array([sample], np.int64))[0]
     name = SampleName(recipe.reader, sample)
     shown = recipe.decoder.decode(values[recipe.companion.image], name, uniforms, out)
@@ -197,7 +197,10 @@ def _made(
 
 
 def _pixels(image: Any) -> npt.NDArray[Any] | None:
-    """Return an image tensor as an array of shape (height, width, 3) or (height, width)."""
+    """Return an image tensor as an array of shape (height, width, 3) or (height, width); several
+    crops side by side."""
+    if isinstance(image, torch.Tensor) and image.ndim == 4:
+        image = torch.cat(list(image), dim=-1)
     if not isinstance(image, torch.Tensor) or image.ndim != 3 or image.shape[0] not in (1, 3):
         return None
     plain = image.detach().cpu()

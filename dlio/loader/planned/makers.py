@@ -143,6 +143,7 @@ class CropMaker:
 
     A batch is (uint8 tensor of shape (n, 3, size, size) in channels-last memory, int64 tensor of
     shape (n,)); with a transform the first is default_collate's result for the transformed crops.
+    Several crops of each image have shape (n, crops, 3, size, size).
     In place of the labels it has masks of shape (n, size, size), or a list of targets. Unlabelled
     images are {name of the field: images}.
 
@@ -163,7 +164,7 @@ class CropMaker:
         self.recipe = recipe
         self.decoded = decoded
         self.collate = collate
-        shape = (batch_size, recipe.crop.size, recipe.crop.width, 3)
+        shape = (batch_size, *recipe.crop.shape)
         self.batch_bytes = math.prod(shape)
         if recipe.pairs:  # With room for a partner of each.
             shape = (2 * batch_size, *shape[1:])
@@ -228,7 +229,7 @@ class _Crops:
             labels = np.array(companions, np.int64)
             labels, *rest = decode_partners(pairs, recipe, self._epoch, samples, images, labels)
             companions, mixed, count = labels.tolist(), tuple(rest), len(labels)
-        crops = torch.from_numpy(images[:count]).permute(0, 3, 1, 2)
+        crops = torch.from_numpy(images[:count]).movedim(-1, -3)
         if collate is not None:
             firsts: BatchData = transformed
             if recipe.transform is None:
