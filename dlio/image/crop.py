@@ -79,7 +79,7 @@ class Crop:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the result: (height, width, 3), or (crops, height, width, 3) for several crops."""
+        """Shape of the result: (height, width, 3), or (crops, height, width, 3)."""
         one = self.size, self.width, 3
         return one if self.crops == 1 else (self.crops, *one)
 

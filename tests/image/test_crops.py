@@ -149,7 +149,12 @@ def test_a_crop_that_ends_with_what_is_decoded_is_decoded_alone(
 def test_a_file_of_another_format_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     before = decode._decode_other
-    monkeypatch.setattr(decode, "_decode_other", lambda *a: calls.append(a) or before(*a))
+
+    def counting(*args: Any) -> Any:
+        calls.append(args)
+        return before(*args)
+
+    monkeypatch.setattr(decode, "_decode_other", counting)
     memory = io.BytesIO()
     Image.new("RGB", (70, 50)).save(memory, "PNG")
     crop = Crop(16, True, crops=6)

@@ -38,6 +38,12 @@ def recipe(partners: Any = "step") -> T.Compose:
     )
 
 
+def several() -> T.Compose:
+    """A pipeline of two crops of each picture."""
+    first: list[Any] = [T.RandomResizedCrop(32, crops=2), T.RandomHorizontalFlip()]
+    return T.Compose([*first, T.RandAugment(), T.Normalize(MEAN, STD), T.RandomErasing(0.5)])
+
+
 def users_own(image: torch.Tensor) -> torch.Tensor:
     """A random transform that dlio knows nothing of."""
     return image.float() * random.random() + torch.rand(3, 1, 1)
@@ -64,6 +70,7 @@ def report(folder: str, step: int) -> dict[str, list[dict[int, str]]]:
     batch, made = step // world().size, {}
     own = T.Compose([T.RandomResizedCrop(32), users_own])
     cases = [("recipe", recipe(), "batch", 2), ("recipe", recipe(), "global", 1)]
+    cases += [("crops", several(), "batch", 2)]
     for name, transform, mode, most in [*cases, ("own", own, "batch", 2)]:
         nodes = min(most, world().size)
         with (

@@ -6,13 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import dlio
 from dlio import transforms as T  # noqa: N812 - as everybody calls them
 from dlio.data.reader import SampleName
 from dlio.errors import UsageError
 from dlio.image import decode
-from dlio.image.crop import DRAWS, Crop
+from dlio.image.crop import DRAWS, Box, Crop
 from dlio.image.decode import Decoder
 from dlio.image.draws import KeyedDraws, stream_of
 from tests.loader.augmented_checks import MEAN, STD, users_own
@@ -130,6 +131,28 @@ def test_each_picture_is_decoded_once(
     with _open(pictures, large, tiers) as data, dlio.DataLoader(data, 4) as loader:
         assert [images.shape for images, _ in loader] == [(4, N, 3, 200, 200)] * 3
     assert len(calls) == len({str(name) for name in calls}) == 12
+
+
+def test_evaluation_decodes_the_part_that_is_shown_in_one_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").mkdir()
+    noise = np.random.default_rng(0).integers(0, 256, (375, 500, 3), np.uint8)
+    Image.fromarray(noise).save(tmp_path / "a" / "0.jpg")
+    calls = []
+    before = decode._decode_jpeg
+
+    def counting(image: Any, name: Any, size: Any, box: Box, factor: int) -> Any:
+        calls.append((box.top, box.left, box.height, box.width, factor))
+        return before(image, name, size, box, factor)
+
+    monkeypatch.setattr(decode, "_decode_jpeg", counting)
+    steps: list[Any] = [T.Resize(256), T.CenterCrop(224), T.ToTensor(), T.Normalize(MEAN, STD)]
+    with _open(tmp_path, T.Compose(steps)) as data, dlio.DataLoader(data, 1) as loader:
+        [(images, _)] = list(loader)
+    assert images.shape == (1, 3, 224, 224)
+    # 224 of 256 pixels of the short side, at the middle.
+    assert calls == [(23, 86, 328, 328, 1)]
 
 
 def test_open_takes_crops_of_its_own(pictures: Path) -> None:

@@ -248,6 +248,14 @@ def test_steps_that_would_move_pixels_alone_are_refused(tmp_path: Path, step: An
         dlio.open(tmp_path, transform=transform)
 
 
+@pytest.mark.parametrize("kind", ["boxes", "masks"])
+def test_several_crops_are_refused(tmp_path: Path, kind: str) -> None:
+    (write_coco if kind == "boxes" else write_masks)(tmp_path, drawn(5, 2))
+    for options in ({"crops": 2}, {"transform": T.RandomResizedCrop(SIZE, crops=2)}):
+        with pytest.raises(dlio.UsageError, match=r"crops=2: its boxes.*leave crops= out"):
+            dlio.open(tmp_path, **options)
+
+
 def test_map_gets_the_picture_and_its_target(tmp_path: Path) -> None:
     write_coco(tmp_path, drawn(5, 4))
 
