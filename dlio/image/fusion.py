@@ -198,6 +198,8 @@ def fused(transform: Transform | None) -> Fused:
 
     Raises UsageError if a mixture of batches is not the last step, or mixes several crops.
     """
+    if type(transform) is torch.nn.Sequential and any(map(is_torchvision, transform)):
+        transform = Compose(list(transform))  # Its usual form where pipelines are scripted.
     steps: list[Any] = flattened(transform)
     known: list[Any] = [each if _is_own(each) else recognised(each) for each in steps]
     # A pipeline that makes no tensor of Pillow's image has been written for tensors.

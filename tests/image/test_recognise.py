@@ -256,6 +256,18 @@ def test_the_rest_is_called_with_the_images_that_it_expects(
             assert (height, width) == (32, 40)
 
 
+def test_a_sequence_of_modules_is_a_pipeline() -> None:
+    class Module(torch.nn.Module):
+        __module__ = "torchvision.transforms.transforms"
+        size = 9
+
+    parts = fused(torch.nn.Sequential(Module(), torch.nn.Identity()))
+    assert parts.whole is not None
+    assert parts.crop is None
+    other = torch.nn.Sequential(torch.nn.Identity())
+    assert fused(other).rest is other
+
+
 def test_a_v2_transform_gets_a_tv_tensor_if_torchvision_is_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

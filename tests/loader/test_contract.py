@@ -27,15 +27,15 @@ from torch.utils.data import DataLoader as Theirs
 from dlio import DataLoader as Ours
 from dlio.errors import UsageError
 from tests.loader.datasets import Numbers, Stream, plain
+from tests.loader.leftovers import nothing_is_left
 
 Point = namedtuple("Point", "x y")
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
-    yield
-    gc.collect()
-    assert [t.name for t in threading.enumerate() if t.name.startswith("dlio")] == []
+    with nothing_is_left():
+        yield
 
 
 class Together(Numbers):

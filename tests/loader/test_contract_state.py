@@ -1,8 +1,6 @@
 """Beyond torch's contract: resumed passes, tiers for any data set, devices, counts of a pass."""
 
-import gc
 import pickle
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,13 +17,13 @@ import dlio
 from dlio import DataLoader as Ours
 from dlio.errors import UsageError
 from tests.loader.datasets import Numbers, Stream, plain
+from tests.loader.leftovers import nothing_is_left
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
-    yield
-    gc.collect()
-    assert [t.name for t in threading.enumerate() if t.name.startswith("dlio")] == []
+    with nothing_is_left():
+        yield
 
 
 def test_tiers_keep_what_a_data_set_returns() -> None:

@@ -1,8 +1,6 @@
 """torch's contract on workers: the same cases on torch's class, on threads and on processes."""
 
-import gc
 import os
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing import get_context
@@ -29,6 +27,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 import dlio
 from dlio.loader.worker_info import clear_worker_info, set_worker_info
 from tests.loader.datasets import Numbers, Stream, plain
+from tests.loader.leftovers import nothing_is_left
 
 threads = partial(dlio.DataLoader, workers="thread")
 processes = partial(dlio.DataLoader, workers="process")
@@ -43,9 +42,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
-    yield
-    gc.collect()
-    assert [t.name for t in threading.enumerate() if t.name.startswith("dlio")] == []
+    with nothing_is_left():
+        yield
     assert get_worker_info() is None
 
 

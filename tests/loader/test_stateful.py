@@ -1,11 +1,9 @@
 """torchdata's StatefulDataLoader, the same cases on its class and on ours."""
 
 import copy
-import gc
 import importlib
 import json
 import pickle
-import threading
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -17,6 +15,7 @@ from torch.utils._pytree import tree_map
 import dlio
 from dlio.errors import UsageError
 from tests.loader import stateful_datasets as sets
+from tests.loader.leftovers import nothing_is_left
 
 SIZES = [0, 13, 7]
 Case = tuple[Any, dict[str, Any]]
@@ -54,9 +53,8 @@ MISMATCHED = ["0-2", "2-0", "2-3"]
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
-    yield
-    gc.collect()
-    assert [t.name for t in threading.enumerate() if t.name.startswith("dlio")] == []
+    with nothing_is_left():
+        yield
 
 
 def plain(state: Any) -> Any:

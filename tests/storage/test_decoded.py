@@ -153,5 +153,5 @@ def test_pixels_are_the_same_with_and_without_the_tier(imagenet: Path, train: bo
 
 def test_data_without_images_to_crop_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "values.npy", np.zeros((10, 4)))
-    with pytest.raises(UsageError, match="labelled images"):
+    with pytest.raises(UsageError, match="decoded tiers keep images"):
         dlio.open(str(tmp_path / "values.npy"), tiers="ram:1GiB:decoded")

@@ -22,7 +22,7 @@ class Peers:
     names: Annotated[
         tuple[str, ...],
         Option(
-            f"Environments, of {', '.join(ENVIRONMENTS)}; all by default.",
+            f"Environments, of {', '.join(ENVIRONMENTS)}, or all of them if none is named.",
             positional=True,
             metavar="NAME",
         ),
