@@ -5,14 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["DRAWS", "MOST_CROPS", "Box", "Crop", "Shown", "are_near", "enclosing"]
+__all__ = ["DRAWS", "Box", "Crop", "Shown", "are_near", "enclosing"]
 
 _TRIES: Final = 10
 _TOP, _LEFT, _FLIP, _UPEND = (2 * _TRIES + k for k in range(4))
 DRAWS: Final = 2 * _TRIES + 4
 """Random numbers per crop: (area, ratio) for each try, then row, column, flip, upend."""
-MOST_CROPS: Final = 256
-"""Most crops of one image."""
 _AREA: Final = 1.3
 """Cost of decoding a pixel, for that of passing one in coded rows: 2.3 ns and 1.8 ns in dlio's own
 decoder, over ImageNet's JPEGs on one core."""

@@ -155,7 +155,8 @@ class Decoder:
         boxes = self.crop.boxes(*size, uniforms)
         shown = boxes[0]
         for factor, numbers in self._decodes(image, boxes, size[1]):
-            together = enclosing([boxes[k] for k in numbers])
+            first = boxes[numbers[0]]
+            together = enclosing([boxes[k] for k in numbers]) if len(numbers) > 1 else first
             pixels, top, left = _decode_jpeg(image, name, size, together, factor)
             for k in numbers:
                 box = boxes[k]

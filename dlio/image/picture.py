@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -10,13 +10,14 @@ import torch
 
 from dlio.errors import UsageError
 from dlio.image.draws import Draws, current_draws
-from dlio.util.arguments import named, number_in
+from dlio.util.arguments import named, number_in, whole_number
 
 __all__ = [
     "Change",
     "Picture",
     "PixelTransform",
     "Transform",
+    "check_crops",
     "check_probability",
     "check_range",
     "numbers_in",
@@ -30,6 +31,7 @@ not imported here."""
 Transform = Callable[[Any], Any]
 """A function of a picture, or of whatever the transform before it returns."""
 Pixels = npt.NDArray[np.uint8]
+_MOST_CROPS: Final = 256
 
 
 class Change(NamedTuple):
@@ -126,6 +128,20 @@ def check_probability(name: str, p: object, least: float = 0.0) -> float:
     if isinstance(p, bool) or not isinstance(p, int | float) or not least <= p <= 1:
         raise UsageError(f"{name}(p={p!r}): give a probability from {least:g} to 1")
     return p
+
+
+def check_crops(crops: object, train: bool = True) -> int:
+    """Return the number of crops of each image. Raises UsageError.
+
+    Args:
+        train: False if they are not random.
+    """
+    number = whole_number("crops", crops, 1, _MOST_CROPS, "crops")
+    if number > 1 and not train:
+        raise UsageError(
+            f"crops={number}, train=False: all crops would be the middle of an image: leave one out"
+        )
+    return number
 
 
 def numbers_in(name: str, values: object, unit: str = "numbers") -> list[float]:

@@ -39,7 +39,7 @@ from dlio.image.colour import (
     RandomSolarize,
 )
 from dlio.image.compose import Compose, Multiple, RandomApply, RandomChoice, stacked
-from dlio.image.crop import MOST_CROPS, Crop
+from dlio.image.crop import Crop
 from dlio.image.decode import opencv
 from dlio.image.draws import Draws, current_draws
 from dlio.image.mixing import CutMix, MixUp
@@ -48,6 +48,7 @@ from dlio.image.picture import (
     Picture,
     Pixels,
     PixelTransform,
+    check_crops,
     check_probability,
     check_range,
     shape_of,
@@ -123,7 +124,7 @@ class RandomResizedCrop(Multiple):
         crops: int = 1,
     ) -> None:
         self.size = _size(size)
-        self.crops = whole_number("crops", crops, 1, MOST_CROPS)
+        self.crops = check_crops(crops)
         self.scale, self.ratio = _range("scale", scale), _range("ratio", ratio)
 
     @staticmethod

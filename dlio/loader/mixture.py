@@ -15,6 +15,7 @@ from dlio.data.mixed import MixedReader
 from dlio.data.reader import Reader, open_reader
 from dlio.data.source import redact
 from dlio.errors import UsageError
+from dlio.image.picture import check_crops
 from dlio.loader.contract import State, Transform
 from dlio.loader.dataset import Dataset
 from dlio.plan.ends import EXHAUSTION
@@ -62,6 +63,7 @@ class Mixture(Dataset):
         tiers: Tiers | None,
         image_size: int | None,
         train: bool,
+        crops: int,
         transform: Transform | None,
         seed: int,
         on_error: str,
@@ -71,6 +73,7 @@ class Mixture(Dataset):
             tiers=tiers,
             image_size=image_size,
             train=train,
+            crops=crops,
             transform=transform,
             seed=seed,
             on_error=on_error,
@@ -142,6 +145,7 @@ def mix(
     tiers: Tiers | None = None,
     image_size: int | None = 224,
     train: bool = True,
+    crops: int = 1,
     transform: Transform | None = None,
     seed: int = 0,
     on_error: str = "stop",
@@ -172,7 +176,7 @@ def mix(
             numbers as they are. `Mixture.source_of(loader.last_samples)` tells the sources.
         tiers: as for `dlio.open`, shared by all sources: the one whose bytes are used most often
             gets the fastest tier.
-        image_size, train, transform, seed, on_error, follow_links: as for `dlio.open`.
+        image_size, train, crops, transform, seed, on_error, follow_links: as for `dlio.open`.
         options: of the readers of paths, as for `dlio.open`.
 
     Raises UsageError for options that cannot work and samples that differ in their fields,
@@ -190,6 +194,7 @@ def mix(
     if image_size is not None:
         image_size = whole_number("image_size", image_size, 1, _MOST_PIXELS, "pixels")
     check_flag("train", train)
+    crops = check_crops(crops, train)
     check_callable("transform", transform)
     seed = whole_number("seed", seed, 0, _MOST_SEED)
     check_flag("follow_links", follow_links, optional=True)
@@ -214,6 +219,7 @@ def mix(
         tiers=tiers,
         image_size=image_size,
         train=train,
+        crops=crops,
         transform=transform,
         seed=seed,
         on_error=on_error,

@@ -8,7 +8,7 @@ from dlio.data.patches import PatchOptions
 from dlio.data.reader import Reader, open_parts, open_reader
 from dlio.data.replicas import replicated
 from dlio.errors import UsageError
-from dlio.image.crop import MOST_CROPS
+from dlio.image.picture import check_crops
 from dlio.loader.contract import Transform, UserDataset
 from dlio.loader.cutting import open_patches
 from dlio.loader.dataset import Dataset
@@ -99,11 +99,7 @@ def open_dataset(
     if image_size is not None:
         image_size = whole_number("image_size", image_size, 1, _MOST_PIXELS, "pixels")
     check_flag("train", train)
-    crops = whole_number("crops", crops, 1, MOST_CROPS, "crops")
-    if crops > 1 and not train:
-        raise UsageError(
-            f"crops={crops}, train=False: all crops would be the middle of an image: leave one out"
-        )
+    crops = check_crops(crops, train)
     check_flag("follow_links", follow_links, optional=True)
     check_callable("transform", transform)
     seed = whole_number("seed", seed, 0, _MOST_SEED)

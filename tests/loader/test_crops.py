@@ -166,6 +166,20 @@ def test_open_takes_crops_of_its_own(pictures: Path) -> None:
         assert view[0][0].shape == (2, 3, 48, 48)
 
 
+def test_mixtures_of_data_sets_take_crops(pictures: Path) -> None:
+    sources = {name: (str(pictures), 0.5) for name in ("first", "second")}
+    with (
+        _open(pictures, image_size=16, crops=2) as plain,
+        dlio.mix(sources, image_size=16, crops=2, tiers="none", seed=SEED) as data,
+        dlio.DataLoader(data, 4) as loader,
+    ):
+        images, _ = next(iter(loader))
+        assert images.shape == (4, 2, 3, 16, 16)
+        assert torch.equal(data[0][0], plain[0][0])
+        with pytest.raises(UsageError, match="crops=2, train=False"):
+            dlio.mix(sources, crops=2, train=False)
+
+
 def test_a_users_function_gets_each_crop_with_its_own_numbers(pictures: Path) -> None:
     both = [T.Compose([T.RandomResizedCrop(SIDE, crops=n), users_own]) for n in (1, 2)]
     with _open(pictures, both[0]) as one, _open(pictures, both[1]) as two:
