@@ -233,6 +233,9 @@ def test_histograms_count_every_sample_and_box_once(tmp_path: Path) -> None:
     assert [sum(each.counts) for each in made] == [40] * 4
     assert made[3].names[-1] == "16 others, 1 each"
     assert made[2].names == ("20",)
+    for k in range(3):
+        write(tmp_path / "three" / "c" / f"{k}.png", painted(20 + k, 30, []))
+    assert histograms(open_reader(str(tmp_path / "three")))[2].names == ("20", "21", "22")
     widths = [tuple(map(int, name.split(" to "))) for name in made[1].names]
     assert widths[0][0] == 30
     assert widths[-1][1] == 69

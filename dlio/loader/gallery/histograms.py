@@ -71,10 +71,10 @@ def _binned(title: str, values: npt.NDArray[np.int64], shown: Callable[[int], st
     else:
         edges = np.linspace(low, high + 1, min(_BINS, high - low + 1) + 1)
     counts, _ = np.histogram(values, edges)
-    names = [
-        f"{shown(int(np.ceil(a)))} to {shown(max(int(np.ceil(a)), int(np.ceil(b)) - 1))}"
-        for a, b in itertools.pairwise(edges.tolist())
-    ]
+    names = []
+    for a, b in itertools.pairwise(np.ceil(edges).astype(int).tolist()):
+        first, last = shown(a), shown(max(a, b - 1))
+        names.append(first if first == last else f"{first} to {last}")
     return Histogram(title, tuple(names), tuple(counts.tolist()))
 
 
