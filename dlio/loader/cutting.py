@@ -118,8 +118,7 @@ class PatchSource:
             data: Buffer = self.chunks.read(np.array([sample], np.int64))[0]
         else:
             hierarchy = self._mount.hierarchy
-            block, place = self.chunks.layout.locate(np.array([sample], np.int64))
-            data, origin = hierarchy.read(sample, int(block[0]), int(place[0]))
+            data, origin = hierarchy.read_one(sample)
             if origin != "source":  # Reads of the source are counted where they happen.
                 hierarchy.counters.add_bytes(origin, len(data))
         wanted = int(self.chunks.sizes[sample])

@@ -153,11 +153,9 @@ class Dataset(torch.utils.data.Dataset[Sample]):
         return self.recipe.one(self.epoch, sample, self._payload(sample))
 
     def _payload(self, sample: int) -> Buffer:
-        samples = np.array([sample], np.int64)
         if self._mount is None:
-            return self.reader.read(samples)[0]
-        block, place = self.reader.layout.locate(samples)
-        return self._mount.hierarchy.read(sample, int(block[0]), int(place[0]))[0]
+            return self.reader.read(np.array([sample], np.int64))[0]
+        return self._mount.hierarchy.read_one(sample)[0]
 
     def show(self, count: int = 12, *, shuffle: bool = True, epochs: int = 2) -> "Page":
         """Return a page of samples, whole and as a loader gives them, with their labels or targets.

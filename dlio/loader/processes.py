@@ -14,7 +14,7 @@ from dlio.loader.options import LoaderOptions
 from dlio.loader.passes import Pass
 from dlio.loader.sampled import BatchesPass
 
-__all__ = ["TorchEngine", "plain_loader", "torch_feed"]
+__all__ = ["TorchEngine", "fed_by", "plain_loader", "torch_feed"]
 
 
 class _Plain(torch.utils.data.DataLoader[Any]):
@@ -124,6 +124,11 @@ def _feed(iterator: Iterator[Any], batches: Pass) -> Feed:
         with suppress(StopIteration):
             next(iterator)
     yield None
+    yield from fed_by(iterator)
+
+
+def fed_by(iterator: Iterator[Any]) -> Iterator[Fed]:
+    """Yield an iterator's batches, and its errors in their place, until it ends."""
     while True:
         try:
             data = next(iterator)

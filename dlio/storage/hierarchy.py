@@ -144,6 +144,11 @@ class Hierarchy:
         result = self._reads.read(sample, block, lambda tier: tier.read(block, place, scratch))
         return (self.read_source(sample), "source") if result is None else result
 
+    def read_one(self, sample: int) -> tuple[Buffer, str]:
+        """Return `read` of a sample, wherever it is stored; for single samples."""
+        block, place = self.reader.layout.locate(np.array([sample], np.int64))
+        return self.read(sample, int(block[0]), int(place[0]))
+
     def read_into(self, sample: int, block: int, place: int, pieces: Sequence[memoryview]) -> str:
         """Read a sample's payload into `pieces`, one after another, and return where it came from.
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from dlio.data.index import Arrays, Names, fingerprint_of, forget_index, kept_index
+from dlio.data.index import Arrays, Names, fingerprint_of, kept_index
 from dlio.data.links import links_followed
 from dlio.data.schema import Schema
 from dlio.data.source import File, Source
@@ -140,12 +140,7 @@ class AnnotatedReader:
     def _read(self, sample: int) -> bytes:
         picture = self._files.read(sample)
         if picture is None:
-            if self._source.local:
-                forget_index(self._kind, self.version, self._source.root)
-            raise SourceError(
-                f"{self._files.path(sample)} is no longer the file that was listed: the data set "
-                "has changed; run again to list it anew"
-            )
+            raise self._files.changed(sample, self._kind, self.version)
         index = self._index
         mine = slice(int(self._ends[sample]), int(self._ends[sample + 1]))
         values: dict[str, Any] = {

@@ -9,7 +9,7 @@ from dlio.data.source import File, Source, expand, files_below, own_name, split_
 from dlio.data.urls import inside
 from dlio.errors import SourceError, UsageError
 from dlio_readers.arrowstream import ArrowStream
-from dlio_readers.rowgroups import RowGroupReader
+from dlio_readers.rowgroups import RowGroupReader, lie_at
 
 __all__ = ["ArrowReader"]
 
@@ -51,14 +51,8 @@ class ArrowReader(RowGroupReader):
 
     @staticmethod
     def recognises(path: str) -> str | None:
-        url = split_fields(expand(path)[0])[0]
-        if own_name(url).endswith(_SUFFIXES):
+        if lie_at(path, _SUFFIXES, marker=_PARTS):
             return None
-        source = Source(url)
-        if source.is_folder():
-            names = [name for name, _ in source.names()]
-            if _PARTS in names or any(name.lower().endswith(_SUFFIXES) for name in names):
-                return None
         return "is neither a .arrow or .feather nor a folder of them"
 
     def _opened_file(self, file: File) -> ArrowStream:

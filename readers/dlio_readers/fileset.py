@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.identity import content_sample, sampled_of, spread
-from dlio.data.index import Arrays, Names
+from dlio.data.index import Arrays, Names, forget_index
 from dlio.data.source import Source, failed
 from dlio.errors import SourceError
 from dlio.storage.block import MAX_SAMPLE_BYTES
@@ -114,6 +114,19 @@ class FileSet:
             return self._read_local(self.path(number), size, head, int(self._changed[number]))
         data = self._source.read(self.names[number])
         return head + data if len(data) == size else None
+
+    def changed(self, number: int, kind: str, version: int) -> SourceError:
+        """Return the error of a file that is not the one listed, and forget the cached listing.
+
+        Args:
+            kind: of the cached index; `version` is its.
+        """
+        if self._source.local:
+            forget_index(kind, version, self._source.root)
+        return SourceError(
+            f"{self.path(number)} is no longer the file that was listed: the data set "
+            "has changed; run again to list it anew"
+        )
 
     def is_unchanged(self) -> bool:
         """True if files have the attributes of the listing: all, or some of very many."""

@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.index import Arrays, fingerprint_of, forget_index, kept_index
+from dlio.data.index import Arrays, fingerprint_of, kept_index
 from dlio.data.reader import reopening
 from dlio.data.schema import Schema
 from dlio.data.source import Source
@@ -93,12 +93,7 @@ class MaskReader:
         for field, files in (("image", self._images), ("mask", self._masks)):
             values[field] = files.read(sample)
             if values[field] is None:
-                if self._source.local:
-                    forget_index(self._kind, _VERSION, self._source.root)
-                raise SourceError(
-                    f"{files.path(sample)} is no longer the file that was listed: the data set "
-                    "has changed; run again to list it anew"
-                )
+                raise files.changed(sample, self._kind, _VERSION)
         return self.schema.join(values)
 
     def _holds(self, index: Arrays) -> bool:

@@ -6,10 +6,10 @@ from typing import Any, Final
 import numpy as np
 
 from dlio.data.reader import reopening
-from dlio.data.source import File, Source, expand, files_below, own_name, split_fields
+from dlio.data.source import File, files_below, split_fields
 from dlio.errors import SourceError
 from dlio.util.limits import check_claim, is_plausible, parsing
-from dlio_readers.rowgroups import RowGroupReader
+from dlio_readers.rowgroups import RowGroupReader, lie_at
 
 __all__ = ["ParquetReader"]
 
@@ -41,15 +41,7 @@ class ParquetReader(RowGroupReader):
 
     @staticmethod
     def recognises(path: str) -> str | None:
-        url = split_fields(expand(path)[0])[0]
-        if own_name(url).endswith(_SUFFIXES):
-            return None
-        source = Source(url)
-        if source.is_folder():
-            names = [name for name, _ in source.names()]
-            if any(name.lower().endswith(_SUFFIXES) for name in names):
-                return None
-        return "is neither a .parquet nor a folder of them"
+        return None if lie_at(path, _SUFFIXES) else "is neither a .parquet nor a folder of them"
 
     def _opened_file(self, file: File) -> Any:
         import pyarrow.parquet as pq

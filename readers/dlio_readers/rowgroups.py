@@ -16,7 +16,7 @@ import numpy.typing as npt
 from dlio.data.index import Arrays, cached_index, fingerprint_of
 from dlio.data.labels import LABEL_NAMES
 from dlio.data.schema import Schema
-from dlio.data.source import File, split_fields
+from dlio.data.source import File, Source, expand, own_name, split_fields
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
@@ -25,10 +25,24 @@ from dlio.util.limits import check_claim, parsing
 from dlio_readers.arrowcolumns import ColumnFacts, class_names, decoded, take
 from dlio_readers.rehearsal import note_opening, rehearse
 
-__all__ = ["RowGroupReader"]
+__all__ = ["RowGroupReader", "lie_at"]
 
 _VERSION: Final = 1
 _KEPT_BYTES: Final = 64 << 20
+
+
+def lie_at(path: str, suffixes: tuple[str, ...], marker: str = "") -> bool:
+    """True if a path is a file with one of some suffixes, or a folder that has one.
+
+    Args:
+        marker: name of another file that such a folder may have instead.
+    """
+    url = split_fields(expand(path)[0])[0]
+    if own_name(url).endswith(suffixes):
+        return True
+    source = Source(url)
+    names = [name for name, _ in source.names()] if source.is_folder() else []
+    return marker in names or any(name.lower().endswith(suffixes) for name in names)
 
 
 class RowGroupReader(ABC):

@@ -365,11 +365,10 @@ def _work(planned: _Pass) -> Work:
 
 def _pairing(planned: _Pass, batches: PlannedPass) -> Pairing:
     """Return the partners of samples in a pass whose batches are mixed."""
-    hierarchy, layout = planned.mounted.hierarchy, planned.data.reader.layout
+    hierarchy = planned.mounted.hierarchy
 
     def fetch(sample: int) -> Buffer:
-        block, place = layout.locate(np.array([sample], np.int64))
-        return hierarchy.read(sample, int(block[0]), int(place[0]))[0]
+        return hierarchy.read_one(sample)[0]
 
     return Pairing(
         order=batches.order,

@@ -12,10 +12,10 @@ from torch.utils.data import IterDataPipe, RandomSampler
 from torch.utils.data.dataloader import _get_distributed_settings, _share_dist_seed
 
 from dlio.loader.contract import State
-from dlio.loader.feed import Begun, Fed, Feed, Stats
-from dlio.loader.nested import map_leaves, samples_in
+from dlio.loader.feed import Begun, Feed, Stats
+from dlio.loader.nested import map_leaves
 from dlio.loader.options import LoaderOptions, pinning
-from dlio.loader.processes import plain_loader
+from dlio.loader.processes import fed_by, plain_loader
 from dlio.loader.sampled import BatchesPass
 from dlio.loader.snapshots.draws import Draws
 from dlio.loader.snapshots.inline import Inline
@@ -209,18 +209,9 @@ def feed_of(iterator: Inline | Parallel, options: LoaderOptions) -> Feed:
 def _feed(iterator: Inline | Parallel, device: Any, keeps: bool) -> Feed:
     yield None
     try:
-        while True:
-            try:
-                data = next(iterator)
-            except StopIteration:
-                return
-            except Exception as error:
-                yield Fed(None, 0, None, error)
-                continue
-            if device is not None:
-                data = map_leaves(lambda leaf: _moved(leaf, device), data)
-            fed = Fed(data, samples_in(data))
-            del data
+        for fed in fed_by(iterator):
+            if device is not None and fed.error is None:
+                fed.data = map_leaves(lambda leaf: _moved(leaf, device), fed.data)
             yield fed
             del fed
     finally:

@@ -22,18 +22,7 @@ _STORED = 256
 
 def turboloader(task: Task) -> Pass:
     """Return a pass over a tar of the files, with its fused crop decoding."""
-    import turboloader as t
-
-    loader = t.DataLoader(
-        _tar(task),
-        batch_size=task.batch_size,
-        num_workers=task.workers,
-        image_size=task.size,
-        output_format="pytorch",
-        shuffle=True,
-        train_aug=True,
-    )
-    return _epochs(loader, task)
+    return _epochs(_loader(_tar(task), task, num_workers=task.workers), task)
 
 
 def turboloader_uint8(task: Task) -> Pass:
@@ -47,15 +36,7 @@ def tbl_raw(task: Task) -> Pass:
 
     packed = f"{task.scratch}/pictures.tbl"
     t.tbl.preprocess_to_tbl(_tar(task), packed, image_size=_STORED, num_workers=task.workers)
-    loader = t.DataLoader(
-        packed,
-        batch_size=task.batch_size,
-        image_size=task.size,
-        output_format="pytorch",
-        shuffle=True,
-        train_aug=True,
-    )
-    return _epochs(loader, task)
+    return _epochs(_loader(packed, task), task)
 
 
 def tbl_raw_uint8(task: Task) -> Pass:
@@ -67,6 +48,20 @@ def _tar(task: Task) -> str:
     path = f"{task.scratch}/pictures.tar"
     write_tar(path, ([(f"{k:08d}.jpg", read(file))] for k, file in enumerate(task.files)))
     return path
+
+
+def _loader(source: str, task: Task, **options: int) -> Any:
+    import turboloader as t
+
+    return t.DataLoader(
+        source,
+        batch_size=task.batch_size,
+        image_size=task.size,
+        output_format="pytorch",
+        shuffle=True,
+        train_aug=True,
+        **options,
+    )
 
 
 def _epochs(loader: Any, task: Task) -> Pass:
