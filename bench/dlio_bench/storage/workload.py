@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final, Literal
 
-__all__ = ["FORMATS", "Format", "Workload"]
+__all__ = ["FORMATS", "Distribution", "Format", "Workload"]
 
 Format = Literal["folder", "npz", "hdf5", "zarr", "parquet", "tar", "tfrecord", "native"]
 FORMATS: Final[tuple[Format, ...]] = (
@@ -16,6 +16,7 @@ FORMATS: Final[tuple[Format, ...]] = (
     "tfrecord",
     "native",
 )
+Distribution = Literal["normal", "lognormal"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,10 @@ class Workload:
     """True to read in random order [reader.file_shuffle, reader.sample_shuffle]."""
     seed: int = 0
     """[train.seed]"""
+    subfolders: int = 0
+    """Class folders of the format `folder` [dataset.num_subfolders_train]; 0 for a usual number."""
+    distribution: Distribution = "normal"
+    """Distribution of the samples' sizes. DLIO knows normal only."""
     least_au: float = 0.9
     """Share of time that the accelerator must be busy to pass [metric.au]."""
 
