@@ -146,9 +146,7 @@ class Meter:
         fetched, source = 0, ""
         if served.slowfs_bytes is not None:
             fetched, source = served.slowfs_bytes, "slowfs"
-        elif self._device:
-            fetched, source = served.fetched_bytes, "the processes"
-        elif system.remote and served.fetched_bytes > _CACHED * wanted_bytes:
+        elif self._device or (system.remote and served.fetched_bytes > _CACHED * wanted_bytes):
             fetched, source = served.fetched_bytes, "the processes"
         elif resident_before is not None:
             return Verdict(resident_before, "the page cache before the run")
