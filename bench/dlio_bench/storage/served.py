@@ -1,4 +1,4 @@
-"""What the storage really served: bytes and requests by processes, block device and slowfs.
+"""Counters of storage that was read: bytes and requests of processes, block device and slowfs.
 
     meter = Meter(folder)
     before = meter.snapshot()
@@ -30,7 +30,7 @@ _CACHED: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether reads came from the page cache."""
+    """Share of the page cache in what was read."""
 
     cache_share: float | None
     """Share of the bytes that the page cache gave, 0 to 1; None if it cannot be known here."""
