@@ -7,6 +7,7 @@ rules. Sources: github.com/mlcommons/storage, Submission_guidelines.md (v1.0, v2
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Literal
 
 from dlio.util.units import format_bytes
@@ -83,7 +84,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class TrainingFacts:
-    """What is known of a training run; None is unknown."""
+    """Facts about a training run; None is unknown."""
 
     workload: Workload
     ranks: int
@@ -111,7 +112,7 @@ class TrainingFacts:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFacts:
-    """What is known of a run of checkpoints; None is unknown."""
+    """Facts about a run of checkpoints; None is unknown."""
 
     model: str
     """`8b`, `70b`, `405b` or `1t`; another name is not of the rules."""
@@ -126,6 +127,21 @@ class CheckpointFacts:
     """True if caches were dropped between writing and reading."""
     ranks_by_host: Sequence[int] = field(default_factory=tuple)
     emulated: bool = False
+
+
+def _check(
+    document: str,
+    rule: str,
+    passed: bool | None,
+    measured: str,
+    wanted: str,
+    section: str,
+    *,
+    applies: bool = True,
+) -> Check:
+    outcome: Outcome = "unknown" if passed is None else "passed" if passed else "failed"
+    source = f"{document} {section}"
+    return Check(rule, outcome if applies else "not applicable", measured, wanted, source)
 
 
 def least_samples(workload: Workload, ranks: int, memory_bytes: int) -> int:
@@ -147,10 +163,7 @@ def check_training(
     family, _, accelerator = workload.name.partition("_")
     source = "Rules.md" if version == "v3.0" else "Submission_guidelines.md"
 
-    def check(rule: str, passed: bool | None, measured: str, wanted: str, section: str) -> Check:
-        outcome: Outcome = "unknown" if passed is None else "passed" if passed else "failed"
-        return Check(rule, outcome, measured, wanted, f"{source} {section}")
-
+    check = partial(_check, source)
     least = rules.least_au.get(family)
     mean = sum(facts.au) / len(facts.au) if facts.au else 0.0
     steps = workload.samples // (facts.ranks * workload.batch_size)
@@ -180,6 +193,7 @@ def check_training(
             f"{mean:.1%}",
             f"at least {least:.0%}" if least is not None else "not defined",
             "4, 3.3.2",
+            applies=least is not None,
         ),
         check(
             "data of 5 times the hosts' memory",
@@ -257,10 +271,7 @@ _LEAST_RANKS_BY_HOST: Final = 4
 def check_checkpoint(facts: CheckpointFacts, division: Division = "closed") -> list[Check]:
     """Hold a run of checkpoints against the rules of MLPerf Storage v2.0 and v3.0."""
 
-    def check(rule: str, passed: bool | None, measured: str, wanted: str, section: str) -> Check:
-        outcome: Outcome = "unknown" if passed is None else "passed" if passed else "failed"
-        return Check(rule, outcome, measured, wanted, f"Rules.md {section}")
-
+    check = partial(_check, "Rules.md")
     model = facts.model.lower()
     ranks = _MODEL_RANKS.get(model)
     memory = facts.memory_per_host
@@ -279,6 +290,7 @@ def check_checkpoint(facts: CheckpointFacts, division: Division = "closed") -> l
             f"{facts.ranks}",
             "not defined" if ranks is None else f"{ranks}",
             "4.6.1" if division == "closed" else "4.6.4",
+            applies=ranks is not None,
         ),
         check("fsync of each write", facts.fsync, "yes" if facts.fsync else "no", "yes", "4.3.2"),
         check("writes", facts.writes == _WRITES, f"{facts.writes}", f"{_WRITES}", "4.6.4"),
