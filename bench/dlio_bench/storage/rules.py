@@ -79,7 +79,8 @@ class Check:
     measured: str
     wanted: str
     source: str
-    """Section that has the rule."""
+    """Document and section that have the rule: Guidelines (Submission_guidelines.md) or Rules
+    (Rules.md) of github.com/mlcommons/storage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,8 @@ def _check(
     applies: bool = True,
 ) -> Check:
     outcome: Outcome = "unknown" if passed is None else "passed" if passed else "failed"
-    source = f"{document} {section}"
+    guidelines, _, rules = section.partition(" / ")
+    source = f"{document} {(rules or guidelines) if document == 'Rules' else guidelines}"
     return Check(rule, outcome if applies else "not applicable", measured, wanted, source)
 
 
@@ -161,7 +163,7 @@ def check_training(
     rules = VERSIONS[version]
     workload = facts.workload
     family, _, accelerator = workload.name.partition("_")
-    source = "Rules.md" if version == "v3.0" else "Submission_guidelines.md"
+    source = "Rules" if version == "v3.0" else "Guidelines"
 
     check = partial(_check, source)
     least = rules.least_au.get(family)
@@ -192,7 +194,7 @@ def check_training(
             None if least is None or not facts.au else mean >= least,
             f"{mean:.1%}",
             f"at least {least:.0%}" if least is not None else "not defined",
-            "4, 3.3.2",
+            "4 / 3.3.2",
             applies=least is not None,
         ),
         check(
@@ -200,7 +202,7 @@ def check_training(
             None if memory is None else size >= _MEMORY_RATIO * memory,
             format_bytes(size),
             "unknown memory" if memory is None else f"{format_bytes(_MEMORY_RATIO * memory)}",
-            "6.6, 7",
+            "7 / 3.1",
         ),
         check("steps in an epoch", steps >= _LEAST_STEPS, f"{steps:,}", "at least 500", "7"),
         check(
@@ -208,7 +210,7 @@ def check_training(
             not strange,
             f"changed: {', '.join(strange)}" if strange else "unchanged",
             "only those that the division allows to change",
-            "10, 3.6",
+            "10 / 3.6",
         ),
         check(
             "all epochs run",
@@ -222,35 +224,35 @@ def check_training(
             None if facts.cache_share is None else facts.cache_share <= _CACHE_SHARE,
             "unknown" if facts.cache_share is None else f"{facts.cache_share:.0%} from it",
             f"at most {_CACHE_SHARE:.0%} (a limit of dlio's)",
-            "6.6",
+            "6.6 / 3.1",
         ),
         check(
             "stable storage",
             not facts.in_memory,
             "memory" if facts.in_memory else "a file system that is not memory",
             "data on stable storage",
-            "6.5",
+            "6.5 / 2",
         ),
         check(
             "storage as it is",
             not facts.emulated,
             "emulated" if facts.emulated else "not emulated",
             "the system under test",
-            "3, 6.1",
+            "6.1 / 2",
         ),
         check(
             "accelerators on each host",
             None if not hosts else len(hosts) == 1,
             ", ".join(map(str, facts.ranks_by_host)) or "unknown",
             "as many on every host",
-            "9, 3.3.6",
+            "9 / 3.3.6",
         ),
         check(
             "five runs after a warm-up",
             facts.runs >= _RUNS and facts.warm_up_runs >= 1,
             f"{facts.runs} after {facts.warm_up_runs}",
             "5 after 1",
-            "3, 6.6",
+            "6.6 / 2",
         ),
     ]
     other = facts.results_on_other_file_system
@@ -271,7 +273,7 @@ _LEAST_RANKS_BY_HOST: Final = 4
 def check_checkpoint(facts: CheckpointFacts, division: Division = "closed") -> list[Check]:
     """Hold a run of checkpoints against the rules of MLPerf Storage v2.0 and v3.0."""
 
-    check = partial(_check, "Rules.md")
+    check = partial(_check, "Rules")
     model = facts.model.lower()
     ranks = _MODEL_RANKS.get(model)
     memory = facts.memory_per_host

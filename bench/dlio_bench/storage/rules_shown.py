@@ -18,7 +18,7 @@ def rules_table(checks: Iterable[Check]) -> Table:
     """Return a row for each rule; the caption says that this is not a result of MLPerf."""
     table = Table(box=SIMPLE_HEAD, caption=DISCLAIMER, caption_justify="left")
     for title in ("rule", "", "measured", "wanted", "source"):
-        table.add_column(title)
+        table.add_column(title, no_wrap=title in ("", "source"))
     for each in checks:
         style = _STYLES.get(each.outcome, "dim")
         outcome = f"[{style}]{each.outcome}[/]"
