@@ -12,6 +12,7 @@ import pytest
 import dlio
 from dlio_bench import slowfs
 from dlio_bench.storage import cache, mounts, served
+from dlio_bench.storage.direct import read_direct
 from dlio_bench.storage.mounts import FileSystem, file_system_of
 from dlio_bench.storage.served import Meter, Served
 
@@ -267,3 +268,24 @@ def test_counters_of_the_own_tree_are_read() -> None:
     assert served._io_of(os.getpid())["rchar"] > 0
     assert served._io_of(2**22 + 1) == {}
     assert mounts.file_system_of(sys.executable).type != "unknown"
+
+
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 100_000, 3 << 20])
+def test_direct_reads_give_the_bytes_and_leave_the_cache_alone(disk: Path, size: int) -> None:
+    path = disk / "some.bin"
+    path.write_bytes(os.urandom(size))
+    cache.drop([str(path)], everything=False)
+    data = b"".join(bytes(piece) for piece in read_direct(str(path), request_bytes=1 << 20))
+    assert data == path.read_bytes()
+    if size:
+        cache.drop([str(path)], everything=False)
+        for _ in read_direct(str(path), request_bytes=1 << 20):
+            pass
+        assert cache.resident([str(path)]) == 0.0
+
+
+def test_files_in_memory_are_read_nevertheless(memory: Path) -> None:
+    (path,) = written(memory, 1)
+    assert b"".join(map(bytes, read_direct(path))) == Path(path).read_bytes()
+    with pytest.raises(dlio.UsageError, match="make the file readable"):
+        list(read_direct(str(memory / "no")))
