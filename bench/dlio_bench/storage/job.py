@@ -20,6 +20,7 @@ from dlio_bench.storage.cache import drop
 from dlio_bench.storage.epochs import Digests, Runner
 from dlio_bench.storage.generate import Generated, generate
 from dlio_bench.storage.generate.content import payload
+from dlio_bench.storage.generate.stamp import digest_of
 from dlio_bench.storage.loaders.bare import THREADS, bare_rate
 from dlio_bench.storage.loaders.contract import Contender, Place, digest
 from dlio_bench.storage.loaders.factory import FactoryLoader
@@ -157,7 +158,7 @@ def _generated(
     case: StorageCase, workload: Workload, comm: Communicator, progress: RankProgress
 ) -> Iterator[Generated]:
     """The workload's data; removed at the end if this run made it and it is not to be kept."""
-    folder = os.path.join(case.path, f"dlio-bench-{workload.name}-{workload.format}")
+    folder = os.path.join(case.path, f"dlio-bench-{workload.name}-{digest_of(workload)[:8]}")
     existed = comm.tell(os.path.isdir(folder))
     try:
         yield generate(
