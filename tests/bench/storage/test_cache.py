@@ -11,9 +11,9 @@ import pytest
 
 import dlio
 from dlio_bench import slowfs
+from dlio_bench.mounts import FileSystem, file_system_of
 from dlio_bench.storage import cache, mounts, served
 from dlio_bench.storage.direct import read_direct
-from dlio_bench.storage.mounts import FileSystem, file_system_of
 from dlio_bench.storage.served import Meter, Served
 
 SIZE = 8 << 20
