@@ -13,9 +13,9 @@ import pytest
 
 import dlio
 from dlio_bench import slowfs
-from dlio_bench.storage import cache, mounts, served
+from dlio_bench.mounts import FileSystem, file_system_of
+from dlio_bench.storage import cache, served
 from dlio_bench.storage.direct import read_direct
-from dlio_bench.storage.mounts import FileSystem, file_system_of
 from dlio_bench.storage.served import Meter, Served
 
 SIZE = 16 << 20
@@ -281,7 +281,7 @@ def test_counters_of_the_own_tree_are_read() -> None:
     assert tree[0] == os.getpid()
     assert served._io_of(os.getpid())["rchar"] > 0
     assert served._io_of(2**22 + 1) == {}
-    assert mounts.file_system_of(sys.executable).type != "unknown"
+    assert file_system_of(sys.executable).type != "unknown"
 
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 100_000, 3 << 20])
