@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from typing import Final, Self
 
 from dlio.util.units import format_bytes
-from dlio_bench.storage.mounts import FileSystem, file_system_of
+from dlio_bench.mounts import FileSystem, file_system_of
 
 __all__ = ["Meter", "Served", "Verdict"]
 
