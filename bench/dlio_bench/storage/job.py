@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -80,6 +81,9 @@ def measure(case: StorageCase, emulation: Emulation, comm: Communicator) -> Meas
     nodes = find_nodes(comm)
     emulation.check_possible(len(nodes.names))
     with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        # The workload says how many workers there are.
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
         progress = stack.enter_context(RankProgress(comm.rank == 0))
         own = stack.enter_context(_generated(case, workload, comm, progress))
         mounted = stack.enter_context(_mounted(case.path, emulation, comm))
