@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 
 from dlio.errors import UsageError
-from dlio_bench.storage.mounts import FileSystem, file_system_of
+from dlio_bench.mounts import FileSystem, file_system_of
 
 __all__ = ["DROP_CACHES", "Dropped", "Residency", "drop", "residency", "resident"]
 

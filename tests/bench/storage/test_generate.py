@@ -199,6 +199,19 @@ def test_no_file_is_written_without_room(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "data") in ([STAMP], [])
 
 
+def test_no_file_is_written_without_inodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = os.statvfs
+
+    def few(path: str) -> os.statvfs_result:
+        values = list(plain(path)[:10])
+        values[5:8] = [1000, 3, 3]  # Inodes, and those that are free.
+        return os.statvfs_result(values)
+
+    monkeypatch.setattr(os, "statvfs", few)
+    with pytest.raises(dlio.UsageError, match="4 files are to be written, but 3 inodes are free"):
+        generate(shape("npz"), str(tmp_path / "data"))
+
+
 @pytest.mark.parametrize(
     ("workload", "reason"),
     [
