@@ -112,17 +112,13 @@ def _steps(measured: Measured, record: Mapping[str, Any]) -> Steps:
 
 def _served(measured: Measured, records: Sequence[Mapping[str, Any]]) -> Served:
     """Add the counters of ranks; those of a device or of slowfs once for each node."""
-    total: dict[str, int | None] = {}
+    total = Served()
     seen: set[int] = set()
     for node, record in zip(measured.nodes.node_of.tolist(), records, strict=True):
-        for key, value in record["served"].items():
-            shared = key.startswith(("device_", "slowfs_"))
-            if value is None or (shared and node in seen):
-                total.setdefault(key, None)
-            else:
-                total[key] = (total.get(key) or 0) + value
+        each = Served(**record["served"])
+        total = total.added(each, shared=node not in seen)
         seen.add(node)
-    return Served(**total)  # type: ignore[arg-type]
+    return total
 
 
 _FIGURES: Final[tuple[tuple[str, str, str, Callable[[EpochFigures], float | None]], ...]] = (

@@ -151,7 +151,6 @@ def test_a_loader_of_a_users_own_is_measured(
     module = tmp_path / "my_loader_of_a_test.py"
     module.write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
-    import importlib
 
     monkeypatch.setattr(
         importlib.import_module("my_loader_of_a_test"), "make", _mine, raising=False

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +12,11 @@ import xxhash
 from dlio_bench.storage.generate import Generated
 from dlio_bench.storage.workload import Workload
 
-__all__ = ["Contender", "Passed", "Place", "Received", "body", "digest"]
+__all__ = ["Contender", "Passed", "Payload", "Place", "Received", "body", "digest"]
 
-Received = tuple[Sequence[int], Sequence[Any]]
+Payload: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[np.uint8] | torch.Tensor
+"""A sample as a loader gives it."""
+Received: TypeAlias = tuple[Sequence[int], Sequence[Payload]]
 """Numbers of a batch's samples, and their bytes: tensors, arrays or bytes, one for each."""
 
 
@@ -54,10 +56,10 @@ class Contender(Protocol):
     left_out: int
     """Samples of all ranks that an epoch leaves out, beyond an incomplete last batch."""
 
-    def batches(self, epoch: int) -> Iterator[Any]:
+    def batches(self, epoch: int) -> Iterator[object]:
         """Begin a pass; epochs count from 0. Yields at least `steps` batches."""
 
-    def received(self, batch: Any) -> Received:
+    def received(self, batch: object) -> Received:
         """Return the samples of a batch."""
 
     def passed(self) -> Passed:
@@ -67,7 +69,7 @@ class Contender(Protocol):
         """End its processes and threads."""
 
 
-def body(workload: Workload, data: Any) -> npt.NDArray[np.uint8]:
+def body(workload: Workload, data: Payload) -> npt.NDArray[np.uint8]:
     """Return a sample's bytes without an image's header, as a flat array.
 
     Args:
@@ -75,10 +77,12 @@ def body(workload: Workload, data: Any) -> npt.NDArray[np.uint8]:
     """
     if isinstance(data, torch.Tensor):
         image = workload.format == "folder" and data.ndim == 3
-        data = (data.permute(1, 2, 0) if image else data).contiguous().numpy()
+        array = (data.permute(1, 2, 0) if image else data).contiguous().numpy()
     elif isinstance(data, bytes | bytearray | memoryview):
-        data = np.frombuffer(data, np.uint8)
-    flat: npt.NDArray[np.uint8] = np.ascontiguousarray(data).reshape(-1)
+        array = np.frombuffer(data, np.uint8)
+    else:
+        array = data
+    flat: npt.NDArray[np.uint8] = np.ascontiguousarray(array).reshape(-1)
     if workload.format != "folder" or bytes(flat[:3]) != b"P6\n":
         return flat
     header = bytes(flat[:64]).split(b"\n", 3)
@@ -87,6 +91,6 @@ def body(workload: Workload, data: Any) -> npt.NDArray[np.uint8]:
     return flat[first : first + 3 * width * height]
 
 
-def digest(workload: Workload, data: Any) -> int:
+def digest(workload: Workload, data: Payload) -> int:
     """Return the 63-bit digest of a sample's bytes."""
     return xxhash.xxh3_64_intdigest(body(workload, data).data) >> 1

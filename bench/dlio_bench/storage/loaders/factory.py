@@ -10,7 +10,7 @@ tensors. The benchmark compares the bytes with those that were generated.
 
 import importlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 from dlio.errors import UsageError
 from dlio_bench.storage.loaders.contract import Passed, Place, Received
@@ -44,11 +44,11 @@ class FactoryLoader:
             seed=workload.seed,
         )
 
-    def batches(self, epoch: int) -> Iterator[Any]:
+    def batches(self, epoch: int) -> Iterator[object]:
         return iter(self._batches(epoch))
 
-    def received(self, batch: Any) -> Received:
-        numbers, data = batch
+    def received(self, batch: object) -> Received:
+        numbers, data = cast(Received, batch)
         return [int(number) for number in numbers], data
 
     def passed(self) -> Passed:

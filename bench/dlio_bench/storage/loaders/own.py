@@ -1,8 +1,10 @@
 """dlio.DataLoader."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import cast
+
+import torch
 
 import dlio
 from dlio.data.requests import observed_requests
@@ -45,16 +47,17 @@ class DlioLoader:
             self._request_s = stack.enter_context(observed_requests())
             self._stack = stack.pop_all()
 
-    def batches(self, epoch: int) -> Iterator[Any]:
+    def batches(self, epoch: int) -> Iterator[object]:
         self._request_s.clear()
         self._loader.set_epoch(epoch)
         return iter(self._loader)
 
-    def received(self, batch: Any) -> Received:
+    def received(self, batch: object) -> Received:
         numbers = [int(number) for number in self._loader.last_samples]
         if isinstance(batch, list):
             return numbers, [each[self._field] for each in batch]
-        return numbers, batch[self._field]
+        stacked = cast(Mapping[str, torch.Tensor | list[bytes]], batch)[self._field]
+        return numbers, list(stacked)
 
     def passed(self) -> Passed:
         counts = self._loader.stats().get("bytes", {})

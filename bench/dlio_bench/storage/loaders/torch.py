@@ -1,7 +1,7 @@
 """torch's DataLoader with worker processes, as a user of torch writes it."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,6 +17,10 @@ from dlio_bench.storage.loaders.formats import (
 )
 
 __all__ = ["TorchLoader"]
+
+
+_Batch = tuple[list[int], Any, list[float]]
+"""Numbers of the samples, their bytes, seconds of each."""
 
 
 class _RankSampler(torch.utils.data.Sampler[int]):
@@ -62,15 +66,15 @@ class TorchLoader:
             self._sampler = _RankSampler(place, self.steps)
             self._loader = self._loader_of(IndexedSamples(place), sampler=self._sampler)
 
-    def batches(self, epoch: int) -> Iterator[Any]:
+    def batches(self, epoch: int) -> Iterator[object]:
         self._request_s = []
         if self._loader is not None:
             self._sampler.epoch = epoch
             return iter(self._loader)
         return iter(self._loader_of(SequentialSamples(self._place, epoch, self._workers)))
 
-    def received(self, batch: Any) -> Received:
-        numbers, data, seconds = batch
+    def received(self, batch: object) -> Received:
+        numbers, data, seconds = cast(_Batch, batch)
         self._request_s += seconds
         return numbers, data
 
@@ -106,7 +110,7 @@ class TorchLoader:
         return least
 
 
-def _collate(samples: Sequence[Timed]) -> tuple[list[int], Any, list[float]]:
+def _collate(samples: Sequence[Timed]) -> _Batch:
     """Stack samples of one size; a list of tensors otherwise."""
     numbers, data, seconds = zip(*samples, strict=True)
     alike = len({each.shape for each in data}) == 1
