@@ -75,6 +75,13 @@ def test_dlio_and_the_formats_library_read_what_was_generated(
             made.check(k, np.asarray(values[made.field]).reshape(-1))
 
 
+def test_files_are_named_as_dlios_own_generator_names_them(tmp_path: Path) -> None:
+    generate(shape("npz", 12, 1), str(tmp_path))
+    assert sorted(os.listdir(tmp_path / "train")) == [f"img_{k:02d}_of_12.npz" for k in range(12)]
+    # DLIO lists this folder even if it evaluates nothing.
+    assert os.listdir(tmp_path / "valid") == []
+
+
 def test_another_sample_is_not_taken_for_it(tmp_path: Path) -> None:
     made = generate(shape("tar"), str(tmp_path / "data"))
     first, second, *_ = _tar(made)
