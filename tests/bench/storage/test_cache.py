@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import dlio
-from dlio_bench import slowfs
+from dlio_bench.emulated import mounting as slowfs
 from dlio_bench.mounts import FileSystem, file_system_of
 from dlio_bench.storage import cache, served
 from dlio_bench.storage.direct import read_direct

@@ -14,7 +14,6 @@ import numpy.typing as npt
 import xxhash
 
 from dlio.errors import UsageError
-from dlio.util.progress import Bar
 from dlio.util.units import format_bytes
 from dlio_bench.storage.generate.content import sample_sizes
 from dlio_bench.storage.generate.formats import WRITERS, Part, make_store
@@ -28,6 +27,7 @@ from dlio_bench.storage.generate.names import (
     store_name,
 )
 from dlio_bench.storage.generate.stamp import check_folder, write_stamp
+from dlio_bench.storage.progress import Row
 from dlio_bench.storage.workload import Workload
 
 __all__ = ["generate"]
@@ -48,7 +48,7 @@ def generate(
     folder: str,
     *,
     threads: int = 4,
-    progress: Bar | None = None,
+    progress: Row | None = None,
     rank: int = 0,
     ranks: int = 1,
     barrier: Callable[[], object] = lambda: None,
@@ -208,7 +208,7 @@ def _write(
     sizes: npt.NDArray[np.int64],
     missing: Sequence[int],
     threads: int,
-    progress: Bar | None,
+    progress: Row | None,
 ) -> None:
     total = sum(int(sizes[_rows(workload, number)].sum()) for number in missing)
     if progress is not None and missing:
