@@ -325,7 +325,8 @@ def test_progress_of_many_files_is_shown_and_of_few_is_not(
     shown = Shown()
     paths = written(tmp_path, 4)
     cache.drop(paths, everything=False, progress=shown)
-    assert shown.titles == shown.done == []
+    assert not shown.titles
+    assert not shown.done
     monkeypatch.setattr(cache, "_SHOWN", 3)
     cache.drop(paths, everything=False, progress=shown)
     assert shown.titles == ["dropping the page cache 4", "looking into the page cache 4"]
