@@ -19,6 +19,7 @@ from dlio_bench.storage.generate.content import sample_sizes
 from dlio_bench.storage.generate.formats import WRITERS, Part, make_store
 from dlio_bench.storage.generate.generated import Generated
 from dlio_bench.storage.generate.names import (
+    VALID,
     class_of_file,
     folder_names,
     path_of_file,
@@ -135,7 +136,7 @@ def _prepare(
         if not _is_complete(folder, names, number, sizes, workload)
     ]
     _check_room(workload, folder, missing, sizes)
-    for name in folder_names(workload):
+    for name in (*folder_names(workload), VALID):
         os.makedirs(os.path.join(folder, name), exist_ok=True)
     store = store_name(workload)
     if store and not os.path.exists(os.path.join(folder, store, _STORE_COMPLETE)):
