@@ -11,8 +11,8 @@ _BAR: Final = 20
 class Bar:
     """A progress bar of one row with the remaining time, drawn with rich in its `with` block.
 
-    Nothing is drawn where the stream is not a terminal. It fits into the terminal's width. Lines that are printed meanwhile appear above it. Not
-    thread-safe.
+    Nothing is drawn where the stream is not a terminal. It fits into the terminal's width. Lines
+    that are printed meanwhile appear above it. Not thread-safe.
     """
 
     def __init__(

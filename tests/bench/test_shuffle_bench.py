@@ -84,7 +84,7 @@ def test_the_command_tells_and_writes(capsys: pytest.CaptureFixture[str], tmp_pa
         main(["bench", "shuffle", "--case", "mixing", "--report", str(report)])
     assert ended.value.code in (0, None)
     shown = capsys.readouterr()
-    assert re.search(r"ring +chi2 sigma +\d", shown.out)
+    assert re.search(r"ring +chi2 sigma +-?\d", shown.out)
     assert shown.err == ""
     assert "ring" in json.loads(report.read_text())["mixing"]
     for argv, said in (

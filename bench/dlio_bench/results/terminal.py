@@ -148,7 +148,8 @@ def format_figure(value: Any) -> str:
     if isinstance(value, dict) and "deviation" in value:
         return f"{value['mean']:.1f} ± {value['deviation']:.1f}"
     if isinstance(value, dict) and "median" in value and "min" in value:
-        return f"{value['median']:.3g} ({value['min']:.3g} to {value['max']:.3g})"
+        median, low, high = (format_figure(float(value[key])) for key in ("median", "min", "max"))
+        return f"{median} ({low} to {high})"
     if isinstance(value, dict):
         return ", ".join(
             f"{key.replace('_', ' ')} {format_figure(each)}" for key, each in value.items()
