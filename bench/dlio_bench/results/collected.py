@@ -31,7 +31,8 @@ _UNITS: Final[tuple[tuple[str, str, Better], ...]] = (
     (r"(?:(?P<name>.+)_)?ms", "ms", "lower"),
     (r"(?P<name>.+)_s(?:_(?P<rest>.+))?", "s", "lower"),
     (r"(?:(?P<name>.+)_)?seconds(?:_(?P<rest>.+))?", "s", "lower"),
-    (r"(?:(?P<name>.+)_)?(?P<unit>MB|MiB|bytes)(?:_(?P<rest>.+))?", "", "lower"),
+    (r"(?P<name>pss|peak|.*memory)_(?P<unit>MB|MiB|bytes)(?:_(?P<rest>.+))?", "", "lower"),
+    (r"(?:(?P<name>.+)_)?(?P<unit>MB|MiB|bytes)(?:_(?P<rest>.+))?", "", ""),
     (r"(?:(?P<name>.+)_)?percent", "%", ""),
 )
 _TOP: Final = "median", "min", "max"
@@ -108,7 +109,7 @@ def _row(
         **{
             key.replace("_", " "): str(cell)
             for key, cell in row.items()
-            if isinstance(cell, str) or (isinstance(cell, int) and key in _COUNTS)
+            if _is_word(cell) or (isinstance(cell, int) and key in _COUNTS)
         },
     }
     for key, cell in row.items():
@@ -155,6 +156,11 @@ _USUAL: Final = {
     "us": "time",
     "%": "share",
 }
+
+
+def _is_word(cell: object) -> bool:
+    """True for a text that says which row it is, and not for a figure with its range."""
+    return isinstance(cell, str) and not re.match(r"-?\d|-$|never$", cell)
 
 
 def _number(value: object) -> TypeGuard[int | float]:

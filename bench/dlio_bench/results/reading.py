@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -108,7 +109,7 @@ def _report(path: str, loaded: Mapping[str, Any]) -> Report:
         ],
         notes=[str(note) for note in loaded["notes"]],
         environment=dict(loaded["environment"]),
-        command=" ".join(str(word) for word in loaded["command"]),
+        command=_command([str(word) for word in loaded["command"]]),
         started=str(loaded["started"] or ""),
         seconds=None if seconds is None else float(seconds),
         settings=dict(loaded["settings"]),
@@ -191,6 +192,10 @@ def _values(stored: Sequence[Any]) -> tuple[float, ...]:
 def _parts(stored: Mapping[str, Any]) -> dict[str, float]:
     parts = {str(name): float(value) for name, value in stored.items() if value is not None}
     return {name: value for name, value in parts.items() if math.isfinite(value)}
+
+
+def _command(words: Sequence[str]) -> str:
+    return shlex.join([os.path.basename(words[0]), *words[1:]]) if words else ""
 
 
 def _texts(stored: Mapping[str, Any]) -> dict[str, str]:

@@ -9,6 +9,7 @@ The bar is drawn on standard error, where that is a terminal. `expect` and `adva
 by any function below `working`; without a bar they do nothing.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -163,13 +164,13 @@ def format_figure(value: Any) -> str:
 
 def _rows(title: str, rows: list[dict[str, Any]]) -> None:
     headings = list(dict.fromkeys(heading for row in rows for heading in row if heading != "all"))
-    words = [heading for heading in headings if isinstance(rows[0].get(heading), str)]
-    ordered = [*words, *(heading for heading in headings if heading not in words)]
+    words = itertools.takewhile(lambda heading: isinstance(rows[0].get(heading), str), headings)
+    left = max(1, len(list(words)))
     table(
         title,
-        [heading.replace("_", " ") for heading in ordered],
-        [[format_figure(row.get(heading)) for heading in ordered] for row in rows],
-        left=max(1, len(words)),
+        [heading.replace("_", " ") for heading in headings],
+        [[format_figure(row.get(heading)) for heading in headings] for row in rows],
+        left,
     )
 
 

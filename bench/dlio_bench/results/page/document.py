@@ -53,11 +53,8 @@ def _overview(reports: Sequence[Report]) -> str:
             f"{environment.get('processor', '')}, {environment.get('cores', '?')} cores",
             str(environment.get("commit") or ""),
         )
-        rows.append(
-            f'<tr><th scope="row"><a href="#r{k}">{html.escape(report.name)}</a></th>'
-            + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
-            + "</tr>"
-        )
+        link = f'<a href="#r{k}">{html.escape(report.name)}</a>'
+        rows.append([link, *(html.escape(cell) for cell in cells)])
     heads = ("report", "benchmark", "started", "took", "machine", "commit")
     notes = "".join(
         f'<p class="note"><a href="#r{k}">{html.escape(report.name)}</a>: {html.escape(note)}</p>'
@@ -104,17 +101,22 @@ def _figures(figures: Sequence[Figure]) -> str:
         values = [value for figure in members for value in figure.values]
         low, high = min(0.0, *values), max(0.0, *values)
         for figure in members:
-            arrow = {"higher": "higher is better", "lower": "lower is better", "": ""}
             forecast = ' <span class="forecast">forecast</span>' if figure.forecast else ""
             rows.append(
-                f'<tr><th scope="row">{html.escape(name)}{forecast}</th>'
-                f"<td>{_labels(figure.labels)}</td>"
-                f'<td class="number">{_median(figure.values)}</td>'
-                f'<td title="{arrow[figure.better]}">{html.escape(unit)}</td>'
-                f"<td>{strip(figure.values, low, high)}</td>"
-                f'<td class="number">{len(figure.values)}</td></tr>'
+                (
+                    html.escape(name) + forecast,
+                    _labels(figure.labels),
+                    _median(figure.values),
+                    html.escape(unit),
+                    figure.better,
+                    strip(figure.values, low, high),
+                    str(len(figure.values)),
+                )
             )
-    heads = ("figure", "of", "#median (min to max)", "unit", "repeats, from 0", "#repeats")
+    heads = (
+        *("figure", "of", "#median (min to max)", "unit", "better"),
+        *("repeats, from 0", "#repeats"),
+    )
     return _table("Medians of all repeats, and their range", heads, rows)
 
 
@@ -124,17 +126,20 @@ def _ratios(ratios: Sequence[Ratio]) -> str:
     rows, few = [], False
     for ratio in ratios:
         interval = interval_of_median(ratio.values)
-        text = "-"
+        text = ""
         if interval is not None:
             mark = "*" if len(ratio.values) < ENOUGH else ""
             few = few or bool(mark)
             text = f"{interval[0]:.3f} to {interval[1]:.3f}{mark}"
         rows.append(
-            f'<tr><th scope="row">{html.escape(ratio.name)}</th>'
-            f"<td>{_labels(ratio.labels)}</td>"
-            f'<td class="number">{_median(ratio.values)}</td><td class="number">{text}</td>'
-            f"<td>{strip(ratio.values, low, high, interval)}</td>"
-            f'<td class="number">{len(ratio.values)}</td></tr>'
+            (
+                html.escape(ratio.name),
+                _labels(ratio.labels),
+                _median(ratio.values),
+                text,
+                strip(ratio.values, low, high, interval),
+                str(len(ratio.values)),
+            )
         )
     heads = ("ratio", "of", "#median (min to max)", "#95 %", "repeats, from 0", "#repeats")
     foot = ""
@@ -179,8 +184,8 @@ def _median(values: Sequence[float]) -> str:
     if len(values) == 1:
         return text
     return (
-        f'{text} <span class="range">({format_number(min(values))} to '
-        f"{format_number(max(values))})</span>"
+        f'<span>{text} <span class="range">({format_number(min(values))} to '
+        f"{format_number(max(values))})</span></span>"
     )
 
 
@@ -192,19 +197,34 @@ def _by_name(curves: Iterable[Curve]) -> list[list[Curve]]:
     return list(groups.values())
 
 
-def _table(caption: str, heads: Sequence[str], rows: Iterable[str]) -> str:
-    """Return a table that scrolls on its own on a narrow screen, by keyboard too.
+def _table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table that scrolls on its own where it is too wide, by keyboard too.
+
+    On a phone each row is a block, with the heads beside the cells. A column without any text is
+    left out.
 
     Args:
         heads: texts of ours; `#` marks a column of numbers.
-        rows: HTML.
+        rows: cells as HTML; the first one is the head of its row.
     """
-    head = "".join(
-        f'<th scope="col"{" class=number" if text[:1] == "#" else ""}>{text.lstrip("#")}</th>'
-        for text in heads
+    cells = [list(row) for row in rows]
+    kept = [k for k in range(len(heads)) if not k or any(row[k] for row in cells)]
+    head = "".join(f'<th scope="col"{_class(heads[k])}>{heads[k].lstrip("#")}</th>' for k in kept)
+    body = "".join(
+        f'<tr><th scope="row">{row[0]}</th>'
+        + "".join(
+            f'<td data-head="{heads[k].lstrip("#")}"{_class(heads[k])}>{row[k]}</td>'
+            for k in kept[1:]
+        )
+        + "</tr>"
+        for row in cells
     )
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{caption}"><table>'
         f"<caption>{caption}</caption><thead><tr>{head}</tr></thead>"
-        f"<tbody>{''.join(rows)}</tbody></table></div>"
+        f"<tbody>{body}</tbody></table></div>"
     )
+
+
+def _class(head: str) -> str:
+    return ' class="number"' if head.startswith("#") else ""

@@ -17,7 +17,7 @@ from dlio_bench.results.values import Curve, Waterfall
 __all__ = ["COLORS", "Numbers", "plot", "strip", "waterfall"]
 
 COLORS: Final = 8
-"""Classes c0 to c7 of the style sheet; further curves differ by their dashes."""
+"""Classes c0 to c7 of the style sheet; further curves are dotted."""
 _WIDTH: Final = 420
 _HEIGHT: Final = 270
 _LEFT: Final = 58
@@ -28,6 +28,8 @@ _MOST_POINTS: Final = 400
 _MARKED: Final = 24
 """Points of a curve up to which each is marked."""
 _ROW: Final = 38
+_REPEATS: Final = ("seed", "repeat")
+"""Labels of curves that are repeats of one another."""
 
 
 class Numbers:
@@ -59,11 +61,17 @@ def plot(curves: Sequence[Curve], numbers: Numbers) -> str:
     else:
         x_scale, y_scale = linear(xs, *across), linear(ys, *up)
     parts = [_axes(x_scale, y_scale, curves[0])]
-    legend = []
-    for number, (curve, points) in enumerate(drawn):
-        look = f"line c{number % COLORS}" + (" dashed" if _dashed(curve, number) else "")
+    legend: dict[str, None] = {}
+    families = list(dict.fromkeys(_family(curve) for curve, _ in drawn))
+    for curve, points in drawn:
+        number = families.index(_family(curve))
+        look = f"line c{number % COLORS}"
+        if curve.forecast:
+            look += " dashed"
+        elif number >= COLORS:
+            look += " dotted"
         places = [(x_scale.place(x), y_scale.place(y)) for x, y in points]
-        name = html.escape(_title(curve))
+        name, shown = html.escape(_title(curve)), html.escape(_title(curve, repeats=False))
         path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
         marks = ""
         if len(points) <= _MARKED:
@@ -73,10 +81,10 @@ def plot(curves: Sequence[Curve], numbers: Numbers) -> str:
                 for (x, y), (a, b) in zip(places, points, strict=True)
             )
         parts.append(f'<path d="{path}" class="{look}"><title>{name}</title></path>{marks}')
-        legend.append(
+        legend[
             '<li><svg viewBox="0 0 28 10" class="key" aria-hidden="true">'
-            f'<path d="M1 5H27" class="{look}"/></svg>{name}</li>'
-        )
+            f'<path d="M1 5H27" class="{look}"/></svg>{shown}</li>'
+        ] = None
     about = "; ".join(_described(curve, points) for curve, points in drawn)
     svg = _svg(_HEIGHT, curves[0].name, about, "".join(parts), numbers)
     return (
@@ -88,7 +96,7 @@ def plot(curves: Sequence[Curve], numbers: Numbers) -> str:
 def waterfall(shown: Waterfall, numbers: Numbers) -> str:
     """Return a figure of where time went: a bar for each part, each beginning where one ended."""
     parts = {name: value for name, value in shown.parts.items() if value > 0}
-    title = f"{shown.name} {_labels(shown.labels)}".strip()
+    title = ", ".join(filter(None, (shown.name, _labels(shown.labels))))
     if not parts:
         return (
             f"<figure><figcaption>{html.escape(title)}</figcaption>"
@@ -190,12 +198,14 @@ def _svg(height: int, title: str, about: str, content: str, numbers: Numbers) ->
     )
 
 
-def _dashed(curve: Curve, number: int) -> bool:
-    return curve.forecast or number >= COLORS
+def _family(curve: Curve) -> tuple[tuple[str, str], ...]:
+    """Return the labels by which a curve is coloured: repeats, and forecasts, look alike."""
+    return tuple((key, value) for key, value in curve.labels.items() if key not in _REPEATS)
 
 
-def _title(curve: Curve) -> str:
-    text = _labels(curve.labels) or curve.name
+def _title(curve: Curve, repeats: bool = True) -> str:
+    labels = curve.labels if repeats else dict(_family(curve))
+    text = _labels(labels) or curve.name
     return f"{text} (forecast)" if curve.forecast else text
 
 
