@@ -167,8 +167,8 @@ def slow(source: str, repeats: int, workers: int, batch_size: int = 64) -> dict[
     `batch_size` / 200 s a batch: seconds to the first batch, compared with only reading its
     files; share of the second epoch that the consumer computes; both for torch's loader as well."""
     from dlio.data.reader import open_reader
+    from dlio_bench.emulated.mounting import slow_mount
     from dlio_bench.results.statistics import spread
-    from dlio_bench.slowfs import slow_mount
 
     results: dict[str, list[float]] = {}
     listed = open_reader(source)

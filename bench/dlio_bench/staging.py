@@ -127,8 +127,8 @@ def command(choice: Choice, output: Output) -> None:
 
 def _slow(folder: str, sizes: Sizes, bandwidth: int) -> dict[str, Any]:
     """From packed shards on a file system with 5 ms latency, into memory."""
+    from dlio_bench.emulated.mounting import slow_mount
     from dlio_bench.results.statistics import spread
-    from dlio_bench.slowfs import slow_mount
 
     source = os.path.join(folder, "source")
     size = int(bandwidth * sizes.slow_s)
@@ -207,8 +207,8 @@ def _local(folder: str, sizes: Sizes) -> dict[str, Any]:
 
 def _small_files(folder: str, sizes: Sizes) -> dict[str, Any]:
     """Class folders of small files, 2 ms latency, compared with cp -r into the same place."""
+    from dlio_bench.emulated.mounting import slow_mount, stats
     from dlio_bench.results.statistics import ratio, spread
-    from dlio_bench.slowfs import slow_mount, stats
 
     source = os.path.join(folder, "source")
     classes = 100
@@ -249,8 +249,8 @@ def _small_files(folder: str, sizes: Sizes) -> dict[str, Any]:
 
 def _two_jobs(folder: str, sizes: Sizes) -> dict[str, Any]:
     """Two jobs of one node stage the same data at once: bytes read from the source in all."""
+    from dlio_bench.emulated.mounting import slow_mount, stats
     from dlio_bench.results.statistics import spread
-    from dlio_bench.slowfs import slow_mount, stats
 
     source = os.path.join(folder, "source")
     _make_shards(source, int(100 * _MIB * sizes.slow_s / 10))
