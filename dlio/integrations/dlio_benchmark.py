@@ -173,7 +173,9 @@ class DlioLoader:
         loader, epoch = self._loader, 0 if self._job.same_order else self._epoch
         loader.set_epoch(epoch)
         clock = _Clock()
-        batches = itertools.islice(iter(loader), self._job.steps)
+        # A whole pass is followed to its end, where the loader begins the next one.
+        most = None if self._job.steps == len(loader) else self._job.steps
+        batches = itertools.islice(iter(loader), most)
         while True:
             with clock.waiting():
                 batch = next(batches, None)
