@@ -7,7 +7,7 @@ from typing import Any
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-__all__ = ["example", "sequence_example", "write"]
+__all__ = ["example", "parse", "sequence_example", "write"]
 
 Values = Mapping[str, Sequence[Any]]
 _REPEATED, _OPTIONAL = 3, 1
@@ -63,6 +63,15 @@ def example(values: Values) -> bytes:
             feature.int64_list.value.extend(each)
     encoded: bytes = made.SerializeToString(deterministic=True)
     return encoded
+
+
+def parse(data: bytes) -> dict[str, list[Any]]:
+    """Return the values of an Example by the names of its features."""
+    made = _EXAMPLE.FromString(data)
+    return {
+        name: list(getattr(feature, feature.WhichOneof("kind")).value)
+        for name, feature in made.features.feature.items()
+    }
 
 
 def sequence_example(values: Values) -> bytes:

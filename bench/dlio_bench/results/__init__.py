@@ -1,1 +1,3 @@
 """Results of benchmarks: values, their envelope as JSON, statistics, comparison and pages."""
+
+__all__: list[str] = []

@@ -32,7 +32,7 @@ class FileSystem:
 
     @property
     def in_memory(self) -> bool:
-        """True if its files are memory, so that there is no storage below."""
+        """True if its files are memory, without storage below."""
         return self.type in _MEMORY
 
     @property

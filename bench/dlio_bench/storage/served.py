@@ -1,4 +1,4 @@
-"""What the storage really served: bytes and requests by processes, block device and slowfs.
+"""Counters of storage that was read: bytes and requests of processes, block device and slowfs.
 
     meter = Meter(folder)
     before = meter.snapshot()
@@ -12,7 +12,6 @@ fetched (`fetched_bytes`).
 
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Final, Self
 
@@ -30,7 +29,7 @@ _CACHED: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether reads came from the page cache."""
+    """Share of the page cache in what was read."""
 
     cache_share: float | None
     """Share of the bytes that the page cache gave, 0 to 1; None if it cannot be known here."""
@@ -124,6 +123,8 @@ class Meter:
         self.file_system: FileSystem = file_system_of(folder)
         self._pid = os.getpid() if pid is None else pid
         self._device = _device_of(self.file_system)
+        # Some kernels and sandboxes do not count what processes fetch.
+        self._counted = "read_bytes" in _io_of(self._pid)
         top = os.path.join(self.file_system.mountpoint, _SLOWFS)
         self._slowfs = top if self.file_system.fuse and os.path.exists(top) else None
 
@@ -146,7 +147,9 @@ class Meter:
         fetched, source = 0, ""
         if served.slowfs_bytes is not None:
             fetched, source = served.slowfs_bytes, "slowfs"
-        elif self._device or (system.remote and served.fetched_bytes > _CACHED * wanted_bytes):
+        elif self._counted and (
+            self._device or (system.remote and served.fetched_bytes > _CACHED * wanted_bytes)
+        ):
             fetched, source = served.fetched_bytes, "the processes"
         elif resident_before is not None:
             return Verdict(resident_before, "the page cache before the run")
@@ -209,22 +212,22 @@ def _slowfs(path: str) -> dict[str, int]:
         return {}
 
 
-def _tree(root: int) -> Iterator[int]:
-    """Yield a process and those below it."""
-    waiting = [root]
-    while waiting:
-        pid = waiting.pop()
-        yield pid
-        try:
-            threads = os.listdir(f"/proc/{pid}/task")
-        except OSError:
-            continue
-        for thread in threads:
+def _tree(root: int) -> list[int]:
+    """Return a process and those below it."""
+    parents: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
             try:
-                with open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file:
-                    waiting += map(int, file.read().split())
-            except OSError:
-                continue
+                with open(f"/proc/{name}/stat", encoding="ascii", errors="replace") as file:
+                    # The name of the program, which may hold anything, ends with the last bracket.
+                    parent = int(file.read().rpartition(")")[2].split()[1])
+            except (OSError, ValueError, IndexError):
+                continue  # It has ended meanwhile.
+            parents.setdefault(parent, []).append(int(name))
+    tree = [root]
+    for pid in tree:
+        tree += parents.get(pid, [])
+    return tree
 
 
 def _io_of(pid: int) -> dict[str, int]:

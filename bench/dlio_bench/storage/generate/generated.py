@@ -1,7 +1,8 @@
 """A data set that was generated: its files, and the bytes that each sample must have."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,7 @@ class Generated:
     workload: Workload
     source: str
     """Path for `dlio.open`."""
-    options: Mapping[str, str]
+    options: Mapping[str, Any]
     """Further arguments of `dlio.open`."""
     files: tuple[str, ...]
     """Paths of the data files; sample k lies in file k // workload.samples_per_file."""
@@ -33,7 +34,7 @@ class Generated:
     """Files that this call wrote; 0 if all were there."""
     seconds: float = 0.0
     """Time that writing took, until the data was on the disk."""
-    field: str = field(default="image")
+    field: str = "image"
     """Name of the field with the sample's bytes, as `dlio.open` gives it."""
 
     @property
@@ -44,10 +45,10 @@ class Generated:
     def check(self, sample: int, data: Buffer | npt.NDArray[np.uint8]) -> None:
         """Raise CorruptBlock unless `data` are the bytes of a sample."""
         size = int(self.sizes[sample])
-        found = np.frombuffer(data, np.uint8)
-        if len(found) != size or not np.array_equal(found, payload(self.workload, sample, size)):
+        given = np.frombuffer(data, np.uint8)
+        if len(given) != size or not np.array_equal(given, payload(self.workload, sample, size)):
             path = self.files[sample // self.workload.samples_per_file]
             raise CorruptBlock(
-                f"{path}: sample {sample} is not the one that was generated ({len(found):,} of "
+                f"{path}: sample {sample} is not the one that was generated ({len(given):,} of "
                 f"{size:,} bytes): remove the folder and generate it again"
             )

@@ -5,7 +5,7 @@ from typing import Final
 
 from dlio_bench.storage.workload import Workload
 
-__all__ = ["class_of_file", "folder_names", "path_of_file", "source_of"]
+__all__ = ["class_of_file", "folder_names", "path_of_file", "source_of", "store_name"]
 
 TRAIN: Final = "train"
 _SUFFIXES: Final = {"folder": "ppm", "native": "dlio"}
@@ -31,9 +31,14 @@ def path_of_file(workload: Workload, number: int) -> str:
     name = f"img_{number:0{width}d}_of_{workload.files}.{suffix}"
     if workload.format == "zarr":
         # A store whose shards are the files.
-        return os.path.join(TRAIN, "data.zarr", "x", "c", str(number), "0")
+        return os.path.join(store_name(workload), "x", "c", str(number), "0")
     folders = folder_names(workload)
     return os.path.join(folders[number * len(folders) // workload.files], name)
+
+
+def store_name(workload: Workload) -> str:
+    """Return the folder of the store that holds all files; "" for formats without one."""
+    return os.path.join(TRAIN, "data.zarr") if workload.format == "zarr" else ""
 
 
 def class_of_file(workload: Workload, number: int) -> int:
@@ -59,6 +64,6 @@ def source_of(workload: Workload, folder: str) -> tuple[str, dict[str, str], str
         case "hdf5":
             return f"{train}::records_0,labels", {}, "records_0"
         case "zarr":
-            return f"{train}/data.zarr::x,y", {}, "x"
+            return f"{os.path.join(folder, store_name(workload))}::x,y", {}, "x"
         case _:
             return train, {}, "image"

@@ -18,9 +18,15 @@ from dlio.errors import UsageError
 from dlio.util.progress import Bar
 from dlio.util.units import format_bytes
 from dlio_bench.storage.generate.content import sample_sizes
-from dlio_bench.storage.generate.formats import WRITERS, Part
+from dlio_bench.storage.generate.formats import WRITERS, Part, make_store
 from dlio_bench.storage.generate.generated import Generated
-from dlio_bench.storage.generate.names import class_of_file, folder_names, path_of_file, source_of
+from dlio_bench.storage.generate.names import (
+    class_of_file,
+    folder_names,
+    path_of_file,
+    source_of,
+    store_name,
+)
 from dlio_bench.storage.generate.stamp import check_folder, write_stamp
 from dlio_bench.storage.workload import Workload
 
@@ -32,6 +38,8 @@ _OWN_BYTES: Final = 1024
 """Upper limit of what a format adds to each sample, for the check of free space."""
 _QUEUED: Final = 2
 """Files per thread that wait to be written."""
+_STORE_COMPLETE: Final = os.path.join("y", "c", "0")
+"""The file of a Zarr store that is written last, before its shards."""
 _POLL_S: Final = 0.2
 
 
@@ -135,6 +143,11 @@ def _prepare(
         )
     for name in folder_names(workload):
         os.makedirs(os.path.join(folder, name), exist_ok=True)
+    store = store_name(workload)
+    if store and not os.path.exists(os.path.join(folder, store, _STORE_COMPLETE)):
+        of_files = [class_of_file(workload, number) for number in range(workload.files)]
+        labels = np.repeat(np.array(of_files, np.int64), workload.samples_per_file)
+        make_store(os.path.join(folder, store), workload, labels, int(sizes[0]))
 
 
 def _finish(workload: Workload, folder: str, sizes: npt.NDArray[np.int64]) -> None:
@@ -165,10 +178,10 @@ def _is_complete(
     workload: Workload,
 ) -> bool:
     try:
-        found = os.stat(os.path.join(folder, names[number])).st_size
+        size = os.stat(os.path.join(folder, names[number])).st_size
     except FileNotFoundError:
         return False
-    return found >= int(sizes[_rows(workload, number)].sum())
+    return size >= int(sizes[_rows(workload, number)].sum())
 
 
 def _write(

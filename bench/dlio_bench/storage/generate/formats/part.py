@@ -14,7 +14,7 @@ __all__ = ["Part"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a writer needs to know of a file."""
+    """A file to write: its samples, and their workload."""
 
     workload: Workload
     number: int

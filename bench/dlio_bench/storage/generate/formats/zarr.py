@@ -1,0 +1,62 @@
+"""The writer of a Zarr store, version 3, with arrays `x` and `y`: its shards are the files.
+
+x: uint8, (samples, size), one chunk for each sample. y: int64, (samples,), one chunk.
+"""
+
+import os
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio_bench.storage.generate.formats.part import Part
+from dlio_bench.storage.workload import Workload
+
+__all__ = ["make_store", "write_zarr"]
+
+
+def make_store(path: str, workload: Workload, labels: npt.NDArray[np.int64], size: int) -> None:
+    """Write the store's description and its labels."""
+    import zarr
+
+    group = zarr.open_group(path, mode="a", zarr_format=3)
+    _array(group, "x", workload.samples, workload.samples_per_file, size)
+    group.create_array(
+        "y",
+        data=labels,
+        chunks=labels.shape,
+        compressors=None,
+        config={"write_empty_chunks": True},
+        overwrite=True,
+    )
+
+
+def write_zarr(path: str, part: Part) -> None:
+    """Write a shard, as Zarr makes it of the array that holds these samples only."""
+    import zarr
+    from zarr.core.buffer import default_buffer_prototype
+    from zarr.core.sync import sync
+
+    count, size = len(part.sizes), int(part.sizes[0])
+    store = zarr.storage.MemoryStore()
+    group = zarr.open_group(store, mode="a", zarr_format=3)
+    array = _array(group, "x", count, count, size)
+    array[:] = np.stack(list(part.payloads()))
+    body = sync(store.get("x/c/0/0", default_buffer_prototype()))
+    assert body is not None
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "xb") as file:
+        file.write(body.as_numpy_array().data)
+
+
+def _array(group: Any, name: str, samples: int, per_file: int, size: int) -> Any:
+    return group.create_array(
+        name,
+        shape=(samples, size),
+        dtype="uint8",
+        chunks=(1, size),
+        shards=(per_file, size) if per_file > 1 else None,
+        compressors=None,
+        config={"write_empty_chunks": True},
+        overwrite=True,
+    )
