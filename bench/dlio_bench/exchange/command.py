@@ -83,5 +83,5 @@ def _results(report: dict[str, Any], options: Options) -> Results:
     if "messages" in report:
         from dlio_bench.exchange.messages import forecasts
 
-        results.curves += forecasts(report["messages"])
+        results.curves += forecasts(report["messages"]["raw"])
     return results

@@ -1,6 +1,6 @@
 """`--case messages`: messages of each exchange on 2 to 16 ranks, and its time on up to 4,096."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Final
 
@@ -75,8 +75,8 @@ def measure(options: Options) -> dict[str, object]:
     return results
 
 
-def forecasts(report: Mapping[str, Any]) -> list[Curve]:
-    """Return a curve for each exchange: the model's seconds against ranks."""
+def forecasts(carried: Mapping[str, Sequence[float]]) -> list[Curve]:
+    """Return a curve for each exchange: the model's seconds against ranks, from `raw`."""
     return [
         Curve(
             "seconds of a step's exchange",
@@ -88,7 +88,7 @@ def forecasts(report: Mapping[str, Any]) -> list[Curve]:
             {"exchange": name},
             forecast=True,
         )
-        for name, seconds in report["raw"].items()
+        for name, seconds in carried.items()
     ]
 
 

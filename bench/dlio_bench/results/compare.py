@@ -140,7 +140,7 @@ def changes_of(first: Report, other: Report) -> list[Change]:
 def is_worse(change: Change, factor: float) -> bool:
     """True if the whole interval of the ratio is worse by more than a factor.
 
-    Where there is no interval, the ratio itself. A figure without a direction is never worse.
+    Without an interval, the ratio itself. A figure without a direction is never worse.
     """
     ratio, interval = change.ratio, change.interval
     if ratio is None or not change.better:
@@ -187,15 +187,15 @@ def _environment(environment: Mapping[str, Any]) -> dict[str, object]:
 def _by_key(
     report: Report,
 ) -> dict[Key, tuple[str, Literal["higher", "lower", ""], tuple[float, ...]]]:
-    found: dict[Key, tuple[str, Literal["higher", "lower", ""], tuple[float, ...]]] = {}
+    values: dict[Key, tuple[str, Literal["higher", "lower", ""], tuple[float, ...]]] = {}
     for figure in report.figures:
         kind = "forecast" if figure.forecast else "figure"
         key = (kind, figure.name, tuple(sorted(figure.labels.items())))
-        found[key] = (figure.unit, figure.better, figure.values)
+        values[key] = (figure.unit, figure.better, figure.values)
     for ratio in report.ratios:
         key = ("ratio", ratio.name, tuple(sorted(ratio.labels.items())))
-        found[key] = ("", ratio.better, ratio.values)
-    return found
+        values[key] = ("", ratio.better, ratio.values)
+    return values
 
 
 def _show(first: Report, other: Report, changes: Sequence[Change]) -> None:

@@ -79,6 +79,8 @@ def read_report(path: str) -> Report:
         raise UsageError(f"{path}: not JSON; name a file of --report") from error
     if not isinstance(loaded, dict):
         raise UsageError(f"{path}: not a report; name a file of --report")
+    if isinstance(inner := loaded.get("report"), dict) and "schema" in inner:
+        loaded = inner  # With its title and data, as the site keeps it.
     schema = loaded.get("schema")
     if schema is None:
         return _old(path, loaded)

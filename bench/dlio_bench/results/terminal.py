@@ -142,7 +142,7 @@ def show(name: str, figures: Mapping[str, object]) -> None:
             print(f"{name}, {key.replace('_', ' ')}: {format_figure(value)}")
 
 
-def format_figure(value: Any) -> str:
+def format_figure(value: object) -> str:
     """Return a cell's text: three digits, and a spread as its median with the range."""
     if value is None:
         return "-"

@@ -200,7 +200,7 @@ def _by_name(curves: Iterable[Curve]) -> list[list[Curve]]:
 def _table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table that scrolls on its own where it is too wide, by keyboard too.
 
-    On a phone each row is a block, with the heads beside the cells. A column without any text is
+    On a phone each row is a block, with the heads next to the cells. A column without any text is
     left out.
 
     Args:
