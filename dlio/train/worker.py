@@ -103,6 +103,8 @@ class Worker:
         # Dropout masks have to differ between ranks.
         torch.manual_seed((config.seed + comm.rank) % 2**63)
         self.callbacks: Sequence[Callback] = ()
+        self.before_update: Callable[[], object] = lambda: None
+        """Called before parameters and the optimizer's state change."""
         self.samples = len(loader.data)
         """Samples of this epoch, over all ranks."""
         self._ranks = comm.size
@@ -382,6 +384,7 @@ class Worker:
                 clip_grads_with_norm_(self.model.parameters(), config.clip, self.gradient_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr(first)
+        self.before_update()
         wanted = [callback.before_step(self) for callback in self.callbacks]
         if not all(wanted):
             self.left_out += 1

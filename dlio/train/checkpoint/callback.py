@@ -3,7 +3,7 @@
 from dlio.comm.board import elsewhere
 from dlio.train.callbacks.base import Callback, Run
 from dlio.train.checkpoint.folder import Checkpoints
-from dlio.train.checkpoint.state import about, tensors_of
+from dlio.train.checkpoint.state import about, changed_by_updates, tensors_of
 from dlio.train.report import EpochReport
 from dlio.train.worker import Worker
 
@@ -23,6 +23,9 @@ class CheckpointCallback(Callback):
         self._worker, self._checkpoints, self._every = worker, checkpoints, every
         self._last = worker.updates
 
+    def begins(self, run: Run) -> None:
+        self._worker.before_update = self._checkpoints.copied
+
     def after_step(self, run: Run) -> None:
         whole_epoch = run.position >= self._worker.samples
         if self._every is not None and not whole_epoch and run.updates % self._every == 0:
@@ -37,4 +40,6 @@ class CheckpointCallback(Callback):
             self._last = run.updates
             with elsewhere():
                 self._checkpoints.wait()  # Ranks may have other numbers afterwards.
-                self._checkpoints.save(run.updates, tensors_of(self._worker), about(self._worker))
+                tensors = tensors_of(self._worker)
+                later = changed_by_updates(self._worker, tensors)
+                self._checkpoints.save(run.updates, tensors, about(self._worker), later)

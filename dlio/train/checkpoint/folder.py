@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Self
 
@@ -28,6 +28,7 @@ from dlio.comm.membership import Messages, messages_of
 from dlio.comm.recovery import Report, recovery_of, uniform
 from dlio.comm.waiting import wait_all
 from dlio.errors import PeerLost, SourceError, UsageError
+from dlio.train.checkpoint.copies import Copies
 from dlio.train.checkpoint.parts import agree, complete, has_part, write_part
 from dlio.train.checkpoint.place import CheckpointFolder
 from dlio.train.checkpoint.reader import CONTENTS, contents, read_small, read_tensors
@@ -102,7 +103,7 @@ class Checkpoints:
         self.folder, self._comm, self._keep = os.path.abspath(folder), comm, keep
         self._thread_comm = comm.dup()
         """For the thread's messages alone."""
-        self._staged: dict[str, torch.Tensor] = {}
+        self._copies = Copies()
         self._writer: Workers | None = None
         self._unfinished: _Unfinished | None = None
         """Written by the thread."""
@@ -144,6 +145,7 @@ class Checkpoints:
             self._place.close()
 
     def tell(self) -> Report:
+        self.copied()  # Others may overwrite this rank's tensors next.
         return {}
 
     def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
@@ -184,7 +186,13 @@ class Checkpoints:
                 sys.stderr.write(f"dlio: {damages[0]}; trying an older checkpoint\n")
         return None
 
-    def save(self, step: int, tensors: Tensors, about: Mapping[str, object]) -> None:
+    def save(
+        self,
+        step: int,
+        tensors: Tensors,
+        about: Mapping[str, object],
+        later: Collection[str] = (),
+    ) -> None:
         """Begin to write a checkpoint; return when `tensors` have been copied. Collective.
 
         Waits for the previous one first. If that one failed, its error goes to standard error and
@@ -195,10 +203,12 @@ class Checkpoints:
             tensors: this rank's own tensors, named `rank<number>/...`, and tensors that are equal
                 on all ranks, named `all/...`, which the ranks write in shares.
             about: further state as JSON types; rank 0's is written.
+            later: names of tensors that stay as they are until `copied` has been called; they are
+                copied meanwhile.
         """
         self.wait()
         began = time.perf_counter()
-        self._stage(tensors)
+        self._stage(tensors, later)
         self.wait_s += time.perf_counter() - began
         rank, ranks = self._comm.rank, self._comm.size
         unfinished = self._unfinished = _Unfinished(
@@ -215,6 +225,19 @@ class Checkpoints:
             lambda _: self._write(unfinished),
             stop_timeout_s=_WRITE_TIMEOUT_S,
         ).start()
+
+    def copied(self) -> None:
+        """Wait until the tensors of the checkpoint in progress are copied, and may be changed.
+
+        Raises UsageError if that takes longer than 30 minutes.
+        """
+        began = time.perf_counter()
+        if not self._copies.wait(_WRITE_TIMEOUT_S):
+            raise UsageError(
+                f"{self.folder}: copying the state of a checkpoint took over "
+                f"{_WRITE_TIMEOUT_S:.0f} s: check that the machine has free memory"
+            )
+        self.wait_s += time.perf_counter() - began
 
     def wait(self) -> None:
         """Wait until the checkpoint in progress is complete or has failed. Collective.
@@ -249,9 +272,11 @@ class Checkpoints:
         """Write and publish the staged tensors; runs in the thread. Keeps the error for `wait`."""
         error = ""
         try:
-            checksum = {_sum_name(unfinished.rank): _checksum(self._staged)}
+            self._copies.finish()
+            staged = self._copies.held
+            checksum = {_sum_name(unfinished.rank): _checksum(staged)}
             with self._place.unfinished(unfinished.hidden) as path:
-                write_part(path, unfinished.rank, {**self._staged, **checksum})
+                write_part(path, unfinished.rank, {**staged, **checksum})
         except BaseException as raised:
             error = _first_line(raised)
             if unfinished.ranks > 1:
@@ -317,18 +342,11 @@ class Checkpoints:
             return _first_line(error)
         return ""
 
-    def _stage(self, tensors: Tensors) -> None:
-        """Copy the tensors that this rank writes to host memory, reusing the last copies."""
+    def _stage(self, tensors: Tensors, later: Collection[str]) -> None:
+        """Copy the tensors that this rank writes to host memory, or begin to."""
         sizes = {name: tensor.numel() for name, tensor in tensors.items()}
         mine = _written_by(sizes, self._comm.rank, self._comm.size)
-        for name in self._staged.keys() - mine:
-            del self._staged[name]
-        for name in mine:
-            tensor = tensors[name]
-            held = self._staged.get(name)
-            if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
-                held = self._staged[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-            held.copy_(tensor.detach())
+        self._copies.begin({name: tensors[name] for name in mine}, later)
 
 
 def open_checkpoint(path: str) -> StoredCheckpoint:

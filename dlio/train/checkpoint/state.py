@@ -11,7 +11,7 @@ from dlio.train.pruner import PrunerState
 from dlio.train.report import EpochReport
 from dlio.train.worker import Worker
 
-__all__ = ["OWED", "RunState", "SavedState", "about", "restore", "tensors_of"]
+__all__ = ["OWED", "RunState", "SavedState", "about", "changed_by_updates", "restore", "tensors_of"]
 
 OWED: Final = "/owed/"
 """Part of the names of error-feedback residuals in an exchange's state."""
@@ -101,6 +101,14 @@ def tensors_of(run: Worker) -> dict[str, torch.Tensor]:
     if run.device.type == "cuda":
         tensors[f"{mine}random-cuda"] = torch.cuda.get_rng_state(run.device)
     return tensors
+
+
+def changed_by_updates(run: Worker, tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
+    """Return the names of those of `tensors_of` that change in an optimizer step and at no other
+    time: none where ranks exchange weights, which happens at any time."""
+    if not run.exchange.alike:
+        return frozenset()
+    return frozenset(name for name in tensors if name.startswith(("all/model/", "all/optimizer/")))
 
 
 def about(run: Worker) -> RunState:
