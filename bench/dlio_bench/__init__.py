@@ -12,6 +12,7 @@ command: Final = Group(
         "storage": "dlio_bench.storage.command:command",
         "chaos": "dlio_bench.chaos.command:command",
         "compare": "dlio_bench.results.compare:command",
+        "checkpoint": "dlio_bench.checkpoint.command:command",
         "exchange": "dlio_bench.exchange.command:command",
         "html": "dlio_bench.results.page.command:command",
         "loader": "dlio_bench.loader:command",
