@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.chunks import Box, ChunkedArray
+from dlio.data.held import HeldFile
 from dlio.data.index import Arrays, cached_index, fingerprint_of
 from dlio.data.reader import reopening
 from dlio.data.schema import DTYPES, MAX_DIMENSIONS, Schema, array_kind
@@ -27,7 +28,9 @@ from dlio.data.urls import inside
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
+from dlio.storage.block import new_memory
 from dlio.util.limits import parsing
+from dlio_readers.concurrent import concurrently
 from dlio_readers.hdf5file import HDF5_SUFFIXES, Hdf5File
 from dlio_readers.npyfile import chunked_array, numpy_arrays
 from dlio_readers.rehearsal import rehearse
@@ -96,7 +99,8 @@ class FilesReader:
         self._rows, self.classes, self._paired = _find(path)
         self._urls = [url for row in self._rows for url in row.urls]
         self._sides = len(self._rows[0].urls)
-        files = [File(url) for url in self._urls]
+        self._files = files = concurrently(File, self._urls, self._urls[0])
+        concurrently(lambda file: file.stamp, files, self._urls[0])  # Kept by the files.
         hdf5 = [file for file in files if own_name(file.name).endswith(HDF5_SUFFIXES)]
         if hdf5:
             rehearse("hdf5", "h5py", [file.url for file in hdf5], hdf5)
@@ -183,11 +187,33 @@ class FilesReader:
                 file.close()
 
     def _payload(self, sample: int) -> bytes:
+        file = self.file_of(sample)
+        if file is not None:
+            memory = new_memory(file.size)
+            file.read_into(0, memory)
+            return self.payload_from(sample, memory)
+        return self._joined(sample, lambda number: File(self._urls[number]))
+
+    def file_of(self, sample: int) -> File | None:
+        """Return the NumPy file that a sample is made of; None for other formats and pairs."""
+        file = self._files[sample * self._sides]
+        return file if self._sides == 1 and own_name(file.name).endswith(_NUMPY) else None
+
+    def payload_from(self, sample: int, data: memoryview) -> bytes:
+        """Return the payload out of the bytes of the sample's file. Raises SourceError."""
+        return self._joined(sample, lambda number: HeldFile(self._files[number], data))
+
+    def _joined(self, sample: int, find: Callable[[int], File]) -> bytes:
+        """Return the payload of a sample.
+
+        Args:
+            find: returns a file by its number.
+        """
         values: dict[str, Any] = {"label": self._rows[sample].label} if len(self.classes) else {}
         with ExitStack() as stack:
 
             def opened(number: int) -> dict[str, ChunkedArray]:
-                arrays, file = _opened(File(self._urls[number]))
+                arrays, file = _opened(find(number))
                 if file is not None:
                     stack.callback(file.close)
                 return arrays
@@ -255,12 +281,16 @@ class FilesReader:
                 file.close()
         return opened[0]
 
+    def _headers(self, sample: int) -> dict[str, ChunkedArray]:
+        return self._arrays_of(sample, self._open)
+
     def _build(self) -> Arrays:
         """Index the arrays of all files: names, types and shapes."""
         first: dict[str, ChunkedArray] = {}
         dims: list[list[int]] = []
-        for sample, row in enumerate(self._rows):
-            arrays = self._arrays_of(sample, self._open)
+        samples = range(len(self._rows))
+        opened = concurrently(self._headers, samples, self._urls[0])
+        for row, arrays in zip(self._rows, opened, strict=True):
             first = first or arrays
             _check_alike(row.name, arrays, self._rows[0].name, first)
             flat: list[int] = []
