@@ -1,37 +1,42 @@
 """Samples out of the source, large ones in parts that are read at the same time."""
 
-import itertools
+import mmap
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.held import open_ranges
+from dlio.data.held import ReadRange, open_ranges
 from dlio.data.reader import Reader
 from dlio.data.schema import Buffer
 from dlio.data.source import File
 from dlio.storage.block import new_memory
 
-__all__ = ["WholeFiles", "read_samples"]
+__all__ = ["RangedSamples", "read_samples"]
+
+
+_Piece = tuple[ReadRange, int, memoryview]
+"""A request: how its file is read, the offset, and the memory to fill."""
 
 
 @runtime_checkable
-class WholeFiles(Protocol):
-    """A reader some of whose samples are made of all bytes of a file."""
+class RangedSamples(Protocol):
+    """A reader some of whose samples are made of ranges of files, as they are stored."""
 
-    def file_of(self, sample: int) -> File | None:
-        """Return the file that a sample is made of; None if the reader is to read it."""
+    def ranges_of(self, sample: int) -> Sequence[tuple[File, int, int]]:
+        """Return (file, offset, bytes) of a sample's ranges; none if the reader is to read it."""
 
-    def payload_from(self, sample: int, data: memoryview) -> Buffer:
-        """Return the payload out of the file's bytes. Raises SourceError."""
+    def payload_of(self, sample: int, parts: Sequence[memoryview]) -> Buffer:
+        """Return the payload out of the bytes of the ranges. Raises SourceError."""
 
 
 def read_samples(
     reader: Reader,
     samples: npt.NDArray[np.int64],
     piece: int,
-    in_parallel: Callable[[Callable[[tuple[int, int]], None], Sequence[tuple[int, int]]], object],
+    in_parallel: Callable[[Callable[[_Piece], None], Sequence[_Piece]], object],
 ) -> list[Buffer]:
     """Return the payloads of samples.
 
@@ -40,21 +45,29 @@ def read_samples(
 
     Args:
         piece: bytes of a request; 0 where parts are not worth it.
-        in_parallel: calls a function on each of the items (start, end).
+        in_parallel: calls a function on each of some items.
 
     Raises SourceError or CorruptBlock.
     """
-    if piece and len(samples) == 1 and isinstance(reader, WholeFiles):
+    if piece and len(samples) == 1 and isinstance(reader, RangedSamples):
         sample = int(samples[0])
-        file = reader.file_of(sample)
-        if file is not None and file.size > piece:
-            memory = new_memory(file.size)
-            with open_ranges(file) as read:
-                ends = [*range(piece, file.size, piece), file.size]
-                # An error may leave requests under way: the memory is theirs as long as they last.
-                in_parallel(
-                    lambda part: read(part[0], memory[part[0] : part[1]]),
-                    list(itertools.pairwise([0, *ends])),
-                )
-            return [reader.payload_from(sample, memory)]
+        ranges = reader.ranges_of(sample)
+        if sum(size for _, _, size in ranges) > piece:
+            parts = [_aligned(size) for _, _, size in ranges]
+            requests: list[_Piece] = []
+            with ExitStack() as stack:
+                for (file, offset, size), memory in zip(ranges, parts, strict=True):
+                    read = stack.enter_context(open_ranges(file))
+                    requests += [
+                        (read, offset + at, memory[at : at + piece]) for at in range(0, size, piece)
+                    ]
+                in_parallel(lambda request: request[0](request[1], request[2]), requests)
+            return [reader.payload_of(sample, parts)]
     return list(reader.read(samples))
+
+
+def _aligned(size: int) -> memoryview:
+    """Return memory that begins with a page: FUSE divides requests whose memory does not."""
+    memory = new_memory(size + mmap.PAGESIZE)
+    skipped = -np.frombuffer(memory, np.uint8).ctypes.data % mmap.PAGESIZE
+    return memory[skipped : skipped + size]

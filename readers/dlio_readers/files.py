@@ -187,21 +187,26 @@ class FilesReader:
                 file.close()
 
     def _payload(self, sample: int) -> bytes:
-        file = self.file_of(sample)
-        if file is not None:
-            memory = new_memory(file.size)
-            file.read_into(0, memory)
-            return self.payload_from(sample, memory)
+        parts = []
+        for file, offset, size in self.ranges_of(sample):
+            parts.append(new_memory(size))
+            file.read_into(offset, parts[-1])
+        if parts:
+            return self.payload_of(sample, parts)
         return self._joined(sample, lambda number: File(self._urls[number]))
 
-    def file_of(self, sample: int) -> File | None:
-        """Return the NumPy file that a sample is made of; None for other formats and pairs."""
-        file = self._files[sample * self._sides]
-        return file if self._sides == 1 and own_name(file.name).endswith(_NUMPY) else None
+    def ranges_of(self, sample: int) -> list[tuple[File, int, int]]:
+        """Return the whole NumPy files of a sample; none for other formats."""
+        files = self._files[sample * self._sides : (sample + 1) * self._sides]
+        numpy = all(own_name(file.name).endswith(_NUMPY) for file in files)
+        return [(file, 0, file.size) for file in files] if numpy else []
 
-    def payload_from(self, sample: int, data: memoryview) -> bytes:
-        """Return the payload out of the bytes of the sample's file. Raises SourceError."""
-        return self._joined(sample, lambda number: HeldFile(self._files[number], data))
+    def payload_of(self, sample: int, parts: Sequence[memoryview]) -> bytes:
+        """Return the payload out of the bytes of the sample's files. Raises SourceError."""
+        first = sample * self._sides
+        return self._joined(
+            sample, lambda number: HeldFile(self._files[number], parts[number - first])
+        )
 
     def _joined(self, sample: int, find: Callable[[int], File]) -> bytes:
         """Return the payload of a sample.
