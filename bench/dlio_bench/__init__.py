@@ -9,8 +9,11 @@ __all__ = ["command"]
 command: Final = Group(
     "Measure dlio and its references side by side in one run, with medians and spread.",
     {
+        "storage": "dlio_bench.storage.command:command",
         "chaos": "dlio_bench.chaos.command:command",
+        "compare": "dlio_bench.results.compare:command",
         "exchange": "dlio_bench.exchange.command:command",
+        "html": "dlio_bench.results.page.command:command",
         "loader": "dlio_bench.loader:command",
         "peers": "dlio_bench.peers.command:command",
         "prune": "dlio_bench.prune.command:command",

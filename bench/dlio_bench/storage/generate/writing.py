@@ -14,12 +14,12 @@ import numpy.typing as npt
 import xxhash
 
 from dlio.errors import UsageError
-from dlio.util.progress import Bar
 from dlio.util.units import format_bytes
 from dlio_bench.storage.generate.content import sample_sizes
 from dlio_bench.storage.generate.formats import WRITERS, Part, make_store
 from dlio_bench.storage.generate.generated import Generated
 from dlio_bench.storage.generate.names import (
+    VALID,
     class_of_file,
     folder_names,
     path_of_file,
@@ -27,6 +27,7 @@ from dlio_bench.storage.generate.names import (
     store_name,
 )
 from dlio_bench.storage.generate.stamp import check_folder, write_stamp
+from dlio_bench.storage.progress import Row
 from dlio_bench.storage.workload import Workload
 
 __all__ = ["generate"]
@@ -47,7 +48,7 @@ def generate(
     folder: str,
     *,
     threads: int = 4,
-    progress: Bar | None = None,
+    progress: Row | None = None,
     rank: int = 0,
     ranks: int = 1,
     barrier: Callable[[], object] = lambda: None,
@@ -135,7 +136,7 @@ def _prepare(
         if not _is_complete(folder, names, number, sizes, workload)
     ]
     _check_room(workload, folder, missing, sizes)
-    for name in folder_names(workload):
+    for name in (*folder_names(workload), VALID):
         os.makedirs(os.path.join(folder, name), exist_ok=True)
     store = store_name(workload)
     if store and not os.path.exists(os.path.join(folder, store, _STORE_COMPLETE)):
@@ -207,7 +208,7 @@ def _write(
     sizes: npt.NDArray[np.int64],
     missing: Sequence[int],
     threads: int,
-    progress: Bar | None,
+    progress: Row | None,
 ) -> None:
     total = sum(int(sizes[_rows(workload, number)].sum()) for number in missing)
     if progress is not None and missing:
