@@ -218,7 +218,11 @@ class FilesReader:
         with ExitStack() as stack:
 
             def opened(number: int) -> dict[str, ChunkedArray]:
-                arrays, file = _opened(find(number))
+                try:
+                    arrays, file = _opened(find(number))
+                except SourceError as error:
+                    text = f"{error}, or has changed since it was opened: {_AGAIN}"
+                    raise SourceError(text) from error
                 if file is not None:
                     stack.callback(file.close)
                 return arrays

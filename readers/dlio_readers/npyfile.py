@@ -64,7 +64,7 @@ class StoredArray:
         """(file, offset, bytes) of the data."""
         return self._file, self._start, self.shape[0] * self._row
 
-    def rows_of(self, data: memoryview) -> npt.NDArray[Any]:
+    def rows_of(self, data: memoryview) -> npt.NDArray[np.generic]:
         """Return the rows whose bytes are `data`."""
         rows = np.frombuffer(data, self._stored).reshape(-1, *self.shape[1:])
         return rows.astype(self.dtype, copy=False)
