@@ -345,6 +345,7 @@ def mpirun() -> MpiRun:
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             "OMPI_MCA_btl": "^ofi",  # Looking for fabrics takes a second.
+            "OMPI_MCA_mtl": "^ofi",
             "OMP_NUM_THREADS": "1",
             "DLIO_TIMEOUT": "60",
             **(env or {}),
