@@ -53,7 +53,14 @@ _PRELOADED = (
 _NAMESPACES = ("net", "mnt", "pid", "user", "ipc")
 _READ_AT_IMPORT = (b"PYTHON", b"TORCH", b"MKL", b"KMP", b"NUMPY", b"OPENCV", b"DLIO_MAX_PIXELS")
 """Prefixes of variables that the interpreter or a preloaded module reads when it starts."""
-_TAKEN_OVER = (b"PYTHONPATH", b"PYTHONUNBUFFERED", b"TORCHINDUCTOR_CACHE_DIR")
+_TAKEN_OVER = (
+    b"PYTHONPATH",
+    b"PYTHONUNBUFFERED",
+    b"TORCHINDUCTOR_CACHE_DIR",
+    b"TORCH_CPP_LOG_LEVEL",
+    b"TORCHELASTIC_USE_AGENT_STORE",
+    b"TORCH_NCCL_ASYNC_ERROR_HANDLING",
+)
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _ROOMS = ("", "readers", "staging", "bench")
 _LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
@@ -251,6 +258,12 @@ def _become(command: _Command) -> None:
         import torch
 
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if "TORCH_CPP_LOG_LEVEL" in os.environ:
+        # The same: torch's library of C++ has no other way to set it.
+        import torch
+
+        library = os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so")
+        ctypes.CDLL(library)._ZN3c1011initLoggingEv()
     if "COVERAGE_PROCESS_CONFIG" in os.environ or "COVERAGE_PROCESS_START" in os.environ:
         from coverage.control import process_startup
 
