@@ -45,8 +45,9 @@ def _can_be_served(arguments: list[str]) -> bool:
         return False
     if arguments[0].startswith("-") and arguments[0] not in ("-m", "-c"):
         return _refuse(f"option {arguments[0]}")
-    # The reaper outlives the program that starts it, and imports nothing.
-    if arguments[0] == "-m" and arguments[1] == "dlio.util.reaper":
+    # The reaper outlives the program that starts it; a rehearsal ends with its parent. Both import
+    # little.
+    if arguments[0] == "-m" and arguments[1] in ("dlio.util.reaper", "dlio_readers.rehearsal"):
         return False
     if arguments[0] == "-m" and not arguments[1].startswith(("dlio.", "dlio_")):
         return False
