@@ -216,8 +216,7 @@ def _show(
             f"{1e3 * rate.percentile(0.99):.2f} ms",
             highlight=False,
         )
-    for loader, checks in checked.items():
-        console.print(f"rules of MLPerf Storage {case.rules}, {loader}:", highlight=False)
-        console.print(rules_table(checks))
+    if checked:
+        console.print(rules_table(checked, f"rules of MLPerf Storage {case.rules}"))
     for note in results.notes:
         console.print(f"note: {note}", highlight=False)
