@@ -397,11 +397,25 @@ class Gather:
         try:
             if number in self._rooms:
                 self._rooms[number].take(len(payload))
-            if self._pieces[number].add(task.block, task.place, payload):
+            if len(self._reader.layout.samples_of(task.block)) == 1:
+                self._publish(task.block, number, [payload])  # A large one is copied once.
+            elif self._pieces[number].add(task.block, task.place, payload):
                 self._finish(task.block, number)
         except OSError as error:  # Of the tier; TierError is one.
             if not self._stopping.is_set():
                 self._arrivals.fill_up(number, error)
+
+    def _publish(self, block: int, number: int, payloads: Sequence[Buffer]) -> None:
+        """Put a block into its tier, unless another process or thread does so."""
+        tier = self._targets.tiers[number]
+        if not tier.claim(block):
+            return
+        try:
+            if not tier.has(block):
+                self._arrivals.put(block, number, payloads)
+            self._arrivals.look(block)
+        finally:
+            tier.release(block)
 
     def _finish(self, block: int, number: int) -> None:
         """Make a block of its samples, all of which are here, and publish it."""
