@@ -9,6 +9,7 @@ __all__ = ["command"]
 command: Final = Group(
     "Measure dlio and its references side by side in one run, with medians and spread.",
     {
+        "storage": "dlio_bench.storage.command:command",
         "chaos": "dlio_bench.chaos.command:command",
         "exchange": "dlio_bench.exchange.command:command",
         "loader": "dlio_bench.loader:command",

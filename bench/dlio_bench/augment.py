@@ -12,7 +12,8 @@ from dlio.image import transforms as T  # noqa: N812 - as everybody calls them
 from dlio.image.draws import KeyedDraws
 from dlio.image.picture import Change, PixelTransform
 from dlio.util.extras import how_to_install
-from dlio_bench.machine import describe_machine, ratio, spread
+from dlio_bench.results.environment import describe_machine
+from dlio_bench.results.statistics import ratio, spread
 
 __all__ = ["augment", "augment_lines"]
 

@@ -30,7 +30,7 @@ def arrays(folder: str, repeats: int, workers: int, volumes: int = 1152) -> dict
     """
     import numpy as np
 
-    from dlio_bench.machine import ratio, spread
+    from dlio_bench.results.statistics import ratio, spread
     from dlio_staging.pack import pack
 
     results: dict[str, Any] = {"volumes": volumes, "bytes": volumes * 4 * int(np.prod(_VOLUME))}
@@ -167,8 +167,8 @@ def slow(source: str, repeats: int, workers: int, batch_size: int = 64) -> dict[
     `batch_size` / 200 s a batch: seconds to the first batch, compared with only reading its
     files; share of the second epoch that the consumer computes; both for torch's loader as well."""
     from dlio.data.reader import open_reader
-    from dlio_bench.machine import spread
-    from dlio_bench.slowfs import slow_mount
+    from dlio_bench.emulated.mounting import slow_mount
+    from dlio_bench.results.statistics import spread
 
     results: dict[str, list[float]] = {}
     listed = open_reader(source)
@@ -194,7 +194,7 @@ def decoded(
     """Epochs after the first, from a RAM tier of blocks alone, and with decoded images above
     it, in turn: samples a second, for training and for evaluation; and the decision of the tier."""
     import dlio
-    from dlio_bench.machine import ratio, spread
+    from dlio_bench.results.statistics import ratio, spread
 
     results: dict[str, Any] = {}
     for name, train in (("training", True), ("evaluation", False)):

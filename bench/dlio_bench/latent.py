@@ -9,7 +9,8 @@ import torch
 
 import dlio
 from dlio.loader.contract import Sample
-from dlio_bench.machine import describe_machine, ratio, spread
+from dlio_bench.results.environment import describe_machine
+from dlio_bench.results.statistics import ratio, spread
 
 __all__ = ["LATENCY_S", "SAMPLES", "Latent", "mapstyle", "shown"]
 

@@ -91,7 +91,7 @@ def link(
     from dlio.forecast.events import Machine, run
     from dlio.forecast.traffic import job_over, traffic
     from dlio.plan.placement import Node
-    from dlio_bench.machine import spread
+    from dlio_bench.results.statistics import spread
     from dlio_staging.pack import pack
 
     results: dict[str, Any] = {}
@@ -161,7 +161,7 @@ def link(
 
 def _exchange(report: dict[str, Any]) -> dict[str, Any]:
     """Epochs in mode `global` without computing, compared with all-to-alls of as many bytes."""
-    from dlio_bench.machine import ratio, spread
+    from dlio_bench.results.statistics import ratio, spread
 
     rates = report["exchange"]
     return {

@@ -118,7 +118,8 @@ def measure(case: Case) -> dict[str, object]:
     seconds to a pass's first batch, and each contender's memory, processes and threads. `absent`
     has the reasons of those that could not take part.
     """
-    from dlio_bench.machine import describe_machine, ratio, spread
+    from dlio_bench.results.environment import describe_machine
+    from dlio_bench.results.statistics import ratio, spread
 
     absent = {
         name: why

@@ -66,7 +66,8 @@ def measure(formats: Sequence[str], case: Case) -> dict[str, object]:
     """For each format: samples/s and MB/s of a pass in blocks and of `read` of random samples, of
     dlio and of the library, in turn within each repeat; and of `dlio pack` to native shards."""
     from dlio.data.reader import open_reader
-    from dlio_bench.machine import describe_machine, ratio, spread
+    from dlio_bench.results.environment import describe_machine
+    from dlio_bench.results.statistics import ratio, spread
     from dlio_staging.pack import pack
 
     results: dict[str, Any] = {}

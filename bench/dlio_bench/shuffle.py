@@ -40,7 +40,7 @@ def plan(repeats: int, large_samples: int = 10**9) -> dict[str, object]:
     from dlio.forecast.traffic import job_of, traffic
     from dlio.plan.epoch import plan_epoch
     from dlio.plan.placement import Node
-    from dlio_bench.machine import spread
+    from dlio_bench.results.statistics import spread
 
     nodes = tuple(Node(f"node{number}", (1 << 60,)) for number in range(128))
     job = job_of(1_280_000, 110_000, nodes, 8, 32)
@@ -95,7 +95,7 @@ def exchange(repeats: int, samples: int = 4000) -> dict[str, object]:
     through TCP over this machine's loopback."""
     import numpy as np
 
-    from dlio_bench.machine import ratio, spread
+    from dlio_bench.results.statistics import ratio, spread
     from dlio_staging.pack import pack
 
     results: dict[str, Any] = {}
@@ -125,7 +125,7 @@ def exchange(repeats: int, samples: int = 4000) -> dict[str, object]:
 def decode(source: str, repeats: int) -> dict[str, dict[str, dict[str, float]]]:
     """4 ranks that decode `source`: images a second in mode `global` over those in `local`, which
     sends nothing."""
-    from dlio_bench.machine import ratio, spread
+    from dlio_bench.results.statistics import ratio, spread
 
     results = {}
     for nodes in (2, 4):

@@ -32,7 +32,7 @@ def source_order(
         at_most: samples that are timed of each pass.
     """
     import dlio
-    from dlio_bench.slowfs import slow_mount, stats
+    from dlio_bench.emulated.mounting import slow_mount, stats
     from dlio_staging.pack import pack
 
     results: dict[str, Any] = {}

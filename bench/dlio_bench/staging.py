@@ -49,7 +49,7 @@ def measure(cases: Sequence[str], sizes: Sizes, folder: str) -> dict[str, object
     Args:
         folder: on the disk to be measured; files made there are removed.
     """
-    from dlio_bench.machine import describe_machine
+    from dlio_bench.results.environment import describe_machine
 
     run: dict[str, Callable[[str, Sizes], dict[str, Any]]] = {
         "slow-50": lambda f, s: _slow(f, s, 50 * _MIB),
@@ -131,8 +131,8 @@ def command(choice: Choice, output: Output) -> None:
 
 def _slow(folder: str, sizes: Sizes, bandwidth: int) -> dict[str, Any]:
     """From packed shards on a file system with 5 ms latency, into memory."""
-    from dlio_bench.machine import spread
-    from dlio_bench.slowfs import slow_mount
+    from dlio_bench.emulated.mounting import slow_mount
+    from dlio_bench.results.statistics import spread
 
     source = os.path.join(folder, "source")
     size = int(bandwidth * sizes.slow_s)
@@ -159,7 +159,7 @@ def _slow(folder: str, sizes: Sizes, bandwidth: int) -> dict[str, Any]:
 
 def _local(folder: str, sizes: Sizes) -> dict[str, Any]:
     """From packed shards on the local disk, cold, into memory and onto the same disk."""
-    from dlio_bench.machine import ratio, spread
+    from dlio_bench.results.statistics import ratio, spread
 
     source = os.path.join(folder, "source")
     _make_shards(source, sizes.local_bytes)
@@ -209,8 +209,8 @@ def _local(folder: str, sizes: Sizes) -> dict[str, Any]:
 
 def _small_files(folder: str, sizes: Sizes) -> dict[str, Any]:
     """Class folders of small files, 2 ms latency, compared with cp -r into the same place."""
-    from dlio_bench.machine import ratio, spread
-    from dlio_bench.slowfs import slow_mount, stats
+    from dlio_bench.emulated.mounting import slow_mount, stats
+    from dlio_bench.results.statistics import ratio, spread
 
     source = os.path.join(folder, "source")
     classes = 100
@@ -250,8 +250,8 @@ def _small_files(folder: str, sizes: Sizes) -> dict[str, Any]:
 
 def _two_jobs(folder: str, sizes: Sizes) -> dict[str, Any]:
     """Two jobs of one node stage the same data at once: bytes read from the source in all."""
-    from dlio_bench.machine import spread
-    from dlio_bench.slowfs import slow_mount, stats
+    from dlio_bench.emulated.mounting import slow_mount, stats
+    from dlio_bench.results.statistics import spread
 
     source = os.path.join(folder, "source")
     _make_shards(source, int(100 * _MIB * sizes.slow_s / 10))
@@ -275,7 +275,7 @@ def _two_jobs(folder: str, sizes: Sizes) -> dict[str, Any]:
 
 def _memory(folder: str, sizes: Sizes) -> dict[str, Any]:
     """The most memory that a staging process has, of a data set of many tiny samples."""
-    from dlio_bench.machine import spread
+    from dlio_bench.results.statistics import spread
 
     source = os.path.join(folder, "source")
     _make_tiny(source, sizes.samples)

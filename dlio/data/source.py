@@ -22,8 +22,9 @@ import xxhash
 
 from dlio.data.identity import content_sample, stamp_of
 from dlio.data.links import check_link, links_followed
+from dlio.data.requests import pread, pread_into, request
 from dlio.errors import SourceError, UsageError
-from dlio.util.limits import check_regular, open_regular, open_unchecked
+from dlio.util.limits import check_regular, open_regular
 
 __all__ = [
     "Entry",
@@ -40,8 +41,6 @@ __all__ = [
 ]
 
 _MAX_FILES: Final = 1_000_000
-_UNCHECKED_BYTES: Final = 16 << 20
-"""Bytes that are read without asking first whether the file has them."""
 _CHAINING: Final = re.compile(
     r"(zip|tar|libarchive|simplecache|filecache|blockcache|dir|cached)://"
 )
@@ -201,9 +200,10 @@ class Source:
         try:
             if self._files is None:
                 self.check_link(self.path(name))
-                return _pread(self.path(name), offset, count)
+                return pread(self.path(name), offset, count)
             end = None if count is None else offset + count
-            data: bytes = self._files.cat_file(self.path(name), start=offset, end=end)
+            with request():
+                data: bytes = self._files.cat_file(self.path(name), start=offset, end=end)
         except SourceError:
             raise
         except Exception as error:
@@ -299,9 +299,10 @@ class File:
         """
         try:
             if self.local_path is not None:
-                return _pread(self.local_path, offset, count)
+                return pread(self.local_path, offset, count)
             end = None if count is None else offset + count
-            data: bytes = self._files.cat_file(self._path, start=offset, end=end)
+            with request():
+                data: bytes = self._files.cat_file(self._path, start=offset, end=end)
         except Exception as error:
             raise failed(self.url, error) from error
         return data
@@ -311,16 +312,7 @@ class File:
         done = 0
         try:
             if self.local_path is not None:
-                # Bounded: whatever has taken the file's place gives no more than is asked.
-                descriptor = open_unchecked(self.local_path)
-                try:
-                    while done < len(into):
-                        count = os.preadv(descriptor, [into[done:]], offset + done)
-                        if not count:
-                            break
-                        done += count
-                finally:
-                    os.close(descriptor)
+                done = pread_into(self.local_path, offset, into)
             else:
                 data = self.read(offset, len(into))
                 done = len(data)
@@ -422,25 +414,6 @@ def failed(url: str, error: Exception) -> SourceError:
     if getattr(error, "errno", None) == errno.ESPIPE:
         reason = "it is a pipe or a socket, not a regular file"
     return SourceError(f"{redact(url)} cannot be read: {redact(reason)}")
-
-
-def _pread(path: str, offset: int, count: int | None) -> bytes:
-    descriptor = open_unchecked(path)
-    try:
-        if count is None or count > _UNCHECKED_BYTES:
-            status = os.fstat(descriptor)
-            check_regular(status, path)
-            left = max(0, status.st_size - offset)
-            count = left if count is None else min(count, left)
-        data = os.pread(descriptor, count, offset)
-        while len(data) < count:
-            more = os.pread(descriptor, count - len(data), offset + len(data))
-            if not more:
-                break
-            data += more
-        return data
-    finally:
-        os.close(descriptor)
 
 
 def _fsspec() -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from dlio_docs import benchmarks, reference
+from dlio_docs import benchmarks, reference, workloads
 
 __all__ = ["GENERATORS"]
 
@@ -59,4 +59,7 @@ GENERATORS: Final[dict[str, Callable[[str], str]]] = {
     "fields": _fields,
     "file": _file,
     "names": _names,
+    "workload-keys": lambda _: workloads.keys_table(),
+    "workload-rounds": lambda _: workloads.rounds_table(),
+    "workload-shapes": lambda _: workloads.shapes_table(),
 }

@@ -22,7 +22,7 @@ _PACKAGES = ("dlio", "torch", "numpy", "simplejpeg", "opencv-python-headless", "
 
 def main() -> int:
     """Return the command's exit status."""
-    from dlio_bench.machine import describe_machine
+    from dlio_bench.results.environment import describe_machine
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name")

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from dlio.data.identity import content_sample, sampled_of, spread
 from dlio.data.index import Arrays, Names, forget_index
+from dlio.data.requests import request
 from dlio.data.source import Source, failed
 from dlio.errors import SourceError
 from dlio.storage.block import MAX_SAMPLE_BYTES
@@ -111,7 +112,9 @@ class FileSet:
         """
         size = int(self.sizes[number])
         if self._source.local:
-            return self._read_local(self.path(number), size, head, int(self._changed[number]))
+            with request():
+                changed_ns = int(self._changed[number])
+                return self._read_local(self.path(number), size, head, changed_ns)
         data = self._source.read(self.names[number])
         return head + data if len(data) == size else None
 

@@ -18,6 +18,7 @@ from zarr.abc.store import (
 from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
 from zarr.storage import FsspecStore, LocalStore
 
+from dlio.data.requests import request
 from dlio.data.source import Source, failed
 from dlio.errors import SourceError
 from dlio.util.expand import exceeds
@@ -90,7 +91,7 @@ class LocalFiles(LocalStore):
         prototype: BufferPrototype | None = None,
         byte_range: ByteRequest | None = None,
     ) -> Buffer | None:
-        data = await asyncio.to_thread(self._read, key, byte_range)
+        data = await asyncio.to_thread(self._requested, key, byte_range)
         made = prototype or default_buffer_prototype()
         return None if data is None else made.buffer.from_bytes(data)
 
@@ -107,9 +108,13 @@ class LocalFiles(LocalStore):
         byte_range: ByteRequest | None = None,
     ) -> Buffer | None:
         """Read a key as `get` does, without an event loop."""
-        data = self._read(key, byte_range)
+        data = self._requested(key, byte_range)
         made = prototype or default_buffer_prototype()
         return None if data is None else made.buffer.from_bytes(data)
+
+    def _requested(self, key: str, part: ByteRequest | None) -> bytes | None:
+        with request():
+            return self._read(key, part)
 
     def _read(self, key: str, part: ByteRequest | None) -> bytes | None:
         path = self.source.path(key)

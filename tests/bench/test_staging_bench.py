@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from dlio.cli import main
+from dlio_bench.emulated.mounting import why_not
 from dlio_bench.readers import Case
 from dlio_bench.readers import measure as measure_readers
-from dlio_bench.slowfs import why_not
 from dlio_bench.staging import Sizes, measure
 
 TINY = Sizes(0.3, 1 << 22, 200, 4096, 20_000, 0.1, 1)

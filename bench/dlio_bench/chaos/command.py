@@ -58,7 +58,7 @@ def command(options: Options, cases: Cases, output: Output) -> None:
     """
     from dlio_bench.chaos.torchft_job import torchft_versions
     from dlio_bench.exchange.command import show
-    from dlio_bench.machine import describe_machine
+    from dlio_bench.results.environment import describe_machine
 
     output.check_writable()
     torchft = None if options.torchft is None else torchft_versions(options.torchft)

@@ -61,7 +61,7 @@ def _pairs(
     options: Options, source: str, folder: str, megabytes: int, modes: tuple[str, str]
 ) -> dict[str, Any]:
     """Measure pairs of runs with a model, and return the second mode over the first."""
-    from dlio_bench.machine import spread
+    from dlio_bench.results.statistics import spread
 
     seconds: dict[str, list[float]] = {mode: [] for mode in modes}
     peaks: dict[str, list[float]] = {mode: [] for mode in modes}

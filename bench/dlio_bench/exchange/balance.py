@@ -37,7 +37,7 @@ def measure(options: Options) -> dict[str, object]:
 
 
 def _row(source: str, ranks: int, options: Options) -> dict[str, Any]:
-    from dlio_bench.machine import ratio, spread
+    from dlio_bench.results.statistics import ratio, spread
 
     ideal, even_s, first_s, last_s, shares = [], [], [], [], []
     for _ in range(options.repeats):

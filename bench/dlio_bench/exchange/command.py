@@ -51,7 +51,7 @@ def command(options: Options, cases: Cases, output: Output) -> None:
     Messages are counted where they leave a rank. Other cases measure how much of an exchange
     backward hides, the time of a step compared with torch's DDP, accuracy, and slow ranks.
     """
-    from dlio_bench.machine import describe_machine
+    from dlio_bench.results.environment import describe_machine
 
     output.check_writable()
     if options.plot is not None:

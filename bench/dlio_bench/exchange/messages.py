@@ -120,7 +120,7 @@ def _checked(
 ) -> list[dict[str, Any]]:
     """Measured exchanges next to the model's, for ranks that share this machine's cores."""
 
-    from dlio_bench.machine import spread
+    from dlio_bench.results.statistics import spread
 
     names = [name for name in exchanges if name in model.FORMULAE]
     nodes = nodes_of(p)

@@ -38,7 +38,7 @@ def measure(options: Options) -> dict[str, object]:
     Tx, with T0 seconds of a step without it, T1 with it, and Tx of the exchange alone, of the same
     repeat. On 1 rank: the processor's seconds under `dlio.distribute` over those of the plain loop,
     less one; the median of neighbouring steps, and its 95 % confidence interval."""
-    from dlio_bench.machine import spread
+    from dlio_bench.results.statistics import spread
 
     rows, said = [], []
     fabrics, lacking = fabrics_of(options)

@@ -16,7 +16,7 @@ _FORWARD_S: Final = 0.02
 def measure(options: Options) -> dict[str, object]:
     """Samples per second of each of three ranks that mostly sleep, with a fourth that is slow, and
     with one that is not."""
-    from dlio_bench.machine import spread
+    from dlio_bench.results.statistics import spread
 
     task = {
         "exchanges": options.exchanges or _EXCHANGES,

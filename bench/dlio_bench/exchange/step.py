@@ -46,7 +46,7 @@ def measure(options: Options) -> dict[str, object]:
 
 
 def _rows(options: Options, steps: int, fabric: str) -> list[dict[str, Any]]:
-    from dlio_bench.machine import ratio, spread
+    from dlio_bench.results.statistics import ratio, spread
 
     task = {
         "network": options.network,

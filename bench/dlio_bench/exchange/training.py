@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from typing import Any, Final
 
 from dlio_bench.exchange.options import Options
-from dlio_bench.machine import deviation
+from dlio_bench.results.statistics import deviation
 from dlio_bench.trainings import TrainedEpoch, TrainingReport, first_at, trained
 
 __all__ = ["final_accuracy", "measure", "seconds_to"]

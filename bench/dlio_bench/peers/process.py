@@ -13,6 +13,7 @@ from typing import Any, Final, Self
 
 from dlio.errors import UsageError
 from dlio_bench.peers.standalone.runners.protocol import MARK, Task
+from dlio_bench.processes import cpu_s, pss, threads, tree
 
 __all__ = ["Contender", "Figures"]
 
@@ -120,15 +121,15 @@ class Contender:
 
     def footprint(self) -> dict[str, float]:
         """`pss_MiB`, `processes` and `threads` of the process and all below it."""
-        pids = _tree(self._process.pid)
+        pids = tree(self._process.pid)
         return {
-            "pss_MiB": sum(_pss(pid) for pid in pids) / 1024,
+            "pss_MiB": sum(pss(pid) for pid in pids) / 1024,
             "processes": len(pids),
-            "threads": sum(_threads(pid) for pid in pids),
+            "threads": sum(threads(pid) for pid in pids),
         }
 
     def _cpu_s(self) -> float:
-        return sum(_cpu_s(pid) for pid in _tree(self._process.pid))
+        return sum(cpu_s(pid) for pid in tree(self._process.pid))
 
     def _ask(self, request: Mapping[str, object], to: str) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -198,45 +199,6 @@ class Contender:
         self._process.wait()
 
     def _signal(self, number: signal.Signals) -> None:
-        for pid in _tree(self._process.pid):
+        for pid in tree(self._process.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-
-
-def _tree(pid: int) -> list[int]:
-    """A process and its descendants in the same session; others have left it on purpose."""
-    try:
-        processes, session = [pid], os.getsid(pid)
-    except ProcessLookupError:
-        return []
-    for parent in processes:
-        with contextlib.suppress(OSError), open(f"/proc/{parent}/task/{parent}/children") as file:
-            below = [int(text) for text in file.read().split()]
-            processes += [child for child in below if os.getsid(child) == session]
-    return processes
-
-
-def _cpu_s(pid: int) -> float:
-    """Seconds that a process and its ended children have been on processors."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return 0.0
-    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
-
-
-def _pss(pid: int) -> int:
-    """KiB of memory, that which is shared divided among its sharers."""
-    try:
-        with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file:
-            return sum(int(line.split()[1]) for line in file if line.startswith("Pss:"))
-    except OSError:
-        return 0
-
-
-def _threads(pid: int) -> int:
-    try:
-        return len(os.listdir(f"/proc/{pid}/task"))
-    except OSError:
-        return 0

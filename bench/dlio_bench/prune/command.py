@@ -51,7 +51,7 @@ def command(options: Options, cases: Cases, output: Output) -> None:
     Time, accuracy and size are compared with a training that keeps everything, and with simpler
     ways to remove as much.
     """
-    from dlio_bench.machine import describe_machine
+    from dlio_bench.results.environment import describe_machine
 
     wanted = cases.case or (tuple(CASES) if options.source else _WITHOUT_IMAGES)
     for name in wanted:

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from dlio_bench.machine import deviation
+from dlio_bench.results.statistics import deviation
 from dlio_bench.trainings import first_at
 
 __all__ = ["Curve", "sooner", "summary"]

@@ -88,3 +88,5 @@ class Results:
     """Further keys of the report, at its top level, as scripts read them."""
     paths: tuple[str, ...] = ()
     """Folders that were measured; the environment describes their file systems."""
+    versions: Mapping[str, str | None] = field(default_factory=dict)
+    """Versions of the libraries measured, in addition to those that every report names."""

@@ -23,7 +23,7 @@ from dlio.errors import UsageError
 from dlio.util.arguments import nearest
 from dlio_bench.storage.workload import FORMATS, Format, Workload
 
-__all__ = ["Job", "read_job", "shape_names", "with_format"]
+__all__ = ["Job", "effects", "read_job", "shape_names", "with_format"]
 
 _SHAPES: Final = files("dlio_bench.storage") / "workloads"
 _MOST_BYTES: Final = 1 << 20
@@ -180,6 +180,17 @@ def read_job(source: str, overrides: Sequence[str] = ()) -> Job:
     name = os.path.splitext(os.path.basename(source))[0]
     workload, notes = _workload(settings, name, source)
     return Job(workload, settings, tuple(dict.fromkeys(given)), (*notes, *_notes(settings)), source)
+
+
+def effects() -> dict[str, list[str]]:
+    """Return all keys by their effect, in words."""
+    rows = {
+        "describe the data, its reading and the accelerator": list(_WORKLOAD),
+        "describe checkpoints, for `dlio bench checkpoint`": list(_CHECKPOINT),
+    }
+    for key, reason in _OTHERWISE.items():
+        rows.setdefault(f"none: {reason}", []).append(key)
+    return rows
 
 
 def with_format(workload: Workload, format_: Format) -> Workload:

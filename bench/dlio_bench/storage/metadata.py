@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.errors import UsageError
-from dlio.util.progress import Bar
 from dlio.util.threads import Workers
+from dlio_bench.storage.progress import Row
 
 __all__ = ["OPERATIONS", "SCRATCH", "MetadataRate", "measure_metadata"]
 
@@ -57,7 +57,7 @@ class MetadataRate:
 
 
 def measure_metadata(
-    path: str, *, files: int = 1000, threads: int = 4, progress: Bar | None = None
+    path: str, *, files: int = 1000, threads: int = 4, progress: Row | None = None
 ) -> list[MetadataRate]:
     """Measure the metadata operations of the file system that holds a folder.
 
@@ -143,7 +143,7 @@ class _Phase:
 
 
 def _measure(
-    operation: str, folders: Sequence[str], files: int, progress: Bar | None
+    operation: str, folders: Sequence[str], files: int, progress: Row | None
 ) -> MetadataRate:
     phase = _Phase(operation, folders, files)
     workers = Workers("dlio-metadata", phase.run, len(folders), wake=phase.give_up)

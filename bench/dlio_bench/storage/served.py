@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from typing import Final, Self
 
 from dlio.util.units import format_bytes
-from dlio_bench.storage.mounts import FileSystem, file_system_of
+from dlio_bench.mounts import FileSystem, file_system_of
 
 __all__ = ["Meter", "Served", "Verdict"]
 
@@ -87,6 +87,25 @@ class Served:
             slowfs_opens=less(self.slowfs_opens, before.slowfs_opens),
             slowfs_attributes=less(self.slowfs_attributes, before.slowfs_attributes),
         )
+
+    def added(self, other: "Served", *, shared: bool) -> "Served":
+        """Return the counters of two process trees together.
+
+        Args:
+            shared: also add the counters of the device and of slowfs, which belong to a machine.
+        """
+
+        def plus(one: int | None, two: int | None) -> int | None:
+            if one is None or two is None or not shared:
+                return two if one is None and shared else one
+            return one + two
+
+        own = ("asked_bytes", "asked_requests", "fetched_bytes")
+        values = {name: getattr(self, name) + getattr(other, name) for name in own}
+        for each in fields(self):
+            if each.name not in own:
+                values[each.name] = plus(getattr(self, each.name), getattr(other, each.name))
+        return Served(**values)
 
     def describe(self) -> str:
         """Return a line for the report."""

@@ -121,8 +121,8 @@ def test_times_keep_their_mean_and_deviation(
     job = read_job(str(unet3d), [f"train.computation_time={text}"])
     assert job.workload.step_s == pytest.approx(mean)
     assert job.workload.step_s_stdev == pytest.approx(stdev)
-    told = any("drawn as normal" in note for note in job.notes)
-    assert told == ("type" in text and "normal" not in text)
+    noted = any("drawn as normal" in note for note in job.notes)
+    assert noted == ("type" in text and "normal" not in text)
 
 
 def test_the_first_versions_and_whole_configurations_are_read(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import dlio
 from dlio.data.schema import Buffer
+from dlio_bench.emulated import mounting as slowfs
 from dlio_bench.storage.generate import Generated, generate
 from dlio_bench.storage.generate.content import sample_sizes
 from dlio_bench.storage.generate.formats import WRITERS, Part
@@ -75,6 +76,13 @@ def test_dlio_and_the_formats_library_read_what_was_generated(
             made.check(k, np.asarray(values[made.field]).reshape(-1))
 
 
+def test_files_are_named_as_dlios_own_generator_names_them(tmp_path: Path) -> None:
+    generate(shape("npz", 12, 1), str(tmp_path))
+    assert sorted(os.listdir(tmp_path / "train")) == [f"img_{k:02d}_of_12.npz" for k in range(12)]
+    # DLIO lists this folder even if it evaluates nothing.
+    assert os.listdir(tmp_path / "valid") == []
+
+
 def test_another_sample_is_not_taken_for_it(tmp_path: Path) -> None:
     made = generate(shape("tar"), str(tmp_path / "data"))
     first, second, *_ = _tar(made)
@@ -113,6 +121,16 @@ def test_complete_data_is_not_written_again(tmp_path: Path) -> None:
     again = generate(replace(workload, name="other", batch_size=9, step_s=2.0), folder)
     assert again.written_files == 0
     assert [os.stat(path).st_mtime_ns for path in again.files] == times
+
+
+@pytest.mark.skipif(slowfs.why_not() is not None, reason="needs FUSE")
+def test_complete_data_is_taken_from_a_read_only_file_system(tmp_path: Path) -> None:
+    generate(shape("npz"), str(tmp_path / "data"))
+    with slowfs.slow_mount(str(tmp_path)) as mounted:
+        made = generate(shape("npz"), f"{mounted}/data")
+        assert made.written_files == 0
+        with pytest.raises(dlio.UsageError, match=r"cannot be written .*read-only"):
+            generate(shape("npz"), f"{mounted}/other")
 
 
 @pytest.mark.parametrize("format_", ["npz", "zarr"])
@@ -197,6 +215,19 @@ def test_no_file_is_written_without_room(tmp_path: Path) -> None:
     with pytest.raises(dlio.UsageError, match=r"EiB|TiB are to be written, but .* are free"):
         generate(huge, str(tmp_path / "data"))
     assert os.listdir(tmp_path / "data") in ([STAMP], [])
+
+
+def test_no_file_is_written_without_inodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = os.statvfs
+
+    def few(path: str) -> os.statvfs_result:
+        values = list(plain(path)[:10])
+        values[5:8] = [1000, 3, 3]  # Inodes, and those that are free.
+        return os.statvfs_result(values)
+
+    monkeypatch.setattr(os, "statvfs", few)
+    with pytest.raises(dlio.UsageError, match="4 files are to be written, but 3 inodes are free"):
+        generate(shape("npz"), str(tmp_path / "data"))
 
 
 @pytest.mark.parametrize(

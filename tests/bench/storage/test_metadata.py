@@ -10,7 +10,7 @@ import pytest
 
 import dlio
 from dlio.util.threads import Workers
-from dlio_bench import slowfs
+from dlio_bench.emulated import mounting as slowfs
 from dlio_bench.storage import metadata
 from dlio_bench.storage.metadata import OPERATIONS, MetadataRate, measure_metadata
 

@@ -43,7 +43,8 @@ def sample_sizes(workload: Workload) -> npt.NDArray[np.int64]:
             "dataset.record_length_bytes_stdev to 0, or choose another format"
         )
     if not stdev:
-        return np.full(count, round(mean), np.int64)
+        # One number in memory, however many samples there are.
+        return np.broadcast_to(np.int64(round(mean)), count)
     generator = np.random.Generator(_stream(workload.seed, _SIZES))
     if workload.distribution == "lognormal":
         variance = np.log1p((stdev / mean) ** 2)

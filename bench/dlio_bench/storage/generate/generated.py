@@ -40,6 +40,8 @@ class Generated:
     @property
     def data_bytes(self) -> int:
         """Bytes of all samples."""
+        if not self.workload.sample_bytes_stdev:
+            return self.workload.samples * int(self.sizes[0])
         return int(self.sizes.sum())
 
     def check(self, sample: int, data: Buffer | npt.NDArray[np.uint8]) -> None:

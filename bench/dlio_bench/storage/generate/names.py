@@ -1,24 +1,28 @@
 """Names of a workload's files, as DLIO has them where it knows the format. Pure."""
 
 import os
+from functools import lru_cache
 from typing import Final
 
 from dlio_bench.storage.workload import Workload
 
-__all__ = ["class_of_file", "folder_names", "path_of_file", "source_of", "store_name"]
+__all__ = ["VALID", "class_of_file", "folder_names", "path_of_file", "source_of", "store_name"]
 
 TRAIN: Final = "train"
+VALID: Final = "valid"
+"""Folder that DLIO looks for even if it evaluates nothing; it stays empty."""
 _SUFFIXES: Final = {"folder": "ppm", "native": "dlio"}
 _FILES_PER_CLASS: Final = 1000
 
 
-def folder_names(workload: Workload) -> list[str]:
+@lru_cache(maxsize=4)
+def folder_names(workload: Workload) -> tuple[str, ...]:
     """Return the folders of the data, below that of the workload."""
     if workload.format != "folder":
-        return [TRAIN]
+        return (TRAIN,)
     count = _classes(workload)
     width = len(str(count))
-    return [f"{TRAIN}/{number:0{width}d}" for number in range(count)]
+    return tuple(f"{TRAIN}/{number:0{width}d}" for number in range(count))
 
 
 def path_of_file(workload: Workload, number: int) -> str:

@@ -3,7 +3,6 @@
 import ctypes
 import errno
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -15,12 +14,12 @@ import numpy.typing as npt
 import xxhash
 
 from dlio.errors import UsageError
-from dlio.util.progress import Bar
 from dlio.util.units import format_bytes
 from dlio_bench.storage.generate.content import sample_sizes
 from dlio_bench.storage.generate.formats import WRITERS, Part, make_store
 from dlio_bench.storage.generate.generated import Generated
 from dlio_bench.storage.generate.names import (
+    VALID,
     class_of_file,
     folder_names,
     path_of_file,
@@ -28,6 +27,7 @@ from dlio_bench.storage.generate.names import (
     store_name,
 )
 from dlio_bench.storage.generate.stamp import check_folder, write_stamp
+from dlio_bench.storage.progress import Row
 from dlio_bench.storage.workload import Workload
 
 __all__ = ["generate"]
@@ -48,7 +48,7 @@ def generate(
     folder: str,
     *,
     threads: int = 4,
-    progress: Bar | None = None,
+    progress: Row | None = None,
     rank: int = 0,
     ranks: int = 1,
     barrier: Callable[[], object] = lambda: None,
@@ -130,24 +130,41 @@ def _prepare(
     stamp = check_folder(folder, workload)
     if stamp is None:
         write_stamp(folder, workload)
-    needed = sum(
-        int(sizes[_rows(workload, number)].sum()) + _OWN_BYTES * workload.samples_per_file
+    missing = [
+        number
         for number in range(workload.files)
         if not _is_complete(folder, names, number, sizes, workload)
-    )
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise UsageError(
-            f"{folder}: {format_bytes(needed)} are to be written, but {format_bytes(free)} are "
-            "free: name a folder with more room, or fewer files (dataset.num_files_train)"
-        )
-    for name in folder_names(workload):
+    ]
+    _check_room(workload, folder, missing, sizes)
+    for name in (*folder_names(workload), VALID):
         os.makedirs(os.path.join(folder, name), exist_ok=True)
     store = store_name(workload)
     if store and not os.path.exists(os.path.join(folder, store, _STORE_COMPLETE)):
         of_files = [class_of_file(workload, number) for number in range(workload.files)]
         labels = np.repeat(np.array(of_files, np.int64), workload.samples_per_file)
         make_store(os.path.join(folder, store), workload, labels, int(sizes[0]))
+
+
+def _check_room(
+    workload: Workload, folder: str, missing: Sequence[int], sizes: npt.NDArray[np.int64]
+) -> None:
+    """Raise UsageError unless files fit into the file system; network file systems with quotas
+    show what is left of these."""
+    payload = sum(int(sizes[_rows(workload, number)].sum()) for number in missing)
+    needed = payload + len(missing) * workload.samples_per_file * _OWN_BYTES
+    status = os.statvfs(folder)
+    free = status.f_bavail * status.f_frsize
+    if needed > free:
+        raise UsageError(
+            f"{folder}: {format_bytes(needed)} are to be written, but {format_bytes(free)} are "
+            "free: name a folder with more room, or fewer files (dataset.num_files_train)"
+        )
+    # Some file systems make inodes as they need them, and name none.
+    if status.f_files and len(missing) > status.f_favail:
+        raise UsageError(
+            f"{folder}: {len(missing):,} files are to be written, but {status.f_favail:,} inodes "
+            "are free: name another folder, or fewer files (dataset.num_files_train)"
+        )
 
 
 def _finish(workload: Workload, folder: str, sizes: npt.NDArray[np.int64]) -> None:
@@ -191,7 +208,7 @@ def _write(
     sizes: npt.NDArray[np.int64],
     missing: Sequence[int],
     threads: int,
-    progress: Bar | None,
+    progress: Row | None,
 ) -> None:
     total = sum(int(sizes[_rows(workload, number)].sum()) for number in missing)
     if progress is not None and missing:

@@ -4,6 +4,7 @@ x: uint8, (samples, size), one chunk for each sample. y: int64, (samples,), one 
 """
 
 import os
+import shutil
 from typing import Any
 
 import numpy as np
@@ -32,21 +33,19 @@ def make_store(path: str, workload: Workload, labels: npt.NDArray[np.int64], siz
 
 
 def write_zarr(path: str, part: Part) -> None:
-    """Write a shard, as Zarr makes it of the array that holds these samples only."""
+    """Write a shard, as Zarr makes it of a store that holds these samples only."""
     import zarr
-    from zarr.core.buffer import default_buffer_prototype
-    from zarr.core.sync import sync
 
     count, size = len(part.sizes), int(part.sizes[0])
-    store = zarr.storage.MemoryStore()
-    group = zarr.open_group(store, mode="a", zarr_format=3)
-    array = _array(group, "x", count, count, size)
-    array[:] = np.stack(list(part.payloads()))
-    body = sync(store.get("x/c/0/0", default_buffer_prototype()))
-    assert body is not None
+    store = f"{path}.store"
+    shutil.rmtree(store, ignore_errors=True)
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    with open(path, "xb") as file:
-        file.write(body.as_numpy_array().data)
+    try:
+        array = _array(zarr.open_group(store, mode="w", zarr_format=3), "x", count, count, size)
+        array[:] = np.stack(list(part.payloads()))
+        os.rename(os.path.join(store, "x", "c", "0", "0"), path)
+    finally:
+        shutil.rmtree(store, ignore_errors=True)
 
 
 def _array(group: Any, name: str, samples: int, per_file: int, size: int) -> Any:

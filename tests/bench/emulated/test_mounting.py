@@ -4,12 +4,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from dlio_bench.slowfs import Pace, SlowFolder, slow_mount, stats, why_not
+from dlio_bench.emulated import emulated
+from dlio_bench.emulated.folder import EmulatedFolder
+from dlio_bench.emulated.mounting import slow_mount, stats, why_not
+from dlio_bench.emulated.profile import Profile
 from tests.conftest import ROOT, in_time
 
 needs_fuse = pytest.mark.skipif(why_not() is not None, reason=f"no FUSE: {why_not()}")
@@ -67,7 +69,7 @@ def test_errors_are_drawn_from_the_seed(source: Path) -> None:
 def test_it_goes_with_an_owner_that_is_killed(source: Path) -> None:
     body = (
         "import sys, time\n"
-        "from dlio_bench.slowfs import slow_mount\n"
+        "from dlio_bench.emulated.mounting import slow_mount\n"
         "with slow_mount(sys.argv[1]) as mounted:\n"
         "    print(mounted, flush=True)\n"
         "    time.sleep(60)\n"
@@ -89,19 +91,41 @@ def test_it_goes_with_an_owner_that_is_killed(source: Path) -> None:
     os.rmdir(mounted)
 
 
-def test_a_request_waits_for_its_latency_and_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr(time, "sleep", slept.append)
-    monkeypatch.setattr(time, "monotonic", lambda: 7.0)
-    pace = Pace(0.005, 1000.0)
-    for _ in range(3):
-        pace.wait(100)
-    assert [round(seconds, 6) for seconds in slept] == [0.1, 0.2, 0.3]
-    Pace(0.005, None).wait(10**9)
-    assert round(slept[-1], 6) == 0.005
-
-
 def test_it_writes_nothing(source: Path) -> None:
-    folder = SlowFolder(str(source), Pace(0, None), Pace(0, None))
+    folder = EmulatedFolder(str(source), Profile())
     with pytest.raises(OSError, match="read only"):
         folder.open("/a", os.O_RDWR)
+    with pytest.raises(OSError, match="read only"):
+        folder.create("/b", 0o644, os.O_WRONLY | os.O_CREAT)
+    with pytest.raises(OSError, match="read only"):
+        folder.unlink("/a")
+
+
+@needs_fuse
+def test_writes_pass_through_and_are_counted(source: Path) -> None:
+    data = os.urandom(2_500_000)
+    with emulated(str(source), "seed(1)+metadata(1000000)") as mounted:
+        with open(f"{mounted}/new", "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.mkdir(f"{mounted}/folder", 0o750)
+        os.rename(f"{mounted}/new", f"{mounted}/folder/named")
+        counts = stats(mounted)
+        os.truncate(f"{mounted}/folder/named", 10)
+        os.link(f"{mounted}/folder/named", f"{mounted}/second")
+        os.unlink(f"{mounted}/folder/named")
+        assert Path(mounted, "second").read_bytes() == data[:10]
+        with open(f"{mounted}/second", "ab") as file:
+            file.write(b"more")
+    assert counts["written"] == len(data)
+    assert counts["syncs"] == 1
+    assert counts["changes"] == 2
+    assert (source / "second").read_bytes() == data[:10] + b"more"
+    assert os.stat(source / "folder").st_mode & 0o777 == 0o750
+    assert not os.listdir(source / "folder")
+
+
+def test_without_a_profile_the_folder_is_used_as_it_is(source: Path) -> None:
+    with emulated(str(source), "none+seed(3)") as mounted:
+        assert mounted == str(source)

@@ -1,0 +1,315 @@
+"""Profiles of emulated storage, by name and as a mix of parts. Pure.
+
+    none
+    lustre-busy
+    latency(20ms,open=5ms)+bandwidth(150MiB)
+    s3+errors(0.1%)+seed(3)
+
+Parts are joined by `+`; a later part replaces an earlier one's figures.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final
+
+from dlio.errors import UsageError
+from dlio.util.arguments import nearest
+from dlio.util.units import exact_bytes, format_bytes, format_seconds, parse_bytes, parse_seconds
+
+__all__ = ["NAMED", "REASONS", "Profile", "parse_profile"]
+
+_PART: Final = re.compile(r"([a-z0-9-]+)(?:\((.*)\))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """How storage answers. Times in seconds, bandwidths in bytes a second.
+
+    A request is a read of 1 MiB or less, as FUSE divides larger ones.
+    """
+
+    latency_s: float = 0.0
+    """Of a read, however many are under way at a time."""
+    open_latency_s: float = 0.0
+    """Of opening or creating a file."""
+    metadata_latency_s: float = 0.0
+    """Of attributes, listings, renames and deletions."""
+    write_latency_s: float = 0.0
+    """Of a write; 0 as where clients buffer writes, which then cost bandwidth alone."""
+    sync_latency_s: float = 0.0
+    """Of fsync, which is not passed on to the disk below."""
+    bandwidth: float | None = None
+    """Of all readers together; None for no limit."""
+    each_bandwidth: float | None = None
+    """Of one open file."""
+    write_bandwidth: float | None = None
+    """Of all writers together."""
+    tail_share: float = 0.0
+    """Share of the requests that take `tail_times` as long."""
+    tail_times: float = 1.0
+    metadata_rate: float | None = None
+    """Opens, attributes, listings and changes of names a second, of all clients together."""
+    error_share: float = 0.0
+    """Share of reads that fail with EIO."""
+    hang_share: float = 0.0
+    """Share of reads that never end."""
+    seed: int = 0
+    """Seed for the requests of the tail and those that fail or hang."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name.endswith("_share") and not 0 <= value <= 1:
+                raise UsageError(f"{field.name} {value}: give a share between 0 and 1")
+            if field.name.endswith(("bandwidth", "_rate")) and value is not None and value <= 0:
+                raise UsageError(f"{field.name} {value}: give more than 0")
+            if field.name.endswith(("_s", "_times")) and value < 0:
+                raise UsageError(f"{field.name} {value}: give 0 or more")
+
+    @property
+    def emulates(self) -> bool:
+        """False if the storage is to be used as it is."""
+        return self != Profile(seed=self.seed)
+
+    def describe(self) -> str:
+        """Return the figures in words, for tables and reports."""
+        words = []
+        for name, seconds in (
+            ("read", self.latency_s),
+            ("open", self.open_latency_s),
+            ("metadata", self.metadata_latency_s),
+            ("write", self.write_latency_s),
+            ("fsync", self.sync_latency_s),
+        ):
+            if seconds:
+                words.append(f"{format_seconds(seconds)} a {name}".replace("a open", "an open"))
+        for name, rate in (
+            ("in all", self.bandwidth),
+            ("a file", self.each_bandwidth),
+            ("written", self.write_bandwidth),
+        ):
+            if rate is not None:
+                words.append(f"{format_bytes(rate)}/s {name}")
+        if self.metadata_rate is not None:
+            words.append(f"{self.metadata_rate:,.0f} metadata operations/s")
+        if self.tail_share:
+            words.append(f"{self.tail_share:.3g} of requests {self.tail_times:g} times as long")
+        if self.error_share:
+            words.append(f"{self.error_share:.3g} of reads fail")
+        if self.hang_share:
+            words.append(f"{self.hang_share:.3g} of reads hang")
+        return ", ".join(words) or "as it is"
+
+    def spec(self) -> str:
+        """Return text that `parse_profile` turns into this profile."""
+        parts = [
+            "latency({},open={},metadata={},write={},sync={})".format(
+                *(
+                    f"{seconds:.9f}s"
+                    for seconds in (
+                        self.latency_s,
+                        self.open_latency_s,
+                        self.metadata_latency_s,
+                        self.write_latency_s,
+                        self.sync_latency_s,
+                    )
+                )
+            )
+        ]
+        rates = [
+            ("all", self.bandwidth),
+            ("each", self.each_bandwidth),
+            ("write", self.write_bandwidth),
+        ]
+        given = [f"{key}={exact_bytes(int(rate))}" for key, rate in rates if rate is not None]
+        if given:
+            parts.append(f"bandwidth({','.join(given)})")
+        if self.tail_share:
+            parts.append(f"tail({self.tail_share!r},times={self.tail_times!r})")
+        if self.metadata_rate is not None:
+            parts.append(f"metadata({self.metadata_rate!r})")
+        if self.error_share:
+            parts.append(f"errors({self.error_share!r})")
+        if self.hang_share:
+            parts.append(f"hangs({self.hang_share!r})")
+        return "+".join([*parts, f"seed({self.seed})"])
+
+
+NAMED: Final[dict[str, Profile]] = {
+    "none": Profile(),
+    "lustre-busy": Profile(
+        latency_s=0.010,
+        open_latency_s=0.005,
+        metadata_latency_s=0.002,
+        sync_latency_s=0.010,
+        bandwidth=400 * 2**20,
+        each_bandwidth=200 * 2**20,
+        write_bandwidth=300 * 2**20,
+        tail_share=0.01,
+        tail_times=20.0,
+        metadata_rate=1000.0,
+    ),
+    "s3": Profile(
+        latency_s=0.060,
+        metadata_latency_s=0.030,
+        write_latency_s=0.010,
+        sync_latency_s=0.100,
+        each_bandwidth=85 * 10**6,
+        write_bandwidth=500 * 10**6,
+        tail_share=0.01,
+        tail_times=5.0,
+        metadata_rate=5500.0,
+    ),
+    "nfs": Profile(
+        latency_s=0.001,
+        open_latency_s=0.001,
+        metadata_latency_s=0.0005,
+        sync_latency_s=0.008,
+        bandwidth=117 * 10**6,
+        write_bandwidth=117 * 10**6,
+        tail_share=0.01,
+        tail_times=10.0,
+        metadata_rate=3000.0,
+    ),
+}
+"""Profiles by name; `REASONS` says why."""
+
+REASONS: Final[dict[str, dict[str, str]]] = {
+    "lustre-busy": {
+        "10 ms a read": "one to two seeks of a 7,200 rpm disk (8.5 ms each, by data sheets), which "
+        "a random read of an OST waits for behind another job's",
+        "5 ms an open": "an MDT round trip and a layout, with others waiting",
+        "400 MiB/s, 200 MiB/s a file": "one job's share; a file has one stripe by default "
+        "(Lustre manual, stripe_count), and thus one OST's array",
+        "1 % of requests 20 times as long": "contention: the slowest of 100 requests in 0.2 s",
+        "1,000 metadata operations/s": "one client's share of an MDS",
+    },
+    "s3": {
+        "60 ms to the first byte": "AWS, Performance guidelines for S3: small objects answer in "
+        "roughly 100-200 ms; less within a region of today",
+        "85 MB/s a request": "AWS, the same: one concurrent request for each 85 to 90 MB/s",
+        "5,500 operations/s": "AWS, the same: GET and HEAD requests a second and prefix",
+        "1 % of requests 5 times as long": "AWS, the same: retry the slowest few per cent",
+    },
+    "nfs": {
+        "1 ms a read": "a round trip of 0.2 ms and a server with an SSD, with others waiting",
+        "117 MB/s": "1 Gbit/s Ethernet without its headers",
+        "1 ms an open": "close-to-open consistency: LOOKUP, OPEN and GETATTR (RFC 7530)",
+        "8 ms an fsync": "COMMIT, a turn of a 7,200 rpm disk (8.3 ms)",
+    },
+}
+"""The reason of each figure of a named profile."""
+
+
+def _share(text: str) -> float:
+    try:
+        return float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        raise UsageError(f"{text!r} is not a share: write 0.01 or 1%") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(f"{text!r} is not a number") from None
+
+
+def _rate(text: str) -> float:
+    return float(parse_bytes(text.removesuffix("/s")))
+
+
+_PARTS: Final[dict[str, tuple[dict[str, str], Callable[[str], float]]]] = {
+    "latency": (
+        {
+            "all": "latency_s",
+            "open": "open_latency_s",
+            "metadata": "metadata_latency_s",
+            "write": "write_latency_s",
+            "sync": "sync_latency_s",
+        },
+        parse_seconds,
+    ),
+    "bandwidth": (
+        {"all": "bandwidth", "each": "each_bandwidth", "write": "write_bandwidth"},
+        _rate,
+    ),
+    "tail": ({"share": "tail_share", "times": "tail_times"}, _share),
+    "metadata": ({"rate": "metadata_rate"}, _number),
+    "errors": ({"share": "error_share"}, _share),
+    "hangs": ({"share": "hang_share"}, _share),
+    "seed": ({"seed": "seed"}, _number),
+}
+"""Parts by name: figures by the argument's name, the first one needing none; and their parser."""
+
+
+def parse_profile(text: str) -> Profile:
+    """Parse a profile such as `s3` or `latency(20ms,open=5ms)+bandwidth(150MiB)`.
+
+    A latency without `open=` and `metadata=` is that of these, too. Raises UsageError that names
+    the parts and arguments there are.
+    """
+    profile = Profile()
+    for part in _split(text, "+"):
+        match = _PART.fullmatch(part.strip())
+        name = match[1] if match else part.strip()
+        if match is None or (name not in NAMED and name not in _PARTS):
+            known = [*NAMED, *(f"{each}(...)" for each in _PARTS)]
+            raise UsageError(
+                f"{text!r}: {part!r} is not a part of a profile of emulated storage"
+                f"{nearest(name, [*NAMED, *_PARTS])}: join some of {', '.join(known)} by +"
+            )
+        if name in NAMED and match[2] is None:
+            profile = replace(profile, **_figures(NAMED[name]))
+        elif name in _PARTS and match[2] is not None:
+            profile = replace(profile, **_arguments(text, name, match[2]))
+        else:
+            example = name if name in NAMED else f"{name}({next(iter(_PARTS[name][0]))}=...)"
+            raise UsageError(f"{text!r}: {part!r}: write {example}")
+    return profile
+
+
+def _figures(profile: Profile) -> dict[str, Any]:
+    """Return the figures of a profile that are not the usual ones."""
+    usual = Profile()
+    values = {field.name: getattr(profile, field.name) for field in fields(profile)}
+    return {name: value for name, value in values.items() if value != getattr(usual, name)}
+
+
+def _arguments(text: str, name: str, inside: str) -> dict[str, Any]:
+    known, parse = _PARTS[name]
+    keys = list(known)
+    figures: dict[str, Any] = {}
+    for place, argument in enumerate(_split(inside, ",")):
+        key, equals, value = argument.partition("=")
+        if not equals:
+            key, value = (keys[place] if place < len(keys) else ""), argument
+        key = key.strip()
+        if key not in known:
+            raise UsageError(
+                f"{text!r}: {name}({inside}) has no {argument.strip()!r}"
+                f"{nearest(key, keys)}: it takes {', '.join(keys)}"
+            )
+        try:
+            figures[known[key]] = parse(value.strip())
+        except UsageError as error:
+            raise UsageError(f"{text!r}: {name}, {key}: {error}") from error
+    if name == "latency" and "latency_s" in figures:
+        figures.setdefault("open_latency_s", figures["latency_s"])
+        figures.setdefault("metadata_latency_s", figures["open_latency_s"])
+    if name == "seed":
+        figures["seed"] = int(figures["seed"])
+    return figures
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """Split at a separator that is in no brackets."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if letter == separator and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts

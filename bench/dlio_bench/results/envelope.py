@@ -1,0 +1,179 @@
+"""The envelope of a benchmark's report: one JSON form for all commands of `dlio bench`.
+
+    started = begin(output)
+    ...
+    finish(output, results, started)
+
+`schema.json` next to this file is its JSON Schema.
+"""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Final
+
+from dlio.cli.records import Output
+from dlio.util.files import write_json
+from dlio_bench.results.environment import (
+    PACKAGES,
+    describe_file_system,
+    describe_machine,
+    load_average,
+)
+from dlio_bench.results.statistics import ENOUGH, interval_of_median
+from dlio_bench.results.values import Curve, Figure, Ratio, Results, Waterfall
+
+__all__ = ["SCHEMA", "Start", "begin", "envelope", "finish", "save"]
+
+SCHEMA: Final = "dlio-bench/1"
+Value = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Beginning of a run."""
+
+    at: datetime
+    clock_s: float
+    """Of time.monotonic()."""
+    load_average: float | None
+
+
+def begin(output: Output) -> Start:
+    """Note the time and the load. Raises UsageError if the report cannot be written."""
+    output.check_writable()
+    return Start(datetime.now(UTC), time.monotonic(), load_average())
+
+
+def finish(output: Output, results: Results, start: Start | None = None) -> None:
+    """Write the report of --report, and print that of --json on the last line.
+
+    Args:
+        start: from `begin`; without it the report has no beginning, duration and load before.
+    """
+    if output.report is None and not output.as_json:
+        return
+    report = envelope(results, start)
+    if output.report is not None:
+        write_json(output.report, report)
+    if output.as_json:
+        print(json.dumps(report), flush=True)
+
+
+def save(output: Output, results: Results, start: Start) -> None:
+    """Write the report of --report during a run, so that a later failure does not lose it."""
+    if output.report is not None:
+        write_json(output.report, envelope(results, start))
+
+
+def envelope(results: Results, start: Start | None = None) -> dict[str, object]:
+    """Return the report as JSON values.
+
+    Keys of `results.details` stand at its top level; those of the envelope take precedence. A value
+    that JSON does not have (NaN, infinity) is written as null.
+    """
+    machine = describe_machine(PACKAGES)
+    versions = machine["versions"]
+    assert isinstance(versions, dict)
+    versions |= results.versions
+    before = start.load_average if start is not None else None
+    own = {
+        "schema": SCHEMA,
+        "benchmark": results.benchmark,
+        "command": list(sys.argv),
+        "started": start.at.isoformat(timespec="seconds") if start is not None else None,
+        "seconds": time.monotonic() - start.clock_s if start is not None else None,
+        "seeds": dict(results.seeds),
+        "settings": dict(results.settings),
+        "environment": {
+            **machine,
+            "file_systems": [describe_file_system(path) for path in results.paths],
+            "load_average": [before, load_average()],
+        },
+        "figures": [_figure(each) for each in results.figures],
+        "ratios": [_ratio(each) for each in results.ratios],
+        "curves": [_curve(each) for each in results.curves],
+        "waterfalls": [_waterfall(each) for each in results.waterfalls],
+        "notes": list(results.notes),
+    }
+    rest = {key: value for key, value in results.details.items() if key not in own}
+    whole = _finite({**own, **rest})
+    assert isinstance(whole, dict)
+    return whole
+
+
+def _figure(figure: Figure) -> Value:
+    return {
+        "name": figure.name,
+        "unit": figure.unit,
+        "labels": dict(figure.labels),
+        "better": figure.better,
+        "forecast": figure.forecast,
+        **_summary(figure.values),
+        "values": list(figure.values),
+    }
+
+
+def _ratio(ratio: Ratio) -> Value:
+    finite = [value for value in ratio.values if math.isfinite(value)]
+    return {
+        "name": ratio.name,
+        "labels": dict(ratio.labels),
+        "better": ratio.better,
+        **_summary(ratio.values),
+        "interval": interval_of_median(finite),
+        "too_few": len(finite) < ENOUGH,
+        "values": list(ratio.values),
+    }
+
+
+def _summary(values: Sequence[float]) -> Value:
+    """Median, least and largest of the values that are numbers; None if there is none."""
+    finite = sorted(value for value in values if math.isfinite(value))
+    if not finite:
+        return {"median": None, "min": None, "max": None}
+    middle = len(finite) // 2
+    median = finite[middle] if len(finite) % 2 else (finite[middle - 1] + finite[middle]) / 2
+    return {"median": median, "min": finite[0], "max": finite[-1]}
+
+
+def _curve(curve: Curve) -> Value:
+    return {
+        "name": curve.name,
+        "kind": curve.kind,
+        "x_name": curve.x_name,
+        "y_name": curve.y_name,
+        "labels": dict(curve.labels),
+        "forecast": curve.forecast,
+        "x": list(curve.x),
+        "y": list(curve.y),
+    }
+
+
+def _waterfall(waterfall: Waterfall) -> Value:
+    return {
+        "name": waterfall.name,
+        "labels": dict(waterfall.labels),
+        "parts": dict(waterfall.parts),
+    }
+
+
+def _finite(value: object) -> object:
+    """Return JSON values: numbers of numpy as Python's, tuples as lists, and no NaN."""
+    if isinstance(value, Mapping):
+        return {str(key): _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    if isinstance(value, str | bool | int) or value is None:
+        return value
+    # numpy's scalars give Python's numbers.
+    item = getattr(value, "item", None)
+    if callable(item):
+        return _finite(item())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return str(value)

@@ -1,0 +1,218 @@
+"""`dlio bench storage`: a storage system, read as training reads it."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, Final
+
+from rich.console import Console
+
+from dlio.cli.ranks import on_ranks
+from dlio.cli.records import Output, Ranks
+from dlio.comm.environment import shows_terminal
+from dlio.comm.world import world
+from dlio.errors import UsageError
+from dlio_bench.emulated.options import Emulation
+from dlio_bench.results.envelope import begin, finish
+from dlio_bench.results.values import Figure, Results
+from dlio_bench.storage.job import Measured, measure
+from dlio_bench.storage.judged import checks_of
+from dlio_bench.storage.latencies import PERCENTILES, Latencies
+from dlio_bench.storage.metadata import MetadataRate, measure_metadata
+from dlio_bench.storage.options import StorageCase
+from dlio_bench.storage.rules import Check
+from dlio_bench.storage.rules_shown import rules_as_json, rules_table
+from dlio_bench.storage.summary import EpochFigures, curves, epochs_of, figures, ratios, waterfalls
+from dlio_bench.storage.table import show_tables
+
+__all__ = ["command", "run_storage"]
+
+_WIDTH: Final = 100
+_METADATA_THREADS: Final = 4
+
+
+def command(case: StorageCase, emulation: Emulation, ranks: Ranks, output: Output) -> None:
+    """Measure a storage system as training reads it.
+
+    Generates the data of a workload in PATH, reads it for some epochs with an emulated accelerator
+    through torch's DataLoader and dlio's, and reports the accelerator's utilisation as MLPerf
+    Storage defines it, throughput, latencies, and whether the page cache served the reads. Starts
+    ranks with -n, or runs on those that mpirun or srun started, on any number of nodes.
+    """
+    output.check_writable()
+
+    def check() -> None:
+        case.asked()
+        emulation.check_possible()
+        if not os.path.isdir(case.path):
+            raise UsageError(f"{case.path} is not a folder: name one on the storage to measure")
+
+    check()
+    on_ranks(ranks.ranks, run_storage, case, emulation, output, backend=ranks.backend, live=True)
+
+
+def run_storage(case: StorageCase, emulation: Emulation, output: Output) -> None:
+    """Measure on this rank, and report on rank 0. Collective."""
+    comm = world()
+    started = begin(output)
+    measured = measure(case, emulation, comm)
+    if comm.rank != 0:
+        return
+    epochs = epochs_of(measured)
+    rates = _metadata(case)
+    checked = checks_of(case, emulation.profile.emulates, measured, epochs)
+    results = _results(case, emulation, measured, epochs, rates)
+    if checked:
+        rules = {name: rules_as_json(checks) for name, checks in checked.items()}
+        results.details = {**results.details, "rules": rules}
+    _show(case, measured, epochs, rates, checked, results)
+    finish(output, results, started)
+
+
+def _metadata(case: StorageCase) -> list[MetadataRate]:
+    if not case.metadata_files:
+        return []
+    return measure_metadata(case.path, files=case.metadata_files, threads=_METADATA_THREADS)
+
+
+def _results(
+    case: StorageCase,
+    emulation: Emulation,
+    measured: Measured,
+    epochs: list[EpochFigures],
+    rates: list[MetadataRate],
+) -> Results:
+    asked = case.asked()
+    notes = [*asked.notes, *_notes(case, measured, epochs)]
+    metadata = []
+    for rate in rates:
+        labels = {"operation": rate.operation}
+        for name, unit, value in (
+            ("metadata operations", "1/s", rate.per_second),
+            ("metadata p50", "ms", 1e3 * rate.percentile(0.5)),
+            ("metadata p99", "ms", 1e3 * rate.percentile(0.99)),
+        ):
+            better: Any = "higher" if unit == "1/s" else "lower"
+            metadata.append(Figure(name, unit, (value,), labels, better))
+    bare = [
+        Figure("bare parallel reads", "B/s", (rate,), {"threads": str(threads)}, "higher")
+        for threads, rate in measured.bare.items()
+    ]
+    return Results(
+        "storage",
+        settings={**asdict(case), **asdict(emulation)},
+        seeds={"seed": measured.workload.seed},
+        figures=[*figures(epochs), *bare, *metadata],
+        ratios=ratios(epochs),
+        curves=list(curves(measured, epochs)),
+        waterfalls=list(waterfalls(measured)),
+        notes=notes,
+        details=_details(measured, epochs),
+        paths=(case.path,),
+    )
+
+
+def _details(measured: Measured, epochs: list[EpochFigures]) -> dict[str, object]:
+    """Further keys of the report: the workload, and each rank's and node's part."""
+    return {
+        "workload": asdict(measured.workload),
+        "nodes": list(measured.nodes.names),
+        "node_of_rank": measured.nodes.node_of.tolist(),
+        "data_bytes": measured.data_bytes,
+        "file_bytes": measured.file_bytes,
+        "generated_files": measured.written_files,
+        "generated_s": measured.generated_s,
+        "served": [
+            {
+                "loader": each.loader,
+                "repeat": each.repeat,
+                "epoch": each.epoch,
+                "cache": each.verdict.describe(),
+                **each.served.as_dict(),
+            }
+            for each in epochs
+        ],
+        "by_rank": _by_rank(measured),
+    }
+
+
+def _by_rank(measured: Measured) -> list[dict[str, object]]:
+    """Latencies of batches and requests of each rank, and its use of the machine."""
+
+    def shown(latencies: Latencies) -> dict[str, float]:
+        return {f"p{share:g}_ms": 1e3 * latencies.percentile(share) for share in PERCENTILES}
+
+    rows: list[dict[str, object]] = []
+    for run in measured.runs:
+        for rank, record in enumerate(run.ranks):
+            batches, requests = Latencies(), Latencies()
+            for epoch in record["epochs"]:
+                batches.add(epoch["load_s"][1:])
+                requests.merge(Latencies.from_json(epoch["requests"]))
+            rows.append(
+                {
+                    "loader": run.loader,
+                    "repeat": run.repeat,
+                    "rank": rank,
+                    "node": measured.nodes.names[measured.nodes.node_of[rank]],
+                    "batches": shown(batches),
+                    "requests": shown(requests),
+                    "cpu_s": record["cpu_s"],
+                    "memory_bytes": record["memory_bytes"],
+                    "processes": record["processes"],
+                }
+            )
+    return rows
+
+
+def _notes(case: StorageCase, measured: Measured, epochs: list[EpochFigures]) -> list[str]:
+    """Sentences on the page cache, on what was compared and on what was left out."""
+    notes = []
+    for run in measured.runs:
+        for record in run.ranks:
+            for epoch in record["epochs"]:
+                dropped = epoch["dropped"]
+                if dropped is not None:
+                    notes += dropped["notes"]
+    if case.cache == "drop":
+        notes.append("the data's pages were dropped from the page cache before each epoch")
+    cached = [each for each in epochs if each.verdict.from_cache]
+    if cached:
+        names = ", ".join(f"{each.loader} epoch {each.epoch}" for each in cached)
+        notes.append(f"{names}: {cached[0].verdict.describe()}")
+    if not measured.compared:
+        notes.append("the data is large: numbers of samples were compared, their bytes not")
+    for run in measured.runs:
+        if run.left_out:
+            notes.append(
+                f"{run.loader} leaves out {run.left_out:,} samples of each epoch: its workers fill "
+                "batches of whole files"
+            )
+    return list(dict.fromkeys(notes))
+
+
+def _show(
+    case: StorageCase,
+    measured: Measured,
+    epochs: list[EpochFigures],
+    rates: list[MetadataRate],
+    checked: Mapping[str, list[Check]],
+    results: Results,
+) -> None:
+    console = Console(width=_WIDTH, force_terminal=shows_terminal(), force_interactive=False)
+    show_tables(measured, epochs, console)
+    for each in results.ratios:
+        epoch = each.labels.get("epoch", "")
+        shown = ", ".join(f"{value:.2f}" for value in each.values)
+        console.print(f"{each.name}, epoch {epoch}: {shown}", highlight=False)
+    for rate in rates:
+        console.print(
+            f"metadata, {rate.operation}: {rate.per_second:,.0f}/s, p99 "
+            f"{1e3 * rate.percentile(0.99):.2f} ms",
+            highlight=False,
+        )
+    for loader, checks in checked.items():
+        console.print(f"rules of MLPerf Storage {case.rules}, {loader}:", highlight=False)
+        console.print(rules_table(checks))
+    for note in results.notes:
+        console.print(f"note: {note}", highlight=False)

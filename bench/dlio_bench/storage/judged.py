@@ -1,0 +1,41 @@
+"""A measurement held against the rules of MLPerf Storage."""
+
+from collections import Counter
+from collections.abc import Sequence
+from statistics import mean
+
+from dlio_bench.storage.job import Measured
+from dlio_bench.storage.options import StorageCase
+from dlio_bench.storage.rules import Check, TrainingFacts, check_training
+from dlio_bench.storage.summary import EpochFigures
+
+__all__ = ["checks_of"]
+
+
+def checks_of(
+    case: StorageCase, emulates: bool, measured: Measured, epochs: Sequence[EpochFigures]
+) -> dict[str, list[Check]]:
+    """Return the checks of each loader; none if no rules are asked for."""
+    if case.rules == "none":
+        return {}
+    shares = Counter(measured.nodes.node_of.tolist())
+    result = {}
+    for loader in dict.fromkeys(each.loader for each in epochs):
+        mine = [each for each in epochs if each.loader == loader]
+        numbers = sorted({each.epoch for each in mine})
+        cached = [each.cache_share for each in mine if each.cache_share is not None]
+        facts = TrainingFacts(
+            workload=measured.workload,
+            ranks=len(measured.runs[0].ranks),
+            au=[mean(each.au / 100 for each in mine if each.epoch == k) for k in numbers],
+            memory_bytes=measured.memory_bytes,
+            overridden=case.asked().overridden,
+            ranks_by_host=[shares[node] for node in sorted(shares)],
+            runs=case.repeats,
+            cache_share=max(cached) if cached else None,
+            in_memory=measured.meter.file_system.in_memory,
+            emulated=emulates,
+            loader=loader,
+        )
+        result[loader] = check_training(facts, case.rules)
+    return result

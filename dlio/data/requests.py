@@ -1,0 +1,113 @@
+"""Requests to local files, and the times of all requests to storage, for benchmarks.
+
+    with observed_requests() as seconds:
+        ...  # dlio reads
+    seconds  # one value per request, opening the file included
+
+Requests of readers that use a library of the format's own (HDF5, Parquet) are not seen.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from dlio.util.limits import check_regular, open_unchecked
+
+__all__ = ["observed_requests", "pread", "pread_into", "request"]
+
+_UNCHECKED_BYTES: Final = 16 << 20
+"""Bytes that are read without asking first whether the file has them."""
+
+_observers: Final[list[list[float]]] = []
+_lock: Final = threading.Lock()
+
+
+@contextmanager
+def observed_requests() -> Iterator[list[float]]:
+    """Collect the seconds of each request of this process, of all threads, within the `with`."""
+    seconds: list[float] = []
+    with _lock:
+        _observers.append(seconds)
+    try:
+        yield seconds
+    finally:
+        with _lock:
+            _observers[:] = [each for each in _observers if each is not seconds]
+
+
+class _Timed:
+    """Measures the time of its `with` block. Each thread needs its own."""
+
+    __slots__ = ("_began",)
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        seconds = time.perf_counter() - self._began
+        for each in tuple(_observers):
+            each.append(seconds)
+
+
+class _Untimed:
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+_UNTIMED: Final = _Untimed()
+
+
+def request() -> _Timed | _Untimed:
+    """Return a context manager around one request; it measures if anybody observes."""
+    return _Timed() if _observers else _UNTIMED
+
+
+def pread(path: str, offset: int, count: int | None) -> bytes:
+    """Return `count` bytes of a local file, or all up to its end; fewer when it is shorter.
+
+    Raises OSError; SourceError for what is not a file.
+    """
+    with request():
+        descriptor = open_unchecked(path)
+        try:
+            if count is None or count > _UNCHECKED_BYTES:
+                status = os.fstat(descriptor)
+                check_regular(status, path)
+                left = max(0, status.st_size - offset)
+                count = left if count is None else min(count, left)
+            data = os.pread(descriptor, count, offset)
+            while len(data) < count:
+                more = os.pread(descriptor, count - len(data), offset + len(data))
+                if not more:
+                    break
+                data += more
+            return data
+        finally:
+            os.close(descriptor)
+
+
+def pread_into(path: str, offset: int, into: memoryview) -> int:
+    """Fill `into` from a local file; return the bytes that came, fewer when it is too short.
+
+    Bounded: whatever has taken the file's place gives no more than is asked. Raises OSError.
+    """
+    done = 0
+    with request():
+        descriptor = open_unchecked(path)
+        try:
+            while done < len(into):
+                count = os.preadv(descriptor, [into[done:]], offset + done)
+                if not count:
+                    break
+                done += count
+        finally:
+            os.close(descriptor)
+    return done

@@ -1,0 +1,100 @@
+"""`dlio bench storage`: a tiny run from end to end, and its refusals."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dlio.errors import UsageError
+from dlio_bench.storage.options import StorageCase
+from tests.conftest import in_time
+
+TINY = (
+    *("--files", "24", "--sample-size", "4KiB", "--batch-size", "3", "--step-ms", "2"),
+    *("--workers", "1", "--bare-seconds", "0.1", "--metadata-files", "5", "--tiers", "ram:4MiB"),
+)
+
+
+def _run(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "dlio.cli", "bench", "storage", str(folder), *TINY, *more]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=240, check=False, cwd=folder
+    )
+
+
+@pytest.mark.mpi
+def test_two_ranks_report_both_loaders_by_epoch(tmp_path: Path) -> None:
+    done = _run(tmp_path, "-n", "2", "--report", "r.json", "--rules", "v2.0")
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["benchmark"] == "storage"
+    names = {(each["name"], each["unit"]) for each in report["figures"]}
+    assert {
+        ("accelerator utilisation", "%"),
+        ("throughput", "samples/s"),
+        ("bandwidth", "MiB/s"),
+        ("batch p99.9", "ms"),
+        ("request p50", "ms"),
+        ("sample p50", "ms"),
+        ("metadata operations", "1/s"),
+        ("processor time of a run", "s"),
+    } <= names
+    labels = [
+        each["labels"] for each in report["figures"] if each["name"] == "accelerator utilisation"
+    ]
+    assert labels == [
+        {"loader": loader, "epoch": epoch} for loader in ("torch", "dlio") for epoch in ("1", "2")
+    ]
+    assert [row["rank"] for row in report["by_rank"]] == [0, 1, 0, 1]
+    # Each byte of each sample passed through a rank, and dlio's second epoch asked for none.
+    served = {(each["loader"], each["epoch"]): each for each in report["served"]}
+    assert served["torch", 1]["asked_bytes"] >= 24 * 4096
+    assert "rules of MLPerf Storage v2.0, dlio" in done.stdout
+    assert "Not an MLPerf result" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
+
+
+def test_data_is_kept_on_demand_and_used_again(tmp_path: Path) -> None:
+    for written in (24, 0):
+        done = _run(tmp_path, "--keep", "--loaders", "dlio", "--report", "r.json")
+        assert done.returncode == 0, done.stderr
+        assert json.loads((tmp_path / "r.json").read_text())["generated_files"] == written
+
+
+def test_wrong_options_name_the_remedy(tmp_path: Path) -> None:
+    for loaders, says in (
+        ("tensor", "choose torch or dlio, or name a function"),
+        ("dlio,dlio", "names a loader twice"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            StorageCase(str(tmp_path), loaders=loaders)
+    done = _run(tmp_path, "--workload", "resnet5_h100")
+    assert done.returncode == 2
+    assert "resnet50_h100" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.mpi
+def test_ctrl_c_leaves_nothing(tmp_path: Path, soon: Callable[..., bool]) -> None:
+    command = [sys.executable, "-m", "dlio.cli", "bench", "storage", str(tmp_path), *TINY]
+    with subprocess.Popen(
+        [*command, "-n", "2", "--epochs", "999"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as process:
+        try:
+            assert in_time(lambda: any(tmp_path.rglob("*.npz")), 60)
+            time.sleep(0.5)
+            os.killpg(process.pid, signal.SIGINT)
+            assert process.wait(60) != 0
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    assert in_time(lambda: not any(tmp_path.iterdir()), 20), list(tmp_path.rglob("*"))
