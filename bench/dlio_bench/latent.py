@@ -88,30 +88,20 @@ def mapstyle(
 
 
 def shown(report: dict[str, object]) -> list[str]:
-    """Return the lines that describe a report of `mapstyle`."""
+    """Return sentences on the calls that a report of `mapstyle` counts."""
     lines = []
     for shapes in ("fixed", "varying"):
         part: Any = report[shapes]
-        for key, what in _SHOWN.items():
-            values = ", ".join(
-                f"{name} tiers {_range(part[name][key])}" for name in ("without", "with")
-            )
-            over = _range(part[f"{key}_with_over_without"])
-            lines.append(f"mapstyle, {shapes} shapes, {what}: {values}; ratio {over}")
         for name in ("without", "with"):
             flight, calls = part[name]["in_flight_most"], part[name]["calls_per_sample"]
             lines.append(
-                f"mapstyle, {shapes} shapes, {name} tiers: {flight} requests in flight at most; "
+                f"{shapes} shapes, {name} tiers: {flight} requests in flight at most; "
                 f"calls per sample {calls['epoch_1']} in the first epoch, {calls['both']} in both"
             )
     return lines
 
 
-_SHOWN: Final = {
-    "first_batch_s": "s to the first batch",
-    "epoch_1_s": "s for the first epoch",
-    "epoch_2_s": "s for the second epoch",
-}
+_SHOWN: Final = ("first_batch_s", "epoch_1_s", "epoch_2_s")
 
 
 def _two_epochs(data: Latent, tiers: str | None, workers: int, batch_size: int) -> dict[str, float]:
@@ -158,7 +148,3 @@ def _calls(figures: list[dict[str, float]], epoch: int) -> list[float]:
         min(run[f"least_{epoch}"] for run in figures),
         max(run[f"most_{epoch}"] for run in figures),
     ]
-
-
-def _range(value: dict[str, float]) -> str:
-    return f"{value['median']:.3f} ({value['min']:.3f} to {value['max']:.3f})"
