@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, Final
 
 import numpy as np
@@ -14,6 +15,7 @@ from dlio.image.picture import Change, PixelTransform
 from dlio.util.extras import how_to_install
 from dlio_bench.results.environment import describe_machine
 from dlio_bench.results.statistics import ratio, spread
+from dlio_bench.results.terminal import steps
 
 __all__ = ["augment"]
 
@@ -54,7 +56,7 @@ def augment(repeats: int, image_size: int, pictures: int = _PICTURES) -> dict[st
         "image_size": image_size,
         "pictures": pictures,
     }
-    for name, transform in _TRANSFORMS.items():
+    for name, transform in steps(_TRANSFORMS.items(), itemgetter(0)):
         drawn = [
             transform.draw(KeyedDraws(0, 0, number, 64), image_size, image_size)
             for number in range(pictures)

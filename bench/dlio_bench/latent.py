@@ -11,6 +11,7 @@ import dlio
 from dlio.loader.contract import Sample
 from dlio_bench.results.environment import describe_machine
 from dlio_bench.results.statistics import ratio, spread
+from dlio_bench.results.terminal import steps
 
 __all__ = ["LATENCY_S", "SAMPLES", "Latent", "mapstyle", "shown"]
 
@@ -77,7 +78,7 @@ def mapstyle(
     }
     for shapes in ("fixed", "varying"):
         runs: dict[str, list[dict[str, float]]] = {"without": [], "with": []}
-        for repeat in range(repeats):
+        for repeat in steps(range(repeats), f"{shapes} shapes, repeat {{}}".format):
             names = list(runs)
             for name in names if repeat % 2 == 0 else names[::-1]:
                 data = Latent(samples, latency_s, shapes == "varying", repeat)

@@ -15,7 +15,7 @@ from dlio.util.options import Option, check
 from dlio_bench.ranks import FABRICS, run
 from dlio_bench.results.collected import collect, results_of
 from dlio_bench.results.envelope import begin, finish
-from dlio_bench.results.terminal import advance, show_figures, working
+from dlio_bench.results.terminal import advance, show_figures, steps, working
 
 __all__ = ["Shuffling", "command", "decode", "exchange", "plan"]
 
@@ -52,7 +52,7 @@ def plan(repeats: int, large_samples: int = 10**9) -> dict[str, object]:
             "moved_share": measured.moved / measured.payload,
             "messages": measured.messages,
         }
-    for mode in ("batch", "global", "ring", "partial(0.1)", "local"):
+    for mode in steps(("batch", "global", "ring", "partial(0.1)", "local")):
         one = replace(job, mode=mode)
         # The placement is computed once for all epochs.
         one.__dict__["placement"] = job.placement
@@ -107,7 +107,7 @@ def exchange(repeats: int, samples: int = 4000) -> dict[str, object]:
         del data
         packed = os.path.join(scratch, "packed")
         pack(os.path.join(scratch, "samples.npy"), packed, compress="none")
-        for nodes, fabric in itertools.product((2, 4), FABRICS):
+        for nodes, fabric in steps(itertools.product((2, 4), FABRICS)):
             measured = _ranks("exchange", packed, nodes, 32, repeats, fabric)
             rates = measured["rates"]
             results[f"{nodes}_nodes_{fabric}"] = {
@@ -129,7 +129,7 @@ def decode(source: str, repeats: int) -> dict[str, object]:
     from dlio_bench.results.statistics import ratio, spread
 
     results: dict[str, object] = {}
-    for nodes in (2, 4):
+    for nodes in steps((2, 4), "{} nodes".format):
         rates = _ranks("decode", os.path.abspath(source), nodes, 16, repeats)["rates"]
         results[f"{nodes}_nodes"] = {
             "global_per_s": spread(rates["global"]),

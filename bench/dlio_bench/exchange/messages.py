@@ -12,6 +12,7 @@ from dlio_bench.exchange.monitor import ENVIRONMENT
 from dlio_bench.exchange.options import Options
 from dlio_bench.exchange.overlap import fabrics_of
 from dlio_bench.ranks import LINK, run
+from dlio_bench.results.terminal import steps
 from dlio_bench.results.values import Curve
 
 __all__ = ["forecasts", "measure", "nodes_of"]
@@ -31,13 +32,12 @@ def measure(options: Options) -> dict[str, object]:
     from dlio.train.exchange import NAMES
 
     exchanges = options.exchanges or NAMES
-    rows = [row for p in options.counts for row in _counted(p, exchanges)]
+    rows = [row for p in steps(options.counts, "{} ranks".format) for row in _counted(p, exchanges)]
     links = {fabric: _fitted(fabric, options.repeats) for fabric in fabrics_of(options)[0]}
     checks = [
         row
         for fabric, (link, _) in links.items()
-        for p in options.counts
-        if p <= 4
+        for p in steps([p for p in options.counts if p <= 4], "{} ranks, timed".format)
         for row in _checked(fabric, link, p, exchanges, options.repeats)
     ]
     carried = _carried(options, exchanges, {name: link for name, (link, _) in links.items()})

@@ -10,11 +10,11 @@ by any function below `working`; without a bar they do nothing.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from dlio.util.progress import Bar
 from dlio_bench.results.values import Figure, Ratio
@@ -30,10 +30,12 @@ __all__ = [
     "show",
     "show_figures",
     "show_notes",
+    "steps",
     "table",
     "working",
 ]
 
+T = TypeVar("T")
 _WIDE: Final = 130
 """Columns of tables that go to a file or a pipe."""
 
@@ -75,6 +77,20 @@ def advance(note: str | None = None, steps: float = 1) -> None:
     if (work := _WORK.get()) is not None:
         work.done += steps
         work.bar.update(min(work.done, work.total) if work.total else work.done, note=note)
+
+
+def steps(items: Iterable[T], note: Callable[[T], str] = str) -> Iterator[T]:
+    """Yield items, each a step of the bar that is expected and then done.
+
+    Args:
+        note: text for an item that is worked on.
+    """
+    listed = list(items)
+    expect(len(listed))
+    for each in listed:
+        advance(note(each), 0)
+        yield each
+        advance()
 
 
 def console() -> "Console":
