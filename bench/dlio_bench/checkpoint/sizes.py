@@ -64,7 +64,6 @@ def checkpoint_bytes(model: str, ranks: int, scale: float) -> int:
     """
     if model not in MODELS:
         raise UsageError(
-            f"--model {model}: choose one of {', '.join(MODELS)}; the nearest is "
-            f"{nearest(model, MODELS)}"
+            f"--model {model}: choose one of {', '.join(MODELS)}{nearest(model, MODELS)}"
         )
     return max(1, round(MODELS[model] * scale / ranks))
