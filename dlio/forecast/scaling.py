@@ -90,8 +90,9 @@ def message_seconds(preset: str, period: int, ranks: int, work: Work, cluster: C
         sent = _each(counts(preset, ranks, work), period)
     if cluster.cores is None:
         return busiest
-    # A received byte is added about once in two: values that come back are only stored.
-    each = sent.messages * link.alpha_s + sent.size * (link.beta_s + link.gamma_s / 2)
+    # Weights are merged wherever they arrive; of sums, half of what arrives is only stored.
+    added = 1.0 if preset in ("gossip", "asgd") else 0.5
+    each = sent.messages * link.alpha_s + sent.size * (link.beta_s + added * link.gamma_s)
     return max(busiest, ranks * each / min(ranks, cluster.cores))
 
 

@@ -8,7 +8,7 @@
 | `measuring` | rounds of measurements on 1, 2, 4 ... ranks |
 | `forecasting` | steps on more ranks, from those of one and two |
 | `shown` | tables, figures, curves and waterfalls |
-| `ettr`, `stall` | the cases ettr and checkpoint |
+| `scaling`, `ettr` | the cases |
 """
 
 __all__: list[str] = []

@@ -16,7 +16,6 @@ __all__ = ["command"]
 
 _CASES: Final[dict[str, str]] = {
     "scaling": "dlio_bench.training.scaling:measure",
-    "checkpoint": "dlio_bench.training.stall:measure",
     "ettr": "dlio_bench.training.ettr:measure",
 }
 """Functions by case: (Options, Results to add to, Console)."""
@@ -27,8 +26,8 @@ def command(options: Options, output: Output) -> None:
     """Measure training as a whole on ranks of this machine, and forecast it for more.
 
     Steps of networks of the field with each exchange on 1, 2 and 4 ranks, and a forecast for up to
-    1,024 from those of one and two ranks and from measured links, marked as such. Other cases
-    measure what checkpoints cost, and the share of time that counts while ranks are killed.
+    1,024 from those of one and two ranks and from measured links, marked as such. The case ettr
+    measures the share of time that counts while ranks are killed.
     """
     started = begin(output)
     results = Results(

@@ -88,9 +88,7 @@ def measure(options: Options, bar: Bar) -> Measured:
         # There and back, so that a slow change of the machine's load meets all alike.
         for p in sorted(tasks, reverse=bool(number % 2)):
             task = {"runs": tasks[p], "steps": options.steps, "data": options.data}
-            answer: dict[str, Any] = run(
-                "dlio_bench.training.rank", task, p, timeout_s=_TIMEOUT_S
-            )
+            answer: dict[str, Any] = run("dlio_bench.training.rank", task, p, timeout_s=_TIMEOUT_S)
             for each in answer["runs"]:
                 _add(times, p, each)
                 sizes[each["network"]] = (each["bytes"], each["buckets"])

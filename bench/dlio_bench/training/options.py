@@ -12,7 +12,7 @@ from dlio_bench.training.names import NETWORK_NAMES
 
 __all__ = ["CASES", "Options"]
 
-CASES: Final = ("scaling", "checkpoint", "ettr")
+CASES: Final = ("scaling", "ettr")
 _LARGEST: Final = 1 << 20
 
 
@@ -27,9 +27,8 @@ class Options:
     case: Annotated[
         tuple[str, ...],
         Option(
-            "Case to measure. scaling: steps on more and more ranks. checkpoint: time that "
-            "checkpoints take from training. ettr: the share of time that counts while ranks are "
-            "killed. Repeatable.",
+            "Case to measure. scaling: steps on more and more ranks. ettr: the share of "
+            "time that counts while ranks are killed. Repeatable.",
             choices=CASES,
         ),
     ] = ("scaling",)

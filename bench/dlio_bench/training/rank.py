@@ -60,9 +60,7 @@ def _pass(name: str, loop: Loop, task: dict[str, Any], comm: Communicator) -> di
         return _gathered(loop.steps(task["steps"], None), 1, comm)
     period = parse_exchange(name).period
     nodes = nodes_for(name, 1, comm.size)
-    exchange = distribute(
-        loop.model, loop.optimizer, name, pretend_nodes=nodes, follow_steps=False
-    )
+    exchange = distribute(loop.model, loop.optimizer, name, pretend_nodes=nodes, follow_steps=False)
     try:
         # Whole periods before and in what is timed: each period ends with an exchange.
         loop.steps(period if period > 1 else _WARM, exchange)

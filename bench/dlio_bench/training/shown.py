@@ -20,12 +20,12 @@ def show_scaling(cells: Sequence[Cell], console: Console) -> None:
     for network, scaling in dict.fromkeys((each.network, each.scaling) for each in cells):
         group = [each for each in cells if (each.network, each.scaling) == (network, scaling)]
         names = list(dict.fromkeys(each.exchange for each in group))
+        console.print(
+            f"{network}, {scaling} scaling: ms of a step, and efficiency; ~ in italics: forecast",
+            highlight=False,
+        )
         table = Table(
-            title=f"{network}, {scaling} scaling: ms of a step, efficiency in %; "
-            "[italic]in italics with ~: forecast[/italic]",
             box=SIMPLE_HEAD,
-            title_justify="left",
-            title_style="",
             pad_edge=False,
             padding=(0, 1, 0, 0),
         )
@@ -49,10 +49,7 @@ def _text(cell: Cell) -> str:
 def show_checks(cells: Iterable[Cell], console: Console) -> None:
     """Print the forecast next to the measurement, where both exist."""
     table = Table(
-        title="Forecast from one and two ranks, next to the measurement",
         box=SIMPLE_HEAD,
-        title_justify="left",
-        title_style="",
         pad_edge=False,
         padding=(0, 1, 0, 0),
     )
@@ -75,6 +72,7 @@ def show_checks(cells: Iterable[Cell], console: Console) -> None:
             f"{100 * cell.error:+.1f}",
         )
     if table.rows:
+        console.print("Forecast from one and two ranks, next to the measurement:")
         console.print(table)
 
 
