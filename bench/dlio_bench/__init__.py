@@ -11,7 +11,9 @@ command: Final = Group(
     {
         "storage": "dlio_bench.storage.command:command",
         "chaos": "dlio_bench.chaos.command:command",
+        "compare": "dlio_bench.results.compare:command",
         "exchange": "dlio_bench.exchange.command:command",
+        "html": "dlio_bench.results.page.command:command",
         "loader": "dlio_bench.loader:command",
         "peers": "dlio_bench.peers.command:command",
         "prune": "dlio_bench.prune.command:command",

@@ -1,7 +1,8 @@
 """Microseconds a picture of dlio's transforms, compared with Pillow's that torchvision calls."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, Final
 
 import numpy as np
@@ -14,8 +15,9 @@ from dlio.image.picture import Change, PixelTransform
 from dlio.util.extras import how_to_install
 from dlio_bench.results.environment import describe_machine
 from dlio_bench.results.statistics import ratio, spread
+from dlio_bench.results.terminal import steps
 
-__all__ = ["augment", "augment_lines"]
+__all__ = ["augment"]
 
 _PICTURES: Final = 200
 _TRANSFORMS: Final[dict[str, PixelTransform]] = {
@@ -54,7 +56,7 @@ def augment(repeats: int, image_size: int, pictures: int = _PICTURES) -> dict[st
         "image_size": image_size,
         "pictures": pictures,
     }
-    for name, transform in _TRANSFORMS.items():
+    for name, transform in steps(_TRANSFORMS.items(), itemgetter(0)):
         drawn = [
             transform.draw(KeyedDraws(0, 0, number, 64), image_size, image_size)
             for number in range(pictures)
@@ -71,19 +73,6 @@ def augment(repeats: int, image_size: int, pictures: int = _PICTURES) -> dict[st
             figures["pillow_over_dlio"] = ratio(theirs, ours)
         report[name] = figures
     return report
-
-
-def augment_lines(report: dict[str, object]) -> Iterator[str]:
-    """Yield the lines that describe a report of `augment`."""
-    for name in _TRANSFORMS:
-        figures: Any = report[name]
-        line = f"transforms, {name}: {figures['us']['median']:,.0f} us a picture"
-        if "pillow_us" in figures:
-            line += (
-                f"; Pillow {figures['pillow_us']['median']:,.0f} us, "
-                f"{figures['pillow_over_dlio']['median']:.1f} times as long"
-            )
-        yield line
 
 
 def _seconds(transform: Any, images: Sequence[Any], drawn: Sequence[list[Change]]) -> float:

@@ -6,9 +6,11 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from typing import Any, Final
 
 from dlio.util.threads import Workers
+from dlio_bench.results.terminal import steps
 
 __all__ = ["arrays", "decoded", "slow"]
 
@@ -44,7 +46,8 @@ def arrays(folder: str, repeats: int, workers: int, volumes: int = 1152) -> dict
             packed = os.path.join(scratch, name)
             compress = "none" if name == "raw" else "lz4"
             pack(os.path.join(scratch, "volumes.npy"), packed, compress=compress)
-            for place, share in (("ram", "1"), ("ram", "0.1"), ("disk", "1")):
+            places = (("ram", "1"), ("ram", "0.1"), ("disk", "1"))
+            for place, share in steps(places, itemgetter(0)):
                 tier = os.path.join(scratch, "tier")
                 with _checking(share):
                     rates = _array_case(packed, place, tier, repeats, workers)
@@ -177,7 +180,7 @@ def slow(source: str, repeats: int, workers: int, batch_size: int = 64) -> dict[
     listed.close()
     with slow_mount(source, latency_s=_LATENCY_S, bandwidth=_BANDWIDTH) as mounted:
         files = [os.path.join(mounted, name) for name in names]
-        for repeat in range(repeats):
+        for repeat in steps(range(repeats), "repeat {}".format):
             measured = _slow_dlio(mounted, workers, batch_size, repeat)
             bare = _read_all([files[k] for k in measured.pop("first")])
             measured["first_batch_over_read"] = measured["dlio_first_batch_s"] / bare
@@ -208,7 +211,7 @@ def decoded(
                 loaders[kind] = stack.enter_context(
                     dlio.DataLoader(data, batch_size, shuffle=True, num_workers=workers)
                 )
-            for repeat in range(1 + repeats):
+            for repeat in steps(range(1 + repeats), f"{name}, pass {{}}".format):
                 for kind, loader in loaders.items():
                     began = time.perf_counter()
                     count = sum(len(labels) for _, labels in loader)

@@ -11,6 +11,7 @@ import dlio
 from dlio.loader.contract import Sample
 from dlio_bench.results.environment import describe_machine
 from dlio_bench.results.statistics import ratio, spread
+from dlio_bench.results.terminal import steps
 
 __all__ = ["LATENCY_S", "SAMPLES", "Latent", "mapstyle", "shown"]
 
@@ -77,7 +78,7 @@ def mapstyle(
     }
     for shapes in ("fixed", "varying"):
         runs: dict[str, list[dict[str, float]]] = {"without": [], "with": []}
-        for repeat in range(repeats):
+        for repeat in steps(range(repeats), f"{shapes} shapes, repeat {{}}".format):
             names = list(runs)
             for name in names if repeat % 2 == 0 else names[::-1]:
                 data = Latent(samples, latency_s, shapes == "varying", repeat)
@@ -88,30 +89,20 @@ def mapstyle(
 
 
 def shown(report: dict[str, object]) -> list[str]:
-    """Return the lines that describe a report of `mapstyle`."""
+    """Return sentences on the calls that a report of `mapstyle` counts."""
     lines = []
     for shapes in ("fixed", "varying"):
         part: Any = report[shapes]
-        for key, what in _SHOWN.items():
-            values = ", ".join(
-                f"{name} tiers {_range(part[name][key])}" for name in ("without", "with")
-            )
-            over = _range(part[f"{key}_with_over_without"])
-            lines.append(f"mapstyle, {shapes} shapes, {what}: {values}; ratio {over}")
         for name in ("without", "with"):
             flight, calls = part[name]["in_flight_most"], part[name]["calls_per_sample"]
             lines.append(
-                f"mapstyle, {shapes} shapes, {name} tiers: {flight} requests in flight at most; "
+                f"{shapes} shapes, {name} tiers: {flight} requests in flight at most; "
                 f"calls per sample {calls['epoch_1']} in the first epoch, {calls['both']} in both"
             )
     return lines
 
 
-_SHOWN: Final = {
-    "first_batch_s": "s to the first batch",
-    "epoch_1_s": "s for the first epoch",
-    "epoch_2_s": "s for the second epoch",
-}
+_SHOWN: Final = ("first_batch_s", "epoch_1_s", "epoch_2_s")
 
 
 def _two_epochs(data: Latent, tiers: str | None, workers: int, batch_size: int) -> dict[str, float]:
@@ -158,7 +149,3 @@ def _calls(figures: list[dict[str, float]], epoch: int) -> list[float]:
         min(run[f"least_{epoch}"] for run in figures),
         max(run[f"most_{epoch}"] for run in figures),
     ]
-
-
-def _range(value: dict[str, float]) -> str:
-    return f"{value['median']:.3f} ({value['min']:.3f} to {value['max']:.3f})"

@@ -1,7 +1,6 @@
 """`dlio bench loader`: loading alone, compared with other loaders and with its ceilings."""
 
 import contextlib
-import json
 import os
 import sys
 import tempfile
@@ -12,9 +11,8 @@ from typing import Annotated, Any
 
 from dlio.cli.records import Output
 from dlio.errors import UsageError
-from dlio.util.files import write_json
 from dlio.util.options import Option, check
-from dlio_bench.augment import augment, augment_lines
+from dlio_bench.augment import augment
 from dlio_bench.feeding import arrays, decoded, slow
 from dlio_bench.latent import mapstyle, shown
 from dlio_bench.peers.environments import missing, runner_command, runner_environment
@@ -22,6 +20,16 @@ from dlio_bench.peers.process import Contender
 from dlio_bench.peers.race import race
 from dlio_bench.peers.standalone.runners.protocol import Task
 from dlio_bench.peers.table import CASES, CONTENDERS, RATIOS, cpu_ratio
+from dlio_bench.results.collected import collect, results_of
+from dlio_bench.results.envelope import begin, finish
+from dlio_bench.results.terminal import (
+    advance,
+    expect,
+    show_figures,
+    show_notes,
+    table,
+    working,
+)
 
 __all__ = ["Case", "Choice", "command", "measure"]
 
@@ -136,7 +144,8 @@ def measure(case: Case) -> dict[str, object]:
                 folder = os.path.join(scratch, name)
                 task = Task(files, labels, case.image_size, case.batch_size, case.workers, folder)
                 starts[name] = partial(_start, name, task, case.patience)
-        outcome = race(starts, labels, case.repeats, _tell)
+        expect(len(starts) * (1 + case.repeats))
+        outcome = race(starts, labels, case.repeats, advance)
     rates = outcome.rates
     machine = describe_machine(
         ("dlio", "torch", "numpy", "pillow", "simplejpeg", "opencv-python-headless")
@@ -180,10 +189,6 @@ def _start(name: str, task: Task, patience_s: float) -> Contender:
     return Contender(name, command, task, patience_s, variables)
 
 
-def _tell(name: str) -> None:
-    print(f"{name}: preparing", file=sys.stderr, flush=True)
-
-
 def _pictures(source: str) -> tuple[list[str], list[int]]:
     """Files and labels of class folders. Raises UsageError for packed data."""
     import numpy as np
@@ -216,44 +221,39 @@ def command(case: Case, choice: Choice, output: Output) -> None:
     torch is also measured with ToTensor, as most scripts use it. Other libraries need environments
     of their own: dlio bench peers install.
     """
-    output.check_writable()
+    start = begin(output)
     needing = [name for name in choice.case if name in _NEED_SOURCE]
     if needing and not case.source:
         raise UsageError(f"--case {needing[0]}: name SRC, a folder of class folders of images")
     case, cases = replace(case, contenders=choice.contenders()), choice.case
     report: dict[str, Any] = {}
-    if "pictures" in cases:
-        report = measure(case)
-        _show(report, case.image_size, case.workers, case.repeats)
-    if "arrays" in cases:
-        report["arrays"] = arrays(choice.folder, case.repeats, case.workers)
-        for name, figures in report["arrays"].items():
-            if isinstance(figures, dict):
-                print(
-                    f"arrays, {name}: {figures['dlio_MiB_per_s']['median']:,.0f} MiB/s; over a "
-                    f"bare preadv loop: volumes {_median(figures['dlio_over_preadv'])}, bytes "
-                    f"{_median(figures['dlio_over_bandwidth'])}"
-                )
-    if "slow" in cases:
-        report["slow"] = slow(case.source, case.repeats, case.workers, case.batch_size)
-        for name, value in report["slow"].items():
-            print(f"slow, {name}: {_median(value, 3)}")
-    if "decoded" in cases:
-        report["decoded"] = decoded(
-            case.source, case.repeats, case.workers, case.image_size, case.batch_size
-        )
-        for name, value in report["decoded"].items():
-            print(f"decoded, {name}: {_median(value) if isinstance(value, dict) else value}")
-    if "mapstyle" in cases:
-        report["mapstyle"] = mapstyle(case.repeats, case.workers, case.batch_size)
-        print("\n".join(shown(report["mapstyle"])))
-    if "transforms" in cases:
-        report["transforms"] = augment(case.repeats, case.image_size)
-        print("\n".join(augment_lines(report["transforms"])))
-    if output.report is not None:
-        write_json(output.report, report)
-    if output.as_json:
-        print(json.dumps(report))
+    workers, repeats = case.workers, case.repeats
+    measures: dict[str, Callable[[], dict[str, Any]]] = {
+        "pictures": lambda: measure(case),
+        "arrays": lambda: arrays(choice.folder, repeats, workers),
+        "slow": lambda: slow(case.source, repeats, workers, case.batch_size),
+        "decoded": lambda: decoded(case.source, repeats, workers, case.image_size, case.batch_size),
+        "mapstyle": lambda: mapstyle(repeats, workers, case.batch_size),
+        "transforms": lambda: augment(repeats, case.image_size),
+    }
+    for name in (name for name in measures if name in cases):
+        with working(f"loader, {name}"):
+            figures = measures[name]()
+        if name == "pictures":
+            report |= figures
+            _show(figures, case.image_size, workers, repeats)
+        else:
+            report[name] = figures
+            show_figures(name, *collect(figures))
+            show_notes(shown(figures) if name == "mapstyle" else [])
+    results = results_of(
+        "loader",
+        report,
+        settings={**asdict(case), **asdict(choice)},
+        paths=(choice.folder, *((case.source,) if case.source else ())),
+        versions=report.get("machine", {}).get("versions"),
+    )
+    finish(output, results, start)
 
 
 def _median(value: dict[str, float], digits: int = 2) -> str:
@@ -262,52 +262,44 @@ def _median(value: dict[str, float], digits: int = 2) -> str:
 
 
 def _show(report: dict[str, Any], image_size: int, workers: int, repeats: int) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(width=max(130, Console().width))
+    headings = (
+        *("loader", "output", "samples/s", "CPU, ms", "cold, s", "first batch, s"),
+        *("PSS, MiB", "processes", "threads"),
+    )
     for case, title in {**CASES, "": "limits"}.items():
         names = [name for name in report["samples_per_s"] if CONTENDERS[name].case == case]
-        if not names:
-            continue
-        table = Table(
-            title=f"{title}: {report['samples']:,} to {image_size} pixels, {workers} workers, "
-            f"median of {repeats} (min to max)",
-            box=SIMPLE_HEAD,
-            title_justify="left",
-        )
-        table.add_column("loader")
-        table.add_column("output")
-        for column in (
-            "samples/s",
-            "CPU, ms",
-            "cold, s",
-            "first batch, s",
-            "PSS, MiB",
-            "processes",
-            "threads",
-        ):
-            table.add_column(column, justify="right")
+        rows = []
         for name in names:
             rate, space = report["samples_per_s"][name], report["footprint"][name]
-            table.add_row(
-                CONTENDERS[name].title,
-                report["output"][name] or "",
-                f"{rate['median']:,.0f} ({rate['min']:,.0f} to {rate['max']:,.0f})",
-                f"{report['cpu_ms_per_sample'][name]['median']:.2f}",
-                f"{report['cold_first_batch_s'][name]:.2f}",
-                f"{report['first_batch_s'][name]['median']:.3f}",
-                f"{space['pss_MiB']:,.0f}",
-                f"{space['processes']}",
-                f"{space['threads']}",
+            rows.append(
+                (
+                    CONTENDERS[name].title,
+                    report["output"][name] or "",
+                    f"{rate['median']:,.0f} ({rate['min']:,.0f} to {rate['max']:,.0f})",
+                    f"{report['cpu_ms_per_sample'][name]['median']:.2f}",
+                    f"{report['cold_first_batch_s'][name]:.2f}",
+                    f"{report['first_batch_s'][name]['median']:.3f}",
+                    f"{space['pss_MiB']:,.0f}",
+                    f"{space['processes']}",
+                    f"{space['threads']}",
+                )
             )
-        console.print(table)
-    for name, why in report["absent"].items():
-        print(f"left out: {name} ({why})")
-    for key in RATIOS:
-        if key in report:
-            value = report[key]
-            cpu = cpu_ratio(report, key)
-            of_cpu = "" if cpu is None else f"; by CPU time {cpu:.2f}"
-            print(f"{key.replace('_over_', ' / ')}: {_median(value)}{of_cpu}")
+        if rows:
+            text = (
+                f"{title}: {report['samples']:,} to {image_size} pixels, {workers} workers, "
+                f"median of {repeats} (min to max)"
+            )
+            table(text, headings, rows, left=2)
+    show_notes([f"left out: {name} ({why})" for name, why in report["absent"].items()])
+    ratios = [
+        (key.replace("_over_", " / "), _median(report[key]), _by_cpu(report, key))
+        for key in RATIOS
+        if key in report
+    ]
+    if ratios:
+        table("ratios", ("ratio", "samples/s, median (min to max)", "by CPU time"), ratios)
+
+
+def _by_cpu(report: dict[str, Any], key: str) -> str:
+    cpu = cpu_ratio(report, key)
+    return "-" if cpu is None else f"{cpu:.2f}"

@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -14,8 +13,10 @@ from typing import Annotated, Any
 import numpy as np
 
 from dlio.cli.records import Output
-from dlio.util.files import write_json
 from dlio.util.options import Option, check
+from dlio_bench.results.collected import results_of
+from dlio_bench.results.envelope import begin, finish
+from dlio_bench.results.terminal import advance, expect, table, working
 
 __all__ = ["FORMATS", "Case", "Formats", "command", "measure"]
 
@@ -74,6 +75,8 @@ def measure(formats: Sequence[str], case: Case) -> dict[str, object]:
     chosen = np.random.default_rng(1).integers(0, case.samples, case.random_reads)
     for name in formats:
         with tempfile.TemporaryDirectory(prefix="readers-bench-") as folder:
+            expect(2 + case.repeats)
+            advance(f"{name}: writing", 0)
             peer = _WRITERS[name](folder, case)
             rates: dict[str, list[float]] = {
                 key: [] for key in ("pass", "library_pass", "random", "library_random", "pack")
@@ -81,6 +84,7 @@ def measure(formats: Sequence[str], case: Case) -> dict[str, object]:
             reader = open_reader(peer.path)
             size = int(reader.sizes.sum(dtype=np.int64))
             for repeat in range(case.repeats + 1):
+                advance(f"{name}: repeat {repeat} of {case.repeats}")
                 timed: dict[str, Callable[[], int]] = {
                     "pass": partial(_pass, reader),
                     "library_pass": peer.all,
@@ -94,6 +98,7 @@ def measure(formats: Sequence[str], case: Case) -> dict[str, object]:
                     count = case.samples if "pass" in key else case.random_reads
                     if repeat:
                         rates[key].append(count / seconds)
+            advance(f"{name}: packing")
             started = time.perf_counter()
             pack(peer.path, os.path.join(folder, "packed"), compress="none", restart_rows=False)
             rates["pack"].append(case.samples / (time.perf_counter() - started))
@@ -107,7 +112,6 @@ def measure(formats: Sequence[str], case: Case) -> dict[str, object]:
                 "pass_over_library": ratio(rates["pass"], rates["library_pass"]),
                 "random_over_library": ratio(rates["random"], rates["library_random"]),
             }
-            print(f"{name}: {json.dumps(results[name])}", file=sys.stderr)
     packages = ("dlio", "h5py", "zarr", "pyarrow", "numpy", "webdataset", "mosaicml-streaming")
     return {
         "benchmark": "readers",
@@ -123,35 +127,38 @@ def command(case: Case, formats: Formats, output: Output) -> None:
     Files are in the page cache. Figures are samples/s of passes in blocks, of random samples, and
     of packing.
     """
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    output.check_writable()
+    start = begin(output)
     case = replace(case, random_reads=min(case.random_reads, case.samples))
-    report: dict[str, Any] = measure(formats.formats, case)
-    table = Table(box=SIMPLE_HEAD, title="samples/s, median", title_justify="left")
-    for title in ("format", "library", "pass", "its", "ratio", "random", "its", "ratio", "pack"):
-        table.add_column(title, justify="left" if title in ("format", "library") else "right")
+    with working("readers"):
+        report: dict[str, Any] = measure(formats.formats, case)
+    headings = ("format", "library", "pass", "its", "ratio", "random", "its", "ratio", "pack")
+    rows = []
     for name, f in report["formats"].items():
         keys = ("pass", "library_pass", "random", "library_random", "pack")
         rate = {key: f"{f[f'{key}_samples_per_s']['median']:,.0f}" for key in keys}
-        table.add_row(
-            name,
-            f["library"],
-            rate["pass"],
-            rate["library_pass"],
-            f"{f['pass_over_library']['median']:.2f}",
-            rate["random"],
-            rate["library_random"],
-            f"{f['random_over_library']['median']:.2f}",
-            rate["pack"],
+        rows.append(
+            (
+                name,
+                f["library"],
+                rate["pass"],
+                rate["library_pass"],
+                f"{f['pass_over_library']['median']:.2f}",
+                rate["random"],
+                rate["library_random"],
+                f"{f['random_over_library']['median']:.2f}",
+                rate["pack"],
+            )
         )
-    Console().print(table)
-    if output.report is not None:
-        write_json(output.report, report)
-    if output.as_json:
-        print(json.dumps(report))
+    table("samples/s, median", headings, rows, left=2)
+    results = results_of(
+        "readers",
+        report,
+        settings={**asdict(case), "formats": formats.formats},
+        seeds={"data": 0, "random": 1},
+        paths=(tempfile.gettempdir(),),
+        versions=report["machine"]["versions"],
+    )
+    finish(output, results, start)
 
 
 def _pass(reader: Any) -> int:

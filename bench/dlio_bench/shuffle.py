@@ -1,20 +1,21 @@
 """`dlio bench shuffle`: plans of a thousand ranks, real exchanges, partial tiers, mixing."""
 
 import itertools
-import json
 import os
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Final
 
 from dlio.cli.records import Output
 from dlio.errors import UsageError
-from dlio.util.files import write_json
 from dlio.util.options import Option, check
 from dlio_bench.ranks import FABRICS, run
+from dlio_bench.results.collected import collect, results_of
+from dlio_bench.results.envelope import begin, finish
+from dlio_bench.results.terminal import advance, show_figures, steps, working
 
 __all__ = ["Shuffling", "command", "decode", "exchange", "plan"]
 
@@ -51,7 +52,7 @@ def plan(repeats: int, large_samples: int = 10**9) -> dict[str, object]:
             "moved_share": measured.moved / measured.payload,
             "messages": measured.messages,
         }
-    for mode in ("batch", "global", "ring", "partial(0.1)", "local"):
+    for mode in steps(("batch", "global", "ring", "partial(0.1)", "local")):
         one = replace(job, mode=mode)
         # The placement is computed once for all epochs.
         one.__dict__["placement"] = job.placement
@@ -68,8 +69,8 @@ def plan(repeats: int, large_samples: int = 10**9) -> dict[str, object]:
     def whole_large() -> None:
         planner = plan_epoch(large.plan(1, 77))
         steps = large.steps
-        for begin in range(0, steps, 32):
-            planner.window(range(begin, min(begin + 32, steps)))
+        for first in range(0, steps, 32):
+            planner.window(range(first, min(first + 32, steps)))
 
     large.placement  # noqa: B018 - once for all epochs
     results["billion"] = {"seconds_a_rank": spread([_seconds(whole_large) for _ in range(repeats)])}
@@ -106,7 +107,7 @@ def exchange(repeats: int, samples: int = 4000) -> dict[str, object]:
         del data
         packed = os.path.join(scratch, "packed")
         pack(os.path.join(scratch, "samples.npy"), packed, compress="none")
-        for nodes, fabric in itertools.product((2, 4), FABRICS):
+        for nodes, fabric in steps(itertools.product((2, 4), FABRICS)):
             measured = _ranks("exchange", packed, nodes, 32, repeats, fabric)
             rates = measured["rates"]
             results[f"{nodes}_nodes_{fabric}"] = {
@@ -122,13 +123,13 @@ def exchange(repeats: int, samples: int = 4000) -> dict[str, object]:
     return results
 
 
-def decode(source: str, repeats: int) -> dict[str, dict[str, dict[str, float]]]:
+def decode(source: str, repeats: int) -> dict[str, object]:
     """4 ranks that decode `source`: images a second in mode `global` over those in `local`, which
     sends nothing."""
     from dlio_bench.results.statistics import ratio, spread
 
-    results = {}
-    for nodes in (2, 4):
+    results: dict[str, object] = {}
+    for nodes in steps((2, 4), "{} nodes".format):
         rates = _ranks("decode", os.path.abspath(source), nodes, 16, repeats)["rates"]
         results[f"{nodes}_nodes"] = {
             "global_per_s": spread(rates["global"]),
@@ -201,7 +202,7 @@ def command(options: Shuffling, output: Output) -> None:
     from dlio_bench.mixing import statistics, training
     from dlio_bench.sourceorder import source_order
 
-    output.check_writable()
+    start = begin(output)
     source, repeats = str(options.source), options.repeats
     measures: dict[str, Callable[[], object]] = {
         "plan": lambda: plan(repeats),
@@ -216,33 +217,24 @@ def command(options: Shuffling, output: Output) -> None:
     needs_source = () if options.source else ("capacity", "decode")
     wanted = options.case or tuple(name for name in _USUAL if name not in needs_source)
     report: dict[str, Any] = {}
-    for name in wanted:
-        report[name] = measures[name]()
-        _show(name, report[name])
-    if output.report is not None:
-        write_json(output.report, report)
-    if output.as_json:
-        print(json.dumps(report))
+    with working("shuffle", len(wanted)):
+        for name in wanted:
+            advance(name, 0)
+            report[name] = measures[name]()
+            advance()
+            show_figures(name, *collect(_table_of(report[name])))
+    results = results_of(
+        "shuffle", report, settings=asdict(options), seeds={"plan": 77}, paths=_paths(options)
+    )
+    finish(output, results, start)
 
 
-def _show(name: str, measured: Any) -> None:
-    """A line a row: names and figures."""
-    rows = measured.items() if isinstance(measured, dict) else enumerate(measured)
-    for key, value in rows:
-        text = value if not isinstance(value, dict) else ", ".join(_told(value))
-        label = name if isinstance(key, int) else f"{name}, {key}"
-        print(f"{label}: {_figure(text)}")
+def _table_of(measured: object) -> Mapping[str, object]:
+    """Return the figures of a case by name; those of a list by their number."""
+    if isinstance(measured, Mapping):
+        return measured
+    return {"rows": measured}
 
 
-def _told(value: dict[str, Any]) -> list[str]:
-    return [f"{key} {_figure(each)}" for key, each in value.items()]
-
-
-def _figure(value: Any) -> str:
-    if isinstance(value, dict):
-        return f"{value['median']:.3g} ({value['min']:.3g} to {value['max']:.3g})"
-    if isinstance(value, float):
-        return f"{value:.3g}"
-    if isinstance(value, list):
-        return ", ".join(_figure(each) for each in value)
-    return f"{value:,}" if isinstance(value, int) else str(value)
+def _paths(options: Shuffling) -> tuple[str, ...]:
+    return (tempfile.gettempdir(), *((options.source,) if options.source else ()))

@@ -1,7 +1,6 @@
 """`dlio bench staging`: staging, compared with its source's bandwidth and with cp."""
 
 import ctypes
-import json
 import os
 import re
 import shutil
@@ -16,10 +15,12 @@ from typing import Annotated, Any
 
 from dlio.cli.records import Output
 from dlio.errors import UsageError
-from dlio.util.files import write_json
 from dlio.util.options import Option, check
 from dlio.util.shared import SHARED_MEMORY
 from dlio.util.units import format_bytes
+from dlio_bench.results.collected import results_of
+from dlio_bench.results.envelope import begin, finish
+from dlio_bench.results.terminal import advance, expect, show_figures, working
 
 __all__ = ["CASES", "Choice", "Sizes", "command", "measure"]
 
@@ -62,8 +63,9 @@ def measure(cases: Sequence[str], sizes: Sizes, folder: str) -> dict[str, object
     results = {}
     for case in cases:
         with tempfile.TemporaryDirectory(prefix="staging-bench-", dir=folder) as inside:
+            expect(sizes.repeats)
+            advance(case, 0)
             results[case] = run[case](inside, sizes)
-            print(f"{case}: {json.dumps(results[case])}", file=sys.stderr)
     packages = ("dlio", "numpy", "mfusepy", "xxhash")
     return {
         "benchmark": "staging",
@@ -107,26 +109,20 @@ def command(choice: Choice, output: Output) -> None:
     Sources are an emulated parallel file system and the local disk. Figures are shares of the
     bandwidth, small files, two jobs at once, and memory.
     """
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    output.check_writable()
-    report: dict[str, Any] = measure(choice.cases, choice.sizes(), choice.folder or os.getcwd())
-    table = Table(box=SIMPLE_HEAD)
-    table.add_column("case")
-    table.add_column("figure")
-    table.add_column("median (min to max)", justify="right")
-    for case, figures in report["cases"].items():
-        for name, value in figures.items():
-            if isinstance(value, dict) and "median" in value:
-                span = f"{value['median']:.4g} ({value['min']:.4g} to {value['max']:.4g})"
-                table.add_row(case, name, span)
-    Console().print(table)
-    if output.report is not None:
-        write_json(output.report, report)
-    if output.as_json:
-        print(json.dumps(report))
+    start = begin(output)
+    folder, sizes = choice.folder or os.getcwd(), choice.sizes()
+    with working("staging"):
+        report: dict[str, Any] = measure(choice.cases, sizes, folder)
+    results = results_of(
+        "staging",
+        report,
+        settings={**asdict(sizes), "cases": choice.cases},
+        seeds={"data": 0},
+        paths=(folder, SHARED_MEMORY),
+        versions=report["machine"]["versions"],
+    )
+    show_figures("staging", results.figures, results.ratios)
+    finish(output, results, start)
 
 
 def _slow(folder: str, sizes: Sizes, bandwidth: int) -> dict[str, Any]:
@@ -144,6 +140,7 @@ def _slow(folder: str, sizes: Sizes, bandwidth: int) -> dict[str, Any]:
         _memory_folder(bytes_) as tier,
     ):
         for _ in range(sizes.repeats):
+            advance()
             seconds = _stage(mounted, tier, bytes_)
             rates.append(bytes_ / seconds / _MIB)
             shares.append(bytes_ / seconds / bandwidth)
@@ -193,6 +190,7 @@ def _local(folder: str, sizes: Sizes) -> dict[str, Any]:
             "same_disk": onto_disk,
         }
         for repeat in range(sizes.repeats):
+            advance()
             # In turn the other way round: a disk that has rested may be faster for the first.
             order = list(contenders)
             for name in order if repeat % 2 == 0 else order[::-1]:
@@ -225,6 +223,7 @@ def _small_files(folder: str, sizes: Sizes) -> dict[str, Any]:
         _memory_folder(4 * bytes_) as memory,
     ):
         for repeat in range(sizes.repeats):
+            advance()
             before = stats(mounted)
             staged.append(_stage(mounted, memory, bytes_))
             asked = {key: count - before[key] for key, count in stats(mounted).items()}
@@ -262,6 +261,7 @@ def _two_jobs(folder: str, sizes: Sizes) -> dict[str, Any]:
         _memory_folder(3 * bytes_) as memory,
     ):
         for _ in range(sizes.repeats):
+            advance()
             before = stats(mounted)["bytes"]
             jobs = [subprocess.Popen(_stage_argv(mounted, memory, bytes_)) for _ in range(2)]
             for job in jobs:
@@ -282,6 +282,7 @@ def _memory(folder: str, sizes: Sizes) -> dict[str, Any]:
     bytes_ = _size_of(source)
     peaks = []
     for _ in range(sizes.repeats):
+        advance()
         tier = os.path.join(folder, "tier")
         os.makedirs(tier)
         peaks.append(_peak_of(_stage_argv(source, tier, 2 * bytes_)) / _MIB)

@@ -2,22 +2,23 @@
 reads that have a choice."""
 
 import contextlib
-import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Annotated, Any, Final
+from dataclasses import asdict, dataclass
+from typing import Annotated, Final
 
 import numpy as np
 
 from dlio.cli.records import Output
 from dlio.errors import UsageError
-from dlio.util.files import write_json
 from dlio.util.options import Option, check
 from dlio.util.units import format_bytes, format_seconds
+from dlio_bench.results.envelope import begin, finish
+from dlio_bench.results.terminal import advance, table, working
+from dlio_bench.results.values import Figure, Results
 
 __all__ = ["Measured", "command", "measure", "measure_source", "measure_tier"]
 
@@ -143,28 +144,56 @@ def command(options: Measured, output: Output) -> None:
     from dlio.storage.spec import parse_tiers
     from dlio.util.units import parse_bytes
 
-    output.check_writable()
+    start = begin(output)
     specs = parse_tiers(options.tiers or "none")
     if not specs and not options.sources:
         raise UsageError("nothing to measure: name tiers with --tiers, or data sets")
-    report: dict[str, Any] = {}
-    for spec in specs:
-        name = "ram" if spec.kind == "ram" else spec.root
-        size = min(parse_bytes(options.size), spec.capacity)
-        report[name] = measure_tier(spec.root, size, options.threads)
-    for source in options.sources:
-        report[source] = measure_source(source, options.threads)
-    kept = ""
-    for name, figures in report.items():
-        print(
-            f"{name}: {format_bytes(int(figures['bytes_per_s']))}/s in samples of 100 kB, "
-            f"{format_seconds(figures['latency_s'])} for a small read"
-        )
-        if options.keep:
-            kept = remember(name, figures["latency_s"], figures["bytes_per_s"])
-    if kept:
+    report: dict[str, dict[str, float]] = {}
+    paths: list[str] = []
+    with working("tiers", len(specs) + len(options.sources)):
+        for spec in specs:
+            name = "ram" if spec.kind == "ram" else spec.root
+            advance(name, 0)
+            size = min(parse_bytes(options.size), spec.capacity)
+            report[name] = measure_tier(spec.root, size, options.threads)
+            paths.append(spec.root)
+            advance()
+        for source in options.sources:
+            advance(source, 0)
+            report[source] = measure_source(source, options.threads)
+            paths.append(source)
+            advance()
+    _show(report)
+    if options.keep:
+        kept = ""
+        for name, each in report.items():
+            kept = remember(name, each["latency_s"], each["bytes_per_s"])
         print(f"remembered in {kept}")
-    if output.report is not None:
-        write_json(output.report, report)
-    if output.as_json:
-        print(json.dumps(report))
+    results = Results(
+        "tiers",
+        settings=asdict(options),
+        seeds={"offsets": 0},
+        figures=[
+            figure
+            for name, each in report.items()
+            for figure in (
+                Figure("throughput", "bytes/s", (each["bytes_per_s"],), {"of": name}, "higher"),
+                Figure("latency of 4 KiB", "s", (each["latency_s"],), {"of": name}, "lower"),
+            )
+        ],
+        details=report,
+        paths=tuple(paths),
+    )
+    finish(output, results, start)
+
+
+def _show(report: Mapping[str, Mapping[str, float]]) -> None:
+    rows = [
+        (
+            name,
+            f"{format_bytes(int(each['bytes_per_s']))}/s",
+            format_seconds(each["latency_s"]),
+        )
+        for name, each in report.items()
+    ]
+    table("random reads", ("of", "in samples of 100 kB", "a small read"), rows)

@@ -9,10 +9,10 @@ _BAR: Final = 20
 
 
 class Bar:
-    """A progress bar of one row, drawn with rich inside its `with` block.
+    """A progress bar of one row with the remaining time, drawn with rich in its `with` block.
 
-    It fits into the width of the terminal. Lines that are printed meanwhile appear above it. Not
-    thread-safe.
+    Nothing is drawn where the stream is not a terminal. It fits into the terminal's width. Lines
+    that are printed meanwhile appear above it. Not thread-safe.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class Bar:
         Args:
             title: title of the row; None to begin without a row.
             total: total work in units; None if it is not known yet.
-            in_bytes: the units are bytes; also show a rate and the remaining time.
+            in_bytes: the units are bytes; also show a rate.
             transient: remove the bar at the end.
             to_stderr: draw on standard error.
             force: draw even if the stream does not look like a terminal.
@@ -62,16 +62,22 @@ class Bar:
         else:
             columns += [
                 MofNCompleteColumn(table_column=column()),
+                TimeRemainingColumn(compact=True, table_column=column()),
                 TextColumn("{task.fields[note]}", table_column=column(1)),
             ]
+        console = Console(
+            file=sys.stderr if to_stderr else None, force_terminal=True if force else None
+        )
         self._rows = Progress(
             *columns,
             transient=transient,
             expand=not in_bytes,  # The note takes the width that is left.
             refresh_per_second=5,
-            console=Console(
-                file=sys.stderr if to_stderr else None, force_terminal=True if force else None
-            ),
+            # Steps of a benchmark may take minutes each; a rate of bytes changes sooner.
+            speed_estimate_period=30 if in_bytes else 86_400,
+            console=console,
+            # Elsewhere it would leave an empty line.
+            disable=not console.is_terminal,
         )
         self._row: Any = None
         if title is not None:

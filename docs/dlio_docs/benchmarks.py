@@ -1,8 +1,8 @@
 """Tables and drawings made of the committed reports of `dlio bench`.
 
-A file in docs/benchmarks/data holds {"title", "command", "date", "data", "load_average", "machine",
-"report"}: `report` is the file written by --report; `load_average` is that of the machine when the
-command started and when it ended.
+A file in docs/benchmarks/data holds {"title", "command", "data", "report"}: `report` is the file
+written by --report. Older ones also hold {"date", "load_average", "machine"}, as their reports have
+no envelope.
 """
 
 import html
@@ -31,8 +31,19 @@ _CONTENDERS: Final = {
 
 
 def read(name: str) -> dict[str, Json]:
-    """Return a committed report by its file's name without `.json`."""
+    """Return a committed report by its file's name without `.json`.
+
+    `date`, `load_average` and `machine` are those of the report's envelope, where it has one.
+    """
     loaded: dict[str, Json] = json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))
+    report = _dict(loaded["report"])
+    if "schema" in report:
+        machine = _dict(report["environment"])
+        loaded |= {
+            "date": str(report["started"])[:10],
+            "load_average": machine["load_average"],
+            "machine": machine,
+        }
     return loaded
 
 

@@ -11,9 +11,9 @@ import pytest
 from dlio.cli import main
 from dlio.errors import UsageError
 from dlio_bench.exchange import balance, messages, overlap, slow_rank, step, training
-from dlio_bench.exchange.command import show
 from dlio_bench.exchange.drawing import draw
 from dlio_bench.exchange.options import Options
+from dlio_bench.results.terminal import show
 from dlio_bench.trainings import TrainedEpoch
 
 TINY = Options(repeats=1, network="perceptron", batch_size=2, fabrics=("memory",), counts=(2, 4))

@@ -1,6 +1,5 @@
 """`dlio bench chaos`: the command and its cases."""
 
-import json
 import os
 import pkgutil
 import tempfile
@@ -10,9 +9,12 @@ from typing import Annotated, Any, Final
 
 from dlio.cli.records import Output
 from dlio.errors import UsageError
-from dlio.util.files import write_json
 from dlio.util.options import Option, check
 from dlio_bench.chaos.options import Options
+from dlio_bench.results.collected import results_of
+from dlio_bench.results.envelope import begin, finish, save
+from dlio_bench.results.terminal import advance, show, working
+from dlio_bench.results.values import Results
 
 __all__ = ["CASES", "Cases", "command"]
 
@@ -57,10 +59,9 @@ def command(options: Options, cases: Cases, output: Output) -> None:
     time that counts, and leftovers.
     """
     from dlio_bench.chaos.torchft_job import torchft_versions
-    from dlio_bench.exchange.command import show
     from dlio_bench.results.environment import describe_machine
 
-    output.check_writable()
+    start = begin(output)
     torchft = None if options.torchft is None else torchft_versions(options.torchft)
     report: dict[str, Any] = {
         "benchmark": "chaos",
@@ -69,6 +70,7 @@ def command(options: Options, cases: Cases, output: Output) -> None:
         "torchft": torchft,
     }
     with ExitStack() as stack:
+        stack.enter_context(working("chaos", len(cases.case)))
         folder = options.keep
         if folder is None:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dlio-chaos-"))
@@ -82,14 +84,26 @@ def command(options: Options, cases: Cases, output: Output) -> None:
         for name in cases.case:
             own = os.path.join(folder, name)
             os.makedirs(own)
+            advance(name, 0)
             figures = pkgutil.resolve_name(CASES[name])(options, source, own)
             report[name] = figures
+            advance()
             show(name, {key: figures[key] for key in ("rows", "said")})
-            if output.report is not None:
-                # Figures so far stay, if a later case fails.
-                write_json(output.report, report)
-    if output.as_json:
-        print(json.dumps(report))
+            # Figures so far stay, if a later case fails.
+            save(output, _results(report, options, folder), start)
+        results = _results(report, options, folder)
+    finish(output, results, start)
+
+
+def _results(report: dict[str, Any], options: Options, folder: str) -> Results:
+    return results_of(
+        "chaos",
+        report,
+        settings=asdict(options),
+        seeds={"faults": options.seed},
+        paths=(folder,),
+        versions=report["machine"]["versions"],
+    )
 
 
 def _source(options: Options, folder: str) -> str:

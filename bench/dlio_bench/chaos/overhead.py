@@ -13,6 +13,7 @@ from dlio_bench.chaos.job import Job, train_argv
 from dlio_bench.chaos.options import Options
 from dlio_bench.chaos.stamps import RankStamps
 from dlio_bench.chaos.torchft_job import torchft_argv
+from dlio_bench.results.terminal import steps
 
 __all__ = ["measure", "step_seconds"]
 
@@ -65,7 +66,7 @@ def _pairs(
 
     seconds: dict[str, list[float]] = {mode: [] for mode in modes}
     peaks: dict[str, list[float]] = {mode: [] for mode in modes}
-    for pair in range(options.repeats):
+    for pair in steps(range(options.repeats), f"{megabytes} MB, pair {{}}".format):
         for mode in modes[:: -1 if pair % 2 else 1]:
             own = os.path.join(folder, f"{megabytes}-{pair}-{mode}")
             ranks = _run(options, source, own, megabytes, mode)

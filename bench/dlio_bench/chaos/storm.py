@@ -23,6 +23,7 @@ from dlio_bench.chaos.schedule import Made, make_schedule
 from dlio_bench.chaos.stamps import steps_of
 from dlio_bench.chaos.torchft_accounts import account, joins, read_batches
 from dlio_bench.chaos.torchft_job import torchft_argv
+from dlio_bench.results.terminal import steps
 
 __all__ = ["measure"]
 
@@ -59,7 +60,7 @@ def measure(options: Options, source: str, folder: str) -> dict[str, object]:
         f"steps; {samples:,} samples an epoch. {_REPLACED[options.spares > 0]}"
     ]
     others = {"restart": options.restart, "torchft": options.torchft is not None}
-    for mode in ("shrink", *(mode for mode, wanted in others.items() if wanted)):
+    for mode in steps(("shrink", *(mode for mode, wanted in others.items() if wanted))):
         faults = make_schedule(
             options.kinds, options.kills, options.every, options.spacing, options.seed
         )

@@ -22,6 +22,9 @@ _START_TIMEOUT_S: Final = 20.0
 _END_TIMEOUT_S: Final = 10.0
 _THREADS: Final = 256
 _POLL_S: Final = 0.02
+_REMEMBERED_S: Final = 30
+"""Seconds for which the kernel remembers names and attributes, as the clients of NFS (acdirmin) and
+of parallel file systems do: otherwise each folder of a path would cost a request at each open."""
 
 
 def why_not() -> str | None:
@@ -113,8 +116,8 @@ def serve(folder: str, mountpoint: str, profile: Profile, *, writable: bool) -> 
         foreground=True,
         ro=not writable,
         direct_io=True,
-        attr_timeout=0,
-        entry_timeout=0,
+        attr_timeout=_REMEMBERED_S,
+        entry_timeout=_REMEMBERED_S,
         negative_timeout=0,
         max_threads=_THREADS,
         max_idle_threads=_THREADS,

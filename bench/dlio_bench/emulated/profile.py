@@ -247,7 +247,8 @@ _PARTS: Final[dict[str, tuple[dict[str, str], Callable[[str], float]]]] = {
 def parse_profile(text: str) -> Profile:
     """Parse a profile such as `s3` or `latency(20ms,open=5ms)+bandwidth(150MiB)`.
 
-    A latency without `open=` and `metadata=` is that of these, too. Raises UsageError that names
+    `latency(5ms)` is that of reads, opens and metadata alike; with `open=5ms`, or any other
+    argument, those that are not named take no time. Raises UsageError that names
     the parts and arguments there are.
     """
     profile = Profile()
@@ -295,9 +296,8 @@ def _arguments(text: str, name: str, inside: str) -> dict[str, Any]:
             figures[known[key]] = parse(value.strip())
         except UsageError as error:
             raise UsageError(f"{text!r}: {name}, {key}: {error}") from error
-    if name == "latency" and "latency_s" in figures:
-        figures.setdefault("open_latency_s", figures["latency_s"])
-        figures.setdefault("metadata_latency_s", figures["open_latency_s"])
+    if name == "latency" and list(figures) == ["latency_s"]:
+        figures["open_latency_s"] = figures["metadata_latency_s"] = figures["latency_s"]
     if name == "seed":
         figures["seed"] = int(figures["seed"])
     return figures

@@ -1,17 +1,19 @@
-"""`dlio bench exchange`: the command, its cases, and how figures are printed."""
+"""`dlio bench exchange`: the command and its cases."""
 
-import json
 import pkgutil
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Final
 
 from dlio.cli.records import Output
-from dlio.util.files import check_writable, write_json
+from dlio.util.files import check_writable
 from dlio.util.options import Option, check
 from dlio_bench.exchange.options import Options
+from dlio_bench.results.collected import results_of
+from dlio_bench.results.envelope import begin, finish, save
+from dlio_bench.results.terminal import advance, show, working
+from dlio_bench.results.values import Results
 
-__all__ = ["CASES", "Cases", "command", "show"]
+__all__ = ["CASES", "Cases", "command"]
 
 CASES: Final[dict[str, str]] = {
     "messages": "dlio_bench.exchange.messages:measure",
@@ -53,7 +55,7 @@ def command(options: Options, cases: Cases, output: Output) -> None:
     """
     from dlio_bench.results.environment import describe_machine
 
-    output.check_writable()
+    start = begin(output)
     if options.plot is not None:
         check_writable("--plot", options.plot)
     wanted = cases.case or _USUAL
@@ -64,53 +66,22 @@ def command(options: Options, cases: Cases, output: Output) -> None:
         "options": asdict(options),
         "machine": describe_machine(_VERSIONS),
     }
-    for name in wanted:
-        report[name] = pkgutil.resolve_name(CASES[name])(options)
-        show(name, report[name])
-        if output.report is not None:
+    with working("exchange", len(wanted)):
+        for name in wanted:
+            advance(name, 0)
+            report[name] = pkgutil.resolve_name(CASES[name])(options)
+            advance()
+            show(name, report[name])
             # Figures so far stay, if a later case fails.
-            write_json(output.report, report)
-    if output.as_json:
-        print(json.dumps(report))
+            save(output, _results(report, options), start)
+    finish(output, _results(report, options), start)
 
 
-def show(name: str, figures: Mapping[str, object]) -> None:
-    """Print the figures of a case: `rows` as a table, `said` as sentences, others one a line."""
-    for key, value in figures.items():
-        if key == "said" and isinstance(value, list):
-            for sentence in value:
-                print(sentence)
-        elif isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
-            _table(name if key == "rows" else f"{name}, {key.replace('_', ' ')}", value)
-        elif key != "raw":
-            print(f"{name}, {key.replace('_', ' ')}: {_figure(value)}")
+def _results(report: dict[str, Any], options: Options) -> Results:
+    versions = report["machine"]["versions"]
+    results = results_of("exchange", report, settings=asdict(options), versions=versions)
+    if "messages" in report:
+        from dlio_bench.exchange.messages import forecasts
 
-
-def _table(title: str, rows: list[dict[str, Any]]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    headings = list(dict.fromkeys(heading for row in rows for heading in row))
-    table = Table(title=title, box=SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
-    for heading in headings:
-        words = any(isinstance(row.get(heading), str) for row in rows)
-        justify: Any = "left" if words else "right"
-        table.add_column(heading.replace("_", " "), justify=justify, no_wrap=words)
-    for row in rows:
-        table.add_row(*(_figure(row.get(heading)) for heading in headings))
-    Console(width=max(130, Console().width)).print(table)
-
-
-def _figure(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, dict) and "median" in value:
-        return f"{value['median']:.3g} ({value['min']:.3g} to {value['max']:.3g})"
-    if isinstance(value, dict):
-        return ", ".join(f"{key.replace('_', ' ')} {_figure(each)}" for key, each in value.items())
-    if isinstance(value, float):
-        return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
-    if isinstance(value, list):
-        return ", ".join(_figure(each) for each in value)
-    return f"{value:,}" if isinstance(value, int) else str(value)
+        results.curves += forecasts(report["messages"]["raw"])
+    return results

@@ -1,5 +1,6 @@
 """`--case messages`: messages of each exchange on 2 to 16 ranks, and its time on up to 4,096."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Final
 
@@ -11,8 +12,10 @@ from dlio_bench.exchange.monitor import ENVIRONMENT
 from dlio_bench.exchange.options import Options
 from dlio_bench.exchange.overlap import fabrics_of
 from dlio_bench.ranks import LINK, run
+from dlio_bench.results.terminal import steps
+from dlio_bench.results.values import Curve
 
-__all__ = ["measure", "nodes_of"]
+__all__ = ["forecasts", "measure", "nodes_of"]
 
 _SIZES: Final = tuple(1 << power for power in range(10, 26))
 """1 KiB to 32 MiB."""
@@ -29,13 +32,12 @@ def measure(options: Options) -> dict[str, object]:
     from dlio.train.exchange import NAMES
 
     exchanges = options.exchanges or NAMES
-    rows = [row for p in options.counts for row in _counted(p, exchanges)]
+    rows = [row for p in steps(options.counts, "{} ranks".format) for row in _counted(p, exchanges)]
     links = {fabric: _fitted(fabric, options.repeats) for fabric in fabrics_of(options)[0]}
     checks = [
         row
         for fabric, (link, _) in links.items()
-        for p in options.counts
-        if p <= 4
+        for p in steps([p for p in options.counts if p <= 4], "{} ranks, timed".format)
         for row in _checked(fabric, link, p, exchanges, options.repeats)
     ]
     carried = _carried(options, exchanges, {name: link for name, (link, _) in links.items()})
@@ -53,6 +55,7 @@ def measure(options: Options) -> dict[str, object]:
         ],
         "model_and_measured": checks,
         "carried": carried["rows"],
+        "raw": carried["seconds"],
         "said": [
             "Messages and bytes of a rank and step, bytes in parts of the parameters'; counted by "
             "Open MPI's monitoring, a message as the point-to-point layer has it. An allreduce is "
@@ -70,6 +73,23 @@ def measure(options: Options) -> dict[str, object]:
         draw(carried["seconds"], _CARRIED, carried["link"], options.plot)
         results["plot"] = options.plot
     return results
+
+
+def forecasts(carried: Mapping[str, Sequence[float]]) -> list[Curve]:
+    """Return a curve for each exchange: the model's seconds against ranks, from `raw`."""
+    return [
+        Curve(
+            "seconds of a step's exchange",
+            "scaling",
+            "ranks",
+            "s",
+            tuple(float(p) for p in _CARRIED),
+            tuple(seconds),
+            {"exchange": name},
+            forecast=True,
+        )
+        for name, seconds in carried.items()
+    ]
 
 
 def nodes_of(p: int) -> int:
@@ -120,7 +140,7 @@ def _checked(
 ) -> list[dict[str, Any]]:
     """Measured exchanges next to the model's, for ranks that share this machine's cores."""
 
-    from dlio_bench.results.statistics import spread
+    from dlio_bench.results.statistics import median, spread
 
     names = [name for name in exchanges if name in model.FORMULAE]
     nodes = nodes_of(p)
@@ -141,15 +161,15 @@ def _checked(
     for name, ask in zip(names, asked, strict=True):
         preset = "allreduce" if ask in _EVERY_STEP.values() else name
         predicted_s = model.seconds(preset, p, work, here)
-        measured = spread(report["seconds"][ask])
+        seconds = report["seconds"][ask]
         rows.append(
             {
                 "fabric": fabric,
                 "ranks": p,
                 "exchange": ask,
-                "measured_ms": {key: 1e3 * value for key, value in measured.items()},
+                "measured_ms": spread([1e3 * each for each in seconds]),
                 "model_ms": 1e3 * predicted_s,
-                "model_over_measured": predicted_s / measured["median"],
+                "model_over_measured": predicted_s / median(seconds),
             }
         )
     return rows

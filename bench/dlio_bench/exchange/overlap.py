@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from dlio_bench.exchange.options import Options
 from dlio_bench.ranks import FABRICS, LINK, TIMEOUT_S, run, why_no_link
+from dlio_bench.results.terminal import advance, steps
 
 __all__ = ["fabrics_of", "measure"]
 
@@ -45,7 +46,7 @@ def measure(options: Options) -> dict[str, object]:
     if lacking is not None:
         said.append(f"No link: {lacking}")
     for fabric in fabrics:
-        for name in options.exchanges or _EXCHANGES:
+        for name in steps(options.exchanges or _EXCHANGES):
             runs = _ranks(2, options.repeats, (name,), options, fabric)["exchanges"][name]
             hidden = [1 - (t["with_s"] - t["without_s"]) / t["alone_s"] for t in runs]
             rows.append(
@@ -63,6 +64,7 @@ def measure(options: Options) -> dict[str, object]:
                     "hidden_percent": spread([100 * each for each in hidden]),
                 }
             )
+    advance("overhead of one rank", 0)
     short = replace(options, batch_size=_OVERHEAD_BATCH)
     alone = _ranks(1, _OVERHEAD_STEPS * options.repeats, (), short, "memory")
     return {

@@ -6,6 +6,7 @@ from typing import Any, Final
 from dlio_bench.exchange.options import Options
 from dlio_bench.exchange.overlap import fabrics_of
 from dlio_bench.ranks import LINK, TIMEOUT_S, run
+from dlio_bench.results.terminal import steps
 
 __all__ = ["measure"]
 
@@ -31,9 +32,9 @@ def measure(options: Options) -> dict[str, object]:
     small = replace(options, network="small", batch_size=_SMALL_BATCH)
     rows = [
         row
-        for each, steps in ((small, _SMALL_STEPS), (options, _STEPS))
-        for fabric in fabrics
-        for row in _rows(each, steps, fabric)
+        for each, count in ((small, _SMALL_STEPS), (options, _STEPS))
+        for fabric in steps(fabrics)
+        for row in _rows(each, count, fabric)
     ]
     return {
         "rows": rows,

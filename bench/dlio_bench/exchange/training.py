@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from dlio_bench.exchange.options import Options
 from dlio_bench.results.statistics import deviation
+from dlio_bench.results.terminal import steps
 from dlio_bench.trainings import TrainedEpoch, TrainingReport, first_at, trained
 
 __all__ = ["final_accuracy", "measure", "seconds_to"]
@@ -39,7 +40,7 @@ def measure(options: Options) -> dict[str, object]:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dlio-bench-"))
         os.makedirs(folder, exist_ok=True)
         for seed in range(options.seeds):
-            for name in exchanges:
+            for name in steps(exchanges):
                 reports[name].append(
                     trained(
                         f"{name}-{seed}",

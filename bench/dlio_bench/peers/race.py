@@ -47,7 +47,8 @@ def race(
     Args:
         starts: how to start each contender.
         labels: classes of the pictures. A contender that gives others in a pass has failed.
-        progress: called with a contender's name before it prepares its data.
+        progress: called before a contender prepares its data and before each timed pass, with a
+            note; 1 + repeats times for each contender that does not fail.
     """
     outcome = Outcome()
     expected = checksum(labels)
@@ -82,7 +83,7 @@ def race(
 
         stack.callback(end)
         for name, start in starts.items():
-            progress(name)
+            progress(f"{name}: preparing")
             try:
                 running[name] = start()
                 outcome.versions.update(running[name].get_ready())
@@ -92,6 +93,7 @@ def race(
         for repeat in range(repeats):
             order = list(running)
             for name in order if repeat % 2 == 0 else order[::-1]:
+                progress(f"{name}: pass {repeat + 1} of {repeats}")
                 try:
                     # The first is not timed: its memory may have been taken away meanwhile.
                     timed = passes(running[name], 2)

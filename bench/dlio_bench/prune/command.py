@@ -1,18 +1,21 @@
 """`dlio bench prune`: the command and its cases."""
 
-import json
 import os
 import pkgutil
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Final
 
 from dlio.cli.records import Output
-from dlio.util.files import check_writable, write_json
+from dlio.util.files import check_writable
 from dlio.util.options import Option, check
-from dlio_bench.exchange.command import show
 from dlio_bench.prune.curves import Curve
 from dlio_bench.prune.drawing import draw
 from dlio_bench.prune.options import Options
+from dlio_bench.results.collected import results_of
+from dlio_bench.results.envelope import begin, finish, save
+from dlio_bench.results.terminal import show, working
+from dlio_bench.results.values import Curve as Points
+from dlio_bench.results.values import Results
 
 __all__ = ["CASES", "Cases", "command"]
 
@@ -57,7 +60,7 @@ def command(options: Options, cases: Cases, output: Output) -> None:
     for name in wanted:
         if name not in _WITHOUT_IMAGES:
             options.check_images(name)
-    output.check_writable()
+    start = begin(output)
     if options.plot is not None:
         check_writable("--plot", options.plot)
     report: dict[str, Any] = {
@@ -66,7 +69,9 @@ def command(options: Options, cases: Cases, output: Output) -> None:
         "machine": describe_machine(_VERSIONS),
     }
     for name in wanted:
-        report[name] = figures = pkgutil.resolve_name(CASES[name])(options)
+        with working(f"prune, {name}"):
+            figures = pkgutil.resolve_name(CASES[name])(options)
+        report[name] = figures
         show(name, figures)
         if options.plot is not None:
             root, ending = os.path.splitext(options.plot)
@@ -76,8 +81,26 @@ def command(options: Options, cases: Cases, output: Output) -> None:
                 for variant, those in figures["raw"].items()
             }
             draw(curves, f"dlio bench prune --case {name}", path)
-        if output.report is not None:
-            # Figures so far stay, if a later case fails.
-            write_json(output.report, report)
-    if output.as_json:
-        print(json.dumps(report))
+        # Figures so far stay, if a later case fails.
+        save(output, _results(report, options), start)
+    finish(output, _results(report, options), start)
+
+
+def _results(report: dict[str, Any], options: Options) -> Results:
+    versions = report["machine"]["versions"]
+    results = results_of("prune", report, settings=asdict(options), versions=versions)
+    for name in CASES:
+        for variant, runs in report.get(name, {}).get("raw", {}).items():
+            results.curves += [
+                Points(
+                    f"{name}: held-out accuracy",
+                    "time",
+                    "s of training",
+                    "held out, %",
+                    tuple(run["seconds"]),
+                    tuple(100 * each for each in run["accuracy"]),
+                    {"variant": variant, "seed": str(seed)},
+                )
+                for seed, run in enumerate(runs)
+            ]
+    return results

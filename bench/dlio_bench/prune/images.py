@@ -18,6 +18,7 @@ from dlio.util.files import write_json
 from dlio_bench.prune import removal
 from dlio_bench.prune.curves import Curve, summary
 from dlio_bench.prune.options import Options
+from dlio_bench.results.terminal import steps
 from dlio_bench.trainings import TrainedEpoch, TrainingReport, trained
 
 __all__ = ["curve_of", "measure", "measure_samples", "widths_of"]
@@ -45,7 +46,7 @@ def measure(options: Options) -> dict[str, object]:
         runs = _Runs(options, "images", stack, options.epochs or _EPOCHS)
         width = options.width or _WIDTH
         by_name: dict[str, list[Curve]] = {}
-        for seed in range(options.seeds):
+        for seed in steps(range(options.seeds), "seed {}".format):
             for name, curve in _variants(runs, seed, width):
                 by_name.setdefault(name, []).append(curve)
     return summary(by_name, options.tolerance)
@@ -58,7 +59,7 @@ def measure_samples(options: Options) -> dict[str, object]:
         runs = _Runs(options, "samples", stack, options.epochs or _SAMPLES_EPOCHS, _SAMPLES_CROP)
         width = options.width or _WIDTH // 2
         by_name: dict[str, list[Curve]] = {}
-        for seed in range(options.seeds):
+        for seed in steps(range(options.seeds), "seed {}".format):
             for name, more in _SAMPLES.items():
                 by_name.setdefault(name, []).append(runs.curve(name, seed, width, **more))
             work = by_name["samples left out"][-1].extra["trained_on"]

@@ -15,6 +15,7 @@ from dlio.train.pruning import Group
 from dlio_bench.prune import removal
 from dlio_bench.prune.curves import Curve, summary
 from dlio_bench.prune.options import Options
+from dlio_bench.results.terminal import steps
 
 __all__ = [
     "BATCH",
@@ -224,7 +225,7 @@ def by_seed(
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for seed in range(options.seeds):
+        for seed in steps(range(options.seeds), "seed {}".format):
             for name, curve in variants(seed, widths, epochs, options).items():
                 by_variant.setdefault(name, []).append(curve)
     finally:

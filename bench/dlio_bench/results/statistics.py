@@ -2,13 +2,15 @@
 
 import statistics
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
 __all__ = [
     "ENOUGH",
+    "Deviation",
+    "Spread",
     "deviation",
     "interval_of_median",
     "interval_of_ratio",
@@ -23,6 +25,24 @@ ENOUGH: Final = 6
 Of n values, all lie on one side of the true median with a chance of 2 * 0.5**n: 6 % of 5 values, so
 that even the range from the least to the largest is too narrow for 95 %.
 """
+
+
+class Spread(TypedDict):
+    """Summary of repeats."""
+
+    median: float
+    min: float
+    max: float
+    all: list[float]
+
+
+class Deviation(Spread):
+    """Summary of repeats with their mean and standard deviation."""
+
+    mean: float
+    deviation: float
+
+
 _DRAWS: Final = 10_000
 _SEED: Final = 20180713
 _BOUNDS: Final = (2.5, 97.5)
@@ -33,20 +53,27 @@ def median(values: Sequence[float]) -> float:
     return statistics.median(values)
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, minimum and maximum."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+def spread(values: Sequence[float]) -> Spread:
+    """Median, minimum, maximum, and all values."""
+    return {
+        "median": statistics.median(values),
+        "min": min(values),
+        "max": max(values),
+        "all": list(values),
+    }
 
 
-def deviation(values: Sequence[float]) -> str:
-    """Mean, and standard deviation where there are several."""
-    if len(values) == 1:
-        return f"{values[0]:.1f}"
-    return f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}"
+def deviation(values: Sequence[float]) -> Deviation:
+    """Mean, standard deviation (0 of one value), and the spread."""
+    return {
+        **spread(values),
+        "mean": statistics.mean(values),
+        "deviation": statistics.stdev(values) if len(values) > 1 else 0.0,
+    }
 
 
-def ratio(values: Sequence[float], to: Sequence[float]) -> dict[str, float]:
-    """Median, least and largest ratio of paired repeats."""
+def ratio(values: Sequence[float], to: Sequence[float]) -> Spread:
+    """Median, least, largest and all ratios of paired repeats."""
     return spread([value / other for value, other in zip(values, to, strict=True)])
 
 

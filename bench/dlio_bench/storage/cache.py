@@ -9,21 +9,26 @@ that are still there, so that nothing rests on a promise.
 import ctypes
 import mmap
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 
 from dlio.errors import UsageError
 from dlio_bench.mounts import FileSystem, file_system_of
+from dlio_bench.storage.progress import Row
 
 __all__ = ["DROP_CACHES", "Dropped", "Residency", "drop", "residency", "resident"]
 
 DROP_CACHES: Final = "/proc/sys/vm/drop_caches"
 _WINDOW: Final = 1 << 30
 """Bytes of a file that are mapped at a time; a multiple of any page size."""
+_THREADS: Final = 16
+_SHOWN: Final = 1000
+"""Files from which on progress is shown."""
 _COLD: Final = 0.01
 """Share of resident pages that counts as none: file systems read the first pages ahead."""
 
@@ -69,30 +74,23 @@ class Dropped:
         return f"dropped by {how}; {self.resident_share:.1%} of the pages are resident"
 
 
-def drop(files: Sequence[str], *, everything: bool = True) -> Dropped:
+def drop(files: Sequence[str], *, everything: bool = True, progress: Row | None = None) -> Dropped:
     """Drop the pages of files from this machine's page cache, and verify it.
 
     Args:
         files: paths of data files, which may be on any file system.
         everything: also write `drop_caches` where this process may; that drops the pages,
             directory entries and inodes of all files of this machine.
+        progress: row that shows how far it is, of many files.
 
     Raises UsageError for a file that cannot be opened.
     """
-    for path in files:
-        descriptor = _opened(path)
-        try:
-            # Pages that are not written yet stay; not all file systems sync a read-only descriptor.
-            with suppress(OSError):
-                os.fdatasync(descriptor)
-            with suppress(OSError):
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
+    for _ in _each(_advise, files, progress, "dropping the page cache"):
+        pass
     methods = ["fadvise"] if files else []
     if everything and _drop_all():
         methods.append("drop_caches")
-    left = residency(files)
+    left = residency(files, progress)
     kinds = {each.type: each for each in map(file_system_of, _folders(files))}
     return Dropped(
         methods=tuple(methods),
@@ -103,34 +101,65 @@ def drop(files: Sequence[str], *, everything: bool = True) -> Dropped:
     )
 
 
-def resident(files: Sequence[str]) -> float:
+def resident(files: Sequence[str], progress: Row | None = None) -> float:
     """Return the share of the files' pages that are in the page cache, 0 to 1."""
-    return residency(files).share
+    return residency(files, progress).share
 
 
-def residency(files: Iterable[str]) -> Residency:
+def residency(files: Sequence[str], progress: Row | None = None) -> Residency:
     """Count the pages of files that are in this machine's page cache.
 
     The kernel tells them only to those who may write the file, as it would tell strangers what
     others read. Raises UsageError for a file that cannot be opened.
     """
     pages = present = unknown = 0
-    for path in files:
-        descriptor = _opened(path)
-        try:
-            status = os.fstat(descriptor)
-            if not _may_ask(path, status):
-                unknown += 1
-                continue
-            counted = _count(descriptor, status.st_size)
-        except OSError:
-            unknown += 1  # The file system cannot map files.
-            continue
-        finally:
-            os.close(descriptor)
-        pages += counted[0]
-        present += counted[1]
+    for counted in _each(_pages_of, files, progress, "looking into the page cache"):
+        if counted is None:
+            unknown += 1
+        else:
+            pages += counted[0]
+            present += counted[1]
     return Residency(pages, present, unknown)
+
+
+_Result = TypeVar("_Result")
+
+
+def _each(
+    function: Callable[[str], _Result], files: Sequence[str], progress: Row | None, title: str
+) -> Iterator[_Result]:
+    """Yield the results of a function of files; many are opened at a time, as that may be slow."""
+    if progress is not None and len(files) > _SHOWN:
+        progress.begin(title, len(files))
+    with ThreadPoolExecutor(_THREADS, "dlio-cache") as pool:
+        for done, result in enumerate(pool.map(function, files), 1):
+            yield result
+            if progress is not None and len(files) > _SHOWN:
+                progress.update(done)
+
+
+def _advise(path: str) -> None:
+    descriptor = _opened(path)
+    try:
+        # Pages that are not written yet stay; not all file systems sync a read-only descriptor.
+        with suppress(OSError):
+            os.fdatasync(descriptor)
+        with suppress(OSError):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def _pages_of(path: str) -> tuple[int, int] | None:
+    """Return (pages of a file, those that are resident); None if they cannot be asked for."""
+    descriptor = _opened(path)
+    try:
+        status = os.fstat(descriptor)
+        return _count(descriptor, status.st_size) if _may_ask(path, status) else None
+    except OSError:
+        return None  # The file system cannot map files.
+    finally:
+        os.close(descriptor)
 
 
 def _opened(path: str) -> int:

@@ -174,8 +174,13 @@ def _notes(case: StorageCase, measured: Measured, epochs: list[EpochFigures]) ->
                 dropped = epoch["dropped"]
                 if dropped is not None:
                     notes += dropped["notes"]
-    if case.cache == "drop":
-        notes.append("the data's pages were dropped from the page cache before each epoch")
+    if case.cache == "keep":
+        notes.append("the page cache was left as it was (--cache keep)")
+    else:
+        pages = "the data's pages were" if case.cache == "drop" else "all pages and names were"
+        notes.append(
+            f"{pages} dropped from the page cache before each epoch, and that was verified"
+        )
     cached = [each for each in epochs if each.verdict.from_cache]
     if cached:
         names = ", ".join(f"{each.loader} epoch {each.epoch}" for each in cached)
@@ -211,8 +216,7 @@ def _show(
             f"{1e3 * rate.percentile(0.99):.2f} ms",
             highlight=False,
         )
-    for loader, checks in checked.items():
-        console.print(f"rules of MLPerf Storage {case.rules}, {loader}:", highlight=False)
-        console.print(rules_table(checks))
+    if checked:
+        console.print(rules_table(checked, f"rules of MLPerf Storage {case.rules}"))
     for note in results.notes:
         console.print(f"note: {note}", highlight=False)

@@ -62,7 +62,7 @@ class Runner:
         place: the data and this rank's share.
         digests: of all samples, for comparison while the accelerator computes.
         first_of_node: True on the rank that drops the page cache of its machine.
-        drops: drop the page cache before each epoch.
+        cache: `drop`, `drop-all` or `keep` the page cache before each epoch.
         files: the data's files as they lie on the disk, whose pages are dropped.
     """
 
@@ -72,11 +72,11 @@ class Runner:
         place: Place,
         digests: Digests,
         first_of_node: bool,
-        drops: bool,
+        cache: str,
         files: tuple[str, ...],
     ) -> None:
         self._comm, self._place, self._digests = comm, place, digests
-        self._first_of_node, self._drops, self._files = first_of_node, drops, files
+        self._first_of_node, self._cache, self._files = first_of_node, cache, files
         self.meter = Meter(place.generated.files[0])
 
     def epoch(
@@ -99,7 +99,8 @@ class Runner:
         """
         dropped, before = None, None
         if self._first_of_node:
-            dropped = drop(self._files) if self._drops else None
+            if self._cache != "keep":
+                dropped = drop(self._files, everything=self._cache == "drop-all")
             before = dropped.resident_share if dropped is not None else resident(self._files)
         counts = np.zeros(self._place.workload.samples, np.int64)
         loads, computes, arrivals = [], [], []

@@ -92,7 +92,7 @@ def measure(case: StorageCase, emulation: Emulation, comm: Communicator) -> Meas
         compared = own.data_bytes <= _COMPARED_BYTES
         digests = _digests(own, comm, progress) if compared else np.empty(0, np.int64)
         first = nodes.node_of.tolist().index(nodes.here) == comm.rank
-        runner = Runner(comm, place, digests, first, case.cache == "drop", own.files)
+        runner = Runner(comm, place, digests, first, case.cache, own.files)
         bare = {}
         if case.bare_seconds:
             bare = _bare(case.bare_seconds, place, comm, own.files if first else (), progress)
@@ -232,7 +232,7 @@ def _bare(
     rates: dict[int, float] = {}
     for number, threads in enumerate(THREADS):
         if files:
-            drop(files)
+            drop(files, everything=False)
         rates[threads] = sum(comm.allgather(bare_rate(place, threads, seconds, comm.barrier)))
         progress.update(number + 1)
     return rates

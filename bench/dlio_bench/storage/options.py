@@ -139,9 +139,10 @@ class StorageCase:
     cache: Annotated[
         str,
         Option(
-            "Page cache. drop: drop the data's pages before each epoch, and verify it. keep: leave "
-            "them, as data of 5 times the memory allows.",
-            choices=("drop", "keep"),
+            "Page cache before each epoch. drop: drop the data's pages, and verify it. drop-all: "
+            "drop all pages and names of this machine, which slows down its other users. keep: "
+            "leave them, as data of 5 times the memory allows.",
+            choices=("drop", "drop-all", "keep"),
         ),
     ] = "drop"
     bare_seconds: Annotated[

@@ -1,28 +1,51 @@
 """Rules of MLPerf Storage and their outcomes, as a table and for JSON."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Final
 
 from rich.box import SIMPLE_HEAD
+from rich.markup import escape
 from rich.table import Table
 
-from dlio_bench.storage.rules import DISCLAIMER, Check
+from dlio_bench.storage.rules import DISCLAIMER, Check, Outcome
 
 __all__ = ["rules_as_json", "rules_table"]
 
-_STYLES: Final = {"passed": "green", "failed": "red", "unknown": "yellow"}
+_STYLES: Final[dict[Outcome, str]] = {
+    "passed": "green",
+    "failed": "red",
+    "unknown": "yellow",
+    "not applicable": "dim",
+}
 
 
-def rules_table(checks: Iterable[Check]) -> Table:
-    """Return a row for each rule; the caption says that this is not a result of MLPerf."""
-    table = Table(box=SIMPLE_HEAD, caption=DISCLAIMER, caption_justify="left")
-    for title in ("rule", "", "measured", "wanted", "source"):
-        table.add_column(title, no_wrap=title in ("", "source"))
-    for each in checks:
-        style = _STYLES.get(each.outcome, "dim")
-        outcome = f"[{style}]{each.outcome}[/]"
-        table.add_row(each.rule, outcome, each.measured, each.wanted, each.source)
+def rules_table(checked: Mapping[str, Sequence[Check]], title: str | None = None) -> Table:
+    """Return a row for each rule; the caption says that this is not a result of MLPerf.
+
+    Args:
+        checked: checks by what was run, such as loaders: the same rules, in the same order.
+        title: of the table.
+    """
+    table = Table(
+        box=SIMPLE_HEAD,
+        title=title,
+        title_justify="left",
+        caption=DISCLAIMER,
+        caption_justify="left",
+    )
+    table.add_column("rule")
+    for name in checked:
+        table.add_column(escape(name))
+    table.add_column("wanted")
+    table.add_column("source", no_wrap=True)
+    for row in zip(*checked.values(), strict=True):
+        outcomes = (f"[{_STYLES[each.outcome]}]{each.outcome}[/]" for each in row)
+        cells = [
+            f"{outcome}: {escape(each.measured)}"
+            for outcome, each in zip(outcomes, row, strict=True)
+        ]
+        table.add_row(row[0].rule, *cells, row[0].wanted, row[0].source)
     return table
 
 

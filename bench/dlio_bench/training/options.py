@@ -130,7 +130,7 @@ class Options:
                 )
         for name in self.exchange_names:
             if parse_exchange(name).preset not in FORMULAE:
-                raise UsageError(f"--exchanges {name}: there is no forecast of it")
+                raise UsageError(f"--exchanges {name}: the model of messages lacks it")
         if not self.network_names or not self.exchange_names:
             raise UsageError("--networks and --exchanges: name at least one each")
         counts, ahead = self.rank_counts, self.forecast_counts

@@ -19,11 +19,11 @@ def measure(options: Options, results: Results, console: Console) -> None:
     """Measure all numbers of ranks, forecast the others, and add both to the results."""
     with Bar(transient=True, to_stderr=True) as bar:
         measured = measure_steps(options, bar)
-    found = list(cells(options, measured))
-    show_scaling(found, console)
-    show_checks(found, console)
-    results.figures += figures(found)
-    results.curves += curves(found)
+    steps = list(cells(options, measured))
+    show_scaling(steps, console)
+    show_checks(steps, console)
+    results.figures += figures(steps)
+    results.curves += curves(steps)
     results.waterfalls += waterfalls(measured)
     cores = available_cores()
     link = link_between_nodes(options, measured)
@@ -35,7 +35,7 @@ def measure(options: Options, results: Results, console: Console) -> None:
         f"node as in memory here, between nodes {1e6 * link.alpha_s:.3g} µs and "
         f"{1e-9 / link.beta_s:.3g} GB/s. It knows no stragglers and no contention in the network.",
     ]
-    errors = [abs(cell.error) for cell in found if cell.error is not None]
+    errors = [abs(cell.error) for cell in steps if cell.error is not None]
     if errors:
         results.notes.append(
             f"Forecast against measurement: {sum(each <= 0.15 for each in errors)} of "

@@ -48,7 +48,6 @@ def test_parts_are_mixed() -> None:
     assert profile == Profile(
         latency_s=0.02,
         open_latency_s=0.005,
-        metadata_latency_s=0.005,
         bandwidth=150 * 2**20,
         each_bandwidth=50 * 2**20,
         tail_share=0.01,
@@ -56,6 +55,9 @@ def test_parts_are_mixed() -> None:
     )
     assert parse_profile("s3+bandwidth(1GiB)+latency(write=3ms)") == replace(
         NAMED["s3"], bandwidth=2**30, write_latency_s=0.003
+    )
+    assert parse_profile("latency(2ms)") == Profile(
+        latency_s=0.002, open_latency_s=0.002, metadata_latency_s=0.002
     )
     assert not parse_profile("none+seed(2)").emulates
 

@@ -303,3 +303,31 @@ def test_files_in_memory_are_read_nevertheless(memory: Path) -> None:
     assert b"".join(map(bytes, read_direct(path))) == Path(path).read_bytes()
     with pytest.raises(dlio.UsageError, match="make the file readable"):
         list(read_direct(str(memory / "no")))
+
+
+class Shown:
+    """Progress as it was told."""
+
+    def __init__(self) -> None:
+        self.titles: list[str] = []
+        self.done: list[float | None] = []
+
+    def begin(self, title: str, total: float | None = None) -> None:
+        self.titles.append(f"{title} {total}")
+
+    def update(self, done: float | None = None) -> None:
+        self.done.append(done)
+
+
+def test_progress_of_many_files_is_shown_and_of_few_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = Shown()
+    paths = written(tmp_path, 4)
+    cache.drop(paths, everything=False, progress=shown)
+    assert not shown.titles
+    assert not shown.done
+    monkeypatch.setattr(cache, "_SHOWN", 3)
+    cache.drop(paths, everything=False, progress=shown)
+    assert shown.titles == ["dropping the page cache 4", "looking into the page cache 4"]
+    assert shown.done == [1, 2, 3, 4] * 2

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import dlio
 from dlio.data.schema import Buffer
+from dlio_bench.emulated import mounting as slowfs
 from dlio_bench.storage.generate import Generated, generate
 from dlio_bench.storage.generate.content import sample_sizes
 from dlio_bench.storage.generate.formats import WRITERS, Part
@@ -120,6 +121,16 @@ def test_complete_data_is_not_written_again(tmp_path: Path) -> None:
     again = generate(replace(workload, name="other", batch_size=9, step_s=2.0), folder)
     assert again.written_files == 0
     assert [os.stat(path).st_mtime_ns for path in again.files] == times
+
+
+@pytest.mark.skipif(slowfs.why_not() is not None, reason="needs FUSE")
+def test_complete_data_is_taken_from_a_read_only_file_system(tmp_path: Path) -> None:
+    generate(shape("npz"), str(tmp_path / "data"))
+    with slowfs.slow_mount(str(tmp_path)) as mounted:
+        made = generate(shape("npz"), f"{mounted}/data")
+        assert made.written_files == 0
+        with pytest.raises(dlio.UsageError, match=r"cannot be written .*read-only"):
+            generate(shape("npz"), f"{mounted}/other")
 
 
 @pytest.mark.parametrize("format_", ["npz", "zarr"])

@@ -38,7 +38,7 @@ def _digests(data: Generated) -> Digests:
 
 def _epochs(data: Generated, make: Callable[[Place], Contender], count: int = 2) -> list[Epoch]:
     place = Place(data, 0, 1, "ram:4MiB")
-    runner = Runner(SingleCommunicator(), place, _digests(data), True, False, data.files)
+    runner = Runner(SingleCommunicator(), place, _digests(data), True, "keep", data.files)
     loader = make(place)
     try:
         return [runner.epoch(loader, Accelerator(0.0, 0.0, 0), k, "it") for k in range(count)]

@@ -78,16 +78,16 @@ def test_forecasts_are_marked_and_know_nothing_of_four_ranks(
     forecasts = []
     for of_four in (2.0, 7.0):
         given = measured(options, {**steps, (4, "none"): of_four, (4, "allreduce"): of_four})
-        found = list(cells(options, given))
-        forecasts.append([each.forecast_s for each in found])
-        assert [each.ranks for each in found if each.is_forecast] == [8, 8]
-        assert {each.forecast for each in figures(found)} == {True, False}
-        assert {(each.forecast, each.x) for each in curves(found)} == {
+        result = list(cells(options, given))
+        forecasts.append([each.forecast_s for each in result])
+        assert [each.ranks for each in result if each.is_forecast] == [8, 8]
+        assert {each.forecast for each in figures(result)} == {True, False}
+        assert {(each.forecast, each.x) for each in curves(result)} == {
             (False, (1.0, 2.0, 4.0)),
             (True, (8.0,)),
         }
     assert forecasts[0] == forecasts[1]
-    (four,) = [each for each in found if (each.ranks, each.exchange) == (4, "allreduce")]
+    (four,) = [each for each in result if (each.ranks, each.exchange) == (4, "allreduce")]
     # Two ranks a core: twice the computing, and 3 times the bytes through each core.
     assert four.forecast_s == pytest.approx(2.003)
     assert four.error == pytest.approx(2.003 / 7 - 1)

@@ -1,0 +1,254 @@
+"""`dlio bench compare`: figures of several reports, and their ratios to the first one's."""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
+
+from dlio.errors import UsageError, printable
+from dlio.util.options import Option, check
+from dlio_bench.results.reading import Report, read_report
+from dlio_bench.results.statistics import ENOUGH, interval_of_ratio, median, spread
+from dlio_bench.results.terminal import format_figure, show_notes, table
+
+__all__ = ["Change", "Compared", "changes_of", "command", "differences", "is_worse"]
+
+Key = tuple[str, str, tuple[tuple[str, str], ...]]
+_WARNED: Final = ("processor", "cores", "kernel", "file system")
+"""Differences with which figures cannot be compared as such."""
+_PLAIN: Final = (
+    *("processor", "cores", "memory", "governor", "kernel", "system", "python", "decoder"),
+    *("cgroup", "commit"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """The options of `dlio bench compare`."""
+
+    files: Annotated[
+        tuple[str, ...],
+        Option("Reports of --report; ratios are to the first.", positional=True, metavar="FILE"),
+    ]
+    worse_than: Annotated[
+        float | None,
+        Option(
+            "End with exit code 1 if a figure with a direction has become worse by more than this "
+            "factor, with its whole confidence interval, such as 1.1.",
+            least=1,
+            default_text="never",
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        check(self)
+        if len(self.files) < 2:
+            raise UsageError("dlio bench compare: name two reports or more")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A figure of the first report and of another one."""
+
+    name: str
+    unit: str
+    labels: Mapping[str, str]
+    better: Literal["higher", "lower", ""]
+    first: tuple[float, ...] | None
+    """Repeats; None if the report has no such figure."""
+    other: tuple[float, ...] | None
+    file: str
+    """The other report."""
+
+    @property
+    def ratio(self) -> float | None:
+        """Median of the other report over that of the first."""
+        if self.first is None or self.other is None or not median(self.first):
+            return None
+        return median(self.other) / median(self.first)
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """95 % bootstrap interval of the ratio; None of fewer than two repeats."""
+        if self.first is None or self.other is None:
+            return None
+        return interval_of_ratio(self.other, self.first)
+
+    @property
+    def title(self) -> str:
+        """Name and labels in one line."""
+        labels = ", ".join(
+            value if key == "case" else f"{key} {value}" for key, value in self.labels.items()
+        )
+        return f"{labels}: {self.name}" if labels else self.name
+
+
+def command(compared: Compared) -> None:
+    """Compare reports of benchmarks, figure by figure.
+
+    Figures are matched by name and labels: medians, ranges, and ratios to the first report with
+    95 % confidence intervals. Differences of the machines are printed first.
+    """
+    reports = [read_report(path) for path in compared.files]
+    first, others = reports[0], reports[1:]
+    for other in others:
+        show_notes(list(differences(first, other)))
+    changes = [change for other in others for change in changes_of(first, other)]
+    if not any(change.ratio is not None for change in changes):
+        show_notes(["no figure is in the first report and in another one"])
+    for other in others:
+        mine = [change for change in changes if change.file == other.path]
+        _show(first, other, mine)
+    if compared.worse_than is None:
+        return
+    worse = [change for change in changes if is_worse(change, compared.worse_than)]
+    show_notes(
+        [
+            f"worse by more than {compared.worse_than:g}: {printable(change.title)} in "
+            f"{printable(change.file)} ({change.ratio:.3g})"
+            for change in worse
+        ]
+    )
+    if worse:
+        sys.exit(1)
+
+
+def changes_of(first: Report, other: Report) -> list[Change]:
+    """Return figures and ratios of both reports, those that only one has included.
+
+    Forecasts are compared with forecasts only.
+    """
+    ours, theirs = _by_key(first), _by_key(other)
+    changes = []
+    for key in dict.fromkeys([*ours, *theirs]):
+        mine, its = ours.get(key), theirs.get(key)
+        unit, better, _ = mine or its or ("", "", ())
+        changes.append(
+            Change(
+                key[1],
+                unit,
+                dict(key[2]),
+                better,
+                mine[2] if mine else None,
+                its[2] if its else None,
+                other.path,
+            )
+        )
+    return changes
+
+
+def is_worse(change: Change, factor: float) -> bool:
+    """True if the whole interval of the ratio is worse by more than a factor.
+
+    Without an interval, the ratio itself. A figure without a direction is never worse.
+    """
+    ratio, interval = change.ratio, change.interval
+    if ratio is None or not change.better:
+        return False
+    low, high = interval or (ratio, ratio)
+    if change.better == "lower":
+        return low > factor
+    return high < 1 / factor
+
+
+def differences(first: Report, other: Report) -> Iterator[str]:
+    """Yield a sentence for each difference of the environments, and of the benchmarks."""
+    if first.benchmark != other.benchmark:
+        yield printable(f"warning: different benchmarks: {first.benchmark} and {other.benchmark}")
+    mine, its = _environment(first.environment), _environment(other.environment)
+    for key in dict.fromkeys([*mine, *its]):
+        if mine.get(key) != its.get(key):
+            warning = "warning: " if key.split(" of ")[0] in _WARNED else ""
+            yield printable(
+                f"{warning}another {key} in {other.path}: {mine.get(key)} and {its.get(key)}"
+            )
+    for report in (first, other):
+        if report.old:
+            yield printable(
+                f"{report.path} is an old report: it may lack repeats, and directions of figures"
+            )
+
+
+def _environment(environment: Mapping[str, Any]) -> dict[str, object]:
+    """Return the values to compare, by what they are."""
+    values = {key: environment[key] for key in _PLAIN if key in environment}
+    versions = environment.get("versions")
+    if isinstance(versions, dict):
+        values |= {f"version of {name}": version for name, version in versions.items()}
+    systems = environment.get("file_systems")
+    for number, system in enumerate(systems if isinstance(systems, list) else []):
+        if isinstance(system, dict):
+            values[f"file system of path {number + 1}"] = (
+                f"{system.get('type')} ({system.get('options', '')})"
+            )
+    return values
+
+
+def _by_key(
+    report: Report,
+) -> dict[Key, tuple[str, Literal["higher", "lower", ""], tuple[float, ...]]]:
+    values: dict[Key, tuple[str, Literal["higher", "lower", ""], tuple[float, ...]]] = {}
+    for figure in report.figures:
+        kind = "forecast" if figure.forecast else "figure"
+        key = (kind, figure.name, tuple(sorted(figure.labels.items())))
+        values[key] = (figure.unit, figure.better, figure.values)
+    for ratio in report.ratios:
+        key = ("ratio", ratio.name, tuple(sorted(ratio.labels.items())))
+        values[key] = ("", ratio.better, ratio.values)
+    return values
+
+
+def _show(first: Report, other: Report, changes: Sequence[Change]) -> None:
+    rows = [
+        (
+            printable(change.title),
+            printable(change.unit),
+            _median(change.first),
+            _median(change.other),
+            f"{change.ratio:.3f}",
+            _interval(change),
+        )
+        for change in changes
+        if change.ratio is not None
+    ]
+    if rows:
+        table(
+            printable(f"{other.path} compared with {first.path}"),
+            ("figure", "unit", "first", "other", "ratio", "95 %"),
+            rows,
+            left=2,
+        )
+        if any(row[-1].endswith("*") for row in rows):
+            show_notes([f"*: fewer than {ENOUGH} repeats: too few for 95 %, the range of draws"])
+    for file, missing in (
+        (other.path, [each for each in changes if each.other is None]),
+        (first.path, [each for each in changes if each.first is None]),
+    ):
+        if missing:
+            show_notes([f"not in {printable(file)}: {printable(_listed(missing))}"])
+
+
+def _listed(changes: Sequence[Change]) -> str:
+    """Return names of figures, each with all the labels that it has."""
+    names: dict[str, list[str]] = {}
+    for change in changes:
+        labels = names.setdefault(change.name, [])
+        if len(change.title) > len(change.name):
+            labels.append(change.title[: -len(change.name) - 2])
+    return "; ".join(
+        f"{name} ({' | '.join(labels)})" if labels else name for name, labels in names.items()
+    )
+
+
+def _median(values: tuple[float, ...] | None) -> str:
+    if values is None:
+        return "-"
+    return format_figure(spread(values)) if len(values) > 1 else format_figure(values[0])
+
+
+def _interval(change: Change) -> str:
+    if change.interval is None:
+        return "-"
+    low, high = change.interval
+    few = min(len(change.first or ()), len(change.other or ())) < ENOUGH
+    return f"{low:.3f} to {high:.3f}{'*' if few else ''}"

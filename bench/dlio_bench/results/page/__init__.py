@@ -1,0 +1,3 @@
+"""The self-contained page of `dlio bench html`."""
+
+__all__: list[str] = []

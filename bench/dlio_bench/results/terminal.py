@@ -1,0 +1,200 @@
+"""Tables, notes and progress of benchmarks on a terminal.
+
+    with working("loader"):
+        expect(10)
+        for ...:
+            advance("torch")
+
+The bar is drawn on standard error, where that is a terminal. `expect` and `advance` may be called
+by any function below `working`; without a bar they do nothing.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from dlio.util.progress import Bar
+from dlio_bench.results.values import Figure, Ratio
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = [
+    "advance",
+    "console",
+    "expect",
+    "format_figure",
+    "show",
+    "show_figures",
+    "show_notes",
+    "steps",
+    "table",
+    "working",
+]
+
+T = TypeVar("T")
+_WIDE: Final = 130
+"""Columns of tables that go to a file or a pipe."""
+
+
+@dataclass(slots=True)
+class _Work:
+    bar: Bar
+    total: float = 0
+    done: float = 0
+
+
+_WORK: ContextVar[_Work | None] = ContextVar("work", default=None)
+
+
+@contextmanager
+def working(title: str, total: float = 0) -> Iterator[None]:
+    """Draw a progress bar with the remaining time meanwhile.
+
+    Args:
+        total: steps that are known already; `expect` adds further ones.
+    """
+    with Bar(title, total=total or None, transient=True, to_stderr=True) as bar:
+        mark = _WORK.set(_Work(bar, total))
+        try:
+            yield
+        finally:
+            _WORK.reset(mark)
+
+
+def expect(steps: float) -> None:
+    """Add steps to those that the bar expects."""
+    if (work := _WORK.get()) is not None:
+        work.total += steps
+        work.bar.update(work.done, total=work.total)
+
+
+def advance(note: str | None = None, steps: float = 1) -> None:
+    """Count steps that are done; the note says which one is next, or was."""
+    if (work := _WORK.get()) is not None:
+        work.done += steps
+        work.bar.update(min(work.done, work.total) if work.total else work.done, note=note)
+
+
+def steps(items: Iterable[T], note: Callable[[T], str] = str) -> Iterator[T]:
+    """Yield items, each a step of the bar that is expected and then done.
+
+    Args:
+        note: text for an item that is worked on.
+    """
+    listed = list(items)
+    expect(len(listed))
+    for each in listed:
+        advance(note(each), 0)
+        yield each
+        advance()
+
+
+def console() -> "Console":
+    """Return a console as wide as the terminal; 130 columns where the output is none."""
+    from rich.console import Console
+
+    own = Console()
+    return own if own.is_terminal else Console(width=max(_WIDE, own.width))
+
+
+def table(
+    title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1
+) -> None:
+    """Print a table that fits into the width of the terminal.
+
+    Args:
+        left: number of columns that hold words, from the left; the others are justified right.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(title=Text(title), box=SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
+    target = console()
+    for k, heading in enumerate(headings):
+        drawn.add_column(
+            Text(heading),
+            justify="left" if k < left else "right",
+            overflow="fold",
+            # Lines of a file can be searched for words.
+            no_wrap=k < left and not target.is_terminal,
+        )
+    for row in rows:
+        # Names come from files and users: no markup in them.
+        drawn.add_row(*(Text(cell) for cell in row))
+    target.print(drawn)
+
+
+def show_figures(title: str, figures: Sequence[Figure], ratios: Sequence[Ratio] = ()) -> None:
+    """Print figures and ratios as a table: labels, name, and median with the range."""
+    rows = [
+        (_labels(each.labels), each.name, f"{_range(each.values)} {each.unit}".rstrip())
+        for each in figures
+    ]
+    rows += [(_labels(each.labels), each.name, _range(each.values)) for each in ratios]
+    table(title, ("of", "figure", "median (min to max)"), rows, left=2)
+
+
+def show_notes(notes: Sequence[str]) -> None:
+    """Print sentences, each on lines of its own."""
+    from rich.text import Text
+
+    for note in notes:
+        console().print(Text(note))
+
+
+def show(name: str, figures: Mapping[str, object]) -> None:
+    """Print the figures of a case: `rows` as a table, `said` as sentences, others one a line."""
+    for key, value in figures.items():
+        if key == "said" and isinstance(value, list):
+            show_notes([str(sentence) for sentence in value])
+        elif isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
+            _rows(name if key == "rows" else f"{name}, {key.replace('_', ' ')}", value)
+        elif key != "raw":
+            print(f"{name}, {key.replace('_', ' ')}: {format_figure(value)}")
+
+
+def format_figure(value: object) -> str:
+    """Return a cell's text: three digits, and a spread as its median with the range."""
+    if value is None:
+        return "-"
+    if isinstance(value, dict) and "deviation" in value:
+        return f"{value['mean']:.1f} ± {value['deviation']:.1f}"
+    if isinstance(value, dict) and "median" in value and "min" in value:
+        median, low, high = (format_figure(float(value[key])) for key in ("median", "min", "max"))
+        return f"{median} ({low} to {high})"
+    if isinstance(value, dict):
+        return ", ".join(
+            f"{key.replace('_', ' ')} {format_figure(each)}" for key, each in value.items()
+        )
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    if isinstance(value, list):
+        return ", ".join(format_figure(each) for each in value)
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _rows(title: str, rows: list[dict[str, Any]]) -> None:
+    headings = list(dict.fromkeys(heading for row in rows for heading in row if heading != "all"))
+    words = itertools.takewhile(lambda heading: isinstance(rows[0].get(heading), str), headings)
+    left = max(1, len(list(words)))
+    table(
+        title,
+        [heading.replace("_", " ") for heading in headings],
+        [[format_figure(row.get(heading)) for heading in headings] for row in rows],
+        left,
+    )
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    return ", ".join(value if key == "case" else f"{key} {value}" for key, value in labels.items())
+
+
+def _range(values: Sequence[float]) -> str:
+    from dlio_bench.results.statistics import spread
+
+    return format_figure(spread(values)) if len(values) > 1 else format_figure(float(values[0]))

@@ -1,0 +1,292 @@
+"""A data loader for Argonne's DLIO benchmark, the engine of MLPerf Storage.
+
+    dlio_benchmark workload=unet3d_h100 ++workload.reader.data_loader=pytorch \\
+        ++workload.reader.data_loader_classname=dlio.integrations.dlio_benchmark.DlioLoader \\
+        ++workload.reader.data_loader_sampler=index
+
+DLIO measures, dlio reads: the files that DLIO generated come through tiers and dlio's loader, not
+through DLIO's readers. docs/guides/dlio-benchmark.md has the settings.
+"""
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Final
+
+import torch
+
+from dlio.comm.world import world
+from dlio.errors import UsageError
+from dlio.integrations.dlio_files import DlioFiles, Fitted
+from dlio.loader.dataloader import DataLoader
+from dlio.loader.dataset import Dataset
+from dlio.util.arguments import nearest
+
+__all__ = ["DlioLoader"]
+
+_PREFIX: Final = "dlio_"
+_OPTIONS: Final = ("dlio_tiers", "dlio_mode", "dlio_source_order")
+"""Keys of DLIO's `storage.storage_options` that are dlio's."""
+_FILES_OF: Final = {"mmap_indexed_binary": "indexed_binary"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """The settings of DLIO that a loader of one of its two data sets follows."""
+
+    form: str
+    """Format of the files, of `dlio_files.FORMATS`."""
+    files: tuple[str, ...]
+    samples_per_file: int
+    batch_size: int
+    """Samples per rank and step."""
+    steps: int
+    """Steps of a pass, the same on all ranks."""
+    passes: int
+    """Passes that DLIO is going to make."""
+    shuffled: bool
+    seed: int
+    same_order: bool
+    """True if each epoch has the order of the first."""
+    threads: int
+    """Threads that make batches; 0 for one per core."""
+    prefetch: int
+    """Batches per rank that are made ahead; 0 for dlio's default."""
+    pin_memory: bool
+    shape: tuple[int, ...]
+    """Shape of a sample."""
+    dtype: str
+    options: Mapping[str, str]
+    """Values of `_OPTIONS`, by key without prefix."""
+
+    @classmethod
+    def of(cls, arguments: Any, train: bool) -> "_Job":
+        """Read DLIO's ConfigArguments. Raises UsageError for settings that dlio cannot follow."""
+        form = str(arguments.format)
+        storage = str(arguments.storage_type)
+        if storage not in ("local_fs", "parallel_fs"):
+            raise UsageError(
+                f"storage_type={storage}: DlioLoader reads files, of local_fs and parallel_fs: use "
+                "DLIO's own loader"
+            )
+        if arguments.odirect:
+            raise UsageError("reader.odirect: DlioLoader does not bypass the page cache: leave out")
+        files = arguments.file_list_train if train else arguments.file_list_eval
+        batch_size = arguments.batch_size if train else arguments.batch_size_eval
+        samples = len(files) * arguments.num_samples_per_file
+        steps = samples // (batch_size * arguments.comm_size)
+        if train and arguments.total_training_steps > 0:
+            steps = min(steps, arguments.total_training_steps)
+        shuffles = (str(arguments.file_shuffle), str(arguments.sample_shuffle))
+        return cls(
+            form=_FILES_OF.get(form, form),
+            files=tuple(files),
+            samples_per_file=arguments.num_samples_per_file,
+            batch_size=batch_size,
+            steps=steps,
+            passes=arguments.epochs if train else _evaluations(arguments),
+            shuffled=train and any(each != "off" for each in shuffles),
+            seed=arguments.seed,
+            same_order=not arguments.seed_change_epoch,
+            threads=arguments.read_threads,
+            prefetch=arguments.prefetch_size,
+            pin_memory=arguments.pin_memory and torch.cuda.is_available(),
+            shape=tuple(arguments.resized_image.shape),
+            dtype=arguments.resized_image.dtype.name,
+            options=_options(arguments.storage_options or {}),
+        )
+
+
+class DlioLoader:
+    """DLIO's loader of its training or its evaluation data.
+
+    Each sample is handed out once an epoch, on one rank, and all ranks make as many steps. The
+    order of an epoch is dlio's of DLIO's `train.seed`, where DLIO shuffles. A batch is a tensor of
+    shape (batch_size, *shape of DLIO's samples) with the bytes of the samples themselves.
+
+    DLIO makes the loader, calls `read` once and then `next` and `finalize` once a pass; the last
+    `finalize` closes everything. All ranks call all of them alike.
+
+    Args:
+        format_type, dataset_type, epoch_number: as DLIO gives them.
+
+    Raises UsageError for formats and settings that dlio does not read.
+    """
+
+    def __init__(self, format_type: object, dataset_type: object, epoch_number: int) -> None:
+        config = _part("utils.config").ConfigArguments
+        self._arguments: Any = config.get_instance()
+        self._train = str(dataset_type) == "train"
+        self._epoch = epoch_number
+        self._job: _Job | None = None
+        self._loader: DataLoader | None = None
+        self._made = 0
+        """Passes that have been finalized."""
+        self.au: list[float] = []
+        """Percentage of each pass's time, without its first step, in which the training did not
+        wait for data. It counts the barrier between steps as work, which DLIO's own AU does not."""
+        self.last_samples: Any = None
+        """Numbers of the samples of the batch that was handed out last; shape (batch_size,)."""
+
+    def read(self) -> None:
+        """Open the data. Collective. Raises SourceError for missing and for damaged files."""
+        self._job = job = _Job.of(self._arguments, self._train)
+        if not job.steps:
+            return
+        comm = world()
+        reader = DlioFiles(job.files, job.form, job.samples_per_file, comm)
+        prepare = self._preparing()
+        fitted = Fitted(job.form, reader.whole, reader.name, job.shape, job.dtype, prepare)
+        data = Dataset(
+            reader,
+            tiers=job.options.get("tiers"),
+            image_size=None,
+            train=False,
+            transform=None,
+            seed=job.seed,
+            on_error="stop",
+            finish=fitted,
+        )
+        ahead = math.ceil(job.prefetch / job.threads) if job.threads else 0
+        self._loader = DataLoader(
+            data,
+            job.batch_size,
+            job.shuffled,
+            num_workers=job.threads,
+            drop_last=True,
+            pin_memory=job.pin_memory,
+            persistent_workers=job.threads > 0,
+            mode=job.options.get("mode", "batch"),
+            source_order=job.options.get("source_order", "sample"),
+            prefetch_factor=ahead or None,
+        )
+
+    def next(self) -> Iterator[Any]:
+        """Yield the batches of a pass. Collective."""
+        if self._job is None:
+            raise UsageError("DlioLoader.next() before read(): DLIO calls read() first")
+        if self._loader is None:
+            return
+        loader, epoch = self._loader, 0 if self._job.same_order else self._epoch
+        loader.set_epoch(epoch)
+        clock = _Clock()
+        # A whole pass is followed to its end, where the loader begins the next one.
+        most = None if self._job.steps == len(loader) else self._job.steps
+        batches = itertools.islice(iter(loader), most)
+        while True:
+            with clock.waiting():
+                batch = next(batches, None)
+            if batch is None:
+                break
+            self.last_samples = loader.last_samples
+            yield batch
+        self.au.append(clock.au())
+        self._say(clock)
+        self._epoch += 1
+
+    def finalize(self) -> None:
+        """End a pass; after DLIO's last one, close the data set, its tiers and its threads."""
+        self._made += 1
+        if self._job is not None and self._made >= self._job.passes:
+            self.close()
+
+    def close(self) -> None:
+        """Close the data set, its tiers and its threads."""
+        if self._loader is not None:
+            self._loader.close()
+            self._loader = None
+
+    def _preparing(self) -> Callable[[], None] | None:
+        """Return a function that takes DLIO's `preprocess_time`; None if there is none."""
+        lasting = self._arguments.preprocess_time
+        if not lasting:
+            return None
+        sleep = _part("utils.utility").sleep
+        return lambda: sleep(lasting)
+
+    def _say(self, clock: "_Clock") -> None:
+        if self._arguments.my_rank or self._loader is None:
+            return
+        kind = "training" if self._train else "evaluation"
+        self._arguments.logger.output(
+            f"dlio: epoch {self._epoch}, {kind}: AU {clock.au():.2f} % on rank 0, barriers counted "
+            f"as work; {self._loader.diagnosis()}"
+        )
+
+
+class _Clock:
+    """Time of a pass, divided into that of waiting for batches and the rest."""
+
+    def __init__(self) -> None:
+        self._waited: list[float] = []
+        self._since = 0.0
+        self._first_end = self._end = 0.0
+
+    def waiting(self) -> "_Clock":
+        return self
+
+    def __enter__(self) -> None:
+        self._since = time.perf_counter()
+        if len(self._waited) == 1:
+            self._first_end = self._since
+        self._end = self._since
+
+    def __exit__(self, *_: object) -> None:
+        self._waited.append(time.perf_counter() - self._since)
+
+    def au(self) -> float:
+        """Percentage of the time from the second step on that was not spent waiting."""
+        total = self._end - self._first_end
+        waited = sum(self._waited[1:-1])
+        return 100.0 * (1 - waited / total) if total > 0 else 0.0
+
+
+def _evaluations(arguments: Any) -> int:
+    """Return how often DLIO evaluates."""
+    if not arguments.do_eval:
+        return 0
+    count, due = 0, arguments.eval_after_epoch
+    for epoch in range(1, arguments.epochs + 1):
+        if epoch >= due:
+            count, due = count + 1, due + arguments.epochs_between_evals
+    return count
+
+
+def _options(given: Mapping[str, object]) -> dict[str, str]:
+    """Return dlio's own among DLIO's `storage_options`. Raises UsageError for an unknown one."""
+    ours = {str(key): str(value) for key, value in given.items() if str(key).startswith(_PREFIX)}
+    for key in ours:
+        if key not in _OPTIONS:
+            raise UsageError(
+                f"storage.storage_options.{key}: dlio has {', '.join(_OPTIONS)}"
+                f"{nearest(key, _OPTIONS)}"
+            )
+    return {key.removeprefix(_PREFIX): value for key, value in ours.items()}
+
+
+def _part(name: str) -> ModuleType:
+    """Import a module of DLIO's. Raises UsageError where DLIO is not installed."""
+    from importlib import import_module
+
+    try:
+        return import_module(f"dlio_benchmark.{name}")
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"{error.name} is not installed here: run this loader in the environment of "
+            "dlio_benchmark, and install dlio there"
+        ) from error
+
+
+def _register() -> None:
+    """Have DLIO accept the loader: it looks for subclasses of its own."""
+    try:
+        from dlio_benchmark.data_loader.base_data_loader import BaseDataLoader
+    except ModuleNotFoundError:
+        return  # DlioLoader says so when it is made.
+    BaseDataLoader.register(DlioLoader)
+
+
+_register()

@@ -1,0 +1,141 @@
+"""`dlio bench compare`: ratios with intervals, differences of machines, and errors."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from dlio.cli import main
+from dlio.errors import UsageError
+from dlio_bench.results.compare import changes_of, is_worse
+from dlio_bench.results.envelope import envelope
+from dlio_bench.results.reading import read_report
+from dlio_bench.results.values import Figure, Ratio, Results
+
+
+def _written(path: Path, rates: tuple[float, ...], **environment: object) -> Path:
+    results = Results(
+        "loader",
+        figures=[
+            Figure("throughput", "samples/s", rates, {"loader": "dlio"}, "higher"),
+            Figure("wait", "s", tuple(1 / rate for rate in rates), {"loader": "dlio"}, "lower"),
+            Figure("size", "bytes", (10.0,)),
+        ],
+        ratios=[Ratio("dlio / torch", tuple(rate / 100 for rate in rates))],
+    )
+    report = envelope(results)
+    assert isinstance(report["environment"], dict)
+    report["environment"] |= environment
+    path.write_text(json.dumps(report))
+    return path
+
+
+FAST = (200.0, 202.0, 198.0, 201.0, 199.0, 200.0)
+SLOW = tuple(rate / 2 for rate in FAST)
+
+
+def _run(*argv: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "compare", *argv])
+    return int(ended.value.code or 0)
+
+
+def test_figures_are_matched_and_their_ratios_have_intervals(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, other = _written(tmp_path / "a.json", FAST), _written(tmp_path / "b.json", SLOW)
+    assert _run(str(first), str(other)) == 0
+    shown = capsys.readouterr().out
+    row = re.search(r"loader dlio: throughput.*", shown)
+    assert row is not None
+    assert "200 (198 to 202)" in row[0]
+    assert "0.500" in row[0]
+    assert re.search(r"0\.49\d to 0\.50\d", row[0])
+    assert "not in" not in shown
+    assert "warning" not in shown
+
+
+def test_what_became_worse_beyond_its_interval_ends_with_code_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, other = _written(tmp_path / "a.json", FAST), _written(tmp_path / "b.json", SLOW)
+    assert _run(str(first), str(other), "--worse-than", "1.1") == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    for name in ("throughput", "wait", "dlio / torch"):
+        assert re.search(f"worse by more than 1.1: [^:]*(: )?{name} in ", shown), name
+    assert "worse by more than 1.1: size" not in shown
+    assert _run(str(other), str(first), "--worse-than", "1.1") == 0
+    assert _run(str(first), str(other), "--worse-than", "2.1") == 0
+
+
+def test_a_median_that_is_worse_within_its_interval_is_not_counted(tmp_path: Path) -> None:
+    wide = (100.0, 210.0, 120.0, 220.0, 110.0, 205.0)
+    first = read_report(str(_written(tmp_path / "a.json", FAST)))
+    other = read_report(str(_written(tmp_path / "b.json", wide)))
+    change = next(each for each in changes_of(first, other) if each.name == "throughput")
+    assert change.ratio is not None
+    assert change.ratio < 1 / 1.1
+    assert not is_worse(change, 1.1)
+
+
+def test_differences_of_machines_are_said_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ext4, lustre = (
+        [{"path": "/data", "type": kind, "options": "rw"}] for kind in ("ext4", "lustre")
+    )
+    first = _written(tmp_path / "a.json", FAST, file_systems=ext4, kernel="5.1")
+    other = _written(
+        tmp_path / "b.json", FAST, processor="Abacus", file_systems=lustre, kernel="6.1"
+    )
+    assert _run(str(first), str(other)) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for name in ("processor", "kernel", "file system of path 1"):
+        assert 0 <= shown.index(f"warning: another {name}") < shown.index("compared with")
+    assert "Abacus" in shown
+    assert "lustre (rw)" in shown
+
+
+def test_missing_figures_and_too_few_repeats_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, other = _written(tmp_path / "a.json", FAST), _written(tmp_path / "b.json", SLOW[:3])
+    content = json.loads(other.read_text())
+    content["figures"][1]["name"] = "other"
+    other.write_text(json.dumps(content))
+    assert _run(str(first), str(other)) == 0
+    shown = capsys.readouterr().out.replace("\n", "")
+    assert f"not in {other}: wait (loader dlio)" in shown
+    assert f"not in {first}: other (loader dlio)" in shown
+    assert "*: fewer than 6 repeats" in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "not a report"),
+        ('{"schema": "dlio-bench/9"}', "schema dlio-bench/9, but this dlio reads dlio-bench/1"),
+        ('{"schema": "dlio-bench/1"}', "damaged report"),
+        ('{"schema": "\\u001b[2J"}', "schema \\\\x1b"),
+        ('{"a": 1}', "no schema, and no machine"),
+        ("[" * 100_000, "not JSON"),
+    ],
+)
+def test_other_files_are_refused_by_name(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=said) as error:
+        read_report(str(path))
+    assert str(path) in str(error.value)
+
+
+def test_old_reports_of_the_site_are_readable() -> None:
+    data = Path(__file__).parents[3] / "docs" / "benchmarks" / "data"
+    for path in sorted(data.glob("*.json")):
+        report = read_report(str(path))
+        assert report.figures, path
+    loader = read_report(str(data / "loader.json"))
+    rate = next(f for f in loader.figures if f.name == "throughput" and f.labels["case"] == "dlio")
+    assert (rate.unit, rate.better) == ("samples/s", "higher")
