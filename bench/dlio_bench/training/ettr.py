@@ -8,7 +8,7 @@ from rich.console import Console
 
 from dlio_bench.chaos.options import Options as ChaosOptions
 from dlio_bench.chaos.storm import measure as measure_storm
-from dlio_bench.exchange.command import show
+from dlio_bench.results.terminal import show
 from dlio_bench.results.values import Figure, Results
 from dlio_bench.training.options import Options
 
