@@ -122,15 +122,21 @@ def _cold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not any("::" in each for each in config.args):
+    named = any("::" in each for each in config.args)
+    if not named:
         _check_daily(items)
-    for item in items:
-        if not _is_nightly(item):
-            continue
-        if not config.getoption("--nightly"):
+    nightly = [item for item in items if _is_nightly(item)]
+    if config.getoption("--nightly"):
+        for item in nightly:
+            if not item.get_closest_marker("timeout"):
+                item.add_marker(pytest.mark.timeout(_NIGHTLY_TIMEOUT_S))
+    elif named:
+        for item in nightly:
             item.add_marker(pytest.mark.skip(reason="takes minutes: pytest --nightly runs it"))
-        elif not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(_NIGHTLY_TIMEOUT_S))
+    elif nightly:
+        # To report each as skipped would take seconds.
+        items[:] = [item for item in items if not _is_nightly(item)]
+        config.hook.pytest_deselected(items=nightly)
 
 
 def _is_nightly(item: pytest.Item) -> bool:
@@ -345,6 +351,7 @@ def mpirun() -> MpiRun:
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             "OMPI_MCA_btl": "^ofi",  # Looking for fabrics takes a second.
+            "OMPI_MCA_mtl": "^ofi",
             "OMP_NUM_THREADS": "1",
             "DLIO_TIMEOUT": "60",
             **(env or {}),

@@ -11,6 +11,7 @@ command: Final = Group(
     {
         "storage": "dlio_bench.storage.command:command",
         "chaos": "dlio_bench.chaos.command:command",
+        "dlio-benchmark": "dlio_bench.storage.side_by_side:command",
         "compare": "dlio_bench.results.compare:command",
         "exchange": "dlio_bench.exchange.command:command",
         "html": "dlio_bench.results.page.command:command",

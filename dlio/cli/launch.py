@@ -58,8 +58,8 @@ _T = TypeVar("_T")
 _ALL_LOST = 1
 _STARTS = 5
 """Maximum number of attempts to start mpirun."""
-ONE_NODE = "^ofi,tcp"
-"""Transports of Open MPI that one machine never uses. That of libfabric takes a second to look for
+ONE_NODE = {"OMPI_MCA_btl": "^ofi,tcp", "OMPI_MCA_mtl": "^ofi"}
+"""Transports of Open MPI that one machine never uses. Those of libfabric take a second to look for
 networks; that of TCP listens at all interfaces."""
 SURVIVING = (
     *("--with-ft", "ulfm", "--mca", "coll", "^han,adapt,sm,hcoll,portals4"),
@@ -214,7 +214,7 @@ def _prepared(
             options.append("--oversubscribe")
         if os.geteuid() == 0:
             full.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
-        full.setdefault("OMPI_MCA_btl", ONE_NODE)
+        full.update({name: full.get(name, value) for name, value in ONE_NODE.items()})
         if "OMPI_MCA_btl_sm_backing_directory" not in {**full, **environment}:
             # Files in Open MPI's default folder would stay behind if ranks were killed.
             segments = stack.enter_context(SharedFolder(f"mpi-{secrets.token_hex(8)}"))

@@ -4,6 +4,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +35,20 @@ def _flat(saved: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, str]]:
-    """(saved tensors, standard output) of each script when plain Python runs it."""
+def alone(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], tuple[dict[str, torch.Tensor], str]]:
+    """Return (saved tensors, standard output) of a script when plain Python runs it, once."""
     folder = tmp_path_factory.mktemp("alone")
-    results = {}
-    for name in NAMES:
+
+    @cache
+    def run(name: str) -> tuple[dict[str, torch.Tensor], str]:
         out = str(folder / f"{name}.pt")
         done = _run(str(SCRIPTS / f"{name}.py"), *(["--out"] if name == "clipping" else []), out)
         assert done.returncode == 0, done.stderr
-        results[name] = (_flat(torch.load(out)), done.stdout)
-    return results
+        return _flat(torch.load(out)), done.stdout
+
+    return run
 
 
 @pytest.mark.mpi
@@ -50,14 +56,17 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, str]
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.daily("plain-4", "gan-2", "accumulation-2")
 def test_a_script_gets_the_weights_that_one_process_gets(
-    name: str, ranks: int, alone: dict[str, tuple[Any, str]], tmp_path: Path
+    name: str,
+    ranks: int,
+    alone: Callable[[str], tuple[dict[str, torch.Tensor], str]],
+    tmp_path: Path,
 ) -> None:
     out = str(tmp_path / "out.pt")
     option = ["--out"] if name == "clipping" else []
     script = str(SCRIPTS / f"{name}.py")
     done = _run("-m", "dlio.cli", "run", "-n", str(ranks), script, *option, out)
     assert done.returncode == 0, done.stderr
-    expected, printed = alone[name]
+    expected, printed = alone(name)
     trained = _flat(torch.load(out))
     assert trained.keys() == expected.keys()
     for key, tensor in expected.items():

@@ -2,10 +2,10 @@
 
 `WarmPython` installs a copy of this file as an executable, with this environment's interpreter in
 its first line, and makes it `sys.executable`. Started as `python script.py`, `python -m module` or
-`python -c text`, it sends arguments, environment and standard streams to the server, which forks a
-process that becomes that program. This process then passes signals on and ends as the program
-does. Commands that the server cannot imitate (other options, extra descriptors, another namespace)
-run in the real interpreter.
+`python -c text`, after `-P` or `-W` too, it sends arguments, environment and standard streams to
+the server, which forks a process that becomes that program. This process then passes signals on and
+ends as the program does. Commands that the server cannot imitate (other options, extra descriptors,
+another namespace) run in the real interpreter.
 
 Few modules are imported: this file starts in 20 ms, and `import torch` takes 1.5 s.
 """
@@ -38,24 +38,35 @@ def main() -> None:
 
 
 def _can_be_served(arguments: list[str]) -> bool:
-    """True for `script.py`, `-m` and `-c`, after `-W` too, with no extra descriptors to inherit."""
-    while arguments[:1] == ["-W"]:
-        arguments = arguments[2:]
+    """True for `script.py`, `-m` and `-c`, after `-P` and `-W`, with no descriptors to inherit."""
+    while arguments[:1] in (["-P"], ["-W"]):
+        arguments = arguments[1 if arguments[0] == "-P" else 2 :]
     if not arguments or arguments in (["-"], ["-m"], ["-c"]):
         return False
     if arguments[0].startswith("-") and arguments[0] not in ("-m", "-c"):
-        return False
-    # The reaper outlives the program that starts it, and imports nothing.
-    if arguments[0] == "-m" and arguments[1] == "dlio.util.reaper":
+        return _refuse(f"option {arguments[0]}")
+    # The reaper outlives the program that starts it; a rehearsal ends with its parent. Both import
+    # little.
+    if arguments[0] == "-m" and arguments[1] in ("dlio.util.reaper", "dlio_readers.rehearsal"):
         return False
     if arguments[0] == "-m" and not arguments[1].startswith(("dlio.", "dlio_")):
         return False
     # The listing's own descriptor is one of them.
-    return all(
-        int(name) <= 2 or not os.get_inheritable(int(name))
+    if any(
+        int(name) > 2 and os.get_inheritable(int(name))
         for name in os.listdir("/proc/self/fd")
         if os.path.exists(f"/proc/self/fd/{name}")
-    )
+    ):
+        return _refuse("extra descriptors")
+    return True
+
+
+def _refuse(reason: str) -> bool:
+    """Add the reason to the list that the test session ends with, as `server.py` does; False."""
+    folder = os.path.dirname(os.path.abspath(sys.argv[0]))
+    with suppress(OSError), open(f"{folder}/client.refused", "a", encoding="utf-8") as refused:
+        refused.write(f"{reason}\n")
+    return False
 
 
 def _connect() -> socket.socket | None:

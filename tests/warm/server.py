@@ -1,14 +1,18 @@
-"""A process that has imported torch, and forks a child for each command that `client.py` sends.
+"""A process that has imported torch and dlio, and forks for each command that `client.py` sends.
 
 `python server.py SOCKET` answers at a Unix socket until its standard input ends, then kills the
 programs that still run. Each connection is one command. The child takes over arguments,
 environment, folder, limits, signals and standard streams of the client, and runs the program to
-its end as a fresh interpreter does: module-level code, exit handlers, threads joined, exit code.
-MPI is loaded and started by the program, never here.
+its end as a fresh interpreter does: module-level code, threads joined, exit handlers, MPI
+finalised, exit code. To take down the preloaded modules would cost more than most programs do: only
+a program that leaves threads, or fails, ends its interpreter, too. MPI is loaded and started by the
+program, never here.
 
 One thread, because a child of a process with threads may inherit a lock that nobody releases.
 """
 
+import atexit
+import ctypes
 import gc
 import io
 import marshal
@@ -19,6 +23,7 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 import types
 import warnings
 from contextlib import suppress
@@ -38,11 +43,26 @@ _PRELOADED = (
     "lz4.frame",
     "xxhash",
     "simplejpeg",
+    "dlio.cli.app",
+    "dlio.cli.train",
+    "dlio.train.trainer",
+    "dlio.script.runner",
+    *(f"dlio_readers.{name}" for name in ("folder", "hdf5", "mds", "parquet", "shard", "tar")),
 )
+"""None of them starts a thread or MPI, or is itself a program that tests run with `-m`."""
 _NAMESPACES = ("net", "mnt", "pid", "user", "ipc")
-_READ_AT_IMPORT = (b"PYTHON", b"TORCH", b"MKL", b"KMP", b"NUMPY", b"OPENCV")
+_READ_AT_IMPORT = (b"PYTHON", b"TORCH", b"MKL", b"KMP", b"NUMPY", b"OPENCV", b"DLIO_MAX_PIXELS")
 """Prefixes of variables that the interpreter or a preloaded module reads when it starts."""
-_TAKEN_OVER = (b"PYTHONPATH", b"PYTHONUNBUFFERED", b"TORCHINDUCTOR_CACHE_DIR")
+_TAKEN_OVER = (
+    b"PYTHONPATH",
+    b"PYTHONUNBUFFERED",
+    b"TORCHINDUCTOR_CACHE_DIR",
+    b"TORCH_CPP_LOG_LEVEL",
+    b"TORCHELASTIC_USE_AGENT_STORE",
+    b"TORCH_NCCL_ASYNC_ERROR_HANDLING",
+)
+_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_ROOMS = ("", "readers", "staging", "bench")
 _LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 _REQUEST_TIMEOUT_S = 10
 
@@ -65,6 +85,7 @@ class _Command:
 def main(path: str) -> None:
     """Answer at `path` until standard input ends. Returns in children, after their program."""
     filters = len(warnings.filters)
+    sys.path[1:1] = [os.path.join(_ROOT, room).rstrip("/") for room in _ROOMS]
     for module in _PRELOADED:
         __import__(module)
     if len(os.listdir("/proc/self/task")) > 1:
@@ -79,7 +100,7 @@ def main(path: str) -> None:
         command = _serve(listener)
     if command is not None:
         _become(command)
-        _run(_take_warning_options(command.arguments[1:], filters))
+        _run_to_the_end(_take_options(command.arguments[1:], filters))
 
 
 def _serve(listener: socket.socket) -> _Command | None:
@@ -237,6 +258,12 @@ def _become(command: _Command) -> None:
         import torch
 
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if "TORCH_CPP_LOG_LEVEL" in os.environ:
+        # The same: torch's library of C++ has no other way to set it.
+        import torch
+
+        library = os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so")
+        ctypes.CDLL(library)._ZN3c1011initLoggingEv()
     if "COVERAGE_PROCESS_CONFIG" in os.environ or "COVERAGE_PROCESS_START" in os.environ:
         from coverage.control import process_startup
 
@@ -292,15 +319,31 @@ def _make_path(before: str, now: str) -> None:
     sys.path_importer_cache.clear()
 
 
-def _take_warning_options(arguments: list[str], initial: int) -> list[str]:
-    """Put each `-W` where an interpreter has it: in front of its own `initial` filters.
+class _SafePath:
+    """The interpreter's flags, as `-P` sets them."""
+
+    safe_path = True
+
+    def __init__(self, flags: object) -> None:
+        self._flags = flags
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._flags, name)
+
+
+def _take_options(arguments: list[str], initial: int) -> list[str]:
+    """Act on `-P`, and put each `-W` where an interpreter has it: before its `initial` filters.
 
     The filters in front of those were added by modules. Returns the other arguments.
     """
     options: list[str] = []
-    while arguments[0] == "-W":
-        options.append(arguments[1])
-        arguments = arguments[2:]
+    while arguments[0] in ("-P", "-W"):
+        if arguments[0] == "-P":
+            vars(sys)["flags"] = _SafePath(sys.flags)
+            arguments = arguments[1:]
+        else:
+            options.append(arguments[1])
+            arguments = arguments[2:]
     if options:
         sys.warnoptions[:] = options
         filters = vars(warnings)["filters"]
@@ -312,6 +355,37 @@ def _take_warning_options(arguments: list[str], initial: int) -> list[str]:
     return arguments
 
 
+def _run_to_the_end(arguments: list[str]) -> None:
+    """Run the program and end the process, as an interpreter that has nothing to take down.
+
+    Returns, or raises, where the interpreter has to end in the ordinary way.
+    """
+    code = 0
+    try:
+        _run(arguments)
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            raise
+        code = end.code or 0
+    if any(thread.daemon for thread in threading.enumerate()):
+        sys.exit(code)
+    vars(threading)["_shutdown"]()
+    vars(atexit)["_run_exitfuncs"]()
+    if "mpi4py.MPI" in sys.modules:
+        from mpi4py import MPI, rc
+
+        if MPI.Is_initialized() and not MPI.Is_finalized() and rc.finalize is not False:
+            MPI.Finalize()
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None and not stream.closed:
+                stream.flush()
+    except OSError:
+        sys.exit(code)
+    ctypes.CDLL(None).fflush(None)
+    os._exit(code & 0xFF)
+
+
 def _run(arguments: list[str]) -> None:
     """Run `script.py ...`, `-m module ...` or `-c text ...` as the main program."""
     program = types.ModuleType("__main__")
@@ -320,20 +394,32 @@ def _run(arguments: list[str]) -> None:
     first = arguments[0]
     if first == "-m":
         sys.argv = arguments[1:]
-        sys.path.insert(0, os.getcwd())
+        _put_first_on_path(os.getcwd())
         vars(runpy)["_run_module_as_main"](arguments[1])
         return
     if first == "-c":
         sys.argv = ["-c", *arguments[2:]]
-        sys.path.insert(0, "")
+        _put_first_on_path("")
         code = compile(arguments[1], "<string>", "exec")
     else:
         sys.argv = arguments
-        sys.path.insert(0, os.path.dirname(os.path.realpath(first)))
+        _put_first_on_path(os.path.dirname(os.path.realpath(first)))
         program.__file__ = first
         with io.open_code(os.path.abspath(first)) as source:
             code = compile(source.read(), first, "exec")
     exec(code, vars(program))
+
+
+def _put_first_on_path(folder: str) -> None:
+    """Complete the path. A program whose path has another tree of dlio imports that one."""
+    if not sys.flags.safe_path:
+        sys.path.insert(0, folder)
+    trees = (each or "." for each in sys.path)
+    tree = next((each for each in trees if os.path.isfile(f"{each}/dlio/__init__.py")), _ROOT)
+    if not os.path.samefile(tree, _ROOT):
+        for name in list(sys.modules):
+            if name.partition(".")[0] in ("dlio", "dlio_readers", "dlio_staging", "dlio_bench"):
+                del sys.modules[name]
 
 
 if __name__ == "__main__":

@@ -81,6 +81,7 @@ def test_wrong_options_name_the_remedy(tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.cold
 def test_ctrl_c_leaves_nothing(tmp_path: Path, soon: Callable[..., bool]) -> None:
     command = [sys.executable, "-m", "dlio.cli", "bench", "storage", str(tmp_path), *TINY]
     with subprocess.Popen(

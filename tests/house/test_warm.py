@@ -1,0 +1,71 @@
+"""The stand-in for Python that tests start is a fork, and ends as an interpreter does."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dlio.util.processes import module_command
+from tests.conftest import in_time
+
+PROGRAMS = {
+    "output": "print('said', end='')",
+    "code": "import sys; print(1); sys.exit(3)",
+    "large code": "import sys; sys.exit(259)",
+    "text": "import sys; sys.exit('why')",
+    "exception": "import atexit; atexit.register(print, 'last'); 1 / 0",
+    "exit handlers": "import atexit; atexit.register(print, 'last'); print('first')",
+    "thread": "import threading, time\n"
+    "threading.Thread(target=lambda: (time.sleep(0.1), print('joined'))).start()",
+    "daemon": "import threading\n"
+    "threading.Thread(target=threading.Event().wait, daemon=True).start()\nprint('left')",
+    "closed output": "import sys; sys.stdout.close(); sys.exit(4)",
+    "safe path": "import sys; print(sys.flags.safe_path, sys.flags.utf8_mode, '' in sys.path)",
+}
+
+
+@pytest.fixture(autouse=True)
+def warm(request: pytest.FixtureRequest) -> None:
+    """Wait for a server; skip where there is none."""
+    if request.config.getoption("--cold"):
+        pytest.skip("--cold")
+    folder = Path(sys.executable).parent
+    assert in_time(lambda: any(folder.glob("*.socket")), 120)
+
+
+def _run(command: list[str], program: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*command, "-c", program],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_processes_that_dlio_starts_are_forks() -> None:
+    command = module_command("dlio.cli.rank")
+    assert command[-2:] == ["-m", "dlio.cli.rank"]
+    done = _run(command[:-2], "import sys; print('dlio.train.trainer' in sys.modules)")
+    assert done.stdout == "True\n", done.stderr
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_fork_ends_as_an_interpreter_does(name: str) -> None:
+    fork, fresh = (
+        _run([sys.executable, "-P"], PROGRAMS[name], **more)
+        for more in ({}, {"DLIO_TEST_COLD": "1"})
+    )
+    assert (fork.returncode, fork.stdout) == (fresh.returncode, fresh.stdout)
+    assert fork.stderr.splitlines()[-1:] == fresh.stderr.splitlines()[-1:]
+
+
+def test_a_fork_imports_dlio_from_its_own_path(tmp_path: Path) -> None:
+    (tmp_path / "dlio").mkdir()
+    (tmp_path / "dlio" / "__init__.py").write_text("mine = True\n", encoding="utf-8")
+    program = "import dlio, sys; print(dlio.mine, 'torch' in sys.modules)"
+    done = _run([sys.executable, "-P"], program, PYTHONPATH=str(tmp_path))
+    assert done.stdout == "True True\n", done.stderr
