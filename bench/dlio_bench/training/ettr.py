@@ -2,7 +2,8 @@
 
 import os
 import tempfile
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Final
 
 from rich.console import Console
 
@@ -22,7 +23,7 @@ _WAYS: Final = ("shrink", "restart")
 def measure(options: Options, results: Results, _: Console) -> None:
     """Kill ranks of jobs that go on with the others, and of jobs that restart from a checkpoint."""
     with tempfile.TemporaryDirectory(prefix="dlio-bench-") as folder:
-        storm: dict[str, Any] = measure_storm(
+        storm = measure_storm(
             storm_options(options), _source(options, folder), os.path.join(folder, "jobs")
         )
     show("ettr", {key: storm[key] for key in ("rows", "said")})
@@ -41,12 +42,13 @@ def storm_options(options: Options) -> ChaosOptions:
     )
 
 
-def ettr_figures(storm: dict[str, Any]) -> list[Figure]:
+def ettr_figures(storm: Mapping[str, object]) -> list[Figure]:
     """Return the effective training time ratio of each way to survive."""
     figures = []
     for way in _WAYS:
-        share = storm.get(way, {}).get("ettr")
-        if share is not None:
+        of_way = storm.get(way)
+        share = of_way.get("ettr") if isinstance(of_way, Mapping) else None
+        if isinstance(share, float):
             labels = {"way": way}
             figures.append(
                 Figure("effective training time ratio", "%", (100 * share,), labels, "higher")
