@@ -23,6 +23,7 @@ command: Final = Group(
         "shuffle": "dlio_bench.shuffle:command",
         "staging": "dlio_bench.staging:command",
         "tiers": "dlio_bench.tiers:command",
+        "train": "dlio_bench.training.command:command",
     },
 )
 """`dlio bench`, and where its commands are."""
