@@ -21,6 +21,7 @@ command: Final = Group(
         "shuffle": "dlio_bench.shuffle:command",
         "staging": "dlio_bench.staging:command",
         "tiers": "dlio_bench.tiers:command",
+        "watch": "dlio_bench.watch.command:command",
     },
 )
 """`dlio bench`, and where its commands are."""
