@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 from dlio.cli.records import Output
 from dlio.errors import SourceError, UsageError
@@ -20,7 +20,7 @@ from dlio_bench.results.reading import read_report
 from dlio_bench.results.terminal import advance, show_notes, table, working
 from dlio_bench.results.values import Figure, Results
 from dlio_bench.watch.calibration import calibrate
-from dlio_bench.watch.judge import Judged, from_json, judge, normalised, to_json
+from dlio_bench.watch.judge import Judged, Stored, from_json, judge, normalised, to_json
 from dlio_bench.watch.parts import PARTS, Part
 
 __all__ = ["Watch", "command", "run_part"]
@@ -153,7 +153,7 @@ def _joined(runs: list[dict[str, Figure]]) -> dict[str, Figure]:
     }
 
 
-def _read(path: str) -> dict[str, Mapping[str, Any]]:
+def _read(path: str) -> dict[str, Mapping[str, Stored]]:
     """Return the stored parts. Raises UsageError if the file is not a baseline."""
     try:
         with open(path, encoding="utf-8") as file:

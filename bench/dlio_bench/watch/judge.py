@@ -3,12 +3,12 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal, TypedDict
 
 from dlio_bench.results.statistics import interval_of_ratio, median
 from dlio_bench.results.values import Figure
 
-__all__ = ["Judged", "Runs", "from_json", "judge", "normalised", "to_json"]
+__all__ = ["Judged", "Runs", "Stored", "from_json", "judge", "normalised", "to_json"]
 
 Verdict = Literal["worse", "same", "better", "too noisy", "changed", "new", "gone"]
 Runs = Mapping[str, Figure]
@@ -94,7 +94,15 @@ def _speed(key: str, then: Figure, now: Figure) -> Judged:
     return Judged(key, ratio, interval, verdict)
 
 
-def to_json(runs: Runs) -> dict[str, Any]:
+class Stored(TypedDict):
+    """A figure as JSON."""
+
+    unit: str
+    better: Literal["higher", "lower", ""]
+    values: list[float]
+
+
+def to_json(runs: Runs) -> dict[str, Stored]:
     """Return JSON values."""
     return {
         key: {"unit": each.unit, "better": each.better, "values": list(each.values)}
@@ -102,7 +110,7 @@ def to_json(runs: Runs) -> dict[str, Any]:
     }
 
 
-def from_json(stored: Mapping[str, Any]) -> dict[str, Figure]:
+def from_json(stored: Mapping[str, Stored]) -> dict[str, Figure]:
     """Return figures that `to_json` stored. Raises KeyError, TypeError or ValueError."""
     return {
         key: Figure(key, str(each["unit"]), tuple(map(float, each["values"])), {}, each["better"])
