@@ -11,6 +11,7 @@ command: Final = Group(
     {
         "storage": "dlio_bench.storage.command:command",
         "chaos": "dlio_bench.chaos.command:command",
+        "dlio-benchmark": "dlio_bench.storage.side_by_side:command",
         "compare": "dlio_bench.results.compare:command",
         "exchange": "dlio_bench.exchange.command:command",
         "html": "dlio_bench.results.page.command:command",
@@ -21,6 +22,7 @@ command: Final = Group(
         "shuffle": "dlio_bench.shuffle:command",
         "staging": "dlio_bench.staging:command",
         "tiers": "dlio_bench.tiers:command",
+        "train": "dlio_bench.training.command:command",
         "watch": "dlio_bench.watch.command:command",
     },
 )

@@ -6,7 +6,7 @@ from dlio.comm import Communicator
 from dlio.data.flow import Flow
 from dlio.data.reader import Reader
 
-__all__ = ["agree", "estimates_sizes", "flow_of", "reads_together"]
+__all__ = ["agree", "estimates_sizes", "flow_of", "reads_alone", "reads_together"]
 
 
 def estimates_sizes(reader: Reader) -> bool:
@@ -25,6 +25,12 @@ def flow_of(reader: Reader) -> Flow | None:
 def reads_together(reader: Reader) -> bool:
     """True if several samples take one request, of a reader with `flow`; attribute `together`."""
     return bool(getattr(reader, "together", False))
+
+
+def reads_alone(reader: Reader) -> bool:
+    """True if a sample can be read for its own bytes, without its neighbours: a file, or a record
+    in a container. Readers of containers say so by an attribute `alone`."""
+    return reader.objects or bool(getattr(reader, "alone", False))
 
 
 def agree(reader: Reader, comm: Communicator) -> None:

@@ -319,7 +319,7 @@ class Dataset(torch.utils.data.Dataset[Sample]):
     def mount(self, comm: Communicator, pretend_nodes: int | None = None) -> Mount:
         """Open the data set's tiers, once; the data set owns them. Collective the first time."""
         if self._mount is None:
-            options, tiers = MountOptions(requests=self.requests), self.tiers
+            options, tiers = MountOptions(requests=self.requests, by_sample=True), self.tiers
             chunks = None
             if self._patches is not None:  # Tiers hold chunks.
                 chunks = self._patches.mount(tiers, comm, pretend_nodes, self.requests)

@@ -27,6 +27,7 @@ from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError
 from dlio.storage.arrivals import Arrivals
 from dlio.storage.counters import Counters
+from dlio.storage.intake import Intake
 from dlio.storage.notes import Notes
 from dlio.storage.pieces import Pieces
 from dlio.storage.room import Room
@@ -70,19 +71,22 @@ class Gather:
     block, if a tier keeps it; so no sample that is asked for again is read again.
 
     Args:
+        intake: reads samples of the source; not owned.
         flow: limits the requests in flight.
     """
 
     def __init__(
         self,
-        reader: Reader,
+        intake: Intake,
         flow: Flow,
         targets: Targets,
         arrivals: Arrivals,
         counters: Counters,
         notes: Notes,
     ) -> None:
+        reader = intake.reader
         self._reader, self._flow, self._targets = reader, flow, targets
+        self._intake = intake
         self._arrivals, self._counters, self._notes = arrivals, counters, notes
         self._most_together = _TOGETHER if reads_together(reader) else 1
         self._process = os.getpid()
@@ -369,7 +373,7 @@ class Gather:
         samples = np.array([task.sample for task in tasks], np.int64)
         began = self._flow.begins()
         try:
-            payloads = self._reader.read(samples)
+            payloads = self._intake.samples(samples, tasks[0].block)
         except (SourceError, CorruptBlock) as error:
             if len(tasks) == 1:
                 tasks[0].error = error
@@ -393,11 +397,25 @@ class Gather:
         try:
             if number in self._rooms:
                 self._rooms[number].take(len(payload))
-            if self._pieces[number].add(task.block, task.place, payload):
+            if len(self._reader.layout.samples_of(task.block)) == 1:
+                self._publish(task.block, number, [payload])  # A large one is copied once.
+            elif self._pieces[number].add(task.block, task.place, payload):
                 self._finish(task.block, number)
         except OSError as error:  # Of the tier; TierError is one.
             if not self._stopping.is_set():
                 self._arrivals.fill_up(number, error)
+
+    def _publish(self, block: int, number: int, payloads: Sequence[Buffer]) -> None:
+        """Put a block into its tier, unless another process or thread does so."""
+        tier = self._targets.tiers[number]
+        if not tier.claim(block):
+            return
+        try:
+            if not tier.has(block):
+                self._arrivals.put(block, number, payloads)
+            self._arrivals.look(block)
+        finally:
+            tier.release(block)
 
     def _finish(self, block: int, number: int) -> None:
         """Make a block of its samples, all of which are here, and publish it."""

@@ -23,6 +23,7 @@ import numpy.typing as npt
 import xxhash
 
 from dlio.data.abilities import flow_of
+from dlio.data.flow import Flow
 from dlio.data.reader import Reader
 from dlio.data.schema import Buffer
 from dlio.errors import SourceError
@@ -56,6 +57,8 @@ class Hierarchy:
         check: read each block that is brought back from its tier, and compare.
         fill_timeout_s: how long to wait for another process that fills a block, before its
             sample is read from the source instead. Default: the setting DLIO_FILL_TIMEOUT.
+        flow: limits the requests in flight where samples are read as they are needed; by default
+            that of the reader. With None of both, whole blocks are read.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class Hierarchy:
         intake: Intake | None = None,
         check: bool = False,
         fill_timeout_s: float | None = None,
+        flow: Flow | None = None,
     ) -> None:
         self.reader = reader
         self.counters = Counters(by_source=getattr(reader, "bytes_by_source", None))
@@ -99,12 +103,12 @@ class Hierarchy:
         self._first_batch = FirstBatch(
             reader, self._intake, self._early, self._arrivals, self.counters
         )
-        flow = flow_of(reader)
+        flow = flow_of(reader) if flow is None else flow
         self.gather: Gather | None = None
         """Reads the samples of a source with a latency; None for other sources."""
         if flow is not None:
             self.gather = Gather(
-                reader, flow, self.targets, self._arrivals, self.counters, self._notes
+                self._intake, flow, self.targets, self._arrivals, self.counters, self._notes
             )
 
     def __enter__(self) -> Self:

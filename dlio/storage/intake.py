@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from typing import Final, Self, TypeVar, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from dlio.data.reader import Reader, StoredBlocks
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError
 from dlio.storage.block import encode_block
+from dlio.storage.large import read_samples
 from dlio.storage.places import find_place
 from dlio.util.pool import Lease, Pool
 from dlio.util.threads import Workers
@@ -150,6 +152,21 @@ class Intake:
             return self._stored(self.reader, block)
         return self._encoded(block, known or {})
 
+    def samples(self, samples: npt.NDArray[np.int64], block: int) -> list[Buffer]:
+        """Return payloads of the source, a large one read in parts by several threads.
+
+        Args:
+            block: named in errors.
+
+        Raises SourceError or CorruptBlock.
+        """
+        return read_samples(
+            self.reader,
+            samples,
+            self._piece if self._workers else 0,
+            lambda read, parts: self.map(read, parts, block),
+        )
+
     def map(self, function: Callable[[T], R], items: Sequence[T], block: int) -> list[R]:
         """Call `function` on each item in parallel, and return the results in order.
 
@@ -214,9 +231,11 @@ class Intake:
         if reader.objects and self._workers and len(samples) > 1:
             step = _FILES_PER_TASK
             parts = [samples[k : k + step] for k in range(0, len(samples), step)]
-            payloads = [payload for part in self.map(reader.read, parts, block) for payload in part]
+            payloads: list[Buffer] = []
+            for part in self.map(reader.read, parts, block):
+                payloads += part
         else:
-            payloads = list(reader.read(samples)) if len(samples) else []
+            payloads = self.samples(samples, block) if len(samples) else []
         source_bytes = sum(len(payload) for payload in payloads)
         if here:
             fresh = iter(payloads)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
-from typing import Literal, Self
+from typing import Final, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +14,9 @@ import numpy.typing as npt
 from dlio.comm import Communicator
 from dlio.comm.nodes import Nodes, find_nodes
 from dlio.comm.recovery import uniform
-from dlio.data.abilities import agree
+from dlio.data.abilities import agree, reads_alone
 from dlio.data.agreement import check_same_data
+from dlio.data.flow import Flow
 from dlio.data.reader import Reader, StoredBlocks, data_bytes
 from dlio.data.source import is_remote
 from dlio.errors import TierFull, UsageError
@@ -25,13 +26,13 @@ from dlio.plan.placement import Node, Placement, place
 from dlio.plan.schedule import Ranks
 from dlio.storage.block import aligned, block_sizes
 from dlio.storage.decoded import DecodedTier
-from dlio.storage.fill import Filler, blocks_in_order, filler_threads
+from dlio.storage.fill import IN_FLIGHT_BYTES, Filler, blocks_in_order, filler_threads
 from dlio.storage.health import LostTier, is_fault
 from dlio.storage.hierarchy import Hierarchy, Pins
 from dlio.storage.intake import Intake
 from dlio.storage.inventory import Use, make_room, stored_data
 from dlio.storage.known import remember_root
-from dlio.storage.places import find_place
+from dlio.storage.places import Place, find_place
 from dlio.storage.sample_fill import SampleFiller
 from dlio.storage.spec import Tiers, TierSpec, choose_tiers, decoded_spec, is_parsed
 from dlio.storage.streamed import StreamProgress
@@ -43,6 +44,8 @@ __all__ = ["Layout", "Mount", "MountOptions", "block_bytes_of", "mount"]
 
 Layout = Literal["partition", "replicate", "auto"]
 """Each block on one node; every block on each node; or the latter if each node has room for all."""
+_ALONE_BYTES: Final = 64 << 10
+"""Mean size of a container's samples from which on each is worth a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,9 @@ class MountOptions:
     """Seconds for one block until the source is taken to hang; None for no limit."""
     check: bool = False
     """Read blocks back from the tier after they are written, and compare."""
+    by_sample: bool = False
+    """Read the samples that are needed ahead of the rest of their blocks, where the source is
+    reached over a network and each can be read on its own."""
     strict: bool = False
     """Raise an error for a tier whose disk fails or is read-only, instead of going on without."""
 
@@ -250,7 +256,8 @@ def mount(
     specs = choose_tiers(tiers, data_bytes(reader), nodes.per_machine)
     folder = nodes.names[nodes.here]
     block_bytes = block_bytes_of(reader)
-    requests = options.requests or find_place(reader.path).requests(reader.objects)
+    source = find_place(reader.path)
+    requests = options.requests or source.requests(reader.objects)
     about = {"source": _absolute(reader.path), "format": reader.format, "created": time.time()}
     with ExitStack() as undo:
         faults: list[tuple[TierSpec, OSError]] = []
@@ -283,7 +290,13 @@ def mount(
         rate = None if options.rate is None else options.rate / comm.size
         intake = undo.enter_context(closing(Intake(reader, requests, rate, options.timeout_s)))
         hierarchy = Hierarchy(
-            reader, opened, pins, ranks=comm.size, intake=intake, check=options.check
+            reader,
+            opened,
+            pins,
+            ranks=comm.size,
+            intake=intake,
+            check=options.check,
+            flow=_flow(reader, source, requests) if options.by_sample else None,
         )
         for spec, fault in faults:
             then = "what it holds is used, and nothing is added"
@@ -302,6 +315,20 @@ def mount(
         notes=notes,
         decoded_spec=decoded_spec(tiers),
     )
+
+
+def _flow(reader: Reader, source: Place, requests: int) -> Flow | None:
+    """Return the limit of samples that are read at a time, of a source behind a network.
+
+    In an epoch's random order a first batch touches about as many blocks as it has samples. Where
+    the bandwidth is the limit, training waits for all of these while it could go on with samples.
+    """
+    if not source.network or not reads_alone(reader) or not len(reader):
+        return None
+    mean = data_bytes(reader) / len(reader)
+    if mean < _ALONE_BYTES and not reader.objects:
+        return None
+    return Flow(max(2, min(requests, int(IN_FLIGHT_BYTES // max(1.0, mean)))))
 
 
 def _lease(

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.chunks import Box, ChunkedArray
+from dlio.data.held import HeldFile
 from dlio.data.index import Arrays, cached_index, fingerprint_of
 from dlio.data.reader import reopening
 from dlio.data.schema import DTYPES, MAX_DIMENSIONS, Schema, array_kind
@@ -27,7 +28,9 @@ from dlio.data.urls import inside
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
+from dlio.storage.block import new_memory
 from dlio.util.limits import parsing
+from dlio_readers.concurrent import concurrently
 from dlio_readers.hdf5file import HDF5_SUFFIXES, Hdf5File
 from dlio_readers.npyfile import chunked_array, numpy_arrays
 from dlio_readers.rehearsal import rehearse
@@ -96,7 +99,8 @@ class FilesReader:
         self._rows, self.classes, self._paired = _find(path)
         self._urls = [url for row in self._rows for url in row.urls]
         self._sides = len(self._rows[0].urls)
-        files = [File(url) for url in self._urls]
+        self._files = files = concurrently(File, self._urls, self._urls[0])
+        concurrently(lambda file: file.stamp, files, self._urls[0])  # Kept by the files.
         hdf5 = [file for file in files if own_name(file.name).endswith(HDF5_SUFFIXES)]
         if hdf5:
             rehearse("hdf5", "h5py", [file.url for file in hdf5], hdf5)
@@ -183,11 +187,42 @@ class FilesReader:
                 file.close()
 
     def _payload(self, sample: int) -> bytes:
+        parts = []
+        for file, offset, size in self.ranges_of(sample):
+            parts.append(new_memory(size))
+            file.read_into(offset, parts[-1])
+        if parts:
+            return self.payload_of(sample, parts)
+        return self._joined(sample, lambda number: File(self._urls[number]))
+
+    def ranges_of(self, sample: int) -> list[tuple[File, int, int]]:
+        """Return the whole NumPy files of a sample; none for other formats."""
+        files = self._files[sample * self._sides : (sample + 1) * self._sides]
+        numpy = all(own_name(file.name).endswith(_NUMPY) for file in files)
+        return [(file, 0, file.size) for file in files] if numpy else []
+
+    def payload_of(self, sample: int, parts: Sequence[memoryview]) -> bytes:
+        """Return the payload out of the bytes of the sample's files. Raises SourceError."""
+        first = sample * self._sides
+        return self._joined(
+            sample, lambda number: HeldFile(self._files[number], parts[number - first])
+        )
+
+    def _joined(self, sample: int, find: Callable[[int], File]) -> bytes:
+        """Return the payload of a sample.
+
+        Args:
+            find: returns a file by its number.
+        """
         values: dict[str, Any] = {"label": self._rows[sample].label} if len(self.classes) else {}
         with ExitStack() as stack:
 
             def opened(number: int) -> dict[str, ChunkedArray]:
-                arrays, file = _opened(File(self._urls[number]))
+                try:
+                    arrays, file = _opened(find(number))
+                except SourceError as error:
+                    text = f"{error}, or has changed since it was opened: {_AGAIN}"
+                    raise SourceError(text) from error
                 if file is not None:
                     stack.callback(file.close)
                 return arrays
@@ -255,12 +290,16 @@ class FilesReader:
                 file.close()
         return opened[0]
 
+    def _headers(self, sample: int) -> dict[str, ChunkedArray]:
+        return self._arrays_of(sample, self._open)
+
     def _build(self) -> Arrays:
         """Index the arrays of all files: names, types and shapes."""
         first: dict[str, ChunkedArray] = {}
         dims: list[list[int]] = []
-        for sample, row in enumerate(self._rows):
-            arrays = self._arrays_of(sample, self._open)
+        samples = range(len(self._rows))
+        opened = concurrently(self._headers, samples, self._urls[0])
+        for row, arrays in zip(self._rows, opened, strict=True):
             first = first or arrays
             _check_alike(row.name, arrays, self._rows[0].name, first)
             flat: list[int] = []

@@ -17,7 +17,7 @@ from dlio_readers.columns import Arrays
 from dlio_readers.npy import NpyHead, read_npy_head
 from dlio_readers.ranges import ranged_array
 
-__all__ = ["chunked_array", "numpy_arrays"]
+__all__ = ["StoredArray", "chunked_array", "numpy_arrays"]
 
 _HEAD_BYTES: Final = 1 << 12
 _MAX_RAW: Final = 16 << 30
@@ -30,13 +30,13 @@ def numpy_arrays(file: File) -> Mapping[str, Arrays]:
 
 def chunked_array(array: Arrays, where: str) -> ChunkedArray:
     """Return an array with parts of it in place of chunks."""
-    if isinstance(array, _Stored):
+    if isinstance(array, StoredArray):
         return array.chunked(where)
     sides = plain_chunks(array.shape, array.dtype.itemsize)
     return ChunkedArray(where, tuple(array.shape), array.dtype, sides, array.__getitem__)
 
 
-class _Stored:
+class StoredArray:
     """An uncompressed array in a file, read in place."""
 
     def __init__(self, file: File, head: NpyHead, start: int) -> None:
@@ -57,12 +57,21 @@ class _Stored:
         first, last, _ = parts[0].indices(self.shape[0])
         memory = new_memory(max(0, last - first) * self._row)
         self._file.read_into(self._start + first * self._row, memory)
-        rows = np.frombuffer(memory, self._stored).reshape(last - first, *self.shape[1:])
-        return rows[(slice(None), *parts[1:])].astype(self.dtype, copy=False)
+        return self.rows_of(memory)[(slice(None), *parts[1:])]
+
+    @property
+    def range(self) -> tuple[File, int, int]:
+        """(file, offset, bytes) of the data."""
+        return self._file, self._start, self.shape[0] * self._row
+
+    def rows_of(self, data: memoryview) -> npt.NDArray[np.generic]:
+        """Return the rows whose bytes are `data`."""
+        rows = np.frombuffer(data, self._stored).reshape(-1, *self.shape[1:])
+        return rows.astype(self.dtype, copy=False)
 
 
-def _npy(file: File) -> _Stored:
-    return _Stored(file, _head(file.read(0, _HEAD_BYTES), file.size, file.name), 0)
+def _npy(file: File) -> StoredArray:
+    return StoredArray(file, _head(file.read(0, _HEAD_BYTES), file.size, file.name), 0)
 
 
 def _head(data: bytes, size: int, name: str) -> NpyHead:
@@ -84,7 +93,7 @@ def _npz(file: File) -> dict[str, Any]:
                 if member.compress_type == zipfile.ZIP_STORED:
                     start = _data_start(file, member)
                     head = _head(file.read(start, _HEAD_BYTES), member.file_size, name)
-                    arrays[key] = _Stored(file, head, start)
+                    arrays[key] = StoredArray(file, head, start)
                     continue
                 if member.file_size > _MAX_RAW:
                     raise SourceError(f"{name} of {member.file_size} bytes is too large")

@@ -8,8 +8,9 @@ from dlio.data.reader import reopening
 from dlio.data.source import File, Source, expand, files_below, own_name, split_fields
 from dlio.errors import UsageError
 from dlio_readers.columns import Arrays, Column, ColumnReader, PlainColumn, choose
+from dlio_readers.concurrent import concurrently
 from dlio_readers.joined import JoinedColumn
-from dlio_readers.npyfile import chunked_array, numpy_arrays
+from dlio_readers.npyfile import StoredArray, chunked_array, numpy_arrays
 from dlio_readers.slabs import Select, slab
 from dlio_readers.texttable import open_text_tables
 from dlio_readers.volumes import Samples, volumes_of
@@ -44,6 +45,7 @@ class TablesReader(ColumnReader):
     """
 
     format = "tables"
+    alone = False
 
     def __init__(
         self,
@@ -56,11 +58,14 @@ class TablesReader(ColumnReader):
         self._again = reopening(TablesReader, path, select, columns, separator, samples)
         self.path = path if isinstance(path, str) else " ".join(path)
         self._names: list[str] = []
+        self._stored: list[dict[str, StoredArray]] = []
         self._chunked: dict[str, list[ChunkedArray]] = {}
         paths = [path] if isinstance(path, str) else list(path)
         parts = [split_fields(each) for each in paths]
         names = next((names for _, names in reversed(parts) if names), ())
-        files = [File(url) for url in _files_of([url for url, _ in parts])]
+        urls = _files_of([url for url, _ in parts])
+        files = concurrently(File, urls, urls[0])
+        concurrently(lambda file: file.stamp, files, urls[0])  # Kept by the files.
         stamps = [f"{file.url} {file.stamp}" for file in files]
         stamps += [repr(select), repr(columns), repr(separator)]
         texts = [own_name(file.name).endswith(_TEXTS) for file in files]
@@ -72,9 +77,15 @@ class TablesReader(ColumnReader):
             return
         if columns is not None or separator is not None:
             raise UsageError(f"columns= and separator= are for tables of text, not for {self.path}")
-        opened = [numpy_arrays(file) for file in files]
+        opened = concurrently(numpy_arrays, files, urls[0])
         arrays, count, volumes = _array_columns(self.path, files, opened, names, select, samples)
         self.files_are_samples = volumes
+        if volumes and select is None:
+            self._stored = [
+                {n: a for n in arrays if isinstance(a := each[n], StoredArray)} for each in opened
+            ]
+            # Not those that are compressed, which are in memory already.
+            self.alone = all(len(each) == len(arrays) for each in self._stored)
         if select is None:
             self._chunked = {
                 name: [
@@ -104,6 +115,17 @@ class TablesReader(ColumnReader):
             if here and all(name.endswith(_SUFFIXES) for name in names):
                 return None if here <= {".npy"} or here <= {".npz"} else "holds tables"
         return None if ok else f"does not end in {', '.join(_SUFFIXES)}"
+
+    def ranges_of(self, sample: int) -> list[tuple[File, int, int]]:
+        """Return the ranges of a sample that is a file; none of samples that are rows."""
+        return [each.range for each in self._stored[sample].values()] if self.alone else []
+
+    def payload_of(self, sample: int, parts: Sequence[memoryview]) -> bytes:
+        """Return the payload out of the bytes of the sample's ranges. Raises SourceError."""
+        arrays = self._stored[sample].items()
+        return self.schema.join(
+            {name: each.rows_of(data) for (name, each), data in zip(arrays, parts, strict=True)}
+        )
 
     def close(self) -> None:
         pass

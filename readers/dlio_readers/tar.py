@@ -76,6 +76,7 @@ class TarReader:
 
     format = "tar"
     objects = False
+    alone = True
 
     def __init__(self, path: str | Sequence[str], fields: Sequence[str] | None = None) -> None:
         self._again = reopening(TarReader, path, fields)

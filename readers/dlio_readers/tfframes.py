@@ -17,6 +17,7 @@ __all__ = [
     "AROUND",
     "HEAD",
     "LazyRecord",
+    "ReadParts",
     "WholeRecord",
     "check_data",
     "is_framed",
@@ -32,6 +33,8 @@ _LOCAL_BYTES: Final = 1 << 13
 _REMOTE_BYTES: Final = 8 << 20
 """Bytes that are read at a time when a file is scanned: few of a local one, whose large values are
 skipped, many of a remote one, whose requests take long."""
+ReadParts = dict[int, bytes]
+"""Parts of a file by their offsets."""
 _GZIP: Final = b"\x1f\x8b"
 
 
@@ -64,16 +67,21 @@ class LazyRecord:
 class _Window:
     """The part of a file that a scan is at."""
 
-    def __init__(self, file: File) -> None:
-        self._file = file
+    def __init__(self, file: File, read: ReadParts | None = None) -> None:
+        self._file, self._read = file, {} if read is None else read
+        self._keeps = read is not None
         self._step = _REMOTE_BYTES if file.local_path is None else _LOCAL_BYTES
         self._at, self._data = 0, b""
 
     def read(self, at: int, count: int) -> bytes:
         """Return some bytes; fewer at the end of the file. Raises SourceError."""
         if not self._at <= at or at + count > self._at + len(self._data):
-            self._data = self._file.read(at, max(count, self._step))
-            self._at = at
+            data = self._read.get(at, b"")
+            if len(data) < count:
+                data = self._file.read(at, max(count, self._step))
+                if self._keeps:
+                    self._read[at] = data
+            self._at, self._data = at, data
         return self._data[at - self._at : at - self._at + count]
 
 
@@ -89,13 +97,16 @@ def is_framed(file: File) -> bool:
     return len(head) == HEAD.size and HEAD.unpack(head)[1] == masked(head[:8])
 
 
-def records_of(file: File) -> Iterator[tuple[int, LazyRecord]]:
+def records_of(file: File, read: ReadParts | None = None) -> Iterator[tuple[int, LazyRecord]]:
     """Yield (offset of the data, record) of a file's records, reading their lengths in order.
+
+    Args:
+        read: parts of the file by their offsets, which are not read again; more are added.
 
     Raises SourceError for files that are compressed or cut off, CorruptBlock for a length whose
     checksum is wrong.
     """
-    window = _Window(file)
+    window = _Window(file, read)
     if window.read(0, 2) == _GZIP:
         raise SourceError(
             f"{file.name} is compressed as a whole, so that its records cannot be read one by one: "

@@ -5,6 +5,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 import numpy as np
@@ -20,8 +21,10 @@ from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
 from dlio.storage.block import new_memory
+from dlio.storage.places import find_place
 from dlio.util.arguments import nearest
 from dlio_readers.columns import looks_like
+from dlio_readers.concurrent import concurrently
 from dlio_readers.tfexample import (
     Feature,
     FeatureKind,
@@ -35,6 +38,7 @@ from dlio_readers.tfframes import (
     AROUND,
     HEAD,
     LazyRecord,
+    ReadParts,
     WholeRecord,
     check_data,
     is_framed,
@@ -52,6 +56,8 @@ _RUN_BYTES: Final = 8 << 20
 _TEXT_BYTES: Final = 1 << 10
 """Bytes of the longest value that is text, if all values of its feature are."""
 _HEAD_BYTES: Final = 16
+_AT_A_TIME: Final = 32
+"""Files that are scanned at a time over a network."""
 
 _log = logging.getLogger("dlio")
 
@@ -74,6 +80,7 @@ class TfRecordReader:
 
     format = "tfrecord"
     objects = False
+    alone = True
 
     def __init__(self, path: str | Sequence[str]) -> None:
         self._again = reopening(TfRecordReader, path)
@@ -81,7 +88,9 @@ class TfRecordReader:
         paths = [path] if isinstance(path, str) else list(path)
         parts = [split_fields(each) for each in paths]
         names = next((names for _, names in reversed(parts) if names), ())
-        self._files = [File(url) for url in _files_of([url for url, _ in parts])]
+        urls = _files_of([url for url, _ in parts])
+        self._files = concurrently(File, urls, urls[0])
+        concurrently(lambda file: file.stamp, self._files, urls[0])  # Kept by the files.
         kind = "tfrecord-" + ("-".join(names)[:64].replace("/", "_") or "all")
         index = cached_index(
             kind, _VERSION, self._files, lambda: _Scan(self.path, names).index(self._files)
@@ -275,6 +284,7 @@ class _Scan:
 
     def __init__(self, path: str, names: Sequence[str]) -> None:
         self._path, self._names = path, list(names)
+        self._chosen = names
         self._facts: dict[str, _Facts] = {}
         self._whole: dict[str, list[int]] = {}
         """Values of the features that are single whole numbers so far."""
@@ -284,12 +294,17 @@ class _Scan:
         at: list[int] = []
         stored: list[int] = []
         starts: list[int] = []
-        for file in files:
-            starts.append(len(at))
-            for number, (offset, record) in enumerate(records_of(file)):
-                self._add(record, f"{file.name}, record {number},", len(at))
-                at.append(offset)
-                stored.append(len(record))
+        for first in range(0, len(files), _AT_A_TIME):
+            group = files[first : first + _AT_A_TIME]
+            for file, read in zip(
+                group, concurrently(self._look, group, files[0].url), strict=True
+            ):
+                starts.append(len(at))
+                for number, (offset, record) in enumerate(records_of(file, read)):
+                    self._add(record, f"{file.name}, record {number},", len(at))
+                    at.append(offset)
+                    stored.append(len(record))
+                read.clear()
         if not at:
             raise SourceError(f"{self._path} holds no records")
         fields = [(name, facts.field) for name, facts in self._facts.items()]
@@ -310,6 +325,16 @@ class _Scan:
             if label
             else np.zeros(len(at), np.int64),
         }
+
+    def _look(self, file: File) -> ReadParts:
+        """Read what the scan of a file is going to need, in a thread of its own."""
+        read: ReadParts = {}
+        if find_place(file.url).network:
+            ahead = _Scan(self._path, self._chosen)
+            with suppress(SourceError, CorruptBlock, UsageError):  # The scan meets it again.
+                for number, (_, record) in enumerate(records_of(file, read)):
+                    ahead._add(record, f"{file.name}, record {number},", number)
+        return read
 
     def _add(self, record: LazyRecord, where: str, done: int) -> None:
         try:

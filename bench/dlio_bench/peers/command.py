@@ -27,11 +27,24 @@ class Peers:
             metavar="NAME",
         ),
     ] = ()
+    archive: Annotated[
+        str,
+        Option(
+            "Source of a library that no registry has, dlio_benchmark: an archive or a checkout.",
+            metavar="FILE",
+            default_text="none",
+        ),
+    ] = ""
 
     def __post_init__(self) -> None:
         check(self)
         if unknown := [name for name in self.names if name not in ENVIRONMENTS]:
             raise UsageError(f"{unknown[0]}: choose among {', '.join(ENVIRONMENTS)}")
+        taking = [name for name, each in ENVIRONMENTS.items() if each.archive]
+        if self.archive and (self.action, list(self.names)) not in [
+            ("install", [name]) for name in taking
+        ]:
+            raise UsageError(f"--archive is for: dlio bench peers install {', '.join(taking)}")
 
 
 def command(peers: Peers) -> None:
@@ -41,11 +54,13 @@ def command(peers: Peers) -> None:
     is. Goes on after a library that cannot be installed, and ends with exit code 2 then.
     """
     failed = []
-    for name in peers.names or tuple(ENVIRONMENTS):
-        if peers.action == "install":
+    installing = peers.action == "install"
+    every = [name for name, each in ENVIRONMENTS.items() if not (installing and each.archive)]
+    for name in peers.names or every:
+        if installing:
             print(f"{name}: installing {ENVIRONMENTS[name].library}", flush=True)
             try:
-                install(name)
+                install(name, peers.archive)
             except UsageError as error:
                 failed.append(name)
                 print(f"{name}: {error}")

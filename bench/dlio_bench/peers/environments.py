@@ -13,7 +13,15 @@ from dlio.errors import UsageError
 from dlio.util.files import write_json
 from dlio_bench.peers.table import ENVIRONMENTS, Environment
 
-__all__ = ["folder", "install", "missing", "python_of", "runner_command", "runner_environment"]
+__all__ = [
+    "folder",
+    "install",
+    "missing",
+    "python_of",
+    "runner_command",
+    "runner_environment",
+    "shared_environment",
+]
 
 _TIMEOUT_S: Final = 1800.0
 _MARK: Final = "dlio-peer.json"
@@ -63,19 +71,39 @@ def runner_environment(workers: int) -> dict[str, str]:
     }
 
 
-def install(name: str) -> None:
+def shared_environment() -> dict[str, str]:
+    """Return variables with which an environment's programs import dlio and dlio's packages too.
+
+    Those of this process come first.
+    """
+    return {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def install(name: str, archive: str = "") -> None:
     """Make an environment anew.
+
+    Args:
+        archive: file or folder with the source of a library that no registry has.
 
     Raises UsageError if packages cannot be had or built, and before anything is downloaded if pip
     would bring CUDA's libraries along with torch.
     """
     environment, path = ENVIRONMENTS[name], folder(name)
+    if environment.archive and not archive:
+        raise UsageError(
+            f"{name} is in no registry: download {environment.archive} and give it as "
+            "--archive FILE"
+        )
+    if archive and not os.path.exists(archive):
+        raise UsageError(f"--archive {archive}: no such file or folder")
     if os.path.isdir(path):
         shutil.rmtree(path)
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         _run([sys.executable, "-m", "venv", path], name)
         _pip(name, ["install", "--no-deps", *_planned(name, environment.packages)])
+        if archive:
+            _pip(name, ["install", "--no-deps", os.path.abspath(archive)])
         if environment.built:
             _pip(name, ["install", "--no-build-isolation", *environment.built])
     except UsageError as error:
@@ -86,7 +114,10 @@ def install(name: str) -> None:
 
 
 def _content(environment: Environment) -> dict[str, list[str]]:
-    return {"packages": list(environment.packages), "built": list(environment.built)}
+    made = {"packages": list(environment.packages), "built": list(environment.built)}
+    if environment.archive:
+        made["archive"] = [environment.archive]
+    return made
 
 
 def _planned(name: str, packages: Sequence[str]) -> list[str]:

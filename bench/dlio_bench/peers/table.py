@@ -25,10 +25,14 @@ class Environment:
     """Requirements that are built afterwards, with the packages above."""
     system: str = ""
     """What the system must have, in words, with Debian's names."""
+    archive: str = ""
+    """Address of the source of a library that no registry has; the user gives its archive."""
 
     @property
     def library(self) -> str:
         """Name of the measured distribution."""
+        if self.archive:
+            return self.archive.partition("/archive/")[0].rpartition("/")[2]
         return (self.built or self.packages)[0].partition("==")[0]
 
 
@@ -51,6 +55,20 @@ ENVIRONMENTS: Final[dict[str, Environment]] = {
     "mosaic": Environment(("mosaicml-streaming==0.13.0", "pillow", _TORCH)),
     "litdata": Environment(("litdata==0.2.76", "pillow", _TORCH)),
     "grain": Environment(("grain==0.2.18", "pillow")),
+    # PyPI's 2.0.0 is older, and does not go with today's pydftracer. torch, mpi4py, h5py and dlio
+    # itself come from dlio's environment, so that both use the same versions of them.
+    "dlio_benchmark": Environment(
+        (
+            "pydftracer>=2.0.2",
+            "hydra-core==1.3.2",
+            "omegaconf<2.4",
+            "antlr4-python3-runtime==4.9.3",
+            "pandas",
+            "psutil",
+            "pillow",
+        ),
+        archive="https://github.com/argonne-lcf/dlio_benchmark/archive/e1919d7.tar.gz",
+    ),
 }
 
 CASES: Final = {

@@ -1,6 +1,8 @@
 """`dlio bench storage`: a storage system, read as training reads it."""
 
 import os
+import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Final
@@ -15,7 +17,7 @@ from dlio.errors import UsageError
 from dlio_bench.emulated.options import Emulation
 from dlio_bench.results.envelope import begin, finish
 from dlio_bench.results.values import Figure, Results
-from dlio_bench.storage.job import Measured, measure
+from dlio_bench.storage.job import Measured, data_folder, measure
 from dlio_bench.storage.judged import checks_of
 from dlio_bench.storage.latencies import PERCENTILES, Latencies
 from dlio_bench.storage.metadata import MetadataRate, measure_metadata
@@ -29,6 +31,8 @@ __all__ = ["command", "run_storage"]
 
 _WIDTH: Final = 100
 _METADATA_THREADS: Final = 4
+_TRIES: Final = 50
+_RETRY_S: Final = 0.1
 
 
 def command(case: StorageCase, emulation: Emulation, ranks: Ranks, output: Output) -> None:
@@ -48,7 +52,25 @@ def command(case: StorageCase, emulation: Emulation, ranks: Ranks, output: Outpu
             raise UsageError(f"{case.path} is not a folder: name one on the storage to measure")
 
     check()
-    on_ranks(ranks.ranks, run_storage, case, emulation, output, backend=ranks.backend, live=True)
+    folder = data_folder(case.path, case.asked().workload)
+    existed = os.path.isdir(folder)
+    try:
+        on_ranks(
+            ranks.ranks, run_storage, case, emulation, output, backend=ranks.backend, live=True
+        )
+    except BaseException:
+        # A launcher kills ranks soon after Ctrl-C: they may not have come to remove their data.
+        if ranks.ranks is not None and not existed and not case.keep:
+            _remove(folder)
+        raise
+
+
+def _remove(folder: str) -> None:
+    for _ in range(_TRIES):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not os.path.lexists(folder):
+            return
+        time.sleep(_RETRY_S)  # Ranks that are about to end still write there.
 
 
 def run_storage(case: StorageCase, emulation: Emulation, output: Output) -> None:

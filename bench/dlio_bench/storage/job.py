@@ -32,7 +32,7 @@ from dlio_bench.storage.progress import RankProgress
 from dlio_bench.storage.served import Meter
 from dlio_bench.storage.workload import Workload
 
-__all__ = ["Measured", "Run", "measure"]
+__all__ = ["Measured", "Run", "data_folder", "measure"]
 
 _COMPARED_BYTES: Final = 8 << 30
 """Data sets up to this size are compared byte by byte: making the digests takes a while."""
@@ -157,12 +157,17 @@ def _contender(name: str, place: Place) -> Contender:
     return DlioLoader(place) if name == "dlio" else FactoryLoader(name, place)
 
 
+def data_folder(path: str, workload: Workload) -> str:
+    """Return the folder below `path` that holds the data of a workload."""
+    return os.path.join(path, f"dlio-bench-{workload.name}-{digest_of(workload)[:8]}")
+
+
 @contextmanager
 def _generated(
     case: StorageCase, workload: Workload, comm: Communicator, progress: RankProgress
 ) -> Iterator[Generated]:
     """The workload's data; removed at the end if this run made it and it is not to be kept."""
-    folder = os.path.join(case.path, f"dlio-bench-{workload.name}-{digest_of(workload)[:8]}")
+    folder = data_folder(case.path, workload)
     existed = comm.tell(os.path.isdir(folder))
     try:
         yield generate(

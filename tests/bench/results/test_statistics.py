@@ -9,12 +9,12 @@ from dlio_bench.results.statistics import interval_of_median, interval_of_ratio
 def test_an_interval_covers_the_true_ratio_as_often_as_it_says() -> None:
     random = np.random.default_rng(3)
     covered = 0
-    for _ in range(100):
+    for _ in range(60):
         mine, other = random.normal(2.0, 0.2, 12), random.normal(1.0, 0.1, 12)
         interval = interval_of_ratio(mine.tolist(), other.tolist())
         assert interval is not None
         covered += interval[0] <= 2.0 <= interval[1]
-    assert covered >= 88
+    assert covered >= 52
 
 
 def test_equal_repeats_have_an_interval_without_width() -> None:

@@ -1,0 +1,67 @@
+"""`--case ettr`: the share of time that counts while ranks are killed."""
+
+import os
+import tempfile
+from collections.abc import Mapping
+from typing import Final
+
+from rich.console import Console
+
+from dlio_bench.chaos.options import Options as ChaosOptions
+from dlio_bench.chaos.storm import measure as measure_storm
+from dlio_bench.results.terminal import show
+from dlio_bench.results.values import Figure, Results
+from dlio_bench.training.options import Options
+
+__all__ = ["ettr_figures", "measure", "storm_options"]
+
+_RANKS: Final = 4
+_IMAGES: Final = 480
+_WAYS: Final = ("shrink", "restart")
+
+
+def measure(options: Options, results: Results, _: Console) -> None:
+    """Kill ranks of jobs that go on with the others, and of jobs that restart from a checkpoint."""
+    with tempfile.TemporaryDirectory(prefix="dlio-bench-") as folder:
+        storm = measure_storm(
+            storm_options(options), _source(options, folder), os.path.join(folder, "jobs")
+        )
+    show("ettr", {key: storm[key] for key in ("rows", "said")})
+    results.figures += ettr_figures(storm)
+    results.details = {**results.details, "ettr": storm}
+
+
+def storm_options(options: Options) -> ChaosOptions:
+    """Return the options of the kills, as for `dlio bench chaos --case storm`."""
+    return ChaosOptions(
+        ranks=min(_RANKS, options.rank_counts[-1]),
+        kills=options.kills,
+        every=options.every,
+        seed=options.seed,
+        restart=True,
+    )
+
+
+def ettr_figures(storm: Mapping[str, object]) -> list[Figure]:
+    """Return the effective training time ratio of each way to survive."""
+    figures = []
+    for way in _WAYS:
+        of_way = storm.get(way)
+        share = of_way.get("ettr") if isinstance(of_way, Mapping) else None
+        if isinstance(share, float):
+            labels = {"way": way}
+            figures.append(
+                Figure("effective training time ratio", "%", (100 * share,), labels, "higher")
+            )
+    return figures
+
+
+def _source(options: Options, folder: str) -> str:
+    from dlio.cli.demo_pictures import draw_dataset
+
+    os.makedirs(os.path.join(folder, "jobs"))
+    if options.data is not None:
+        return os.path.abspath(options.data)
+    drawn = os.path.join(folder, "pictures")
+    draw_dataset(drawn, images=_IMAGES, validation=3, classes=3)
+    return os.path.join(drawn, "train")

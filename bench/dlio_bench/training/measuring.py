@@ -1,0 +1,141 @@
+"""Rounds of measurements: every round measures all numbers of ranks, in turn."""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from dlio.forecast.exchange import Link
+from dlio.util.progress import Bar
+from dlio_bench.exchange.fitting import fit
+from dlio_bench.ranks import run
+from dlio_bench.training.networks.registry import NETWORKS
+from dlio_bench.training.options import Options
+from dlio_bench.training.rank import NONE
+from dlio_bench.training.stepping import mean_step
+
+__all__ = ["Measured", "Point", "Times", "batch_of", "measure", "side_of"]
+
+_SIZES: Final = tuple(1 << power for power in range(10, 25, 2))
+"""1 KiB to 16 MiB."""
+_TIMEOUT_S: Final = 1800.0
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Conditions of steps."""
+
+    network: str
+    ranks: int
+    batch_size: int
+    """Of a rank."""
+    exchange: str
+    """NONE, or as for `--exchange`."""
+
+
+@dataclass(slots=True)
+class Times:
+    """Steps at a point, one value per round."""
+
+    step_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    """Processor time of a step, of all ranks together."""
+    parts_s: list[dict[str, float]] = field(default_factory=list)
+
+    @property
+    def median_s(self) -> float:
+        """Seconds of a step."""
+        return statistics.median(self.step_s)
+
+
+@dataclass(slots=True)
+class Measured:
+    """All rounds."""
+
+    times: dict[Point, Times]
+    links: dict[str, Link]
+    """By fabric: memory, tcp."""
+    sizes: dict[str, tuple[int, int]]
+    """By network, bytes of its parameters and the buckets they travel in."""
+
+
+def side_of(options: Options, network: str) -> int:
+    """Return the side of a network's samples."""
+    known = NETWORKS[network]
+    return known.side if options.image_size is None or not known.resizable else options.image_size
+
+
+def batch_of(options: Options, network: str, ranks: int, scaling: str) -> int | None:
+    """Return the samples of a rank in a step; None with more ranks than samples."""
+    whole = options.batch_size or NETWORKS[network].batch_size
+    return whole if scaling == "weak" else whole // ranks or None
+
+
+def measure(options: Options, bar: Bar) -> Measured:
+    """Measure links, and steps in rounds. Raises UsageError if ranks fail."""
+    bar.begin("links", 2)
+    links = {}
+    for number, fabric in enumerate(("memory", "tcp"), 1):
+        links[fabric] = _link(fabric, options.repeats)
+        bar.update(number)
+    tasks = {p: _runs(options, p) for p in options.rank_counts}
+    times: dict[Point, Times] = defaultdict(Times)
+    sizes: dict[str, tuple[int, int]] = {}
+    bar.begin("rounds", options.repeats * len(tasks))
+    done = 0
+    for number in range(options.repeats):
+        # There and back, so that a slow change of the machine's load meets all alike.
+        for p in sorted(tasks, reverse=bool(number % 2)):
+            task = {"runs": tasks[p], "steps": options.steps, "data": options.data}
+            answer: dict[str, Any] = run("dlio_bench.training.rank", task, p, timeout_s=_TIMEOUT_S)
+            for each in answer["runs"]:
+                _add(times, p, each)
+                sizes[each["network"]] = (each["bytes"], each["buckets"])
+            done += 1
+            bar.update(done)
+    return Measured(dict(times), links, sizes)
+
+
+def _runs(options: Options, p: int) -> list[dict[str, object]]:
+    """Return the runs of p ranks. One rank exchanges nothing, but has batches of all sizes."""
+    counts = options.rank_counts if p == 1 else (p,)
+    ahead = options.forecast_counts if p == 1 else ()
+    runs: list[dict[str, object]] = []
+    for network in options.network_names:
+        sizes = {
+            batch
+            for scaling in options.scalings
+            for each in counts
+            if (batch := batch_of(options, network, each, scaling)) is not None
+        }
+        least = [batch_of(options, network, each, "strong") for each in ahead]
+        known = [batch for batch in least if batch is not None]
+        if known and "strong" in options.scalings:
+            sizes.add(min(known))
+        runs += [
+            {
+                "network": network,
+                "side": side_of(options, network),
+                "batch_size": size,
+                "seed": options.seed,
+                "exchanges": [NONE] if p == 1 else [NONE, *options.exchange_names],
+            }
+            for size in sorted(sizes)
+        ]
+    return runs
+
+
+def _add(times: Mapping[Point, Times], p: int, figures: dict[str, Any]) -> None:
+    for exchange, each in figures["steps"].items():
+        point = Point(figures["network"], p, figures["batch_size"], exchange)
+        times[point].step_s.append(mean_step(each["steps_s"], each["period"]))
+        times[point].cpu_s.append(each["cpu_s"])
+        times[point].parts_s.append(each["parts_s"])
+
+
+def _link(fabric: str, repeats: int) -> Link:
+    task = {"what": "messages", "sizes": _SIZES, "repeats": 4 * repeats}
+    report: dict[str, Any] = run("dlio_bench.exchange.timed", task, 2, fabric)
+    link, _ = fit(_SIZES, report["crossing"])
+    return replace(link, gamma_s=report["gamma_s"])

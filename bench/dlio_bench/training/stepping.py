@@ -1,0 +1,112 @@
+"""Training steps in parts: loading, forward and backward, exchange, optimizer."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Final
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from dlio.train.exchange.distribute import Distributed
+
+__all__ = ["PARTS", "Loop", "Pass", "mean_step"]
+
+PARTS: Final = ("load wait", "forward and backward", "exchange", "optimizer")
+Batches = Callable[[], Iterator[tuple[torch.Tensor, torch.Tensor]]]
+
+
+@dataclass(slots=True)
+class Pass:
+    """Times of consecutive steps of one rank."""
+
+    steps_s: list[float] = field(default_factory=list)
+    cpu_s: float = 0.0
+    """Processor time of all threads, of all steps."""
+    parts_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    """Mean seconds of a step by part."""
+
+
+class Loop:
+    """A network that is trained step by step.
+
+    Args:
+        batches: returns an iterator of batches; called again whenever one ends.
+    """
+
+    def __init__(self, model: nn.Module, batches: Batches) -> None:
+        self.model = model
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+        self._batches = batches
+        self._left = batches()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all gradients as float32."""
+        return 4 * sum(parameter.numel() for parameter in self.model.parameters())
+
+    def steps(self, count: int, exchange: Distributed | None) -> Pass:
+        """Make steps and return their times."""
+        times = Pass()
+        before = time.process_time()
+        for _ in range(count):
+            self._step(exchange, times)
+        times.cpu_s = time.process_time() - before
+        times.parts_s = {name: total / count for name, total in times.parts_s.items()}
+        return times
+
+    def _step(self, exchange: Distributed | None, times: Pass) -> None:
+        began = time.perf_counter()
+        inputs, labels = self._next()
+        loaded = time.perf_counter()
+        waited = _waited(exchange)
+        self.optimizer.zero_grad(set_to_none=True)
+        torch.autograd.backward(cross_entropy(self.model(inputs), labels))
+        waited = _waited(exchange) - waited
+        computed = time.perf_counter()
+        if exchange is not None:
+            exchange.before_step()
+        ready = time.perf_counter()
+        self.optimizer.step()
+        stepped = time.perf_counter()
+        if exchange is not None:
+            exchange.after_step()
+        ended = time.perf_counter()
+        times.steps_s.append(ended - began)
+        seconds = (
+            loaded - began,
+            computed - loaded - waited,
+            waited + ready - computed + ended - stepped,
+            stepped - ready,
+        )
+        for name, each in zip(PARTS, seconds, strict=True):
+            times.parts_s[name] += each
+
+    def _next(self) -> tuple[torch.Tensor, torch.Tensor]:
+        batch = next(self._left, None)
+        if batch is None:
+            self._left = self._batches()
+            batch = next(self._left)
+        return batch
+
+
+def _waited(exchange: Distributed | None) -> float:
+    return 0.0 if exchange is None else exchange.statistics()["wait_s"]
+
+
+def mean_step(steps_s: Sequence[float], period: int) -> float:
+    """Return the mean time of a step, of whole periods of an exchange, robust against outliers.
+
+    Args:
+        steps_s: seconds of each step, from the first of a period.
+        period: steps from one exchange to the next; each period ends with an exchange.
+
+    Steps between exchanges count by their median, and steps with an exchange by theirs.
+    """
+    if period == 1:
+        return median(steps_s)
+    ends = steps_s[period - 1 :: period]
+    others = [each for number, each in enumerate(steps_s) if (number + 1) % period]
+    return ((period - 1) * median(others) + median(ends)) / period

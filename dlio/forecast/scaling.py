@@ -1,0 +1,125 @@
+"""The time of a training step on p ranks, from measured steps of one and two ranks. Pure.
+
+A step computes, then exchanges: T(p) = C(p) + X(p).
+
+Computing: ranks that share cores compute in turn, so C(p) = C(1) times `busy` times p / cores,
+where `busy` is the measured slow-down of two ranks that keep two cores busy.
+
+Exchange: the measured rest of a step of two ranks, X(2), has two components. Messages cost what
+`dlio.forecast.exchange` says of the measured link, M(2). What X(2) has beyond that is work of each
+rank on its own (copies into and out of buckets, an outer optimizer), which does not depend on p.
+What it has less is hidden behind backward, by the same share for all p.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dlio.forecast.exchange import Counts, Link, Work, allreduce, counts, seconds
+
+__all__ = ["Cluster", "Steps", "compute_seconds", "exchange_seconds", "message_seconds"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Cores and links of the ranks."""
+
+    link: Link
+    """Link between nodes; of one node, between its ranks."""
+    inside: Link | None = None
+    """Link within a node; None for `link`."""
+    per_node: int = 1
+    """Ranks of a node."""
+    cores: int | None = None
+    """Cores that all ranks share; None if each rank has its own."""
+
+    def sharing(self, ranks: int) -> float:
+        """Ranks per core, at least 1."""
+        return 1.0 if self.cores is None else max(1.0, ranks / self.cores)
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Measured steps of one and two ranks, in seconds."""
+
+    alone: Mapping[int, float]
+    """A step of one rank by batch size, without exchange."""
+    busy: float
+    """Slow-down of a step without exchange when two ranks compute on two cores, at least 1."""
+    exchanged: Mapping[str, float]
+    """By exchange, what it adds to a step of two ranks: X(2), per step."""
+
+
+def compute_seconds(steps: Steps, batch_size: float, ranks: int, cluster: Cluster) -> float:
+    """Seconds to compute a step of `batch_size` samples a rank.
+
+    Between measured batch sizes the time is interpolated linearly; beyond them it is that of the
+    line through the two nearest.
+    """
+    sizes = sorted(steps.alone)
+    alone = steps.alone[sizes[0]] * batch_size / sizes[0]
+    if len(sizes) > 1:
+        above = next((k for k, size in enumerate(sizes) if size >= batch_size), len(sizes) - 1)
+        high = max(1, above)
+        a, b = sizes[high - 1], sizes[high]
+        slope = (steps.alone[b] - steps.alone[a]) / (b - a)
+        alone = max(0.0, steps.alone[a] + slope * (batch_size - a))
+    return alone * (steps.busy if ranks > 1 else 1.0) * cluster.sharing(ranks)
+
+
+def message_seconds(preset: str, period: int, ranks: int, work: Work, cluster: Cluster) -> float:
+    """Seconds per step that the messages of an exchange take, none hidden.
+
+    The larger of two bounds: the busiest rank's messages, one after another, and the work of all
+    messages over the cores that move them.
+
+    Args:
+        preset: a key of `dlio.forecast.exchange.FORMULAE`.
+        period: steps from one exchange to the next.
+    """
+    if ranks == 1:
+        return 0.0
+    inside = cluster.inside or cluster.link
+    one_node = ranks <= cluster.per_node
+    link = inside if one_node else cluster.link
+    if preset in ("local-sgd", "diloco"):
+        busiest = allreduce(ranks, work, link) / period
+        sent = _each(counts("allreduce", ranks, work), period)
+    else:
+        busiest = seconds(preset, ranks, work, link, inside) / period
+        sent = _each(counts(preset, ranks, work), period)
+    if cluster.cores is None:
+        return busiest
+    # Weights are merged wherever they arrive; of sums, half of what arrives is only stored.
+    added = 1.0 if preset in ("gossip", "asgd") else 0.5
+    each = sent.messages * link.alpha_s + sent.size * (link.beta_s + added * link.gamma_s)
+    return max(busiest, ranks * each / min(ranks, cluster.cores))
+
+
+def _each(sent: Counts, period: int) -> Counts:
+    return Counts(sent.messages / period, sent.size / period, math.nan, math.nan)
+
+
+def exchange_seconds(
+    steps: Steps,
+    exchange: str,
+    preset: str,
+    period: int,
+    ranks: int,
+    works: tuple[Work, Work],
+    clusters: tuple[Cluster, Cluster],
+) -> float:
+    """Seconds that an exchange adds to a step on `ranks` ranks: X(p).
+
+    Args:
+        exchange: a key of `steps.exchanged`.
+        works, clusters: of the two ranks that were measured, and of the ranks to forecast.
+    """
+    if ranks == 1:
+        return 0.0
+    measured = max(0.0, steps.exchanged[exchange])
+    there = message_seconds(preset, period, 2, works[0], clusters[0])
+    then = message_seconds(preset, period, ranks, works[1], clusters[1])
+    own = max(0.0, measured - there)
+    visible = min(1.0, measured / there) if there > 0 else 1.0
+    return own * clusters[1].sharing(ranks) + visible * then

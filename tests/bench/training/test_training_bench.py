@@ -1,0 +1,132 @@
+"""`dlio bench train` measures steps on ranks, and forecasts others from those of one and two."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlio.errors import UsageError
+from dlio.forecast.exchange import Link
+from dlio_bench.training.ettr import ettr_figures, storm_options
+from dlio_bench.training.forecasting import cells
+from dlio_bench.training.measuring import Measured, Point, Times, batch_of
+from dlio_bench.training.names import NETWORK_NAMES
+from dlio_bench.training.networks.registry import NETWORKS
+from dlio_bench.training.options import Options
+from dlio_bench.training.shown import curves, figures
+from dlio_bench.training.stepping import mean_step
+
+
+def test_options_name_every_network() -> None:
+    assert tuple(NETWORKS) == NETWORK_NAMES
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"networks": "lenet,lenot"},
+        {"exchanges": "allredoce"},
+        {"ranks": "2,4"},
+        {"ranks": "1,2,x"},
+        {"forecast": "8..many"},
+        {"forecast": "1,8"},
+        {"networks": ""},
+    ],
+)
+def test_wrong_options_are_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(wrong)).removesuffix("s")):
+        Options(**wrong)
+
+
+def test_counts_are_ranges_lists_or_none() -> None:
+    assert Options(forecast="8..100").forecast_counts == (8, 16, 32, 64)
+    assert Options(forecast="12, 8").forecast_counts == (8, 12)
+    assert Options(forecast="none").forecast_counts == ()
+    assert Options(ranks="4,2,1").rank_counts == (1, 2, 4)
+
+
+def test_strong_scaling_divides_the_batch_and_ends_where_samples_end() -> None:
+    options = Options(batch_size=8)
+    assert [batch_of(options, "vit", p, "weak") for p in (1, 2, 1024)] == [8, 8, 8]
+    assert [batch_of(options, "vit", p, "strong") for p in (1, 2, 8, 16)] == [8, 4, 1, None]
+
+
+def test_the_mean_step_counts_exchanges_once_in_a_period() -> None:
+    assert mean_step([1.0, 1.0, 1.0, 5.0] * 2, 4) == 2.0
+    # One disturbed step among many changes nothing.
+    assert mean_step([1.0, 1.0, 90.0, 1.0], 1) == 1.0
+
+
+def measured(options: Options, step_s: dict[tuple[int, str], float]) -> Measured:
+    times = {
+        Point("vit", p, 8, exchange): Times([seconds], [seconds], [{"exchange": 0.0}])
+        for (p, exchange), seconds in step_s.items()
+    }
+    links = {"memory": Link(0.0, 1e-9), "tcp": Link(1e-5, 1e-8)}
+    return Measured(times, links, {"vit": (1_000_000, 1)})
+
+
+def test_forecasts_are_marked_and_know_nothing_of_four_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("dlio_bench.training.forecasting.available_cores", lambda: 2)
+    options = Options(
+        networks="vit", exchanges="allreduce", batch_size=8, scaling="weak", forecast="8"
+    )
+    steps = {(1, "none"): 1.0, (2, "none"): 1.0, (2, "allreduce"): 1.001}
+    forecasts = []
+    for of_four in (2.0, 7.0):
+        given = measured(options, {**steps, (4, "none"): of_four, (4, "allreduce"): of_four})
+        result = list(cells(options, given))
+        forecasts.append([each.forecast_s for each in result])
+        assert [each.ranks for each in result if each.is_forecast] == [8, 8]
+        assert {each.forecast for each in figures(result)} == {True, False}
+        assert {(each.forecast, each.x) for each in curves(result)} == {
+            (False, (1.0, 2.0, 4.0)),
+            (True, (8.0,)),
+        }
+    assert forecasts[0] == forecasts[1]
+    (four,) = [each for each in result if (each.ranks, each.exchange) == (4, "allreduce")]
+    # Two ranks a core: twice the computing, and 3 times the bytes through each core.
+    assert four.forecast_s == pytest.approx(2.003)
+    assert four.error == pytest.approx(2.003 / 7 - 1)
+    assert four.efficiency == pytest.approx(4 * 8 / 7 / (2 * 8))
+
+
+def test_ettr_is_of_the_storms_of_chaos() -> None:
+    storm = storm_options(Options(kills=3, every=2.5))
+    assert (storm.ranks, storm.kills, storm.every, storm.restart) == (4, 3, 2.5, True)
+    (figure,) = ettr_figures({"shrink": {"ettr": 0.9}, "restart": {"ettr": None}})
+    assert figure.values == pytest.approx((90.0,))
+    assert figure.labels == {"way": "shrink"}
+
+
+@pytest.mark.mpi
+def test_two_ranks_are_measured_and_more_are_forecast(tmp_path: Path) -> None:
+    from dlio.cli import main
+
+    path = tmp_path / "report.json"
+    arguments = "--networks lenet --exchanges gossip,local-sgd(2) --ranks 1,2 --forecast 4,8"
+    more = "--scaling weak --batch-size 2 --repeats 1 --steps 2 --report"
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "train", *arguments.split(), *more.split(), str(path)])
+    assert not ended.value.code
+    report = json.loads(path.read_text())
+    assert report["schema"] == "dlio-bench/1"
+    by_ranks = {
+        each["labels"]["ranks"]: each["forecast"]
+        for each in report["figures"]
+        if each["name"] == "step"
+    }
+    assert by_ranks == {"1": False, "2": False, "4": True, "8": True}
+    assert report["parameters"] == {"lenet": 61_706}
+    for each in report["waterfalls"]:
+        assert list(each["parts"]) == [
+            "load wait",
+            "forward and backward",
+            "exchange",
+            "optimizer",
+        ]
+        exchanges = each["labels"]["exchange"] == "gossip"
+        assert (each["parts"]["exchange"] > 1e-5) or not exchanges
