@@ -10,7 +10,7 @@ JOBS ?= 3
 # Without bytecode, each of the many processes that tests start would compile what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup tools demo test test-all coverage lint lint-in-one-piece check bench docs clean
+.PHONY: help setup tools demo test test-all coverage lint lint-in-one-piece check bench bench-watch docs clean
 help:
 	@echo "make demo [DATA=folder]  train on pictures drawn for it, or on yours, with 2 MPI ranks (1.3 GB)"
 	@echo "make test [JOBS=3]       run the tests"
@@ -19,6 +19,7 @@ help:
 	@echo "make lint                lint, format, import contracts, types, language"
 	@echo "make check               all that CI does: tests and lint"
 	@echo "make bench               loading speed compared with torch's DataLoader, on the demo's pictures"
+	@echo "make bench-watch         small runs of the benchmarks, compared with bench/baseline.json"
 	@echo "make docs                the documentation as a site, in .cache/site"
 	@echo "make clean               remove the environment and the files of demo and tests"
 
@@ -106,6 +107,9 @@ tools:
 bench: setup
 	$(BIN)/dlio demo --draw-only
 	$(BIN)/dlio bench loader .cache/dlio-demo/pictures/train
+
+bench-watch: setup
+	$(BIN)/dlio bench watch --baseline bench/baseline.json
 
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -24,6 +24,7 @@ command: Final = Group(
         "staging": "dlio_bench.staging:command",
         "tiers": "dlio_bench.tiers:command",
         "train": "dlio_bench.training.command:command",
+        "watch": "dlio_bench.watch.command:command",
     },
 )
 """`dlio bench`, and where its commands are."""

@@ -183,6 +183,7 @@ Workers("dlio-hung", lambda _: time.sleep(600), stop_timeout_s=0.05).start()
     assert "dlio-hung did not end within 0.05 s" in ended.stderr
 
 
+@pytest.mark.cold  # A fork has imported dlio before.
 def test_no_thread_is_started_when_the_interpreter_ends() -> None:
     # Registered before dlio's own handler, so called after it.
     script = """

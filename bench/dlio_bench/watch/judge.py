@@ -1,0 +1,118 @@
+"""Compare figures with a baseline, each in units of the calibration that was made around it."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, TypedDict
+
+from dlio_bench.results.statistics import interval_of_ratio, median
+from dlio_bench.results.values import Figure
+
+__all__ = ["Judged", "Runs", "Stored", "from_json", "judge", "normalised", "to_json"]
+
+Verdict = Literal["worse", "same", "better", "too noisy", "changed", "new", "gone"]
+Runs = Mapping[str, Figure]
+"""Figures by key; a value for each repeat of the part, normalised."""
+_TOLERANCE: Final = 1.15
+"""Ratio that a whole interval has to pass: calibration does not follow a load more closely."""
+_WIDEST: Final = 2.0
+"""Largest ratio of the ends of an interval that says anything."""
+_COUNTS: Final = ("", "B", "bytes", "MiB", "messages", "requests", "copies")
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A figure compared with its baseline."""
+
+    key: str
+    ratio: float | None
+    """Of the speeds: above 1 is better than the baseline. Of counts: now over then."""
+    interval: tuple[float, float] | None
+    verdict: Verdict
+
+    @property
+    def fails(self) -> bool:
+        """True if the watch ends with exit code 1."""
+        return self.verdict in ("worse", "changed")
+
+
+def normalised(figure: Figure, seconds: float) -> Figure:
+    """Return a figure as it would be if the calibration took one second.
+
+    A rate is multiplied by the calibration's seconds, and a time is divided by them. Counts,
+    shares and ratios are left alone.
+    """
+    if figure.unit.endswith("/s"):
+        factor = seconds
+    elif figure.unit in ("s", "ms", "us", "µs"):
+        factor = 1 / seconds
+    else:
+        return figure
+    values = tuple(value * factor for value in figure.values)
+    return Figure(figure.name, figure.unit, values, figure.labels, figure.better, figure.forecast)
+
+
+def judge(baseline: Runs, now: Runs) -> Iterator[Judged]:
+    """Compare each figure that has a direction, and each count.
+
+    Counts are compared where all repeats of the baseline agree: others depend on time.
+    """
+    for key in dict.fromkeys([*baseline, *now]):
+        if key not in now:
+            yield Judged(key, None, None, "gone")
+        elif key not in baseline:
+            yield Judged(key, None, None, "new")
+        elif now[key].better:
+            yield _speed(key, baseline[key], now[key])
+        elif now[key].unit in _COUNTS and len(set(baseline[key].values)) == 1:
+            yield _count(key, baseline[key].values[0], now[key].values)
+
+
+def _count(key: str, then: float, now: Sequence[float]) -> Judged:
+    same = all(math.isclose(value, then, rel_tol=1e-12) for value in now)
+    return Judged(key, median(now) / then if then else None, None, "same" if same else "changed")
+
+
+def _speed(key: str, then: Figure, now: Figure) -> Judged:
+    new, old = now.values, then.values
+    if now.better == "lower":
+        new, old = old, new
+    if not median(old):
+        return Judged(key, None, None, "too noisy")
+    ratio = median(new) / median(old)
+    interval = interval_of_ratio(new, old)
+    if interval is None:
+        return Judged(key, ratio, None, "too noisy")
+    low, high = interval
+    verdict: Verdict = "same"
+    if high < 1 / _TOLERANCE:
+        verdict = "worse"
+    elif low > _TOLERANCE:
+        verdict = "better"
+    elif low <= 0 or high / low > _WIDEST:
+        verdict = "too noisy"
+    return Judged(key, ratio, interval, verdict)
+
+
+class Stored(TypedDict):
+    """A figure as JSON."""
+
+    unit: str
+    better: Literal["higher", "lower", ""]
+    values: list[float]
+
+
+def to_json(runs: Runs) -> dict[str, Stored]:
+    """Return JSON values."""
+    return {
+        key: {"unit": each.unit, "better": each.better, "values": list(each.values)}
+        for key, each in runs.items()
+    }
+
+
+def from_json(stored: Mapping[str, Stored]) -> dict[str, Figure]:
+    """Return figures that `to_json` stored. Raises KeyError, TypeError or ValueError."""
+    return {
+        key: Figure(key, str(each["unit"]), tuple(map(float, each["values"])), {}, each["better"])
+        for key, each in stored.items()
+    }

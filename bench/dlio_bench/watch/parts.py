@@ -1,0 +1,57 @@
+"""Parts of the watch: small runs of benchmarks, and the work that limits each."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from dlio_bench.watch.calibration import Bound
+
+__all__ = ["PARTS", "Part"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A run of `dlio bench`. `{folder}` in an argument stands for a temporary folder."""
+
+    arguments: tuple[str, ...]
+    bound: Bound
+
+
+PARTS: Final = {
+    "loader": Part(
+        ("loader", "--peers", "torch,dlio", "--repeats", "2", "--image-size", "96"), "processor"
+    ),
+    "readers": Part(
+        (
+            *("readers", "--samples", "200", "--sample-bytes", "20000", "--repeats", "2"),
+            *("--format", "shard", "--format", "tar", "--format", "parquet"),
+        ),
+        "memory",
+    ),
+    "tiers": Part(
+        ("tiers", "--tiers", "ram:64MiB,{folder}:64MiB", "--size", "32MiB", "--no-keep"), "memory"
+    ),
+    "storage": Part(
+        (
+            *("storage", "{folder}", "--files", "32", "--sample-size", "128KiB", "--step-ms", "5"),
+            *("--epochs", "2", "--workers", "2", "--bare-seconds", "0.5"),
+            *("--metadata-files", "50"),
+        ),
+        "disk",
+    ),
+    "shuffle": Part(("shuffle", "--case", "mixing", "--repeats", "1"), "processor"),
+    "exchange": Part(
+        (
+            *("exchange", "--case", "messages", "--fabric", "memory", "--repeats", "1"),
+            *("--exchange", "allreduce", "--exchange", "gossip"),
+        ),
+        "processor",
+    ),
+    "staging": Part(
+        (
+            *("staging", "--case", "local", "--quick", "--repeats", "1"),
+            *("--folder", "{folder}"),
+        ),
+        "disk",
+    ),
+}
+"""Parts by name. One run of all takes about three minutes on an idle machine of two cores."""
