@@ -9,11 +9,10 @@ __all__ = ["command"]
 command: Final = Group(
     "Measure dlio and its references side by side in one run, with medians and spread.",
     {
-        "storage": "dlio_bench.storage.command:command",
+        "agreement": "dlio_bench.storage.side_by_side:command",
         "chaos": "dlio_bench.chaos.command:command",
-        "dlio-benchmark": "dlio_bench.storage.side_by_side:command",
-        "compare": "dlio_bench.results.compare:command",
         "checkpoint": "dlio_bench.checkpoint.command:command",
+        "compare": "dlio_bench.results.compare:command",
         "exchange": "dlio_bench.exchange.command:command",
         "html": "dlio_bench.results.page.command:command",
         "loader": "dlio_bench.loader:command",
@@ -22,6 +21,7 @@ command: Final = Group(
         "readers": "dlio_bench.readers:command",
         "shuffle": "dlio_bench.shuffle:command",
         "staging": "dlio_bench.staging:command",
+        "storage": "dlio_bench.storage.command:command",
         "tiers": "dlio_bench.tiers:command",
         "train": "dlio_bench.training.command:command",
         "watch": "dlio_bench.watch.command:command",

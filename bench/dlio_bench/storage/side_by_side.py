@@ -1,4 +1,4 @@
-"""`dlio bench dlio-benchmark`: figures of `dlio bench storage` next to those of Argonne's DLIO.
+"""`dlio bench agreement`: figures of `dlio bench storage` next to those of Argonne's DLIO.
 
 Both programs read the same files with the same batches, steps, epochs and workers, each through
 torch's loader and through dlio's. Each runs in processes of its own, one after the other.
@@ -44,7 +44,7 @@ MOST_POINTS: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class SideBySide:
-    """A workload that both programs run; options of `dlio bench dlio-benchmark`."""
+    """A workload that both programs run; options of `dlio bench agreement`."""
 
     path: Annotated[
         str, Option("Folder for the data, on the storage to read.", positional=True, metavar="PATH")
