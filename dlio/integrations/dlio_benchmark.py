@@ -122,6 +122,7 @@ class DlioLoader:
         self._train = str(dataset_type) == "train"
         self._epoch = epoch_number
         self._job: _Job | None = None
+        self._data: Dataset | None = None
         self._loader: DataLoader | None = None
         self._made = 0
         """Passes that have been finalized."""
@@ -140,7 +141,7 @@ class DlioLoader:
         reader = DlioFiles(job.files, job.form, job.samples_per_file, comm)
         prepare = self._preparing()
         fitted = Fitted(job.form, reader.whole, reader.name, job.shape, job.dtype, prepare)
-        data = Dataset(
+        data = self._data = Dataset(
             reader,
             tiers=job.options.get("tiers"),
             image_size=None,
@@ -198,6 +199,9 @@ class DlioLoader:
         if self._loader is not None:
             self._loader.close()
             self._loader = None
+        if self._data is not None:
+            self._data.close()
+            self._data = None
 
     def _preparing(self) -> Callable[[], None] | None:
         """Return a function that takes DLIO's `preprocess_time`; None if there is none."""

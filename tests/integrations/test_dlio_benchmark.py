@@ -45,12 +45,14 @@ def passes(settings: SimpleNamespace, count: int = 2, kind: str = "train") -> li
     """Return the batches of some passes, as (numbers of the samples, batch)."""
     with installed(settings):
         loader = DlioLoader(settings.format, kind, 1)
-        loader.read()
         made = []
-        for _ in range(count):
-            made.append([(loader.last_samples.tolist(), b.numpy()) for b in loader.next()])
-            loader.finalize()
-        loader.close()
+        try:
+            loader.read()
+            for _ in range(count):
+                made.append([(loader.last_samples.tolist(), b.numpy()) for b in loader.next()])
+                loader.finalize()
+        finally:
+            loader.close()
     return made
 
 

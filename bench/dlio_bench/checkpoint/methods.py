@@ -1,10 +1,8 @@
 """Ways to write a checkpoint, behind one interface."""
 
-import contextlib
 import os
 import shutil
 import subprocess
-import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any, Final, Protocol
@@ -16,6 +14,7 @@ from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
 from dlio.train.checkpoint import Checkpoints
 from dlio.train.checkpoint.folder import Tensors
+from dlio.train.checkpoint.reader import ignore_no_dist_warning
 
 __all__ = ["METHODS", "DcpAsync", "DcpSave", "Dd", "Dlio", "Method", "random_state"]
 
@@ -91,8 +90,8 @@ class DcpSave:
     def save(self, number: int, tensors: Tensors) -> None:
         from torch.distributed.checkpoint.state_dict_saver import save
 
-        with _quiet():
-            save(dict(tensors), checkpoint_id=self._path(number), no_dist=True)
+        ignore_no_dist_warning()
+        save(dict(tensors), checkpoint_id=self._path(number), no_dist=True)
 
     def before_update(self) -> None:
         pass
@@ -103,8 +102,8 @@ class DcpSave:
     def read(self, number: int, tensors: Tensors) -> None:
         from torch.distributed.checkpoint.state_dict_loader import load
 
-        with _quiet():
-            load(dict(tensors), checkpoint_id=self._path(number), no_dist=True)
+        ignore_no_dist_warning()
+        load(dict(tensors), checkpoint_id=self._path(number), no_dist=True)
 
     def files(self) -> list[str]:
         return _files(self._folder)
@@ -127,8 +126,8 @@ class DcpAsync(DcpSave):
         from torch.distributed.checkpoint.state_dict_saver import async_save
 
         self.finish()
-        with _quiet():
-            future = async_save(dict(tensors), checkpoint_id=self._path(number), no_dist=True)
+        ignore_no_dist_warning()
+        future = async_save(dict(tensors), checkpoint_id=self._path(number), no_dist=True)
         assert isinstance(future, Future)
         self._future = future
 
@@ -188,15 +187,6 @@ METHODS: Final[Mapping[str, type[Dlio] | type[DcpSave] | type[DcpAsync] | type[D
 
 def _files(folder: str) -> list[str]:
     return [os.path.join(top, name) for top, _, names in os.walk(folder) for name in names]
-
-
-@contextlib.contextmanager
-def _quiet() -> Any:
-    """Without torch's warning that there is one process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
-        warnings.filterwarnings("ignore", category=FutureWarning)
-        yield
 
 
 def random_state(size: int, seed: int, tensor_bytes: int = 64 << 20) -> dict[str, torch.Tensor]:
