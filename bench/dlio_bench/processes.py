@@ -3,27 +3,41 @@
 import contextlib
 import os
 
-__all__ = ["cpu_s", "pss", "threads", "tree"]
+__all__ = ["cpu_s", "descendants", "pss", "threads", "tree"]
+
+
+def descendants(pid: int) -> list[int]:
+    """A process and all below it.
+
+    Parents are looked up in the list of all processes, as some kernels and sandboxes have no lists
+    of children.
+    """
+    below: dict[int, list[int]] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # It has ended meanwhile.
+            below.setdefault(int(_fields(int(name))[1]), []).append(int(name))
+    processes = [pid]
+    for parent in processes:
+        processes += below.get(parent, [])
+    return processes
 
 
 def tree(pid: int) -> list[int]:
     """A process and its descendants in the same session; others have left it on purpose."""
-    try:
-        processes, session = [pid], os.getsid(pid)
-    except ProcessLookupError:
-        return []
-    for parent in processes:
-        with contextlib.suppress(OSError), open(f"/proc/{parent}/task/{parent}/children") as file:
-            below = [int(text) for text in file.read().split()]
-            processes += [child for child in below if os.getsid(child) == session]
+    processes = []
+    with contextlib.suppress(ProcessLookupError):
+        session = os.getsid(pid)
+        for each in descendants(pid):
+            with contextlib.suppress(OSError):
+                if os.getsid(each) == session:
+                    processes.append(each)
     return processes
 
 
 def cpu_s(pid: int) -> float:
     """Seconds that a process and its ended children have been on processors."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
+        fields = _fields(pid)
     except OSError:
         return 0.0
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
@@ -44,3 +58,12 @@ def threads(pid: int) -> int:
         return len(os.listdir(f"/proc/{pid}/task"))
     except OSError:
         return 0
+
+
+def _fields(pid: int) -> list[bytes]:
+    """Fields of /proc/PID/stat after the program's name, which may hold anything. Raises OSError.
+
+    The first is the state, the second the parent.
+    """
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()

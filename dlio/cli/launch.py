@@ -214,7 +214,7 @@ def _prepared(
             options.append("--oversubscribe")
         if os.geteuid() == 0:
             full.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
-        full.update({name: full.get(name, value) for name, value in ONE_NODE.items()})
+        full = {**ONE_NODE, **full}
         if "OMPI_MCA_btl_sm_backing_directory" not in {**full, **environment}:
             # Files in Open MPI's default folder would stay behind if ranks were killed.
             segments = stack.enter_context(SharedFolder(f"mpi-{secrets.token_hex(8)}"))

@@ -315,7 +315,7 @@ def _environment(job: Job) -> dict[str, str]:
     if os.geteuid() == 0:
         full.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
     if not job.nodes:
-        full.update({name: full.get(name, value) for name, value in launch.ONE_NODE.items()})
+        full = {**launch.ONE_NODE, **full}
     if job.survives:
         full = {**launch.SURVIVING_ENVIRONMENT, **full, MIN_RANKS: str(job.min_ranks)}
     return {**full, **job.environment}

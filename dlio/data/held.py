@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import BinaryIO
 
+from dlio.data.requests import fill, request
 from dlio.data.source import File, failed
 from dlio.errors import SourceError
 from dlio.util.limits import open_unchecked
@@ -28,18 +29,12 @@ def open_ranges(file: File) -> Iterator[ReadRange]:
         raise failed(file.url, error) from error
 
     def read(offset: int, into: memoryview) -> None:
-        done = 0
-        while done < len(into):
-            try:
-                count = os.preadv(descriptor, [into[done:]], offset + done)
-            except OSError as error:
-                raise failed(file.url, error) from error
-            if not count:
-                raise SourceError(
-                    f"{file.name} ends {len(into) - done} bytes early: it is truncated, or has "
-                    "changed since it was opened; restore it, or run again"
-                )
-            done += count
+        try:
+            with request():
+                done = fill(descriptor, offset, into)
+        except OSError as error:
+            raise failed(file.url, error) from error
+        file.check_whole(into, done)
 
     try:
         yield read

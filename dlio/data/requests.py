@@ -16,7 +16,7 @@ from typing import Final
 
 from dlio.util.limits import check_regular, open_unchecked
 
-__all__ = ["observed_requests", "pread", "pread_into", "request"]
+__all__ = ["fill", "observed_requests", "pread", "pread_into", "request"]
 
 _UNCHECKED_BYTES: Final = 16 << 20
 """Bytes that are read without asking first whether the file has them."""
@@ -99,15 +99,23 @@ def pread_into(path: str, offset: int, into: memoryview) -> int:
 
     Bounded: whatever has taken the file's place gives no more than is asked. Raises OSError.
     """
-    done = 0
     with request():
         descriptor = open_unchecked(path)
         try:
-            while done < len(into):
-                count = os.preadv(descriptor, [into[done:]], offset + done)
-                if not count:
-                    break
-                done += count
+            return fill(descriptor, offset, into)
         finally:
             os.close(descriptor)
+
+
+def fill(descriptor: int, offset: int, into: memoryview) -> int:
+    """Fill `into` from an open file; return the bytes that came, fewer when it is too short.
+
+    Raises OSError.
+    """
+    done = 0
+    while done < len(into):
+        count = os.preadv(descriptor, [into[done:]], offset + done)
+        if not count:
+            break
+        done += count
     return done

@@ -322,6 +322,10 @@ class File:
             raise
         except OSError as error:
             raise failed(self.url, error) from error
+        self.check_whole(into, done)
+
+    def check_whole(self, into: memoryview, done: int) -> None:
+        """Raise SourceError unless all of the `into` that was asked for has come."""
         if done != len(into):
             raise SourceError(
                 f"{self.name} ends {len(into) - done} bytes early: it is truncated, or has changed "

@@ -178,7 +178,7 @@ class DlioLoader:
         most = None if self._job.steps == len(loader) else self._job.steps
         batches = itertools.islice(iter(loader), most)
         while True:
-            with clock.waiting():
+            with clock:
                 batch = next(batches, None)
             if batch is None:
                 break
@@ -222,15 +222,12 @@ class DlioLoader:
 
 
 class _Clock:
-    """Time of a pass, divided into that of waiting for batches and the rest."""
+    """Time of a pass, divided into that of waiting for batches, in its `with`, and the rest."""
 
     def __init__(self) -> None:
         self._waited: list[float] = []
         self._since = 0.0
         self._first_end = self._end = 0.0
-
-    def waiting(self) -> "_Clock":
-        return self
 
     def __enter__(self) -> None:
         self._since = time.perf_counter()

@@ -9,6 +9,7 @@ sample `f * samples_per_file + k`, as DLIO numbers them.
 import io
 import math
 import struct
+import sys
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
@@ -21,9 +22,10 @@ import torch
 
 from dlio.comm import Communicator
 from dlio.data.index import fingerprint_of
+from dlio.data.npy import read_npy_head
 from dlio.data.schema import MAX_PAYLOAD, Buffer, Schema
 from dlio.data.source import File
-from dlio.errors import SourceError, UsageError
+from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.image.decode import decode_whole
 from dlio.plan.layout import Layout, cut_blocks
 from dlio.plan.order import Order
@@ -306,18 +308,14 @@ def _array_head(file: File, form: str) -> tuple[int, tuple[int, ...], int]:
 
 def _npy_head(head: memoryview, name: str) -> tuple[int, tuple[int, ...], int]:
     """Return (bytes of the header, shape, bytes of an element) of an array in C order."""
-    stream = io.BytesIO(head)
     try:
-        version = np.lib.format.read_magic(stream)
-        read: Any = np.lib.format.read_array_header_1_0
-        if version != (1, 0):
-            read = np.lib.format.read_array_header_2_0
-        shape, fortran, dtype = read(stream)
-    except (ValueError, SyntaxError, EOFError) as error:
+        # The data after the header is compared with its own length where it is read.
+        parsed = read_npy_head(head, sys.maxsize)
+    except CorruptBlock as error:
         raise SourceError(f"{name} is not an array of numpy, or is damaged: {error}") from error
-    if (fortran and len(shape) > 1) or dtype.hasobject:
-        raise SourceError(f"{name} holds objects, or an array in Fortran order: generate it anew")
-    return stream.tell(), tuple(shape), dtype.itemsize
+    if parsed.fortran and len(parsed.shape) > 1:
+        raise SourceError(f"{name} holds an array in Fortran order: generate it anew")
+    return parsed.offset, parsed.shape, np.dtype(parsed.descr).itemsize
 
 
 class _View(io.RawIOBase):
@@ -405,9 +403,7 @@ def _hdf5(stream: Any, name: str) -> AbstractContextManager[Any]:
 
 
 def _record_sets(file: Any, name: str) -> list[Any]:
-    names = sorted(
-        (each for each in file if each.startswith("records_")), key=lambda n: (len(n), n)
-    )
+    names = sorted((each for each in file if each.startswith("records_")), key=_by_number)
     if not names:
         raise SourceError(f"{name} has no data sets records_0, records_1, ...: is it of DLIO?")
     return [file[each] for each in names]

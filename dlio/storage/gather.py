@@ -12,7 +12,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
@@ -398,38 +398,42 @@ class Gather:
             if number in self._rooms:
                 self._rooms[number].take(len(payload))
             if len(self._reader.layout.samples_of(task.block)) == 1:
-                self._publish(task.block, number, [payload])  # A large one is copied once.
+                self._publish(task.block, number, lambda: [payload])  # A large one is copied once.
             elif self._pieces[number].add(task.block, task.place, payload):
                 self._finish(task.block, number)
         except OSError as error:  # Of the tier; TierError is one.
             if not self._stopping.is_set():
                 self._arrivals.fill_up(number, error)
 
-    def _publish(self, block: int, number: int, payloads: Sequence[Buffer]) -> None:
-        """Put a block into its tier, unless another process or thread does so."""
+    def _finish(self, block: int, number: int) -> None:
+        """Make a block of its samples, all of which are here, and publish it."""
+        pieces = self._pieces[number]
+        self._publish(block, number, lambda: pieces.read_all(block), lambda: pieces.remove(block))
+
+    def _publish(
+        self,
+        block: int,
+        number: int,
+        payloads: Callable[[], Sequence[Buffer] | None],
+        then: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Put a block into its tier, unless another process or thread does so.
+
+        Args:
+            payloads: returns those of the block; None if they are not all there any more.
+            then: called when the block is in the tier.
+        """
         tier = self._targets.tiers[number]
         if not tier.claim(block):
             return
         try:
             if not tier.has(block):
-                self._arrivals.put(block, number, payloads)
-            self._arrivals.look(block)
-        finally:
-            tier.release(block)
-
-    def _finish(self, block: int, number: int) -> None:
-        """Make a block of its samples, all of which are here, and publish it."""
-        tier, pieces = self._targets.tiers[number], self._pieces[number]
-        if not tier.claim(block):
-            return  # Another process or thread is doing so.
-        try:
-            if not tier.has(block):
-                payloads = pieces.read_all(block)
-                if payloads is None:
+                made = payloads()
+                if made is None:
                     return
-                self._arrivals.put(block, number, payloads)
+                self._arrivals.put(block, number, made)
             self._arrivals.look(block)
-            pieces.remove(block)
+            then()
         finally:
             tier.release(block)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from dlio.data.source import is_remote
+from dlio.util.mounts import Mounted, holding, read_mounts
 
 __all__ = ["NETWORK", "Place", "find_place", "parse_stripes", "scratch_places"]
 
@@ -36,6 +37,7 @@ _CANDIDATES: Final = (
     "TMPDIR",
 )
 _USUAL: Final = ("/mnt/beeond", "/beeond", "/local/scratch", "/localscratch", "/scratch/local")
+_UNKNOWN: Final = Mounted("/", "unknown", "", "0:0", "")
 _FEW, _SOME, _MANY = 4, 32, 64
 
 
@@ -74,17 +76,13 @@ def find_place(path: str) -> Place:
     if is_remote(path):
         return Place(path, "remote", path.split("://")[0], path)
     real = os.path.realpath(os.path.expanduser(path))
-    best = ("/", "unknown", "", "")
-    for mount, kind, source, options in _mounts():
-        inside = real == mount or real.startswith(mount.rstrip("/") + "/")
-        if inside and len(mount) >= len(best[0]):
-            best = (mount, kind, source, options)
-    mount, filesystem, source, options = best
+    held = holding(real, _mounts()) or _UNKNOWN
+    filesystem, options = held.type, held.options
     kind = next((name for word, name in _KINDS if word in filesystem.lower()), "disk")
     if kind == "disk" and re.search(r"\bdax(=always)?\b", options) and "dax=never" not in options:
         kind = "pmem"
     stripes = _stripes(real) if kind == "lustre" else (1, 0)
-    return Place(path, kind, filesystem, mount, *stripes)
+    return Place(path, kind, filesystem, held.mountpoint, *stripes)
 
 
 def scratch_places() -> dict[str, Place]:
@@ -97,28 +95,19 @@ def scratch_places() -> dict[str, Place]:
     for folder in _USUAL:
         if os.path.isdir(folder):
             places[folder] = find_place(folder)
-    for mount, _, _, _ in _mounts():
-        place = find_place(mount)
+    for mount in _mounts():
+        place = find_place(mount.mountpoint)
         if place.kind == "pmem":
-            places[mount] = place
+            places[mount.mountpoint] = place
     return places
 
 
-def _mounts() -> list[tuple[str, str, str, str]]:
-    """List (mount point, file system, source, options) of each mount."""
-    rows = []
+def _mounts() -> list[Mounted]:
+    """List the mounts; none where the system does not show them."""
     try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as table:
-            for line in table:
-                left, _, right = line.partition(" - ")
-                fields, tail = left.split(), right.split()
-                if len(fields) < 6 or len(tail) < 3:
-                    continue
-                mount = re.sub(r"\\(\d{3})", lambda m: chr(int(m[1], 8)), fields[4])
-                rows.append((mount, tail[0], tail[1], f"{fields[5]},{tail[2]}"))
+        return read_mounts()
     except OSError:
         return []
-    return rows
 
 
 def _stripes(path: str) -> tuple[int, int]:

@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.chunks import ChunkedArray, plain_chunks
+from dlio.data.npy import NpyHead, read_npy_head
 from dlio.data.source import File, own_name
 from dlio.errors import CorruptBlock, SourceError
 from dlio.storage.block import new_memory
 from dlio.util.limits import check_claim
 from dlio_readers.columns import Arrays
-from dlio_readers.npy import NpyHead, read_npy_head
 from dlio_readers.ranges import ranged_array
 
 __all__ = ["StoredArray", "chunked_array", "numpy_arrays"]

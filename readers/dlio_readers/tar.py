@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from dlio.data.index import Arrays, Names, cached_index, fingerprint_of
 from dlio.data.labels import TAR_LABEL_NAMES
+from dlio.data.npy import NpyHead, read_npy_head
 from dlio.data.reader import reopening
 from dlio.data.schema import LABEL, Schema, array_kind
 from dlio.data.source import File, Source, expand, files_below, own_name
@@ -29,7 +30,6 @@ from dlio.plan.order import Order
 from dlio.storage.block import new_memory
 from dlio.util.limits import parsing
 from dlio_readers.lz4frame import Frame, frame_index
-from dlio_readers.npy import NpyHead, read_npy_head
 from dlio_readers.tarmembers import Members
 
 __all__ = ["SUFFIXES", "TarReader"]

@@ -14,6 +14,7 @@ import numpy as np
 import xxhash
 from PIL import Image
 
+from dlio.data.npy import read_npy_head
 from dlio.data.schema import IMAGE_LABEL, Schema
 from dlio.errors import DlioError
 from dlio.image.decode import decode_whole
@@ -26,7 +27,6 @@ from dlio.storage.spec import parse_tiers
 from dlio.train.checkpoint.reader import CONTENTS, contents
 from dlio.util.expand import CODECS, exceeds
 from dlio.util.units import parse_bytes, parse_seconds
-from dlio_readers.npy import read_npy_head
 from tests.fuzz.datasets import DATASETS, seed
 from tests.hostile.corpus import checkpoints
 from tests.image.jpegs import drawn

@@ -23,6 +23,7 @@ from dlio_bench.checkpoint.sizes import MODELS, checkpoint_bytes
 from dlio_bench.checkpoint.stalls import Stall, Training, measure_stalls
 from dlio_bench.emulated.mounting import emulated
 from dlio_bench.emulated.options import Emulation
+from dlio_bench.mounts import check_folder
 from dlio_bench.results.envelope import begin, finish
 from dlio_bench.results.terminal import show_figures, show_notes
 from dlio_bench.results.values import Figure, Ratio, Results
@@ -105,8 +106,7 @@ def command(case: CheckpointCase, emulation: Emulation, ranks: Ranks, output: Ou
     """
     output.check_writable()
     emulation.check_possible()
-    if not os.path.isdir(case.path):
-        raise UsageError(f"{case.path} is not a folder: name one on the storage to measure")
+    check_folder(case.path)
     on_ranks(ranks.ranks, run_checkpoint, case, emulation, output, backend=ranks.backend, live=True)
 
 

@@ -80,30 +80,18 @@ class Dlio:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-class DcpSave:
-    """torch.distributed.checkpoint's `save`, which returns when all is written."""
+class _InFolder:
+    """Checkpoints by number in a folder; `save` returns when all is written."""
 
     def __init__(self, folder: str, comm: Communicator) -> None:
         self._folder = folder
         os.makedirs(folder)
-
-    def save(self, number: int, tensors: Tensors) -> None:
-        from torch.distributed.checkpoint.state_dict_saver import save
-
-        ignore_no_dist_warning()
-        save(dict(tensors), checkpoint_id=self._path(number), no_dist=True)
 
     def before_update(self) -> None:
         pass
 
     def finish(self) -> None:
         pass
-
-    def read(self, number: int, tensors: Tensors) -> None:
-        from torch.distributed.checkpoint.state_dict_loader import load
-
-        ignore_no_dist_warning()
-        load(dict(tensors), checkpoint_id=self._path(number), no_dist=True)
 
     def files(self) -> list[str]:
         return _files(self._folder)
@@ -113,6 +101,22 @@ class DcpSave:
 
     def _path(self, number: int) -> str:
         return os.path.join(self._folder, str(number))
+
+
+class DcpSave(_InFolder):
+    """torch.distributed.checkpoint's `save`, which returns when all is written."""
+
+    def save(self, number: int, tensors: Tensors) -> None:
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        ignore_no_dist_warning()
+        save(dict(tensors), checkpoint_id=self._path(number), no_dist=True)
+
+    def read(self, number: int, tensors: Tensors) -> None:
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        ignore_no_dist_warning()
+        load(dict(tensors), checkpoint_id=self._path(number), no_dist=True)
 
 
 class DcpAsync(DcpSave):
@@ -137,34 +141,15 @@ class DcpAsync(DcpSave):
             self._future = None
 
 
-class Dd:
+class Dd(_InFolder):
     """`dd conv=fsync` of as many zeros: the most that one stream of writes gets."""
-
-    def __init__(self, folder: str, comm: Communicator) -> None:
-        self._folder = folder
-        os.makedirs(folder)
 
     def save(self, number: int, tensors: Tensors) -> None:
         size = sum(tensor.nbytes for tensor in tensors.values())
         self._dd("if=/dev/zero", f"of={self._path(number)}", f"count={size}", "conv=fsync")
 
-    def before_update(self) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
     def read(self, number: int, tensors: Tensors) -> None:
         self._dd(f"if={self._path(number)}", "of=/dev/null")
-
-    def files(self) -> list[str]:
-        return _files(self._folder)
-
-    def close(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _path(self, number: int) -> str:
-        return os.path.join(self._folder, str(number))
 
     @staticmethod
     def _dd(*words: str) -> None:

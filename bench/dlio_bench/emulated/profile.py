@@ -103,37 +103,13 @@ class Profile:
 
     def spec(self) -> str:
         """Return text that `parse_profile` turns into this profile."""
-        parts = [
-            "latency({},open={},metadata={},write={},sync={})".format(
-                *(
-                    f"{seconds:.9f}s"
-                    for seconds in (
-                        self.latency_s,
-                        self.open_latency_s,
-                        self.metadata_latency_s,
-                        self.write_latency_s,
-                        self.sync_latency_s,
-                    )
-                )
-            )
-        ]
-        rates = [
-            ("all", self.bandwidth),
-            ("each", self.each_bandwidth),
-            ("write", self.write_bandwidth),
-        ]
-        given = [f"{key}={exact_bytes(int(rate))}" for key, rate in rates if rate is not None]
-        if given:
-            parts.append(f"bandwidth({','.join(given)})")
-        if self.tail_share:
-            parts.append(f"tail({self.tail_share!r},times={self.tail_times!r})")
-        if self.metadata_rate is not None:
-            parts.append(f"metadata({self.metadata_rate!r})")
-        if self.error_share:
-            parts.append(f"errors({self.error_share!r})")
-        if self.hang_share:
-            parts.append(f"hangs({self.hang_share!r})")
-        return "+".join([*parts, f"seed({self.seed})"])
+        parts = []
+        for name, part in _PARTS.items():
+            values = {key: getattr(self, field) for key, field in part.figures.items()}
+            given = [f"{key}={part.write(v)}" for key, v in values.items() if v is not None]
+            if given:
+                parts.append(f"{name}({','.join(given)})")
+        return "+".join(parts)
 
 
 NAMED: Final[dict[str, Profile]] = {
@@ -220,8 +196,19 @@ def _rate(text: str) -> float:
     return float(parse_bytes(text.removesuffix("/s")))
 
 
-_PARTS: Final[dict[str, tuple[dict[str, str], Callable[[str], float]]]] = {
-    "latency": (
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A part of a profile's text."""
+
+    figures: dict[str, str]
+    """Fields of `Profile` by the argument's name; the first one needs none."""
+    parse: Callable[[str], float]
+    write: Callable[[float], str] = repr
+    """Return text that `parse` reads."""
+
+
+_PARTS: Final = {
+    "latency": _Part(
         {
             "all": "latency_s",
             "open": "open_latency_s",
@@ -230,18 +217,20 @@ _PARTS: Final[dict[str, tuple[dict[str, str], Callable[[str], float]]]] = {
             "sync": "sync_latency_s",
         },
         parse_seconds,
+        lambda seconds: f"{seconds:.9f}s",
     ),
-    "bandwidth": (
+    "bandwidth": _Part(
         {"all": "bandwidth", "each": "each_bandwidth", "write": "write_bandwidth"},
         _rate,
+        lambda rate: exact_bytes(int(rate)),
     ),
-    "tail": ({"share": "tail_share", "times": "tail_times"}, _share),
-    "metadata": ({"rate": "metadata_rate"}, _number),
-    "errors": ({"share": "error_share"}, _share),
-    "hangs": ({"share": "hang_share"}, _share),
-    "seed": ({"seed": "seed"}, _number),
+    "tail": _Part({"share": "tail_share", "times": "tail_times"}, _share),
+    "metadata": _Part({"rate": "metadata_rate"}, _number),
+    "errors": _Part({"share": "error_share"}, _share),
+    "hangs": _Part({"share": "hang_share"}, _share),
+    "seed": _Part({"seed": "seed"}, _number),
 }
-"""Parts by name: figures by the argument's name, the first one needing none; and their parser."""
+"""Parts by name."""
 
 
 def parse_profile(text: str) -> Profile:
@@ -266,7 +255,7 @@ def parse_profile(text: str) -> Profile:
         elif name in _PARTS and match[2] is not None:
             profile = replace(profile, **_arguments(text, name, match[2]))
         else:
-            example = name if name in NAMED else f"{name}({next(iter(_PARTS[name][0]))}=...)"
+            example = name if name in NAMED else f"{name}({next(iter(_PARTS[name].figures))}=...)"
             raise UsageError(f"{text!r}: {part!r}: write {example}")
     return profile
 
@@ -279,7 +268,7 @@ def _figures(profile: Profile) -> dict[str, Any]:
 
 
 def _arguments(text: str, name: str, inside: str) -> dict[str, Any]:
-    known, parse = _PARTS[name]
+    known, parse = _PARTS[name].figures, _PARTS[name].parse
     keys = list(known)
     figures: dict[str, Any] = {}
     for place, argument in enumerate(_split(inside, ",")):

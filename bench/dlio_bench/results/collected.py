@@ -8,13 +8,12 @@ tables: their texts are labels.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, Literal, TypeGuard
+from typing import Any, Final, TypeGuard
 
-from dlio_bench.results.values import Figure, Ratio, Results
+from dlio_bench.results.values import Better, Figure, Ratio, Results
 
 __all__ = ["collect", "results_of"]
 
-Better = Literal["higher", "lower", ""]
 _OTHER: Final = {
     *("schema", "benchmark", "command", "started", "seconds", "seeds", "settings", "environment"),
     *("figures", "ratios", "curves", "waterfalls", "notes", "machine", "case", "options", "sizes"),

@@ -3,13 +3,14 @@
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final
 
 from dlio.errors import UsageError, printable
 from dlio.util.options import Option, check
 from dlio_bench.results.reading import Report, read_report
-from dlio_bench.results.statistics import ENOUGH, interval_of_ratio, median, spread
-from dlio_bench.results.terminal import format_figure, show_notes, table
+from dlio_bench.results.statistics import ENOUGH, interval_of_ratio, median
+from dlio_bench.results.terminal import range_text, show_notes, table
+from dlio_bench.results.values import Better, labels_text
 
 __all__ = ["Change", "Compared", "changes_of", "command", "differences", "is_worse"]
 
@@ -53,7 +54,7 @@ class Change:
     name: str
     unit: str
     labels: Mapping[str, str]
-    better: Literal["higher", "lower", ""]
+    better: Better
     first: tuple[float, ...] | None
     """Repeats; None if the report has no such figure."""
     other: tuple[float, ...] | None
@@ -77,9 +78,7 @@ class Change:
     @property
     def title(self) -> str:
         """Name and labels in one line."""
-        labels = ", ".join(
-            value if key == "case" else f"{key} {value}" for key, value in self.labels.items()
-        )
+        labels = labels_text(self.labels)
         return f"{labels}: {self.name}" if labels else self.name
 
 
@@ -186,8 +185,8 @@ def _environment(environment: Mapping[str, Any]) -> dict[str, object]:
 
 def _by_key(
     report: Report,
-) -> dict[Key, tuple[str, Literal["higher", "lower", ""], tuple[float, ...]]]:
-    values: dict[Key, tuple[str, Literal["higher", "lower", ""], tuple[float, ...]]] = {}
+) -> dict[Key, tuple[str, Better, tuple[float, ...]]]:
+    values: dict[Key, tuple[str, Better, tuple[float, ...]]] = {}
     for figure in report.figures:
         kind = "forecast" if figure.forecast else "figure"
         key = (kind, figure.name, tuple(sorted(figure.labels.items())))
@@ -241,9 +240,7 @@ def _listed(changes: Sequence[Change]) -> str:
 
 
 def _median(values: tuple[float, ...] | None) -> str:
-    if values is None:
-        return "-"
-    return format_figure(spread(values)) if len(values) > 1 else format_figure(values[0])
+    return "-" if values is None else range_text(values)
 
 
 def _interval(change: Change) -> str:

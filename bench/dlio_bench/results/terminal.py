@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from dlio.util.progress import Bar
-from dlio_bench.results.values import Figure, Ratio
+from dlio_bench.results.values import Figure, Ratio, labels_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,6 +27,7 @@ __all__ = [
     "console",
     "expect",
     "format_figure",
+    "range_text",
     "show",
     "show_figures",
     "show_notes",
@@ -132,10 +133,10 @@ def table(
 def show_figures(title: str, figures: Sequence[Figure], ratios: Sequence[Ratio] = ()) -> None:
     """Print figures and ratios as a table: labels, name, and median with the range."""
     rows = [
-        (_labels(each.labels), each.name, f"{_range(each.values)} {each.unit}".rstrip())
+        (labels_text(each.labels), each.name, f"{range_text(each.values)} {each.unit}".rstrip())
         for each in figures
     ]
-    rows += [(_labels(each.labels), each.name, _range(each.values)) for each in ratios]
+    rows += [(labels_text(each.labels), each.name, range_text(each.values)) for each in ratios]
     table(title, ("of", "figure", "median (min to max)"), rows, left=2)
 
 
@@ -190,11 +191,8 @@ def _rows(title: str, rows: list[dict[str, Any]]) -> None:
     )
 
 
-def _labels(labels: Mapping[str, str]) -> str:
-    return ", ".join(value if key == "case" else f"{key} {value}" for key, value in labels.items())
-
-
-def _range(values: Sequence[float]) -> str:
+def range_text(values: Sequence[float]) -> str:
+    """Return the median with the range; a single value as it is."""
     from dlio_bench.results.statistics import spread
 
     return format_figure(spread(values)) if len(values) > 1 else format_figure(float(values[0]))

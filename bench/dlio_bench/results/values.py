@@ -4,12 +4,14 @@
 show any benchmark's figures without knowing it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Curve", "Figure", "Ratio", "Results", "Waterfall"]
+__all__ = ["Better", "Curve", "Figure", "Ratio", "Results", "Waterfall", "labels_text"]
 
+Better = Literal["higher", "lower", ""]
+"""Direction of improvement; "" where there is none."""
 Labels = Mapping[str, str]
 """Distinguish a value from others of its name, such as {"loader": "dlio", "epoch": "2"}."""
 
@@ -25,8 +27,7 @@ class Figure:
     values: tuple[float, ...]
     """One value per repeat, in the order of the repeats."""
     labels: Labels = field(default_factory=dict)
-    better: Literal["higher", "lower", ""] = ""
-    """Direction of improvement; "" where there is none."""
+    better: Better = ""
     forecast: bool = False
     """True if the value was calculated by a model and not measured."""
 
@@ -39,7 +40,7 @@ class Ratio:
     """Such as `dlio / torch`."""
     values: tuple[float, ...]
     labels: Labels = field(default_factory=dict)
-    better: Literal["higher", "lower", ""] = "higher"
+    better: Better = "higher"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +91,8 @@ class Results:
     """Folders that were measured; the environment describes their file systems."""
     versions: Mapping[str, str | None] = field(default_factory=dict)
     """Versions of the libraries measured, in addition to those that every report names."""
+
+
+def labels_text(labels: Labels, alone: Collection[str] = ("case",)) -> str:
+    """Return labels in one line, those of some keys by their values alone."""
+    return ", ".join(value if key in alone else f"{key} {value}" for key, value in labels.items())

@@ -5,7 +5,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, Final
+from typing import Final
 
 from rich.console import Console
 
@@ -13,8 +13,8 @@ from dlio.cli.ranks import on_ranks
 from dlio.cli.records import Output, Ranks
 from dlio.comm.environment import shows_terminal
 from dlio.comm.world import world
-from dlio.errors import UsageError
 from dlio_bench.emulated.options import Emulation
+from dlio_bench.mounts import check_folder
 from dlio_bench.results.envelope import begin, finish
 from dlio_bench.results.values import Figure, Results
 from dlio_bench.storage.job import Measured, data_folder, measure
@@ -26,6 +26,7 @@ from dlio_bench.storage.rules import Check
 from dlio_bench.storage.rules_shown import rules_as_json, rules_table
 from dlio_bench.storage.summary import EpochFigures, curves, epochs_of, figures, ratios, waterfalls
 from dlio_bench.storage.table import show_tables
+from dlio_bench.storage.utilisation import LEFT_OUT
 
 __all__ = ["command", "run_storage"]
 
@@ -44,15 +45,10 @@ def command(case: StorageCase, emulation: Emulation, ranks: Ranks, output: Outpu
     ranks with -n, or runs on those that mpirun or srun started, on any number of nodes.
     """
     output.check_writable()
-
-    def check() -> None:
-        case.asked()
-        emulation.check_possible()
-        if not os.path.isdir(case.path):
-            raise UsageError(f"{case.path} is not a folder: name one on the storage to measure")
-
-    check()
-    folder = data_folder(case.path, case.asked().workload)
+    workload = case.asked().workload
+    emulation.check_possible()
+    check_folder(case.path)
+    folder = data_folder(case.path, workload)
     existed = os.path.isdir(folder)
     try:
         on_ranks(
@@ -77,13 +73,15 @@ def run_storage(case: StorageCase, emulation: Emulation, output: Output) -> None
     """Measure on this rank, and report on rank 0. Collective."""
     comm = world()
     started = begin(output)
-    measured = measure(case, emulation, comm)
+    asked = case.asked()
+    measured = measure(case, asked.workload, emulation, comm)
     if comm.rank != 0:
         return
     epochs = epochs_of(measured)
     rates = _metadata(case)
-    checked = checks_of(case, emulation.profile.emulates, measured, epochs)
-    results = _results(case, emulation, measured, epochs, rates)
+    checked = checks_of(case, asked.overridden, emulation.profile.emulates, measured, epochs)
+    notes = [*asked.notes, *_notes(case, measured, epochs)]
+    results = _results(case, emulation, measured, epochs, rates, notes)
     if checked:
         rules = {name: rules_as_json(checks) for name, checks in checked.items()}
         results.details = {**results.details, "rules": rules}
@@ -103,19 +101,15 @@ def _results(
     measured: Measured,
     epochs: list[EpochFigures],
     rates: list[MetadataRate],
+    notes: list[str],
 ) -> Results:
-    asked = case.asked()
-    notes = [*asked.notes, *_notes(case, measured, epochs)]
     metadata = []
     for rate in rates:
         labels = {"operation": rate.operation}
-        for name, unit, value in (
-            ("metadata operations", "1/s", rate.per_second),
-            ("metadata p50", "ms", 1e3 * rate.percentile(0.5)),
-            ("metadata p99", "ms", 1e3 * rate.percentile(0.99)),
-        ):
-            better: Any = "higher" if unit == "1/s" else "lower"
-            metadata.append(Figure(name, unit, (value,), labels, better))
+        metadata.append(Figure("metadata operations", "1/s", (rate.per_second,), labels, "higher"))
+        for share in (50, 99):
+            latency_ms = 1e3 * rate.percentile(share / 100)
+            metadata.append(Figure(f"metadata p{share}", "ms", (latency_ms,), labels, "lower"))
     bare = [
         Figure("bare parallel reads", "B/s", (rate,), {"threads": str(threads)}, "higher")
         for threads, rate in measured.bare.items()
@@ -169,7 +163,7 @@ def _by_rank(measured: Measured) -> list[dict[str, object]]:
         for rank, record in enumerate(run.ranks):
             batches, requests = Latencies(), Latencies()
             for epoch in record["epochs"]:
-                batches.add(epoch["load_s"][1:])
+                batches.add(epoch["load_s"][LEFT_OUT:])
                 requests.merge(Latencies.from_json(epoch["requests"]))
             rows.append(
                 {

@@ -23,7 +23,7 @@ from dlio.errors import UsageError
 from dlio.util.arguments import nearest
 from dlio_bench.storage.workload import FORMATS, Format, Workload
 
-__all__ = ["Job", "effects", "read_job", "shape_names", "with_format"]
+__all__ = ["Job", "effects", "job_of", "read_job", "shape_names", "with_format"]
 
 _SHAPES: Final = files("dlio_bench.storage") / "workloads"
 _MOST_BYTES: Final = 1 << 20
@@ -168,7 +168,22 @@ def read_job(source: str, overrides: Sequence[str] = ()) -> Job:
 
     Raises UsageError for unknown keys, and values that make no sense.
     """
-    settings = dict(_flat(_loaded(source), source))
+    name = os.path.splitext(os.path.basename(source))[0]
+    return job_of(dict(_flat(_loaded(source), source)), overrides, name, source)
+
+
+def job_of(keys: Mapping[str, object], overrides: Sequence[str], name: str, origin: str) -> Job:
+    """Return the job that DLIO's keys and overrides describe.
+
+    Args:
+        keys: values by key, such as `reader.batch_size`.
+        overrides: as for `read_job`.
+        name: of the workload.
+        origin: where the keys are from, for errors.
+
+    Raises UsageError for unknown keys, and values that make no sense.
+    """
+    settings = dict(keys)
     given: list[str] = []
     for text in overrides:
         key, value = _override(text)
@@ -176,10 +191,9 @@ def read_job(source: str, overrides: Sequence[str] = ()) -> Job:
         given.append(key)
     settings = dict(sorted(settings.items()))
     for key in settings:
-        _check_key(key, source)
-    name = os.path.splitext(os.path.basename(source))[0]
-    workload, notes = _workload(settings, name, source)
-    return Job(workload, settings, tuple(dict.fromkeys(given)), (*notes, *_notes(settings)), source)
+        _check_key(key, origin)
+    workload, notes = _workload(settings, name, origin)
+    return Job(workload, settings, tuple(dict.fromkeys(given)), (*notes, *_notes(settings)), origin)
 
 
 def effects() -> dict[str, list[str]]:

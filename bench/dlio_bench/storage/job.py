@@ -71,13 +71,17 @@ class Measured:
     """Judges on rank 0 whether bytes came from the page cache."""
 
 
-def measure(case: StorageCase, emulation: Emulation, comm: Communicator) -> Measured:
+def measure(
+    case: StorageCase, workload: Workload, emulation: Emulation, comm: Communicator
+) -> Measured:
     """Generate the data, and run each loader. Collective.
+
+    Args:
+        workload: the one that `case` asks for.
 
     Raises UsageError for options that cannot work, SourceError or CorruptBlock for a loader that
     does not give the data.
     """
-    workload = case.asked().workload
     nodes = find_nodes(comm)
     emulation.check_possible(len(nodes.names))
     with ExitStack() as stack:

@@ -13,9 +13,18 @@ __all__ = ["checks_of"]
 
 
 def checks_of(
-    case: StorageCase, emulates: bool, measured: Measured, epochs: Sequence[EpochFigures]
+    case: StorageCase,
+    overridden: Sequence[str],
+    emulates: bool,
+    measured: Measured,
+    epochs: Sequence[EpochFigures],
 ) -> dict[str, list[Check]]:
-    """Return the checks of each loader; none if no rules are asked for."""
+    """Return the checks of each loader; none if no rules are asked for.
+
+    Args:
+        overridden: keys that differ from the workload's file.
+        emulates: the storage is made slower on purpose.
+    """
     if case.rules == "none":
         return {}
     shares = Counter(measured.nodes.node_of.tolist())
@@ -29,7 +38,7 @@ def checks_of(
             ranks=len(measured.runs[0].ranks),
             au=[mean(each.au / 100 for each in mine if each.epoch == k) for k in numbers],
             memory_bytes=measured.memory_bytes,
-            overridden=case.asked().overridden,
+            overridden=overridden,
             ranks_by_host=[shares[node] for node in sorted(shares)],
             runs=case.repeats,
             cache_share=max(cached) if cached else None,

@@ -7,25 +7,25 @@ from typing import Annotated, Final
 from dlio.errors import UsageError
 from dlio.util.options import Option, check
 from dlio.util.units import parse_bytes
-from dlio_bench.storage.dlio_keys import read_job, shape_names, with_format
+from dlio_bench.storage.dlio_keys import job_of, read_job, shape_names, with_format
 from dlio_bench.storage.rules import VERSIONS
 from dlio_bench.storage.workload import FORMATS, Workload
 
 __all__ = ["LOADERS", "Asked", "StorageCase"]
 
 LOADERS: Final = ("torch", "dlio")
-_DEFAULT: Final = Workload(
-    name="custom",
-    format="npz",
-    files=256,
-    samples_per_file=1,
-    sample_bytes=1 << 20,
-    sample_bytes_stdev=0.0,
-    batch_size=8,
-    step_s=0.1,
-    epochs=2,
-    workers=4,
-)
+_DEFAULT: Final[dict[str, object]] = {
+    "dataset.format": "npz",
+    "dataset.num_files_train": 256,
+    "dataset.record_length_bytes": 1 << 20,
+    "reader.batch_size": 8,
+    "reader.read_threads": 4,
+    "reader.sample_shuffle": "seed",
+    "train.computation_time": 0.1,
+    "train.epochs": 2,
+    "train.seed": 0,
+}
+"""The workload without `--workload`."""
 _RULES: Final = ("none", *VERSIONS)
 
 
@@ -193,17 +193,17 @@ class StorageCase:
         overrides = [*self.settings, *self._as_keys()]
         if self.workload:
             job = read_job(self.workload, overrides)
-            workload, notes = job.workload, job.notes
-            overridden = job.overridden
         else:
-            workload, notes, overridden = self._applied(_DEFAULT), (), ()
+            job = job_of(_DEFAULT, overrides, "custom", "the options")
+        workload = job.workload
+        overridden = job.overridden if self.workload else ()
         if self.format is not None and self.format != workload.format:
             chosen = next(each for each in FORMATS if each == self.format)
             workload = with_format(workload, chosen)
             overridden = (*overridden, "dataset.format")
             if self.files is not None and chosen == "folder":
                 workload = replace(workload, files=self.files)
-        return Asked(workload, overridden, notes)
+        return Asked(workload, overridden, job.notes)
 
     def _as_keys(self) -> Sequence[str]:
         """The options that override the workload, as DLIO's keys."""
@@ -220,26 +220,6 @@ class StorageCase:
             "train.seed": self.seed,
         }
         return [f"{key}={value}" for key, value in values.items() if value is not None]
-
-    def _applied(self, workload: Workload) -> Workload:
-        """Return a workload with the options that are given."""
-
-        def either(value: int | None, other: int) -> int:
-            return other if value is None else value
-
-        size, stdev = _bytes(self.sample_size), _bytes(self.sample_stdev)
-        return replace(
-            workload,
-            files=either(self.files, workload.files),
-            samples_per_file=either(self.samples_per_file, workload.samples_per_file),
-            sample_bytes=workload.sample_bytes if size is None else size,
-            sample_bytes_stdev=workload.sample_bytes_stdev if stdev is None else stdev,
-            batch_size=either(self.batch_size, workload.batch_size),
-            step_s=workload.step_s if self.step_ms is None else self.step_ms / 1e3,
-            epochs=either(self.epochs, workload.epochs),
-            workers=either(self.workers, workload.workers),
-            seed=either(self.seed, workload.seed),
-        )
 
 
 def _bytes(text: str | None) -> int | None:

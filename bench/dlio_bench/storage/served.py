@@ -10,19 +10,20 @@ A loader that gets its bytes from the page cache asks for them (`asked_bytes`), 
 fetched (`fetched_bytes`).
 """
 
-import json
 import os
 from dataclasses import dataclass, fields
 from typing import Final, Self
 
 from dlio.util.units import format_bytes
+from dlio_bench.emulated.folder import STATS
+from dlio_bench.emulated.mounting import stats
 from dlio_bench.mounts import FileSystem, file_system_of
+from dlio_bench.processes import descendants
 
 __all__ = ["Meter", "Served", "Verdict"]
 
 _SECTOR: Final = 512
 """Bytes of the unit of /proc/diskstats, whatever the device's own is."""
-_SLOWFS: Final = ".slowfs-stats"
 _CACHED: Final = 0.1
 """Share of the bytes from the page cache from which on a run is said to have read from it."""
 
@@ -144,8 +145,9 @@ class Meter:
         self._device = _device_of(self.file_system)
         # Some kernels and sandboxes do not count what processes fetch.
         self._counted = "read_bytes" in _io_of(self._pid)
-        top = os.path.join(self.file_system.mountpoint, _SLOWFS)
-        self._slowfs = top if self.file_system.fuse and os.path.exists(top) else None
+        top = self.file_system.mountpoint
+        is_slowfs = self.file_system.fuse and os.path.exists(os.path.join(top, STATS))
+        self._slowfs = top if is_slowfs else None
 
     def verdict(
         self, served: Served, wanted_bytes: int, resident_before: float | None = None
@@ -180,7 +182,7 @@ class Meter:
     def snapshot(self) -> Served:
         """Return the counters now."""
         asked = requests = fetched = 0
-        for pid in _tree(self._pid):
+        for pid in descendants(self._pid):
             counts = _io_of(pid)
             asked += counts.get("rchar", 0)
             requests += counts.get("syscr", 0)
@@ -222,31 +224,11 @@ def _disk(device: str) -> tuple[int, int] | None:
     return None
 
 
-def _slowfs(path: str) -> dict[str, int]:
+def _slowfs(mountpoint: str) -> dict[str, int]:
     try:
-        with open(path, encoding="utf-8") as file:
-            counts: dict[str, int] = json.loads(file.read(1 << 16))
-        return counts
+        return stats(mountpoint)
     except (OSError, ValueError):
         return {}
-
-
-def _tree(root: int) -> list[int]:
-    """Return a process and those below it."""
-    parents: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                with open(f"/proc/{name}/stat", encoding="ascii", errors="replace") as file:
-                    # The name of the program, which may hold anything, ends with the last bracket.
-                    parent = int(file.read().rpartition(")")[2].split()[1])
-            except (OSError, ValueError, IndexError):
-                continue  # It has ended meanwhile.
-            parents.setdefault(parent, []).append(int(name))
-    tree = [root]
-    for pid in tree:
-        tree += parents.get(pid, [])
-    return tree
 
 
 def _io_of(pid: int) -> dict[str, int]:

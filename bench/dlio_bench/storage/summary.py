@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dlio_bench.results.values import Curve, Figure, Ratio, Waterfall
+from dlio_bench.results.values import Better, Curve, Figure, Ratio, Waterfall
 from dlio_bench.storage.job import Measured, Run
 from dlio_bench.storage.latencies import PERCENTILES, Latencies
 from dlio_bench.storage.served import Served, Verdict
@@ -121,7 +121,7 @@ def _served(measured: Measured, records: Sequence[Mapping[str, Any]]) -> Served:
     return total
 
 
-_FIGURES: Final[tuple[tuple[str, str, str, Callable[[EpochFigures], float | None]], ...]] = (
+_FIGURES: Final[tuple[tuple[str, str, Better, Callable[[EpochFigures], float | None]], ...]] = (
     ("accelerator utilisation", "%", "higher", lambda each: each.au),
     ("throughput", "samples/s", "higher", lambda each: each.samples_per_s),
     ("throughput as DLIO counts it", "samples/s", "higher", lambda each: each.dlio_samples_per_s),
@@ -141,7 +141,7 @@ def figures(epochs: Sequence[EpochFigures]) -> list[Figure]:
         for name, unit, better, value in _FIGURES:
             values = tuple(each for each in map(value, group) if each is not None)
             if values:
-                result.append(Figure(name, unit, values, labels, _direction(better)))
+                result.append(Figure(name, unit, values, labels, better))
         for kind in ("batch", group[0].request_kind):
             for share in PERCENTILES:
                 latencies = [each.batches if kind == "batch" else each.requests for each in group]
@@ -238,10 +238,6 @@ def _grouped(epochs: Sequence[EpochFigures]) -> dict[tuple[str, int], list[Epoch
     for each in sorted(epochs, key=lambda one: one.repeat):
         groups.setdefault((each.loader, each.epoch), []).append(each)
     return groups
-
-
-def _direction(text: str) -> Any:
-    return text
 
 
 def _percent(share: float | None) -> float | None:

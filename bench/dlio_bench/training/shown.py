@@ -10,7 +10,6 @@ from rich.table import Table
 from dlio_bench.results.values import Curve, Figure, Waterfall
 from dlio_bench.training.forecasting import Cell
 from dlio_bench.training.measuring import Measured
-from dlio_bench.training.rank import NONE
 
 __all__ = ["curves", "figures", "show_checks", "show_scaling", "waterfalls"]
 
@@ -138,6 +137,6 @@ def waterfalls(measured: Measured) -> Iterator[Waterfall]:
             "network": point.network,
             "ranks": str(point.ranks),
             "batch": str(point.batch_size),
-            "exchange": "none" if point.exchange == NONE else point.exchange,
+            "exchange": point.exchange,
         }
         yield Waterfall("step", parts, labels)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, TypedDict
 
 from dlio_bench.results.statistics import interval_of_ratio, median
-from dlio_bench.results.values import Figure
+from dlio_bench.results.values import Better, Figure
 
 __all__ = ["Judged", "Runs", "Stored", "from_json", "judge", "normalised", "to_json"]
 
@@ -98,7 +98,7 @@ class Stored(TypedDict):
     """A figure as JSON."""
 
     unit: str
-    better: Literal["higher", "lower", ""]
+    better: Better
     values: list[float]
 
 

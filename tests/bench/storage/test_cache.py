@@ -14,6 +14,7 @@ import pytest
 import dlio
 from dlio_bench.emulated import mounting as slowfs
 from dlio_bench.mounts import FileSystem, file_system_of
+from dlio_bench.processes import descendants
 from dlio_bench.storage import cache, served
 from dlio_bench.storage.direct import read_direct
 from dlio_bench.storage.served import Meter, Served
@@ -277,7 +278,7 @@ def test_an_overlay_counts_at_the_disk_below(tmp_path: Path) -> None:
 
 
 def test_counters_of_the_own_tree_are_read() -> None:
-    tree = served._tree(os.getpid())
+    tree = descendants(os.getpid())
     assert tree[0] == os.getpid()
     assert served._io_of(os.getpid())["rchar"] > 0
     assert served._io_of(2**22 + 1) == {}

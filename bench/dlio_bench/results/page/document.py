@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from dlio_bench.results.page.plots import Numbers, plot, strip, waterfall
+from dlio_bench.results.page.plots import Numbers, plain_labels, plot, strip, waterfall
 from dlio_bench.results.page.scales import format_number
 from dlio_bench.results.reading import Report
 from dlio_bench.results.statistics import ENOUGH, interval_of_median, median
@@ -105,7 +105,7 @@ def _figures(figures: Sequence[Figure]) -> str:
             rows.append(
                 (
                     html.escape(name) + forecast,
-                    _labels(figure.labels),
+                    html.escape(plain_labels(figure.labels)),
                     _median(figure.values),
                     html.escape(unit),
                     figure.better,
@@ -134,7 +134,7 @@ def _ratios(ratios: Sequence[Ratio]) -> str:
         rows.append(
             (
                 html.escape(ratio.name),
-                _labels(ratio.labels),
+                html.escape(plain_labels(ratio.labels)),
                 _median(ratio.values),
                 text,
                 strip(ratio.values, low, high, interval),
@@ -169,14 +169,6 @@ def _text(value: object) -> str:
     if isinstance(value, list | tuple):
         return "; ".join(_text(each) for each in value)
     return format_number(value) if isinstance(value, float) else str(value)
-
-
-def _labels(labels: Mapping[str, str]) -> str:
-    return html.escape(
-        ", ".join(
-            value if key in ("case", "of") else f"{key} {value}" for key, value in labels.items()
-        )
-    )
 
 
 def _median(values: Sequence[float]) -> str:

@@ -12,9 +12,9 @@ from typing import Final
 
 from dlio_bench.results.page.scales import Scale, format_number, linear, logarithmic
 from dlio_bench.results.statistics import median
-from dlio_bench.results.values import Curve, Waterfall
+from dlio_bench.results.values import Curve, Waterfall, labels_text
 
-__all__ = ["COLORS", "Numbers", "plot", "strip", "waterfall"]
+__all__ = ["COLORS", "Numbers", "plain_labels", "plot", "strip", "waterfall"]
 
 COLORS: Final = 8
 """Classes c0 to c7 of the style sheet; further curves are dotted."""
@@ -96,7 +96,7 @@ def plot(curves: Sequence[Curve], numbers: Numbers) -> str:
 def waterfall(shown: Waterfall, numbers: Numbers) -> str:
     """Return a figure of where time went: a bar for each part, each beginning where one ended."""
     parts = {name: value for name, value in shown.parts.items() if value > 0}
-    title = ", ".join(filter(None, (shown.name, _labels(shown.labels))))
+    title = ", ".join(filter(None, (shown.name, plain_labels(shown.labels))))
     if not parts:
         return (
             f"<figure><figcaption>{html.escape(title)}</figcaption>"
@@ -205,14 +205,13 @@ def _family(curve: Curve) -> tuple[tuple[str, str], ...]:
 
 def _title(curve: Curve, repeats: bool = True) -> str:
     labels = curve.labels if repeats else dict(_family(curve))
-    text = _labels(labels) or curve.name
+    text = plain_labels(labels) or curve.name
     return f"{text} (forecast)" if curve.forecast else text
 
 
-def _labels(labels: Mapping[str, str]) -> str:
-    return ", ".join(
-        value if key in ("case", "of") else f"{key} {value}" for key, value in labels.items()
-    )
+def plain_labels(labels: Mapping[str, str]) -> str:
+    """Return labels in one line, not escaped."""
+    return labels_text(labels, alone=("case", "of"))
 
 
 def _described(curve: Curve, points: Sequence[tuple[float, float]]) -> str:

@@ -5,8 +5,8 @@ import io
 import numpy as np
 import pytest
 
+from dlio.data.npy import read_npy_head
 from dlio.errors import CorruptBlock
-from dlio_readers.npy import read_npy_head
 
 
 def _file(header: str) -> memoryview:
