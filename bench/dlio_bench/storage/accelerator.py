@@ -2,10 +2,21 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Accelerator"]
+__all__ = ["Accelerator", "Computed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A step; times in seconds."""
+
+    busy_s: float
+    """Time that the accelerator was busy."""
+    over_s: float
+    """Time that the host's work took longer than the step: the accelerator idled."""
 
 
 class Accelerator:
@@ -24,15 +35,15 @@ class Accelerator:
         self._step_s, self._stdev_s = step_s, stdev_s
         self._generator = np.random.default_rng(seed)
 
-    def compute(self, host: Callable[[], object] = lambda: None) -> float:
-        """Return after a step's time, and at least when `host` has returned. Return the seconds
-        that it took."""
+    def compute(self, host: Callable[[], object] = lambda: None) -> Computed:
+        """Return after a step's time, and at least when `host` has returned."""
         began = time.perf_counter()
         wanted = self._step_s
         if self._stdev_s:
             wanted = abs(float(self._generator.normal(self._step_s, self._stdev_s)))
         host()
-        left = began + wanted - time.perf_counter()
-        if left > 0:
-            time.sleep(left)
-        return time.perf_counter() - began
+        took = time.perf_counter() - began
+        if took >= wanted:
+            return Computed(wanted, took - wanted)
+        time.sleep(wanted - took)
+        return Computed(time.perf_counter() - began, 0.0)

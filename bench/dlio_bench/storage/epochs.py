@@ -44,6 +44,7 @@ class Epoch:
         return {
             "load_s": list(self.steps.load_s),
             "compute_s": list(self.steps.compute_s),
+            "over_s": list(self.steps.over_s),
             "seconds": self.steps.seconds,
             "served": self.served.as_dict(),
             "wanted_bytes": self.wanted_bytes,
@@ -103,7 +104,7 @@ class Runner:
                 dropped = drop(self._files, everything=self._cache == "drop-all")
             before = dropped.resident_share if dropped is not None else resident(self._files)
         counts = np.zeros(self._place.workload.samples, np.int64)
-        loads, computes, arrivals = [], [], []
+        loads, computed, arrivals = [], [], []
         self._comm.barrier()
         served = self.meter.snapshot()
         began = time.perf_counter()
@@ -120,7 +121,7 @@ class Runner:
             loads.append(came - asked)
             arrivals.append(came - began)
             take = partial(self._take, batch, contender, counts, name)
-            computes.append(accelerator.compute(take))
+            computed.append(accelerator.compute(take))
             self._comm.barrier()
             after_step(step + 1)
             asked = time.perf_counter()
@@ -132,7 +133,13 @@ class Runner:
         own = int(self._place.generated.sizes[counts > 0].sum())
         self._compare(counts, contender, name)
         return Epoch(
-            steps=Steps(loads, computes, seconds, workload.batch_size),
+            steps=Steps(
+                loads,
+                [each.busy_s for each in computed],
+                [each.over_s for each in computed],
+                seconds,
+                workload.batch_size,
+            ),
             served=served,
             wanted_bytes=own if passed.source_bytes is None else passed.source_bytes,
             request_kind=passed.request_kind,

@@ -107,7 +107,7 @@ def _epoch(measured: Measured, run: Run, number: int) -> EpochFigures:
 
 def _steps(measured: Measured, record: Mapping[str, Any]) -> Steps:
     batch = measured.workload.batch_size
-    return Steps(record["load_s"], record["compute_s"], record["seconds"], batch)
+    return Steps(record["load_s"], record["compute_s"], record["over_s"], record["seconds"], batch)
 
 
 def _served(measured: Measured, records: Sequence[Mapping[str, Any]]) -> Served:
@@ -224,6 +224,7 @@ def waterfalls(measured: Measured) -> Iterator[Waterfall]:
                 "first batch": _mean([each.load_s[0] for each in steps]),
                 "other batches": _mean([sum(each.load_s[1:]) for each in steps]),
                 "computing": _mean([sum(each.compute_s) for each in steps]),
+                "comparing samples": _mean([sum(each.over_s) for each in steps]),
             }
             parts["other ranks"] = max(
                 0.0, _mean([each.seconds for each in steps]) - sum(parts.values())

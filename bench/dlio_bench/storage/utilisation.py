@@ -8,6 +8,9 @@ for a batch that does not come any more:
     utilisation = sum of compute times from the second step on
                   / (time of the epoch - load and compute time of the first step)
 
+Where the benchmark's own comparison of a step's samples takes longer than the step, the time beyond
+the step is neither the accelerator's nor the loader's: it does not count.
+
 Source: MLCommons, MLPerf Storage rules, "Accelerator Utilization"; DLIO, commit e1919d7.
 """
 
@@ -28,14 +31,17 @@ class Steps:
     """Time until each batch came; shape (steps,)."""
     compute_s: Sequence[float]
     """Time that the accelerator was busy; shape (steps,)."""
+    over_s: Sequence[float]
+    """Time beyond each step that the benchmark compared its samples; shape (steps,)."""
     seconds: float
     """Time from the start of the loader's pass to the end of the last step."""
     batch_size: int
 
     @property
     def counted_s(self) -> float:
-        """Time of the epoch without the first step."""
-        return self.seconds - sum(self.load_s[:LEFT_OUT]) - sum(self.compute_s[:LEFT_OUT])
+        """Time of the epoch without the first step, and without what is the benchmark's own."""
+        first = sum(self.load_s[:LEFT_OUT]) + sum(self.compute_s[:LEFT_OUT])
+        return self.seconds - first - sum(self.over_s)
 
     @property
     def utilisation(self) -> float:
