@@ -11,15 +11,10 @@ rank that is lost would leave the others waiting.
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 import torch
-from torch.distributed.checkpoint.filesystem import (
-    FileSystemWriter,
-    _StorageInfo,
-    _StoragePrefix,
-)
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -27,14 +22,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dlio.comm.membership import Messages
 from dlio.comm.protocol import Request
 from dlio.comm.waiting import leave
-from dlio.train.checkpoint.reader import ignore_no_dist_warning
+from dlio.train.checkpoint.tensor_file import write_tensors
 from dlio.util.files import write_json
 from dlio.util.folders import remove_path
 
@@ -45,37 +38,24 @@ _TEXT_BYTES: Final = 1024
 _TAG: Final = 1
 
 
-class _PartWriter(FileSystemWriter):
-    """torch's writer for the tensors of one of several ranks."""
-
-    def __init__(self, folder: str, rank: int) -> None:
-        super().__init__(folder, sync_files=True, overwrite=True)
-        self._number = rank
-        self.results: list[WriteResult] = []
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        self.fs.mkdir(self.path)
-        return replace(plan, storage_data=_StoragePrefix(f"__{self._number}_"))
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        self.results = [result for each in results for result in each]
-
-
 def write_part(folder: str, rank: int, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a rank's tensors into the folder of an unfinished checkpoint."""
-    writer = _PartWriter(folder, rank)
-    ignore_no_dist_warning()
-    save(dict(tensors), storage_writer=writer, no_dist=True)
-    entries = {}
-    for result in writer.results:
-        tensor, place = tensors[result.index.fqn], result.storage_data
-        entries[result.index.fqn] = {
+    """Write a rank's tensors into the folder of an unfinished checkpoint.
+
+    Raises OSError, which names the file.
+    """
+    os.makedirs(folder, exist_ok=True)
+    name = f"__{rank}_0.distcp"
+    places = write_tensors(os.path.join(folder, name), tensors)
+    entries = {
+        key: {
             "dtype": str(tensor.dtype).removeprefix("torch."),
             "shape": list(tensor.shape),
-            "file": place.relative_path,
-            "offset": place.offset,
-            "length": place.length,
+            "file": name,
+            "offset": places[key][0],
+            "length": places[key][1],
         }
+        for key, tensor in tensors.items()
+    }
     write_json(_part(folder, rank), entries)
 
 
