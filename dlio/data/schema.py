@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.errors import CorruptBlock
+from dlio.util.memory import joined
 
 __all__ = [
     "DTYPES",
@@ -287,7 +288,7 @@ class Schema:
             sizes += body
         return sizes
 
-    def join(self, values: Mapping[str, Value]) -> bytes:
+    def join(self, values: Mapping[str, Value]) -> bytes | memoryview:
         """Encode one sample's fields as its payload (one copy).
 
         Raises ValueError for a value that is not of its field's kind.
@@ -317,7 +318,7 @@ class Schema:
             parts += (head, body)
             if self._variable[k][1].dtype is not None and k != last:
                 parts.append(bytes(-(len(head) + len(body)) % 8))
-        return b"".join(parts)
+        return joined(parts)
 
     def split(self, payload: Buffer) -> dict[str, Value]:
         """Decode a payload into its fields, without copies.

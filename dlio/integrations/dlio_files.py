@@ -29,7 +29,7 @@ from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.image.decode import decode_whole
 from dlio.plan.layout import Layout, cut_blocks
 from dlio.plan.order import Order
-from dlio.storage.scratch import new_memory
+from dlio.util.memory import new_memory
 
 __all__ = ["FORMATS", "DlioFiles", "Fitted"]
 

@@ -20,7 +20,8 @@ import xxhash
 
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock
-from dlio.storage.block import decompress_exactly, new_memory
+from dlio.storage.block import decompress_exactly
+from dlio.util.memory import new_memory
 from dlio.util.pool import Pool, PoolStatistics
 
 __all__ = [

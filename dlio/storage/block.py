@@ -35,11 +35,11 @@ from dlio.storage.scratch import (
     Scratch,
     decompress_exactly,
     decompress_packed,
-    new_memory,
     own_scratch,
     scatter,
     with_head,
 )
+from dlio.util.memory import new_memory
 
 __all__ = [
     "MAGIC",
@@ -57,7 +57,6 @@ __all__ = [
     "decompress_exactly",
     "encode_block",
     "file_size",
-    "new_memory",
     "read_exactly",
     "read_info",
     "scatter",

@@ -28,7 +28,8 @@ import xxhash
 
 from dlio.agent.keeping import keep
 from dlio.errors import CorruptBlock
-from dlio.storage.block import NO_ROOM, decompress_exactly, new_memory
+from dlio.storage.block import NO_ROOM, decompress_exactly
+from dlio.util.memory import new_memory
 from dlio.util.opening import open_file
 from dlio.util.shared import SharedFolder
 

@@ -1,6 +1,5 @@
 """Samples out of the source, large ones in parts that are read at the same time."""
 
-import mmap
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Protocol, runtime_checkable
@@ -12,7 +11,7 @@ from dlio.data.held import ReadRange, open_ranges
 from dlio.data.reader import Reader
 from dlio.data.schema import Buffer
 from dlio.data.source import File
-from dlio.storage.block import new_memory
+from dlio.util.memory import new_memory
 
 __all__ = ["RangedSamples", "read_samples"]
 
@@ -53,7 +52,7 @@ def read_samples(
         sample = int(samples[0])
         ranges = reader.ranges_of(sample)
         if sum(size for _, _, size in ranges) > piece:
-            parts = [_aligned(size) for _, _, size in ranges]
+            parts = [new_memory(size) for _, _, size in ranges]
             requests: list[_Piece] = []
             with ExitStack() as stack:
                 for (file, offset, size), memory in zip(ranges, parts, strict=True):
@@ -64,10 +63,3 @@ def read_samples(
                 in_parallel(lambda request: request[0](request[1], request[2]), requests)
             return [reader.payload_of(sample, parts)]
     return list(reader.read(samples))
-
-
-def _aligned(size: int) -> memoryview:
-    """Return memory that begins with a page: FUSE divides requests whose memory does not."""
-    memory = new_memory(size + mmap.PAGESIZE)
-    skipped = -np.frombuffer(memory, np.uint8).ctypes.data % mmap.PAGESIZE
-    return memory[skipped : skipped + size]

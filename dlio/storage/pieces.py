@@ -29,6 +29,7 @@ from dlio.storage.block import MAX_SAMPLE_BYTES, write_all
 from dlio.storage.byte_locks import lock_byte
 from dlio.storage.tier import Tier
 from dlio.util.folders import unlink
+from dlio.util.memory import new_memory
 from dlio.util.opening import open_file
 
 __all__ = ["Pieces"]
@@ -250,7 +251,7 @@ class Pieces:
 
 def _payload(descriptor: int, place: int, entry: tuple[int, int, int]) -> memoryview | None:
     offset, size, digest = entry
-    memory, done = memoryview(bytearray(size)), 0
+    memory, done = new_memory(size), 0
     while done < size:
         count = os.preadv(descriptor, [memory[done:]], offset + done)
         if not count:

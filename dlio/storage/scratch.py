@@ -5,8 +5,6 @@ import threading
 from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
-
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock
 
@@ -15,16 +13,10 @@ __all__ = [
     "Scratch",
     "decompress_exactly",
     "decompress_packed",
-    "new_memory",
     "own_scratch",
     "scatter",
     "with_head",
 ]
-
-
-def new_memory(count: int) -> memoryview:
-    """Return uninitialised memory of `count` bytes."""
-    return np.empty(count, np.uint8).data
 
 
 class Scratch:

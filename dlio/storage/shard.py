@@ -19,6 +19,7 @@ from dlio.data.schema import Buffer, Schema
 from dlio.errors import CorruptBlock
 from dlio.storage.block import Readable, file_size, read_exactly, write_all
 from dlio.util.files import open_own
+from dlio.util.memory import new_memory
 
 __all__ = [
     "SUFFIX",
@@ -207,7 +208,7 @@ class _Text:
         """Return `count` bytes from byte `at` on. Raises SourceError or CorruptBlock."""
         if self._memory is not None:
             return self._memory[at : at + count]
-        into = memoryview(bytearray(count))
+        into = new_memory(count)
         read_exactly(self._file, into, self._start + at, self._path)
         return into
 

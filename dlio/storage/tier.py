@@ -40,6 +40,7 @@ from dlio.storage.byte_locks import lock_byte
 from dlio.storage.spec import TierSpec
 from dlio.util.folders import open_private, remove_entry, unlink
 from dlio.util.limits import open_regular
+from dlio.util.memory import new_memory
 from dlio.util.opening import open_file, publish_file
 from dlio.util.settings import settings
 from dlio.util.shared import SharedFolder, user_folder
@@ -218,7 +219,7 @@ class Tier:
         """Return a published block, checked. Raises CorruptBlock, FileNotFoundError."""
         descriptor = self._open(block)
         try:
-            memory = memoryview(bytearray(os.fstat(descriptor).st_size))
+            memory = new_memory(os.fstat(descriptor).st_size)
             read_exactly(descriptor, memory, 0, self.path)
             info = check_block(memory, os.path.join(self.path, _name(block)), 0)
             self._check_own(block, info)

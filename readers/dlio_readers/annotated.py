@@ -137,7 +137,7 @@ class AnnotatedReader:
     def close(self) -> None:
         pass
 
-    def _read(self, sample: int) -> bytes:
+    def _read(self, sample: int) -> bytes | memoryview:
         picture = self._files.read(sample)
         if picture is None:
             raise self._files.changed(sample, self._kind, self.version)

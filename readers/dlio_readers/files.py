@@ -28,8 +28,8 @@ from dlio.data.urls import inside
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
-from dlio.storage.block import new_memory
 from dlio.util.limits import parsing
+from dlio.util.memory import new_memory
 from dlio_readers.concurrent import concurrently
 from dlio_readers.hdf5file import HDF5_SUFFIXES, Hdf5File
 from dlio_readers.npyfile import chunked_array, numpy_arrays
@@ -186,7 +186,7 @@ class FilesReader:
             if file is not None:
                 file.close()
 
-    def _payload(self, sample: int) -> bytes:
+    def _payload(self, sample: int) -> bytes | memoryview:
         parts = []
         for file, offset, size in self.ranges_of(sample):
             parts.append(new_memory(size))
@@ -201,14 +201,14 @@ class FilesReader:
         numpy = all(own_name(file.name).endswith(_NUMPY) for file in files)
         return [(file, 0, file.size) for file in files] if numpy else []
 
-    def payload_of(self, sample: int, parts: Sequence[memoryview]) -> bytes:
+    def payload_of(self, sample: int, parts: Sequence[memoryview]) -> bytes | memoryview:
         """Return the payload out of the bytes of the sample's files. Raises SourceError."""
         first = sample * self._sides
         return self._joined(
             sample, lambda number: HeldFile(self._files[number], parts[number - first])
         )
 
-    def _joined(self, sample: int, find: Callable[[int], File]) -> bytes:
+    def _joined(self, sample: int, find: Callable[[int], File]) -> bytes | memoryview:
         """Return the payload of a sample.
 
         Args:

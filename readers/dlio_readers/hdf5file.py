@@ -17,8 +17,8 @@ from dlio.data.schema import Schema
 from dlio.data.source import File
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import MAX_BLOCK_BYTES
-from dlio.storage.block import new_memory
 from dlio.util.limits import parsing
+from dlio.util.memory import new_memory
 from dlio_readers.columns import (
     ENDS,
     SCHEMA,

@@ -21,7 +21,7 @@ from dlio.comm.data_ranks import place
 from dlio.data.flow import MOST_REQUESTS, Flow
 from dlio.data.index import fingerprint_of
 from dlio.data.labels import LABEL_NAMES
-from dlio.data.schema import Schema, array_kind
+from dlio.data.schema import Buffer, Schema, array_kind
 from dlio.errors import DlioError, SourceError, UsageError
 from dlio.plan.layout import Layout, cut_blocks
 from dlio.plan.order import Order
@@ -108,7 +108,7 @@ class MapStyleReader:
         self._turns = threading.Semaphore(self.flow.most)
         """Whoever reads, the data set is not asked for more at a time."""
         self._lock = threading.Lock()
-        self._kept: dict[int, bytes] = {}
+        self._kept: dict[int, bytes | memoryview] = {}
         """Payloads of inspected samples that have not been used."""
 
     def __getstate__(self) -> dict[str, Any]:
@@ -193,7 +193,7 @@ class MapStyleReader:
         Raises the same error on all ranks.
         """
         record: dict[str, Any] = {}
-        kept: list[tuple[int, bytes]] = []
+        kept: list[tuple[int, bytes | memoryview]] = []
         if comm.rank == 0:
             try:
                 facts = self._known()
@@ -263,7 +263,13 @@ class MapStyleReader:
         size = schema.overhead if schema.is_fixed else _mean([len(each) for each in payloads])
         layout = _layout(self._count, size)
         fingerprint = fingerprint_of(
-            "torch", _VERSION, self.path, self._key, schema.to_json(), layout.starts, *payloads
+            "torch",
+            _VERSION,
+            self.path,
+            self._key,
+            schema.to_json(),
+            layout.starts,
+            *map(bytes, payloads),
         )
         self._kept = dict(zip(probes, payloads, strict=True))
         return _Facts(schema, size, not schema.is_fixed, layout, fingerprint)
@@ -291,7 +297,7 @@ class MapStyleReader:
             self.flow.raise_to(threads)
         return items
 
-    def _check_again(self, schema: Schema, probes: list[int], first: list[bytes]) -> None:
+    def _check_again(self, schema: Schema, probes: list[int], first: Sequence[Buffer]) -> None:
         """Raise UsageError if samples have other values when they are asked for again."""
         for sample, payload in zip(probes, first, strict=False):
             if self._join(schema, sample, self._get(sample)) != payload:
@@ -316,7 +322,7 @@ class MapStyleReader:
         except Exception as error:
             raise self._failed(sample, error) from error
 
-    def _join(self, schema: Schema, sample: int, item: Any) -> bytes:
+    def _join(self, schema: Schema, sample: int, item: Any) -> bytes | memoryview:
         values = {name: value for name, _, _, value in flatten(item, self.path)}
         if values.keys() != schema.kinds.keys():
             raise SourceError(

@@ -88,7 +88,7 @@ class MaskReader:
     def close(self) -> None:
         pass
 
-    def _read(self, sample: int) -> bytes:
+    def _read(self, sample: int) -> bytes | memoryview:
         values = {}
         for field, files in (("image", self._images), ("mask", self._masks)):
             values[field] = files.read(sample)

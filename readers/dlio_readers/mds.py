@@ -217,7 +217,7 @@ class MdsReader:
             for slot in slots:
                 payloads[slot] = self._payload(int(samples[slot]), data, first)
 
-    def _payload(self, sample: int, data: memoryview, first: int) -> bytes:
+    def _payload(self, sample: int, data: memoryview, first: int) -> bytes | memoryview:
         start = int(self._starts[sample]) - first
         parts = _split(data[start : start + self._length(sample)], self._fields)
         values = {

@@ -12,8 +12,8 @@ from dlio.data.chunks import ChunkedArray, plain_chunks
 from dlio.data.npy import NpyHead, read_npy_head
 from dlio.data.source import File, own_name
 from dlio.errors import CorruptBlock, SourceError
-from dlio.storage.block import new_memory
 from dlio.util.limits import check_claim
+from dlio.util.memory import new_memory
 from dlio_readers.columns import Arrays
 from dlio_readers.ranges import ranged_array
 

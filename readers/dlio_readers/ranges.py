@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from dlio.data.chunks import Box, ChunkedArray, plain_chunks
 from dlio.data.source import File
-from dlio.storage.block import new_memory
+from dlio.util.memory import new_memory
 
 __all__ = ["ranged_array"]
 

@@ -22,12 +22,12 @@ from dlio.storage.block import (
     BlockInfo,
     Readable,
     check_block,
-    new_memory,
     read_exactly,
     read_info,
 )
 from dlio.storage.shard import SUFFIX, ShardIndex, read_footer
 from dlio.util.limits import open_unchecked
+from dlio.util.memory import new_memory
 
 __all__ = ["ShardReader"]
 

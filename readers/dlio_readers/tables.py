@@ -120,7 +120,7 @@ class TablesReader(ColumnReader):
         """Return the ranges of a sample that is a file; none of samples that are rows."""
         return [each.range for each in self._stored[sample].values()] if self.alone else []
 
-    def payload_of(self, sample: int, parts: Sequence[memoryview]) -> bytes:
+    def payload_of(self, sample: int, parts: Sequence[memoryview]) -> bytes | memoryview:
         """Return the payload out of the bytes of the sample's ranges. Raises SourceError."""
         arrays = self._stored[sample].items()
         return self.schema.join(

@@ -27,8 +27,8 @@ from dlio.data.source import File, Source, expand, files_below, own_name
 from dlio.errors import CorruptBlock, SourceError
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
-from dlio.storage.block import new_memory
 from dlio.util.limits import parsing
+from dlio.util.memory import new_memory
 from dlio_readers.lz4frame import Frame, frame_index
 from dlio_readers.tarmembers import Members
 
@@ -190,7 +190,7 @@ class TarReader:
                 payloads[slot] = self._payload(number, row, memory, low)
             start = k
 
-    def _payload(self, number: int, row: int, memory: memoryview, low: int) -> bytes:
+    def _payload(self, number: int, row: int, memory: memoryview, low: int) -> bytes | memoryview:
         part = self._parts[number]
         values: dict[str, Any] = {}
         for k, (name, _) in enumerate(self.schema.fields):

@@ -20,9 +20,9 @@ from dlio.data.urls import inside
 from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
-from dlio.storage.block import new_memory
 from dlio.storage.places import find_place
 from dlio.util.arguments import nearest
+from dlio.util.memory import new_memory
 from dlio_readers.columns import looks_like
 from dlio_readers.concurrent import concurrently
 from dlio_readers.tfexample import (
@@ -184,7 +184,7 @@ class TfRecordReader:
             yield slice(start, k)
             start = k
 
-    def _payload(self, sample: int, stored: memoryview) -> bytes:
+    def _payload(self, sample: int, stored: memoryview) -> bytes | memoryview:
         file, number = self._locate(sample)
         where = f"{self._files[file].name}, record {number},"
         record = WholeRecord(check_data(stored, where))

@@ -205,7 +205,7 @@ def sound() -> dict[str, bytes]:
         "manifest": example.encode(),
         "sealed_manifest": example.encode(),
         "schema": Schema(fields).to_json().encode(),
-        "payload": Schema(fields).join(values),
+        "payload": bytes(Schema(fields).join(values)),
         "npy": array,
         "jpeg": b"\xff\xd8" + bytes(40),
         "image": picture.getvalue(),

@@ -3,14 +3,11 @@
 import os
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, Self
+from typing import Self
 
-from dlio.util.threads import Workers
 from dlio_bench.processes import cpu_s, pss, tree
 
 __all__ = ["Account", "Taken"]
-
-_EVERY_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +23,13 @@ class Taken:
 
 
 class Account:
-    """Measures from `__enter__` to `__exit__`; memory is looked at once a second."""
+    """Measures from `__enter__` to `__exit__`; memory is that of the moments of `look`.
+
+    Memory is not watched all the time: while the system adds up the pages of a process, none of its
+    threads can have new memory.
+    """
 
     def __init__(self) -> None:
-        self._workers = Workers("dlio-bench-account", self._watch)
         self.taken = Taken(0.0, 0, 0)
         """The result, after `__exit__`."""
 
@@ -37,7 +37,6 @@ class Account:
         self._memory, self._before = 0, _memory()
         self._most_processes = 1
         self._cpu_s = _cpu_s()
-        self._workers.start()
         return self
 
     def __exit__(
@@ -46,16 +45,12 @@ class Account:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._workers.close()
-        self._look()
+        self.look()
         memory = max(0, self._memory - self._before)
         self.taken = Taken(_cpu_s() - self._cpu_s, memory, self._most_processes)
 
-    def _watch(self, _: int) -> None:
-        while not self._workers.stopping.wait(_EVERY_S):
-            self._look()
-
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Look at the memory; takes milliseconds per GiB."""
         self._memory = max(self._memory, _memory())
         self._most_processes = max(self._most_processes, len(tree(os.getpid())))
 

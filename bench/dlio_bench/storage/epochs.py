@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -87,6 +86,7 @@ class Runner:
         number: int,
         name: str,
         after_step: Callable[[int], object] = lambda _: None,
+        halfway: Callable[[], object] = lambda: None,
     ) -> Epoch:
         """Run an epoch. Collective.
 
@@ -94,6 +94,7 @@ class Runner:
             number: of the epoch, from 0.
             name: of the loader, in errors.
             after_step: called with the number of steps that are done.
+            halfway: called while the accelerator computes on the batch in the middle of the epoch.
 
         Raises CorruptBlock for a sample with other bytes, SourceError for samples that are given
         twice or not at all.
@@ -120,8 +121,13 @@ class Runner:
                 )
             loads.append(came - asked)
             arrivals.append(came - began)
-            take = partial(self._take, batch, contender, counts, name)
-            computed.append(accelerator.compute(take))
+
+            def host(batch: object = batch, middle: bool = step == contender.steps // 2) -> None:
+                self._take(batch, contender, counts, name)
+                if middle:
+                    halfway()
+
+            computed.append(accelerator.compute(host))
             self._comm.barrier()
             after_step(step + 1)
             asked = time.perf_counter()

@@ -140,7 +140,7 @@ def _run(
         epochs = []
         for number in range(workload.epochs):
             shown = partial(_show, progress, number * contender.steps)
-            epoch = runner.epoch(contender, accelerator, number, name, shown)
+            epoch = runner.epoch(contender, accelerator, number, name, shown, account.look)
             epochs.append(epoch.to_json())
         steps, left_out = contender.steps, contender.left_out
     mine = {"epochs": epochs, **asdict(account.taken)}

@@ -154,7 +154,9 @@ def figures(epochs: Sequence[EpochFigures]) -> list[Figure]:
         cpu = tuple(each.cpu_s for each in runs)
         memory = tuple(each.memory_bytes / _MIB for each in runs)
         result.append(Figure("processor time of a run", "s", cpu, {"loader": loader}, "lower"))
-        result.append(Figure("memory, most", "MiB", memory, {"loader": loader}, "lower"))
+        result.append(
+            Figure("memory in the middle of an epoch", "MiB", memory, {"loader": loader}, "lower")
+        )
     return result
 
 

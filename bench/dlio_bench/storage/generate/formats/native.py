@@ -37,7 +37,7 @@ def write_native(path: str, part: Part) -> None:
     )
     writer = NativeWriter(path, shard)
     try:
-        held: list[bytes] = []
+        held: list[bytes | memoryview] = []
         done = 0
         for data in part.payloads():
             held.append(_SCHEMA.join({"image": data.tobytes(), "label": part.label}))
