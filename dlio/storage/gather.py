@@ -54,6 +54,9 @@ class _Task:
     """Somebody is going to take it."""
     begun: bool = False
     done: bool = False
+    """It can be taken, or has failed."""
+    added: bool = False
+    """It is done, and has been added to its block, if a tier keeps that."""
     payload: Buffer | None = None
     """The sample; None where it failed, or another process is reading it."""
     kind: str = "source"
@@ -67,8 +70,8 @@ class Gather:
     """Reads samples and completes blocks with them. Thread-safe. Owner: the hierarchy.
 
     Invariant, under the lock: a sample in `_tasks` is queued or being read by one thread of
-    this process, or it is done and has not been taken. A task that is done has been added to its
-    block, if a tier keeps it; so no sample that is asked for again is read again.
+    this process, or being added to its block, or it is done and has not been taken. A task leaves
+    `_tasks` only when it has been added; so no sample that is asked for again is read again.
 
     Args:
         intake: reads samples of the source; not owned.
@@ -167,7 +170,8 @@ class Gather:
             if self._stopping.is_set() and not task.done:
                 raise SourceError(f"sample {sample} was given up: the tiers are being closed")
         with self._lock:
-            if self._tasks.get(sample) is task:
+            task.wanted = False
+            if task.added and self._tasks.get(sample) is task:
                 del self._tasks[sample]
         return task
 
@@ -179,7 +183,7 @@ class Gather:
                 if task is None or not task.wanted or task.ended is not None:
                     continue
                 task.wanted = False
-                if task.done:
+                if task.added:
                     del self._tasks[task.sample]
                 elif not task.begun:
                     del self._tasks[task.sample]
@@ -272,7 +276,7 @@ class Gather:
     def _want(self, sample: int, block: int, place: int) -> _Task:
         """Return the task of a sample that somebody needs; made, or moved forward, if need be."""
         task = self._tasks.get(sample)
-        if task is None or (task.done and not task.wanted):
+        if task is None or (task.added and not task.wanted):
             task = _Task(sample, block, place, wanted=True)
             self._add(task)
         elif not task.wanted:
@@ -386,11 +390,21 @@ class Gather:
         now = time.thread_time()
         computed, self._own.computed = now - getattr(self._own, "computed", 0.0), now
         self._flow.ends(began, computed, crowded=bool(self._queue))
+        # Whoever waits for samples does not wait until they are in a tier.
+        self._hand_over(tasks, payloads)
         for task, payload in zip(tasks, payloads, strict=True):
             self._counters.add_bytes("source", len(payload))
             if self._keeps(task.block):
                 self._keep(task, payload)
-            task.payload = payload
+
+    def _hand_over(self, tasks: Sequence[_Task], payloads: Sequence[Buffer]) -> None:
+        with self._lock:
+            for task, payload in zip(tasks, payloads, strict=True):
+                task.payload = payload
+                if task.wanted:
+                    task.done = True
+                    if task.ended is not None:
+                        task.ended.set()
 
     def _keep(self, task: _Task, payload: Buffer) -> None:
         number = self._targets.number(task.block)
@@ -441,14 +455,13 @@ class Gather:
         with self._lock:
             self._running -= 1
             for task in tasks:
-                task.done = True
+                task.done = task.added = True
                 if task.ended is not None:
                     task.ended.set()
                 if task.error is not None:
                     self._failed.add(task.sample)
                 if not task.wanted:
                     self._tasks.pop(task.sample, None)
-                    task.payload = None
             self._grow()
             free = self._flow.limit - self._running - 1
             if self._queue and free > 0:

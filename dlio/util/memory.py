@@ -69,9 +69,14 @@ class _Pool:
 
     def _give(self, loan: weakref.ref[Any]) -> None:
         piece = self._loans.pop(id(loan)).piece
+        self._free.setdefault(len(piece), deque()).append(piece)
         # As much is kept as is in use, so that the memory of a batch waits for the next one.
-        if self.free_bytes + len(piece) <= max(_SPARE, self.lent_bytes):
-            self._free.setdefault(len(piece), deque()).append(piece)
+        excess = self.free_bytes - max(_SPARE, self.lent_bytes)
+        for size in sorted(self._free.copy(), reverse=True) if excess > 0 else ():
+            with suppress(IndexError):
+                while excess > 0:
+                    self._free[size].popleft()
+                    excess -= size
 
 
 _pool: Final = _Pool()

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from dlio.data.flow import Flow
-from dlio.data.schema import IMAGE_LABEL
+from dlio.data.schema import IMAGE_LABEL, Buffer
 from dlio.errors import SourceError
 from dlio.plan.layout import Layout
 from dlio.plan.order import Order
@@ -106,6 +106,8 @@ def test_samples_complete_their_blocks_as_they_go_by(make: Make) -> None:
     hierarchy = make(reader)
     hierarchy.expect(np.arange(N)[::-1])
     assert [_take(hierarchy, sample) for sample in range(N)] == ["source"] * N
+    assert hierarchy.gather is not None
+    hierarchy.gather.drain(threading.Event())
     assert hierarchy.missing() == 0
     assert {_take(hierarchy, sample) for sample in _pinned(hierarchy)} == {"disk"}
     assert reader.reads[_pinned(hierarchy)].tolist() == [1] * (N - EACH)
@@ -114,6 +116,29 @@ def test_samples_complete_their_blocks_as_they_go_by(make: Make) -> None:
     for block in range(reader.layout.blocks):
         if block != 3:
             assert len(tier.check(block)) == EACH
+
+
+def test_a_sample_is_handed_over_before_its_tier_has_it(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, written = Waiting(), threading.Event()
+    hierarchy = make(reader)
+    add = Pieces.add
+
+    def slow(self: Pieces, block: int, place: int, payload: Buffer) -> bool:
+        assert written.wait(60)
+        return add(self, block, place, payload)
+
+    monkeypatch.setattr(Pieces, "add", slow)
+    sample = _pinned(hierarchy)[5]
+    assert _take(hierarchy, sample) == "source"
+    assert hierarchy.missing() > 0
+    assert _take(hierarchy, sample) == "source"  # The same one: it is not read again.
+    written.set()
+    assert hierarchy.gather is not None
+    hierarchy.gather.drain(threading.Event())
+    assert _take(hierarchy, sample) == "disk"
+    assert reader.reads[sample] == 1
 
 
 def test_processes_of_a_node_read_each_sample_once_between_them(make: Make) -> None:

@@ -89,7 +89,11 @@ class Work:
 
 
 class Pipeline:
-    """Batches of one epoch, in order. Owner: the loader's iterator, which closes it."""
+    """Batches of one epoch, in order. Owner: the loader's iterator, which closes it.
+
+    While at least half of the batches ahead are complete, one thread works; the others leave the
+    processors and the interpreter's lock to the trainer until fewer are.
+    """
 
     def __init__(self, shuffle: Shuffle, steps: range, work: Work) -> None:
         self._shuffle = shuffle
@@ -101,6 +105,11 @@ class Pipeline:
         self._ticket = itertools.count()
         self._under_way: deque[Batch] = deque()
         self._next_step = steps.start
+        self._lock = threading.Lock()
+        self._complete = 0
+        """Batches that are done, and not taken yet."""
+        self._hurry = threading.Event()
+        self._hurry.set()
         self._workers = Workers("dlio-decode", self._run, work.threads, wake=self._wake)
         self._workers.start()
 
@@ -123,6 +132,7 @@ class Pipeline:
             return None
         batch = self._under_way.popleft()
         self._wait(batch)
+        self._completed(-1)
         self._shuffle.consumed(batch.step.number)
         return batch
 
@@ -133,7 +143,17 @@ class Pipeline:
         for batch in self._under_way:
             self._work.hierarchy.forget(batch.step.samples)
 
+    def _completed(self, change: int) -> None:
+        with self._lock:
+            self._complete += change
+            if 2 * self._complete < self._work.ahead or self._workers.stopping.is_set():
+                self._hurry.set()
+            else:
+                self._hurry.clear()
+
     def _wake(self) -> None:
+        with self._lock:  # From now on `_completed` does not clear it.
+            self._hurry.set()
         for _ in range(len(self._workers)):
             self._queue.put((-1, next(self._ticket), None, []))
 
@@ -179,9 +199,11 @@ class Pipeline:
                 raise DlioError("the loader was closed while a batch was awaited: keep it open")
             self._shuffle.check()
 
-    def _run(self, _: int) -> None:
+    def _run(self, number: int) -> None:
         scratch = None if self._work.maker.owns_payloads else Scratch()
         while not self._workers.stopping.is_set():
+            if number:
+                self._hurry.wait()
             _, _, batch, slots = self._queue.get()
             if batch is None:
                 return
@@ -219,6 +241,7 @@ class Pipeline:
         finally:
             batch.release()
             self._work.clock.add("collate", time.perf_counter() - began)
+            self._completed(1)
             batch.done.set()
 
     def _make(
