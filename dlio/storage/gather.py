@@ -26,6 +26,7 @@ from dlio.data.reader import Reader
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError
 from dlio.storage.arrivals import Arrivals
+from dlio.storage.background import Background
 from dlio.storage.counters import Counters
 from dlio.storage.intake import Intake
 from dlio.storage.notes import Notes
@@ -97,6 +98,9 @@ class Gather:
         self._work = threading.Condition(self._lock)
         """Threads that read wait for samples here; the filler waits in `_idle`."""
         self._idle = threading.Condition(self._lock)
+        self._background = Background()
+        self._paces = False
+        """A thread waits until a sample that nobody waits for may be read."""
         self._tasks: dict[int, _Task] = {}
         self._queue: list[tuple[bool, int, _Task]] = []
         """A heap of (True if nobody waits for it, ticket, task); stale entries are passed over."""
@@ -275,6 +279,7 @@ class Gather:
 
     def _want(self, sample: int, block: int, place: int) -> _Task:
         """Return the task of a sample that somebody needs; made, or moved forward, if need be."""
+        self._background.wanted()
         task = self._tasks.get(sample)
         if task is None or (task.added and not task.wanted):
             task = _Task(sample, block, place, wanted=True)
@@ -313,22 +318,28 @@ class Gather:
         with self._lock:
             while not self._stopping.is_set():
                 tasks: list[_Task] = []
+                delay = self._background.delay()
                 if self._running < self._flow.limit:
-                    tasks = self._next()
+                    tasks = self._next(delay == 0.0)
                 if tasks:
                     self._running += 1
+                    if not tasks[0].wanted:
+                        self._background.begins()
                     return tasks
-                self._work.wait(_LOOK_S)
+                paces = 0.0 < delay < _LOOK_S and bool(self._queue) and not self._paces
+                self._paces |= paces
+                self._work.wait(delay if paces else _LOOK_S)
+                self._paces &= not paces
             return None
 
-    def _next(self) -> list[_Task]:
+    def _next(self, spare_too: bool) -> list[_Task]:
         tasks: list[_Task] = []
         while self._queue and len(tasks) < self._most_together:
             spare, _, task = self._queue[0]
             if task.begun or spare is task.wanted or self._tasks.get(task.sample) is not task:
                 heapq.heappop(self._queue)  # It was moved forward, or forgotten.
                 continue
-            if tasks and tasks[0].wanted is spare:
+            if spare and (not spare_too or (tasks and tasks[0].wanted)):
                 break  # Those that somebody waits for do not wait for others.
             heapq.heappop(self._queue)
             task.begun = True
@@ -339,6 +350,7 @@ class Gather:
     def _read(self, tasks: list[_Task]) -> None:
         """Read the samples that no other process has or is reading; add them to their blocks."""
         mine: list[_Task] = []
+        spare, began = not tasks[0].wanted, time.thread_time()
         try:
             mine += [task for task in tasks if self._claim(task)]
             if mine:
@@ -350,7 +362,7 @@ class Gather:
             for task in mine:
                 if self._targets.number(task.block) in self._pieces:
                     self._pieces[self._targets.number(task.block)].release(task.sample)
-            self._done(tasks)
+            self._done(tasks, spare, time.thread_time() - began)
 
     def _claim(self, task: _Task) -> bool:
         """True if this thread is to read the sample; otherwise it is here, or is being read."""
@@ -451,9 +463,11 @@ class Gather:
         finally:
             tier.release(block)
 
-    def _done(self, tasks: list[_Task]) -> None:
+    def _done(self, tasks: list[_Task], spare: bool, computed_s: float) -> None:
         with self._lock:
             self._running -= 1
+            if spare:
+                self._background.ends(computed_s)
             for task in tasks:
                 task.done = task.added = True
                 if task.ended is not None:
