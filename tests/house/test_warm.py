@@ -67,5 +67,11 @@ def test_a_fork_imports_dlio_from_its_own_path(tmp_path: Path) -> None:
     (tmp_path / "dlio").mkdir()
     (tmp_path / "dlio" / "__init__.py").write_text("mine = True\n", encoding="utf-8")
     program = "import dlio, sys; print(dlio.mine, 'torch' in sys.modules)"
-    done = _run([sys.executable, "-P"], program, PYTHONPATH=str(tmp_path))
-    assert done.stdout == "True True\n", done.stderr
+
+    def forked() -> bool:
+        # On a busy machine a server may not answer in time, and a new interpreter runs it.
+        done = _run([sys.executable, "-P"], program, PYTHONPATH=str(tmp_path))
+        assert done.stdout in ("True True\n", "True False\n"), done.stderr
+        return done.stdout == "True True\n"
+
+    assert in_time(forked, 120)

@@ -20,7 +20,13 @@ from dlio.util.options import Option, check
 from dlio.util.units import format_bytes, parse_bytes
 from dlio_bench.checkpoint.methods import METHODS, Method, random_state
 from dlio_bench.checkpoint.sizes import MODELS, checkpoint_bytes
-from dlio_bench.checkpoint.stalls import Stall, Training, measure_stalls
+from dlio_bench.checkpoint.stalls import (
+    STALLING,
+    Stall,
+    Training,
+    measure_stalls,
+    stall_figures,
+)
 from dlio_bench.emulated.mounting import emulated
 from dlio_bench.emulated.options import Emulation
 from dlio_bench.mounts import check_folder
@@ -33,7 +39,6 @@ from dlio_bench.storage.progress import RankProgress
 __all__ = ["CheckpointCase", "command", "run_checkpoint"]
 
 _CASES: Final = ("write", "stall")
-_STALLING: Final = ("dlio", "dcp async_save", "dcp save")
 _MIB: Final = 1 << 20
 
 
@@ -127,13 +132,13 @@ def run_checkpoint(case: CheckpointCase, emulation: Emulation, output: Output) -
                     moved += _moved(name, folder, size, comm)
                     progress.update(k * len(METHODS) + j + 1)
         if "stall" in case.case:
-            total = (case.repeats + 1) * len(_STALLING)
+            total = (case.repeats + 1) * len(STALLING)
             progress.begin("stalls", total)
             done = iter(range(1, total + 1))
             training = Training(size, case.batch_size)
             stalls = measure_stalls(
                 folder,
-                _STALLING,
+                STALLING,
                 training,
                 case.steps,
                 case.repeats,
@@ -146,7 +151,7 @@ def run_checkpoint(case: CheckpointCase, emulation: Emulation, output: Output) -
     notes = [f"{comm.size} ranks with {format_bytes(size)} each"]
     show_figures(f"{notes[0]}, in {case.path}", figures, ratios)
     if stalls:
-        more, more_ratios = _stall_figures(stalls, case.every)
+        more, more_ratios = stall_figures(stalls, case.every)
         show_figures("stall of training, rank 0", more, more_ratios)
         figures, ratios = [*figures, *more], [*ratios, *more_ratios]
         notes.append(
@@ -245,31 +250,3 @@ def _write_ratios(moved: Sequence[_Moved]) -> list[Ratio]:
         for name in METHODS
         if name != "dlio" and moved
     ]
-
-
-def _stall_figures(stalls: Sequence[Stall], every: int) -> tuple[list[Figure], list[Ratio]]:
-    """Milliseconds of each method's stall, its share of `every` steps, and ratios to DCP's."""
-    figures, blocked = [], {}
-    for name in dict.fromkeys(each.method for each in stalls):
-        mine = [each for each in stalls if each.method == name]
-        labels = {"method": name}
-        blocked[name] = tuple(1e3 * each.blocked_s for each in mine)
-        share = tuple(100 * each.blocked_s / (every * each.step_s) for each in mine)
-        slower = tuple(1e3 * each.slower_s for each in mine)
-        steps = tuple(1e3 * each.step_s for each in mine)
-        figures += [
-            Figure("blocked", "ms", blocked[name], labels, "lower"),
-            Figure(f"blocked, of {every} steps", "%", share, labels, "lower"),
-            Figure("slower", "ms", slower, labels, "lower"),
-            Figure("plain step", "ms", steps, labels, "lower"),
-        ]
-    ratios = [
-        Ratio(
-            f"blocked, dlio / {name}",
-            tuple(a / b for a, b in zip(blocked["dlio"], values, strict=True)),
-            better="lower",
-        )
-        for name, values in blocked.items()
-        if name != "dlio"
-    ]
-    return figures, ratios

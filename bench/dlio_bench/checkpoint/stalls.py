@@ -2,9 +2,10 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from types import MappingProxyType
+from typing import Final, Protocol
 
 import torch
 from torch import nn
@@ -12,9 +13,12 @@ from torch import nn
 from dlio.comm.protocol import Communicator
 from dlio_bench.checkpoint.methods import METHODS, Method
 from dlio_bench.results.statistics import median
+from dlio_bench.results.values import Figure, Ratio
 
-__all__ = ["Stall", "Training", "measure_stalls"]
+__all__ = ["STALLING", "Interrupted", "Stall", "Training", "measure_stalls", "stall_figures"]
 
+STALLING: Final = ("dlio", "dcp async_save", "dcp save")
+"""Methods whose stalls are measured."""
 _WARM_UP: Final = 3
 _LAYERS: Final = 4
 
@@ -33,6 +37,16 @@ class Stall:
     """Median time of a plain step, before this checkpoint."""
     steps: int
     """Steps that were looked at."""
+
+
+class Interrupted(Protocol):
+    """A training loop."""
+
+    def step(self, before_update: Callable[[], object] = lambda: None) -> float:
+        """Train on a batch; return the seconds that `before_update` took."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return what a checkpoint holds, not copied; it changes only after `before_update`."""
 
 
 class Training:
@@ -77,7 +91,7 @@ class Training:
 def measure_stalls(
     folder: str,
     methods: tuple[str, ...],
-    training: Training,
+    training: Interrupted,
     steps: int,
     repeats: int,
     comm: Communicator,
@@ -109,7 +123,7 @@ def measure_stalls(
 
 
 def _one(
-    name: str, method: Method, training: Training, steps: int, number: int, comm: Communicator
+    name: str, method: Method, training: Interrupted, steps: int, number: int, comm: Communicator
 ) -> Stall:
     plain = []
     for _ in range(steps):
@@ -126,3 +140,38 @@ def _one(
     method.finish()
     step_s = median(plain)
     return Stall(name, blocked_s, total_s - sum(plain), step_s, steps)
+
+
+def stall_figures(
+    stalls: Sequence[Stall], every: int, common: Mapping[str, str] = MappingProxyType({})
+) -> tuple[list[Figure], list[Ratio]]:
+    """Return milliseconds of each method's stall, its share of `every` steps, and ratios to DCP's.
+
+    Args:
+        common: labels of all.
+    """
+    figures, blocked = [], {}
+    for name in dict.fromkeys(each.method for each in stalls):
+        mine = [each for each in stalls if each.method == name]
+        labels = {**common, "method": name}
+        blocked[name] = tuple(1e3 * each.blocked_s for each in mine)
+        share = tuple(100 * each.blocked_s / (every * each.step_s) for each in mine)
+        slower = tuple(1e3 * each.slower_s for each in mine)
+        steps = tuple(1e3 * each.step_s for each in mine)
+        figures += [
+            Figure("blocked", "ms", blocked[name], labels, "lower"),
+            Figure(f"blocked, of {every} steps", "%", share, labels, "lower"),
+            Figure("slower", "ms", slower, labels, "lower"),
+            Figure("plain step", "ms", steps, labels, "lower"),
+        ]
+    ratios = [
+        Ratio(
+            f"blocked, dlio / {name}",
+            tuple(a / b for a, b in zip(blocked["dlio"], values, strict=True)),
+            dict(common),
+            better="lower",
+        )
+        for name, values in blocked.items()
+        if name != "dlio"
+    ]
+    return figures, ratios

@@ -16,6 +16,7 @@ __all__ = ["command"]
 
 _CASES: Final[dict[str, str]] = {
     "scaling": "dlio_bench.training.scaling:measure",
+    "checkpoint": "dlio_bench.training.checkpointing:measure",
     "ettr": "dlio_bench.training.ettr:measure",
 }
 """Functions by case: (Options, Results to add to, Console)."""
@@ -26,8 +27,10 @@ def command(options: Options, output: Output) -> None:
     """Measure training as a whole on ranks of this machine, and forecast it for more.
 
     Steps of networks of the field with each exchange on 1, 2 and 4 ranks, and a forecast for up to
-    1,024 from those of one and two ranks and from measured links, marked as such. The case ettr
-    measures the share of time that counts while ranks are killed.
+    1,024 from those of one and two ranks and from measured links, marked as such. The case
+    checkpoint measures how long checkpoints stop the steps, next to those of
+    torch.distributed.checkpoint; the case ettr the share of time that counts while ranks are
+    killed.
     """
     started = begin(output)
     results = Results(

@@ -8,11 +8,12 @@ from dlio.errors import UsageError
 from dlio.forecast.exchange import FORMULAE
 from dlio.train.exchange_spec import NAMES, parse_exchange
 from dlio.util.options import Option, check
+from dlio_bench.mounts import check_folder
 from dlio_bench.training.names import NETWORK_NAMES
 
 __all__ = ["CASES", "Options"]
 
-CASES: Final = ("scaling", "ettr")
+CASES: Final = ("scaling", "checkpoint", "ettr")
 _LARGEST: Final = 1 << 20
 
 
@@ -27,8 +28,9 @@ class Options:
     case: Annotated[
         tuple[str, ...],
         Option(
-            "Case to measure. scaling: steps on more and more ranks. ettr: the share of "
-            "time that counts while ranks are killed. Repeatable.",
+            "Case to measure. scaling: steps on more and more ranks. checkpoint: the stall of "
+            "checkpoints. ettr: the share of time that counts while ranks are killed. "
+            "Repeatable.",
             choices=CASES,
         ),
     ] = ("scaling",)
@@ -113,6 +115,14 @@ class Options:
             default_text="as measured over TCP on this machine",
         ),
     ] = None
+    checkpoints: Annotated[
+        str | None,
+        Option(
+            "Folder for the checkpoints of the case checkpoint, on the storage to measure.",
+            metavar="PATH",
+            default_text="the folder for temporary files",
+        ),
+    ] = None
     kills: Annotated[int, Option("Ranks to kill in the case ettr.", least=1)] = 5
     every: Annotated[
         float,
@@ -123,6 +133,8 @@ class Options:
     def __post_init__(self) -> None:
         """Raises UsageError for unknown names and numbers that do not suit."""
         check(self)
+        if self.checkpoints is not None:
+            check_folder(self.checkpoints)
         for name in self.network_names:
             if name not in NETWORK_NAMES:
                 raise UsageError(

@@ -25,6 +25,8 @@ class Pass:
     steps_s: list[float] = field(default_factory=list)
     cpu_s: float = 0.0
     """Processor time of all threads, of all steps."""
+    held_s: float = 0.0
+    """Time of the calls of `before_update`, of all steps."""
     parts_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     """Mean seconds of a step by part."""
 
@@ -39,6 +41,8 @@ class Loop:
     def __init__(self, model: nn.Module, batches: Batches) -> None:
         self.model = model
         self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+        self.before_update: Callable[[], object] = lambda: None
+        """Called in each step before the parameters change."""
         self._batches = batches
         self._left = batches()
 
@@ -68,7 +72,10 @@ class Loop:
         computed = time.perf_counter()
         if exchange is not None:
             exchange.before_step()
+        exchanged = time.perf_counter()
+        self.before_update()
         ready = time.perf_counter()
+        times.held_s += ready - exchanged
         self.optimizer.step()
         stepped = time.perf_counter()
         if exchange is not None:
@@ -78,7 +85,7 @@ class Loop:
         seconds = (
             loaded - began,
             computed - loaded - waited,
-            waited + ready - computed + ended - stepped,
+            waited + exchanged - computed + ended - stepped,
             stepped - ready,
         )
         for name, each in zip(PARTS, seconds, strict=True):

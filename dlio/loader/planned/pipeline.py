@@ -202,11 +202,14 @@ class Pipeline:
     def _run(self, number: int) -> None:
         scratch = None if self._work.maker.owns_payloads else Scratch()
         while not self._workers.stopping.is_set():
-            if number:
-                self._hurry.wait()
-            _, _, batch, slots = self._queue.get()
+            task = self._queue.get()
+            _, _, batch, slots = task
             if batch is None:
                 return
+            if number and not self._hurry.is_set():
+                self._queue.put(task)  # For the first thread, or for all when there is a hurry.
+                self._hurry.wait()
+                continue
             began = time.perf_counter()
             spent: dict[str, float] = {}
             for slot in slots:

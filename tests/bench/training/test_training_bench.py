@@ -1,21 +1,28 @@
 """`dlio bench train` measures steps on ranks, and forecasts others from those of one and two."""
 
 import json
+import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
 from dlio.forecast.exchange import Link
+from dlio_bench.checkpoint.stalls import measure_stalls
+from dlio_bench.results.values import Results
+from dlio_bench.training.checkpointing import Interruptible, report
 from dlio_bench.training.ettr import ettr_figures, storm_options
 from dlio_bench.training.forecasting import cells
 from dlio_bench.training.measuring import Measured, Point, Times, batch_of
 from dlio_bench.training.names import NETWORK_NAMES
-from dlio_bench.training.networks.registry import NETWORKS
+from dlio_bench.training.networks.registry import NETWORKS, make_batch, make_network
 from dlio_bench.training.options import Options
 from dlio_bench.training.shown import curves, figures
-from dlio_bench.training.stepping import mean_step
+from dlio_bench.training.stepping import Loop, mean_step
 
 
 def test_options_name_every_network() -> None:
@@ -130,3 +137,36 @@ def test_two_ranks_are_measured_and_more_are_forecast(tmp_path: Path) -> None:
         ]
         exchanges = each["labels"]["exchange"] == "gossip"
         assert (each["parts"]["exchange"] > 1e-5) or not exchanges
+
+
+def test_checkpoints_are_kept_in_a_folder_that_exists(tmp_path: Path) -> None:
+    assert Options(checkpoints=str(tmp_path)).checkpoints == str(tmp_path)
+    with pytest.raises(UsageError, match="no-such"):
+        Options(checkpoints=str(tmp_path / "no-such"))
+
+
+def test_stalls_of_checkpoints_are_those_of_the_network_that_trains(tmp_path: Path) -> None:
+    batch = make_batch("lenet", 4, NETWORKS["lenet"].side, seed=0)
+    training = Interruptible(Loop(make_network("lenet", 28, 0), lambda: iter([batch] * 5)), None)
+    training.step()
+    before = {name: tensor.clone() for name, tensor in training.tensors().items()}
+    assert training.step(lambda: time.sleep(0.02)) >= 0.02
+    after = training.tensors()
+    assert before.keys() == after.keys()
+    assert all(name.startswith(("model/", "momentum/")) for name in after)
+    assert all(not torch.equal(before[name], after[name]) for name in after if "bias" in name)
+    comm = SingleCommunicator()
+    stalls = measure_stalls(str(tmp_path), ("dlio", "dcp save"), training, 2, 1, comm)
+    assert {each.method for each in stalls} == {"dlio", "dcp save"}
+    assert all(each.blocked_s > 0 and each.step_s > 0 for each in stalls)
+    assert not list(tmp_path.iterdir())
+    answer = {"stalls": [asdict(each) for each in stalls], "bytes": 1 << 20}
+    results = Results("train", settings={})
+    report("lenet", 2, "allreduce", answer, results)
+    names = {each.name for each in results.figures}
+    assert names >= {"blocked", "blocked, of 50 steps", "slower"}
+    assert [each.labels["network"] for each in results.ratios] == ["lenet"]
+    shares = [each for each in results.figures if each.name == "blocked, of 50 steps"]
+    for stall in stalls:
+        (value,) = (each.values for each in shares if each.labels["method"] == stall.method)
+        assert value == pytest.approx((2 * stall.blocked_s / stall.step_s,))

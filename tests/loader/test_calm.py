@@ -1,0 +1,64 @@
+"""While half of the batches ahead are complete, one thread makes batches and the others rest."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import dlio
+from dlio.loader.planned.pipeline import Pipeline
+from tests.conftest import in_time
+
+
+class Numbers:
+    """A map-style data set of small arrays."""
+
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return np.full(8, index)
+
+
+def test_one_thread_works_while_half_of_the_batches_are_complete(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[tuple[str, bool]] = []
+    make = Pipeline._make
+
+    def noted(self: Pipeline, *arguments: object) -> None:
+        calm = 2 * self._complete >= self._work.ahead
+        made.append((threading.current_thread().name, calm))
+        make(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Pipeline, "_make", noted)
+    with (
+        dlio.open(Numbers(), tiers="ram:16MiB") as data,
+        dlio.DataLoader(data, batch_size=1, num_workers=4, prefetch_factor=4) as loader,
+    ):
+        seen = []
+        for batch in loader:
+            seen.append(int(batch[0, 0]))
+            time.sleep(0.002)  # A trainer that is slower than the loader.
+    assert sorted(seen) == list(range(400))
+    others = [name for name, calm in made if calm and not name.endswith("-0")]
+    calm = sum(calm for _, calm in made)
+    assert calm > 200
+    # A thread may be between its look at the batches and its sample when one is completed.
+    assert len(others) <= 0.1 * calm
+
+
+def test_all_threads_end_while_they_rest() -> None:
+    with (
+        dlio.open(Numbers(), tiers="ram:16MiB") as data,
+        dlio.DataLoader(data, batch_size=1, num_workers=4) as loader,
+    ):
+        batches = iter(loader)
+        next(batches)
+        time.sleep(0.1)  # All that is ahead is complete, and all threads but one rest.
+        began = time.monotonic()
+    assert time.monotonic() - began < 5
+    assert in_time(
+        lambda: not [t for t in threading.enumerate() if t.name.startswith("dlio-decode")]
+    )
