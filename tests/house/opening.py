@@ -23,7 +23,6 @@ ALLOWED: Final = {
     ("dlio/testing/tier.py", "write_bytes"): "damages the tier under test, in pytest's folder",
     ("dlio/testing/tier.py", "rename"): "the same",
     ("dlio/testing/reader.py", "write_bytes"): "makes data for the test, in pytest's folder",
-    ("dlio/train/checkpoint/parts.py", "mkdir"): "torch's writer of checkpoints, below `path_of`",
 }
 _OS: Final = {
     *("chmod", "chown", "lchown", "link", "makedirs", "mkdir", "mkfifo", "mknod", "remove"),

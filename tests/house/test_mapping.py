@@ -11,11 +11,12 @@ MEMORY: Final = {
     "dlio/comm/board.py": "rows of the board",
     "dlio/storage/decoded.py": "slabs",
     "dlio/storage/streamed.py": "positions",
+    "dlio/util/memory.py": "private memory, of no file",
 }
-"""Modules that map shared memory of their own, not files of disks or data sets."""
+"""Modules that map memory of their own, not files of disks or data sets."""
 
 
-def test_only_shared_memory_is_mapped() -> None:
+def test_only_memory_is_mapped() -> None:
     mapping = {
         str(path.relative_to(ROOT))
         for room in ("dlio", "readers", "staging")

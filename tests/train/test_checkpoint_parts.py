@@ -1,5 +1,6 @@
 """The parts of a checkpoint: any rank completes it, and all agree on how it ended. No MPI."""
 
+import os
 import queue
 import threading
 from collections import defaultdict
@@ -17,6 +18,7 @@ from dlio.train.checkpoint.reader import contents, read_tensors
 
 def test_any_rank_completes_the_parts_and_another_goes_on_with_it(tmp_path: Path) -> None:
     folder = str(tmp_path / "c")
+    os.mkdir(folder)
     tensors = {"all/w": torch.arange(6.0).reshape(2, 3), "rank1/n": torch.tensor(7)}
     write_part(folder, 0, {"all/w": tensors["all/w"]})
     assert [has_part(folder, rank) for rank in (0, 1)] == [True, False]

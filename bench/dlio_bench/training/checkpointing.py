@@ -7,7 +7,7 @@ and momenta with dlio, and with torch.distributed.checkpoint's async_save and sa
 import json
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import count
 from typing import Any, Final
@@ -19,6 +19,7 @@ from rich.console import Console
 from dlio.comm import world
 from dlio.train.exchange.distribute import Distributed, distribute
 from dlio.util.progress import Bar
+from dlio.util.units import format_bytes
 from dlio_bench.checkpoint.stalls import STALLING, Stall, measure_stalls, stall_figures
 from dlio_bench.exchange.variants import nodes_for
 from dlio_bench.ranks import run
@@ -82,22 +83,21 @@ def measure(options: Options, results: Results, _: Console) -> None:
             )
             bar.update(done)
     for network, answer in answers.items():
-        report(network, ranks, exchange, answer, results)
+        stalls = [Stall(**each) for each in answer["stalls"]]
+        labels = {"network": network, "ranks": str(ranks), "exchange": exchange}
+        report(labels, stalls, answer["bytes"], results)
 
 
-def report(
-    network: str, ranks: int, exchange: str, answer: dict[str, Any], results: Results
-) -> None:
+def report(labels: Mapping[str, str], stalls: Sequence[Stall], size: int, results: Results) -> None:
     """Print the stalls of a network and add them to the results.
 
     Args:
-        answer: what rank 0 of `main` prints.
+        labels: of all figures, the network among them.
+        size: bytes of a rank's checkpoint.
     """
-    stalls = [Stall(**each) for each in answer["stalls"]]
-    common = {"network": network, "ranks": str(ranks), "exchange": exchange}
-    figures, ratios = stall_figures(stalls, _EVERY, common)
-    size = answer["bytes"] / (1 << 20)
-    show_figures(f"{network}: checkpoints of {size:,.1f} MiB a rank", figures, ratios)
+    figures, ratios = stall_figures(stalls, _EVERY, labels)
+    title = f"{labels['network']}: checkpoints of {format_bytes(size)} a rank"
+    show_figures(title, figures, ratios)
     results.figures += figures
     results.ratios += ratios
     for method in dict.fromkeys(each.method for each in stalls):
@@ -110,7 +110,7 @@ def report(
             "blocked by a checkpoint": blocked,
             "slowed down by a checkpoint": max(0.0, slower - blocked),
         }
-        results.waterfalls.append(Waterfall(f"{_EVERY} steps", parts, {**common, "method": method}))
+        results.waterfalls.append(Waterfall(f"{_EVERY} steps", parts, {**labels, "method": method}))
 
 
 def main(text: str) -> None:

@@ -39,11 +39,10 @@ _TAG: Final = 1
 
 
 def write_part(folder: str, rank: int, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a rank's tensors into the folder of an unfinished checkpoint.
+    """Write a rank's tensors into the folder of an unfinished checkpoint, which exists.
 
     Raises OSError, which names the file.
     """
-    os.makedirs(folder, exist_ok=True)
     name = f"__{rank}_0.distcp"
     places = write_tensors(os.path.join(folder, name), tensors)
     entries = {
