@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from dlio.forecast.exchange import Link
+from dlio.util.cores import available_cores
 from dlio.util.progress import Bar
 from dlio_bench.exchange.fitting import fit
 from dlio_bench.ranks import run
@@ -129,7 +130,8 @@ def _runs(options: Options, p: int) -> list[dict[str, object]]:
 def _add(times: Mapping[Point, Times], p: int, figures: dict[str, Any]) -> None:
     for exchange, each in figures["steps"].items():
         point = Point(figures["network"], p, figures["batch_size"], exchange)
-        times[point].step_s.append(mean_step(each["steps_s"], each["period"]))
+        turns = p > available_cores()
+        times[point].step_s.append(mean_step(each["steps_s"], each["period"], turns))
         times[point].cpu_s.append(each["cpu_s"])
         times[point].parts_s.append(each["parts_s"])
 

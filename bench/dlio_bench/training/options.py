@@ -45,7 +45,7 @@ class Options:
     networks: Annotated[
         str,
         Option(f"Networks, separated by commas: of {', '.join(NETWORK_NAMES)}.", metavar="NAMES"),
-    ] = "lenet,vit"
+    ] = "lenet"
     exchanges: Annotated[
         str,
         Option(
@@ -70,7 +70,12 @@ class Options:
         ),
     ] = "both"
     steps: Annotated[
-        int, Option("Timed steps of each pass, rounded up to whole periods.", least=2)
+        int,
+        Option(
+            "Timed steps of each pass at least; more if they take under half a second, and whole "
+            "periods.",
+            least=2,
+        ),
     ] = 8
     batch_size: Annotated[
         int | None,

@@ -4,6 +4,7 @@ The task names runs, each of a network, a batch size and exchanges; rank 0 print
 """
 
 import json
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -25,6 +26,8 @@ __all__ = ["NONE", "main"]
 NONE: Final = "none"
 """Steps without any exchange."""
 _WARM: Final = 2
+_LEAST_S: Final = 0.5
+"""Of a pass: on shared cores, ranks take turns of some milliseconds."""
 
 
 def main(text: str) -> None:
@@ -56,20 +59,27 @@ def _measured(run: dict[str, Any], task: dict[str, Any], comm: Communicator) -> 
 def _pass(name: str, loop: Loop, task: dict[str, Any], comm: Communicator) -> dict[str, Any]:
     """Return the times of steps with an exchange: of each step the mean over the ranks."""
     if name == NONE:
+        count = _enough(loop.steps(_WARM, None), task["steps"], comm)
         comm.barrier()
-        return _gathered(loop.steps(task["steps"], None), 1, comm)
+        return _gathered(loop.steps(count, None), 1, comm)
     period = parse_exchange(name).period
     nodes = nodes_for(name, 1, comm.size)
     exchange = distribute(loop.model, loop.optimizer, name, pretend_nodes=nodes, follow_steps=False)
     try:
         # Whole periods before and in what is timed: each period ends with an exchange.
-        loop.steps(period if period > 1 else _WARM, exchange)
+        warm = loop.steps(period if period > 1 else _WARM, exchange)
+        count = -(-_enough(warm, task["steps"], comm) // period) * period
         comm.barrier()
-        count = -(-task["steps"] // period) * period
         times = loop.steps(count, exchange)
     finally:
         exchange.close()
     return _gathered(times, period, comm)
+
+
+def _enough(warm: Pass, steps: int, comm: Communicator) -> int:
+    """Return the number of steps that take half a second at least, the same on all ranks."""
+    step_s = sum(warm.steps_s) / len(warm.steps_s)
+    return max(comm.allgather(max(steps, math.ceil(_LEAST_S / step_s))))
 
 
 def _gathered(times: Pass, period: int, comm: Communicator) -> dict[str, Any]:
