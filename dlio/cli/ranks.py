@@ -61,6 +61,7 @@ def on_ranks(
         check_launch(1)
         task = {
             "function": f"{function.__module__}:{function.__qualname__}",
+            "command": sys.argv,
             "records": [
                 [f"{type(each).__module__}:{type(each).__qualname__}", as_mapping(each)]
                 for each in records
@@ -139,6 +140,7 @@ def run_as_rank() -> None:
     if text is None:
         raise UsageError(f"{sys.argv[0]} is for dlio's internal use: start `dlio train -n 4`")
     task = json.loads(text)
+    sys.argv[:] = task["command"]  # Reports name the command that the user gave.
     records: list[object] = [
         from_mapping(_record(name), values) for name, values in task["records"]
     ]

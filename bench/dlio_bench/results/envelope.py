@@ -9,6 +9,7 @@
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -84,7 +85,7 @@ def envelope(results: Results, start: Start | None = None) -> dict[str, object]:
     own = {
         "schema": SCHEMA,
         "benchmark": results.benchmark,
-        "command": list(sys.argv),
+        "command": [os.path.basename(sys.argv[0]), *sys.argv[1:]],
         "started": start.at.isoformat(timespec="seconds") if start is not None else None,
         "seconds": time.monotonic() - start.clock_s if start is not None else None,
         "seeds": dict(results.seeds),

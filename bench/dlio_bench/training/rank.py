@@ -89,6 +89,7 @@ def _gathered(times: Pass, period: int, comm: Communicator) -> dict[str, Any]:
     return {
         "period": period,
         "steps_s": np.mean([steps for steps, _, _ in everywhere], axis=0).tolist(),
+        "slowest_s": max(sum(steps) for steps, _, _ in everywhere) / count,
         "cpu_s": sum(cpu for _, cpu, _ in everywhere) / count,
         "parts_s": dict(zip(times.parts_s, parts, strict=True)),
     }

@@ -103,20 +103,15 @@ def _waited(exchange: Distributed | None) -> float:
     return 0.0 if exchange is None else exchange.statistics()["wait_s"]
 
 
-def mean_step(steps_s: Sequence[float], period: int, turns: bool = False) -> float:
+def mean_step(steps_s: Sequence[float], period: int) -> float:
     """Return the mean time of a step, of whole periods of an exchange, robust against outliers.
 
     Args:
         steps_s: seconds of each step, from the first of a period.
         period: steps from one exchange to the next; each period ends with an exchange.
-        turns: ranks take turns on fewer cores. Then many steps are not interrupted and others are
-            for long, so that the median is not the time that a step takes on average: the plain
-            mean is returned.
 
     Steps between exchanges count by their median, and steps with an exchange by theirs.
     """
-    if turns:
-        return sum(steps_s) / len(steps_s)
     if period == 1:
         return median(steps_s)
     ends = steps_s[period - 1 :: period]

@@ -34,6 +34,13 @@ def test_two_ranks_report_both_loaders_by_epoch(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["benchmark"] == "storage"
+    # The command is the user's, not a rank's.
+    assert report["command"][1:4] == [
+        "bench",
+        "storage",
+        str(tmp_path),
+    ]  # The user's, not a rank's.
+    assert report["command"][-2:] == ["--rules", "v2.0"]
     names = {(each["name"], each["unit"]) for each in report["figures"]}
     assert {
         ("accelerator utilisation", "%"),

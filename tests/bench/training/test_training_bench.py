@@ -62,8 +62,6 @@ def test_the_mean_step_counts_exchanges_once_in_a_period() -> None:
     assert mean_step([1.0, 1.0, 1.0, 5.0] * 2, 4) == 2.0
     # One disturbed step among many changes nothing.
     assert mean_step([1.0, 1.0, 90.0, 1.0], 1) == 1.0
-    # Unless ranks take turns on the cores: then interruptions are a part of the work.
-    assert mean_step([1.0, 1.0, 1.0, 5.0], 1, turns=True) == 2.0
 
 
 def measured(options: Options, step_s: dict[tuple[int, str], float]) -> Measured:
