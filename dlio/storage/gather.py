@@ -312,6 +312,7 @@ class Gather:
         while (tasks := self._turn()) is not None:
             if tasks:
                 self._read(tasks)
+            del tasks  # A thread that waits holds no sample.
 
     def _turn(self) -> list[_Task] | None:
         """Return the next samples for one request; None at the end."""

@@ -29,17 +29,6 @@ _CONTENDERS: Final = {
     "dlio_256": "**dlio.DataLoader**, packed at 256 pixels, quality 90",
 }
 
-SUITE: Final = ("unet3d", "unet3d-latency", "resnet50", "checkpoint", "agreement")
-"""Names of reports of the benchmarks for storage."""
-_SUITE_FIGURES: Final = {
-    "storage": (
-        *("accelerator utilisation", "throughput", "epoch", "first batch"),
-        *("least time over epoch", "page cache"),
-    ),
-    "checkpoint": ("write", "read", "blocked", "blocked, of 50 steps", "slower", "plain step"),
-    "dlio-benchmark": ("throughput as DLIO counts it", "accelerator utilisation"),
-}
-
 
 def read(name: str) -> dict[str, Json]:
     """Return a committed report by its file's name without `.json`.
@@ -241,31 +230,12 @@ def _chaos(report: Mapping[str, Json]) -> str:
     return "\n\n".join(tables)
 
 
-def _suite(report: Mapping[str, Json]) -> str:
-    """Figures and ratios of a report of schema dlio-bench/1, chosen for its benchmark."""
-    chosen = _SUITE_FIGURES[str(report["benchmark"])]
-    rows = []
-    for each in map(_dict, _list(report["figures"])):
-        if each["name"] in chosen:
-            labels = ", ".join(f"{key} {value}" for key, value in _dict(each["labels"]).items())
-            rows.append((str(each["name"]), labels, f"{spread(each)} {each['unit']}"))
-    ratios = []
-    for each in map(_dict, _list(report["ratios"])):
-        labels = ", ".join(f"{key} {value}" for key, value in _dict(each["labels"]).items())
-        ratios.append(f"- {each['name']}{', ' + labels if labels else ''}: {spread(each)}")
-    rows.sort(key=lambda row: chosen.index(row[0]))
-    table = _table(("figure", "of", "median (min to max)"), rows)
-    text = "Ratios of the same repeat, median (min to max):\n\n" + "\n".join(ratios)
-    return f"{table}\n\n{text}"
-
-
 _RENDERERS: Final[dict[str, Callable[[Mapping[str, Json]], str]]] = {
     "loader": _loader,
     "peers": _peers,
     "readers": _readers,
     "plan": _plan,
     "chaos": _chaos,
-    **dict.fromkeys(SUITE, _suite),
 }
 
 
@@ -301,11 +271,6 @@ def _bars(unit: str, values: Mapping[str, Mapping[str, Json]]) -> str:
         f'aria-label="{caption}"><style>{style}</style>{"".join(parts)}'
         f'<text x="0" y="{height - 6}">{caption}</text></svg>'
     )
-
-
-def _list(value: Json) -> list[Json]:
-    assert isinstance(value, list)
-    return value
 
 
 def _dict(value: Json) -> dict[str, Json]:

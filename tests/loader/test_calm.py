@@ -1,5 +1,6 @@
 """While half of the batches ahead are complete, one thread makes batches and the others rest."""
 
+import gc
 import threading
 import time
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 import dlio
+from dlio.errors import SourceError
 from dlio.loader.planned.pipeline import Pipeline
 from tests.conftest import in_time
 
@@ -59,6 +61,22 @@ def test_all_threads_end_while_they_rest() -> None:
         time.sleep(0.1)  # All that is ahead is complete, and all threads but one rest.
         began = time.monotonic()
     assert time.monotonic() - began < 5
+    assert in_time(
+        lambda: not [t for t in threading.enumerate() if t.name.startswith("dlio-decode")]
+    )
+
+
+class Broken(Numbers):
+    def __getitem__(self, index: int) -> np.ndarray:
+        if index == 7:
+            raise ValueError("it is broken")
+        return super().__getitem__(index)
+
+
+def test_threads_end_with_a_loader_that_failed_and_was_dropped() -> None:
+    with dlio.open(Broken(), tiers="ram:16MiB") as data, pytest.raises(SourceError, match="broken"):
+        list(dlio.DataLoader(data, batch_size=8, num_workers=2))
+    gc.collect()  # An idle thread that held the batch would keep its error, and so the loader.
     assert in_time(
         lambda: not [t for t in threading.enumerate() if t.name.startswith("dlio-decode")]
     )

@@ -202,12 +202,13 @@ class Pipeline:
     def _run(self, number: int) -> None:
         scratch = None if self._work.maker.owns_payloads else Scratch()
         while not self._workers.stopping.is_set():
-            task = self._queue.get()
-            _, _, batch, slots = task
+            _, _, batch, slots = self._queue.get()
             if batch is None:
                 return
             if number and not self._hurry.is_set():
-                self._queue.put(task)  # For the first thread, or for all when there is a hurry.
+                # For the first thread, or for all when there is a hurry.
+                self._queue.put((batch.step.number, next(self._ticket), batch, slots))
+                del batch
                 self._hurry.wait()
                 continue
             began = time.perf_counter()
