@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import dlio
-from dlio.errors import SourceError
 from dlio.loader.planned.pipeline import Pipeline
 from tests.conftest import in_time
 
@@ -66,17 +65,21 @@ def test_all_threads_end_while_they_rest() -> None:
     )
 
 
-class Broken(Numbers):
-    def __getitem__(self, index: int) -> np.ndarray:
-        if index == 7:
-            raise ValueError("it is broken")
-        return super().__getitem__(index)
+class Few(Numbers):
+    def __len__(self) -> int:
+        return 8
 
 
 def test_threads_end_with_a_loader_that_failed_and_was_dropped() -> None:
-    with dlio.open(Broken(), tiers="ram:16MiB") as data, pytest.raises(SourceError, match="broken"):
+    def broken(sample: object) -> object:
+        raise ValueError("it is broken")
+
+    with (
+        dlio.open(Few(), tiers="ram:16MiB", transform=broken) as data,
+        pytest.raises(Exception, match="it is broken"),
+    ):
         list(dlio.DataLoader(data, batch_size=8, num_workers=2))
     gc.collect()  # An idle thread that held the batch would keep its error, and so the loader.
     assert in_time(
-        lambda: not [t for t in threading.enumerate() if t.name.startswith("dlio-decode")]
+        lambda: not [t for t in threading.enumerate() if t.name.startswith("dlio-decode")], 5
     )
