@@ -50,5 +50,5 @@ class Background:
         self._next_at = max(self._next_at, self._clock()) + self._computed_s / _SHARE
 
     def ends(self, computed_s: float) -> None:
-        """Say that a request has ended, and what processor time it took."""
+        """Say that a request has ended, and its processor time in seconds."""
         self._computed_s += _WEIGHT * (computed_s - self._computed_s)

@@ -31,7 +31,7 @@ def _requests(clock: Clock, background: Background, seconds: float, computed_s: 
 def test_it_takes_a_quarter_of_a_processor(computed_s: float) -> None:
     clock = Clock()
     background = Background(clock)
-    _requests(clock, background, 1.0, computed_s)  # It learns what a request takes.
+    _requests(clock, background, 1.0, computed_s)  # It learns the cost of a request.
     count = _requests(clock, background, 10.0, computed_s)
     assert count * computed_s == pytest.approx(2.5, rel=0.05)
 

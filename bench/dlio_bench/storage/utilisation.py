@@ -39,7 +39,7 @@ class Steps:
 
     @property
     def counted_s(self) -> float:
-        """Time of the epoch without the first step, and without what is the benchmark's own."""
+        """Time of the epoch without the first step, and without the benchmark's own part."""
         first = sum(self.load_s[:LEFT_OUT]) + sum(self.compute_s[:LEFT_OUT])
         return self.seconds - first - sum(self.over_s)
 

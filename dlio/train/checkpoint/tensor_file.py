@@ -56,7 +56,7 @@ def write_tensors(path: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, t
 
 
 class _Appended:
-    """Appends to a file: gathers what is small, and has the device begin with each whole block."""
+    """Appends to a file: gathers small pieces, and has the device begin with each whole block."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -119,7 +119,7 @@ class _Gap:
 
 
 def _archive(tensor: torch.Tensor, write: Callable[[Bytes], None]) -> None:
-    """Pass what torch.save would write for a tensor to `write`, piece by piece."""
+    """Pass the archive that torch.save makes of a tensor to `write`, piece by piece."""
     if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
         tensor = tensor.clone()  # It is a part of something larger, which would be written too.
     if not tensor.numel():

@@ -1,4 +1,4 @@
-"""The emulated accelerator: how long it is busy, and what the host's work adds."""
+"""The emulated accelerator: how long it is busy, and how much the host's work adds."""
 
 import time
 
