@@ -46,7 +46,7 @@ class Interrupted(Protocol):
         """Train on a batch; return the seconds that `before_update` took."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of a checkpoint, not copied; they change only after `before_update`."""
+        """Return a checkpoint's tensors, not copied; they change only after `before_update`."""
 
 
 class Training:
