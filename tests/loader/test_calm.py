@@ -3,6 +3,7 @@
 import gc
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -22,13 +23,19 @@ class Numbers:
         return np.full(8, index)
 
 
+def _rests(pipeline: Pipeline) -> bool:
+    return pipeline._complete == len(pipeline._under_way)
+
+
 def test_one_thread_works_while_half_of_the_batches_are_complete(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[tuple[str, bool]] = []
+    running: set[Pipeline] = set()
     make = Pipeline._make
 
     def noted(self: Pipeline, *arguments: object) -> None:
+        running.add(self)
         calm = 2 * self._complete >= self._work.ahead
         made.append((threading.current_thread().name, calm))
         make(self, *arguments)  # type: ignore[arg-type]
@@ -41,7 +48,9 @@ def test_one_thread_works_while_half_of_the_batches_are_complete(
         seen = []
         for batch in loader:
             seen.append(int(batch[0, 0]))
-            time.sleep(0.002)  # A trainer that is slower than the loader.
+            # A trainer that is slower than the loader, on a busy machine too.
+            (pipeline,) = running
+            assert in_time(partial(_rests, pipeline), 60)
     assert sorted(seen) == list(range(400))
     others = [name for name, calm in made if calm and not name.endswith("-0")]
     calm = sum(calm for _, calm in made)

@@ -17,17 +17,17 @@ import torch
 from rich.console import Console
 
 from dlio.comm import world
-from dlio.train.exchange.distribute import Distributed, distribute
+from dlio.train.exchange.distribute import Distributed
 from dlio.util.progress import Bar
 from dlio.util.units import format_bytes
 from dlio_bench.checkpoint.stalls import STALLING, Stall, measure_stalls, stall_figures
-from dlio_bench.exchange.variants import nodes_for
 from dlio_bench.ranks import run
 from dlio_bench.results.terminal import show_figures
 from dlio_bench.results.values import Results, Waterfall
 from dlio_bench.training.measuring import batch_of, side_of
 from dlio_bench.training.networks.registry import make_batch, make_network
 from dlio_bench.training.options import Options
+from dlio_bench.training.rank import exchange_of
 from dlio_bench.training.stepping import Loop
 
 __all__ = ["Interruptible", "main", "measure", "report"]
@@ -123,10 +123,7 @@ def main(text: str) -> None:
     loop = Loop(make_network(network, side, task["seed"]), lambda: (batch for _ in count()))
     exchange = None
     if comm.size > 1:
-        nodes = nodes_for(task["exchange"], 1, comm.size)
-        exchange = distribute(
-            loop.model, loop.optimizer, task["exchange"], pretend_nodes=nodes, follow_steps=False
-        )
+        exchange = exchange_of(task["exchange"], loop, comm)
     try:
         training = Interruptible(loop, exchange)
         training.step()

@@ -15,13 +15,13 @@ import torch
 
 from dlio.comm import Communicator, world
 from dlio.train.exchange.buckets import in_buckets, trainable
-from dlio.train.exchange.distribute import distribute
+from dlio.train.exchange.distribute import Distributed, distribute
 from dlio.train.exchange_spec import parse_exchange
 from dlio_bench.exchange.variants import nodes_for
 from dlio_bench.training.networks.registry import NETWORKS, make_batch, make_network
 from dlio_bench.training.stepping import Batches, Loop, Pass
 
-__all__ = ["NONE", "main"]
+__all__ = ["NONE", "exchange_of", "main"]
 
 NONE: Final = "none"
 """Steps without any exchange."""
@@ -56,6 +56,16 @@ def _measured(run: dict[str, Any], task: dict[str, Any], comm: Communicator) -> 
     }
 
 
+def exchange_of(name: str, loop: Loop, comm: Communicator) -> Distributed:
+    """Return the exchange of a loop's steps; the caller closes it. Collective.
+
+    Args:
+        name: as for `--exchange`.
+    """
+    nodes = nodes_for(name, 1, comm.size)
+    return distribute(loop.model, loop.optimizer, name, pretend_nodes=nodes, follow_steps=False)
+
+
 def _pass(name: str, loop: Loop, task: dict[str, Any], comm: Communicator) -> dict[str, Any]:
     """Return the times of steps with an exchange: of each step the mean over the ranks."""
     if name == NONE:
@@ -63,8 +73,7 @@ def _pass(name: str, loop: Loop, task: dict[str, Any], comm: Communicator) -> di
         comm.barrier()
         return _gathered(loop.steps(count, None), 1, comm)
     period = parse_exchange(name).period
-    nodes = nodes_for(name, 1, comm.size)
-    exchange = distribute(loop.model, loop.optimizer, name, pretend_nodes=nodes, follow_steps=False)
+    exchange = exchange_of(name, loop, comm)
     try:
         # Whole periods before and in what is timed: each period ends with an exchange.
         warm = loop.steps(period if period > 1 else _WARM, exchange)

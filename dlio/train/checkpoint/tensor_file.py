@@ -101,7 +101,7 @@ class _Gap:
     def __init__(self) -> None:
         self.before, self.after = bytearray(), bytearray()
         self.gap: int | None = None
-        """Bytes between both."""
+        """Bytes between both; None for a tensor without any."""
 
     def write(self, data: Bytes) -> int:
         into = self.before if self.gap is None else self.after
@@ -122,16 +122,11 @@ def _archive(tensor: torch.Tensor, write: Callable[[Bytes], None]) -> None:
     """Pass the archive that torch.save makes of a tensor to `write`, piece by piece."""
     if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
         tensor = tensor.clone()  # It is a part of something larger, which would be written too.
-    if not tensor.numel():
-        empty = io.BytesIO()
-        torch.save(tensor, empty)
-        write(empty.getvalue())
-        return
     around = _Gap()
     with skip_data():
         torch.save(tensor, cast(IO[bytes], around))
     stored = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-    if around.gap != stored.nbytes:
+    if (around.gap or 0) != stored.nbytes:
         raise ValueError(f"torch.save left {around.gap} bytes for {stored.nbytes} of a tensor")
     write(around.before)
     write(stored.numpy().data)
