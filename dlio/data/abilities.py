@@ -6,7 +6,14 @@ from dlio.comm import Communicator
 from dlio.data.flow import Flow
 from dlio.data.reader import Reader
 
-__all__ = ["agree", "estimates_sizes", "flow_of", "reads_alone", "reads_together"]
+__all__ = [
+    "agree",
+    "estimates_sizes",
+    "flow_of",
+    "joins_neighbours",
+    "reads_alone",
+    "reads_together",
+]
 
 
 def estimates_sizes(reader: Reader) -> bool:
@@ -31,6 +38,11 @@ def reads_alone(reader: Reader) -> bool:
     """True if a sample can be read for its own bytes, without its neighbours: a file, or a record
     in a container. Readers of containers say so by an attribute `alone`."""
     return reader.objects or bool(getattr(reader, "alone", False))
+
+
+def joins_neighbours(reader: Reader) -> bool:
+    """True if samples that follow one another take one request: records in a container."""
+    return reads_alone(reader) and not reader.objects
 
 
 def agree(reader: Reader, comm: Communicator) -> None:

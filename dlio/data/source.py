@@ -299,7 +299,7 @@ class File:
         """
         try:
             if self.local_path is not None:
-                return pread(self.local_path, offset, count)
+                return self._pread(self.local_path, offset, count)
             end = None if count is None else offset + count
             with request():
                 data: bytes = self._files.cat_file(self._path, start=offset, end=end)
@@ -312,7 +312,7 @@ class File:
         done = 0
         try:
             if self.local_path is not None:
-                done = pread_into(self.local_path, offset, into)
+                done = self._pread_into(self.local_path, offset, into)
             else:
                 data = self.read(offset, len(into))
                 done = len(data)
@@ -341,6 +341,15 @@ class File:
         except Exception as error:
             raise failed(self.url, error) from error
         return stream
+
+    def close(self) -> None:
+        """Do nothing: a file is closed between calls. Those that stay open close."""
+
+    def _pread(self, path: str, offset: int, count: int | None) -> bytes:
+        return pread(path, offset, count)
+
+    def _pread_into(self, path: str, offset: int, into: memoryview) -> int:
+        return pread_into(path, offset, into)
 
 
 def is_remote(url: str) -> bool:

@@ -1,9 +1,10 @@
-"""Limits the processor time of work that nobody waits for, while a trainer works.
+"""Limits the work that nobody waits for, while a trainer works.
 
 Samples that are read ahead of all need fill tiers early, which hides a storage that is slow or
 uneven. Where it is fast, reading them is work of the processor rather than waiting, and takes the
-processors and the interpreter's lock from the trainer. So such work may take a share of one
-processor; work that waits for storage is hardly limited by that.
+processors and the interpreter's lock from the trainer: such work may take a share of one processor.
+Where the storage's bandwidth is the limit, a rank that reads ahead takes it from the ranks that
+wait, for which it waits in turn: so few of its requests are in flight at a time.
 """
 
 import time
@@ -13,7 +14,7 @@ from typing import Final
 __all__ = ["Background"]
 
 _SHARE: Final = 0.25
-"""Of one processor."""
+"""Of one processor, and of the requests in flight."""
 _RECENT_S: Final = 2.0
 """After this time without samples that somebody waits for, nothing is limited."""
 _WEIGHT: Final = 0.2
@@ -33,6 +34,7 @@ class Background:
         self._next_at = 0.0
         self._computed_s = 0.0
         """Mean processor time of a request."""
+        self._running = 0
 
     def wanted(self) -> None:
         """Say that somebody waits, or is going to wait, for a sample."""
@@ -40,15 +42,25 @@ class Background:
 
     def delay(self) -> float:
         """Seconds until a request may begin; 0 for now."""
-        now = self._clock()
-        if now - self._wanted_at >= _RECENT_S:
-            return 0.0
-        return max(0.0, self._next_at - now)
+        return 0.0 if self._is_free() else max(0.0, self._next_at - self._clock())
+
+    def has_room(self, most: int) -> bool:
+        """True if fewer requests are in flight than may be.
+
+        Args:
+            most: requests in flight of all kinds, at most.
+        """
+        return self._is_free() or self._running < max(1, int(_SHARE * most))
 
     def begins(self) -> None:
         """Say that a request begins."""
+        self._running += 1
         self._next_at = max(self._next_at, self._clock()) + self._computed_s / _SHARE
 
     def ends(self, computed_s: float) -> None:
         """Say that a request has ended, and its processor time in seconds."""
+        self._running -= 1
         self._computed_s += _WEIGHT * (computed_s - self._computed_s)
+
+    def _is_free(self) -> bool:
+        return self._clock() - self._wanted_at >= _RECENT_S

@@ -7,20 +7,18 @@ the pieces of its block before it is handed out, and the block appears in its ti
 one. Among the processes of a node each sample is read by one: the others wait for it, or find it.
 """
 
-import heapq
-import itertools
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.abilities import estimates_sizes, reads_together
+from dlio.data.abilities import estimates_sizes
 from dlio.data.flow import Flow
 from dlio.data.reader import Reader
 from dlio.data.schema import Buffer
@@ -28,6 +26,7 @@ from dlio.errors import CorruptBlock, SourceError
 from dlio.storage.arrivals import Arrivals
 from dlio.storage.background import Background
 from dlio.storage.counters import Counters
+from dlio.storage.gather_tasks import Task, Tasks
 from dlio.storage.intake import Intake
 from dlio.storage.notes import Notes
 from dlio.storage.pieces import Pieces
@@ -40,31 +39,8 @@ __all__ = ["Gather", "locate"]
 _POLL_S: Final = 0.002
 _LOOK_S: Final = 0.2
 _STOP_TIMEOUT_S: Final = 5.0
-_TOGETHER: Final = 32
-"""Samples of one request, of a data set that takes several at a time."""
-
-
-@dataclass(slots=True, eq=False)
-class _Task:
-    """A sample that is to be read."""
-
-    sample: int
-    block: int
-    place: int
-    wanted: bool
-    """Somebody is going to take it."""
-    begun: bool = False
-    done: bool = False
-    """It can be taken, or has failed."""
-    added: bool = False
-    """It is done, and has been added to its block, if a tier keeps that."""
-    payload: Buffer | None = None
-    """The sample; None where it failed, or another process is reading it."""
-    kind: str = "source"
-    """The kind of the tier that it was found in, or `source`."""
-    error: Exception | None = None
-    ended: threading.Event | None = None
-    """Set when it is done, once somebody waits for it."""
+_CALM: Final = 4
+"""One in so many of the requests that may be in flight, when there is no hurry."""
 
 
 class Gather:
@@ -92,7 +68,6 @@ class Gather:
         self._reader, self._flow, self._targets = reader, flow, targets
         self._intake = intake
         self._arrivals, self._counters, self._notes = arrivals, counters, notes
-        self._most_together = _TOGETHER if reads_together(reader) else 1
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
@@ -101,13 +76,10 @@ class Gather:
         self._background = Background()
         self._paces = False
         """A thread waits until a sample that nobody waits for may be read."""
-        self._tasks: dict[int, _Task] = {}
-        self._queue: list[tuple[bool, int, _Task]] = []
-        """A heap of (True if nobody waits for it, ticket, task); stale entries are passed over."""
-        self._ticket = itertools.count()
+        self._tasks = Tasks(reader)
         self._running = 0
-        self._spare = 0
-        """Tasks that are queued and that nobody waits for."""
+        self._lacking = sys.maxsize
+        """Samples beyond which no more are urgent; see `pace`."""
         self._failed: set[int] = set()
         """Samples that could not be read, and are left to whoever needs them."""
         self._pieces = {
@@ -132,6 +104,18 @@ class Gather:
             if self._gathers(block):
                 with self._lock:
                     self._want(sample, block, place)
+
+    def pace(self, lacking: int) -> None:
+        """Have few samples read at a time while `lacking` of them are ready to be taken.
+
+        A rank that is ahead leaves the storage to those that it is going to wait for, and the
+        interpreter's lock to its own threads that decode.
+        """
+        with self._lock:
+            calm = self._is_calm()
+            self._lacking = lacking
+            if calm and not self._is_calm():
+                self._work.notify_all()
 
     def take(self, sample: int, block: int, place: int) -> tuple[Buffer, str] | None:
         """Return a sample's payload and where it came from, when it is here.
@@ -159,9 +143,9 @@ class Gather:
         return None
 
     def _expected(self, sample: int) -> bool:
-        return bool(self._tasks) and os.getpid() == self._process and sample in self._tasks
+        return os.getpid() == self._process and sample in self._tasks
 
-    def _awaited(self, sample: int, block: int, place: int, deadline: float) -> _Task:
+    def _awaited(self, sample: int, block: int, place: int, deadline: float) -> Task:
         """Return the task of a sample when it is done. Raises SourceError after the deadline."""
         with self._lock:
             task = self._want(sample, block, place)
@@ -174,9 +158,9 @@ class Gather:
             if self._stopping.is_set() and not task.done:
                 raise SourceError(f"sample {sample} was given up: the tiers are being closed")
         with self._lock:
-            task.wanted = False
-            if task.added and self._tasks.get(sample) is task:
-                del self._tasks[sample]
+            self._tasks.let_go(task)
+            if task.added:
+                self._tasks.remove(task)
         return task
 
     def forget(self, samples: Sequence[int]) -> None:
@@ -186,13 +170,13 @@ class Gather:
                 task = self._tasks.get(sample)
                 if task is None or not task.wanted or task.ended is not None:
                     continue
-                task.wanted = False
+                self._tasks.let_go(task)
                 if task.added:
-                    del self._tasks[task.sample]
+                    self._tasks.remove(task)
                 elif not task.begun:
-                    del self._tasks[task.sample]
+                    self._tasks.remove(task)
                     if self._targets.is_pinned(task.block):
-                        self._add(_Task(task.sample, task.block, task.place, wanted=False))
+                        self._add(Task(task.sample, task.block, task.place, wanted=False))
 
     def offer(self, sample: int, block: int, place: int, closing: threading.Event) -> bool:
         """Have a sample read when there is nothing more urgent; waits while many are offered.
@@ -205,16 +189,16 @@ class Gather:
         if not self._keeps(block) or sample in self._failed or self._has(block, place):
             return False
         with self._lock:
-            while self._spare >= self._flow.most and not self._ends(closing):
+            while self._tasks.spare >= self._flow.most and not self._ends(closing):
                 self._idle.wait(_LOOK_S)
             if sample not in self._tasks:
-                self._add(_Task(sample, block, place, wanted=False))
+                self._add(Task(sample, block, place, wanted=False))
         return True
 
     def drain(self, closing: threading.Event) -> None:
         """Wait until the samples that were offered have been read, or `closing` is set."""
         with self._lock:
-            while (self._spare or self._running) and not self._ends(closing):
+            while (self._tasks.spare or self._running) and not self._ends(closing):
                 self._idle.wait(_LOOK_S)
 
     def _ends(self, closing: threading.Event) -> bool:
@@ -277,24 +261,18 @@ class Gather:
     def _has(self, block: int, place: int) -> bool:
         return self._pieces[self._targets.number(block)].has(block, place)
 
-    def _want(self, sample: int, block: int, place: int) -> _Task:
+    def _want(self, sample: int, block: int, place: int) -> Task:
         """Return the task of a sample that somebody needs; made, or moved forward, if need be."""
         self._background.wanted()
         task = self._tasks.get(sample)
         if task is None or (task.added and not task.wanted):
-            task = _Task(sample, block, place, wanted=True)
+            task = Task(sample, block, place, wanted=True)
             self._add(task)
-        elif not task.wanted:
-            task.wanted = True
-            if not task.begun:
-                self._spare -= 1
-                heapq.heappush(self._queue, (False, next(self._ticket), task))
+        self._tasks.want(task)
         return task
 
-    def _add(self, task: _Task) -> None:
-        self._tasks[task.sample] = task
-        self._spare += not task.wanted
-        heapq.heappush(self._queue, (not task.wanted, next(self._ticket), task))
+    def _add(self, task: Task) -> None:
+        self._tasks.add(task)
         self._work.notify()
 
     def _grow(self) -> None:
@@ -314,43 +292,36 @@ class Gather:
                 self._read(tasks)
             del tasks  # A thread that waits holds no sample.
 
-    def _turn(self) -> list[_Task] | None:
+    def _turn(self) -> list[Task] | None:
         """Return the next samples for one request; None at the end."""
         with self._lock:
             while not self._stopping.is_set():
-                tasks: list[_Task] = []
+                tasks: list[Task] = []
                 delay = self._background.delay()
-                if self._running < self._flow.limit:
-                    tasks = self._next(delay == 0.0)
+                if self._running < self._limit():
+                    room = self._background.has_room(self._flow.limit)
+                    tasks = self._tasks.begin(spare_too=room and not delay)
                 if tasks:
                     self._running += 1
                     if not tasks[0].wanted:
                         self._background.begins()
                     return tasks
-                paces = 0.0 < delay < _LOOK_S and bool(self._queue) and not self._paces
+                paces = 0.0 < delay < _LOOK_S and self._tasks.queued and not self._paces
                 self._paces |= paces
                 self._work.wait(delay if paces else _LOOK_S)
                 self._paces &= not paces
             return None
 
-    def _next(self, spare_too: bool) -> list[_Task]:
-        tasks: list[_Task] = []
-        while self._queue and len(tasks) < self._most_together:
-            spare, _, task = self._queue[0]
-            if task.begun or spare is task.wanted or self._tasks.get(task.sample) is not task:
-                heapq.heappop(self._queue)  # It was moved forward, or forgotten.
-                continue
-            if spare and (not spare_too or (tasks and tasks[0].wanted)):
-                break  # Those that somebody waits for do not wait for others.
-            heapq.heappop(self._queue)
-            task.begun = True
-            self._spare -= spare
-            tasks.append(task)
-        return tasks
+    def _limit(self) -> int:
+        """Requests that may be in flight now."""
+        return max(1, self._flow.limit // _CALM) if self._is_calm() else self._flow.limit
 
-    def _read(self, tasks: list[_Task]) -> None:
+    def _is_calm(self) -> bool:
+        return self._tasks.ready >= self._lacking
+
+    def _read(self, tasks: list[Task]) -> None:
         """Read the samples that no other process has or is reading; add them to their blocks."""
-        mine: list[_Task] = []
+        mine: list[Task] = []
         spare, began = not tasks[0].wanted, time.thread_time()
         try:
             mine += [task for task in tasks if self._claim(task)]
@@ -365,7 +336,7 @@ class Gather:
                     self._pieces[self._targets.number(task.block)].release(task.sample)
             self._done(tasks, spare, time.thread_time() - began)
 
-    def _claim(self, task: _Task) -> bool:
+    def _claim(self, task: Task) -> bool:
         """True if this thread is to read the sample; otherwise it is here, or is being read."""
         if not self._keeps(task.block):
             # In its tier by now; or in no tier, so that its only reader is whoever wants it.
@@ -385,7 +356,7 @@ class Gather:
         pieces.release(task.sample)
         return False
 
-    def _ask(self, tasks: list[_Task]) -> None:
+    def _ask(self, tasks: list[Task]) -> None:
         """Ask the source. An error of several samples is found with each on its own."""
         samples = np.array([task.sample for task in tasks], np.int64)
         began = self._flow.begins()
@@ -402,32 +373,35 @@ class Gather:
         # nothing.
         now = time.thread_time()
         computed, self._own.computed = now - getattr(self._own, "computed", 0.0), now
-        self._flow.ends(began, computed, crowded=bool(self._queue))
+        self._flow.ends(began, computed, crowded=self._tasks.queued and not self._is_calm())
         # Whoever waits for samples does not wait until they are in a tier.
         self._hand_over(tasks, payloads)
+        blocks: dict[int, dict[int, Buffer]] = {}
         for task, payload in zip(tasks, payloads, strict=True):
             self._counters.add_bytes("source", len(payload))
-            if self._keeps(task.block):
-                self._keep(task, payload)
+            blocks.setdefault(task.block, {})[task.place] = payload
+        for block, by_place in blocks.items():
+            if self._keeps(block):
+                self._keep(block, by_place)
 
-    def _hand_over(self, tasks: Sequence[_Task], payloads: Sequence[Buffer]) -> None:
+    def _hand_over(self, tasks: Sequence[Task], payloads: Sequence[Buffer]) -> None:
         with self._lock:
             for task, payload in zip(tasks, payloads, strict=True):
                 task.payload = payload
                 if task.wanted:
-                    task.done = True
-                    if task.ended is not None:
-                        task.ended.set()
+                    self._tasks.finish(task)
 
-    def _keep(self, task: _Task, payload: Buffer) -> None:
-        number = self._targets.number(task.block)
+    def _keep(self, block: int, samples: Mapping[int, Buffer]) -> None:
+        """Add samples, by place, to their block."""
+        number = self._targets.number(block)
         try:
             if number in self._rooms:
-                self._rooms[number].take(len(payload))
-            if len(self._reader.layout.samples_of(task.block)) == 1:
-                self._publish(task.block, number, lambda: [payload])  # A large one is copied once.
-            elif self._pieces[number].add(task.block, task.place, payload):
-                self._finish(task.block, number)
+                self._rooms[number].take(sum(map(len, samples.values())))
+            if len(self._reader.layout.samples_of(block)) == 1:
+                # A large one is copied once.
+                self._publish(block, number, lambda: list(samples.values()))
+            elif self._pieces[number].add(block, samples):
+                self._finish(block, number)
         except OSError as error:  # Of the tier; TierError is one.
             if not self._stopping.is_set():
                 self._arrivals.fill_up(number, error)
@@ -464,22 +438,21 @@ class Gather:
         finally:
             tier.release(block)
 
-    def _done(self, tasks: list[_Task], spare: bool, computed_s: float) -> None:
+    def _done(self, tasks: list[Task], spare: bool, computed_s: float) -> None:
         with self._lock:
             self._running -= 1
             if spare:
                 self._background.ends(computed_s)
             for task in tasks:
-                task.done = task.added = True
-                if task.ended is not None:
-                    task.ended.set()
+                task.added = True
+                self._tasks.finish(task)
                 if task.error is not None:
                     self._failed.add(task.sample)
                 if not task.wanted:
-                    self._tasks.pop(task.sample, None)
+                    self._tasks.remove(task)
             self._grow()
-            free = self._flow.limit - self._running - 1
-            if self._queue and free > 0:
+            free = self._limit() - self._running - 1
+            if self._tasks.queued and free > 0:
                 self._work.notify(free)
             self._idle.notify_all()
 

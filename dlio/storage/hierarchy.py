@@ -117,6 +117,11 @@ class Hierarchy:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def pace(self, lacking: int) -> None:
+        """Have few samples read at a time while `lacking` of them are ready to be taken."""
+        if self.gather is not None:
+            self.gather.pace(lacking)
+
     @property
     def tiers(self) -> list[Tier]:
         """The tiers, fastest first."""

@@ -15,7 +15,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Final
@@ -135,8 +135,11 @@ class Pieces:
             self._remove(block)
             return None
 
-    def add(self, block: int, place: int, payload: Buffer) -> bool:
-        """Keep a sample until its block is complete; True if it is complete now.
+    def add(self, block: int, samples: Mapping[int, Buffer]) -> bool:
+        """Keep samples until their block is complete; True if it is complete now.
+
+        Args:
+            samples: payloads by place in the block.
 
         Raises OSError when the tier has no room or cannot be written.
         """
@@ -144,10 +147,11 @@ class Pieces:
             descriptor = open_file(self._folder, _name(block), os.O_RDWR | os.O_CREAT)
             try:
                 index = self._scan(block, descriptor)
-                if place not in index.entries:
+                missing = {p: each for p, each in samples.items() if p not in index.entries}
+                if missing:
                     if index.size > index.end:
                         os.ftruncate(descriptor, index.end)  # Torn: its writer was killed.
-                    self._append(descriptor, index, place, payload)
+                    self._append(descriptor, index, missing)
                 return len(index.entries) == self._count(block)
             finally:
                 os.close(descriptor)
@@ -228,20 +232,24 @@ class Pieces:
             if opened is not None:
                 os.close(opened)
 
-    def _append(self, descriptor: int, index: _Index, place: int, payload: Buffer) -> None:
-        digest = xxhash.xxh3_64_intdigest(payload, seed=place)
-        head = _HEAD.pack(_MAGIC, place, len(payload), digest)
+    def _append(self, descriptor: int, index: _Index, samples: Mapping[int, Buffer]) -> None:
+        parts: list[Buffer] = []
+        entries: dict[int, tuple[int, int, int]] = {}
+        end = index.end
+        for place, payload in samples.items():
+            digest = xxhash.xxh3_64_intdigest(payload, seed=place)
+            entries[place] = (end + _HEAD.size, len(payload), digest)
+            parts += [_HEAD.pack(_MAGIC, place, len(payload), digest), payload]
+            end += _HEAD.size + len(payload)
         try:
-            written = os.pwritev(descriptor, [head, payload], index.end)
-            if written < len(head) + len(payload):
-                os.lseek(descriptor, index.end + written, os.SEEK_SET)
-                write_all(descriptor, [memoryview(head + bytes(payload))[written:]])
+            os.lseek(descriptor, index.end, os.SEEK_SET)
+            write_all(descriptor, parts)
         except OSError:
             with suppress(OSError):
                 os.ftruncate(descriptor, index.end)
             raise
-        index.entries[place] = (index.end + _HEAD.size, len(payload), digest)
-        index.end += _HEAD.size + len(payload)
+        index.entries |= entries
+        index.end = end
 
     def _remove(self, block: int) -> None:
         self._indices.pop(block, None)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from dlio.data.chunks import ChunkedArray
+from dlio.data.kept import KeptFile
 from dlio.data.reader import reopening
 from dlio.data.source import File, Source, expand, files_below, own_name, split_fields
 from dlio.errors import SourceError
@@ -50,7 +51,7 @@ class Hdf5Reader(ColumnReader):
         self._again = reopening(Hdf5Reader, path, select, samples)
         urls, names = _split(path)
         self.path = path if isinstance(path, str) else " ".join(path)
-        files = [File(url) for url in urls]
+        files = [KeptFile(url) for url in urls]
         rehearse("hdf5", "h5py", path, files)
         self._files = [Hdf5File(file) for file in files]
         tables = [file.columns(names, select) for file in self._files]

@@ -80,6 +80,7 @@ class Hdf5File:
             if self._opened is not None:
                 self._opened.close()
                 self._opened = None
+        self.file.close()
 
     def arrays(self) -> dict[str, ChunkedArray]:
         """Return all data sets that are arrays of numbers, of any shapes, with their chunks.

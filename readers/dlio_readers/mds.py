@@ -20,10 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.index import Arrays, cached_index, fingerprint_of
+from dlio.data.kept import KeptFile
 from dlio.data.labels import LABEL_NAMES
 from dlio.data.reader import reopening
 from dlio.data.schema import Schema, array_kind
-from dlio.data.source import File, Source, expand
+from dlio.data.source import Source, expand
 from dlio.errors import SourceError
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
@@ -112,7 +113,7 @@ class MdsReader:
                 raise SourceError(f"{self._source.path(_INDEX)}: its shards differ in columns")
             name, opener = _file_of(shard, self._source)
             self._source.check_link(self._source.path(name))
-            file = File(f"{own.rstrip('/')}/{name}{tail}")
+            file = KeptFile(f"{own.rstrip('/')}/{name}{tail}")
             raw_bytes = _whole(shard["raw_data"]["bytes"], _MAX_SHARD, self._source)
             self._shards.append(_Shard(file, raw_bytes, opener))
         counts = [_whole(shard["samples"], 1 << 32, self._source) for shard in shards]
@@ -208,7 +209,7 @@ class MdsReader:
         payloads: list[bytes | memoryview],
         slots: list[int],
         samples: npt.NDArray[np.int64],
-        file: File,
+        file: KeptFile,
         data: memoryview,
         first: int,
     ) -> None:
@@ -263,7 +264,7 @@ class _Shard:
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(
-        self, file: File, raw_bytes: int, opener: Callable[[bytes, int], bytes] | None
+        self, file: KeptFile, raw_bytes: int, opener: Callable[[bytes, int], bytes] | None
     ) -> None:
         if opener is None and raw_bytes > file.size:
             raise SourceError(f"{file.name} is shorter than its index says: restore it")
@@ -286,6 +287,7 @@ class _Shard:
     def close(self) -> None:
         with _Shard._lock:
             _Shard._kept.pop(self._key, None)
+        self.file.close()
 
     def _raw(self) -> bytes:
         with _Shard._lock:

@@ -1,6 +1,5 @@
 """The reader of dlio's native format: a folder of shards, as `dlio pack` writes it."""
 
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dlio.data.kept import KeptFile
 from dlio.data.reader import reopening
 from dlio.data.source import File, Source, expand, failed, files_below, own_name
 from dlio.errors import CorruptBlock, SourceError
@@ -26,7 +26,6 @@ from dlio.storage.block import (
     read_info,
 )
 from dlio.storage.shard import SUFFIX, ShardIndex, read_footer
-from dlio.util.limits import open_unchecked
 from dlio.util.memory import new_memory
 
 __all__ = ["ShardReader"]
@@ -58,7 +57,7 @@ class ShardReader:
         self.path = path if isinstance(path, str) else " ".join(path)
         self._again = reopening(ShardReader, path)
         with ThreadPoolExecutor(_OPENED_AT_A_TIME) as pool:
-            self._files = list(pool.map(File, files_below(path, SUFFIX)))
+            self._files = list(pool.map(KeptFile, files_below(path, SUFFIX)))
             footers = list(pool.map(_footer, self._files))
         footers = _in_order(self.path, self._files, footers)
         self._footers = footers
@@ -164,8 +163,10 @@ class ShardReader:
     def close(self) -> None:
         with self._lock:
             self._tables.clear()
+        for file in self._files:
+            file.close()
 
-    def file_of(self, block: int) -> tuple[File, int, int]:
+    def file_of(self, block: int) -> tuple[KeptFile, int, int]:
         """Return (file, offset, length) of a block."""
         shard = int(np.searchsorted(self._first_blocks, block, side="right")) - 1
         k = block - int(self._first_blocks[shard])
@@ -236,31 +237,25 @@ def _foreign(file: File, block: int) -> CorruptBlock:
 
 
 @contextmanager
-def _opened(file: File) -> Iterator[int | Readable]:
+def _opened(file: KeptFile) -> Iterator[int | Readable]:
     """Yield a file descriptor if the file is local, otherwise the file itself."""
     if file.local_path is None:
         yield file
         return
     try:
-        # Whatever has taken the file's place: reads are bounded, and checked by checksums.
-        descriptor = open_unchecked(file.local_path)
-    except OSError as error:
-        raise failed(file.url, error) from error
-    try:
-        yield descriptor
+        opened = file.descriptor()
+        yield opened.number
     except SourceError:
         raise
     except OSError as error:
         raise failed(file.url, error) from error
-    finally:
-        os.close(descriptor)
 
 
 def _footer(file: File) -> ShardIndex:
     return read_footer(file, file.name, left_in_file=file.local_path is not None)
 
 
-def _in_order(path: str, files: list[File], footers: list[ShardIndex]) -> list[ShardIndex]:
+def _in_order(path: str, files: list[KeptFile], footers: list[ShardIndex]) -> list[ShardIndex]:
     """Sort footers and (in place) files by shard number. Raises SourceError if one is missing."""
     if len({footer.fingerprint for footer in footers}) != 1:
         raise SourceError(f"{path}: shards of several data sets: keep each in its own folder")

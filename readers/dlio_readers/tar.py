@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.index import Arrays, Names, cached_index, fingerprint_of
+from dlio.data.kept import KeptFile
 from dlio.data.labels import TAR_LABEL_NAMES
 from dlio.data.npy import NpyHead, read_npy_head
 from dlio.data.reader import reopening
@@ -81,7 +82,7 @@ class TarReader:
     def __init__(self, path: str | Sequence[str], fields: Sequence[str] | None = None) -> None:
         self._again = reopening(TarReader, path, fields)
         self.path = path if isinstance(path, str) else " ".join(path)
-        self._files = [File(url) for url in files_below(path, SUFFIXES)]
+        self._files = [KeptFile(url) for url in files_below(path, SUFFIXES)]
         if not self._files:
             raise SourceError(f"{self.path} holds no tar")
         chosen = tuple(fields or ())
@@ -162,7 +163,8 @@ class TarReader:
         return payloads
 
     def close(self) -> None:
-        pass
+        for file in self._files:
+            file.close()
 
     def _read_file(
         self,

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.index import Arrays, cached_index, fingerprint_of
+from dlio.data.kept import KeptFile
 from dlio.data.labels import LABEL_NAMES
 from dlio.data.reader import reopening
 from dlio.data.schema import Schema, array_kind
@@ -89,7 +90,7 @@ class TfRecordReader:
         parts = [split_fields(each) for each in paths]
         names = next((names for _, names in reversed(parts) if names), ())
         urls = _files_of([url for url, _ in parts])
-        self._files = concurrently(File, urls, urls[0])
+        self._files = concurrently(KeptFile, urls, urls[0])
         concurrently(lambda file: file.stamp, self._files, urls[0])  # Kept by the files.
         kind = "tfrecord-" + ("-".join(names)[:64].replace("/", "_") or "all")
         index = cached_index(
@@ -163,7 +164,8 @@ class TfRecordReader:
         return payloads
 
     def close(self) -> None:
-        pass
+        for file in self._files:
+            file.close()
 
     def _locate(self, sample: int) -> tuple[int, int]:
         """Return (number of the file, number of the record in it)."""

@@ -1,4 +1,4 @@
-"""Work that nobody waits for takes a quarter of a processor, and all of it when nobody works."""
+"""Work that nobody waits for takes a quarter of what there is, and all of it when nobody works."""
 
 import pytest
 
@@ -47,3 +47,22 @@ def test_without_anybody_who_waits_nothing_is_limited() -> None:
     assert background.delay() > 1.0
     clock.now += 2.0
     assert background.delay() == 0.0
+
+
+def test_a_quarter_of_the_requests_in_flight() -> None:
+    clock = Clock()
+    background = Background(clock)
+    for _ in range(3):
+        assert background.has_room(4)  # Nobody waits.
+        background.begins()
+    background.wanted()
+    assert not background.has_room(4)
+    assert background.has_room(16)
+    for _ in range(3):
+        background.ends(0.0)
+    assert background.has_room(1)  # One, at least.
+    background.begins()
+    assert not background.has_room(7)
+    assert background.has_room(8)
+    clock.now += 2.0
+    assert background.has_room(1)

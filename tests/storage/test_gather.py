@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,7 @@ class Waiting:
 
     format = "memory"
     objects = True
+    alone = False
     path = "memory"
     schema = IMAGE_LABEL
     classes: Sequence[str] = ("a",)
@@ -45,6 +46,7 @@ class Waiting:
         self.layout = Layout(starts, Order(N, 1, shuffled=True))
         self.flow = Flow(requests)
         self.reads = np.zeros(N, np.int64)
+        self.asked: list[list[int]] = []
         self.broken: set[int] = set()
         self.gate = threading.Event()
         self.gate.set()
@@ -59,6 +61,7 @@ class Waiting:
     def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
         with self._lock:
             self.reads[samples] += 1
+            self.asked.append(samples.tolist())
         assert self.gate.wait(60)
         if self.broken.intersection(samples.tolist()):
             raise SourceError(f"sample {samples.tolist()} is broken")
@@ -125,9 +128,9 @@ def test_a_sample_is_handed_over_before_its_tier_has_it(
     hierarchy = make(reader)
     add = Pieces.add
 
-    def slow(self: Pieces, block: int, place: int, payload: Buffer) -> bool:
+    def slow(self: Pieces, block: int, samples: Mapping[int, Buffer]) -> bool:
         assert written.wait(60)
-        return add(self, block, place, payload)
+        return add(self, block, samples)
 
     monkeypatch.setattr(Pieces, "add", slow)
     sample = _pinned(hierarchy)[5]
@@ -139,6 +142,32 @@ def test_a_sample_is_handed_over_before_its_tier_has_it(
     hierarchy.gather.drain(threading.Event())
     assert _take(hierarchy, sample) == "disk"
     assert reader.reads[sample] == 1
+
+
+def test_records_of_a_container_that_follow_one_another_take_one_request(make: Make) -> None:
+    reader = Waiting(requests=1)
+    reader.objects, reader.alone = False, True
+    reader.layout = Layout(reader.layout.starts, Order(N, 0, shuffled=False))
+    reader.gate.clear()  # The first request waits, until all samples are queued behind it.
+    hierarchy = make(reader)
+    pinned = _pinned(hierarchy)
+    reader.asked.clear()
+    hierarchy.expect(np.array(pinned))
+    reader.gate.set()
+    assert {_take(hierarchy, sample) for sample in pinned} <= {"source", "disk"}
+    assert (reader.reads[pinned] == 1).all()
+    whole = [each for each in reader.asked if len(each) == EACH]
+    assert len(whole) >= len(pinned) // EACH - 1
+    assert all(np.diff(each).tolist() == [1] * (len(each) - 1) for each in reader.asked)
+    assert len({each[0] // EACH for each in whole}) == len(whole)  # No run leaves its block.
+
+
+def test_samples_that_are_files_are_asked_for_one_by_one(make: Make) -> None:
+    reader = Waiting(requests=1)
+    hierarchy = make(reader)
+    hierarchy.expect(np.array(_pinned(hierarchy)))
+    assert {_take(hierarchy, sample) for sample in _pinned(hierarchy)} <= {"source", "disk"}
+    assert all(len(each) == 1 for each in reader.asked)
 
 
 def test_processes_of_a_node_read_each_sample_once_between_them(make: Make) -> None:

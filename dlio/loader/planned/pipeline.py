@@ -11,6 +11,7 @@ memory is used again only when nobody holds them any more: a steady epoch alloca
 
 import itertools
 import queue
+import sys
 import threading
 import time
 from collections import deque
@@ -37,6 +38,8 @@ _SAMPLES_A_TASK = 8
 """At most; fewer of a small batch, so that all threads work on it, and end together."""
 _TASKS_A_THREAD = 4
 _POLL_S = 0.2
+_LEAST_READY = 2
+"""Batches of which the samples are urgent, at least."""
 SKIPPED: Final = (SourceError, CorruptBlock)
 """Errors that on_error="skip" leaves out: samples that cannot be read, checked or decoded."""
 
@@ -92,7 +95,8 @@ class Pipeline:
     """Batches of one epoch, in order. Owner: the loader's iterator, which closes it.
 
     While at least half of the batches ahead are complete, one thread works; the others leave the
-    processors and the interpreter's lock to the trainer until fewer are.
+    processors and the interpreter's lock to the trainer until fewer are. While there are samples
+    for a quarter, and at least two, few requests are sent to the source at a time.
     """
 
     def __init__(self, shuffle: Shuffle, steps: range, work: Work) -> None:
@@ -132,7 +136,7 @@ class Pipeline:
             return None
         batch = self._under_way.popleft()
         self._wait(batch)
-        self._completed(-1)
+        self._completed(-1, len(batch.step.samples))
         self._shuffle.consumed(batch.step.number)
         return batch
 
@@ -140,12 +144,16 @@ class Pipeline:
         """Stop the threads after the task that each is at."""
         self._workers.close()
         self._shuffle.close()
+        self._work.hierarchy.pace(sys.maxsize)
         for batch in self._under_way:
             self._work.hierarchy.forget(batch.step.samples)
 
-    def _completed(self, change: int) -> None:
+    def _completed(self, change: int, samples: int) -> None:
+        """Count batches, of so many samples, that are done or taken."""
         with self._lock:
             self._complete += change
+            lacking = max(_LEAST_READY, self._work.ahead // 4) - self._complete
+            self._work.hierarchy.pace(max(0, lacking) * samples)
             if 2 * self._complete < self._work.ahead or self._workers.stopping.is_set():
                 self._hurry.set()
             else:
@@ -245,7 +253,7 @@ class Pipeline:
         finally:
             batch.release()
             self._work.clock.add("collate", time.perf_counter() - began)
-            self._completed(1)
+            self._completed(1, len(batch.step.samples))
             batch.done.set()
 
     def _make(

@@ -1,0 +1,116 @@
+"""Files of many samples: opened once, closed by their owner, at most so many at a time."""
+
+import copy
+import gc
+import os
+import pickle
+import resource
+from pathlib import Path
+
+import pytest
+
+from dlio.data import kept
+from dlio.data.kept import KeptFile
+from dlio.errors import SourceError
+
+
+def _open_below(folder: Path) -> list[str]:
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+        except FileNotFoundError:  # The descriptor of the listing.
+            continue
+    return sorted(each for each in found if each.startswith(f"{folder}/"))
+
+
+def _file(folder: Path, name: str = "a", data: bytes = b"0123456789") -> KeptFile:
+    (folder / name).write_bytes(data)
+    return KeptFile(str(folder / name))
+
+
+def test_is_opened_once_and_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+
+    class Counted(kept.Descriptor):
+        def __init__(self, path: str) -> None:
+            opened.append(path)
+            super().__init__(path)
+
+    monkeypatch.setattr(kept, "Descriptor", Counted)
+    file = _file(tmp_path)
+    assert not _open_below(tmp_path)
+    memory = bytearray(4)
+    for at in range(5):
+        file.read_into(at, memoryview(memory))
+        assert bytes(memory) == b"0123456789"[at : at + 4]
+        assert file.read(at, 2) == b"0123456789"[at : at + 2]
+    assert file.read(8, 100) == b"89"
+    assert file.read(100, 4) == b""
+    assert len(opened) == 1
+    file.close()
+    assert not _open_below(tmp_path)
+    assert file.read(0, 1) == b"0"  # A closed file is opened again.
+    assert len(opened) == 2
+
+
+def test_a_dropped_file_is_closed(tmp_path: Path) -> None:
+    file = _file(tmp_path)
+    assert file.read(0, 1) == b"0"
+    assert _open_below(tmp_path)
+    del file
+    gc.collect()
+    assert not _open_below(tmp_path)
+
+
+def test_a_process_keeps_a_limited_number_open(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        files = [_file(tmp_path, f"{k}", bytes([k])) for k in range(100)]
+        for _ in range(2):
+            assert [file.read(0, 1)[0] for file in files] == list(range(100))
+        assert len(_open_below(tmp_path)) <= 64
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    for file in files:
+        file.close()
+    assert not _open_below(tmp_path)
+
+
+def test_a_copy_opens_its_own(tmp_path: Path) -> None:
+    file = _file(tmp_path)
+    assert file.read(0, 1) == b"0"
+    for other in (pickle.loads(pickle.dumps(file)), copy.copy(file)):
+        assert other.opened is None
+        assert other.read(1, 1) == b"1"
+    file.close()
+
+
+def test_errors_name_the_file(tmp_path: Path) -> None:
+    file = _file(tmp_path)
+    with pytest.raises(SourceError, match="ends 5 bytes early"):
+        file.read_into(5, memoryview(bytearray(10)))
+    file.close()
+    os.remove(tmp_path / "a")
+    with pytest.raises(SourceError, match=str(tmp_path)):
+        file.read(0, 1)
+    os.mkfifo(tmp_path / "a")
+    with pytest.raises(SourceError, match="not a regular file"):
+        file.read_into(0, memoryview(bytearray(1)))
+
+
+def test_a_forked_child_reads_its_own(tmp_path: Path) -> None:
+    file = _file(tmp_path)
+    assert file.read(0, 1) == b"0"
+    child = os.fork()
+    if child == 0:
+        try:
+            good = file.read(3, 2) == b"34"
+            file.close()
+            os._exit(0 if good and file.read(4, 1) == b"4" else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    assert file.read(9, 1) == b"9"
+    file.close()
