@@ -26,7 +26,7 @@ _WORTH_S: Final = 1e-3
 _GAIN: Final = 1.25
 _BUSY: Final = 0.5
 _LEAST_ROUND: Final = 8
-_HELD_ROUNDS: Final = 4
+_HELD_ROUNDS: Final = 2
 
 
 class Flow:

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Final
@@ -57,6 +58,7 @@ _RUN_BYTES: Final = 8 << 20
 _TEXT_BYTES: Final = 1 << 10
 """Bytes of the longest value that is text, if all values of its feature are."""
 _HEAD_BYTES: Final = 16
+_CHANGED: Final = "has changed since it was indexed: open it again"
 _AT_A_TIME: Final = 32
 """Files that are scanned at a time over a network."""
 
@@ -103,7 +105,8 @@ class TfRecordReader:
         self.schema = Schema(tuple((name, kind) for name, kind in head["fields"]))
         self.classes: Sequence[str] = []
         self.labels = index["labels"]
-        self._at, self._stored, self._starts = index["at"], index["stored"], index["starts"]
+        self._at, self._stored = index["at"], index["stored"]
+        self._starts: list[int] = index["starts"].tolist()
         bodies = {name: index["bodies"][:, k] for k, name in enumerate(head["variable"])}
         self.sizes = self.schema.payload_sizes(len(self._at), bodies)
         self.layout = cut_blocks(self.sizes, Order(len(self._at), 0, shuffled=False))
@@ -169,8 +172,8 @@ class TfRecordReader:
 
     def _locate(self, sample: int) -> tuple[int, int]:
         """Return (number of the file, number of the record in it)."""
-        file = int(np.searchsorted(self._starts, sample, side="right")) - 1
-        return file, sample - int(self._starts[file])
+        file = bisect_right(self._starts, sample) - 1
+        return file, sample - self._starts[file]
 
     def _runs(self, samples: npt.NDArray[np.int64]) -> Iterator[slice]:
         """Yield parts of sorted samples that lie next to each other in one file."""
@@ -180,7 +183,7 @@ class TfRecordReader:
                 step = int(samples[k] - samples[k - 1])
                 span = int(self._at[samples[k]] + self._stored[samples[k]])
                 span -= int(self._at[samples[start]])
-                new_file = step and samples[k] in self._starts
+                new_file = step and self._locate(int(samples[k]))[1] == 0
                 if step <= 1 and not new_file and span <= _RUN_BYTES:
                     continue
             yield slice(start, k)
@@ -205,19 +208,21 @@ def _value(record: Record, feature: Feature | None, kind: str) -> Any:
     """Return the value of a field of a kind. Raises ValueError if the feature has another."""
     wanted = kind.partition("[")[0]
     numeric = wanted in ("int64", "float32")
-    count = 0 if feature is None else count_of(record, feature)
-    other = feature is not None and feature.kind != (wanted if numeric else "bytes")
-    if (other and count) or (count > 1 and not numeric):
-        raise ValueError("has changed since it was indexed: open it again")
+    if feature is None or feature.kind != (wanted if numeric else "bytes"):
+        if feature is not None and count_of(record, feature):
+            raise ValueError(_CHANGED)
+        feature = None
     if not numeric:
-        return record.part(*feature.spans[0]) if feature is not None and count else b""
+        if feature is not None and len(feature.spans) > 1:
+            raise ValueError(_CHANGED)
+        return b"" if feature is None or not feature.spans else record.part(*feature.spans[0])
     values: npt.NDArray[Any] = np.zeros(0, wanted)
-    if feature is not None and count:
+    if feature is not None:
         values = (ints_of if wanted == "int64" else floats_of)(record, feature)
     if "[" in kind:
         return values
-    if count != 1:
-        raise ValueError("has changed since it was indexed: open it again")
+    if len(values) != 1:
+        raise ValueError(_CHANGED)
     return values[0].item()
 
 

@@ -53,8 +53,11 @@ def test_a_source_whose_bandwidth_is_used_up_is_not_sent_many_more() -> None:
 def test_requests_that_take_turns_stay_few() -> None:
     clock = [0.0]
     flow = Flow(64, clock=lambda: clock[0])
-    assert _run(flow, clock, lambda n: 0.005 * n, 400) <= 8
-    assert flow.limit == 4
+    limits = []
+    for _ in range(400):
+        assert _run(flow, clock, lambda n: 0.005 * n, 1) <= 8
+        limits.append(flow.limit)
+    assert limits.count(4) > 200  # Now and then it tries eight.
 
 
 @pytest.mark.parametrize(("seconds", "computing"), [(0.0001, 0.0), (0.02, 0.9)])

@@ -232,3 +232,12 @@ def test_no_record_ends_in_anything_but_a_result_or_an_error(noise: bytes, at: i
     record = WholeRecord(memoryview(data))
     with contextlib.suppress(DlioError):
         assert all(count_of(record, each) <= len(data) for each in features_of(record).values())
+
+
+@pytest.mark.parametrize("numbers", [[0], [127], [128], [999], [1, 300, 2], [-1], [2**63 - 1]])
+def test_few_numbers_are_those_of_many(numbers: list[int]) -> None:
+    record = WholeRecord(memoryview(example({"x": numbers})))
+    feature = features_of(record)["x"]
+    assert ints_of(record, feature).tolist() == numbers
+    many = WholeRecord(memoryview(example({"x": numbers * 9})))
+    assert ints_of(many, features_of(many)["x"]).tolist() == numbers * 9
