@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
@@ -77,6 +78,8 @@ class Gather:
         self._paces = False
         """A thread waits until a sample that nobody waits for may be read."""
         self._tasks = Tasks(reader)
+        self._taken: deque[Task] = deque()
+        """Tasks whose samples were taken, and which have not been let go of yet."""
         self._running = 0
         self._lacking = sys.maxsize
         """Samples beyond which no more are urgent; see `pace`."""
@@ -100,9 +103,12 @@ class Gather:
         places: Sequence[int],
     ) -> None:
         """Begin to read samples that are going to be taken, in this order."""
-        for sample, block, place in zip(samples, blocks, places, strict=True):
-            if self._gathers(block):
-                with self._lock:
+        gathers = {block: self._gathers(block) for block in set(blocks)}
+        # At once: threads that contend for the lock would have this one wait for each sample.
+        with self._lock:
+            self._settle()
+            for sample, block, place in zip(samples, blocks, places, strict=True):
+                if gathers[block]:
                     self._want(sample, block, place)
 
     def pace(self, lacking: int) -> None:
@@ -112,6 +118,7 @@ class Gather:
         interpreter's lock to its own threads that decode.
         """
         with self._lock:
+            self._settle()
             calm = self._is_calm()
             self._lacking = lacking
             if calm and not self._is_calm():
@@ -124,6 +131,9 @@ class Gather:
 
         Raises SourceError or CorruptBlock when it cannot be read, or not in time.
         """
+        ready = self._ready(sample)
+        if ready is not None:
+            return ready
         deadline = time.monotonic() + self._arrivals.fill_timeout_s
         # Those that were expected are here, though their blocks may have been completed since.
         while self._gathers(block) or self._expected(sample):
@@ -142,6 +152,25 @@ class Gather:
             time.sleep(_POLL_S)  # Another process of the node is reading it.
         return None
 
+    def _ready(self, sample: int) -> tuple[Buffer, str] | None:
+        """Take a sample that is here without the lock, for which many threads contend."""
+        task = self._tasks.get(sample) if os.getpid() == self._process else None
+        if task is None or not task.done or task.payload is None:
+            return None
+        payload = task.payload
+        self._taken.append(task)
+        return payload, task.kind
+
+    def _settle(self) -> None:
+        """Let go of the samples that were taken without the lock."""
+        while self._taken:
+            self._let_go(self._taken.popleft())
+
+    def _let_go(self, task: Task) -> None:
+        self._tasks.let_go(task)
+        if task.added:
+            self._tasks.remove(task)
+
     def _expected(self, sample: int) -> bool:
         return os.getpid() == self._process and sample in self._tasks
 
@@ -158,9 +187,7 @@ class Gather:
             if self._stopping.is_set() and not task.done:
                 raise SourceError(f"sample {sample} was given up: the tiers are being closed")
         with self._lock:
-            self._tasks.let_go(task)
-            if task.added:
-                self._tasks.remove(task)
+            self._let_go(task)
         return task
 
     def forget(self, samples: Sequence[int]) -> None:
@@ -263,6 +290,7 @@ class Gather:
 
     def _want(self, sample: int, block: int, place: int) -> Task:
         """Return the task of a sample that somebody needs; made, or moved forward, if need be."""
+        self._settle()
         self._background.wanted()
         task = self._tasks.get(sample)
         if task is None or (task.added and not task.wanted):
@@ -440,6 +468,7 @@ class Gather:
 
     def _done(self, tasks: list[Task], spare: bool, computed_s: float) -> None:
         with self._lock:
+            self._settle()
             self._running -= 1
             if spare:
                 self._background.ends(computed_s)
