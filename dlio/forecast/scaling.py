@@ -3,7 +3,9 @@
 A step computes, then exchanges: T(p) = C(p) + X(p).
 
 Computing: ranks that share cores compute in turn, so C(p) = C(1) times `busy` times p / cores,
-where `busy` is the measured slow-down of two ranks that keep two cores busy.
+where `busy` is the measured slow-down of two ranks that keep two cores busy. Cores are not equally
+fast, and ranks that share them move from one to another: their slow-down is the mean of both ranks.
+Where each rank has a core of its own, all wait for the slowest one.
 
 Exchange: the measured rest of a step of two ranks, X(2), has two components. Messages cost what
 `dlio.forecast.exchange` says of the measured link, M(2). What X(2) has beyond that is work of each
@@ -45,9 +47,12 @@ class Steps:
     alone: Mapping[int, float]
     """A step of one rank by batch size, without exchange."""
     busy: float
-    """Slow-down of a step without exchange when two ranks compute on two cores, at least 1."""
+    """Slow-down of a step without exchange when two ranks compute on two cores, at least 1: of the
+    slowest rank."""
     exchanged: Mapping[str, float]
     """By exchange, what it adds to a step of two ranks: X(2), per step."""
+    shared: float | None = None
+    """The same slow-down as the mean of both ranks; None for that of the slowest."""
 
 
 def compute_seconds(steps: Steps, batch_size: float, ranks: int, cluster: Cluster) -> float:
@@ -64,7 +69,9 @@ def compute_seconds(steps: Steps, batch_size: float, ranks: int, cluster: Cluste
         a, b = sizes[high - 1], sizes[high]
         slope = (steps.alone[b] - steps.alone[a]) / (b - a)
         alone = max(0.0, steps.alone[a] + slope * (batch_size - a))
-    return alone * (steps.busy if ranks > 1 else 1.0) * cluster.sharing(ranks)
+    sharing = cluster.sharing(ranks)
+    busy = steps.busy if sharing == 1 or steps.shared is None else steps.shared
+    return alone * (busy if ranks > 1 else 1.0) * sharing
 
 
 def message_seconds(preset: str, period: int, ranks: int, work: Work, cluster: Cluster) -> float:

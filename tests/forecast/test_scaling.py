@@ -35,6 +35,13 @@ def test_ranks_that_share_cores_compute_in_turn() -> None:
     assert compute_seconds(steps(busy=1.1), 8, 1024, AWAY) == pytest.approx(0.55)
 
 
+def test_ranks_that_share_cores_do_not_wait_for_the_slowest_core() -> None:
+    uneven = Steps({8: 0.5}, 1.2, {}, shared=1.1)
+    assert compute_seconds(uneven, 8, 2, HERE) == pytest.approx(0.6)
+    assert compute_seconds(uneven, 8, 4, HERE) == pytest.approx(1.1)
+    assert compute_seconds(uneven, 8, 1024, AWAY) == pytest.approx(0.6)
+
+
 def test_computing_time_is_linear_between_and_beyond_measured_batches() -> None:
     for size, seconds in ((1, 0.15), (2, 0.2), (4, 0.3), (8, 0.5), (12, 0.7)):
         assert compute_seconds(steps(), size, 1, HERE) == pytest.approx(seconds)

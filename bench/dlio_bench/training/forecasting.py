@@ -79,10 +79,14 @@ def steps_of(options: Options, measured: Measured, network: str, scaling: str) -
     exchanged = {}
     for name in options.exchange_names:
         times = measured.times[Point(network, 2, batch, name)]
-        # Of the same round, so that the load of the machine is nearly the same.
-        rest = [a - b for a, b in zip(times.step_s, of_two.step_s, strict=True)]
-        exchanged[name] = max(0.0, statistics.median(rest))
-    return Steps(alone, max(1.0, of_two.median_s / alone[batch]), exchanged)
+        exchanged[name] = max(0.0, statistics.median(times.added_s))
+    mean = statistics.median(of_two.mean_s)
+    return Steps(
+        alone,
+        max(1.0, of_two.median_s / alone[batch]),
+        exchanged,
+        max(1.0, mean / alone[batch]),
+    )
 
 
 def link_between_nodes(options: Options, measured: Measured) -> Link:

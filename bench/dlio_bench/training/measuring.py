@@ -7,14 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from dlio.forecast.exchange import Link
-from dlio.util.cores import available_cores
 from dlio.util.progress import Bar
 from dlio_bench.exchange.fitting import fit
 from dlio_bench.ranks import run
 from dlio_bench.training.networks.registry import NETWORKS
 from dlio_bench.training.options import Options
 from dlio_bench.training.rank import NONE
-from dlio_bench.training.stepping import mean_step
 
 __all__ = ["Measured", "Point", "Times", "batch_of", "measure", "side_of"]
 
@@ -40,6 +38,11 @@ class Times:
     """Steps at a point, one value per round."""
 
     step_s: list[float] = field(default_factory=list)
+    """Of the slowest rank."""
+    added_s: list[float] = field(default_factory=list)
+    """By which an exchange makes a step longer than those before and after it."""
+    mean_s: list[float] = field(default_factory=list)
+    """A step as the mean of the ranks."""
     cpu_s: list[float] = field(default_factory=list)
     """Processor time of a step, of all ranks together."""
     parts_s: list[dict[str, float]] = field(default_factory=list)
@@ -88,7 +91,12 @@ def measure(options: Options, bar: Bar) -> Measured:
     for number in range(options.repeats):
         # There and back, so that a slow change of the machine's load meets all alike.
         for p in sorted(tasks, reverse=bool(number % 2)):
-            task = {"runs": tasks[p], "steps": options.steps, "data": options.data}
+            task = {
+                "runs": tasks[p],
+                "steps": options.steps,
+                "data": options.data,
+                "round": number,
+            }
             answer: dict[str, Any] = run("dlio_bench.training.rank", task, p, timeout_s=_TIMEOUT_S)
             for each in answer["runs"]:
                 _add(times, p, each)
@@ -130,12 +138,9 @@ def _runs(options: Options, p: int) -> list[dict[str, object]]:
 def _add(times: Mapping[Point, Times], p: int, figures: dict[str, Any]) -> None:
     for exchange, each in figures["steps"].items():
         point = Point(figures["network"], p, figures["batch_size"], exchange)
-        # Ranks that take turns on fewer cores have many steps that are not interrupted, and some
-        # that are for long, and those that end early leave their core to the others: only the
-        # time of all steps counts.
-        turns = p > available_cores()
-        mean = each["slowest_s"] if turns else mean_step(each["steps_s"], each["period"])
-        times[point].step_s.append(mean)
+        times[point].step_s.append(each["step_s"])
+        times[point].added_s.append(each["added_s"])
+        times[point].mean_s.append(each["mean_s"])
         times[point].cpu_s.append(each["cpu_s"])
         times[point].parts_s.append(each["parts_s"])
 

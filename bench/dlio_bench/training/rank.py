@@ -1,12 +1,16 @@
 """One rank of `dlio bench train`: `python -m dlio_bench.training.rank JSON`.
 
 The task names runs, each of a network, a batch size and exchanges; rank 0 prints one line of JSON.
+
+Processors of shared machines change their speed by a fifth within seconds. So the exchanges are
+passed through there and back, in an order drawn anew each round, and between any two of them steps
+without an exchange are timed: what an exchange adds is its difference to those before and after it.
 """
 
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, Final
 
@@ -26,8 +30,10 @@ __all__ = ["NONE", "exchange_of", "main"]
 NONE: Final = "none"
 """Steps without any exchange."""
 _WARM: Final = 2
-_LEAST_S: Final = 0.5
+_LEAST_S: Final = 0.3
 """Of a pass: on shared cores, ranks take turns of some milliseconds."""
+_ALONE: Final = 4
+"""Passes of a run without exchanges."""
 
 
 def main(text: str) -> None:
@@ -47,13 +53,43 @@ def _measured(run: dict[str, Any], task: dict[str, Any], comm: Communicator) -> 
         batches = _batches(run, task["data"], comm, stack)
         loop = Loop(make_network(name, side, run["seed"]), batches)
         loop.steps(_WARM, None)
-        steps = {each: _pass(each, loop, task, comm) for each in run["exchanges"]}
+        steps = _there_and_back(run["exchanges"], loop, task, comm)
     return {
         **run,
         "bytes": loop.bytes,
         "buckets": len(in_buckets(trainable(loop.model))),
         "steps": steps,
     }
+
+
+def _there_and_back(
+    exchanges: Sequence[str], loop: Loop, task: dict[str, Any], comm: Communicator
+) -> dict[str, dict[str, Any]]:
+    """Return the times of steps by exchange, NONE among them."""
+    names = [name for name in exchanges if name != NONE]
+    np.random.default_rng(task["round"]).shuffle(names)
+    passes = {NONE: [_pass(NONE, loop, task, comm)]}
+    for name in (*names, *reversed(names)):
+        before = passes[NONE][-1]["step_s"]
+        passes.setdefault(name, []).append(_pass(name, loop, task, comm))
+        passes[NONE].append(_pass(NONE, loop, task, comm))
+        beside = (before + passes[NONE][-1]["step_s"]) / 2
+        passes[name][-1]["added_s"] = passes[name][-1]["step_s"] - beside
+    while len(passes[NONE]) < _ALONE:
+        passes[NONE].append(_pass(NONE, loop, task, comm))
+    return {name: _mean(each) for name, each in passes.items()}
+
+
+def _mean(passes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    means = {
+        name: float(np.mean([each[name] for each in passes]))
+        for name in ("step_s", "mean_s", "added_s", "cpu_s")
+    }
+    parts = {
+        name: float(np.mean([each["parts_s"][name] for each in passes]))
+        for name in passes[0]["parts_s"]
+    }
+    return {**means, "parts_s": parts}
 
 
 def exchange_of(name: str, loop: Loop, comm: Communicator) -> Distributed:
@@ -67,11 +103,11 @@ def exchange_of(name: str, loop: Loop, comm: Communicator) -> Distributed:
 
 
 def _pass(name: str, loop: Loop, task: dict[str, Any], comm: Communicator) -> dict[str, Any]:
-    """Return the times of steps with an exchange: of each step the mean over the ranks."""
+    """Return the times of steps with an exchange."""
     if name == NONE:
         count = _enough(loop.steps(_WARM, None), task["steps"], comm)
         comm.barrier()
-        return _gathered(loop.steps(count, None), 1, comm)
+        return _gathered(loop.steps(count, None), comm)
     period = parse_exchange(name).period
     exchange = exchange_of(name, loop, comm)
     try:
@@ -82,23 +118,25 @@ def _pass(name: str, loop: Loop, task: dict[str, Any], comm: Communicator) -> di
         times = loop.steps(count, exchange)
     finally:
         exchange.close()
-    return _gathered(times, period, comm)
+    return _gathered(times, comm)
 
 
 def _enough(warm: Pass, steps: int, comm: Communicator) -> int:
-    """Return the number of steps that take half a second at least, the same on all ranks."""
+    """Return the number of steps that take a third of a second at least, the same on all ranks."""
     step_s = sum(warm.steps_s) / len(warm.steps_s)
     return max(comm.allgather(max(steps, math.ceil(_LEAST_S / step_s))))
 
 
-def _gathered(times: Pass, period: int, comm: Communicator) -> dict[str, Any]:
-    everywhere = comm.allgather((times.steps_s, times.cpu_s, list(times.parts_s.values())))
+def _gathered(times: Pass, comm: Communicator) -> dict[str, Any]:
+    """Return the times of a step: its seconds are those of the slowest rank, whom an exchange
+    makes all wait for."""
+    everywhere = comm.allgather((sum(times.steps_s), times.cpu_s, list(times.parts_s.values())))
     count = len(times.steps_s)
     parts = np.mean([parts for _, _, parts in everywhere], axis=0).tolist()
     return {
-        "period": period,
-        "steps_s": np.mean([steps for steps, _, _ in everywhere], axis=0).tolist(),
-        "slowest_s": max(sum(steps) for steps, _, _ in everywhere) / count,
+        "step_s": max(seconds for seconds, _, _ in everywhere) / count,
+        "mean_s": sum(seconds for seconds, _, _ in everywhere) / len(everywhere) / count,
+        "added_s": 0.0,
         "cpu_s": sum(cpu for _, cpu, _ in everywhere) / count,
         "parts_s": dict(zip(times.parts_s, parts, strict=True)),
     }

@@ -1,9 +1,8 @@
 """Training steps in parts: loading, forward and backward, exchange, optimizer."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Final
 
 import torch
@@ -12,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from dlio.train.exchange.distribute import Distributed
 
-__all__ = ["PARTS", "Loop", "Pass", "mean_step"]
+__all__ = ["PARTS", "Loop", "Pass"]
 
 PARTS: Final = ("load wait", "forward and backward", "exchange", "optimizer")
 Batches = Callable[[], Iterator[tuple[torch.Tensor, torch.Tensor]]]
@@ -101,19 +100,3 @@ class Loop:
 
 def _waited(exchange: Distributed | None) -> float:
     return 0.0 if exchange is None else exchange.statistics()["wait_s"]
-
-
-def mean_step(steps_s: Sequence[float], period: int) -> float:
-    """Return the mean time of a step, of whole periods of an exchange, robust against outliers.
-
-    Args:
-        steps_s: seconds of each step, from the first of a period.
-        period: steps from one exchange to the next; each period ends with an exchange.
-
-    Steps between exchanges count by their median, and steps with an exchange by theirs.
-    """
-    if period == 1:
-        return median(steps_s)
-    ends = steps_s[period - 1 :: period]
-    others = [each for number, each in enumerate(steps_s) if (number + 1) % period]
-    return ((period - 1) * median(others) + median(ends)) / period

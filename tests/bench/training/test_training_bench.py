@@ -21,7 +21,7 @@ from dlio_bench.training.names import NETWORK_NAMES
 from dlio_bench.training.networks.registry import NETWORKS, make_batch, make_network
 from dlio_bench.training.options import Options
 from dlio_bench.training.shown import curves, figures
-from dlio_bench.training.stepping import Loop, mean_step
+from dlio_bench.training.stepping import Loop
 
 
 def test_options_name_every_network() -> None:
@@ -58,15 +58,11 @@ def test_strong_scaling_divides_the_batch_and_ends_where_samples_end() -> None:
     assert [batch_of(options, "vit", p, "strong") for p in (1, 2, 8, 16)] == [8, 4, 1, None]
 
 
-def test_the_mean_step_counts_exchanges_once_in_a_period() -> None:
-    assert mean_step([1.0, 1.0, 1.0, 5.0] * 2, 4) == 2.0
-    # One disturbed step among many changes nothing.
-    assert mean_step([1.0, 1.0, 90.0, 1.0], 1) == 1.0
-
-
 def measured(options: Options, step_s: dict[tuple[int, str], float]) -> Measured:
     times = {
-        Point("vit", p, 8, exchange): Times([seconds], [seconds], [{"exchange": 0.0}])
+        Point("vit", p, 8, exchange): Times(
+            [seconds], [seconds - step_s[p, "none"]], [seconds], [seconds], [{"exchange": 0.0}]
+        )
         for (p, exchange), seconds in step_s.items()
     }
     links = {"memory": Link(0.0, 1e-9), "tcp": Link(1e-5, 1e-8)}
