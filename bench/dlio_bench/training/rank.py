@@ -10,7 +10,8 @@ without an exchange are timed: what an exchange adds is its difference to those 
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Final
 
@@ -32,8 +33,10 @@ NONE: Final = "none"
 _WARM: Final = 2
 _LEAST_S: Final = 0.3
 """Of a pass: on shared cores, ranks take turns of some milliseconds."""
-_ALONE: Final = 4
-"""Passes of a run without exchanges."""
+_ALONE: Final = 12
+"""Passes of each run of a single rank, at most."""
+_ALONE_S: Final = 4.0
+"""After this time for each run there are no more than two passes."""
 
 
 def main(text: str) -> None:
@@ -41,25 +44,52 @@ def main(text: str) -> None:
     task: dict[str, Any] = json.loads(text)
     torch.set_num_threads(1)
     comm = world()
-    runs = [_measured(run, task, comm) for run in task["runs"]]
+    each = _alone if comm.size == 1 else _together
+    runs = each(task, comm)
     if comm.rank == 0:
         print(json.dumps({"runs": runs}), flush=True)
 
 
-def _measured(run: dict[str, Any], task: dict[str, Any], comm: Communicator) -> dict[str, Any]:
-    """Return the times of a network's steps by exchange, and its size."""
-    name, side = run["network"], run["side"]
+def _together(task: dict[str, Any], comm: Communicator) -> list[dict[str, Any]]:
+    """Return the times of each run's steps by exchange, and the size of its network."""
+    results = []
+    for run in task["runs"]:
+        with ExitStack() as stack:
+            loop = _loop(run, task, comm, stack)
+            steps = _there_and_back(run["exchanges"], loop, task, comm)
+        results.append(_result(run, loop, steps))
+    return results
+
+
+def _alone(task: dict[str, Any], comm: Communicator) -> list[dict[str, Any]]:
+    """Return the same of a single rank, which exchanges nothing: all runs in turn, again and again,
+    because forecasts multiply their errors."""
+    runs = task["runs"]
     with ExitStack() as stack:
-        batches = _batches(run, task["data"], comm, stack)
-        loop = Loop(make_network(name, side, run["seed"]), batches)
-        loop.steps(_WARM, None)
-        steps = _there_and_back(run["exchanges"], loop, task, comm)
-    return {
-        **run,
-        "bytes": loop.bytes,
-        "buckets": len(in_buckets(trainable(loop.model))),
-        "steps": steps,
-    }
+        loops = [_loop(run, task, comm, stack) for run in runs]
+        passes: list[list[dict[str, Any]]] = [[] for _ in runs]
+        began = time.monotonic()
+        for number in range(_ALONE):
+            if number >= 2 and time.monotonic() - began > _ALONE_S * len(runs):
+                break
+            for loop, found in zip(loops, passes, strict=True):
+                found.append(_pass(NONE, loop, task, comm))
+        return [
+            _result(run, loop, {NONE: _mean(found)})
+            for run, loop, found in zip(runs, loops, passes, strict=True)
+        ]
+
+
+def _loop(run: dict[str, Any], task: dict[str, Any], comm: Communicator, stack: ExitStack) -> Loop:
+    batches = _batches(run, task["data"], comm, stack)
+    loop = Loop(make_network(run["network"], run["side"], run["seed"]), batches)
+    loop.steps(_WARM, None)
+    return loop
+
+
+def _result(run: dict[str, Any], loop: Loop, steps: Mapping[str, object]) -> dict[str, Any]:
+    buckets = len(in_buckets(trainable(loop.model)))
+    return {**run, "bytes": loop.bytes, "buckets": buckets, "steps": steps}
 
 
 def _there_and_back(
@@ -75,8 +105,6 @@ def _there_and_back(
         passes[NONE].append(_pass(NONE, loop, task, comm))
         beside = (before + passes[NONE][-1]["step_s"]) / 2
         passes[name][-1]["added_s"] = passes[name][-1]["step_s"] - beside
-    while len(passes[NONE]) < _ALONE:
-        passes[NONE].append(_pass(NONE, loop, task, comm))
     return {name: _mean(each) for name, each in passes.items()}
 
 
