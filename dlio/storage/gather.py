@@ -41,7 +41,7 @@ _POLL_S: Final = 0.002
 _LOOK_S: Final = 0.2
 _STOP_TIMEOUT_S: Final = 5.0
 _CALM: Final = 4
-"""One in so many of the requests that may be in flight, when there is no hurry."""
+"""One in so many of the requests that may be in flight, while enough samples are ready."""
 
 
 class Gather:

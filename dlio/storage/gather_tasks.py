@@ -35,7 +35,7 @@ class Task:
     payload: Buffer | None = None
     """The sample; None where it failed, or another process is reading it."""
     kind: str = "source"
-    """The kind of the tier that it was found in, or `source`."""
+    """The kind of the tier that had it, or `source`."""
     error: Exception | None = None
     ended: threading.Event | None = None
     """Set when it is done, once somebody waits for it."""
@@ -129,14 +129,14 @@ class Tasks:
 
     def _neighbours(self, first: Task) -> list[Task]:
         """Return the tasks of the samples that lie behind one in its block, for its request."""
-        found: list[Task] = []
+        run: list[Task] = []
         size = int(self._sizes[first.sample]) if self._joins else _RUN_BYTES
-        while size < _RUN_BYTES and len(found) + 1 < _TOGETHER:
-            task = self._tasks.get(first.sample + len(found) + 1)
+        while size < _RUN_BYTES and len(run) + 1 < _TOGETHER:
+            task = self._tasks.get(first.sample + len(run) + 1)
             if task is None or task.begun or task.block != first.block:
                 break
             size += int(self._sizes[task.sample])
             if task.wanted is not first.wanted or size > _RUN_BYTES:
                 break
-            found.append(task)
-        return found
+            run.append(task)
+        return run

@@ -15,13 +15,13 @@ from dlio.errors import SourceError
 
 
 def _open_below(folder: Path) -> list[str]:
-    found = []
+    paths = []
     for number in os.listdir("/proc/self/fd"):
         try:
-            found.append(os.readlink(f"/proc/self/fd/{number}"))
+            paths.append(os.readlink(f"/proc/self/fd/{number}"))
         except FileNotFoundError:  # The descriptor of the listing.
             continue
-    return sorted(each for each in found if each.startswith(f"{folder}/"))
+    return sorted(each for each in paths if each.startswith(f"{folder}/"))
 
 
 def _file(folder: Path, name: str = "a", data: bytes = b"0123456789") -> KeptFile:

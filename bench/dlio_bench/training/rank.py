@@ -72,11 +72,11 @@ def _alone(task: dict[str, Any], comm: Communicator) -> list[dict[str, Any]]:
         for number in range(_ALONE):
             if number >= 2 and time.monotonic() - began > _ALONE_S * len(runs):
                 break
-            for loop, found in zip(loops, passes, strict=True):
-                found.append(_pass(NONE, loop, task, comm))
+            for loop, times in zip(loops, passes, strict=True):
+                times.append(_pass(NONE, loop, task, comm))
         return [
-            _result(run, loop, {NONE: _mean(found)})
-            for run, loop, found in zip(runs, loops, passes, strict=True)
+            _result(run, loop, {NONE: _mean(times)})
+            for run, loop, times in zip(runs, loops, passes, strict=True)
         ]
 
 
