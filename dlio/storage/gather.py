@@ -104,6 +104,8 @@ class Gather:
     ) -> None:
         """Begin to read samples that are going to be taken, in this order."""
         gathers = {block: self._gathers(block) for block in set(blocks)}
+        if not any(gathers.values()):
+            return
         # At once: threads that contend for the lock would have this one wait for each sample.
         with self._lock:
             self._settle()
@@ -117,6 +119,8 @@ class Gather:
         A rank that is ahead leaves the storage to those that it is going to wait for, and the
         interpreter's lock to its own threads that decode.
         """
+        if os.getpid() != self._process:
+            return  # A thread that this process lacks may have held the lock.
         with self._lock:
             self._settle()
             calm = self._is_calm()
@@ -193,6 +197,7 @@ class Gather:
     def forget(self, samples: Sequence[int]) -> None:
         """Let go of samples that were expected and are not going to be taken."""
         with self._lock:
+            self._settle()
             for sample in samples:
                 task = self._tasks.get(sample)
                 if task is None or not task.wanted or task.ended is not None:

@@ -1,7 +1,9 @@
 """Samples that are gathered: each is read once by a node, and completes its block."""
 
 import os
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -313,3 +315,44 @@ def test_a_claim_ends_with_its_process(tmp_path: Path) -> None:
         one.close()
         assert two.claim(7)
         two.close()
+
+
+def test_few_requests_are_in_flight_while_enough_samples_are_ready(make: Make) -> None:
+    reader = Waiting(requests=8)
+    reader.flow.raise_to(8)
+    reader.gate.clear()
+    hierarchy = make(reader)
+    hierarchy.pace(0)
+    hierarchy.expect(np.array(_pinned(hierarchy)))
+    assert _reaches(lambda: len(reader.asked), 2)
+    assert not _reaches(lambda: len(reader.asked), 3, seconds=0.3)
+    hierarchy.pace(5)  # Five are lacking: none is ready.
+    assert _reaches(lambda: len(reader.asked), 8)
+    reader.gate.set()
+    assert {_take(hierarchy, sample) for sample in _pinned(hierarchy)} <= {"source", "disk"}
+    assert (reader.reads[_pinned(hierarchy)] == 1).all()
+
+
+def test_a_forked_child_does_not_wait_for_a_lock_of_its_parent(make: Make) -> None:
+    hierarchy = make(Waiting())
+    assert hierarchy.gather is not None
+    with hierarchy.gather._lock:  # As a thread holds it at the moment of the fork.
+        child = os.fork()
+        if child == 0:
+            hierarchy.pace(0)
+            hierarchy.expect(np.arange(N))
+            os._exit(0)
+    ended = _reaches(lambda: os.waitpid(child, os.WNOHANG)[0], child)
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended
+
+
+def _reaches(count: Callable[[], int], wanted: int, seconds: float = 30.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while count() < wanted:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True

@@ -112,6 +112,7 @@ class Pipeline:
         self._lock = threading.Lock()
         self._complete = 0
         """Batches that are done, and not taken yet."""
+        work.hierarchy.pace(sys.maxsize)  # Another pass may have had samples enough.
         self._hurry = threading.Event()
         self._hurry.set()
         self._workers = Workers("dlio-decode", self._run, work.threads, wake=self._wake)
