@@ -248,6 +248,7 @@ def _opened(file: KeptFile) -> Iterator[int | Readable]:
     except SourceError:
         raise
     except OSError as error:
+        file.close()  # The next read opens it again.
         raise failed(file.url, error) from error
 
 
