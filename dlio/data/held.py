@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import BinaryIO
 
-from dlio.data.kept import KeptFile
 from dlio.data.requests import fill, request
 from dlio.data.source import File, failed
 from dlio.errors import SourceError
@@ -21,7 +20,7 @@ ReadRange = Callable[[int, memoryview], None]
 @contextmanager
 def open_ranges(file: File) -> Iterator[ReadRange]:
     """Open a file once, for reads by several threads. Raises SourceError, as the reads do."""
-    if file.local_path is None or isinstance(file, KeptFile):
+    if file.local_path is None:
         yield file.read_into
         return
     try:

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from dlio.data.requests import fill, request
 from dlio.data.source import File
-from dlio.util.limits import check_regular, open_unchecked
+from dlio.util.limits import open_regular
 
 __all__ = ["Descriptor", "KeptFile"]
 
@@ -33,13 +33,7 @@ class Descriptor:
     def __init__(self, path: str) -> None:
         """Raises OSError, also for anything but a regular file."""
         self.number = -1
-        number = open_unchecked(path)
-        try:
-            check_regular(os.fstat(number), path)
-        except OSError:
-            os.close(number)
-            raise
-        self.number = number
+        self.number = open_regular(path)
 
     def __del__(self, close: Any = os.close) -> None:
         if self.number >= 0:
@@ -92,7 +86,7 @@ class KeptFile(File):
     """A file that stays open between reads, if it is local. Thread-safe.
 
     A file that another one has replaced since is read as it was. Owner: its reader, which closes
-    it; the memory of a reader that is not closed is enough to close it, too.
+    it; a reader that is garbage-collected closes it, too.
     """
 
     def __init__(self, url: str) -> None:

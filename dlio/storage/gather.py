@@ -168,12 +168,7 @@ class Gather:
     def _settle(self) -> None:
         """Let go of the samples that were taken without the lock."""
         while self._taken:
-            self._let_go(self._taken.popleft())
-
-    def _let_go(self, task: Task) -> None:
-        self._tasks.let_go(task)
-        if task.added:
-            self._tasks.remove(task)
+            self._tasks.let_go(self._taken.popleft())
 
     def _expected(self, sample: int) -> bool:
         return os.getpid() == self._process and sample in self._tasks
@@ -181,6 +176,7 @@ class Gather:
     def _awaited(self, sample: int, block: int, place: int, deadline: float) -> Task:
         """Return the task of a sample when it is done. Raises SourceError after the deadline."""
         with self._lock:
+            self._settle()
             task = self._want(sample, block, place)
             if not task.done and task.ended is None:
                 task.ended = threading.Event()
@@ -191,7 +187,7 @@ class Gather:
             if self._stopping.is_set() and not task.done:
                 raise SourceError(f"sample {sample} was given up: the tiers are being closed")
         with self._lock:
-            self._let_go(task)
+            self._tasks.let_go(task)
         return task
 
     def forget(self, samples: Sequence[int]) -> None:
@@ -203,9 +199,7 @@ class Gather:
                 if task is None or not task.wanted or task.ended is not None:
                     continue
                 self._tasks.let_go(task)
-                if task.added:
-                    self._tasks.remove(task)
-                elif not task.begun:
+                if not task.begun:
                     self._tasks.remove(task)
                     if self._targets.is_pinned(task.block):
                         self._add(Task(task.sample, task.block, task.place, wanted=False))
@@ -295,7 +289,6 @@ class Gather:
 
     def _want(self, sample: int, block: int, place: int) -> Task:
         """Return the task of a sample that somebody needs; made, or moved forward, if need be."""
-        self._settle()
         self._background.wanted()
         task = self._tasks.get(sample)
         if task is None or (task.added and not task.wanted):

@@ -89,9 +89,11 @@ class Tasks:
                 heapq.heappush(self._queue, (False, next(self._ticket), task))
 
     def let_go(self, task: Task) -> None:
-        """Say that nobody is going to take a task's sample any more."""
+        """Say that nobody is going to take a task's sample any more; its task ends with that."""
         self.ready -= task.wanted and task.done
         task.wanted = False
+        if task.added:
+            self.remove(task)
 
     def finish(self, task: Task) -> None:
         """Say that a task's sample can be taken, or has failed."""

@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from dlio.storage.pieces import Pieces
 from dlio.storage.sample_fill import SampleFiller
 from dlio.storage.spec import TierSpec
 from dlio.storage.tier import Tier
+from tests.conftest import in_time, is_running
 
 N = 120
 EACH = 10
@@ -324,10 +324,10 @@ def test_few_requests_are_in_flight_while_enough_samples_are_ready(make: Make) -
     hierarchy = make(reader)
     hierarchy.pace(0)
     hierarchy.expect(np.array(_pinned(hierarchy)))
-    assert _reaches(lambda: len(reader.asked), 2)
-    assert not _reaches(lambda: len(reader.asked), 3, seconds=0.3)
+    assert in_time(lambda: len(reader.asked) >= 2)
+    assert not in_time(lambda: len(reader.asked) > 2, 0.3)
     hierarchy.pace(5)  # Five are lacking: none is ready.
-    assert _reaches(lambda: len(reader.asked), 8)
+    assert in_time(lambda: len(reader.asked) >= 8)
     reader.gate.set()
     assert {_take(hierarchy, sample) for sample in _pinned(hierarchy)} <= {"source", "disk"}
     assert (reader.reads[_pinned(hierarchy)] == 1).all()
@@ -342,17 +342,8 @@ def test_a_forked_child_does_not_wait_for_a_lock_of_its_parent(make: Make) -> No
             hierarchy.pace(0)
             hierarchy.expect(np.arange(N))
             os._exit(0)
-    ended = _reaches(lambda: os.waitpid(child, os.WNOHANG)[0], child)
+    ended = in_time(lambda: not is_running(child))
     if not ended:
         os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+    os.waitpid(child, 0)
     assert ended
-
-
-def _reaches(count: Callable[[], int], wanted: int, seconds: float = 30.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while count() < wanted:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.005)
-    return True

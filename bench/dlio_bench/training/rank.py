@@ -44,8 +44,7 @@ def main(text: str) -> None:
     task: dict[str, Any] = json.loads(text)
     torch.set_num_threads(1)
     comm = world()
-    each = _alone if comm.size == 1 else _together
-    runs = each(task, comm)
+    runs = _alone(task, comm) if comm.size == 1 else _together(task, comm)
     if comm.rank == 0:
         print(json.dumps({"runs": runs}), flush=True)
 
