@@ -5,7 +5,8 @@ A step computes, then exchanges: T(p) = C(p) + X(p).
 Computing: ranks that share cores compute in turn, so C(p) = C(1) times `busy` times p / cores,
 where `busy` is the measured slow-down of two ranks that keep two cores busy. Cores are not equally
 fast, and ranks that share them move from one to another: their slow-down is the mean of both ranks.
-Where each rank has a core of its own, all wait for the slowest one.
+They also evict each other's data from a core's caches, by which C(p) grows once more: as measured
+with two ranks on one core. Where each rank has a core of its own, all wait for the slowest one.
 
 Exchange: the measured rest of a step of two ranks, X(2), has two components. Messages cost what
 `dlio.forecast.exchange` says of the measured link, M(2). What X(2) has beyond that is work of each
@@ -15,7 +16,7 @@ What it has less is hidden behind backward, by the same share for all p.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dlio.forecast.exchange import Counts, Link, Work, allreduce, counts, seconds
 
@@ -53,6 +54,9 @@ class Steps:
     """By exchange, what it adds to a step of two ranks: X(2), per step."""
     shared: float | None = None
     """The same slow-down as the mean of both ranks; None for that of the slowest."""
+    crowding: Mapping[int, float] = field(default_factory=dict)
+    """By batch size, how many times as long as in turns the steps of ranks take that share a core,
+    at least 1; empty if that was not measured."""
 
 
 def compute_seconds(steps: Steps, batch_size: float, ranks: int, cluster: Cluster) -> float:
@@ -70,8 +74,13 @@ def compute_seconds(steps: Steps, batch_size: float, ranks: int, cluster: Cluste
         slope = (steps.alone[b] - steps.alone[a]) / (b - a)
         alone = max(0.0, steps.alone[a] + slope * (batch_size - a))
     sharing = cluster.sharing(ranks)
-    busy = steps.busy if sharing == 1 or steps.shared is None else steps.shared
-    return alone * (busy if ranks > 1 else 1.0) * sharing
+    if ranks == 1:
+        return alone
+    if sharing == 1:
+        return alone * steps.busy
+    busy = steps.busy if steps.shared is None else steps.shared
+    nearest = min(steps.crowding, key=lambda size: abs(size - batch_size), default=None)
+    return alone * busy * sharing * (1.0 if nearest is None else steps.crowding[nearest])
 
 
 def message_seconds(preset: str, period: int, ranks: int, work: Work, cluster: Cluster) -> float:

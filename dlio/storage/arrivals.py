@@ -14,6 +14,7 @@ from dlio.storage.early import EarlyPayloads
 from dlio.storage.health import Health
 from dlio.storage.intake import Intake
 from dlio.storage.notes import Notes
+from dlio.storage.pieces import Pieces
 from dlio.storage.targets import Targets
 from dlio.storage.tier import Tier
 from dlio.util.settings import settings
@@ -149,6 +150,18 @@ class Arrivals:
             payloads, block=block, fingerprint=reader.fingerprint, schema=reader.schema
         )
         self._publish(block, self._targets.tiers[number], pieces)
+        self._damaged.discard((block, number))
+
+    def complete(self, block: int, number: int, pieces: Pieces) -> None:
+        """Publish a block of its pieces in tier `number`, if all are there. Raises OSError."""
+        if not pieces.publish(block, lambda payloads: self.put(block, number, payloads)):
+            return
+        if self._check:
+            tier = self._targets.tiers[number]
+            try:
+                tier.check(block)
+            except CorruptBlock:
+                tier.discard(block)
         self._damaged.discard((block, number))
 
     def fill_up(self, number: int, error: OSError) -> None:

@@ -330,12 +330,20 @@ def read_exactly(
         done += count
 
 
-def write_all(descriptor: int, pieces: Sequence[Buffer]) -> None:
-    """Write all pieces in order; the kernel may write less than it is given."""
+def write_all(descriptor: int, pieces: Sequence[Buffer], offset: int | None = None) -> None:
+    """Write all pieces in order; the kernel may write less than it is given.
+
+    Args:
+        offset: of the file, to write from there on; None for where the descriptor is.
+    """
     left = [memoryview(piece) for piece in pieces if len(piece)]
     while left:
         # No system that dlio runs on takes fewer than 1,024 pieces (IOV_MAX).
-        written = os.writev(descriptor, left[:1024])
+        if offset is None:
+            written = os.writev(descriptor, left[:1024])
+        else:
+            written = os.pwritev(descriptor, left[:1024], offset)
+            offset += written
         while left and written >= len(left[0]):
             written -= len(left.pop(0))
         if left and written:

@@ -16,16 +16,21 @@ __all__ = [
     "ENTRY",
     "HEADER",
     "MAGIC",
+    "MAGIC_PART",
     "MAX_SAMPLES",
     "MAX_SAMPLE_BYTES",
     "MAX_SCHEMA_BYTES",
     "VERSION",
     "aligned",
     "block_sizes",
+    "complete_head",
     "encode_block",
+    "table_offset",
 ]
 
 MAGIC: Final = b"DLIOBLK1"
+MAGIC_PART: Final = b"DLIOPCE2"
+"""Of a block that lacks samples, in a tier."""
 VERSION: Final = 1
 MAX_SAMPLE_BYTES: Final = 2**31 - 1
 """Raw bytes of one sample: the limit of one LZ4 call."""
@@ -58,11 +63,8 @@ def encode_block(
 
     Raises ValueError when a payload is too large for the format.
     """
-    schema_text = schema.to_json().encode()
     table = np.zeros(len(payloads), ENTRY)
-    head = HEADER.size + len(schema_text)
-    padding = -head % ALIGN
-    at = head + padding + table.nbytes
+    at = table_offset(len(schema.to_json().encode())) + table.nbytes
     pieces: list[Buffer] = []
     for place, payload in enumerate(payloads):
         if len(payload) > MAX_SAMPLE_BYTES:
@@ -78,20 +80,43 @@ def encode_block(
         if gap:
             pieces.append(bytes(gap))
         at += len(stored) + gap
+    head = complete_head(table, block=block, length=at, fingerprint=fingerprint, schema=schema)
+    return [head, *pieces]
+
+
+def table_offset(schema_bytes: int) -> int:
+    """Return the offset of the table in a block whose schema has so many bytes."""
+    head = HEADER.size + schema_bytes
+    return head + -head % ALIGN
+
+
+def complete_head(
+    table: npt.NDArray[np.void], *, block: int, length: int, fingerprint: str, schema: Schema
+) -> bytes:
+    """Return all that comes before the payloads of a block: header, schema and table.
+
+    Args:
+        table: of its samples; dtype ENTRY, shape (samples,).
+        block: number of the block.
+        length: bytes of the block.
+        fingerprint: of the data set, 32 hex digits.
+    """
+    text = schema.to_json().encode()
+    padding = table_offset(len(text)) - HEADER.size - len(text)
     fields = (
         MAGIC,
         VERSION,
         0,
-        len(payloads),
+        len(table),
         block,
-        at,
+        length,
         bytes.fromhex(fingerprint),
-        len(schema_text),
+        len(text),
         0,
     )
-    rest = schema_text + bytes(padding) + table.tobytes()
+    rest = text + bytes(padding) + table.tobytes()
     digest = xxhash.xxh3_64_intdigest(HEADER.pack(*fields, 0) + rest)
-    return [HEADER.pack(*fields, digest) + rest, *pieces]
+    return HEADER.pack(*fields, digest) + rest
 
 
 def aligned(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -108,5 +133,5 @@ def block_sizes(
         counts: samples of each block; shape (blocks,).
         payloads: sum of the aligned payload bytes of each block; shape (blocks,).
     """
-    head = HEADER.size + len(schema.to_json().encode())
-    return head + -head % ALIGN + ENTRY.itemsize * counts + payloads
+    head = table_offset(len(schema.to_json().encode()))
+    return head + ENTRY.itemsize * counts + payloads

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -27,7 +28,7 @@ from dlio.errors import CorruptBlock, SourceError
 from dlio.storage.arrivals import Arrivals
 from dlio.storage.background import Background
 from dlio.storage.counters import Counters
-from dlio.storage.gather_tasks import Task, Tasks
+from dlio.storage.gather_tasks import Task, Tasks, by_block
 from dlio.storage.intake import Intake
 from dlio.storage.notes import Notes
 from dlio.storage.pieces import Pieces
@@ -86,7 +87,7 @@ class Gather:
         self._failed: set[int] = set()
         """Samples that could not be read, and are left to whoever needs them."""
         self._pieces = {
-            number: Pieces(tier, reader.layout)
+            number: Pieces(tier, reader)
             for number, tier in enumerate(targets.tiers)
             if tier.writable
         }
@@ -226,6 +227,7 @@ class Gather:
         with self._lock:
             while (self._tasks.spare or self._running) and not self._ends(closing):
                 self._idle.wait(_LOOK_S)
+            self._settle()
 
     def _ends(self, closing: threading.Event) -> bool:
         return self._stopping.is_set() or closing.is_set()
@@ -285,7 +287,7 @@ class Gather:
         )
 
     def _has(self, block: int, place: int) -> bool:
-        return self._pieces[self._targets.number(block)].has(block, place)
+        return bool(self._pieces[self._targets.number(block)].places(block, [place]))
 
     def _want(self, sample: int, block: int, place: int) -> Task:
         """Return the task of a sample that somebody needs; made, or moved forward, if need be."""
@@ -350,37 +352,46 @@ class Gather:
         mine: list[Task] = []
         spare, began = not tasks[0].wanted, time.thread_time()
         try:
-            mine += [task for task in tasks if self._claim(task)]
+            for block, group in by_block(tasks).items():
+                mine += self._claim(block, group)
             if mine:
                 self._ask(mine)
         except Exception as error:
             for task in mine:
                 task.error = error
         finally:
-            for task in mine:
-                if self._targets.number(task.block) in self._pieces:
-                    self._pieces[self._targets.number(task.block)].release(task.sample)
+            for block, group in by_block(mine).items():
+                number = self._targets.number(block)
+                if number in self._pieces:
+                    self._pieces[number].release([task.sample for task in group])
             self._done(tasks, spare, time.thread_time() - began)
 
-    def _claim(self, task: Task) -> bool:
-        """True if this thread is to read the sample; otherwise it is here, or is being read."""
-        if not self._keeps(task.block):
+    def _claim(self, block: int, tasks: list[Task]) -> list[Task]:
+        """Return those samples of a block that this thread is to read: the others are here, or are
+        being read."""
+        if not self._keeps(block):
             # In its tier by now; or in no tier, so that its only reader is whoever wants it.
-            return self._arrivals.look(task.block) < 0
-        number = self._targets.number(task.block)
+            return tasks if self._arrivals.look(block) < 0 else []
+        number = self._targets.number(block)
         pieces = self._pieces[number]
-        if not pieces.claim(task.sample):
-            return False
-        # In this order: a block is published before its pieces are removed.
-        if not pieces.has(task.block, task.place) and self._arrivals.look(task.block) < 0:
-            return True
-        if task.wanted:
-            task.payload = pieces.read(task.block, task.place)
-            task.kind = self._targets.tiers[number].kind
-            if task.payload is None and self._arrivals.look(task.block) < 0:
-                return True  # Damaged.
-        pieces.release(task.sample)
-        return False
+        free = set(pieces.claim([task.sample for task in tasks]))
+        mine: list[Task] = []
+        try:
+            claimed = [task for task in tasks if task.sample in free]
+            # In this order: a block is published by giving its pieces another name.
+            here = pieces.places(block, [task.place for task in claimed]) if claimed else set()
+            left = [task for task in claimed if task.place not in here]
+            if left and self._arrivals.look(block) < 0:
+                mine += left
+            for task in claimed:
+                if task.place in here and task.wanted:
+                    task.payload = pieces.read(block, task.place)
+                    task.kind = self._targets.tiers[number].kind
+                    if task.payload is None and self._arrivals.look(block) < 0:
+                        mine.append(task)  # Damaged.
+            return mine
+        finally:
+            pieces.release(sorted(free.difference(task.sample for task in mine)))
 
     def _ask(self, tasks: list[Task]) -> None:
         """Ask the source. An error of several samples is found with each on its own."""
@@ -425,7 +436,8 @@ class Gather:
                 self._rooms[number].take(sum(map(len, samples.values())))
             if len(self._reader.layout.samples_of(block)) == 1:
                 # A large one is copied once.
-                self._publish(block, number, lambda: list(samples.values()))
+                payloads = list(samples.values())
+                self._publish(block, number, lambda: self._arrivals.put(block, number, payloads))
             elif self._pieces[number].add(block, samples):
                 self._finish(block, number)
         except OSError as error:  # Of the tier; TierError is one.
@@ -433,34 +445,29 @@ class Gather:
                 self._arrivals.fill_up(number, error)
 
     def _finish(self, block: int, number: int) -> None:
-        """Make a block of its samples, all of which are here, and publish it."""
+        """Make a block of its samples, all of which are here."""
         pieces = self._pieces[number]
-        self._publish(block, number, lambda: pieces.read_all(block), lambda: pieces.remove(block))
+        complete = partial(self._arrivals.complete, block, number, pieces)
+        self._publish(block, number, complete, partial(pieces.remove, block))
 
     def _publish(
         self,
         block: int,
         number: int,
-        payloads: Callable[[], Sequence[Buffer] | None],
-        then: Callable[[], object] = lambda: None,
+        publish: Callable[[], None],
+        published: Callable[[], None] = lambda: None,
     ) -> None:
         """Put a block into its tier, unless another process or thread does so.
 
         Args:
-            payloads: returns those of the block; None if they are not all there any more.
-            then: called when the block is in the tier.
+            published: called instead if the block is in the tier.
         """
         tier = self._targets.tiers[number]
         if not tier.claim(block):
             return
         try:
-            if not tier.has(block):
-                made = payloads()
-                if made is None:
-                    return
-                self._arrivals.put(block, number, made)
+            (published if tier.has(block) else publish)()
             self._arrivals.look(block)
-            then()
         finally:
             tier.release(block)
 

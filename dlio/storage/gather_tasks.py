@@ -3,6 +3,7 @@
 import heapq
 import itertools
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -10,7 +11,7 @@ from dlio.data.abilities import joins_neighbours, reads_together
 from dlio.data.reader import Reader
 from dlio.data.schema import Buffer
 
-__all__ = ["Task", "Tasks"]
+__all__ = ["Task", "Tasks", "by_block"]
 
 _TOGETHER: Final = 32
 """Samples of one request, at most."""
@@ -142,3 +143,11 @@ class Tasks:
                 break
             run.append(task)
         return run
+
+
+def by_block(tasks: Sequence[Task]) -> dict[int, list[Task]]:
+    """Group tasks by their blocks."""
+    groups: dict[int, list[Task]] = {}
+    for task in tasks:
+        groups.setdefault(task.block, []).append(task)
+    return groups

@@ -251,18 +251,38 @@ class Tier:
             publish_file(self._folder, temporary, _name(block))
         except BaseException as error:
             remove_entry(self._folder, temporary)
-            if isinstance(error, OSError) and error.errno in NO_ROOM:
-                raise TierFull(
-                    f"tier {self.path} has no room for block {block} "
-                    f"({format_bytes(size)}; {error.strerror}): free space there, or lower its "
-                    "capacity in --tiers"
-                ) from error
             if isinstance(error, OSError):
-                raise TierError(
-                    f"tier {self.path} cannot be written ({error.strerror}): check the disk, or "
-                    "name another folder in --tiers"
-                ) from error
+                raise self._unwritten(error, block, size) from error
             raise
+
+    def adopt(self, block: int, name: str, descriptor: int) -> None:
+        """Publish a file of the tier's folder, which holds a complete block.
+
+        Args:
+            name: of the file, which it loses.
+            descriptor: of the file.
+
+        Raises TierFull or TierError as `publish` does; the file stays then.
+        """
+        try:
+            if self.kind != "ram":
+                os.fsync(descriptor)
+            publish_file(self._folder, name, _name(block))
+        except OSError as error:
+            raise self._unwritten(error, block, os.fstat(descriptor).st_size) from error
+
+    def _unwritten(self, error: OSError, block: int, size: int) -> TierError:
+        """Return the error for a block of `size` bytes that could not be written."""
+        if error.errno in NO_ROOM:
+            return TierFull(
+                f"tier {self.path} has no room for block {block} "
+                f"({format_bytes(size)}; {error.strerror}): free space there, or lower its "
+                "capacity in --tiers"
+            )
+        return TierError(
+            f"tier {self.path} cannot be written ({error.strerror}): check the disk, or name "
+            "another folder in --tiers"
+        )
 
     def discard(self, block: int) -> None:
         """Remove a block, for example a damaged one, so that it can be filled again.

@@ -4,7 +4,9 @@ uint64 length | uint32 masked CRC of length | data | uint32 masked CRC of data
 """
 
 import struct
+from collections import deque
 from collections.abc import Iterator
+from time import perf_counter
 from typing import Final
 
 import google_crc32c
@@ -17,7 +19,6 @@ __all__ = [
     "AROUND",
     "HEAD",
     "LazyRecord",
-    "ReadParts",
     "WholeRecord",
     "check_data",
     "is_framed",
@@ -29,12 +30,14 @@ HEAD: Final = struct.Struct("<QI")
 FOOT: Final = struct.Struct("<I")
 AROUND: Final = HEAD.size + FOOT.size
 """Bytes of a record that are not data."""
-_LOCAL_BYTES: Final = 1 << 13
-_REMOTE_BYTES: Final = 8 << 20
-"""Bytes that are read at a time when a file is scanned: few of a local one, whose large values are
-skipped, many of a remote one, whose requests take long."""
-ReadParts = dict[int, bytes]
-"""Parts of a file by their offsets."""
+_SMALL_BYTES: Final = 1 << 13
+_LARGE_BYTES: Final = 4 << 20
+"""Bytes that are read at a time when a file is scanned: few at first of a local one, many of a
+remote one."""
+_TRIAL_READS: Final = 8
+"""Small reads after which their speed is known."""
+_SLOW_S: Final = 2e-3
+"""A read that takes longer is slow."""
 _GZIP: Final = b"\x1f\x8b"
 
 
@@ -65,24 +68,50 @@ class LazyRecord:
 
 
 class _Window:
-    """The part of a file that a scan is at."""
+    """The part of a file that a scan is at.
 
-    def __init__(self, file: File, read: ReadParts | None = None) -> None:
-        self._file, self._read = file, {} if read is None else read
-        self._keeps = read is not None
-        self._step = _REMOTE_BYTES if file.local_path is None else _LOCAL_BYTES
-        self._at, self._data = 0, b""
+    What a scan needs of a record is small. Where requests are slow, reading records in between is
+    faster than passing over them, unless these are large: of slow reads both are tried, and the one
+    stays that got further per second.
+    """
+
+    def __init__(self, file: File) -> None:
+        self._file = file
+        sizes = (_SMALL_BYTES, _LARGE_BYTES)
+        self._step, self._other = sizes if file.local_path is not None else sizes[::-1]
+        self._parts: deque[tuple[int, bytes]] = deque(maxlen=2)
+        """(offset, bytes): a record is looked at again where it begins, after its end was."""
+        self._trials: list[float] = []
+        """Bytes per second that the sizes of reads got further, up to two."""
+        self._begin(0)
 
     def read(self, at: int, count: int) -> bytes:
         """Return some bytes; fewer at the end of the file. Raises SourceError."""
-        if not self._at <= at or at + count > self._at + len(self._data):
-            data = self._read.get(at, b"")
-            if len(data) < count:
-                data = self._file.read(at, max(count, self._step))
-                if self._keeps:
-                    self._read[at] = data
-            self._at, self._data = at, data
-        return self._data[at - self._at : at - self._at + count]
+        for begin, data in self._parts:
+            if begin <= at and at + count <= begin + len(data):
+                return data[at - begin : at - begin + count]
+        if len(self._trials) < 2 and self._reads >= self._enough:
+            self._judge(at)
+        began = perf_counter()
+        data = self._file.read(at, max(count, self._step))
+        self._seconds += perf_counter() - began
+        self._reads += 1
+        self._parts.append((at, data))
+        return data[:count]
+
+    def _begin(self, at: int) -> None:
+        self._since, self._reads, self._seconds = at, 0, 0.0
+        self._enough = _TRIAL_READS if self._step == _SMALL_BYTES else 1
+
+    def _judge(self, at: int) -> None:
+        """End a trial that came as far as `at`, and begin the next one or none."""
+        is_slow = self._seconds > _SLOW_S * self._reads
+        self._trials.append((at - self._since) / max(self._seconds, 1e-9))
+        if len(self._trials) == 1 and not is_slow:
+            self._trials.append(0.0)
+        elif len(self._trials) == 1 or self._trials[0] >= self._trials[1]:
+            self._step, self._other = self._other, self._step
+        self._begin(at)
 
 
 def masked(data: bytes | memoryview) -> int:
@@ -97,16 +126,13 @@ def is_framed(file: File) -> bool:
     return len(head) == HEAD.size and HEAD.unpack(head)[1] == masked(head[:8])
 
 
-def records_of(file: File, read: ReadParts | None = None) -> Iterator[tuple[int, LazyRecord]]:
+def records_of(file: File) -> Iterator[tuple[int, LazyRecord]]:
     """Yield (offset of the data, record) of a file's records, reading their lengths in order.
-
-    Args:
-        read: parts of the file by their offsets, which are not read again; more are added.
 
     Raises SourceError for files that are compressed or cut off, CorruptBlock for a length whose
     checksum is wrong.
     """
-    window = _Window(file, read)
+    window = _Window(file)
     if window.read(0, 2) == _GZIP:
         raise SourceError(
             f"{file.name} is compressed as a whole, so that its records cannot be read one by one: "

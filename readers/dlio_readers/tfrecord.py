@@ -6,30 +6,24 @@ import os
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.index import Arrays, cached_index, fingerprint_of
+from dlio.data.index import cached_index, fingerprint_of
 from dlio.data.kept import KeptFile
-from dlio.data.labels import LABEL_NAMES
 from dlio.data.reader import reopening
-from dlio.data.schema import Schema, array_kind
+from dlio.data.schema import Schema
 from dlio.data.source import File, Source, expand, own_name, split_fields
 from dlio.data.urls import inside
 from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
-from dlio.storage.places import find_place
-from dlio.util.arguments import nearest
 from dlio.util.memory import new_memory
-from dlio_readers.columns import looks_like
 from dlio_readers.concurrent import concurrently
 from dlio_readers.tfexample import (
     Feature,
-    FeatureKind,
     Record,
     count_of,
     features_of,
@@ -39,13 +33,11 @@ from dlio_readers.tfexample import (
 from dlio_readers.tfframes import (
     AROUND,
     HEAD,
-    LazyRecord,
-    ReadParts,
     WholeRecord,
     check_data,
     is_framed,
-    records_of,
 )
+from dlio_readers.tfscan import scan
 
 __all__ = ["TfRecordReader"]
 
@@ -55,12 +47,7 @@ _SHARD: Final = re.compile(r"(.+)-(\d{3,6})-of-(\d{3,6})")
 _VERSION: Final = 1
 _RUN_BYTES: Final = 8 << 20
 """Bytes of neighbouring records that are read together, at most."""
-_TEXT_BYTES: Final = 1 << 10
-"""Bytes of the longest value that is text, if all values of its feature are."""
-_HEAD_BYTES: Final = 16
 _CHANGED: Final = "has changed since it was indexed: open it again"
-_AT_A_TIME: Final = 32
-"""Files that are scanned at a time over a network."""
 
 _log = logging.getLogger("dlio")
 
@@ -96,11 +83,11 @@ class TfRecordReader:
         concurrently(lambda file: file.stamp, self._files, urls[0])  # Kept by the files.
         kind = "tfrecord-" + ("-".join(names)[:64].replace("/", "_") or "all")
         index = cached_index(
-            kind, _VERSION, self._files, lambda: _Scan(self.path, names).index(self._files)
+            kind, _VERSION, self._files, lambda: scan(self.path, names, self._files)
         )
         head = json.loads(index["head"].tobytes())
         if names and [name for name, _ in head["fields"]] != list(names):  # Names that collide.
-            index = _Scan(self.path, names).index(self._files)
+            index = scan(self.path, names, self._files)
             head = json.loads(index["head"].tobytes())
         self.schema = Schema(tuple((name, kind) for name, kind in head["fields"]))
         self.classes: Sequence[str] = []
@@ -224,174 +211,6 @@ def _value(record: Record, feature: Feature | None, kind: str) -> Any:
     if len(values) != 1:
         raise ValueError(_CHANGED)
     return values[0].item()
-
-
-class _Facts:
-    """Kind and sizes of a feature, gathered over all records."""
-
-    def __init__(self) -> None:
-        self.kind: FeatureKind | None = None
-        """None as long as the feature has no values."""
-        self.counts: set[int] = set()
-        """Numbers of values that occur, the first few."""
-        self.bodies: list[int] = []
-        """Bytes of the values of each record."""
-        self._images: set[str] = set()
-        self._is_text = True
-
-    def add(self, record: LazyRecord, feature: Feature | None, where: str, name: str) -> int | None:
-        """Add a record's values; return the value if it is a single whole number."""
-        count = 0 if feature is None else count_of(record, feature)
-        if len(self.counts) < 3:
-            self.counts.add(count)
-        if feature is None or not count:
-            self.bodies.append(0)
-            return None
-        self.kind = self.kind or feature.kind
-        if feature.kind != self.kind:
-            raise SourceError(f"{where} has {name!r} as {feature.kind}, others as {self.kind}")
-        if self.kind != "bytes":
-            self.bodies.append(count * (8 if self.kind == "int64" else 4))
-            single = self.kind == "int64" and count == 1
-            return int(ints_of(record, feature)[0]) if single else None
-        if count > 1:
-            raise SourceError(
-                f"{where} has {count} byte strings in {name!r}, which samples cannot have: name "
-                "the features to read, as in x.tfrecord::image,label"
-            )
-        start, end = feature.spans[0]
-        self.bodies.append(end - start)
-        self._images.add(looks_like(record.part(start, min(end, start + _HEAD_BYTES))))
-        if self._is_text:
-            self._is_text = end - start <= _TEXT_BYTES and _is_text(record.part(start, end))
-        return None
-
-    @property
-    def field(self) -> str:
-        """Kind of the field."""
-        if self.kind == "bytes":
-            if self._is_text and self._images <= {"bytes"}:
-                return "text"
-            if len(self._images) == 1 and 0 not in self.counts:
-                return next(iter(self._images))
-            return "bytes" if "bytes" in self._images or 0 in self.counts else "image"
-        kind = self.kind or "float32"
-        if self.counts == {1}:
-            return kind
-        return array_kind(kind, (next(iter(self.counts)) if len(self.counts) == 1 else None,))
-
-
-class _Scan:
-    """One pass over the records of files.
-
-    Args:
-        path: of the data set, for errors.
-        names: features to read; all of the first record if empty.
-    """
-
-    def __init__(self, path: str, names: Sequence[str]) -> None:
-        self._path, self._names = path, list(names)
-        self._chosen = names
-        self._facts: dict[str, _Facts] = {}
-        self._whole: dict[str, list[int]] = {}
-        """Values of the features that are single whole numbers so far."""
-
-    def index(self, files: Sequence[File]) -> Arrays:
-        """Return offsets, sizes, kinds and labels of all records. Raises SourceError."""
-        at: list[int] = []
-        stored: list[int] = []
-        starts: list[int] = []
-        for first in range(0, len(files), _AT_A_TIME):
-            group = files[first : first + _AT_A_TIME]
-            for file, read in zip(
-                group, concurrently(self._look, group, files[0].url), strict=True
-            ):
-                starts.append(len(at))
-                for number, (offset, record) in enumerate(records_of(file, read)):
-                    self._add(record, f"{file.name}, record {number},", len(at))
-                    at.append(offset)
-                    stored.append(len(record))
-                read.clear()
-        if not at:
-            raise SourceError(f"{self._path} holds no records")
-        fields = [(name, facts.field) for name, facts in self._facts.items()]
-        schema = Schema(tuple(fields))
-        variable = [name for name, _ in fields if not schema.kinds[name].fixed]
-        bodies = [np.array(self._facts[name].bodies, np.int64) for name in variable]
-        whole = [name for name, kind in fields if kind == "int64"]
-        label = _label_of(whole)
-        return {
-            "head": np.frombuffer(
-                json.dumps({"fields": fields, "variable": variable}).encode(), np.uint8
-            ),
-            "at": np.array(at, np.int64),
-            "stored": np.array(stored, np.int64),
-            "starts": np.array(starts, np.int64),
-            "bodies": np.stack(bodies, 1) if bodies else np.zeros((len(at), 0), np.int64),
-            "labels": np.array(self._whole[label], np.int64)
-            if label
-            else np.zeros(len(at), np.int64),
-        }
-
-    def _look(self, file: File) -> ReadParts:
-        """Read what the scan of a file is going to need, in a thread of its own."""
-        read: ReadParts = {}
-        if find_place(file.url).network:
-            ahead = _Scan(self._path, self._chosen)
-            with suppress(SourceError, CorruptBlock, UsageError):  # The scan meets it again.
-                for number, (_, record) in enumerate(records_of(file, read)):
-                    ahead._add(record, f"{file.name}, record {number},", number)
-        return read
-
-    def _add(self, record: LazyRecord, where: str, done: int) -> None:
-        try:
-            features = features_of(record)
-            if not self._facts:
-                self._begin(features, where)
-            for name in self._names:
-                single = self._facts[name].add(record, features.get(name), where, name)
-                if name in self._whole and single is not None:
-                    self._whole[name].append(single)
-                else:
-                    self._whole.pop(name, None)
-            extra = features.keys() - self._facts.keys()
-            if extra and self._all:
-                raise SourceError(
-                    f"{where} has a feature {min(extra)!r}, which the first record lacks: name the "
-                    f"features to read, as in {self._path.partition('::')[0]}::{self._names[0]}"
-                )
-        except CorruptBlock as error:
-            raise SourceError(f"{where} {error}") from error
-
-    def _begin(self, features: dict[str, Feature], where: str) -> None:
-        self._all = not self._names
-        for name in self._names:
-            if name not in features:
-                raise UsageError(
-                    f"{where} has no feature {name!r}: it has {', '.join(sorted(features))}"
-                    f"{nearest(name, features)}"
-                )
-        self._names = self._names or sorted(features)
-        if not self._names:
-            raise SourceError(f"{where} has no features")
-        self._facts = {name: _Facts() for name in self._names}
-        self._whole = {name: [] for name in self._names if features[name].kind == "int64"}
-
-
-def _label_of(whole: Sequence[str]) -> str:
-    """Return the label among the fields that are whole numbers; empty without one."""
-    known: list[str] = [name for name in LABEL_NAMES if name in whole]
-    known += [name for name in whole if name.endswith("/label")]
-    known += whole if len(whole) == 1 else []
-    return known[0] if known else ""
-
-
-def _is_text(data: bytes) -> bool:
-    try:
-        text = data.decode()
-    except UnicodeDecodeError:
-        return False
-    return all(each.isprintable() or each in "\n\r\t" for each in text)
 
 
 def _named(name: str) -> bool:

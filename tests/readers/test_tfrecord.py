@@ -4,6 +4,8 @@ import contextlib
 import gzip
 import io
 import struct
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 import dlio
 from dlio.data.source import File
 from dlio.errors import CorruptBlock, DlioError, SourceError, UsageError
+from dlio.storage.places import find_place
 from dlio_readers.tfexample import count_of, features_of, floats_of, ints_of
 from dlio_readers.tfframes import WholeRecord, masked
 from dlio_readers.tfrecord import TfRecordReader
@@ -97,6 +100,24 @@ def test_pictures_in_shards_go_through_the_image_path(pattern: str, tmp_path: Pa
         assert data[7]["image/encoded"].shape == (3, 47, 50)
 
 
+class Clock:
+    """Time in which a read takes a latency, and its bytes at a bandwidth; counts bytes read."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, latency_s: float, bandwidth: float) -> None:
+        self.reads: list[int] = []
+        self._now = 0.0
+        real = File.read
+
+        def timed(file: File, offset: int = 0, count: int | None = None) -> bytes:
+            data = real(file, offset, count)
+            self.reads.append(len(data))
+            self._now += latency_s + len(data) / bandwidth
+            return data
+
+        monkeypatch.setattr(File, "read", timed)
+        monkeypatch.setattr("dlio_readers.tfframes.perf_counter", lambda: self._now)
+
+
 def test_a_scan_skips_large_values_and_happens_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,21 +125,73 @@ def test_a_scan_skips_large_values_and_happens_once(
         tmp_path / "x.tfrecord",
         (example({"a": [bytes(1 << 20)], "z": [k]}) for k in range(8)),
     )
-    read: list[int] = []
-    real = File.read
-
-    def counted(self: File, offset: int = 0, count: int | None = None) -> bytes:
-        data = real(self, offset, count)
-        read.append(len(data))
-        return data
-
-    monkeypatch.setattr(File, "read", counted)
+    clock = Clock(monkeypatch, 1e-4, 1e9)
     reader = TfRecordReader(str(tmp_path / "x.tfrecord"))
     assert reader.labels.tolist() == list(range(8))
-    assert 0 < sum(read) < 8 * (1 << 20) / 10
-    read.clear()
+    assert 0 < sum(clock.reads) < 8 * (1 << 20) / 10
+    clock.reads.clear()
     assert TfRecordReader(str(tmp_path / "x.tfrecord")).labels.tolist() == list(range(8))
-    assert not read
+    assert not clock.reads
+
+
+@pytest.mark.parametrize(
+    ("latency_s", "bandwidth", "reads_through"),
+    [
+        (1e-4, 1e9, False),
+        (20e-3, 1e9, True),
+        (20e-3, 1e6, False),
+        (0.0, 1e6, False),
+    ],
+)
+def test_a_scan_reads_through_where_requests_are_slow_and_bytes_are_not(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    latency_s: float,
+    bandwidth: float,
+    reads_through: bool,
+) -> None:
+    count, size = 400, 100_000
+    path = tmp_path / "x.tfrecord"
+    write(path, (example({"a": [bytes(size)], "z": [k]}) for k in range(count)))
+    clock = Clock(monkeypatch, latency_s, bandwidth)
+    reader = TfRecordReader(str(path))
+    assert reader.labels.tolist() == list(range(count))
+    if reads_through:
+        assert len(clock.reads) < 30
+    else:
+        assert count // 2 < len(clock.reads) <= 2 * count
+        assert sum(clock.reads) < count * size / 2
+
+
+def test_files_of_a_network_are_scanned_side_by_side_and_agree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first: list[Values] = [{"a": [], "n": [k], "t": [b"x" * 40]} for k in range(3)]
+    write(tmp_path / "0.tfrecord", [])
+    write(tmp_path / "1.tfrecord", map(example, first))
+    write(tmp_path / "2.tfrecord", (example({"a": [1.5], "n": [k], "t": [b"y"]}) for k in range(2)))
+    threads: set[str] = set()
+    real = File.read
+
+    def seen(file: File, offset: int = 0, count: int | None = None) -> bytes:
+        threads.add(threading.current_thread().name)
+        return real(file, offset, count)
+
+    monkeypatch.setattr(File, "read", seen)
+    with monkeypatch.context() as patch:
+        place = find_place(str(tmp_path))
+        patch.setattr("dlio_readers.concurrent.find_place", lambda _: replace(place, kind="nfs"))
+        networked = TfRecordReader(str(tmp_path))
+    assert any(name.startswith("dlio-ask") for name in threads)
+    monkeypatch.setenv("DLIO_CACHE", str(tmp_path / "other"))
+    local = TfRecordReader(str(tmp_path))
+    assert networked.schema == local.schema
+    assert networked.fingerprint == local.fingerprint
+    assert networked.labels.tolist() == local.labels.tolist() == [0, 1, 2, 0, 1]
+    assert [networked.name(k) for k in (0, 4)] == ["1.tfrecord:0", "2.tfrecord:1"]
+    write(tmp_path / "3.tfrecord", (example({"a": [k], "n": [k], "t": [b"y"]}) for k in range(2)))
+    with pytest.raises(SourceError, match=r"3\.tfrecord, record 0, has 'a' as int64, .* float32"):
+        TfRecordReader(str(tmp_path))
 
 
 def test_damage_is_named_with_file_and_record(tmp_path: Path) -> None:

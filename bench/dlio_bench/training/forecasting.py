@@ -86,6 +86,11 @@ def steps_of(options: Options, measured: Measured, network: str, scaling: str) -
         max(1.0, of_two.median_s / alone[batch]),
         exchanged,
         max(1.0, mean / alone[batch]),
+        {
+            size: max(1.0, statistics.median(ratios))
+            for (name, size), ratios in measured.crowding.items()
+            if name == network
+        },
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from dlio.forecast.exchange import Link
+from dlio.util.cores import available_cores
 from dlio.util.progress import Bar
 from dlio_bench.exchange.fitting import fit
 from dlio_bench.ranks import run
@@ -62,6 +63,9 @@ class Measured:
     """By fabric: memory, tcp."""
     sizes: dict[str, tuple[int, int]]
     """By network, bytes of its parameters and the buckets they travel in."""
+    crowding: dict[tuple[str, int], list[float]] = field(default_factory=dict)
+    """By network and samples of a rank, one value per round: how many times as long as in turns the
+    steps of two ranks take that share a core."""
 
 
 def side_of(options: Options, network: str) -> int:
@@ -86,6 +90,7 @@ def measure(options: Options, bar: Bar) -> Measured:
     tasks = {p: _runs(options, p) for p in options.rank_counts}
     times: dict[Point, Times] = defaultdict(Times)
     sizes: dict[str, tuple[int, int]] = {}
+    crowding: dict[tuple[str, int], list[float]] = defaultdict(list)
     bar.begin("rounds", options.repeats * len(tasks))
     done = 0
     for number in range(options.repeats):
@@ -99,15 +104,19 @@ def measure(options: Options, bar: Bar) -> Measured:
             }
             answer: dict[str, Any] = run("dlio_bench.training.rank", task, p, timeout_s=_TIMEOUT_S)
             for each in answer["runs"]:
+                if "crowding" in each:
+                    crowding[each["network"], each["batch_size"]].append(each["crowding"])
+                    continue
                 _add(times, p, each)
                 sizes[each["network"]] = (each["bytes"], each["buckets"])
             done += 1
             bar.update(done)
-    return Measured(dict(times), links, sizes)
+    return Measured(dict(times), links, sizes, dict(crowding))
 
 
 def _runs(options: Options, p: int) -> list[dict[str, object]]:
-    """Return the runs of p ranks. One rank exchanges nothing, but has batches of all sizes."""
+    """Return the runs of p ranks. One rank exchanges nothing, but has batches of all sizes. Two
+    share a core with the batches of those numbers of ranks that have to."""
     counts = options.rank_counts if p == 1 else (p,)
     ahead = options.forecast_counts if p == 1 else ()
     runs: list[dict[str, object]] = []
@@ -131,6 +140,13 @@ def _runs(options: Options, p: int) -> list[dict[str, object]]:
                 "exchanges": [NONE] if p == 1 else [NONE, *options.exchange_names],
             }
             for size in sorted(sizes)
+        ]
+    if p == 2:
+        runs += [
+            {**each, "exchanges": [], "one_core": True}
+            for more in options.rank_counts
+            if more > available_cores()
+            for each in _runs(options, more)
         ]
     return runs
 

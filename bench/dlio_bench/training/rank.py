@@ -5,10 +5,14 @@ The task names runs, each of a network, a batch size and exchanges; rank 0 print
 Processors of shared machines change their speed by a fifth within seconds. So the exchanges are
 passed through there and back, in an order drawn anew each round, and between any two of them steps
 without an exchange are timed: what an exchange adds is its difference to those before and after it.
+
+Two ranks that share a core evict each other's data from its caches. How much longer than twice as
+long their steps take is measured with both on one core, between steps of one while the other sleeps.
 """
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +39,12 @@ _LEAST_S: Final = 0.3
 """Of a pass: on shared cores, ranks take turns of some milliseconds."""
 _ALONE: Final = 12
 """Passes of each run of a single rank, at most."""
+_CROWDED: Final = 3
+"""Passes in which two ranks share a core."""
+_CROWDED_S: Final = 0.6
+"""Of each of them at least, in turns of some milliseconds."""
+_AWAKE: Final = 7
+"""Tag of the message that ends a rank's sleep."""
 _ALONE_S: Final = 4.0
 """After this time for each run there are no more than two passes."""
 
@@ -55,6 +65,9 @@ def _together(task: dict[str, Any], comm: Communicator) -> list[dict[str, Any]]:
     for run in task["runs"]:
         with ExitStack() as stack:
             loop = _loop(run, task, comm, stack)
+            if run.get("one_core"):
+                results.append({**run, "crowding": _crowding(loop, task, comm)})
+                continue
             steps = _there_and_back(run["exchanges"], loop, task, comm)
         results.append(_result(run, loop, steps))
     return results
@@ -119,6 +132,41 @@ def _mean(passes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**means, "parts_s": parts}
 
 
+def _crowding(loop: Loop, task: dict[str, Any], comm: Communicator) -> float:
+    """Return how many times as long as in turns steps take of ranks that share a core: 1 if they
+    take no longer than the same steps one after another."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(comm.allgather(min(cores)))})
+    try:
+        alone = [_while_others_sleep(loop, task, comm)]
+        ratios = []
+        for _ in range(_CROWDED):
+            count = _enough(loop.steps(_WARM, None), task["steps"], comm, _CROWDED_S)
+            comm.barrier()
+            together = _gathered(loop.steps(count, None), comm)["mean_s"]
+            alone.append(_while_others_sleep(loop, task, comm))
+            ratios.append(together / comm.size / (sum(alone[-2:]) / 2))
+    finally:
+        os.sched_setaffinity(0, cores)
+    return float(np.median(ratios))
+
+
+def _while_others_sleep(loop: Loop, task: dict[str, Any], comm: Communicator) -> float:
+    """Return the seconds of a step of rank 0, whose core nobody else uses meanwhile."""
+    comm.barrier()
+    if comm.rank:
+        request = comm.irecv(np.empty(1, np.uint8), 0, _AWAKE)
+        while not request.done():
+            time.sleep(_LEAST_S / 100)
+        return comm.tell(0.0)
+    warm = loop.steps(_WARM, None)
+    count = max(task["steps"], math.ceil(_LEAST_S * _WARM / sum(warm.steps_s)))
+    times = loop.steps(count, None).steps_s
+    sent = [comm.isend(np.zeros(1, np.uint8), k, _AWAKE) for k in range(1, comm.size)]
+    comm.wait(sent, "waking the other ranks")
+    return comm.tell(sum(times) / count)
+
+
 def exchange_of(name: str, loop: Loop, comm: Communicator) -> Distributed:
     """Return the exchange of a loop's steps; the caller closes it. Collective.
 
@@ -148,10 +196,10 @@ def _pass(name: str, loop: Loop, task: dict[str, Any], comm: Communicator) -> di
     return _gathered(times, comm)
 
 
-def _enough(warm: Pass, steps: int, comm: Communicator) -> int:
-    """Return the number of steps that take a third of a second at least, the same on all ranks."""
+def _enough(warm: Pass, steps: int, comm: Communicator, seconds: float = _LEAST_S) -> int:
+    """Return the number of steps that take `seconds` at least, the same on all ranks."""
     step_s = sum(warm.steps_s) / len(warm.steps_s)
-    return max(comm.allgather(max(steps, math.ceil(_LEAST_S / step_s))))
+    return max(comm.allgather(max(steps, math.ceil(seconds / step_s))))
 
 
 def _gathered(times: Pass, comm: Communicator) -> dict[str, Any]:
