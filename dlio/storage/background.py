@@ -37,7 +37,8 @@ class Background:
         self._running = 0
 
     def wanted(self) -> None:
-        """Say that somebody waits, or is going to wait, for a sample."""
+        """Say that somebody waits, or is going to wait, for a sample, or takes one. No lock is
+        needed."""
         self._wanted_at = self._clock()
 
     def delay(self) -> float:

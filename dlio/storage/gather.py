@@ -136,6 +136,7 @@ class Gather:
 
         Raises SourceError or CorruptBlock when it cannot be read, or not in time.
         """
+        self._background.wanted()
         ready = self._ready(sample)
         if ready is not None:
             return ready

@@ -15,6 +15,7 @@ from dlio.data.schema import IMAGE_LABEL, Buffer
 from dlio.errors import SourceError
 from dlio.plan.layout import Layout
 from dlio.plan.order import Order
+from dlio.storage.background import Background
 from dlio.storage.hierarchy import Hierarchy, Pins
 from dlio.storage.pieces import Pieces
 from dlio.storage.sample_fill import SampleFiller
@@ -331,6 +332,32 @@ def test_few_requests_are_in_flight_while_enough_samples_are_ready(make: Make) -
     reader.gate.set()
     assert {_take(hierarchy, sample) for sample in _pinned(hierarchy)} <= {"source", "disk"}
     assert (reader.reads[_pinned(hierarchy)] == 1).all()
+
+
+def test_few_samples_are_read_ahead_of_need_as_long_as_others_are_taken(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All batches of a pass may have been announced long before they are taken."""
+    now = 0.0
+    monkeypatch.setattr("dlio.storage.gather.Background", lambda: Background(lambda: now))
+    reader = Waiting(requests=8)
+    reader.flow.raise_to(8)
+    hierarchy = make(reader)
+    mine, others = _pinned(hierarchy)[:3], _pinned(hierarchy)[3:]
+    hierarchy.expect(np.array(mine))
+    _take(hierarchy, mine[0])
+    assert in_time(lambda: len(reader.asked) == len(mine))
+    now = 60.0
+    _take(hierarchy, mine[1])
+    reader.gate.clear()
+    gather = hierarchy.gather
+    assert gather is not None
+    blocks, places = reader.layout.locate(np.array(others[:8]))
+    for sample, block, place in zip(others[:8], blocks.tolist(), places.tolist(), strict=True):
+        gather.offer(sample, block, place, threading.Event())
+    assert in_time(lambda: len(reader.asked) == len(mine) + 2)
+    assert not in_time(lambda: len(reader.asked) > len(mine) + 2, 0.3)
+    reader.gate.set()
 
 
 def test_a_forked_child_does_not_wait_for_a_lock_of_its_parent(make: Make) -> None:
