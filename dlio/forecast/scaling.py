@@ -11,7 +11,9 @@ with two ranks on one core. Where each rank has a core of its own, all wait for 
 Exchange: the measured rest of a step of two ranks, X(2), has two components. Messages cost what
 `dlio.forecast.exchange` says of the measured link, M(2). What X(2) has beyond that is work of each
 rank on its own (copies into and out of buckets, an outer optimizer), which does not depend on p.
-What it has less is hidden behind backward, by the same share for all p.
+What it has less is hidden behind backward, by the same share for all p. A rank that shares its core
+also waits until those that it hears from have had their turn: for these X(2) is measured with both
+ranks on one core.
 """
 
 import math
@@ -55,8 +57,11 @@ class Steps:
     shared: float | None = None
     """The same slow-down as the mean of both ranks; None for that of the slowest."""
     crowding: Mapping[int, float] = field(default_factory=dict)
-    """By batch size, how many times as long as in turns the steps of ranks take that share a core,
-    at least 1; empty if that was not measured."""
+    """By batch size, how many times as long as in turns the steps of two ranks take that share a
+    core, at least 1; empty if that was not measured."""
+    crowded: Mapping[tuple[str, int], float] = field(default_factory=dict)
+    """By exchange and batch size, what the exchange adds to a step of two ranks that share a core;
+    empty if that was not measured."""
 
 
 def compute_seconds(steps: Steps, batch_size: float, ranks: int, cluster: Cluster) -> float:
@@ -122,20 +127,27 @@ def exchange_seconds(
     preset: str,
     period: int,
     ranks: int,
+    batch_size: int,
     works: tuple[Work, Work],
-    clusters: tuple[Cluster, Cluster],
+    cluster: Cluster,
 ) -> float:
     """Seconds that an exchange adds to a step on `ranks` ranks: X(p).
 
     Args:
         exchange: a key of `steps.exchanged`.
-        works, clusters: of the two ranks that were measured, and of the ranks to forecast.
+        batch_size: samples of a rank.
+        works: of two ranks, and of the ranks to forecast.
+        cluster: of the ranks to forecast. Two ranks were measured with a core each, on one node;
+            where ranks share cores, also with one core for both.
     """
     if ranks == 1:
         return 0.0
-    measured = max(0.0, steps.exchanged[exchange])
-    there = message_seconds(preset, period, 2, works[0], clusters[0])
-    then = message_seconds(preset, period, ranks, works[1], clusters[1])
+    inside, sharing = cluster.inside or cluster.link, cluster.sharing(ranks)
+    crowded = steps.crowded.get((exchange, batch_size)) if sharing > 1 else None
+    measured = max(0.0, steps.exchanged[exchange] if crowded is None else crowded)
+    two = Cluster(inside, per_node=2, cores=2 if crowded is None else 1)
+    there = message_seconds(preset, period, 2, works[0], two)
+    then = message_seconds(preset, period, ranks, works[1], cluster)
     own = max(0.0, measured - there)
     visible = min(1.0, measured / there) if there > 0 else 1.0
-    return own * clusters[1].sharing(ranks) + visible * then
+    return own * sharing / two.sharing(2) + visible * then

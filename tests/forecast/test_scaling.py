@@ -42,6 +42,26 @@ def test_ranks_that_share_cores_do_not_wait_for_the_slowest_core() -> None:
     assert compute_seconds(uneven, 8, 1024, AWAY) == pytest.approx(0.6)
 
 
+def test_ranks_that_share_a_core_take_longer_than_in_turns() -> None:
+    crowded = Steps({2: 0.2, 8: 0.5}, 1.1, {}, crowding={2: 1.2, 8: 1.05})
+    assert compute_seconds(crowded, 8, 4, HERE) == pytest.approx(1.1 * 1.05)
+    assert compute_seconds(crowded, 2, 4, HERE) == pytest.approx(2 * 0.2 * 1.1 * 1.2)
+    assert compute_seconds(crowded, 8, 2, HERE) == pytest.approx(0.55)
+    assert compute_seconds(crowded, 8, 512, AWAY) == pytest.approx(0.55)
+
+
+@pytest.mark.parametrize("preset", FORMULAE)
+@given(x=st.floats(0.0, 1.0))
+def test_ranks_that_share_cores_are_forecast_from_two_on_one_core(preset: str, x: float) -> None:
+    crowded = Steps({8: 0.5}, 1.0, dict.fromkeys(FORMULAE, 9.0), crowded={(preset, 8): x})
+    period = PERIODS.get(preset, 1)
+    one = Cluster(LINK, per_node=2, cores=1)
+    works = (work(2), work(2))
+    assert exchange_seconds(crowded, preset, preset, period, 2, 8, works, one) == pytest.approx(x)
+    # Not for ranks with a core each.
+    assert exchange_seconds(crowded, preset, preset, period, 2, 8, works, TWO) == pytest.approx(9.0)
+
+
 def test_computing_time_is_linear_between_and_beyond_measured_batches() -> None:
     for size, seconds in ((1, 0.15), (2, 0.2), (4, 0.3), (8, 0.5), (12, 0.7)):
         assert compute_seconds(steps(), size, 1, HERE) == pytest.approx(seconds)
@@ -53,7 +73,7 @@ def test_computing_time_is_linear_between_and_beyond_measured_batches() -> None:
 @given(x=st.floats(0.0, 1.0))
 def test_two_ranks_are_forecast_as_measured(preset: str, x: float) -> None:
     period = PERIODS.get(preset, 1)
-    forecast = exchange_seconds(steps(x), preset, preset, period, 2, (work(2), work(2)), (TWO, TWO))
+    forecast = exchange_seconds(steps(x), preset, preset, period, 2, 8, (work(2), work(2)), TWO)
     assert forecast == pytest.approx(x)
 
 
@@ -61,18 +81,16 @@ def test_two_ranks_are_forecast_as_measured(preset: str, x: float) -> None:
 @given(x=st.floats(0.0, 1.0))
 def test_more_ranks_on_the_same_cores_do_not_exchange_faster(preset: str, x: float) -> None:
     period = PERIODS.get(preset, 1)
-    forecast = exchange_seconds(
-        steps(x), preset, preset, period, 4, (work(2), work(4)), (TWO, HERE)
-    )
+    forecast = exchange_seconds(steps(x), preset, preset, period, 4, 8, (work(2), work(4)), HERE)
     assert forecast >= 2 * x * (1 - 1e-9)
 
 
 def test_a_hidden_exchange_stays_hidden_and_own_work_does_not_grow() -> None:
-    none = exchange_seconds(steps(0.0), "tree", "tree", 1, 512, (work(2), work(8)), (TWO, AWAY))
+    none = exchange_seconds(steps(0.0), "tree", "tree", 1, 512, 8, (work(2), work(8)), AWAY)
     assert none == 0.0
     # Beyond the messages there is a second of work of each rank on its own.
     x = 1.0 + message_seconds("gossip", 1, 2, work(2), TWO)
-    away = exchange_seconds(steps(x), "gossip", "gossip", 1, 512, (work(2), work(8)), (TWO, AWAY))
+    away = exchange_seconds(steps(x), "gossip", "gossip", 1, 512, 8, (work(2), work(8)), AWAY)
     assert away == pytest.approx(1.0 + message_seconds("gossip", 1, 512, work(8), AWAY))
 
 

@@ -91,6 +91,11 @@ def steps_of(options: Options, measured: Measured, network: str, scaling: str) -
             for (name, size), ratios in measured.crowding.items()
             if name == network
         },
+        {
+            (exchange, size): max(0.0, statistics.median(added))
+            for (name, exchange, size), added in measured.crowded_s.items()
+            if name == network
+        },
     )
 
 
@@ -145,8 +150,7 @@ def _cell(
         spec = parse_exchange(exchange)
         size, buckets = measured.sizes[network]
         works = Work(size, buckets, 2), Work(size, buckets, min(p, cluster.per_node))
-        two = Cluster(inside, per_node=2, cores=cores)
         seconds += exchange_seconds(
-            steps, exchange, spec.preset, spec.period, p, works, (two, cluster)
+            steps, exchange, spec.preset, spec.period, p, batch, works, cluster
         )
     return replace(cell, forecast_s=seconds)

@@ -66,6 +66,9 @@ class Measured:
     crowding: dict[tuple[str, int], list[float]] = field(default_factory=dict)
     """By network and samples of a rank, one value per round: how many times as long as in turns the
     steps of two ranks take that share a core."""
+    crowded_s: dict[tuple[str, str, int], list[float]] = field(default_factory=dict)
+    """By network, exchange and samples of a rank, one value per round: what an exchange adds to a
+    step of two ranks that share a core."""
 
 
 def side_of(options: Options, network: str) -> int:
@@ -91,6 +94,7 @@ def measure(options: Options, bar: Bar) -> Measured:
     times: dict[Point, Times] = defaultdict(Times)
     sizes: dict[str, tuple[int, int]] = {}
     crowding: dict[tuple[str, int], list[float]] = defaultdict(list)
+    crowded: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     bar.begin("rounds", options.repeats * len(tasks))
     done = 0
     for number in range(options.repeats):
@@ -104,14 +108,17 @@ def measure(options: Options, bar: Bar) -> Measured:
             }
             answer: dict[str, Any] = run("dlio_bench.training.rank", task, p, timeout_s=_TIMEOUT_S)
             for each in answer["runs"]:
+                network, size = each["network"], each["batch_size"]
                 if "crowding" in each:
-                    crowding[each["network"], each["batch_size"]].append(each["crowding"])
+                    crowding[network, size].append(each["crowding"])
+                    for name, times_of in each["steps"].items():
+                        crowded[network, name, size].append(times_of["added_s"])
                     continue
                 _add(times, p, each)
-                sizes[each["network"]] = (each["bytes"], each["buckets"])
+                sizes[network] = (each["bytes"], each["buckets"])
             done += 1
             bar.update(done)
-    return Measured(dict(times), links, sizes, dict(crowding))
+    return Measured(dict(times), links, sizes, dict(crowding), dict(crowded))
 
 
 def _runs(options: Options, p: int) -> list[dict[str, object]]:
@@ -142,12 +149,13 @@ def _runs(options: Options, p: int) -> list[dict[str, object]]:
             for size in sorted(sizes)
         ]
     if p == 2:
-        runs += [
-            {**each, "exchanges": [], "one_core": True}
+        crowded = {
+            (each["network"], each["batch_size"]): {**each, "one_core": True}
             for more in options.rank_counts
             if more > available_cores()
             for each in _runs(options, more)
-        ]
+        }
+        runs += crowded.values()
     return runs
 
 

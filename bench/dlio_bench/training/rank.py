@@ -6,8 +6,9 @@ Processors of shared machines change their speed by a fifth within seconds. So t
 passed through there and back, in an order drawn anew each round, and between any two of them steps
 without an exchange are timed: what an exchange adds is its difference to those before and after it.
 
-Two ranks that share a core evict each other's data from its caches. How much longer than twice as
-long their steps take is measured with both on one core, between steps of one while the other sleeps.
+Two ranks that share a core evict each other's data from its caches, and wait for messages until the
+other has had its turn. Both are measured with two ranks on one core: how much longer than twice as
+long their steps take, between steps of one while the other sleeps, and what exchanges add to them.
 """
 
 import json
@@ -16,7 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 import numpy as np
@@ -65,11 +66,12 @@ def _together(task: dict[str, Any], comm: Communicator) -> list[dict[str, Any]]:
     for run in task["runs"]:
         with ExitStack() as stack:
             loop = _loop(run, task, comm, stack)
+            extra: dict[str, Any] = {}
             if run.get("one_core"):
-                results.append({**run, "crowding": _crowding(loop, task, comm)})
-                continue
+                stack.enter_context(_one_core(comm))
+                extra = {"crowding": _crowding(loop, task, comm)}
             steps = _there_and_back(run["exchanges"], loop, task, comm)
-        results.append(_result(run, loop, steps))
+        results.append({**_result(run, loop, steps), **extra})
     return results
 
 
@@ -132,22 +134,27 @@ def _mean(passes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**means, "parts_s": parts}
 
 
-def _crowding(loop: Loop, task: dict[str, Any], comm: Communicator) -> float:
-    """Return how many times as long as in turns steps take of ranks that share a core: 1 if they
-    take no longer than the same steps one after another."""
+@contextmanager
+def _one_core(comm: Communicator) -> Iterator[None]:
+    """Have all ranks compute on the same core. Collective."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(comm.allgather(min(cores)))})
     try:
-        alone = [_while_others_sleep(loop, task, comm)]
-        ratios = []
-        for _ in range(_CROWDED):
-            count = _enough(loop.steps(_WARM, None), task["steps"], comm, _CROWDED_S)
-            comm.barrier()
-            together = _gathered(loop.steps(count, None), comm)["mean_s"]
-            alone.append(_while_others_sleep(loop, task, comm))
-            ratios.append(together / comm.size / (sum(alone[-2:]) / 2))
+        yield
     finally:
         os.sched_setaffinity(0, cores)
+
+
+def _crowding(loop: Loop, task: dict[str, Any], comm: Communicator) -> float:
+    """Return how many times as long as in turns the steps take of ranks that share a core."""
+    alone = [_while_others_sleep(loop, task, comm)]
+    ratios = []
+    for _ in range(_CROWDED):
+        count = _enough(loop.steps(_WARM, None), task["steps"], comm, _CROWDED_S)
+        comm.barrier()
+        together = _gathered(loop.steps(count, None), comm)["mean_s"]
+        alone.append(_while_others_sleep(loop, task, comm))
+        ratios.append(together / comm.size / (sum(alone[-2:]) / 2))
     return float(np.median(ratios))
 
 
@@ -158,13 +165,13 @@ def _while_others_sleep(loop: Loop, task: dict[str, Any], comm: Communicator) ->
         request = comm.irecv(np.empty(1, np.uint8), 0, _AWAKE)
         while not request.done():
             time.sleep(_LEAST_S / 100)
-        return comm.tell(0.0)
+        return float(comm.tell(0.0))
     warm = loop.steps(_WARM, None)
     count = max(task["steps"], math.ceil(_LEAST_S * _WARM / sum(warm.steps_s)))
     times = loop.steps(count, None).steps_s
     sent = [comm.isend(np.zeros(1, np.uint8), k, _AWAKE) for k in range(1, comm.size)]
     comm.wait(sent, "waking the other ranks")
-    return comm.tell(sum(times) / count)
+    return float(comm.tell(sum(times) / count))
 
 
 def exchange_of(name: str, loop: Loop, comm: Communicator) -> Distributed:

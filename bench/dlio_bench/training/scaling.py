@@ -45,5 +45,9 @@ def measure(options: Options, results: Results, console: Console) -> None:
         **results.details,
         "cores": cores,
         "links": {name: asdict(each) for name, each in measured.links.items()},
+        "crowding": [
+            {"network": network, "batch_size": size, "ratios": ratios}
+            for (network, size), ratios in measured.crowding.items()
+        ],
         "parameters": {name: size // 4 for name, (size, _) in measured.sizes.items()},
     }
