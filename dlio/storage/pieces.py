@@ -39,6 +39,7 @@ from dlio.storage.block_format import (
     ALIGN,
     ENTRY,
     HEADER,
+    MAGIC,
     MAGIC_PART,
     MAX_SAMPLE_BYTES,
     VERSION,
@@ -257,9 +258,14 @@ class Pieces:
         if len(head) < HEADER.size:
             return None
         fields = HEADER.unpack(head)
-        end, here = fields[5], fields[8]
+        magic, end, here = fields[0], fields[5], fields[8]
+        if magic == MAGIC:  # It is being published, or whoever did so was killed.
+            here = self._count(block)
         first = self._table_at + ENTRY.itemsize * self._count(block)
-        if head != self._head(block, here, end) or end < first or end % ALIGN:
+        own = HEADER.unpack(self._head(block, here, end))
+        if magic not in (MAGIC, MAGIC_PART) or fields[1:8] != own[1:8]:
+            return None
+        if end < first or end % ALIGN:
             return None
         return here, end
 

@@ -222,6 +222,37 @@ def test_a_process_that_is_killed_while_it_adds_loses_its_samples_alone(
         after.tier.check(BLOCK)
 
 
+@pytest.mark.parametrize("killed", [False, True])
+def test_samples_are_here_while_their_block_is_published(
+    make: Make, tier: Tier, monkeypatch: pytest.MonkeyPatch, killed: bool
+) -> None:
+    """A disk takes a while to write, and the process may end in it."""
+    one, two = make(), make()
+    _add(one, range(EACH))
+    real = Tier.adopt
+
+    def adopt(tier: Tier, block: int, name: str, descriptor: int) -> None:
+        assert two.places(BLOCK) == set(range(EACH))
+        payload = two.read(BLOCK, 3)
+        assert payload is not None
+        assert bytes(payload) == PAYLOADS[3]
+        if killed:
+            raise KeyboardInterrupt
+        real(tier, block, name, descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tier, "adopt", adopt)
+        if not killed:
+            assert one.publish(BLOCK, _no_put)
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                one.publish(BLOCK, _no_put)
+    if killed:
+        assert _add(two, [2]), "all of them are here"
+        assert two.publish(BLOCK, _no_put)
+    assert Path(_file(tier, "blk")).read_bytes() == _whole()
+
+
 def _end_at_write(patch: pytest.MonkeyPatch, until: int) -> None:
     count = 0
     real = os.pwrite
