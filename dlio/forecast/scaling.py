@@ -60,7 +60,7 @@ class Steps:
     """By batch size, how many times as long as in turns the steps of two ranks take that share a
     core, at least 1; empty if that was not measured."""
     crowded: Mapping[tuple[str, int], float] = field(default_factory=dict)
-    """By exchange and batch size, what the exchange adds to a step of two ranks that share a core;
+    """By exchange and batch size, seconds that it adds to a step of two ranks that share a core;
     empty if that was not measured."""
 
 

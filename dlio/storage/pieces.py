@@ -12,8 +12,9 @@ one another as they come, and the block is written anew from them.
 
 Payloads are written first, then the header, then the entries, under the block's lock. Of a process
 that is killed in between remain bytes that no entry refers to, or a header that counts samples
-which are not there: whoever completes the block notices that, and they are added again. So what one
-process has read, all others of the node use, and later jobs as well where the tier is a disk.
+which are not there: whoever completes the block notices that, and they are added again. All others
+of the node use the samples that one process has read, and so do later jobs where the tier is a
+disk.
 """
 
 import fcntl
@@ -252,7 +253,7 @@ class Pieces:
         )
 
     def _progress(self, descriptor: int, block: int) -> tuple[int, int] | None:
-        """Return (samples that a part has, end of the last one); None if it is no part of this
+        """Return (samples that a part has, end of the last one); None if it is not a part of this
         block."""
         head = os.pread(descriptor, HEADER.size, 0)
         if len(head) < HEADER.size:
@@ -271,7 +272,7 @@ class Pieces:
 
     def _entries(self, descriptor: int, block: int, first: int, last: int) -> _Table | None:
         """Return a part of the table, in which the samples that are not here have zeros; None if
-        the file is no part of this block."""
+        the file is not a part of this block."""
         if self._progress(descriptor, block) is None:
             return None
         size = ENTRY.itemsize * (last - first)

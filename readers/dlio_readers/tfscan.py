@@ -1,7 +1,7 @@
 """One scan over TFRecord files: where records lie, their features, the sizes of values, labels.
 
-Each file is scanned on its own, over a network many of them at a time, and what was learned of them
-is put together in their order. Nothing of a file stays in memory but the numbers of its records.
+Each file is scanned on its own, over a network many of them at a time, and the results are put
+together in their order. Nothing of a file stays in memory but the numbers of its records.
 """
 
 import json
@@ -170,7 +170,7 @@ class _Column:
 
 
 class _Part:
-    """What is known of some records."""
+    """Facts about some records."""
 
     def __init__(self, wanted: _Wanted) -> None:
         self._wanted = wanted

@@ -67,8 +67,8 @@ class Measured:
     """By network and samples of a rank, one value per round: how many times as long as in turns the
     steps of two ranks take that share a core."""
     crowded_s: dict[tuple[str, str, int], list[float]] = field(default_factory=dict)
-    """By network, exchange and samples of a rank, one value per round: what an exchange adds to a
-    step of two ranks that share a core."""
+    """By network, exchange and samples of a rank, one value per round: seconds that an exchange
+    adds to a step of two ranks that share a core."""
 
 
 def side_of(options: Options, network: str) -> int:

@@ -8,7 +8,7 @@ without an exchange are timed: what an exchange adds is its difference to those 
 
 Two ranks that share a core evict each other's data from its caches, and wait for messages until the
 other has had its turn. Both are measured with two ranks on one core: how much longer than twice as
-long their steps take, between steps of one while the other sleeps, and what exchanges add to them.
+long their steps take, between steps of one while the other sleeps, and the time that exchanges add.
 """
 
 import json
