@@ -34,8 +34,8 @@ import xxhash
 from dlio.data.abilities import estimates_sizes
 from dlio.data.reader import Reader
 from dlio.data.schema import Buffer
-from dlio.errors import SourceError, TierError
-from dlio.storage.block import write_all
+from dlio.errors import CorruptBlock, SourceError, TierError
+from dlio.storage.block import read_exactly, write_all
 from dlio.storage.block_format import (
     ALIGN,
     ENTRY,
@@ -275,9 +275,13 @@ class Pieces:
         the file is not a part of this block."""
         if self._progress(descriptor, block) is None:
             return None
+        return self._table(descriptor, first, last)
+
+    def _table(self, descriptor: int, first: int, last: int) -> _Table:
+        """Return some of the entries, writable; zeros where none were written yet."""
         size = ENTRY.itemsize * (last - first)
         data = os.pread(descriptor, size, self._table_at + ENTRY.itemsize * first)
-        return np.frombuffer(data.ljust(size, b"\0"), ENTRY)
+        return np.frombuffer(bytearray(data.ljust(size, b"\0")), ENTRY)
 
     def _append(self, descriptor: int, block: int, samples: Mapping[int, Buffer]) -> bool:
         """Add the samples that are not here; True if all of the block may be."""
@@ -288,9 +292,7 @@ class Pieces:
             progress = 0, self._table_at + ENTRY.itemsize * count
         here, end = progress
         first, last = min(samples), max(samples) + 1
-        at = self._table_at + ENTRY.itemsize * first
-        size = ENTRY.itemsize * (last - first)
-        table = np.frombuffer(bytearray(os.pread(descriptor, size, at).ljust(size, b"\0")), ENTRY)
+        table = self._table(descriptor, first, last)
         runs: list[tuple[int, list[Buffer]]] = []
         """Buffers that follow one another in the file, from an offset on."""
         behind = -1
@@ -317,7 +319,7 @@ class Pieces:
             write_all(descriptor, buffers, begin)
         if runs:
             os.pwrite(descriptor, self._head(block, here, end), 0)
-            os.pwrite(descriptor, table.tobytes(), at)
+            os.pwrite(descriptor, table.tobytes(), self._table_at + ENTRY.itemsize * first)
         return here >= count
 
     def _forget(self, block: int, place: int) -> None:
@@ -372,12 +374,11 @@ def _payload(descriptor: int, entry: np.void) -> memoryview | None:
         return None
     if offset + size > os.fstat(descriptor).st_size:
         return None
-    memory, done = new_memory(size), 0
-    while done < size:
-        count = os.preadv(descriptor, [memory[done:]], offset + done)
-        if not count:
-            return None
-        done += count
+    memory = new_memory(size)
+    try:
+        read_exactly(descriptor, memory, offset, "a part")
+    except CorruptBlock:
+        return None
     return memory if xxhash.xxh3_64_intdigest(memory) == digest else None
 
 
