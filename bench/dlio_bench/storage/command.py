@@ -1,8 +1,6 @@
 """`dlio bench storage`: a storage system, read as training reads it."""
 
 import os
-import shutil
-import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Final
@@ -17,6 +15,7 @@ from dlio_bench.emulated.options import Emulation
 from dlio_bench.mounts import check_folder
 from dlio_bench.results.envelope import begin, finish
 from dlio_bench.results.values import Figure, Results
+from dlio_bench.storage.claim import remove_unclaimed
 from dlio_bench.storage.job import Measured, data_folder, measure
 from dlio_bench.storage.judged import checks_of
 from dlio_bench.storage.latencies import PERCENTILES, Latencies
@@ -32,8 +31,6 @@ __all__ = ["command", "run_storage"]
 
 _WIDTH: Final = 100
 _METADATA_THREADS: Final = 4
-_TRIES: Final = 50
-_RETRY_S: Final = 0.1
 
 
 def command(case: StorageCase, emulation: Emulation, ranks: Ranks, output: Output) -> None:
@@ -57,16 +54,8 @@ def command(case: StorageCase, emulation: Emulation, ranks: Ranks, output: Outpu
     except BaseException:
         # A launcher kills ranks soon after Ctrl-C: they may not have come to remove their data.
         if ranks.ranks is not None and not existed and not case.keep:
-            _remove(folder)
+            remove_unclaimed(folder)
         raise
-
-
-def _remove(folder: str) -> None:
-    for _ in range(_TRIES):
-        shutil.rmtree(folder, ignore_errors=True)
-        if not os.path.lexists(folder):
-            return
-        time.sleep(_RETRY_S)  # Ranks that are about to end still write there.
 
 
 def run_storage(case: StorageCase, emulation: Emulation, output: Output) -> None:

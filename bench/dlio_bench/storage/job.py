@@ -1,10 +1,9 @@
 """A measurement on all ranks: data, emulated storage, loaders in turn, and what they did."""
 
 import os
-import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -18,6 +17,7 @@ from dlio_bench.emulated.options import Emulation
 from dlio_bench.storage.accelerator import Accelerator
 from dlio_bench.storage.accounting import Account
 from dlio_bench.storage.cache import drop
+from dlio_bench.storage.claim import claimed
 from dlio_bench.storage.epochs import Digests, Runner
 from dlio_bench.storage.generate import Generated, generate
 from dlio_bench.storage.generate.content import payload
@@ -172,8 +172,7 @@ def _generated(
 ) -> Iterator[Generated]:
     """The workload's data; removed at the end if this run made it and it is not to be kept."""
     folder = data_folder(case.path, workload)
-    existed = comm.tell(os.path.isdir(folder))
-    try:
+    with claimed(folder, case.keep) if comm.rank == 0 else nullcontext():
         yield generate(
             workload,
             folder,
@@ -182,9 +181,6 @@ def _generated(
             ranks=comm.size,
             barrier=comm.barrier,
         )
-    finally:
-        if comm.rank == 0 and not existed and not case.keep:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
