@@ -26,6 +26,7 @@ from dlio.util.liveline import LiveLine, Output
 from dlio.util.processes import module_command
 from dlio.util.settings import DONE, LAUNCHER, MIN_RANKS, PROGRESS, SPARES, TERMINAL
 from dlio.util.shared import SharedFolder
+from dlio.util.signals import receiving
 from dlio.util.threads import Workers
 
 __all__ = [
@@ -251,7 +252,9 @@ def _relayed(
     process = started(command, environment, subprocess.PIPE if live.shown else None)
     relay = relay_output(process, sorter, live)
     try:
-        return _exit_code(_until_end(process, process.wait, timeout_s, done_file))
+        # mpirun passes SIGUSR1 on to its ranks; SIGTERM would have it kill them after a second.
+        with receiving(lambda: process.send_signal(signal.SIGUSR1)):
+            return _exit_code(_until_end(process, process.wait, timeout_s, done_file))
     except BaseException as error:
         sorter.interrupted = isinstance(error, KeyboardInterrupt)
         end(process)

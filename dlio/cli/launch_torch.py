@@ -35,6 +35,7 @@ from dlio.util.settings import (
     TERMINAL,
     settings,
 )
+from dlio.util.signals import receiving
 from dlio.util.threads import Workers
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ def launch(
         output = stack.enter_context(_Output(ranks, capture, live))
         job = stack.enter_context(_Job(argv, ranks, full, output, done_file))
         store = stack.enter_context(contextlib.closing(PrivateStore(folder)))
+        stack.enter_context(receiving(job.ask_to_end))
         code = job.run(EventLog(JobStore(store)), timeout_s)
         job.close()
         output.close()
@@ -318,6 +320,11 @@ class _Job:
                     yield None
                 if time.monotonic() > deadline:
                     raise subprocess.TimeoutExpired("dlio", timeout_s)
+
+    def ask_to_end(self) -> None:
+        """Send SIGUSR1 to the ranks."""
+        for process in self._ranks.values():
+            process.send_signal(signal.SIGUSR1)  # It does nothing to one that has ended.
 
     def close(self) -> None:
         """End the ranks by SIGTERM, and by SIGKILL if they ignore it."""

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Final
 
 from dlio.errors import UsageError
@@ -17,6 +18,7 @@ from dlio.util.extras import how_to_install
 from dlio.util.liveline import LiveLine
 from dlio.util.options import as_mapping, from_mapping
 from dlio.util.settings import RECORD
+from dlio.util.signals import passing_on
 
 __all__ = ["has_mpi", "on_ranks", "run_as_rank"]
 
@@ -34,6 +36,7 @@ def on_ranks(
     backend: str = "auto",
     start: Callable[[str, Sequence[str], int, Mapping[str, str], LiveLine], int] | None = None,
     live: bool = False,
+    may_end: bool = False,
 ) -> bool:
     """Call `function(*records)` on every rank; start the ranks if -n was given.
 
@@ -47,6 +50,7 @@ def on_ranks(
         start: runs (module, its arguments, ranks, their variables, live line) in place of the
             launcher for this machine, and returns the exit code.
         live: the ranks tell of their progress, which is drawn if standard output is a terminal.
+        may_end: the ranks end by themselves at SIGUSR1: the launcher passes SIGTERM and SIGUSR1 on.
 
     Returns True if this process is the launcher, False if it is a rank.
 
@@ -67,9 +71,11 @@ def on_ranks(
                 for each in records
             ],
         }
-        with LiveLine("checking the data", shown=live) as line:
+        with ExitStack() as stack:
+            line = stack.enter_context(LiveLine("checking the data", shown=live))
             check()
             own = (min_ranks, spares)
+            stack.enter_context(passing_on(may_end))
             code = _launch(function, json.dumps(task), ranks, own, backend, start, line)
         if code:
             raise SystemExit(code)

@@ -12,6 +12,7 @@ from dlio.data.parts import TRAIN_FOLDERS, VAL_FOLDERS
 from dlio.errors import UsageError
 from dlio.train.config import MODEL_NAMES, TrainConfig
 from dlio.train.factory import check_name
+from dlio.train.finished import finished_epochs
 from dlio.util.liveline import LiveLine
 from dlio.util.printable import print_line
 
@@ -31,7 +32,7 @@ __all__ = ["command", "find_parts", "run", "train_rank"]
         "Tiers": ("tiers", "pretend_nodes"),
         "Model and optimizer": (
             *("epochs", "model", "optimizer", "lr", "momentum", "weight_decay", "clip"),
-            *("precision", "device", "nan", "early_stopping", "callback"),
+            *("batch_norm", "precision", "device", "nan", "early_stopping", "callback"),
         ),
         "Ranks": ("ranks", "backend", "nodes", "exchange", "balance"),
         "Lost ranks": (
@@ -39,8 +40,8 @@ __all__ = ["command", "find_parts", "run", "train_rank"]
             *("check_weights", "leave_at"),
         ),
         "Checkpoints and results": (
-            *("checkpoint", "checkpoint_every", "keep", "resume", "save", "report", "tensorboard"),
-            *("summaries", "trace", "trace_out", "replay"),
+            *("checkpoint", "checkpoint_every", "checkpoint_minutes", "keep", "resume", "save"),
+            *("report", "tensorboard", "summaries", "trace", "trace_out", "replay"),
         ),
         "Less work": ("skip_samples", "skip_share", "prune", "prune_tolerance", "dump_matrices"),
         "Configuration": ("config", "print_config"),
@@ -63,6 +64,12 @@ def run(config: TrainConfig, ranks: int | None, backend: str = "auto") -> None:
         raise UsageError(f"{option} needs -n, too: only ranks that dlio starts begin again")
     if starts_again and backend == "torch":
         raise UsageError("--backend torch does not go with --nodes and --fault-tolerance restart")
+    if _is_finished(config):
+        print_line(
+            f"all {config.epochs} epochs are done in {config.checkpoint}: there is nothing to "
+            "train; give more --epochs to go on"
+        )
+        return
     on_ranks(
         ranks,
         train_rank,
@@ -73,7 +80,15 @@ def run(config: TrainConfig, ranks: int | None, backend: str = "auto") -> None:
         backend=backend,
         start=partial(_start_again, config) if starts_again else None,
         live=True,
+        may_end=config.checkpoint is not None and config.fault_tolerance == "off",
     )
+
+
+def _is_finished(config: TrainConfig) -> bool:
+    """True if a run to resume has no epoch left, and nothing else to write."""
+    if not config.resume or config.checkpoint is None or config.save or config.report:
+        return False
+    return finished_epochs(config.checkpoint) >= config.epochs
 
 
 def train_rank(config: TrainConfig) -> None:

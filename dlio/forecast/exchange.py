@@ -159,6 +159,7 @@ FORMULAE: Final[dict[str, Formula]] = {
     "asgd": asgd,
     "local-sgd": every(8, allreduce),
     "diloco": every(32, allreduce),
+    "noloco": every(32, gossip),
 }
 """Seconds of a step's exchange by preset, with the presets' default periods."""
 
@@ -192,8 +193,9 @@ def counts(preset: str, p: int, work: Work) -> Counts:
         messages = 2 * math.log2(p) * buckets / steps
         sent = 2 * (p - 1) / p * size / steps
         return Counts(messages, sent, messages, sent)
-    if preset == "gossip":
-        return Counts(buckets, size, buckets, size)
+    if preset in ("gossip", "noloco"):
+        steps = {"gossip": 1, "noloco": 32}[preset]
+        return Counts(buckets / steps, size / steps, buckets / steps, size / steps)
     if preset == "asgd":
         return Counts(2, size, 2, size)
     if preset in ("tree", "parameter-server"):

@@ -20,7 +20,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from dlio.forecast.exchange import Counts, Link, Work, allreduce, counts, seconds
+from dlio.forecast.exchange import Counts, Link, Work, counts, seconds
 
 __all__ = ["Cluster", "Steps", "compute_seconds", "exchange_seconds", "message_seconds"]
 
@@ -103,12 +103,10 @@ def message_seconds(preset: str, period: int, ranks: int, work: Work, cluster: C
     inside = cluster.inside or cluster.link
     one_node = ranks <= cluster.per_node
     link = inside if one_node else cluster.link
-    if preset in ("local-sgd", "diloco"):
-        busiest = allreduce(ranks, work, link) / period
-        sent = _each(counts("allreduce", ranks, work), period)
-    else:
-        busiest = seconds(preset, ranks, work, link, inside) / period
-        sent = _each(counts(preset, ranks, work), period)
+    each_time = {"local-sgd": "allreduce", "diloco": "allreduce", "noloco": "gossip"}
+    preset = each_time.get(preset, preset)
+    busiest = seconds(preset, ranks, work, link, inside) / period
+    sent = _each(counts(preset, ranks, work), period)
     if cluster.cores is None:
         return busiest
     # Weights are merged wherever they arrive; of sums, half of what arrives is only stored.

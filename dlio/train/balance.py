@@ -14,9 +14,13 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
 
 from dlio.comm import Communicator
 from dlio.plan.shares import Shares, fastest_shares
+from dlio.train.model import normalised
+from dlio.train.precision import Precision
 from dlio.train.report import RankSpeed
 
 __all__ = ["Balancer", "Clock", "Cost", "Sharing", "balanced_shares"]
@@ -217,3 +221,24 @@ class Balancer:
         self._shares = balanced_shares(shares, [Cost(*cost) for cost in costs])
         for loader in self._loaders:
             loader.shares = self.shares
+
+
+def timed_pass(
+    model: nn.Module, precision: Precision, image_size: int, device: torch.device
+) -> Callable[[int], None]:
+    """Return a function that runs forward and backward on a number of random images.
+
+    Args:
+        model: a private copy, on the device.
+    """
+    shape = (3, image_size, image_size)
+
+    def compute(samples: int) -> None:
+        images = torch.randint(256, (samples, *shape), dtype=torch.uint8)
+        images = images.contiguous(memory_format=torch.channels_last)
+        labels = torch.zeros(samples, dtype=torch.int64, device=device)
+        with precision.casting():
+            loss = cross_entropy(model.train()(normalised(images, device)), labels)
+        torch.autograd.backward(loss)
+
+    return compute

@@ -1,15 +1,11 @@
 """The configuration of a training run."""
 
-import re
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Annotated, Final, Literal
 
 from dlio.errors import UsageError
-from dlio.plan.block_order import window_of
-from dlio.plan.epoch import check_mode, check_shares, is_exact
-from dlio.train.exchange_spec import parse_exchange
-from dlio.train.leaving import seconds_until
+from dlio.plan.epoch import check_mode, check_shares
+from dlio.train.config_rules import check_together
 from dlio.util.files import check_writable
 from dlio.util.options import Option, check
 
@@ -17,11 +13,6 @@ __all__ = ["MIN_IMAGE_SIZE", "MODEL_NAMES", "TrainConfig"]
 
 MIN_IMAGE_SIZE: Final = 32
 """Pixels: of a smaller image too little is left after the strides of the model."""
-_UNORDERED: Final = ("half", "parzen")
-"""Merges whose result depends on when messages arrive."""
-_OF_ORDER: Final = ("--shuffle", "--source-order")
-_NO_NODE: Final = r"^$|^-|[^\w.\-]"
-"""Matches a name that is not a host's."""
 MODEL_NAMES: Final = ("resnet",)
 """Models of `dlio.train.model` that --model takes, besides `module:factory`."""
 
@@ -99,6 +90,17 @@ class TrainConfig:
             choices=("fp32", "bf16", "fp16"),
         ),
     ] = "fp32"
+    batch_norm: Annotated[
+        str,
+        Option(
+            "Statistics of batch normalisation. average: each rank normalises by its own samples, "
+            "and the ranks' running statistics are averaged. sync: ranks normalise by the whole "
+            "batch, so that results do not depend on the number of ranks and on which sample "
+            "comes to which; ranks wait for each other in each such layer. local: rank 0's "
+            "running statistics are taken.",
+            choices=("local", "average", "sync"),
+        ),
+    ] = "average"
     prune: Annotated[
         str,
         Option(
@@ -120,8 +122,8 @@ class TrainConfig:
         str,
         Option(
             "How ranks keep one model: allreduce, hierarchical, tree, parameter-server, gossip, "
-            "asgd, local-sgd(8) or diloco(32). A compressor may follow, as in allreduce+int8: "
-            "+bf16, +fp16, +int8, +onebit, +threshold or +adaptive.",
+            "noloco(32), asgd, local-sgd(8) or diloco(32). A compressor may follow, as in "
+            "allreduce+int8: +bf16, +fp16, +int8, +onebit, +threshold or +adaptive.",
             metavar="EXCHANGE",
         ),
     ] = "allreduce"
@@ -320,6 +322,16 @@ class TrainConfig:
             needs="checkpoint",
         ),
     ] = None
+    checkpoint_minutes: Annotated[
+        float | None,
+        Option(
+            "Time between two checkpoints, in addition to the ends of epochs.",
+            unit="minutes",
+            above=0,
+            default_text="ends of epochs only",
+            needs="checkpoint",
+        ),
+    ] = None
     keep: Annotated[int, Option("Number of newest checkpoints to keep.", least=1)] = 2
     resume: Annotated[
         bool,
@@ -377,98 +389,12 @@ class TrainConfig:
         check(self)
         check_mode(self.shuffle)
         check_shares(self.shuffle, self.balance)
-        spec = parse_exchange(self.exchange)
-        if self.check_weights is not None and not spec.alike:
-            raise UsageError(
-                f"--check-weights does not go with --exchange {self.exchange}, whose ranks have "
-                "different weights: choose one that sums gradients, such as allreduce"
-            )
-        if window_of(self.source_order) is not None and not is_exact(self.shuffle):
-            raise UsageError(
-                f"--source-order {self.source_order} goes with --shuffle batch or global"
-            )
-        if self.prune_tolerance is not None and self.prune == "off":
-            raise UsageError("--prune-tolerance needs --prune apoptosis, too")
-        self._check_skipping()
-        self._check_fault_tolerance()
-        self._check_replay()
-
-    def _check_replay(self) -> None:
-        if self.replay is None:
-            return
-        unsuitable = {
-            f"--exchange {self.exchange}": parse_exchange(self.exchange).merge in _UNORDERED,
-            "--checkpoint": self.checkpoint is not None,
-            "--balance": self.balance,
-            f"--prune {self.prune}": self.prune != "off",
-            "--skip-samples": self.skip_samples,
-        }
-        for option, chosen in unsuitable.items():
-            if chosen:
-                raise UsageError(
-                    f"{option} does not go with --replay: its weights depend on more than the "
-                    "batches that the trace has"
-                )
+        check_together(self)
 
     @property
     def node_names(self) -> tuple[str, ...]:
         """The nodes of --nodes; none for this machine alone."""
         return () if self.nodes is None else tuple(self.nodes.split(","))
-
-    def _check_nodes(self) -> None:
-        names = self.node_names
-        if len(set(names)) < len(names) or any(re.search(_NO_NODE, name) for name in names):
-            raise UsageError(f"--nodes {self.nodes}: give names of nodes, each once, such as a,b,c")
-        if self.fault_tolerance == "restart" and self.checkpoint is None:
-            raise UsageError("--fault-tolerance restart needs --checkpoint, too")
-        unsuitable = {
-            "--spares": self.spares > 0,
-            "--leave-at": self.leave_at is not None,
-            "--replay": self.replay is not None,
-            f"--shuffle {self.shuffle}": not is_exact(self.shuffle),
-            f"--source-order {self.source_order}": window_of(self.source_order) is not None,
-        }
-        again = self.fault_tolerance == "restart"
-        for option, chosen in unsuitable.items():
-            if chosen and (names or (again and not option.startswith(_OF_ORDER))):
-                chief = "--nodes" if names else "--fault-tolerance restart"
-                raise UsageError(f"{option} does not go with {chief} yet: leave one of them out")
-
-    def _check_fault_tolerance(self) -> None:
-        self._check_nodes()
-        if self.fault_tolerance == "off":
-            for option, chosen in (
-                ("--min-ranks", self.min_ranks > 1),
-                ("--on-loss", self.on_loss != "keep"),
-                ("--spares", self.spares > 0),
-                ("--leave-at", self.leave_at is not None),
-                ("--hang-after", self.hang_after is not None),
-                ("--evict-slow", self.evict_slow),
-            ):
-                if chosen:
-                    raise UsageError(f"{option} needs --fault-tolerance shrink, too")
-        if self.leave_at is not None:
-            seconds_until(self.leave_at, datetime.now())
-        unsuitable = {
-            f"--prune {self.prune}": self.prune != "off",
-            "--skip-samples": self.skip_samples,
-            "--balance": self.balance,
-            f"--shuffle {self.shuffle}": not is_exact(self.shuffle),
-        }
-        for option, chosen in unsuitable.items():
-            if chosen and self.spares:
-                raise UsageError(f"{option} does not go with --spares yet: leave one of them out")
-
-    def _check_skipping(self) -> None:
-        from dlio.train.skipping.rule import SHARE
-
-        if self.skip_share is not None and self.skip_share > SHARE:
-            raise UsageError(f"--skip-share {self.skip_share}: give a share above 0, up to {SHARE}")
-        if self.skip_samples and self.epochs < 3:
-            raise UsageError(
-                f"--skip-samples with --epochs {self.epochs}: the first epoch and the last see all "
-                "samples; give 3 or more, and 8 to save time"
-            )
 
     def peak_lr(self, ranks: int) -> float:
         """Return the peak learning rate on a number of ranks."""

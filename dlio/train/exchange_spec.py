@@ -7,13 +7,17 @@ a period in steps and a rule for merging received values. The presets name publi
 |---|---|
 | `allreduce`, `hierarchical`, `tree`, `parameter-server` | synchronous averages of gradients |
 | `gossip` | GossipGraD (arXiv 1803.05880): averages weights with one rank per step |
+| `noloco(STEPS)` | NoLoCo (arXiv 2506.10911): DiLoCo between random pairs of ranks |
 | `asgd` | ASGD (arXiv 1505.04956): sends weights to random ranks without waiting |
 | `local-sgd(STEPS)` | local SGD (arXiv 1805.09767): averages changes of weights periodically |
 | `diloco(STEPS)` | DiLoCo (arXiv 2311.08105): local SGD with an outer optimizer |
 
-With several nodes, at least one of them with several ranks, `gossip` is between nodes, with the
-mean within each. Otherwise it is between ranks, even on one machine. `gossip(flat)` is always
-between ranks.
+With a sparse compressor (`diloco(32)+adaptive`) DiLoCo is SparseLoCo (arXiv 2508.15706): there is
+no outer momentum, as the residual of error feedback, which decays, does its work.
+
+With several nodes, at least one of them with several ranks, `gossip` and `noloco` are between
+nodes, with the mean within each. Otherwise they are between ranks, even on one machine.
+`gossip(flat)` is always between ranks.
 """
 
 import re
@@ -40,9 +44,11 @@ class ExchangeSpec:
     payload: str
     """`gradient`, `weight` or `delta`."""
     topology: str
-    """`all`, `hierarchical`, `tree`, `star`, `dissemination`, `hypercube` or `random`."""
+    """`all`, `hierarchical`, `tree`, `star`, `dissemination`, `hypercube`, `pairs` or `random`."""
     merge: str
-    """`sum` over all ranks, `half` of two ranks, `parzen` of accepted ones, `outer` optimizer."""
+    """`sum` over all ranks, `half` of two ranks, `parzen` of accepted ones, `outer` optimizer of
+    the sum, `outer-pairs` of the mean of two ranks, or `accumulated`: the sum, whose residual
+    decays as an outer optimizer's momentum does."""
     period: int = 1
     """Minimum number of steps between two exchanges."""
     compressor: str | None = None
@@ -53,6 +59,11 @@ class ExchangeSpec:
     def alike(self) -> bool:
         """True if all ranks have bit-identical weights after every step."""
         return self.payload == "gradient" and self.merge == "sum"
+
+    @property
+    def decay(self) -> float:
+        """Share of an error-feedback residual that is still owed at the next exchange."""
+        return _DECAY if self.merge == "accumulated" else 1.0
 
     def __str__(self) -> str:
         text = self.preset
@@ -73,17 +84,20 @@ _PRESETS: Final = {
     "parameter-server": ("gradient", "star", "sum"),
     "gossip": ("weight", "dissemination", "half"),
     "asgd": ("weight", "random", "parzen"),
+    "noloco": ("weight", "pairs", "outer-pairs"),
     "local-sgd": ("delta", "all", "sum"),
     "diloco": ("delta", "all", "outer"),
 }
-_PERIODS: Final = {"local-sgd": 8, "diloco": 32}
+_PERIODS: Final = {"noloco": 32, "local-sgd": 8, "diloco": 32}
 """Default periods of the presets that take one."""
+_DECAY: Final = 0.95
 _GOSSIP: Final = ("dissemination", "hypercube", "gradient", "flat")
 """Arguments of gossip, separated by commas."""
 NAMES: Final = tuple(_PRESETS)
 USAGE: Final = (
     f"choose one of {', '.join(NAMES)}; gossip(hypercube), gossip(gradient), gossip(flat), "
-    f"local-sgd(STEPS), diloco(STEPS); and behind it, with a +, one of {', '.join(COMPRESSORS)}"
+    "noloco(STEPS), local-sgd(STEPS), diloco(STEPS); and behind it, with a +, one of "
+    f"{', '.join(COMPRESSORS)}"
 )
 
 
@@ -126,4 +140,6 @@ def parse_exchange(text: str) -> ExchangeSpec:
                     f"exchange {text!r}: {name} sends whole weights, of which {compressor} would "
                     "send only a small part: choose bf16, fp16 or int8"
                 )
+        if merge == "outer" and compressor in _SPARSE:
+            merge = "accumulated"
     return ExchangeSpec(name, payload, topology, merge, period, compressor, flat)

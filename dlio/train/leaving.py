@@ -1,17 +1,23 @@
-"""Ranks that end on purpose: at SIGTERM, and at the time of --leave-at."""
+"""Ranks that end on purpose: at SIGTERM or SIGUSR1, and at the time of --leave-at."""
 
 import datetime
+import os
 import signal
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
 from dlio.comm.membership import Elastic
 from dlio.errors import UsageError
+from dlio.util.signals import Asked
 
-__all__ = ["leaving_at", "seconds_until"]
+__all__ = ["RESUME_CODE", "EndRequests", "leaving_at", "seconds_until"]
 
+RESUME_CODE: Final = 75
+"""Exit code of a run that has written a checkpoint because it was told to end: the same command
+with --resume goes on. It is EX_TEMPFAIL of sysexits.h."""
 _TOGETHER_S: Final = 2.0
 """Ranks whose clocks differ by less than this leave together."""
 
@@ -51,3 +57,32 @@ def leaving_at(elastic: Elastic | None, time_of_day: str | None) -> Iterator[Non
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+class EndRequests:
+    """SIGTERM and SIGUSR1, which tell a run with checkpoints to end.
+
+    Before training begins there is nothing to save: this process ends at once with `RESUME_CODE`.
+    Afterwards `ask` is called. A second SIGTERM ends the process in any case.
+    """
+
+    def __init__(self) -> None:
+        self.ask: Callable[[], object] | None = None
+        """Called by the handler of a signal once training has begun."""
+        self._asked = Asked(self._end)
+
+    def __enter__(self) -> "EndRequests":
+        self._asked.listen()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._asked.stop()
+
+    def _end(self) -> None:
+        if self.ask is not None:
+            self.ask()
+            return
+        # Nothing is closed: others may wait for this rank, or this thread be inside of MPI.
+        sys.stderr.write("dlio: told to end before the first step: there is nothing to save\n")
+        sys.stderr.flush()
+        os._exit(RESUME_CODE)

@@ -2,10 +2,10 @@
 
 import io
 import math
-import signal
 import time
 import traceback
 from contextlib import ExitStack
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -15,11 +15,12 @@ from dlio.comm import Communicator, world
 from dlio.comm.membership import AllLeave, AllPause, RankLeft
 from dlio.comm.node_watch import watch_policy
 from dlio.comm.planned import plan_world
-from dlio.comm.recovery import check_survival, uniform
+from dlio.comm.recovery import check_survival, recovery_of, uniform
 from dlio.errors import DlioError, UsageError
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.dataset import Dataset
 from dlio.storage.mount import Mount
+from dlio.train.batch_norm import mean_state
 from dlio.train.callbacks import make_callbacks
 from dlio.train.callbacks.weights import WeightGuard
 from dlio.train.checkpoint import Checkpoints
@@ -27,14 +28,15 @@ from dlio.train.checkpoint.callback import CheckpointCallback
 from dlio.train.checkpoint.state import restore
 from dlio.train.config import TrainConfig
 from dlio.train.data import difference, make_loader, open_data
-from dlio.train.exchange.buckets import averaged_state
+from dlio.train.exchange_spec import parse_exchange
 from dlio.train.joining import Joining
-from dlio.train.leaving import leaving_at
+from dlio.train.leaving import RESUME_CODE, EndRequests, leaving_at
 from dlio.train.ledger import SampleLedger
 from dlio.train.progress import TrainingProgress
 from dlio.train.pruning.pruned_file import save_layout
 from dlio.train.report import RunReport
 from dlio.train.snapshot.resuming import Resuming
+from dlio.train.wishes import Wish, make_wishes
 from dlio.train.worker import Worker
 from dlio.util.cores import available_cores
 from dlio.util.files import write_whole
@@ -59,8 +61,10 @@ def train(config: TrainConfig) -> RunReport:
     if planned is None:
         check_survival(comm, config.fault_tolerance, config.min_ranks)
     with ExitStack() as stack:
-        checkpoints = saving = None
+        checkpoints = saving = requests = None
         if config.checkpoint is not None:
+            if recovery_of(comm) is None:  # Otherwise a rank leaves alone; see `leaving_at`.
+                requests = stack.enter_context(EndRequests())
             checkpoints = stack.enter_context(Checkpoints(config.checkpoint, comm, config.keep))
             if comm.rank == 0 and not (config.resume or is_again) and checkpoints.paths():
                 raise UsageError(
@@ -110,7 +114,14 @@ def train(config: TrainConfig) -> RunReport:
         if checkpoints is not None:
             if (config.resume or is_again) and not is_found:
                 report.resumed = _resume(run, checkpoints)
-            saving = CheckpointCallback(run, checkpoints, config.checkpoint_every)
+            wishes = None
+            if requests is not None:
+                wishes = make_wishes(comm, parse_exchange(config.exchange))
+                stack.callback(wishes.close)
+                requests.ask = partial(wishes.wish, Wish.END)
+            saving = CheckpointCallback(
+                run, checkpoints, config.checkpoint_every, config.checkpoint_minutes, wishes
+            )
             callbacks.append(saving)
         ledger = None
         if config.trace is not None:
@@ -232,8 +243,8 @@ def _end_early(
         said = f"go on with --resume from {checkpoints.folder}"
     if run.comm.rank == 0:
         where = f"epoch {run.epoch_number + 1}, step {run.updates}"
-        print(f"all ranks were told to leave at {where}: {said}", flush=True)
-    raise SystemExit(128 + signal.SIGTERM)
+        print(f"told to end at {where}: {said}", flush=True)
+    raise SystemExit(RESUME_CODE)
 
 
 def _resume(run: Worker, checkpoints: Checkpoints) -> str | None:
@@ -258,7 +269,7 @@ def _resume(run: Worker, checkpoints: Checkpoints) -> str | None:
 def _write(config: TrainConfig, comm: Communicator, run: Worker, report: RunReport) -> None:
     """Write the weights (--save) and the report (--report) on rank 0. Collective."""
     if config.save is not None:
-        state = uniform(comm, lambda: averaged_state(run.model, comm))
+        state = uniform(comm, lambda: mean_state(run.model, comm, config.batch_norm))
         if comm.rank == 0:
             # Serialise to memory first: torch's own writer hides errors of a full disk.
             packed = io.BytesIO()

@@ -8,7 +8,6 @@ from typing import TypedDict
 
 import numpy as np
 import torch
-from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -18,13 +17,14 @@ from dlio.loader.contract import State
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.dealing import Dealing, EpochPlace
 from dlio.plan.epoch import is_exact
-from dlio.train.balance import Balancer, Clock
+from dlio.train.balance import Balancer, Clock, timed_pass
+from dlio.train.batch_norm import mean_state, synchronised
 from dlio.train.callbacks.base import Callback
 from dlio.train.config import TrainConfig
 from dlio.train.cut import Cut
 from dlio.train.device import channels_last, choose_device
 from dlio.train.evaluation import Evaluator
-from dlio.train.exchange.buckets import averaged_state, consensus_distance
+from dlio.train.exchange.buckets import consensus_distance
 from dlio.train.exchange.distribute import connect
 from dlio.train.learning_rate import learning_rate
 from dlio.train.ledger import SampleLedger
@@ -83,6 +83,8 @@ class Worker:
         if held_out is not None:
             self._evaluator = Evaluator(self.model, held_out, self.precision, comm)
         copy_to_time = copy.deepcopy(self.model) if config.balance else None
+        self._norms = synchronised(self.model, comm) if config.batch_norm == "sync" else None
+        """Ranks that normalise their batches together, if there are such layers."""
         self.optimizer = make_optimizer(
             config.optimizer, self.model, config.momentum, config.weight_decay
         )
@@ -154,7 +156,8 @@ class Worker:
         """True on a rank that has joined an epoch, until it begins."""
         self._update_s: list[float] = []
         if copy_to_time is not None:
-            self._balancer.calibrate(self._timed_pass(copy_to_time))
+            compute = timed_pass(copy_to_time, self.precision, config.image_size, self.device)
+            self._balancer.calibrate(compute)
 
     def _make_pruner(self) -> Pruner | None:
         config = self.config
@@ -213,6 +216,8 @@ class Worker:
             self.skipper.close()
         self._dealing.close()
         self.exchange.close()
+        if self._norms is not None:
+            self._norms.close()
 
     def epoch(
         self, epoch: int, progress: TrainingProgress, ledger: SampleLedger | None
@@ -319,7 +324,7 @@ class Worker:
         self._pending += len(images)
         self.exchange.before_backward(self._pending, planned)
         self.exchange.hold(more > 0)
-        if len(images):
+        if len(images) or self._norms is not None:
             self._backward(images, labels, planned)
         else:
             self.last_loss = torch.zeros_like(self.last_loss)
@@ -455,7 +460,7 @@ class Worker:
         Collective; changes nothing.
         """
         self._dealing.regroup()
-        mean = averaged_state(self.model, self.comm)
+        mean = mean_state(self.model, self.comm, self.config.batch_norm)
         everyone = self.comm.allgather(mine)
         accuracy = None
         if self._evaluator is not None:
@@ -481,17 +486,3 @@ class Worker:
             "skipped": stats["skipped"],
             "notes": stats["notes"],
         }
-
-    def _timed_pass(self, model: nn.Module) -> Callable[[int], None]:
-        """Return a function that runs forward and backward on a number of random samples."""
-        shape = (3, self.config.image_size, self.config.image_size)
-
-        def compute(samples: int) -> None:
-            images = torch.randint(256, (samples, *shape), dtype=torch.uint8)
-            images = images.contiguous(memory_format=torch.channels_last)
-            labels = torch.zeros(samples, dtype=torch.int64, device=self.device)
-            with self.precision.casting():
-                loss = cross_entropy(model.train()(normalised(images, self.device)), labels)
-            torch.autograd.backward(loss)
-
-        return compute

@@ -1,8 +1,18 @@
-"""Signals that end a process."""
+"""Signals that end a process, or ask it to end."""
 
+import math
 import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
 
-__all__ = ["terminate_as_interrupt"]
+__all__ = ["Asked", "passing_on", "receiving", "terminate_as_interrupt"]
+
+_SAME_S: Final = 1.0
+"""Time in which signals are one: a launcher passes on those that its ranks may have got, too."""
+_receivers: list[Callable[[], object]] = []
+"""Called in place of ending this process; see `passing_on`."""
 
 
 def terminate_as_interrupt() -> None:
@@ -12,3 +22,70 @@ def terminate_as_interrupt() -> None:
 
 def _raise_interrupt(*_: object) -> None:
     raise KeyboardInterrupt
+
+
+class Asked:
+    """Calls a function at the first SIGTERM or SIGUSR1.
+
+    A SIGTERM that comes later than 1 s after that has its former effect. Only the main thread may
+    call the methods.
+
+    Args:
+        act: called by the signal's handler, once.
+    """
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self._act = act
+        self._at = math.inf
+        self._before: dict[int, object] = {}
+
+    def listen(self) -> None:
+        """Begin to listen."""
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            self._before[number] = signal.signal(number, self._take)
+
+    def stop(self) -> None:
+        """Give the signals their former effect."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._before = {}
+
+    def _take(self, number: int, _: object) -> None:
+        if self._at == math.inf:
+            self._at = time.monotonic()
+            self._act()
+        elif number == signal.SIGTERM and time.monotonic() > self._at + _SAME_S:
+            self.stop()
+            signal.raise_signal(number)
+
+
+@contextmanager
+def passing_on(enabled: bool) -> Iterator[None]:
+    """Within a `with` statement, the first SIGTERM or SIGUSR1 goes to the receivers in place of
+    ending this process; without a receiver, SIGTERM ends it."""
+    if not enabled:
+        yield
+        return
+
+    def act() -> None:
+        if not _receivers:
+            raise KeyboardInterrupt
+        for receiver in _receivers:
+            receiver()
+
+    asked = Asked(act)
+    asked.listen()
+    try:
+        yield
+    finally:
+        asked.stop()
+
+
+@contextmanager
+def receiving(receiver: Callable[[], object]) -> Iterator[None]:
+    """Within a `with` statement, have `passing_on` call a function."""
+    _receivers.append(receiver)
+    try:
+        yield
+    finally:
+        _receivers.remove(receiver)

@@ -175,7 +175,7 @@ def _checked(
     return rows
 
 
-_EVERY_STEP: Final = {"local-sgd": "local-sgd(1)", "diloco": "diloco(1)"}
+_EVERY_STEP: Final = {"local-sgd": "local-sgd(1)", "diloco": "diloco(1)", "noloco": "noloco(1)"}
 
 
 def _carried(

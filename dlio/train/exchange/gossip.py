@@ -10,12 +10,14 @@ without bound. `gossip(gradient)` is that variant. With a sparse compressor a me
 change of a rank's weights since the last step, minus the residual. Changes alone let ranks drift
 apart, too, so every REFRESH steps whole weights travel as bfloat16.
 
+`noloco` is gossip between random pairs after every `period` steps, whose mean goes to an outer
+optimizer; see `slow_weights`.
+
 Where ranks may be lost, nothing is merged before all messages of a step have arrived. After a loss
 messages under way are dropped, and each rank goes on with its own weights. Ranks that are behind
 exchange nothing until they have made as many steps as the furthest.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
@@ -30,48 +32,22 @@ from dlio.comm.progress import Progress
 from dlio.comm.recovery import Report
 from dlio.comm.waiting import await_end, leave
 from dlio.errors import PeerLost
-from dlio.plan.order import Order
 from dlio.train.cut import Cut
 from dlio.train.exchange.buckets import Bucket, Named, in_buckets
 from dlio.train.exchange.compress import Compressor, make_compressor
 from dlio.train.exchange.compress.layout import pieces_of
 from dlio.train.exchange.hearing import Hearing
 from dlio.train.exchange.joining import join_before_use
+from dlio.train.exchange.partners import partners
 from dlio.train.exchange.reshape_state import reshape_state
 from dlio.train.exchange.setting import Setting
+from dlio.train.exchange.slow_weights import SlowWeights
 
-__all__ = ["REFRESH", "Gossip", "partners"]
+__all__ = ["REFRESH", "Gossip"]
 
 REFRESH: Final = 64
 """Steps between two exchanges of whole weights, if only changes travel in between."""
-_ROTATIONS: Final = 64
-"""Length of the cycle of permutations."""
 _FIRST_TAG: Final = 1
-
-
-def partners(
-    step: int, rank: int, ranks: int, seed: int, topology: str = "dissemination"
-) -> tuple[int, int]:
-    """Return (rank to send to, rank to receive from) at a step; both `rank` if it has no partner.
-
-    Dissemination with rotation, arXiv 1803.05880. In a `hypercube` both are the same rank; unless
-    the number of ranks is a power of two, some ranks have no partner at some steps.
-    """
-    if ranks == 1:
-        return rank, rank
-    period = max(1, math.ceil(math.log2(ranks)))
-    rotation = step // period % _ROTATIONS
-    permutation = Order(ranks, seed, rotation).samples(np.arange(ranks, dtype=np.int64))
-    place = int(np.flatnonzero(permutation == rank)[0])
-    distance = 2 ** (step % period)
-    if topology == "hypercube":
-        other = place ^ distance
-        peer = int(permutation[other]) if other < ranks else rank
-        return peer, peer
-    return (
-        int(permutation[(place + distance) % ranks]),
-        int(permutation[(place - distance) % ranks]),
-    )
 
 
 class _Lane:
@@ -100,6 +76,17 @@ class _Lane:
         self.own = np.empty(0, np.float32)
         """Decoded values of this rank's own message; the merge moves weights by half of the
         difference between it and the partner's."""
+        self.outer: SlowWeights | None = None
+        if spec.merge == "outer-pairs":
+            self.read(self.outgoing)
+            self.outer = SlowWeights(self.outgoing.flat)
+
+    @staticmethod
+    @torch.no_grad()
+    def read(bucket: Bucket) -> None:
+        """Copy the parameters into a bucket."""
+        for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+            view.copy_(parameter)
 
 
 class Gossip:
@@ -181,7 +168,11 @@ class Gossip:
             self.finish()
 
     def after_step(self) -> None:
-        if self._lanes and self._spec.payload != "gradient":
+        if not self._lanes or self._spec.payload == "gradient":
+            return
+        if (self.step + 1) % self._spec.period:
+            self.step += 1
+        else:
             # The first layers are used first, and the last bucket holds them: send it first.
             whole = self._spec.payload == "weight" or self.step % REFRESH == REFRESH - 1
             self._send(tuple(reversed(range(len(self._lanes)))), whole)
@@ -200,7 +191,8 @@ class Gossip:
             hook.remove()
         self._make_lanes()
         after = [lane.outgoing for lane in self._lanes]
-        self._load(reshape_state(state, before, after, cuts, ("owed", "before")))
+        # Slow weights begin anew: what makes up for removed neurons must not count as training.
+        self._load(reshape_state(state, before, after, cuts, ("owed", "before", "velocity")))
 
     def state(self) -> dict[str, torch.Tensor]:
         self.finish()
@@ -212,6 +204,9 @@ class Gossip:
                 state[f"codec/{number}"] = torch.from_numpy(lane.codec.state())
             if len(lane.before):
                 state[f"before/{number}"] = torch.from_numpy(lane.before)
+            if lane.outer is not None:
+                state[f"slow/{number}"] = lane.outer.slow
+                state[f"velocity/{number}"] = lane.outer.velocity
         return state
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -226,6 +221,11 @@ class Gossip:
             if lane.codec is not None and f"codec/{number}" in state:
                 lane.codec.load_state(state[f"codec/{number}"].numpy())
             lane.before = state.get(f"before/{number}", torch.empty(0)).numpy().copy()
+            if lane.outer is not None:
+                lane.read(lane.outgoing)
+                outer = SlowWeights(state.get(f"slow/{number}", lane.outgoing.flat))
+                outer.velocity.copy_(state.get(f"velocity/{number}", outer.velocity))
+                lane.outer = outer
 
     def statistics(self) -> dict[str, float]:
         return {
@@ -290,7 +290,8 @@ class Gossip:
         there, here = own, own
         if self.step >= self._resume:
             seed, topology = self._setting.seed, self._spec.topology
-            there, here = partners(self.step, own, len(places), seed, topology)
+            turn = self.step // self._spec.period
+            there, here = partners(turn, own, len(places), seed, topology)
         to, source = places[there][0], places[here][0]
         self._sources = self.hearing.members(places[here]) if here != own else ()
         self.step += 1
@@ -299,9 +300,10 @@ class Gossip:
             lane = self._lanes[number]
             self._fill(lane)
             if to == comm.rank:
-                if self._onward is not None:
+                if self._onward is not None or lane.outer is not None:
                     lane.incoming.flat.copy_(lane.outgoing.flat)
-                    self._onward(number, lane.incoming)
+                    lane.merged = lane.outer is not None
+                    self._pass_on(number)
                 lane.before = lane.outgoing.array.copy() if lane.whole is not None else lane.before
                 continue
             codec = lane.whole if whole and lane.whole is not None else lane.codec
@@ -326,10 +328,11 @@ class Gossip:
     def _fill(self, lane: _Lane) -> None:
         """Copy weights or gradients into the outgoing bucket."""
         out = lane.outgoing
+        if self._spec.payload != "gradient":
+            lane.read(out)
+            return
         for parameter, view in zip(out.parameters, out.views, strict=True):
-            if self._spec.payload != "gradient":
-                view.copy_(parameter)
-            elif parameter.grad is None:
+            if parameter.grad is None:
                 view.zero_()
             else:
                 view.copy_(parameter.grad)
@@ -380,16 +383,26 @@ class Gossip:
         self._comm.wait(lane.requests, "weights of a gossip partner")
         self._wait_s += time.perf_counter() - started
         lane.requests, lane.under_way, lane.merged = [], False, True
-        if self._onward is not None:
+        if self._onward is not None or lane.outer is not None:
             self._merge(lane, into_parameters=False)
+            self._pass_on(number)
+
+    def _pass_on(self, number: int) -> None:
+        """Call `onward` with a bucket's mean, after the outer optimizer if there is one."""
+        lane = self._lanes[number]
+        if self._onward is not None:
+            if lane.outer is not None:
+                lane.outer.step(lane.incoming.flat)
             self._onward(number, lane.incoming)
 
     @torch.no_grad()
     def _take(self, lane: _Lane) -> None:
         """Write merged values into the parameters or their gradients."""
-        if self._onward is None:
+        if self._onward is None and lane.outer is None:
             self._merge(lane, into_parameters=True)
         else:
+            if self._onward is None and lane.outer is not None:
+                lane.outer.step(lane.incoming.flat)
             for target, view in zip(self._targets(lane), lane.incoming.views, strict=True):
                 target.copy_(view)
         if lane.whole is not None:

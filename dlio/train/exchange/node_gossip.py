@@ -65,7 +65,7 @@ class NodeGossip:
         self._recovery = setting.recovery
         self.hearing = Hearing(setting.recovery)
         self._step = self._resume = 0
-        """Steps with an exchange between nodes, and those up to which nothing is exchanged."""
+        """Steps so far, and those up to which nothing is exchanged between nodes."""
         self._forwarder: _Forwarder | None = None
         self._between: Gossip | None = None
         self._follower: _Follower | None = None
@@ -123,7 +123,11 @@ class NodeGossip:
             self.finish()
 
     def after_step(self) -> None:
-        if not self._gradients:
+        if self._gradients:
+            return
+        if (self._step + 1) % self._setting.spec.period:
+            self._step += 1
+        else:
             self._exchange()
 
     def _exchange(self) -> None:

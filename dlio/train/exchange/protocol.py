@@ -10,7 +10,7 @@
 Every exchange is an `Exchange`. Each further protocol adds the calls of one place, and an exchange
 implements only those at which it acts:
 
-| | `allreduce` etc. | `gossip` | `gossip`, nodes | `asgd` | `local-sgd`, `diloco` |
+| | `allreduce` etc. | `gossip`, `noloco` | the same, nodes | `asgd` | `local-sgd`, `diloco` |
 |---|---|---|---|---|---|
 | `Exchange` | x | x | x | x | x |
 | `GradientExchange` | x | | x | | |

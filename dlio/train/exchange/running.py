@@ -164,10 +164,11 @@ def make_exchange(setting: Setting, named: Named, modules: Iterable[nn.Module]) 
 
     spec = setting.spec
     nodes = len(set(setting.node_of.tolist()))
-    if spec.merge == "half" and not spec.flat and 1 < nodes < setting.comm.size:
+    gossips = spec.merge in ("half", "outer-pairs")
+    if gossips and not spec.flat and 1 < nodes < setting.comm.size:
         return NodeGossip(named, modules, setting)
     own = replace(setting, comm=setting.comm.dup())
-    if spec.merge == "half":
+    if gossips:
         # With one node, or one rank per node, gossip is between ranks.
         return Gossip(named, modules, own)
     if spec.merge == "parzen":

@@ -102,7 +102,8 @@ def make_sum(setting: Setting, tensors: Tensors, tag: int) -> Sum:
         return RoutedSum(setting, tensors, tag)
     if spec.compressor is not None:
         keeps = setting.recovery is not None
-        return QuantisedAllreduce(comm, tensors, spec.compressor, tag, setting.scratch, keeps)
+        scratch, decay = setting.scratch, spec.decay
+        return QuantisedAllreduce(comm, tensors, spec.compressor, tag, scratch, keeps, decay)
     return AllreduceSum(comm)
 
 

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -12,6 +12,7 @@ from dlio.comm import Communicator
 from dlio.plan.order import share
 from dlio.train.exchange import RunningExchange
 from dlio.train.exchange.buckets import averaged_state, consensus_distance
+from dlio.train.exchange.partners import partners
 from tests.train.exchange.training import (
     BATCH,
     FEATURES,
@@ -148,6 +149,70 @@ def check_asgd(comm: Communicator) -> None:
         assert 0 < counts["messages"] <= 2 * 70
 
 
+def check_noloco(comm: Communicator) -> None:
+    """Weights follow the formula of arXiv 2506.10911, written out for all ranks in one place."""
+    momentum, rate, keeps = 0.5, 0.7, 0.7
+    period, rounds = 3, 4
+    net = make_net(1)
+    exchange = started(f"noloco({period})", net, comm, seed=5)
+    trained = parameters_of(net)
+    slow = [_flat(trained)] * comm.size
+    velocity = [torch.zeros_like(slow[0])] * comm.size
+    for turn in range(rounds):
+        for step in range(period):
+            with torch.no_grad():
+                for parameter in trained:
+                    parameter += 0.01 * (comm.rank + 1) * (turn + 1) * (step - 0.2)
+            exchange.after_step()
+            if step < period - 1:
+                assert exchange.statistics()["messages"] <= turn * 3
+        train = sum(0.01 * (turn + 1) * (step - 0.2) for step in range(period))
+        fast = [slow[rank] + train * (rank + 1) for rank in range(comm.size)]
+        pairs = [
+            partners(turn, rank, comm.size, 5, "pairs")[0] if comm.size > 1 else 0
+            for rank in range(comm.size)
+        ]
+        moves = [
+            momentum * velocity[rank]
+            + rate * ((fast[rank] - slow[rank]) + (fast[pair] - slow[pair])) / 2
+            - keeps * (slow[rank] - (slow[rank] + slow[pair]) / 2)
+            for rank, pair in enumerate(pairs)
+        ]
+        if comm.size > 1:
+            slow = [each + move for each, move in zip(slow, moves, strict=True)]
+            velocity = moves
+        else:
+            slow = fast
+        exchange.finish()
+        away = float((_flat(trained) - slow[comm.rank]).abs().max())
+        assert away < 1e-5, f"round {turn}: {away} from the formula"
+    sent = sum(
+        partners(turn, comm.rank, comm.size, 5, "pairs")[0] != comm.rank for turn in range(rounds)
+    )
+    assert exchange.statistics()["messages"] == 3 * sent
+    assert exchange.statistics()["bytes"] == 4 * len(slow[0]) * sent
+    exchange.close()
+
+
+def _flat(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    return torch.cat([each.detach().reshape(-1) for each in parameters])
+
+
+def check_noloco_trains(comm: Communicator) -> None:
+    """Ranks that train on different samples stay close, also with compressed messages."""
+    alone = make_net(1)
+    _train_apart(alone, None, comm)
+    apart = consensus_distance(alone, averaged_state(alone, comm), comm)
+    for name in ("noloco(5)", "noloco(5)+bf16", "noloco(5)+int8"):
+        net = make_net(1)
+        exchange = started(name, net, comm)
+        _train_apart(net, exchange, comm)
+        exchange.finish()
+        together = consensus_distance(net, averaged_state(net, comm), comm)
+        assert together < 0.7 * apart, f"{name}: distance {together}, {apart} without"
+        exchange.close()
+
+
 def _taught(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw samples labelled by a linear teacher, so that ranks' steps have a common direction."""
     inputs, _ = samples(seed, 64)
@@ -159,5 +224,7 @@ CHECKS: Final[dict[str, Callable[[Communicator], None]]] = {
     "gossip": check_gossip,
     "gossip_trains": check_gossip_trains,
     "gossips": check_gossips,
+    "noloco": check_noloco,
+    "noloco_trains": check_noloco_trains,
     "asgd": check_asgd,
 }

@@ -33,9 +33,9 @@ BODY = Path(__file__).with_name("exchange_checks.py")
         (2, ("allreduce", "shares", "skipped", "mean", "half", "gossip")),
         (3, ("allreduce", "shares", "mean", "gossip", "gossip_trains")),
         (4, ("gossip",)),
-        (2, ("sums", "compressed", "gossips", "distribute", "parts")),
-        (3, ("sums", "compressed", "asgd", "distribute")),
-        (4, ("sums", "gossips", "asgd")),
+        (2, ("sums", "compressed", "gossips", "noloco", "distribute", "parts")),
+        (3, ("sums", "compressed", "noloco", "asgd", "distribute")),
+        (4, ("sums", "gossips", "noloco", "noloco_trains", "asgd")),
     ],
 )
 @pytest.mark.daily("2-checks0", "3-checks1", "4-checks2", "2-checks3")

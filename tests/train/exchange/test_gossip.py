@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlio.train.exchange.gossip import partners
+from dlio.train.exchange.partners import partners
 
 SEEDS = st.integers(0, 2**64 - 1)
 STEPS = st.integers(0, 100_000)
@@ -46,6 +46,19 @@ def test_a_round_reaches_all_ranks_and_keeps_the_mean(ranks: int, turn: int, see
     assert (mixing > 0).all()
     assert np.allclose(mixing.sum(axis=0), 1)
     assert np.allclose(mixing.sum(axis=1), 1)
+
+
+@given(step=STEPS, ranks=st.integers(1, 40), seed=SEEDS)
+def test_pairs_leave_out_one_rank_at_most(step: int, ranks: int, seed: int) -> None:
+    pair = [partners(step, rank, ranks, seed, "pairs") for rank in range(ranks)]
+    assert all(to == source for to, source in pair)
+    assert all(pair[to][0] == rank for rank, (to, _) in enumerate(pair))
+    assert sum(to == rank for rank, (to, _) in enumerate(pair)) == ranks % 2
+
+
+def test_each_rank_meets_all_others_in_pairs() -> None:
+    met = {partners(step, 0, 8, 1, "pairs")[0] for step in range(64)}
+    assert met == set(range(1, 8))
 
 
 def test_partners_rotate() -> None:

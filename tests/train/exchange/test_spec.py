@@ -27,6 +27,7 @@ from dlio.train.exchange_spec import NAMES, parse_exchange
         ("local-sgd", "delta", "all", 8, None),
         ("diloco(50)+int8", "delta", "all", 50, "int8"),
         ("asgd+bf16", "weight", "random", 1, "bf16"),
+        ("noloco(50)+int8", "weight", "pairs", 50, "int8"),
     ],
 )
 def test_specifications_are_parsed(
@@ -64,7 +65,7 @@ def test_combinations_that_do_not_compose_are_refused_with_a_reason(text: str, w
 def test_all_other_combinations_compose() -> None:
     for name in NAMES:
         for compressor in COMPRESSORS:
-            if name != "asgd" or compressor in ("bf16", "fp16", "int8"):
+            if name not in ("asgd", "noloco") or compressor in ("bf16", "fp16", "int8"):
                 assert parse_exchange(f"{name}+{compressor}").compressor == compressor
 
 

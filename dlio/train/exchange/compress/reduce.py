@@ -96,6 +96,7 @@ class QuantisedAllreduce:
         tag: int,
         scratch: Scratch | None = None,
         keeps: bool = False,
+        decay: float = 1.0,
     ) -> None:
         self._comm = comm
         self._tag = tag
@@ -103,7 +104,7 @@ class QuantisedAllreduce:
         self._name, self._scratch = compressor, scratch or Scratch()
         self.entries = self._pieces[-1].stop if self._pieces else 0
         """Length of the region."""
-        self._residual = Residual(0 if comm.size == 1 else self.entries, keeps)
+        self._residual = Residual(0 if comm.size == 1 else self.entries, keeps, decay)
         self._share_requests: dict[int, Request] = {}
         self._sends: list[Request] = []
         self._phase = _Phase.IDLE

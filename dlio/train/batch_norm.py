@@ -1,0 +1,183 @@
+"""Batch normalisation over the samples of all ranks.
+
+A rank that normalises by its own samples has other statistics on another number of ranks, or when
+other samples come to it. `synchronised` normalises by the mean and variance of the global batch
+(Ioffe and Szegedy, arXiv 1502.03167, over ranks as in arXiv 1711.07240), so that the result is the
+same to rounding however samples are shared. Each layer costs one sum over ranks in the forward
+pass and one in the backward pass, of two numbers per channel; ranks wait for it.
+
+Sums are of float64, so that their rounding does not depend on how samples are shared.
+"""
+
+from typing import Any, Final, cast
+
+import numpy as np
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from dlio.comm import Communicator
+from dlio.train.exchange.buckets import averaged_state, broadcast_tensors
+
+__all__ = ["mean_state", "statistics_of", "synchronised"]
+
+
+class _Ranks:
+    """A communicator in modules, which copies of a module share."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def __deepcopy__(self, memo: object) -> "_Ranks":
+        return self
+
+    def sum(self, *parts: torch.Tensor) -> list[torch.Tensor]:
+        """Return the sums over ranks of float64 tensors, on their device. Collective."""
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        array = np.ascontiguousarray(flat.cpu().numpy())
+        self._comm.wait([self._comm.iallreduce(array)], "batch statistics of the other ranks")
+        total = torch.from_numpy(array).to(flat.device)
+        return list(torch.split(total, [part.numel() for part in parts]))
+
+
+class _Normalise(torch.autograd.Function):
+    """Normalise x, shape (n, channels, ...), by the statistics of all ranks' samples."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        layer: "_Synchronised",
+    ) -> torch.Tensor:
+        rest = [0, *range(2, x.ndim)]
+        shape = [1, -1, *[1] * (x.ndim - 2)]
+        wide = torch.float64
+        count = torch.full((1,), x.numel() // x.shape[1], dtype=wide, device=x.device)
+        sums = x.sum(rest, dtype=wide), x.square().sum(rest, dtype=wide)
+        count, total, squares = layer.ranks.sum(count, *sums)
+        samples = count.clamp(min=1.0)
+        mean = total / samples
+        variance = (squares / samples - mean.square()).clamp(min=0.0)
+        layer.note(mean, variance * samples / (samples - 1.0).clamp(min=1.0))
+        scale = (variance + layer.eps).rsqrt().to(x.dtype)
+        mean = mean.to(x.dtype)
+        ctx.save_for_backward(x, weight, mean, scale, samples)
+        ctx.layer, ctx.has_bias = layer, bias is not None
+        out = (x - mean.view(shape)).mul_((scale if weight is None else scale * weight).view(shape))
+        return out if bias is None else out.add_(bias.view(shape))
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, mean, scale, samples = ctx.saved_tensors
+        rest = [0, *range(2, x.ndim)]
+        shape = [1, -1, *[1] * (x.ndim - 2)]
+        normal = (x - mean.view(shape)).mul_(scale.view(shape))
+        of_bias = gradient.sum(rest, dtype=torch.float64)
+        of_weight = (gradient * normal).sum(rest, dtype=torch.float64)
+        # Parameters' gradients are this rank's: the exchange averages them.
+        means = [each / samples for each in ctx.layer.ranks.sum(of_bias, of_weight)]
+        mean_bias, mean_weight = (each.to(x.dtype).view(shape) for each in means)
+        factor = scale if weight is None else scale * weight
+        of_x = (gradient - mean_bias).sub_(normal.mul_(mean_weight)).mul_(factor.view(shape))
+        return (
+            of_x,
+            None if weight is None else of_weight.to(weight.dtype),
+            of_bias.to(x.dtype) if ctx.has_bias else None,
+            None,
+        )
+
+
+class _Synchronised(_BatchNorm):
+    """A batch normalisation whose statistics in training are those of all ranks."""
+
+    ranks: _Ranks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # x: (n, channels, ...) -> the same shape
+        if not self.training:
+            return super().forward(x)
+        self._check_input_dim(x)
+        normalised: torch.Tensor = _Normalise.apply(x, self.weight, self.bias, self)
+        return normalised
+
+    @torch.no_grad()
+    def note(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        """Take a batch's statistics into the running ones."""
+        if not self.track_running_stats:
+            return
+        running_mean, running_var = cast("torch.Tensor", self.running_mean), self.running_var
+        batches = cast("torch.Tensor", self.num_batches_tracked).add_(1)
+        momentum = 1.0 / float(batches) if self.momentum is None else self.momentum
+        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+        cast("torch.Tensor", running_var).lerp_(variance.to(running_mean.dtype), momentum)
+
+
+class _BatchNorm1d(_Synchronised, nn.BatchNorm1d):
+    pass
+
+
+class _BatchNorm2d(_Synchronised, nn.BatchNorm2d):
+    pass
+
+
+class _BatchNorm3d(_Synchronised, nn.BatchNorm3d):
+    pass
+
+
+_KINDS: Final = {
+    nn.BatchNorm1d: _BatchNorm1d,
+    nn.BatchNorm2d: _BatchNorm2d,
+    nn.BatchNorm3d: _BatchNorm3d,
+}
+
+
+def synchronised(model: nn.Module, comm: Communicator) -> Communicator | None:
+    """Have a model's batch normalisations use the samples of all ranks, in place. Collective.
+
+    All ranks then run each forward and backward pass together, also on empty batches.
+
+    Returns the communicator that they use, which the caller closes after the last pass; None, and
+    nothing changes, for one rank or a model without such layers.
+    """
+    layers = [module for module in model.modules() if type(module) in _KINDS]
+    if comm.size == 1 or not layers:
+        return None
+    own = comm.dup()
+    ranks = _Ranks(own)
+    for layer in layers:
+        layer.__class__ = _KINDS[type(layer)]  # Parameters, buffers, hooks and names stay.
+        cast("_Synchronised", layer).ranks = ranks
+    return own
+
+
+def mean_state(model: nn.Module, comm: Communicator, mode: str) -> dict[str, torch.Tensor]:
+    """Return the mean of the ranks' state dicts, on the host; integers are this rank's.
+    Collective.
+
+    Running statistics are averages over batches, so the mean over ranks of the last ones is the
+    running average of the ranks' means: nothing has to be sent in the steps between.
+
+    Args:
+        mode: `local` for the running statistics of rank 0's batch normalisations.
+    """
+    mean = averaged_state(model, comm)
+    if mode == "local":
+        own = model.state_dict()
+        for name in sorted(statistics_of(model)):
+            mean[name].copy_(own[name])
+            broadcast_tensors([mean[name]], comm)
+    return mean
+
+
+def statistics_of(model: nn.Module) -> frozenset[str]:
+    """Return the names, in the model's state, of the running statistics of its normalisations."""
+    return frozenset(
+        f"{name}.{buffer}" if name else buffer
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm)
+        for buffer, _ in module.named_buffers(recurse=False)
+    )

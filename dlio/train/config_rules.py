@@ -1,0 +1,133 @@
+"""Options of a training run that go together, or do not."""
+
+import re
+from datetime import datetime
+from typing import TYPE_CHECKING, Final
+
+from dlio.errors import UsageError
+from dlio.plan.block_order import window_of
+from dlio.plan.epoch import is_exact
+from dlio.train.exchange_spec import parse_exchange
+from dlio.train.leaving import seconds_until
+
+if TYPE_CHECKING:
+    from dlio.train.config import TrainConfig
+
+__all__ = ["check_together"]
+
+_UNORDERED: Final = ("half", "outer-pairs", "parzen")
+"""Merges whose result depends on when messages arrive."""
+_OF_ORDER: Final = ("--shuffle", "--source-order")
+_NO_NODE: Final = r"^$|^-|[^\w.\-]"
+"""Matches a name that is not a host's."""
+
+
+def check_together(config: "TrainConfig") -> None:
+    """Raise UsageError for options that need others, or do not go with others."""
+    spec = parse_exchange(config.exchange)
+    if config.check_weights is not None and not spec.alike:
+        raise UsageError(
+            f"--check-weights does not go with --exchange {config.exchange}, whose ranks have "
+            "different weights: choose one that sums gradients, such as allreduce"
+        )
+    if window_of(config.source_order) is not None and not is_exact(config.shuffle):
+        raise UsageError(
+            f"--source-order {config.source_order} goes with --shuffle batch or global"
+        )
+    if config.prune_tolerance is not None and config.prune == "off":
+        raise UsageError("--prune-tolerance needs --prune apoptosis, too")
+    if config.batch_norm == "sync":
+        unsuitable = {
+            f"--exchange {config.exchange}": not spec.alike,
+            f"--prune {config.prune}": config.prune != "off",
+            f"--fault-tolerance {config.fault_tolerance}": config.fault_tolerance != "off",
+        }
+        for option, chosen in unsuitable.items():
+            if chosen:
+                raise UsageError(
+                    f"--batch-norm sync does not go with {option}: leave one of them out"
+                )
+    _check_skipping(config)
+    _check_fault_tolerance(config)
+    _check_replay(config)
+
+
+def _check_replay(config: "TrainConfig") -> None:
+    if config.replay is None:
+        return
+    unsuitable = {
+        f"--exchange {config.exchange}": parse_exchange(config.exchange).merge in _UNORDERED,
+        "--checkpoint": config.checkpoint is not None,
+        "--balance": config.balance,
+        f"--prune {config.prune}": config.prune != "off",
+        "--skip-samples": config.skip_samples,
+    }
+    for option, chosen in unsuitable.items():
+        if chosen:
+            raise UsageError(
+                f"{option} does not go with --replay: its weights depend on more than the "
+                "batches that the trace has"
+            )
+
+
+def _check_nodes(config: "TrainConfig") -> None:
+    names = config.node_names
+    if len(set(names)) < len(names) or any(re.search(_NO_NODE, name) for name in names):
+        raise UsageError(f"--nodes {config.nodes}: give names of nodes, each once, such as a,b,c")
+    if config.fault_tolerance == "restart" and config.checkpoint is None:
+        raise UsageError("--fault-tolerance restart needs --checkpoint, too")
+    unsuitable = {
+        "--spares": config.spares > 0,
+        "--leave-at": config.leave_at is not None,
+        "--replay": config.replay is not None,
+        f"--shuffle {config.shuffle}": not is_exact(config.shuffle),
+        f"--source-order {config.source_order}": window_of(config.source_order) is not None,
+    }
+    again = config.fault_tolerance == "restart"
+    for option, chosen in unsuitable.items():
+        if chosen and (names or (again and not option.startswith(_OF_ORDER))):
+            chief = "--nodes" if names else "--fault-tolerance restart"
+            raise UsageError(f"{option} does not go with {chief} yet: leave one of them out")
+
+
+def _check_fault_tolerance(config: "TrainConfig") -> None:
+    _check_nodes(config)
+    if config.fault_tolerance == "off":
+        for option, chosen in (
+            ("--min-ranks", config.min_ranks > 1),
+            ("--on-loss", config.on_loss != "keep"),
+            ("--spares", config.spares > 0),
+            ("--leave-at", config.leave_at is not None),
+            ("--hang-after", config.hang_after is not None),
+            ("--evict-slow", config.evict_slow),
+        ):
+            if chosen:
+                raise UsageError(f"{option} needs --fault-tolerance shrink, too")
+    elif config.checkpoint_minutes is not None:
+        raise UsageError(
+            f"--checkpoint-minutes does not go with --fault-tolerance {config.fault_tolerance} "
+            "yet: give --checkpoint-every"
+        )
+    if config.leave_at is not None:
+        seconds_until(config.leave_at, datetime.now())
+    unsuitable = {
+        f"--prune {config.prune}": config.prune != "off",
+        "--skip-samples": config.skip_samples,
+        "--balance": config.balance,
+        f"--shuffle {config.shuffle}": not is_exact(config.shuffle),
+    }
+    for option, chosen in unsuitable.items():
+        if chosen and config.spares:
+            raise UsageError(f"{option} does not go with --spares yet: leave one of them out")
+
+
+def _check_skipping(config: "TrainConfig") -> None:
+    from dlio.train.skipping.rule import SHARE
+
+    if config.skip_share is not None and config.skip_share > SHARE:
+        raise UsageError(f"--skip-share {config.skip_share}: give a share above 0, up to {SHARE}")
+    if config.skip_samples and config.epochs < 3:
+        raise UsageError(
+            f"--skip-samples with --epochs {config.epochs}: the first epoch and the last see all "
+            "samples; give 3 or more, and 8 to save time"
+        )

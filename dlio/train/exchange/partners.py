@@ -1,0 +1,39 @@
+"""The rank that each rank exchanges with at a step. Pure."""
+
+import math
+from typing import Final
+
+import numpy as np
+
+from dlio.plan.order import Order
+
+__all__ = ["partners"]
+
+_ROTATIONS: Final = 64
+"""Length of the cycle of permutations."""
+
+
+def partners(
+    step: int, rank: int, ranks: int, seed: int, topology: str = "dissemination"
+) -> tuple[int, int]:
+    """Return (rank to send to, rank to receive from) at a step; both `rank` if it has no partner.
+
+    Dissemination with rotation, arXiv 1803.05880. In a `hypercube` both are the same rank; unless
+    the number of ranks is a power of two, some ranks have no partner at some steps. `pairs` are
+    random ones at each step, as in arXiv 2506.10911; of an odd number of ranks one has none.
+    """
+    if ranks == 1:
+        return rank, rank
+    period = 1 if topology == "pairs" else max(1, math.ceil(math.log2(ranks)))
+    rotation = step // period % _ROTATIONS
+    permutation = Order(ranks, seed, rotation).samples(np.arange(ranks, dtype=np.int64))
+    place = int(np.flatnonzero(permutation == rank)[0])
+    distance = 2 ** (step % period)
+    if topology in ("hypercube", "pairs"):
+        other = place ^ distance
+        peer = int(permutation[other]) if other < ranks else rank
+        return peer, peer
+    return (
+        int(permutation[(place + distance) % ranks]),
+        int(permutation[(place - distance) % ranks]),
+    )

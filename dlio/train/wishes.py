@@ -1,0 +1,164 @@
+"""Wishes of any rank, such as "end with a checkpoint", on which all ranks act after the same step.
+
+Training is asynchronous, so no rank may wait for an answer. There are two ways to agree without:
+
+- `WishesInTurn`, where ranks wait for each other anyway. At every `every`-th step a rank starts a
+  maximum over all ranks of its wishes, and takes the one that it started `every` steps before. So
+  all ranks learn of a wish at the same step, at most `2 every` steps after it was made, and a rank
+  waits only for one that is `every` steps behind.
+- `WishesToAll`, where ranks never wait within an epoch (asgd). A wish travels in ceil(log2 p)
+  hops. Ranks that know of it agree on the step of the furthest, and go on to it. The first rank at
+  the end of an epoch has them do so, too: from then on it waits for the others.
+"""
+
+import math
+from enum import IntFlag
+from typing import Final, Protocol
+
+import numpy as np
+
+from dlio.comm import Communicator, Request
+from dlio.comm.waiting import leave
+from dlio.train.exchange_spec import ExchangeSpec
+
+__all__ = ["Wish", "Wishes", "WishesInTurn", "WishesToAll", "make_wishes"]
+
+_GOSSIP_STEPS: Final = 8
+"""Steps by which ranks may be apart that wait only for some of the others."""
+_TAG: Final = 1
+
+
+class Wish(IntFlag):
+    """What ranks may wish for."""
+
+    NONE = 0
+    SAVE = 1
+    """Write a checkpoint."""
+    END = 2
+    """Write a checkpoint and end, to be resumed."""
+
+
+class Wishes(Protocol):
+    """The wishes of all ranks. One thread uses it; `wish` may be called by a signal's handler."""
+
+    def wish(self, wish: Wish) -> None:
+        """Ask all ranks for something."""
+
+    def after_step(self, step: int, ends_epoch: bool) -> Wish:
+        """Return what all ranks do after this step. Called after each step, on all ranks.
+
+        Args:
+            step: number of the optimizer's step, from 1.
+            ends_epoch: it is the epoch's last one, after which all ranks wait for each other.
+        """
+
+    def close(self) -> None:
+        """Give up what is under way. Collective."""
+
+
+def make_wishes(comm: Communicator, spec: ExchangeSpec) -> Wishes:
+    """Return the wishes of ranks that exchange in some way. Collective."""
+    if spec.merge == "parzen":
+        return WishesToAll(comm)
+    return WishesInTurn(comm, 1 if spec.alike else min(_GOSSIP_STEPS, spec.period or 1))
+
+
+class WishesInTurn:
+    """Wishes of ranks that wait for each other at least every few steps.
+
+    Args:
+        comm: duplicated.
+        every: steps between two looks.
+    """
+
+    def __init__(self, comm: Communicator, every: int) -> None:
+        self._comm, self._every = comm.dup(), every
+        self._mine = Wish.NONE
+        self._all = np.zeros(2, np.int64)
+        self._request: Request | None = None
+
+    def wish(self, wish: Wish) -> None:
+        self._mine |= wish
+
+    def after_step(self, step: int, ends_epoch: bool) -> Wish:
+        if step % self._every:
+            return Wish.NONE
+        agreed = Wish.NONE
+        if self._request is not None:
+            self._comm.wait([self._request], "the wishes of the other ranks")
+            self._request = None
+            agreed = (Wish.SAVE if self._all[0] else Wish.NONE) | (
+                Wish.END if self._all[1] else Wish.NONE
+            )
+            self._mine &= ~agreed
+        if not agreed & Wish.END:
+            self._all[:] = Wish.SAVE in self._mine, Wish.END in self._mine
+            self._request = self._comm.iallreduce(self._all, "max")
+        return agreed
+
+    def close(self) -> None:
+        if self._request is not None:
+            # All ranks have started it, unless one has failed.
+            self._comm.wait([self._request], "the wishes of the other ranks")
+            self._request = None
+        self._comm.close()
+
+
+class WishesToAll:
+    """Wishes of ranks that never wait for each other.
+
+    Args:
+        comm: duplicated.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm.dup()
+        hops = math.ceil(math.log2(comm.size)) if comm.size > 1 else 0
+        self._to = [(comm.rank + (1 << hop)) % comm.size for hop in range(hops)]
+        self._from = [(comm.rank - (1 << hop)) % comm.size for hop in range(hops)]
+        self._mine, self._known = Wish.NONE, Wish.NONE
+        """Wishes of this rank, and those that all know of."""
+        self._until = 0
+        """The step after which all act; 0 while nothing is wished for."""
+        self._listen()
+
+    def _listen(self) -> None:
+        self._arrived = [bytearray(1) for _ in self._from]
+        self._receives = [
+            self._comm.irecv(into, source, _TAG + hop)
+            for hop, (into, source) in enumerate(zip(self._arrived, self._from, strict=True))
+        ]
+
+    def wish(self, wish: Wish) -> None:
+        self._mine |= wish
+
+    def after_step(self, step: int, ends_epoch: bool) -> Wish:
+        if not self._until:
+            heard = [receive.done() for receive in self._receives]
+            if not any(heard) and not self._mine and not ends_epoch:
+                return Wish.NONE
+            self._agree(step)
+        if step < self._until:
+            return Wish.NONE
+        self._until = 0
+        return self._known
+
+    def _agree(self, step: int) -> None:
+        """Tell the others, and agree with them on what to do, and after which step."""
+        said = bytearray(1)
+        sends = [self._comm.isend(said, to, _TAG + hop) for hop, to in enumerate(self._to)]
+        self._comm.wait([*sends, *self._receives], "the wishes of the other ranks")
+        furthest = np.array([step, Wish.SAVE in self._mine, Wish.END in self._mine], np.int64)
+        self._comm.wait([self._comm.iallreduce(furthest, "max")], "the steps of the other ranks")
+        self._until = int(furthest[0])
+        self._known = (Wish.SAVE if furthest[1] else Wish.NONE) | (
+            Wish.END if furthest[2] else Wish.NONE
+        )
+        self._mine &= ~self._known
+        self._listen()
+
+    def close(self) -> None:
+        for receive, into in zip(self._receives, self._arrived, strict=True):
+            if not receive.done() and not receive.cancel():
+                leave(receive, into)
+        self._comm.close()
