@@ -88,7 +88,7 @@ def _is_finished(config: TrainConfig) -> bool:
     """True if a run to resume has no epoch left, and nothing else to write."""
     if not config.resume or config.checkpoint is None or config.save or config.report:
         return False
-    return finished_epochs(config.checkpoint) >= config.epochs
+    return finished_epochs(config.checkpoint, config) >= config.epochs
 
 
 def train_rank(config: TrainConfig) -> None:

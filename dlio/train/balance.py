@@ -23,7 +23,7 @@ from dlio.train.model import normalised
 from dlio.train.precision import Precision
 from dlio.train.report import RankSpeed
 
-__all__ = ["Balancer", "Clock", "Cost", "Sharing", "balanced_shares"]
+__all__ = ["Balancer", "Clock", "Cost", "Sharing", "balanced_shares", "timed_pass"]
 
 _DAMPING: Final = 0.5
 """Weight of an epoch's measurement against the earlier estimate."""

@@ -14,7 +14,6 @@ from typing import Any, Final, cast
 import numpy as np
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dlio.comm import Communicator
@@ -70,7 +69,6 @@ class _Normalise(torch.autograd.Function):
         return out if bias is None else out.add_(bias.view(shape))
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, mean, scale, samples = ctx.saved_tensors
         rest = [0, *range(2, x.ndim)]
@@ -100,8 +98,10 @@ class _Synchronised(_BatchNorm):
         # x: (n, channels, ...) -> the same shape
         if not self.training:
             return super().forward(x)
-        self._check_input_dim(x)
-        normalised: torch.Tensor = _Normalise.apply(x, self.weight, self.bias, self)
+        function: Any = _Normalise  # torch annotates neither `apply` nor the check.
+        untyped: Any = self
+        untyped._check_input_dim(x)
+        normalised: torch.Tensor = function.apply(x, self.weight, self.bias, self)
         return normalised
 
     @torch.no_grad()
@@ -128,7 +128,7 @@ class _BatchNorm3d(_Synchronised, nn.BatchNorm3d):
     pass
 
 
-_KINDS: Final = {
+_KINDS: Final[dict[type[nn.Module], type[_Synchronised]]] = {
     nn.BatchNorm1d: _BatchNorm1d,
     nn.BatchNorm2d: _BatchNorm2d,
     nn.BatchNorm3d: _BatchNorm3d,

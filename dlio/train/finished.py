@@ -3,20 +3,28 @@
 import json
 import os
 from contextlib import suppress
+from typing import TYPE_CHECKING, Final
 
-__all__ = ["finished_epochs"]
+if TYPE_CHECKING:
+    from dlio.train.config import TrainConfig
+
+__all__ = ["FIXED", "finished_epochs"]
+
+FIXED: Final = ("model", "optimizer", "image_size", "seed")
+"""Options that cannot change when a run is resumed."""
 
 
-def finished_epochs(folder: str) -> int:
+def finished_epochs(folder: str, config: "TrainConfig") -> int:
     """Return the number of epochs that the newest checkpoint in a folder has finished.
 
-    0 if there is none, if it is within a later epoch, or if it cannot be read: a run that resumes
-    says why.
+    0 if there is none, if it is within a later epoch, of another run, or cannot be read: a run that
+    resumes says why.
     """
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         newest = max(name for name in os.listdir(folder) if name.startswith("step-"))
         with open(os.path.join(folder, newest, "about.json"), encoding="utf-8") as file:
             about = json.load(file)
-        if about["loader"]["position"] == 0:
+        is_of_run = all(about[name] == getattr(config, name) for name in FIXED)
+        if is_of_run and about["loader"]["position"] == 0:
             return len(about["epochs"])
     return 0

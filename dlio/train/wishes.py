@@ -29,7 +29,7 @@ _TAG: Final = 1
 
 
 class Wish(IntFlag):
-    """What ranks may wish for."""
+    """A request of a rank to all."""
 
     NONE = 0
     SAVE = 1
@@ -45,7 +45,7 @@ class Wishes(Protocol):
         """Ask all ranks for something."""
 
     def after_step(self, step: int, ends_epoch: bool) -> Wish:
-        """Return what all ranks do after this step. Called after each step, on all ranks.
+        """Return the wishes that all ranks act on after this step. Called after each step, on all ranks.
 
         Args:
             step: number of the optimizer's step, from 1.
@@ -144,7 +144,7 @@ class WishesToAll:
         return self._known
 
     def _agree(self, step: int) -> None:
-        """Tell the others, and agree with them on what to do, and after which step."""
+        """Tell the others, and agree with them on the wishes, and on the step to act after."""
         said = bytearray(1)
         sends = [self._comm.isend(said, to, _TAG + hop) for hop, to in enumerate(self._to)]
         self._comm.wait([*sends, *self._receives], "the wishes of the other ranks")

@@ -5,7 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
 
 __all__ = ["Asked", "passing_on", "receiving", "terminate_as_interrupt"]
 
@@ -37,7 +37,7 @@ class Asked:
     def __init__(self, act: Callable[[], object]) -> None:
         self._act = act
         self._at = math.inf
-        self._before: dict[int, object] = {}
+        self._before: dict[int, Any] = {}
 
     def listen(self) -> None:
         """Begin to listen."""
@@ -47,7 +47,7 @@ class Asked:
     def stop(self) -> None:
         """Give the signals their former effect."""
         for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(number, handler)
         self._before = {}
 
     def _take(self, number: int, _: object) -> None:

@@ -14,7 +14,7 @@ from dlio.forecast.scaling import (
 )
 
 LINK = Link(1e-6, 1e-9, 1e-10)
-PERIODS = {"local-sgd": 8, "diloco": 32}
+PERIODS = {"local-sgd": 8, "diloco": 32, "noloco": 32}
 HERE = Cluster(LINK, per_node=4, cores=2)
 TWO = Cluster(LINK, per_node=2, cores=2)
 AWAY = Cluster(Link(1e-5, 1e-8, 1e-10), LINK, per_node=8)

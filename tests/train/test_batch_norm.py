@@ -2,6 +2,7 @@
 
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,6 @@ def test_one_rank_normalises_as_torch() -> None:
     "options",
     [{"exchange": "gossip"}, {"prune": "apoptosis"}, {"fault_tolerance": "shrink"}],
 )
-def test_what_does_not_go_together_is_refused(options: dict[str, str]) -> None:
+def test_options_that_do_not_go_together_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="--batch-norm sync does not go with"):
         TrainConfig(source="data", batch_norm="sync", **options)

@@ -54,6 +54,7 @@ def _forget_after(folder: Path, count: int) -> None:
     [
         ("allreduce", "resnet(width=4)", "fp32"),
         ("gossip", "nets:dropping", "fp32"),
+        ("noloco(3)", "nets:mlp", "fp32"),
         ("gossip", "nets:louder", "fp16"),
         ("local-sgd(4)+int8", "nets:mlp", "fp32"),
         ("allreduce+adaptive", "nets:mlp", "fp32"),

@@ -16,7 +16,7 @@ import re
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Final, Self
 
 import numpy as np
@@ -79,13 +79,17 @@ class StoredCheckpoint:
     names: frozenset[str]
     """Names of its tensors."""
     is_of_one_step: bool = True
+    verified: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
+    """Tensors that this rank has read to verify them."""
 
     def read(self, prefix: str) -> dict[str, torch.Tensor]:
         """Read the tensors whose names begin with `prefix`; return them without it.
 
         Raises SourceError.
         """
-        tensors = read_tensors(self.path, [name for name in self.names if name.startswith(prefix)])
+        wanted = [name for name in self.names if name.startswith(prefix)]
+        tensors = {name: self.verified[name] for name in wanted if name in self.verified}
+        tensors |= read_tensors(self.path, [name for name in wanted if name not in tensors])
         return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
@@ -176,7 +180,8 @@ class Checkpoints:
             try:
                 with parsing(path):
                     checkpoint = open_checkpoint(path)
-                    _verify(checkpoint, self._comm.rank, self._comm.size)
+                    verified = _verified(checkpoint, self._comm.rank, self._comm.size)
+                    checkpoint = replace(checkpoint, verified=verified)
             except SourceError as error:
                 damage = str(error)
             damages = [text for text in self._comm.allgather(damage) if text]
@@ -382,8 +387,12 @@ def _sums(path: str, about: Mapping[str, object]) -> dict[str, str]:
     return {"about": xxhash.xxh3_64_hexdigest(text), "contents": xxhash.xxh3_64_hexdigest(table)}
 
 
-def _verify(checkpoint: StoredCheckpoint, rank: int, ranks: int) -> None:
-    """Compare checksums; each rank verifies a share of the saved ranks. Raises SourceError."""
+def _verified(checkpoint: StoredCheckpoint, rank: int, ranks: int) -> Tensors:
+    """Return tensors whose checksums are right, of the saved ranks that this rank verifies.
+
+    Raises SourceError for a damaged one.
+    """
+    whole: dict[str, torch.Tensor] = {}
     path, saved_ranks = checkpoint.path, checkpoint.ranks
     sizes = {name: entry.size.numel() for name, entry in contents(path).items()}
     for saved in range(rank, saved_ranks, ranks):
@@ -394,6 +403,8 @@ def _verify(checkpoint: StoredCheckpoint, rank: int, ranks: int) -> None:
         tensors = read_tensors(path, [*names, name])
         if not torch.equal(tensors.pop(name), _checksum(tensors)):
             raise SourceError(f"{path}: the checkpoint is damaged: its checksum differs")
+        whole |= tensors
+    return whole
 
 
 def _written_by(sizes: Mapping[str, int], rank: int, ranks: int) -> set[str]:

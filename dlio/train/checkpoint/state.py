@@ -7,6 +7,7 @@ from typing import Any, Final, NotRequired, Protocol, TypedDict, cast
 import torch
 
 from dlio.errors import UsageError
+from dlio.train.finished import FIXED
 from dlio.train.pruner import PrunerState
 from dlio.train.report import EpochReport
 from dlio.train.worker import Worker
@@ -15,8 +16,6 @@ __all__ = ["OWED", "RunState", "SavedState", "about", "changed_by_updates", "res
 
 OWED: Final = "/owed/"
 """Part of the names of error-feedback residuals in an exchange's state."""
-_FIXED: Final = ("model", "optimizer", "image_size", "seed")
-"""Options that cannot change when a run is resumed."""
 
 
 class SavedState(Protocol):
@@ -260,7 +259,7 @@ def _seen(checkpoint: SavedState, rank: int, ranks: int) -> torch.Tensor:
 def _check(run: Worker, checkpoint: SavedState) -> None:
     """Raise UsageError if the checkpoint was written with other options or other data."""
     config, path, about = run.config, checkpoint.path, _state(checkpoint)
-    for name in _FIXED:
+    for name in FIXED:
         if about[name] != getattr(config, name):
             raise UsageError(
                 f"--resume: {path} was written with --{name.replace('_', '-')} "

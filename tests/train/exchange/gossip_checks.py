@@ -179,7 +179,7 @@ def check_noloco(comm: Communicator) -> None:
             for rank, pair in enumerate(pairs)
         ]
         if comm.size > 1:
-            slow = [each + move for each, move in zip(slow, moves, strict=True)]
+            slow = [torch.add(*each) for each in zip(slow, moves, strict=True)]
             velocity = moves
         else:
             slow = fast

@@ -9,7 +9,7 @@ from tests.train.loss.conftest import Ran, Run, check_exact
 
 pytestmark = [pytest.mark.mpi, pytest.mark.cold]
 ALIKE = ["allreduce", "tree", "parameter-server", "allreduce+int8", "allreduce+onebit"]
-OTHERS = ["gossip", "asgd", "local-sgd(4)", "diloco(4)"]
+OTHERS = ["gossip", "noloco(4)", "asgd", "local-sgd(4)", "diloco(4)"]
 
 
 def _ranks_of(ran: Ran, kind: str) -> list[int]:
