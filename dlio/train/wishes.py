@@ -45,7 +45,9 @@ class Wishes(Protocol):
         """Ask all ranks for something."""
 
     def after_step(self, step: int, ends_epoch: bool) -> Wish:
-        """Return the wishes that all ranks act on after this step. Called after each step, on all ranks.
+        """Return the wishes that all ranks act on after this step.
+
+        Called after each step, on all ranks.
 
         Args:
             step: number of the optimizer's step, from 1.

@@ -61,7 +61,7 @@ def test_a_folder_that_another_run_has_is_not_removed(
 
 def test_a_missing_parent_is_named(tmp_path: Path) -> None:
     with (
-        pytest.raises(UsageError, match="create .*nowhere first"),
+        pytest.raises(UsageError, match=r"create .*nowhere first"),
         claimed(str(tmp_path / "nowhere" / "data"), keep=False),
     ):
         raise AssertionError("made a folder in a missing one")

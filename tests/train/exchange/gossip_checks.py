@@ -162,7 +162,7 @@ def check_noloco(comm: Communicator) -> None:
         for step in range(period):
             with torch.no_grad():
                 for parameter in trained:
-                    parameter += 0.01 * (comm.rank + 1) * (turn + 1) * (step - 0.2)
+                    parameter.add_(0.01 * (comm.rank + 1) * (turn + 1) * (step - 0.2))
             exchange.after_step()
             if step < period - 1:
                 assert exchange.statistics()["messages"] <= turn * 3
