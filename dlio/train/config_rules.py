@@ -2,16 +2,14 @@
 
 import re
 from datetime import datetime
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from dlio.errors import UsageError
 from dlio.plan.block_order import window_of
 from dlio.plan.epoch import is_exact
 from dlio.train.exchange_spec import parse_exchange
 from dlio.train.leaving import seconds_until
-
-if TYPE_CHECKING:
-    from dlio.train.config import TrainConfig
+from dlio.train.options import TrainOptions
 
 __all__ = ["check_together"]
 
@@ -22,7 +20,7 @@ _NO_NODE: Final = r"^$|^-|[^\w.\-]"
 """Matches a name that is not a host's."""
 
 
-def check_together(config: "TrainConfig") -> None:
+def check_together(config: TrainOptions) -> None:
     """Raise UsageError for options that need others, or do not go with others."""
     spec = parse_exchange(config.exchange)
     if config.check_weights is not None and not spec.alike:
@@ -52,7 +50,7 @@ def check_together(config: "TrainConfig") -> None:
     _check_replay(config)
 
 
-def _check_replay(config: "TrainConfig") -> None:
+def _check_replay(config: TrainOptions) -> None:
     if config.replay is None:
         return
     unsuitable = {
@@ -70,7 +68,7 @@ def _check_replay(config: "TrainConfig") -> None:
             )
 
 
-def _check_nodes(config: "TrainConfig") -> None:
+def _check_nodes(config: TrainOptions) -> None:
     names = config.node_names
     if len(set(names)) < len(names) or any(re.search(_NO_NODE, name) for name in names):
         raise UsageError(f"--nodes {config.nodes}: give names of nodes, each once, such as a,b,c")
@@ -90,7 +88,7 @@ def _check_nodes(config: "TrainConfig") -> None:
             raise UsageError(f"{option} does not go with {chief} yet: leave one of them out")
 
 
-def _check_fault_tolerance(config: "TrainConfig") -> None:
+def _check_fault_tolerance(config: TrainOptions) -> None:
     _check_nodes(config)
     if config.fault_tolerance == "off":
         for option, chosen in (
@@ -121,7 +119,7 @@ def _check_fault_tolerance(config: "TrainConfig") -> None:
             raise UsageError(f"{option} does not go with --spares yet: leave one of them out")
 
 
-def _check_skipping(config: "TrainConfig") -> None:
+def _check_skipping(config: TrainOptions) -> None:
     from dlio.train.skipping.rule import SHARE
 
     if config.skip_share is not None and config.skip_share > SHARE:

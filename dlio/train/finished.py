@@ -3,10 +3,9 @@
 import json
 import os
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-if TYPE_CHECKING:
-    from dlio.train.config import TrainConfig
+from dlio.train.options import TrainOptions
 
 __all__ = ["FIXED", "finished_epochs"]
 
@@ -14,7 +13,7 @@ FIXED: Final = ("model", "optimizer", "image_size", "seed")
 """Options that cannot change when a run is resumed."""
 
 
-def finished_epochs(folder: str, config: "TrainConfig") -> int:
+def finished_epochs(folder: str, config: TrainOptions) -> int:
     """Return the number of epochs that the newest checkpoint in a folder has finished.
 
     0 if there is none, if it is within a later epoch, of another run, or cannot be read: a run that

@@ -7,11 +7,37 @@ from torch import nn
 from dlio.errors import UsageError
 from dlio.train.model import MODELS, make_model
 
+SIDES = {"lenet": 32, "alexnet": 63, "resnet50": 32, "googlenet": 32, "vit": 32}
 
-@pytest.mark.parametrize("name", MODELS)
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "resnet"])
+def test_every_weight_of_a_network_of_the_field_learns(name: str) -> None:
+    side = SIDES[name]
+    model = make_model(name, 7, side)
+    logits = model(torch.rand(2, 3, side, side))
+    assert logits.shape == (2, 7)
+    nn.functional.cross_entropy(logits, torch.tensor([0, 6])).backward()  # type: ignore[no-untyped-call]
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "side", "says"),
+    [
+        ("lenet", 64, "--image-size 32"),
+        ("alexnet", 48, "63 or more"),
+        ("vit", 40, "multiple of 16"),
+    ],
+)
+def test_a_network_that_does_not_take_an_image_says_which_it_takes(
+    name: str, side: int, says: str
+) -> None:
+    with pytest.raises(UsageError, match=f"--model {name}: .*{says}"):
+        make_model(name, 7, side)
+
+
 @pytest.mark.parametrize("image_size", [64, 96, 224])
-def test_a_model_is_small_and_every_weight_learns(name: str, image_size: int) -> None:
-    model = make_model(name, 7, image_size).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+def test_a_model_is_small_and_every_weight_learns(image_size: int) -> None:
+    model = make_model("resnet", 7, image_size).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     images = torch.rand(2, 3, image_size, image_size).to(memory_format=torch.channels_last)
     logits = model(images)
     assert logits.shape == (2, 7)

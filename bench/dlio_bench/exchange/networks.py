@@ -6,56 +6,12 @@ import torch
 from torch import nn
 
 from dlio.errors import UsageError
-from dlio.train.model import SmallResNet
+from dlio.train.networks.residual import SmallResNet, resnet50
 
-__all__ = ["CLASSES", "IMAGE_SIZE", "Bottleneck", "batch", "make", "perceptron", "resnet50"]
+__all__ = ["CLASSES", "IMAGE_SIZE", "batch", "make", "perceptron"]
 
 CLASSES: Final = 40
 IMAGE_SIZE: Final = 64
-
-
-class Bottleneck(nn.Module):
-    """Three convolutions and a way around them (He et al., 2015)."""
-
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
-        super().__init__()
-        outputs = 4 * width
-        self.body = nn.Sequential(
-            nn.Conv2d(inputs, width, 1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(),
-            nn.Conv2d(width, width, 3, stride, 1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(),
-            nn.Conv2d(width, outputs, 1, bias=False),
-            nn.BatchNorm2d(outputs),
-        )
-        self.shortcut: nn.Module = nn.Identity()
-        if stride > 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
-            )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # x: (n, inputs, h, w) -> (n, 4 width, h / stride, w / stride)
-        return torch.relu(self.body(x) + self.shortcut(x))
-
-
-def resnet50(classes: int = 1000) -> nn.Sequential:
-    """He et al.'s network of 25.6 million parameters; arXiv 1512.03385, table 1."""
-    layers: list[nn.Module] = [
-        nn.Conv2d(3, 64, 7, 2, 3, bias=False),
-        nn.BatchNorm2d(64),
-        nn.ReLU(),
-        nn.MaxPool2d(3, 2, 1),
-    ]
-    inputs = 64
-    for width, count in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for number in range(count):
-            stride = 2 if number == 0 and width > 64 else 1
-            layers.append(Bottleneck(inputs, width, stride))
-            inputs = 4 * width
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
 
 
 def perceptron() -> nn.Sequential:

@@ -25,7 +25,7 @@ from dlio_bench.ranks import run
 from dlio_bench.results.terminal import show_figures
 from dlio_bench.results.values import Results, Waterfall
 from dlio_bench.training.measuring import batch_of, side_of
-from dlio_bench.training.networks.registry import make_batch, make_network
+from dlio_bench.training.networks import make_batch, make_network
 from dlio_bench.training.options import Options
 from dlio_bench.training.rank import exchange_of
 from dlio_bench.training.stepping import Loop

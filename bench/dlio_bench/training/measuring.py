@@ -11,7 +11,7 @@ from dlio.util.cores import available_cores
 from dlio.util.progress import Bar
 from dlio_bench.exchange.fitting import fit
 from dlio_bench.ranks import run
-from dlio_bench.training.networks.registry import NETWORKS
+from dlio_bench.training.networks import NETWORKS
 from dlio_bench.training.options import Options
 from dlio_bench.training.rank import NONE
 

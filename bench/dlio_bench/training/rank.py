@@ -28,7 +28,7 @@ from dlio.train.exchange.buckets import in_buckets, trainable
 from dlio.train.exchange.distribute import Distributed, distribute
 from dlio.train.exchange_spec import parse_exchange
 from dlio_bench.exchange.variants import nodes_for
-from dlio_bench.training.networks.registry import NETWORKS, make_batch, make_network
+from dlio_bench.training.networks import NETWORKS, make_batch, make_network
 from dlio_bench.training.stepping import Batches, Loop, Pass
 
 __all__ = ["NONE", "exchange_of", "main"]

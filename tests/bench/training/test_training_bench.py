@@ -18,7 +18,7 @@ from dlio_bench.training.ettr import ettr_figures, storm_options
 from dlio_bench.training.forecasting import cells
 from dlio_bench.training.measuring import Measured, Point, Times, batch_of
 from dlio_bench.training.names import NETWORK_NAMES
-from dlio_bench.training.networks.registry import NETWORKS, make_batch, make_network
+from dlio_bench.training.networks import NETWORKS, make_batch, make_network
 from dlio_bench.training.options import Options
 from dlio_bench.training.shown import curves, figures
 from dlio_bench.training.stepping import Loop

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dlio.errors import UsageError
-from dlio.train.model import SmallResNet
+from dlio.train.networks.residual import SmallResNet
 from dlio.train.pruning import PrunableGroups, find_groups
 from tests.train.pruning.networks import ACTIVATIONS, make
 

@@ -7,11 +7,11 @@ from typing import Final
 import torch
 from torch import nn
 
-from dlio_bench.exchange.networks import resnet50
-from dlio_bench.training.networks.convolutions import alexnet, googlenet, lenet
-from dlio_bench.training.networks.recurrent import LanguageModel
-from dlio_bench.training.networks.transformer import VisionTransformer
-from dlio_bench.training.networks.volumes import UNet3d
+from dlio.train.networks.convolutions import alexnet, googlenet, lenet
+from dlio.train.networks.recurrent import LanguageModel
+from dlio.train.networks.residual import resnet50
+from dlio.train.networks.transformer import VisionTransformer
+from dlio.train.networks.volumes import UNet3d
 
 __all__ = ["NETWORKS", "Network", "make_batch", "make_network"]
 

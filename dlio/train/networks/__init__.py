@@ -1,10 +1,12 @@
-"""Networks of the field, as their papers define them, and random batches for them.
+"""Networks of the field, as their papers define them.
 
 | module | holds |
 |---|---|
 | `convolutions` | LeNet-5, AlexNet, GoogLeNet |
+| `residual` | the small network for trials, and ResNet-50 |
 | `transformer`, `recurrent`, `volumes` | ViT, LSTM, 3-D U-Net |
-| `registry` | all by name, and their batches |
+
+`dlio.train.model` has those for images by name.
 """
 
 __all__: list[str] = []

@@ -6,14 +6,14 @@ from torch import nn
 __all__ = ["Inception", "alexnet", "googlenet", "lenet"]
 
 
-def lenet(classes: int = 10) -> nn.Sequential:
-    """LeNet-5 for images (n, 1, 32, 32): 61,706 parameters with 10 classes.
+def lenet(classes: int = 10, channels: int = 1) -> nn.Sequential:
+    """LeNet-5 for images (n, channels, 32, 32): 61,706 parameters with 10 classes and 1 channel.
 
     LeCun et al., "Gradient-based learning applied to document recognition" (1998), figure 2; with
     complete connections in C3, and a linear output, as is usual today.
     """
     return nn.Sequential(
-        nn.Conv2d(1, 6, 5),
+        nn.Conv2d(channels, 6, 5),
         nn.Tanh(),
         nn.AvgPool2d(2),
         nn.Conv2d(6, 16, 5),

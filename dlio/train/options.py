@@ -1,0 +1,388 @@
+"""The options of a training run."""
+
+from dataclasses import dataclass
+from typing import Annotated, Final, Literal
+
+from dlio.util.options import Option
+
+__all__ = ["MIN_IMAGE_SIZE", "MODEL_NAMES", "TrainOptions"]
+
+MIN_IMAGE_SIZE: Final = 32
+"""Pixels: of a smaller image too little is left after the strides of the model."""
+MODEL_NAMES: Final = ("resnet", "resnet50", "googlenet", "alexnet", "lenet", "vit")
+"""Models of `dlio.train.model` that --model takes, besides `module:factory`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOptions:
+    """The options of `dlio train`; `dlio.train.config.TrainConfig` has them checked."""
+
+    source: Annotated[
+        str,
+        Option(
+            "Training data: class folders of images, a packed data set, or a folder that holds "
+            "train/ and val/.",
+            positional=True,
+            metavar="SRC",
+        ),
+    ]
+    val: Annotated[
+        str | None,
+        Option("Held-out data set, evaluated after each epoch.", metavar="PATH"),
+    ] = None
+    epochs: Annotated[int, Option("Number of passes over the training data.", least=1)] = 3
+    batch_size: Annotated[
+        int, Option("Samples of each rank in one batch.", unit="samples", least=1)
+    ] = 32
+    accumulate: Annotated[
+        int,
+        Option("Batches whose gradients are added up before each step of the optimizer.", least=1),
+    ] = 1
+    model: Annotated[
+        str,
+        Option(
+            "Model to train: resnet, a small residual network for images of 64 to 224 pixels, "
+            "resnet(width=64) for a wider one, resnet50, googlenet, alexnet, lenet, vit, or "
+            "module:factory for your own. A factory is called with those of its parameters that "
+            "are named classes and image_size.",
+            metavar="MODEL",
+        ),
+    ] = "resnet"
+    image_size: Annotated[
+        int, Option("Side of the square crops.", unit="pixels", least=MIN_IMAGE_SIZE)
+    ] = 64
+    crop_scale: Annotated[
+        float,
+        Option(
+            "Smallest share of an image's area that a training crop covers; 0.08 is usual for "
+            "ImageNet, more for small images.",
+            above=0,
+            most=1,
+        ),
+    ] = 0.08
+    optimizer: Annotated[
+        str,
+        Option("Optimizer.", choices=("nesterov", "sgd", "adagrad", "rmsprop", "adam", "adamw")),
+    ] = "nesterov"
+    momentum: Annotated[
+        float, Option("Momentum of nesterov, sgd and rmsprop.", least=0, below=1)
+    ] = 0.9
+    weight_decay: Annotated[
+        float | None,
+        Option(
+            "Weight decay; biases and normalisation layers are left out.",
+            least=0,
+            default_text="usual for the optimizer",
+        ),
+    ] = None
+    clip: Annotated[
+        float | None,
+        Option("Largest L2 norm of a step's gradient; a longer gradient is scaled down.", above=0),
+    ] = None
+    precision: Annotated[
+        str,
+        Option(
+            "Number format of forward and backward passes. bf16 and fp16 are mixed: weights stay "
+            "float32.",
+            choices=("fp32", "bf16", "fp16"),
+        ),
+    ] = "fp32"
+    batch_norm: Annotated[
+        str,
+        Option(
+            "Statistics of batch normalisation. average: each rank normalises by its own samples, "
+            "and the ranks' running statistics are averaged. sync: ranks normalise by the whole "
+            "batch, so that results do not depend on the number of ranks and on which sample "
+            "comes to which; ranks wait for each other in each such layer. local: rank 0's "
+            "running statistics are taken.",
+            choices=("local", "average", "sync"),
+        ),
+    ] = "average"
+    prune: Annotated[
+        str,
+        Option(
+            "apoptosis: remove neurons that the network can do without, while it trains.",
+            choices=("off", "apoptosis"),
+        ),
+    ] = "off"
+    prune_tolerance: Annotated[
+        float | None,
+        Option(
+            "Held-out accuracy that pruning may cost.",
+            unit="percentage points",
+            least=0,
+            most=100,
+            default_text="0.5",
+        ),
+    ] = None
+    exchange: Annotated[
+        str,
+        Option(
+            "How ranks keep one model: allreduce, hierarchical, tree, parameter-server, gossip, "
+            "noloco(32), asgd, local-sgd(8) or diloco(32). A compressor may follow, as in "
+            "allreduce+int8: +bf16, +fp16, +int8, +onebit, +threshold or +adaptive.",
+            metavar="EXCHANGE",
+        ),
+    ] = "allreduce"
+    fault_tolerance: Annotated[
+        str,
+        Option(
+            "shrink: when ranks are lost, the others go on without them, in the same step; each "
+            "sample is still trained on exactly once. With --nodes, whole nodes may be lost, too. "
+            "restart: -n starts the ranks again, from the newest checkpoint or a copy in the "
+            "nodes' memory; for MPI libraries whose ranks do not survive each other (not in `dlio "
+            "run`). off: the run ends.",
+            choices=("off", "shrink", "restart"),
+        ),
+    ] = "off"
+    min_ranks: Annotated[
+        int, Option("Fewest ranks that go on with --fault-tolerance.", least=1)
+    ] = 1
+    nodes: Annotated[
+        str | None,
+        Option(
+            "Start ranks on these nodes, by ssh: names with commas between them.",
+            metavar="NODES",
+            default_text="this machine",
+        ),
+    ] = None
+    spares: Annotated[
+        int,
+        Option(
+            "Ranks to start beyond -n, which wait: each takes the place of a lost one with the "
+            "state of a peer, or joins by `dlio join`.",
+            least=0,
+        ),
+    ] = 0
+    leave_at: Annotated[
+        str | None,
+        Option(
+            "Time of day, such as 23:50, at which all ranks finish their batch, write a checkpoint "
+            "if --checkpoint is given, and end.",
+            metavar="HH:MM",
+            default_text="never",
+        ),
+    ] = None
+    on_loss: Annotated[
+        Literal["keep", "shrink"],
+        Option(
+            "After a loss, keep: the global batch and the learning rate stay, and each rank takes "
+            "more. shrink: batches of each rank stay, and the learning rate is that of fewer ranks."
+        ),
+    ] = "keep"
+    hang_after: Annotated[
+        float | None,
+        Option(
+            "Time without progress after which a rank that all others of its node wait for hangs "
+            "and is killed, with --fault-tolerance shrink; 0 for never.",
+            unit="seconds",
+            least=0,
+            default_text="the longer of 30 seconds and 20 steps",
+        ),
+    ] = None
+    evict_slow: Annotated[
+        bool,
+        Option(
+            "Go on without a rank that computes at less than a fifth of the others' speed, with "
+            "--fault-tolerance shrink."
+        ),
+    ] = False
+    check_weights: Annotated[
+        int | None,
+        Option(
+            "Steps of the optimizer between two comparisons of the ranks' weights. A rank that "
+            "differs from most gets theirs.",
+            unit="steps",
+            least=1,
+            default_text="never",
+        ),
+    ] = None
+    balance: Annotated[
+        bool,
+        Option(
+            "Give ranks that compute faster more of each global batch; with --shuffle batch or "
+            "global."
+        ),
+    ] = False
+    skip_samples: Annotated[
+        bool,
+        Option(
+            "Leave samples whose loss has stayed low out of epochs; the others are weighted so "
+            "that the gradient stays unbiased."
+        ),
+    ] = False
+    skip_share: Annotated[
+        float | None,
+        Option(
+            "Share of each epoch's samples to leave out, easy or not.",
+            above=0,
+            default_text="the easy samples, up to 0.6",
+            needs="skip_samples",
+        ),
+    ] = None
+    shuffle: Annotated[
+        str,
+        Option(
+            "batch: train each sample on a node that holds it. global: anywhere. local: on the "
+            "node that holds it, in all epochs. partial(0.1): as local, with a tenth of the "
+            "samples exchanged in each epoch. ring: each rank's samples go to the next rank for "
+            "the next epoch.",
+            metavar="MODE",
+        ),
+    ] = "batch"
+    source_order: Annotated[
+        str,
+        Option(
+            "How data that no tier holds is read. sample: one sample at a time, in the order of "
+            "training. block(16): whole blocks, once in an epoch, shuffled among 16 blocks; for "
+            "small samples.",
+            metavar="ORDER",
+        ),
+    ] = "sample"
+    pretend_nodes: Annotated[
+        int | None,
+        Option("Number of nodes to pretend: the ranks are divided into this many groups.", least=1),
+    ] = None
+    tiers: Annotated[
+        str | None,
+        Option(
+            "Tiers of each node, fastest first, such as ram:2GiB,/local/scratch:20GiB, or none.",
+            metavar="TIERS",
+            default_text="DLIO_TIERS, or RAM",
+        ),
+    ] = None
+    replica: Annotated[
+        tuple[str, ...],
+        Option(
+            "Another place that holds SRC; reads go to the fastest. Repeatable.", metavar="PATH"
+        ),
+    ] = ()
+    seed: Annotated[
+        int,
+        Option("Seed for sample order, crops and initial weights.", least=0, most=2**64 - 1),
+    ] = 0
+    lr: Annotated[
+        float | None,
+        Option(
+            "Peak learning rate.",
+            above=0,
+            default_text="usual for the optimizer, proportional to the root of the global batch",
+        ),
+    ] = None
+    workers: Annotated[int, Option("Decode threads of each rank.", unit="threads", least=1)] = 2
+    on_error: Annotated[
+        Literal["stop", "skip"],
+        Option("Action when a sample cannot be decoded: stop the run, or skip the sample."),
+    ] = "stop"
+    device: Annotated[
+        str,
+        Option("Device to train on: auto, cpu, cuda or cuda:N.", metavar="DEVICE"),
+    ] = "auto"
+    report: Annotated[
+        str | None, Option("Write a report of the run as JSON to this file.", metavar="FILE")
+    ] = None
+    trace_out: Annotated[
+        str | None,
+        Option(
+            "Write a trace of the loader's threads, for Perfetto, to this file.", metavar="FILE"
+        ),
+    ] = None
+    trace: Annotated[
+        str | None,
+        Option(
+            "Write the sample numbers of each step to this file, as JSON lines.", metavar="FILE"
+        ),
+    ] = None
+    replay: Annotated[
+        str | None,
+        Option(
+            "Train on the batches of the run that has written this file by --trace, on as many "
+            "ranks and with the same options: ranks leave where that run lost them, and the "
+            "weights become the same, bit for bit.",
+            metavar="FILE",
+        ),
+    ] = None
+    save: Annotated[
+        str | None, Option("Write the trained weights to this file.", metavar="FILE")
+    ] = None
+    checkpoint: Annotated[
+        str | None,
+        Option("Write checkpoints to this folder while training goes on.", metavar="FOLDER"),
+    ] = None
+    checkpoint_every: Annotated[
+        int | None,
+        Option(
+            "Steps of the optimizer between two checkpoints, in addition to the ends of epochs.",
+            unit="steps",
+            least=1,
+            default_text="ends of epochs only",
+            needs="checkpoint",
+        ),
+    ] = None
+    checkpoint_minutes: Annotated[
+        float | None,
+        Option(
+            "Time between two checkpoints, in addition to the ends of epochs.",
+            unit="minutes",
+            above=0,
+            default_text="ends of epochs only",
+            needs="checkpoint",
+        ),
+    ] = None
+    keep: Annotated[int, Option("Number of newest checkpoints to keep.", least=1)] = 2
+    resume: Annotated[
+        bool,
+        Option(
+            "Continue from the newest checkpoint in --checkpoint, if there is one.",
+            needs="checkpoint",
+        ),
+    ] = False
+    nan: Annotated[
+        str,
+        Option(
+            "Action when the loss is NaN or infinite: stop the run, skip the step, or continue "
+            "(off).",
+            choices=("stop", "skip", "off"),
+        ),
+    ] = "stop"
+    early_stopping: Annotated[
+        int | None,
+        Option(
+            "Stop after this many epochs without a better held-out accuracy.",
+            unit="epochs",
+            least=1,
+            default_text="never",
+        ),
+    ] = None
+    tensorboard: Annotated[
+        str | None, Option("Write curves for TensorBoard to this folder.", metavar="FOLDER")
+    ] = None
+    summaries: Annotated[
+        int | None,
+        Option(
+            "Steps between two histograms of weights and gradients in TensorBoard.",
+            unit="steps",
+            least=1,
+            default_text="no histograms",
+            needs="tensorboard",
+        ),
+    ] = None
+    dump_matrices: Annotated[
+        str | None,
+        Option(
+            "Write weights and gradients to this folder as .npy files, after each epoch.",
+            metavar="FOLDER",
+        ),
+    ] = None
+    callback: Annotated[
+        tuple[str, ...],
+        Option(
+            "Factory of a dlio.train.callbacks.Callback, as module:factory. Repeatable.",
+            metavar="FACTORY",
+        ),
+    ] = ()
+
+    @property
+    def node_names(self) -> tuple[str, ...]:
+        """The nodes of --nodes; none for this machine alone."""
+        return () if self.nodes is None else tuple(self.nodes.split(","))

@@ -1,0 +1,39 @@
+"""Networks of the field, each trained for a few hundred steps by `dlio train` on two ranks."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dlio.train.config import MODEL_NAMES
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.nightly
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", MODEL_NAMES)
+def test_a_few_hundred_steps_lower_the_loss(name: str, pictures: Path, tmp_path: Path) -> None:
+    paths = [str(ROOT), *(str(ROOT / room) for room in ("readers", "staging", "bench"))]
+    side = "32" if name == "lenet" else "64"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "dlio.cli", "train", str(pictures / "train"), "-n", "2"),
+            *("--model", name, "--image-size", side, "--batch-size", "4", "--epochs", "16"),
+            *("--optimizer", "adamw", "--lr", "0.0005", "--report", "r.json"),
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "DLIO_CACHE": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    epochs = json.loads((tmp_path / "r.json").read_text())["epochs"]
+    assert len(epochs) == 16  # Of 13 steps each.
+    losses = [epoch["loss"] for epoch in epochs]
+    assert losses[-1] < 0.9 * losses[0], losses
