@@ -38,6 +38,7 @@ CORE: Final[Mapping[str, str]] = {
     "run": "dlio.cli.run:command",
     "join": "dlio.cli.resize:join",
     "leave": "dlio.cli.resize:leave",
+    "export": "dlio.cli.export:command",
     "demo": "dlio.cli.demo:command",
     "ls": "dlio.cli.ls:command",
     "view": "dlio.cli.view:command",

@@ -15,10 +15,10 @@ from dlio.train.networks.residual import SmallResNet, resnet50
 from dlio.train.networks.transformer import VisionTransformer
 from dlio.util.arguments import unknown_word
 
-__all__ = ["MODELS", "find_model", "make_model", "normalised"]
+__all__ = ["MODELS", "PIXEL_MEAN", "PIXEL_STD", "find_model", "make_model", "normalised"]
 
-_MEAN: Final = (0.485, 0.456, 0.406)
-_STD: Final = (0.229, 0.224, 0.225)
+PIXEL_MEAN: Final = (0.485, 0.456, 0.406)
+PIXEL_STD: Final = (0.229, 0.224, 0.225)
 """Mean and standard deviation of ImageNet's pixels, per channel, as torchvision uses them."""
 
 
@@ -36,7 +36,7 @@ def normalised(images: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @cache
 def _pixels(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    mean, std = (torch.tensor(each, device=device).view(1, 3, 1, 1) * 255 for each in (_MEAN, _STD))
+    mean, std = (torch.tensor(each, device=device).view(1, 3, 1, 1) * 255 for each in (PIXEL_MEAN, PIXEL_STD))
     return mean, std
 
 

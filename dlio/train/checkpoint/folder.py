@@ -92,6 +92,10 @@ class StoredCheckpoint:
         tensors |= read_tensors(self.path, [name for name in wanted if name not in tensors])
         return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
+    def verify(self) -> None:
+        """Compare the checksums of all tensors. Raises SourceError."""
+        _verify(self, 0, 1)
+
 
 class Checkpoints:
     """The checkpoints of one run. Owns a lock, and a thread while a checkpoint is being written.

@@ -1,0 +1,3 @@
+"""Trained models in the formats of other hardware: ONNX, and NIR for neuromorphic chips."""
+
+__all__: list[str] = []

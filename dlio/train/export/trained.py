@@ -1,0 +1,178 @@
+"""Make a model from the weights that `dlio train` has left: a weights file, or a checkpoint."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, cast
+
+import torch
+from torch import nn
+
+from dlio.errors import SourceError, UsageError
+from dlio.train.checkpoint.folder import StoredCheckpoint, open_checkpoint
+from dlio.train.model import make_model
+from dlio.train.pruning.pruned_file import load_pruned
+from dlio.train.pruning.pruned_layout import LayoutRecord, PrunedLayout, shrink_to
+
+__all__ = ["IMAGE_SIZE", "MODEL", "TrainedModel", "load_trained"]
+
+MODEL: Final = "resnet"
+IMAGE_SIZE: Final = 64
+"""Options of `dlio train` unless given."""
+_STEP: Final = re.compile(r"step-\d{8,}")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedModel:
+    """A model with its trained weights, on the host, for evaluation."""
+
+    module: nn.Module
+    model: str
+    """Value of --model."""
+    classes: int
+    image_size: int
+    """Side of the square pictures that it was made for, in pixels."""
+    path: str
+    """File or checkpoint that the weights are from."""
+
+
+def load_trained(
+    path: str, model: str | None, classes: int | None, image_size: int | None
+) -> TrainedModel:
+    """Load the model at `path`, pruned or not.
+
+    Args:
+        path: a file that `--save` wrote, a folder of checkpoints (the newest is taken), or one
+            checkpoint in such a folder.
+        model: value of --model; None for that of the checkpoint, or for `resnet`.
+        classes: number of classes; None to take it from the weights.
+        image_size: None for that of the checkpoint, or for 64.
+
+    Raises UsageError if an option differs from the checkpoint's or does not fit the weights,
+    SourceError if there are no weights or they are damaged.
+    """
+    if os.path.isdir(path):
+        return _from_checkpoint(_newest(path), model, classes, image_size)
+    name, size = model or MODEL, image_size or IMAGE_SIZE
+    if classes is None:
+        classes = _count_classes(name, size, _read(path), path)
+    module = make_model(name, classes, size)
+    try:
+        load_pruned(module, path)
+    except UsageError as error:
+        raise UsageError(f"--model {name} with --classes {classes}: {error}") from error
+    return _finished(module, name, classes, size, path)
+
+
+def _from_checkpoint(
+    checkpoint: StoredCheckpoint, model: str | None, classes: int | None, image_size: int | None
+) -> TrainedModel:
+    path, about = checkpoint.path, checkpoint.about
+    for option, given, saved in (
+        ("--model", model, about.get("model")),
+        ("--image-size", image_size, about.get("image_size")),
+    ):
+        if given is not None and given != saved:
+            raise UsageError(
+                f"{option} {given}: {path} was trained with {option} {saved}; leave the option out"
+            )
+    name, size = about.get("model"), about.get("image_size")
+    if not isinstance(name, str) or not isinstance(size, int):
+        raise SourceError(f"{path}: the checkpoint does not name its model")
+    state = _mean_weights(checkpoint)
+    if classes is None:
+        classes = _count_classes(name, size, state, path)
+    module = make_model(name, classes, size)
+    pruning = about.get("pruning")
+    if isinstance(pruning, Mapping):
+        shrink_to(module, PrunedLayout.from_json(cast(LayoutRecord, pruning.get("layout"))))
+    try:
+        module.load_state_dict(state)
+    except RuntimeError as error:
+        raise UsageError(
+            f"--model {name} with --classes {classes}: {path} holds weights of another model: "
+            f"{str(error).splitlines()[-1].strip()}"
+        ) from error
+    return _finished(module, name, classes, size, path)
+
+
+def _newest(path: str) -> StoredCheckpoint:
+    """Open a checkpoint, or the newest intact one of a folder. Raises SourceError."""
+    if _STEP.fullmatch(os.path.basename(os.path.abspath(path))):
+        checkpoint = open_checkpoint(path)
+        checkpoint.verify()
+        return checkpoint
+    names = sorted(filter(_STEP.fullmatch, os.listdir(path)), reverse=True)
+    if not names:
+        raise SourceError(
+            f"{path}: neither weights nor checkpoints: give a file of `dlio train --save`, or a "
+            "folder of `dlio train --checkpoint`"
+        )
+    errors: list[SourceError] = []
+    for name in names:
+        try:
+            checkpoint = open_checkpoint(os.path.join(path, name))
+            checkpoint.verify()
+        except SourceError as error:
+            errors.append(error)
+        else:
+            return checkpoint
+    raise errors[0]
+
+
+def _mean_weights(checkpoint: StoredCheckpoint) -> dict[str, torch.Tensor]:
+    """Mean over the saved ranks of their weights and statistics, as `--save` writes it."""
+    state = checkpoint.read("all/model/")
+    total: dict[str, torch.Tensor] = {}
+    for rank in range(checkpoint.ranks):
+        for name, value in checkpoint.read(f"rank{rank}/model/").items():
+            if not value.is_floating_point():
+                total.setdefault(name, value)
+            elif name in total:
+                total[name] += value.double() / checkpoint.ranks
+            else:
+                total[name] = value.double() / checkpoint.ranks
+    for name, value in total.items():
+        state[name] = value.float() if value.is_floating_point() else value
+    return state
+
+
+def _read(path: str) -> dict[str, torch.Tensor]:
+    """Read a weights file. Raises SourceError."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch passes on any error of its reader.
+        raise SourceError(f"{path}: not weights that `--save` wrote: {error}") from error
+    if not isinstance(state, dict) or not all(map(torch.is_tensor, state.values())):
+        raise SourceError(f"{path}: not weights that `--save` wrote: it has no table of tensors")
+    return state
+
+
+def _count_classes(
+    name: str, image_size: int, state: Mapping[str, torch.Tensor], path: str
+) -> int:
+    """Return the number of classes of some weights: the width that depends on it in the model.
+
+    Raises UsageError if the weights lack such a tensor.
+    """
+    two, three = (make_model(name, count, image_size).state_dict() for count in (2, 3))
+    for key, value in two.items():
+        differing = [k for k, size in enumerate(value.shape) if size != three[key].shape[k]]
+        if differing:
+            if key in state and state[key].ndim == value.ndim:
+                return state[key].shape[differing[0]]
+            raise UsageError(f"--model {name}: {path} holds weights of another model, without {key}")
+    return 2  # The model has its number of classes from elsewhere.
+
+
+def _finished(
+    module: nn.Module, name: str, classes: int, image_size: int, path: str
+) -> TrainedModel:
+    """Return a loaded model. Raises UsageError unless it maps pictures to logits."""
+    module.eval()
+    with torch.no_grad():
+        logits = module(torch.zeros(2, 3, image_size, image_size))
+    if not isinstance(logits, torch.Tensor) or logits.ndim != 2 or len(logits) != 2:
+        raise UsageError(f"--model {name}: it does not give logits (pictures, classes)")
+    return TrainedModel(module, name, logits.shape[1], image_size, path)

@@ -1,0 +1,80 @@
+"""ONNX files answer as the model does, on any batch, or are not written."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dlio.errors import DlioError
+from dlio.train.export.exporting import export_model
+from dlio.train.export.options import ExportOptions
+from dlio.train.model import normalised
+from tests.train.export.conftest import CLASSES, SIZE, Trained
+
+pytest.importorskip("onnx")
+pytest.importorskip("onnxscript")
+onnxruntime = pytest.importorskip("onnxruntime")
+
+
+def _export(trained: Trained, output: Path, **more: object) -> list[str]:
+    lines: list[str] = []
+    export_model(ExportOptions(**trained.options(output, **more)), lines.append)  # type: ignore[arg-type]
+    return lines
+
+
+@pytest.mark.parametrize("kind", ["uint8", "float32"])
+def test_a_file_answers_as_the_model_on_any_batch(
+    trained: Trained, tmp_path: Path, kind: str
+) -> None:
+    lines = _export(trained, tmp_path / "model.onnx", input=kind)
+    session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"))
+    (described,) = session.get_inputs()
+    assert described.name == "images"
+    assert described.type == {"uint8": "tensor(uint8)", "float32": "tensor(float)"}[kind]
+    assert described.shape[1:] == [3, SIZE, SIZE]
+    for count in (1, 2, 5):
+        images = trained.held_out.images[:count]
+        numbers = normalised(images, torch.device("cpu"))
+        given = images if kind == "uint8" else numbers
+        (logits,) = session.run(["logits"], {"images": given.numpy()})
+        assert logits.shape == (count, CLASSES)
+        with torch.no_grad():
+            assert np.allclose(logits, trained.module(numbers).numpy(), atol=1e-4)
+    accuracy = trained.held_out.accuracy(
+        trained.module(normalised(trained.held_out.images, torch.device("cpu")))
+    )
+    assert any(f"ONNX file {accuracy:.2%}" in line for line in lines)
+
+
+def test_the_file_keeps_the_names_of_the_classes(trained: Trained, tmp_path: Path) -> None:
+    _export(trained, tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"))
+    names = json.loads(session.get_modelmeta().custom_metadata_map["classes"])
+    assert names == sorted(path.name for path in trained.val.iterdir())
+
+
+def test_a_file_that_answers_differently_is_an_error_and_not_written(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dlio.train.export import onnx_file
+
+    right = onnx_file.OnnxModel.logits
+    monkeypatch.setattr(
+        onnx_file.OnnxModel, "logits", lambda self, images: 1.01 * right(self, images)
+    )
+    with pytest.raises(DlioError, match="--tolerance 0.001"):
+        _export(trained, tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())
+    _export(trained, tmp_path / "model.onnx", tolerance=0.05)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
+
+
+def test_figures_are_written_as_json(trained: Trained, tmp_path: Path) -> None:
+    _export(trained, tmp_path / "model.onnx", report=str(tmp_path / "report.json"))
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["format"] == "onnx"
+    assert report["bytes"] == (tmp_path / "model.onnx").stat().st_size
+    assert report["samples"] == len(trained.held_out)
+    assert report["accuracy_onnx"] == report["accuracy_model"]
