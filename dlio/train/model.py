@@ -36,7 +36,9 @@ def normalised(images: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @cache
 def _pixels(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    mean, std = (torch.tensor(each, device=device).view(1, 3, 1, 1) * 255 for each in (PIXEL_MEAN, PIXEL_STD))
+    mean, std = (
+        torch.tensor(each, device=device).view(1, 3, 1, 1) * 255 for each in (PIXEL_MEAN, PIXEL_STD)
+    )
     return mean, std
 
 

@@ -70,9 +70,7 @@ def export_model(options: ExportOptions, say: Say = lambda _: None) -> ExportRep
     if weights or data cannot be read, DlioError if the file's answers differ from the model's.
     """
     options.check_files()
-    trained = load_trained(
-        options.weights, options.model, options.classes, options.image_size
-    )
+    trained = load_trained(options.weights, options.model, options.classes, options.image_size)
     parameters = sum(each.numel() for each in trained.module.parameters())
     say(
         f"{trained.path}: {trained.model}, {trained.classes} classes, {trained.image_size} pixels, "

@@ -33,7 +33,7 @@ class Layer:
     shape: tuple[int, ...]
     """Shape of its output, without the batch."""
     weight: torch.Tensor | None = None
-    """conv (outputs, inputs / groups, height, width), linear (outputs, inputs)."""
+    """conv (outputs, inputs, side, side), linear (outputs, inputs)."""
     bias: torch.Tensor | None = None
     """(outputs,), of conv and linear."""
     kernel: tuple[int, int] = (1, 1)
@@ -41,7 +41,6 @@ class Layer:
     stride: tuple[int, int] = (1, 1)
     padding: tuple[int, int] = (0, 0)
     dilation: tuple[int, int] = (1, 1)
-    groups: int = 1
     is_learned: bool = True
     """False for the normalisation of pixels, which no rounding may touch."""
 
@@ -56,7 +55,7 @@ class Layer:
             case "conv":
                 assert weight is not None
                 return functional.conv2d(
-                    x, weight, self.bias, self.stride, self.padding, self.dilation, self.groups
+                    x, weight, self.bias, self.stride, self.padding, self.dilation
                 )
             case "linear":
                 assert weight is not None
@@ -100,7 +99,9 @@ class Network:
     @property
     def learned(self) -> list[Layer]:
         """Layers whose weights were learned."""
-        return [each for each in self.layers.values() if each.weight is not None and each.is_learned]
+        return [
+            each for each in self.layers.values() if each.weight is not None and each.is_learned
+        ]
 
     def with_layers(self, changed: Mapping[str, Layer]) -> "Network":
         """Return the network with some layers replaced, by name."""
@@ -111,6 +112,7 @@ class Network:
         return [each for each in self.layers.values() if name in each.inputs]
 
 
+@torch.no_grad()
 def fold_norm(layer: Layer, norm: nn.modules.batchnorm._BatchNorm) -> Layer:
     """Return a convolution or linear layer that does a batch normalisation behind it, too.
 

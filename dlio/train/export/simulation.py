@@ -89,10 +89,9 @@ class _Convolution(nn.Module):
         super().__init__()
         self.weight, self.bias = _tensor(node.weight), _tensor(node.bias)
         self.shape = [_pair(each) for each in (node.stride, node.padding, node.dilation)]
-        self.groups = int(node.groups)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.conv2d(x, self.weight, self.bias, *self.shape, self.groups)
+        return functional.conv2d(x, self.weight, self.bias, *self.shape)
 
 
 class _Affine(nn.Module):

@@ -41,9 +41,7 @@ def import_nir() -> Any:
 
 
 @torch.no_grad()
-def activation_scales(
-    network: Network, pictures: Pictures, percentile: float
-) -> dict[str, float]:
+def activation_scales(network: Network, pictures: Pictures, percentile: float) -> dict[str, float]:
     """Return the activation of each ReLU that becomes a rate of one spike in each step.
 
     Args:
@@ -125,8 +123,9 @@ class _Building:
                 )
             case "flatten":
                 before = self._network.layers[layer.inputs[0]].shape
+                # NIR counts dimensions without the batch.
                 self._nodes[name] = nir.Flatten(
-                    {"input": np.array(before)}, start_dim=1, end_dim=-1
+                    {"input": np.array(before)}, start_dim=0, end_dim=-1
                 )
             case "conv" | "linear":
                 self._units[name] = self._units_of_output(layer)
@@ -163,7 +162,7 @@ class _Building:
             stride=layer.stride,
             padding=layer.padding,
             dilation=layer.dilation,
-            groups=layer.groups,
+            groups=1,
             bias=_array(bias),
         )
 

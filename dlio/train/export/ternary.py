@@ -83,7 +83,9 @@ def tune_ternary(
         say: shows a line of progress.
     """
     layers = network.learned
-    weights = [layer.weight.clone().requires_grad_() for layer in layers if layer.weight is not None]
+    weights = [
+        layer.weight.clone().requires_grad_() for layer in layers if layer.weight is not None
+    ]
     biases = [layer.bias.clone().requires_grad_() for layer in layers if layer.bias is not None]
     optimizer = torch.optim.Adam([*weights, *biases], _LEARNING_RATE)
     steps = epochs * -(-len(pictures) // _BATCH)
@@ -120,6 +122,12 @@ def tune_ternary(
             for layer, weight, bias in zip(layers, weights, biases, strict=True)
         }
     )
+
+
+def _leaf(tensor: torch.Tensor | None) -> torch.Tensor:
+    """Copy a layer's tensor, to train it."""
+    assert tensor is not None
+    return tensor.detach().clone().requires_grad_()
 
 
 def _rounded(weight: torch.Tensor) -> torch.Tensor:

@@ -107,18 +107,7 @@ class _Tracing:
         if isinstance(module, _SKIPPED):
             self._sums[node] = self._sums[_source(node)]
         elif type(module) is nn.Conv2d:
-            if module.padding_mode != "zeros":
-                raise _refused(node, f"{kind} with padding_mode={module.padding_mode}")
-            self._add(
-                node,
-                "conv",
-                weight=module.weight.detach().clone(),
-                bias=_bias(module.bias, module.out_channels),
-                stride=_pair(module.stride),
-                padding=_padding(module),
-                dilation=_pair(module.dilation),
-                groups=module.groups,
-            )
+            self._convolution(node, module)
         elif type(module) is nn.Linear:
             if len(_shape(_source(node))) != 1:
                 raise _refused(node, f"{kind} on {len(_shape(_source(node)))} dimensions")
@@ -141,6 +130,29 @@ class _Tracing:
             self._flatten(node, module.start_dim, module.end_dim)
         else:
             raise _refused(node, kind)
+
+    def _convolution(self, node: fx.Node, module: nn.Conv2d) -> None:
+        if module.padding_mode != "zeros":
+            raise _refused(node, f"Conv2d with padding_mode={module.padding_mode}")
+        weight, padding = module.weight.detach(), list(_padding(module))
+        # nir takes kernels for square and groups for one when it compares shapes: fill up with 0.
+        side = max(weight.shape[2:])
+        for dim in (0, 1):
+            more, odd = divmod(side - weight.shape[2 + dim], 2)
+            if odd:
+                raise _refused(node, f"kernel of {tuple(weight.shape[2:])}", "make it square")
+            edges = (0, 0, more, more) if dim == 0 else (more, more)
+            weight = functional.pad(weight, edges)
+            padding[dim] += more * module.dilation[dim]
+        self._add(
+            node,
+            "conv",
+            weight=_dense(weight, module.groups),
+            bias=_bias(module.bias, module.out_channels),
+            stride=_pair(module.stride),
+            padding=(padding[0], padding[1]),
+            dilation=_pair(module.dilation),
+        )
 
     def _function(self, node: fx.Node) -> None:
         target = node.target
@@ -282,6 +294,17 @@ def _padding(module: nn.Conv2d) -> tuple[int, int]:
     if any(span % 2 for span in spans):
         raise UsageError("a convolution with an even kernel and padding='same' pads unevenly")
     return spans[0] // 2, spans[1] // 2
+
+
+def _dense(weight: torch.Tensor, groups: int) -> torch.Tensor:
+    """Weights (outputs, inputs, height, width) of a convolution in groups, 0 between groups."""
+    parts = weight.chunk(groups)
+    inputs = weight.shape[1]
+    dense = weight.new_zeros(weight.shape[0], groups * inputs, *weight.shape[2:])
+    for group, part in enumerate(parts):
+        first = group * len(part)
+        dense[first : first + len(part), group * inputs : (group + 1) * inputs] = part
+    return dense
 
 
 def _bias(bias: torch.Tensor | None, outputs: int) -> torch.Tensor:

@@ -62,7 +62,7 @@ def load_trained(
         load_pruned(module, path)
     except UsageError as error:
         raise UsageError(f"--model {name} with --classes {classes}: {error}") from error
-    return _finished(module, name, classes, size, path)
+    return _finished(module, name, size, path)
 
 
 def _from_checkpoint(
@@ -94,7 +94,7 @@ def _from_checkpoint(
             f"--model {name} with --classes {classes}: {path} holds weights of another model: "
             f"{str(error).splitlines()[-1].strip()}"
         ) from error
-    return _finished(module, name, classes, size, path)
+    return _finished(module, name, size, path)
 
 
 def _newest(path: str) -> StoredCheckpoint:
@@ -149,9 +149,7 @@ def _read(path: str) -> dict[str, torch.Tensor]:
     return state
 
 
-def _count_classes(
-    name: str, image_size: int, state: Mapping[str, torch.Tensor], path: str
-) -> int:
+def _count_classes(name: str, image_size: int, state: Mapping[str, torch.Tensor], path: str) -> int:
     """Return the number of classes of some weights: the width that depends on it in the model.
 
     Raises UsageError if the weights lack such a tensor.
@@ -162,13 +160,13 @@ def _count_classes(
         if differing:
             if key in state and state[key].ndim == value.ndim:
                 return state[key].shape[differing[0]]
-            raise UsageError(f"--model {name}: {path} holds weights of another model, without {key}")
+            raise UsageError(
+                f"--model {name}: {path} holds weights of another model, without {key}"
+            )
     return 2  # The model has its number of classes from elsewhere.
 
 
-def _finished(
-    module: nn.Module, name: str, classes: int, image_size: int, path: str
-) -> TrainedModel:
+def _finished(module: nn.Module, name: str, image_size: int, path: str) -> TrainedModel:
     """Return a loaded model. Raises UsageError unless it maps pictures to logits."""
     module.eval()
     with torch.no_grad():

@@ -64,7 +64,7 @@ def test_a_file_that_answers_differently_is_an_error_and_not_written(
     monkeypatch.setattr(
         onnx_file.OnnxModel, "logits", lambda self, images: 1.01 * right(self, images)
     )
-    with pytest.raises(DlioError, match="--tolerance 0.001"):
+    with pytest.raises(DlioError, match=r"--tolerance 0\.001"):
         _export(trained, tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
     _export(trained, tmp_path / "model.onnx", tolerance=0.05)

@@ -1,7 +1,7 @@
 """NIR graphs answer as the network that they were made from."""
 
 import json
-from dataclasses import replace
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from dlio.errors import UsageError
+from dlio.train.export import simulation
 from dlio.train.export.exporting import export_model
 from dlio.train.export.network import Network
 from dlio.train.export.options import ExportOptions
@@ -24,6 +25,9 @@ from tests.train.export.conftest import MODEL, SIZE, Trained
 
 nir = pytest.importorskip("nir")
 pytest.importorskip("nirtorch")
+snntorch: Any = None
+with suppress(ImportError):
+    import snntorch
 
 
 class _Block(nn.Module):
@@ -36,7 +40,7 @@ class _Block(nn.Module):
         )
         self.block = ResidualBlock(6, 6, 1)
         self.rest = nn.Sequential(
-            nn.Conv2d(6, 8, (1, 3), padding="same", dilation=2),
+            nn.Conv2d(6, 8, (1, 3), padding="same", dilation=2, groups=2),
             nn.ReLU(),
             nn.AdaptiveAvgPool2d(1),
             nn.Flatten(),
@@ -61,7 +65,7 @@ def _blurred(module: nn.Module) -> nn.Module:
     return module.eval()
 
 
-def _pictures(count: int = 24, size: int = SIZE) -> Pictures:
+def _pictures(count: int = 8, size: int = SIZE) -> Pictures:
     generator = torch.Generator().manual_seed(2)
     small = torch.randint(0, 256, (count, 3, 4, 4), generator=generator).float()
     images = nn.functional.interpolate(small, size, mode="bilinear").byte()
@@ -92,7 +96,7 @@ def test_spike_rates_approach_activations(is_ternary: bool) -> None:
     if is_ternary:
         network, ternary = ternary_network(network)
     graph = spiking_graph(network, activation_scales(network, shown, 100), ternary)
-    simulated = simulate(graph, shown.images, [16, 128, 1024])
+    simulated = simulate(graph, shown.images, [8, 64, 512])
     expected = network.logits(shown.images.float() / 255)
     span = float(expected.max() - expected.min())
     errors = [float((each - expected).abs().max()) / span for each in simulated.logits.values()]
@@ -120,7 +124,7 @@ def test_a_graph_is_written_simulated_and_measured(trained: Trained, tmp_path: P
     options = trained.options(
         tmp_path / "model.nir",
         calibrate=str(trained.train),
-        steps=256,
+        steps=64,
         report=str(tmp_path / "report.json"),
     )
     export_model(ExportOptions(**options), lines.append)  # type: ignore[arg-type]
@@ -129,29 +133,48 @@ def test_a_graph_is_written_simulated_and_measured(trained: Trained, tmp_path: P
     assert kinds == {"Input", "Conv2d", "IF", "AvgPool2d", "Flatten", "Affine", "Output"}
     report = json.loads((tmp_path / "report.json").read_text())
     spiking = report["accuracy_spiking"]
-    assert list(spiking) == ["32", "64", "128", "256"]
-    assert report["accuracy_model"] > 0.6
-    assert spiking["256"] >= report["accuracy_model"] - 0.1
-    assert any("spiking after 256 steps" in line for line in lines)
+    assert list(spiking) == ["8", "16", "32", "64"]
+    assert report["accuracy_model"] > 0.95
+    assert spiking["64"] >= report["accuracy_model"] - 0.05
+    assert any("spiking after 64 steps" in line for line in lines)
     assert report["neurons"] > 1000
     # Another program's reading of the graph: only its interpretation of nodes is ours.
-    logits = simulate(graph, trained.held_out.images, [256]).logits[256]
-    assert trained.held_out.accuracy(logits) == pytest.approx(spiking["256"])
+    logits = simulate(graph, trained.held_out.images, [64]).logits[64]
+    assert trained.held_out.accuracy(logits) == pytest.approx(spiking["64"])
 
 
-def test_snntorch_runs_the_graph_with_the_same_answers(trained: Trained) -> None:
-    snntorch = pytest.importorskip("snntorch.import_nir")
+class _LeakyOfSnntorch(nn.Module):
+    """snntorch's neuron without a leak; its own import of NIR gives IF nodes a leak of 0.1."""
+
+    def __init__(self, node: Any) -> None:
+        super().__init__()
+        assert (node.r == 1).all()
+        self.threshold = torch.from_numpy(node.v_threshold)
+        self.neuron = snntorch.Leaky(1.0, 1.0, reset_mechanism="subtract", reset_delay=False)
+        self.spikes = 0.0
+
+    def forward(
+        self, x: torch.Tensor, state: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        spikes, potential = self.neuron(x, torch.zeros_like(x) if state is None else state)
+        self.spikes += float(spikes.sum())
+        return spikes, potential
+
+
+@pytest.mark.skipif(snntorch is None, reason="snntorch is not installed")
+def test_neurons_of_snntorch_give_the_same_answers(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
     network = trace_network(trained.module, SIZE)
     graph = spiking_graph(network, activation_scales(network, trained.held_out, 99.9), {})
-    ours = simulate(graph, trained.held_out.images, [32]).logits[32]
-    module = snntorch.import_from_nir(graph)
-    state, total = None, torch.zeros(())
-    pixels = trained.held_out.images.float() / 255
-    with torch.no_grad():
-        for _ in range(32):
-            current, state = module(pixels, state)
-            total = total + current
-    assert torch.allclose(total / 32, ours, atol=1e-3)
+    ours = simulate(graph, trained.held_out.images, [32])
+    monkeypatch.setattr(simulation, "_IntegrateAndFire", _LeakyOfSnntorch)
+    theirs = simulate(graph, trained.held_out.images, [32])
+    # A neuron that should spike more than once a step loses a spike there.
+    assert theirs.spikes == pytest.approx(ours.spikes, rel=0.02)
+    span = float(ours.logits[32].max() - ours.logits[32].min())
+    assert float((theirs.logits[32] - ours.logits[32]).abs().max()) < 0.05 * span
+    assert trained.held_out.accuracy(theirs.logits[32]) > 0.9
 
 
 def test_weights_of_a_ternary_graph_are_signs(trained: Trained, tmp_path: Path) -> None:
@@ -159,22 +182,21 @@ def test_weights_of_a_ternary_graph_are_signs(trained: Trained, tmp_path: Path) 
         tmp_path / "model.nir",
         calibrate=str(trained.train),
         ternary=True,
-        tune_epochs=10,
+        tune_epochs=20,
+        steps=64,
         report=str(tmp_path / "report.json"),
     )
     export_model(ExportOptions(**options))  # type: ignore[arg-type]
     graph = nir.read(tmp_path / "model.nir")
-    learned = {
-        name: node for name, node in graph.nodes.items() if f"{name}_scale" in graph.nodes
-    }
+    learned = {name: node for name, node in graph.nodes.items() if f"{name}_scale" in graph.nodes}
     assert len(learned) == 11
     for name, node in learned.items():
         assert set(np.unique(node.weight)) <= {-1, 0, 1}, name
         assert (graph.nodes[f"{name}_scale"].scale > 0).all()
     report = json.loads((tmp_path / "report.json").read_text())
     assert 0.2 < report["nonzero"] < 0.9
-    assert report["accuracy_ternary"] > 0.5
-    assert report["accuracy_spiking"]["128"] >= report["accuracy_ternary"] - 0.2
+    assert report["accuracy_ternary"] > 0.9
+    assert report["accuracy_spiking"]["64"] >= report["accuracy_ternary"] - 0.1
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -194,13 +216,13 @@ def test_ternary_weights_are_the_nearest(seed: int) -> None:
 
 def test_tuning_lowers_the_loss_of_ternary_weights(trained: Trained) -> None:
     network = trace_network(trained.module, SIZE)
-    data = replace(trained.held_out)
+    data = trained.held_out
 
     def loss(which: Network) -> float:
         logits = ternary_network(which)[0].logits(data.images.float() / 255)
         return float(nn.functional.cross_entropy(logits, data.labels))
 
-    tuned = tune_ternary(network, data, 10, lambda _: None)
+    tuned = tune_ternary(network, data, 4, lambda _: None)
     assert loss(tuned) < loss(network)
 
 
@@ -222,6 +244,7 @@ class _Branching(nn.Module):
         ([nn.BatchNorm2d(3)], "no BatchNorm2d that no convolution stands before"),
         ([nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect")], "padding_mode=reflect"),
         ([nn.AvgPool2d(3, 2, ceil_mode=True)], "ceil_mode"),
+        ([nn.Conv2d(3, 4, (2, 3))], "make it square"),
         ([nn.Linear(SIZE, 2)], "Linear on 3 dimensions"),
         ([nn.GroupNorm(1, 3)], "no GroupNorm: a NIR graph has convolutions"),
         ([_Twice()], "added to itself"),

@@ -1,4 +1,4 @@
-"""Weights are loaded with the options that they were trained with, or an error names the odd one."""
+"""Weights are loaded with the options of their training; an error names one that differs."""
 
 import json
 import os
