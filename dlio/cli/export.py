@@ -11,7 +11,7 @@ __all__ = ["command"]
     "dlio export weights.pt model.onnx --check /data/val",
     "dlio export ckpt model.onnx --input float32",
     "dlio export weights.pt model.nir --calibrate /data/train --check /data/val",
-    "dlio export weights.pt model.nir --calibrate /data/train --ternary --tune-epochs 3",
+    "dlio export w.pt w.nir --calibrate /data/train --ternary --tune-epochs 3",
     groups={
         "Model": ("weights", "model", "classes", "image_size"),
         "File": ("output", "format", "input", "report"),

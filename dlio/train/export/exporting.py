@@ -1,8 +1,8 @@
 """Export a trained model, and measure the file before it gets its name."""
 
 import io
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, replace
 from typing import Final
 
 import torch
@@ -11,10 +11,10 @@ from dlio.errors import DlioError
 from dlio.train.export.network import Network
 from dlio.train.export.onnx_file import OnnxModel, to_onnx
 from dlio.train.export.options import ExportOptions
-from dlio.train.export.pictures import Pictures, read_pictures
-from dlio.train.export.simulation import Simulated, simulate
+from dlio.train.export.pictures import Pictures, batches, read_pictures
+from dlio.train.export.simulation import simulate
 from dlio.train.export.spiking import activation_scales, import_nir, spiking_graph
-from dlio.train.export.ternary import ternary_network, tune_ternary
+from dlio.train.export.ternary import Ternary, ternary_network, tune_ternary
 from dlio.train.export.tracing import trace_network
 from dlio.train.export.trained import TrainedModel, load_trained
 from dlio.train.model import normalised
@@ -152,7 +152,8 @@ def _nir(
         trained.image_size,
         options.calibration_samples,
     )
-    rounded, ternary = network, {}
+    rounded = network
+    ternary: dict[str, Ternary] = {}
     if options.ternary:
         if options.tune_epochs:
             rounded = tune_ternary(network, calibration, options.tune_epochs, say)
@@ -167,8 +168,6 @@ def _nir(
     last = simulated.logits[options.steps]
     if not bool(last.isfinite().all()):
         raise DlioError(f"{options.output}: the graph's answers are not finite; check the weights")
-    signs = [each.signs for each in ternary.values()]
-    nonzero = sum(float((each != 0).sum()) for each in signs)
     report = ExportReport(
         output=options.output,
         format="nir",
@@ -181,31 +180,27 @@ def _nir(
         samples=0 if held_out is None else len(held_out),
         neurons=simulated.neurons,
         spikes_per_picture=simulated.spikes,
-        nonzero=nonzero / sum(each.numel() for each in signs) if signs else None,
-        **_accuracies(trained, rounded, bool(ternary), held_out, simulated),
+        nonzero=_nonzero(ternary.values()),
     )
+    if held_out is not None:
+        report = replace(
+            report,
+            accuracy_model=held_out.accuracy(_logits(trained, held_out.images)),
+            accuracy_spiking={
+                steps: held_out.accuracy(logits) for steps, logits in simulated.logits.items()
+            },
+        )
+        if options.ternary:
+            answers = _network_logits(rounded, held_out.images)
+            report = replace(report, accuracy_ternary=held_out.accuracy(answers))
     _tell_nir(report, options, say)
     return report, packed
 
 
-def _accuracies(
-    trained: TrainedModel,
-    rounded: Network,
-    is_ternary: bool,
-    held_out: Pictures | None,
-    simulated: Simulated,
-) -> "dict[str, float | dict[int, float] | None]":
-    if held_out is None:
-        return {}
-    return {
-        "accuracy_model": held_out.accuracy(_logits(trained, held_out.images)),
-        "accuracy_ternary": (
-            held_out.accuracy(_network_logits(rounded, held_out.images)) if is_ternary else None
-        ),
-        "accuracy_spiking": {
-            steps: held_out.accuracy(logits) for steps, logits in simulated.logits.items()
-        },
-    }
+def _nonzero(weights: Collection[Ternary]) -> float | None:
+    """Share of ternary weights that are not 0; None without any."""
+    count = sum(each.signs.numel() for each in weights)
+    return sum(float(each.signs.abs().sum()) for each in weights) / count if count else None
 
 
 def _tell_nir(report: ExportReport, options: ExportOptions, say: Say) -> None:
@@ -240,13 +235,13 @@ def _random_pictures(image_size: int) -> torch.Tensor:
 
 @torch.no_grad()
 def _logits(trained: TrainedModel, images: torch.Tensor) -> torch.Tensor:
-    parts = [trained.module(normalised(batch, _HOST)) for batch in images.split(_BATCH)]
+    parts = [trained.module(normalised(batch, _HOST)) for batch in batches(images, _BATCH)]
     return torch.cat(parts)
 
 
 @torch.no_grad()
 def _network_logits(network: Network, images: torch.Tensor) -> torch.Tensor:
-    return torch.cat([network.logits(batch.float() / 255) for batch in images.split(_BATCH)])
+    return torch.cat([network.logits(batch.float() / 255) for batch in batches(images, _BATCH)])
 
 
 def _check_difference(

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from dlio.errors import UsageError
+from dlio.train.export.pictures import batches
 from dlio.train.export.trained import TrainedModel
 from dlio.train.model import PIXEL_MEAN, PIXEL_STD, normalised
 from dlio.util.extras import how_to_install
@@ -134,7 +135,7 @@ class OnnxModel:
     def logits(self, images: torch.Tensor) -> torch.Tensor:
         """Return logits (n, classes) of pictures, uint8 (n, 3, image_size, image_size)."""
         parts = []
-        for batch in images.split(_BATCH):
+        for batch in batches(images, _BATCH):
             given = batch if self.is_of_pixels else normalised(batch, _HOST)
             (logits,) = self._session.run([OUTPUT_NAME], {INPUT_NAME: given.numpy()})
             parts.append(torch.from_numpy(np.asarray(logits)))

@@ -1,5 +1,6 @@
 """Pictures and labels that measure an exported model, in memory."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 from dlio.errors import UsageError
 from dlio.loader.opened import open_dataset
 
-__all__ = ["Pictures", "read_pictures"]
+__all__ = ["Pictures", "batches", "read_pictures"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,6 +29,12 @@ class Pictures:
     def accuracy(self, logits: torch.Tensor) -> float:
         """Share of right answers, 0 to 1, of logits (n, classes)."""
         return float((logits.argmax(1) == self.labels).double().mean())
+
+
+def batches(images: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
+    """Yield views of at most `size` pictures, in order."""
+    for first in range(0, len(images), size):
+        yield images[first : first + size]
 
 
 def read_pictures(option: str, path: str, classes: int, image_size: int, count: int) -> Pictures:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from dlio.errors import UsageError
+from dlio.train.export.pictures import batches
 from dlio.train.export.spiking import import_nir
 from dlio.util.extras import how_to_install
 
@@ -48,7 +49,7 @@ def simulate(graph: "nir.NIRGraph", images: torch.Tensor, steps: Sequence[int]) 
     module = _module(graph)
     neurons = [each for each in module.modules() if isinstance(each, _IntegrateAndFire)]
     logits: dict[int, list[torch.Tensor]] = {count: [] for count in steps}
-    for batch in images.split(_BATCH):
+    for batch in batches(images, _BATCH):
         pixels = batch.float() / 255
         state: Any = None
         total = torch.zeros(())
@@ -88,10 +89,13 @@ class _Convolution(nn.Module):
     def __init__(self, node: "nir.Conv2d") -> None:
         super().__init__()
         self.weight, self.bias = _tensor(node.weight), _tensor(node.bias)
-        self.shape = [_pair(each) for each in (node.stride, node.padding, node.dilation)]
+        self.stride, self.padding = _pair(node.stride), _pair(node.padding)
+        self.dilation = _pair(node.dilation)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.conv2d(x, self.weight, self.bias, *self.shape)
+        return functional.conv2d(
+            x, self.weight, self.bias, self.stride, self.padding, self.dilation
+        )
 
 
 class _Affine(nn.Module):

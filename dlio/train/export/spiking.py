@@ -10,6 +10,7 @@ Format: Pedersen et al., Neuromorphic intermediate representation, Nature Commun
 """
 
 from collections.abc import Mapping
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 
 from dlio.errors import UsageError
 from dlio.train.export.network import Layer, Network
-from dlio.train.export.pictures import Pictures
+from dlio.train.export.pictures import Pictures, batches
 from dlio.train.export.ternary import Ternary
 from dlio.util.extras import how_to_install
 
@@ -31,7 +32,7 @@ _DRAWN: Final = 1 << 15
 """Activations of each layer that are drawn from each batch."""
 
 
-def import_nir() -> Any:
+def import_nir() -> ModuleType:
     """Return the module `nir`. Raises UsageError if it is not installed."""
     try:
         import nir
@@ -50,7 +51,7 @@ def activation_scales(network: Network, pictures: Pictures, percentile: float) -
     """
     generator = torch.Generator().manual_seed(0)
     drawn: dict[str, list[torch.Tensor]] = {}
-    for images in pictures.images.split(_BATCH):
+    for images in batches(pictures.images, _BATCH):
         for name, values in network(images.float() / 255).items():
             if name in network.layers and network.layers[name].kind == "relu":
                 flat = values.flatten()

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from dlio.train.export.network import Network
-from dlio.train.export.pictures import Pictures
+from dlio.train.export.pictures import Pictures, batches
 
 __all__ = ["Ternary", "ternarise", "ternary_network", "tune_ternary"]
 
@@ -94,7 +94,7 @@ def tune_ternary(
     for epoch in range(epochs):
         total = 0.0
         order = torch.randperm(len(pictures), generator=generator)
-        for chosen in order.split(_BATCH):
+        for chosen in batches(order, _BATCH):
             pixels = pictures.images[chosen].float() / 255
             if torch.rand((), generator=generator) < 0.5:
                 pixels = pixels.flip(3)
@@ -110,7 +110,7 @@ def tune_ternary(
             loss = functional.cross_entropy(logits, answers)
             loss = loss + functional.cross_entropy(logits, pictures.labels[chosen])
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            torch.autograd.backward(loss)
             nn.utils.clip_grad_norm_([*weights, *biases], 1.0)
             optimizer.step()
             schedule.step()

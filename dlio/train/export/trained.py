@@ -50,7 +50,7 @@ def load_trained(
         image_size: None for that of the checkpoint, or for 64.
 
     Raises UsageError if an option differs from the checkpoint's or does not fit the weights,
-    SourceError if there are no weights or they are damaged.
+    SourceError if weights are missing or damaged.
     """
     if os.path.isdir(path):
         return _from_checkpoint(_newest(path), model, classes, image_size)

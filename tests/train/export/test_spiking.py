@@ -1,5 +1,6 @@
 """NIR graphs answer as the network that they were made from."""
 
+import importlib
 import json
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +19,7 @@ from dlio.train.export.options import ExportOptions
 from dlio.train.export.pictures import Pictures
 from dlio.train.export.simulation import simulate
 from dlio.train.export.spiking import activation_scales, spiking_graph
-from dlio.train.export.ternary import ternarise, ternary_network, tune_ternary
+from dlio.train.export.ternary import Ternary, ternarise, ternary_network, tune_ternary
 from dlio.train.export.tracing import trace_network
 from dlio.train.model import ResidualBlock, make_model, normalised
 from tests.train.export.conftest import MODEL, SIZE, Trained
@@ -27,7 +28,7 @@ nir = pytest.importorskip("nir")
 pytest.importorskip("nirtorch")
 snntorch: Any = None
 with suppress(ImportError):
-    import snntorch
+    snntorch = importlib.import_module("snntorch")
 
 
 class _Block(nn.Module):
@@ -92,7 +93,7 @@ def test_a_traced_network_computes_as_its_module(make: Any) -> None:
 def test_spike_rates_approach_activations(is_ternary: bool) -> None:
     module, shown = _blurred(_Block()), _pictures()
     network: Network = trace_network(module, SIZE)
-    ternary = {}
+    ternary: dict[str, Ternary] = {}
     if is_ternary:
         network, ternary = ternary_network(network)
     graph = spiking_graph(network, activation_scales(network, shown, 100), ternary)
