@@ -17,7 +17,8 @@ __all__ = ["command"]
         "File": ("output", "format", "input", "report"),
         "Checks": ("check", "check_samples", "tolerance"),
         "Spiking networks (NIR)": (
-            *("calibrate", "calibration_samples", "percentile", "steps", "ternary", "tune_epochs"),
+            *("calibrate", "calibration_samples", "percentile", "steps", "reset"),
+            *("ternary", "tune_epochs"),
         ),
     },
 )

@@ -164,7 +164,9 @@ def _nir(
     packed = buffer.getvalue()
     # The graph as a reader of the file has it.
     shown = calibration.images[:_RANDOM] if held_out is None else held_out.images
-    simulated = simulate(nir.read(io.BytesIO(packed)), shown, _moments(options.steps))
+    graph = nir.read(io.BytesIO(packed))
+    say(f"nirtorch: {len(shown)} pictures for {options.steps} steps ...")
+    simulated = simulate(graph, shown, _moments(options.steps), options.reset)
     last = simulated.logits[options.steps]
     if not bool(last.isfinite().all()):
         raise DlioError(f"{options.output}: the graph's answers are not finite; check the weights")

@@ -107,6 +107,14 @@ class ExportOptions:
     steps: Annotated[
         int, Option("Time steps for which spiking networks are simulated.", least=1)
     ] = 128
+    reset: Annotated[
+        str,
+        Option(
+            "Potential of a simulated neuron after a spike. subtract: the threshold is subtracted, "
+            "as most programs do. zero: 0, as the definition of NIR has it.",
+            choices=("subtract", "zero"),
+        ),
+    ] = "subtract"
     ternary: Annotated[
         bool, Option("Round the weights of a NIR graph to -1, 0 and 1, times a scale per output.")
     ] = False
@@ -130,8 +138,10 @@ class ExportOptions:
             )
         if self.tune_epochs and not self.ternary:
             raise UsageError("--tune-epochs needs --ternary, too")
-        if self.ternary and self.kind == "onnx":
-            raise UsageError("--ternary is for NIR: name the output model.nir, or leave it out")
+        if self.kind == "onnx":
+            for option, value in (("--ternary", self.ternary), ("--calibrate", self.calibrate)):
+                if value:
+                    raise UsageError(f"{option} is for NIR: name OUT model.nir, or leave it out")
 
     @property
     def kind(self) -> str:

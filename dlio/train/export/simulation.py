@@ -34,19 +34,26 @@ class Simulated:
 
 
 @torch.no_grad()
-def simulate(graph: "nir.NIRGraph", images: torch.Tensor, steps: Sequence[int]) -> Simulated:
+def simulate(
+    graph: "nir.NIRGraph", images: torch.Tensor, steps: Sequence[int], reset: str = "subtract"
+) -> Simulated:
     """Show pictures to a graph as constant currents, pixels of 0 to 1.
 
     A step is the unit of time: a neuron's potential grows by its input in each step. When it is
-    above the threshold, the neuron spikes and the threshold is subtracted (Rueckauer et al. 2017).
+    above the threshold, the neuron spikes.
 
     Args:
         images: uint8 (n, channels, height, width).
         steps: numbers of steps to read the output after, ascending.
+        reset: `subtract` the threshold from the potential after a spike, which loses nothing
+            (Rueckauer et al. 2017), or set it to `zero` (Diehl et al. 2015).
 
     Raises UsageError if nirtorch is not installed.
     """
     module = _module(graph)
+    for each in module.modules():
+        if isinstance(each, _IntegrateAndFire):
+            each.is_subtracting = reset == "subtract"
     neurons = [each for each in module.modules() if isinstance(each, _IntegrateAndFire)]
     logits: dict[int, list[torch.Tensor]] = {count: [] for count in steps}
     for batch in batches(images, _BATCH):
@@ -71,6 +78,7 @@ class _IntegrateAndFire(nn.Module):
     def __init__(self, node: "nir.IF") -> None:
         super().__init__()
         self.resistance, self.threshold = _tensor(node.r), _tensor(node.v_threshold)
+        self.is_subtracting = True
         self.spikes = 0.0
         """Spikes so far, over all pictures."""
 
@@ -82,7 +90,9 @@ class _IntegrateAndFire(nn.Module):
             potential = potential + state
         spikes = (potential > self.threshold).float()
         self.spikes += float(spikes.sum())
-        return spikes, potential - spikes * self.threshold
+        if self.is_subtracting:
+            return spikes, potential - spikes * self.threshold
+        return spikes, potential * (1 - spikes)
 
 
 class _Convolution(nn.Module):

@@ -9,6 +9,7 @@ are 1. Pixels enter and logits leave as currents, constant over time and average
 Format: Pedersen et al., Neuromorphic intermediate representation, Nature Communications 15, 2024.
 """
 
+import importlib
 from collections.abc import Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
@@ -35,10 +36,9 @@ _DRAWN: Final = 1 << 15
 def import_nir() -> ModuleType:
     """Return the module `nir`. Raises UsageError if it is not installed."""
     try:
-        import nir
+        return importlib.import_module("nir")
     except ImportError as error:
         raise UsageError(f"NIR graphs need nir: {error}; {how_to_install('export')}") from error
-    return nir
 
 
 @torch.no_grad()

@@ -118,6 +118,9 @@ def test_a_neuron_spikes_in_proportion_to_its_input() -> None:
     images = torch.tensor([[0], [51], [102], [255]], dtype=torch.uint8)
     rates = simulate(graph, images, [1000]).logits[1000].flatten()
     assert torch.allclose(rates, torch.tensor([0.0, 0.2, 0.4, 1.0]), atol=2e-3)
+    # 0.4 passes 1 at the third step, and 1.0 at the second: the surplus is lost.
+    rates = simulate(graph, images, [1000], "zero").logits[1000].flatten()
+    assert torch.allclose(rates, torch.tensor([0.0, 1 / 6, 1 / 3, 0.5]), atol=2e-2)
 
 
 def test_a_graph_is_written_simulated_and_measured(trained: Trained, tmp_path: Path) -> None:

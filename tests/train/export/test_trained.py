@@ -87,6 +87,7 @@ def test_data_of_other_classes_is_refused(trained: Trained, tmp_path: Path) -> N
         ({"output": "model.pb"}, "model.onnx or model.nir"),
         ({"output": "model.nir"}, "--calibrate"),
         ({"output": "model.onnx", "ternary": True}, "--ternary"),
+        ({"output": "model.onnx", "calibrate": "d"}, "--calibrate is for NIR"),
         ({"output": "m.nir", "calibrate": "d", "tune_epochs": 2}, "--ternary"),
         ({"output": "model.onnx", "image_size": 8}, "at least 32"),
     ],
