@@ -156,7 +156,9 @@ class ExportOptions:
         return suffix
 
     def check_files(self) -> None:
-        """Raise UsageError if a file cannot be written."""
+        """Raise UsageError if a file cannot be written, or would replace the weights."""
         check_writable("OUT", self.output)
+        if os.path.realpath(self.output) == os.path.realpath(self.weights):
+            raise UsageError(f"OUT {self.output}: these are the weights; name another file")
         if self.report is not None:
             check_writable("--report", self.report)

@@ -150,7 +150,7 @@ class _Building:
             weight, bias = ternary.signs, layer.bias / (ternary.scale * before)
             scale = ternary.scale * (before / after)
             shaped = scale.view(-1, *[1] * (len(layer.shape) - 1)).expand(layer.shape)
-            end = self._ends[layer.name] = f"{layer.name}_scale"
+            end = self._ends[layer.name] = self._new_name(f"{layer.name}_scale")
             self._nodes[end] = self._nir.Scale(scale=_array(shaped))
             self._edges.append((layer.name, end))
         if layer.kind == "linear":
@@ -166,6 +166,12 @@ class _Building:
             groups=1,
             bias=_array(bias),
         )
+
+    def _new_name(self, wanted: str) -> str:
+        """Return a name that neither a node nor a layer has."""
+        while wanted in self._nodes or wanted in self._network.layers:
+            wanted += "_"
+        return wanted
 
     def _units_of_inputs(self, layer: Layer) -> float:
         """Units in which a layer takes its input, and in which it gives its output unless it has
@@ -186,7 +192,7 @@ class _Building:
         """Add an edge, through a Scale node where a layer takes its input in other units."""
         end = self._ends[source]
         if self._units[source] != units:
-            through = f"{source}_to_{name}"
+            through = self._new_name(f"{source}_to_{name}")
             shape = self._network.layers[source].shape
             self._nodes[through] = self._nir.Scale(
                 scale=np.full(shape, self._units[source] / units, np.float32)

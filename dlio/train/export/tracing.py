@@ -180,10 +180,15 @@ class _Tracing:
             raise _refused(node, _named(target))
 
     def _add(self, node: fx.Node, kind: Kind, **more: Any) -> None:
-        self._layers[node.name] = Layer(
-            node.name, kind, self._sums[_source(node)], _shape(node), **more
-        )
-        self._sums[node] = (node.name,)
+        name = self._new_name(node.name)
+        self._layers[name] = Layer(name, kind, self._sums[_source(node)], _shape(node), **more)
+        self._sums[node] = (name,)
+
+    def _new_name(self, wanted: str) -> str:
+        """Return a name that no layer has."""
+        while wanted in self._layers or wanted in (INPUT, OUTPUT, _NORMALISE):
+            wanted += "_"
+        return wanted
 
     def _sum(self, node: fx.Node) -> None:
         terms = [each for each in node.args if isinstance(each, fx.Node)]
@@ -234,14 +239,15 @@ class _Tracing:
         shape = _shape(source)
         if not isinstance(dims, tuple | list) or sorted(d % 4 for d in dims) != [2, 3]:
             raise _refused(node, f"a mean over dimensions {dims}")
-        pool = f"{node.name}_pool"
+        pool = self._new_name(f"{node.name}_pool")
         inputs, sides = self._sums[source], (shape[1], shape[2])
         pooled = (shape[0], 1, 1)
         self._layers[pool] = Layer(pool, "pool", inputs, pooled, kernel=sides, stride=sides)
         self._sums[node] = (pool,)
         if not _argument(node, 2, "keepdim", False):
-            self._layers[node.name] = Layer(node.name, "flatten", (pool,), shape[:1])
-            self._sums[node] = (node.name,)
+            name = self._new_name(node.name)
+            self._layers[name] = Layer(name, "flatten", (pool,), shape[:1])
+            self._sums[node] = (name,)
 
     def _flatten(self, node: fx.Node, start: object, end: object) -> None:
         if start != 1 or end not in (-1, len(_shape(_source(node)))):

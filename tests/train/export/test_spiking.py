@@ -40,6 +40,8 @@ class _Block(nn.Module):
             nn.Conv2d(3, 6, 3, 2, "valid"), nn.BatchNorm2d(6), nn.ReLU(), nn.AvgPool2d(3, 2, 1)
         )
         self.block = ResidualBlock(6, 6, 1)
+        # Names that the graph has for itself.
+        self.input, self.output, self.normalise = nn.ReLU(), nn.Linear(4, 4), nn.ReLU()
         self.rest = nn.Sequential(
             nn.Conv2d(6, 8, (1, 3), padding="same", dilation=2, groups=2),
             nn.ReLU(),
@@ -53,7 +55,8 @@ class _Block(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.rest(self.block(self.stem(x)))
+        features = self.normalise(self.input(self.block(self.stem(x))))
+        logits: torch.Tensor = self.output(self.rest(features))
         return logits
 
 

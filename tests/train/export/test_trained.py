@@ -97,6 +97,12 @@ def test_options_that_cannot_work_are_refused(options: dict[str, object], said: 
         ExportOptions(weights="w.pt", **options)  # type: ignore[arg-type]
 
 
+def test_weights_are_not_overwritten(trained: Trained) -> None:
+    options = ExportOptions(str(trained.weights), str(trained.weights), format="onnx")
+    with pytest.raises(UsageError, match="these are the weights"):
+        options.check_files()
+
+
 def test_checkpoints_export_the_model_that_they_hold(
     dlio: Callable[..., subprocess.CompletedProcess[str]], pictures: Path, tmp_path: Path
 ) -> None:
