@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, cast
@@ -80,6 +81,12 @@ def _from_checkpoint(
     name, size = about.get("model"), about.get("image_size")
     if not isinstance(name, str) or not isinstance(size, int):
         raise SourceError(f"{path}: the checkpoint does not name its model")
+    if model is None and ":" in name:
+        # It would be imported and called: files of others must not choose that.
+        raise UsageError(
+            f"{path}: the checkpoint's model is code of a module: add --model {shlex.quote(name)} "
+            "if you trust it"
+        )
     state = _mean_weights(checkpoint)
     if classes is None:
         classes = _count_classes(name, size, state, path)
@@ -103,7 +110,10 @@ def _newest(path: str) -> StoredCheckpoint:
         checkpoint = open_checkpoint(path)
         checkpoint.verify()
         return checkpoint
-    names = sorted(filter(_STEP.fullmatch, os.listdir(path)), reverse=True)
+    try:
+        names = sorted(filter(_STEP.fullmatch, os.listdir(path)), reverse=True)
+    except OSError as error:
+        raise SourceError(f"{path}: cannot be read: {error.strerror}") from error
     if not names:
         raise SourceError(
             f"{path}: neither weights nor checkpoints: give a file of `dlio train --save`, or a "

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dlio.errors import DlioError, SourceError, UsageError
+from dlio.train.checkpoint.folder import StoredCheckpoint
 from dlio.train.export.options import ExportOptions
 from dlio.train.export.pictures import read_pictures
 from dlio.train.export.trained import load_trained
@@ -101,6 +102,22 @@ def test_weights_are_not_overwritten(trained: Trained) -> None:
     options = ExportOptions(str(trained.weights), str(trained.weights), format="onnx")
     with pytest.raises(UsageError, match="these are the weights"):
         options.check_files()
+
+
+def test_a_checkpoint_does_not_choose_code_to_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dlio.train.export import trained as module
+
+    name = f"pathlib:Path.touch(self='{tmp_path}/ran')"
+    about = {"model": name, "image_size": SIZE}
+    stored = StoredCheckpoint(str(tmp_path / "step-00000001"), 1, about, frozenset())
+    monkeypatch.setattr(module, "open_checkpoint", lambda path: stored)
+    monkeypatch.setattr(StoredCheckpoint, "verify", lambda self: None)
+    Path(stored.path).mkdir()
+    with pytest.raises(UsageError, match="code of a module: add --model"):
+        load_trained(stored.path, None, None, None)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_checkpoints_export_the_model_that_they_hold(
