@@ -92,9 +92,12 @@ class StoredCheckpoint:
         tensors |= read_tensors(self.path, [name for name in wanted if name not in tensors])
         return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
-    def verify(self) -> None:
-        """Compare the checksums of all tensors. Raises SourceError."""
-        _verify(self, 0, 1)
+    def whole(self) -> "StoredCheckpoint":
+        """Read all tensors and compare their checksums; return the checkpoint with them.
+
+        Raises SourceError.
+        """
+        return replace(self, verified=_verified(self, 0, 1))
 
 
 class Checkpoints:

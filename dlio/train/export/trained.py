@@ -107,9 +107,7 @@ def _from_checkpoint(
 def _newest(path: str) -> StoredCheckpoint:
     """Open a checkpoint, or the newest intact one of a folder. Raises SourceError."""
     if _STEP.fullmatch(os.path.basename(os.path.abspath(path))):
-        checkpoint = open_checkpoint(path)
-        checkpoint.verify()
-        return checkpoint
+        return open_checkpoint(path).whole()
     try:
         names = sorted(filter(_STEP.fullmatch, os.listdir(path)), reverse=True)
     except OSError as error:
@@ -122,12 +120,9 @@ def _newest(path: str) -> StoredCheckpoint:
     errors: list[SourceError] = []
     for name in names:
         try:
-            checkpoint = open_checkpoint(os.path.join(path, name))
-            checkpoint.verify()
+            return open_checkpoint(os.path.join(path, name)).whole()
         except SourceError as error:
             errors.append(error)
-        else:
-            return checkpoint
     raise errors[0]
 
 

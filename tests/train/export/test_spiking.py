@@ -21,7 +21,8 @@ from dlio.train.export.simulation import simulate
 from dlio.train.export.spiking import activation_scales, spiking_graph
 from dlio.train.export.ternary import Ternary, ternarise, ternary_network, tune_ternary
 from dlio.train.export.tracing import trace_network
-from dlio.train.model import ResidualBlock, make_model, normalised
+from dlio.train.model import make_model, normalised
+from dlio.train.networks.residual import ResidualBlock
 from tests.train.export.conftest import MODEL, SIZE, Trained
 
 nir = pytest.importorskip("nir")
