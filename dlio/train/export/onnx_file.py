@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from dlio.errors import UsageError
+from dlio.errors import DlioError, UsageError
 from dlio.train.export.pictures import batches
 from dlio.train.export.trained import TrainedModel
 from dlio.train.model import PIXEL_MEAN, PIXEL_STD, normalised
@@ -95,9 +95,15 @@ def to_onnx(trained: TrainedModel, kind: str, names: Sequence[str] = ()) -> byte
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(
             f"torch cannot export --model {trained.model} to ONNX: {reason}; its forward must "
-            "neither branch on values nor fix the batch"
+            "not branch on values"
         ) from error
     assert program is not None
+    shape = program.model.graph.inputs[0].shape
+    if shape is None or isinstance(shape[0], int):  # The exporter has fallen back to the example.
+        raise UsageError(
+            f"--model {trained.model}: its forward takes the size of the batch for a constant; "
+            "write x.shape[0] in place of len(x) and int(...)"
+        )
     if names:
         program.model.metadata_props["classes"] = json.dumps(list(names))
     packed: bytes = program.model_proto.SerializeToString()
@@ -107,7 +113,7 @@ def to_onnx(trained: TrainedModel, kind: str, names: Sequence[str] = ()) -> byte
 
 
 class OnnxModel:
-    """An ONNX file in onnxruntime.
+    """An ONNX file in onnxruntime, whose errors become DlioErrors.
 
     Args:
         packed: the file.
@@ -137,6 +143,10 @@ class OnnxModel:
         parts = []
         for batch in batches(images, _BATCH):
             given = batch if self.is_of_pixels else normalised(batch, _HOST)
-            (logits,) = self._session.run([OUTPUT_NAME], {INPUT_NAME: given.numpy()})
+            try:
+                (logits,) = self._session.run([OUTPUT_NAME], {INPUT_NAME: given.numpy()})
+            except Exception as error:  # onnxruntime has errors of its own.
+                reason = str(error).strip().splitlines()[0]
+                raise DlioError(f"onnxruntime cannot run the model: {reason}") from error
             parts.append(torch.from_numpy(np.asarray(logits)))
         return torch.cat(parts)

@@ -33,6 +33,6 @@ class VisionTransformer(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # x: (n, 3, side, side) -> logits (n, classes)
         words = self.patches(x).flatten(2).transpose(1, 2)
-        tokens = torch.cat([self.token.expand(len(x), -1, -1), words], dim=1) + self.places
+        tokens = torch.cat([self.token.expand(x.shape[0], -1, -1), words], dim=1) + self.places
         logits: torch.Tensor = self.head(self.layers(tokens)[:, 0])
         return logits

@@ -6,11 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from dlio.errors import DlioError
+from dlio.errors import DlioError, UsageError
 from dlio.train.export.exporting import export_model
+from dlio.train.export.onnx_file import OnnxModel, to_onnx
 from dlio.train.export.options import ExportOptions
-from dlio.train.model import normalised
+from dlio.train.export.trained import TrainedModel
+from dlio.train.model import make_model, normalised
 from tests.train.export.conftest import CLASSES, SIZE, Trained
 
 pytest.importorskip("onnx")
@@ -69,6 +72,45 @@ def test_a_file_that_answers_differently_is_an_error_and_not_written(
     assert not list(tmp_path.iterdir())
     _export(trained, tmp_path / "model.onnx", tolerance=0.05)
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
+
+
+class _FixedBatch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ones = torch.ones(1, 3).expand(len(x), -1)
+        logits: torch.Tensor = self.head(x.mean((2, 3)) + ones)
+        return logits
+
+
+def test_a_model_that_fixes_the_batch_is_refused() -> None:
+    fixed = TrainedModel(_FixedBatch().eval(), "mine:fixed", 2, SIZE, "w.pt")
+    with pytest.raises(UsageError, match=r"mine:fixed: .* write x\.shape\[0\]"):
+        to_onnx(fixed, "uint8")
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("lenet", 32),
+        pytest.param("vit(width=48,depth=2)", 32, marks=pytest.mark.nightly),
+        pytest.param("alexnet", 64, marks=pytest.mark.nightly),
+        pytest.param("googlenet", 64, marks=pytest.mark.nightly),
+        pytest.param("resnet50", 64, marks=pytest.mark.nightly),
+        pytest.param("resnet", 224, marks=pytest.mark.nightly),
+    ],
+)
+def test_networks_by_name_are_exported(name: str, size: int) -> None:
+    torch.manual_seed(0)
+    module = make_model(name, 5, size).eval()
+    packed = to_onnx(TrainedModel(module, name, 5, size, "w.pt"), "uint8")
+    images = torch.randint(0, 256, (3, 3, size, size), dtype=torch.uint8)
+    with torch.no_grad():
+        expected = module(normalised(images, torch.device("cpu")))
+    scale = float(expected.abs().max())
+    assert torch.allclose(OnnxModel(packed).logits(images), expected, atol=1e-3 * scale)
 
 
 def test_figures_are_written_as_json(trained: Trained, tmp_path: Path) -> None:
