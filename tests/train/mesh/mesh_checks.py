@@ -1,0 +1,345 @@
+"""Checks of tensors that ranks share, on any number of ranks."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import dlio
+from dlio.comm import Communicator, world
+from dlio.errors import CommTimeout, UsageError
+from dlio.train.mesh import Mesh, gather, local_part
+from tests.train.mesh.nets import CosmoFlow, Pictures, UNet
+
+STEPS = 20
+Step = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def mesh_of(comm: Communicator) -> Mesh:
+    """Two axes where there are ranks for them."""
+    return Mesh("data=2,space=2" if comm.size == 4 else f"space={comm.size}")
+
+
+def cut(whole: torch.Tensor, mesh: Mesh, dimension: int) -> torch.Tensor:
+    """Return this rank's samples, and of these its part, as a tensor that ranks share."""
+    data = mesh.along("data")
+    mine = whole.chunk(data.size)[data.rank]
+    slab = mesh.slab(whole.shape[dimension], dimension)
+    first, last = slab.own
+    part = mine.narrow(dimension, first, last - first)
+    return mesh.split(part.contiguous(), slab)
+
+
+def trains_as_one(
+    mesh: Mesh,
+    make: Callable[[], nn.Module],
+    draw: Callable[[torch.Generator], tuple[torch.Tensor, torch.Tensor]],
+    loss_of: Callable[..., torch.Tensor],
+    split_target: bool,
+    dimension: int,
+) -> float:
+    """Return the largest difference of any weight from those of one process, over 20 steps."""
+    torch.manual_seed(7)
+    one = make()
+    torch.manual_seed(mesh.rank)  # `distribute` makes the ranks' models alike.
+    net = make()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
+    reference = torch.optim.SGD(one.parameters(), lr=0.02, momentum=0.9)
+    if mesh.rank == 0:
+        net.load_state_dict(one.state_dict())
+    generator = torch.Generator().manual_seed(11)
+    data = mesh.along("data")
+    worst = 0.0
+    with mesh.distribute(net, optimizer):
+        for _ in range(STEPS):
+            inputs, targets = draw(generator)
+            mine = targets.chunk(data.size)[data.rank]
+            if split_target:
+                # Labels lack the channels: the dimension is the same, counted from the last.
+                mine = cut(targets, mesh, dimension)
+            loss = loss_of(net(cut(inputs, mesh, dimension)), mine)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            expected = loss_of(one(inputs), targets)
+            reference.zero_grad()
+            expected.backward()  # type: ignore[no-untyped-call]
+            reference.step()
+            wanted = one.state_dict()
+            for name, value in net.state_dict().items():
+                away = (value.double() - wanted[name].double()).abs().max()
+                worst = max(worst, float(away))
+    return worst
+
+
+def volumes(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs = torch.randn(4, 1, 20, 8, 8, generator=generator)
+    inputs += torch.arange(4.0).view(-1, 1, 1, 1, 1)  # Samples differ in mean, as for batch norm.
+    labels = torch.randint(0, 3, (4, 20, 8, 8), generator=generator)
+    labels[:, :3] = -100  # Ranks count different numbers of elements.
+    return inputs, labels
+
+
+def check_unet(comm: Communicator) -> None:
+    """A 3-D U-Net with batch normalisation; the lowest level has 5 planes."""
+    with mesh_of(comm) as mesh:
+        worst = trains_as_one(mesh, UNet, volumes, F.cross_entropy, True, -3)
+        assert worst < 1e-5, worst
+        assert mesh.statistics()["bytes"] > 0
+        print(f"unet differs by {worst:.1e}", file=sys.stderr)
+
+
+def check_groups(comm: Communicator) -> None:
+    """A 3-D U-Net with group normalisation, all ranks along space."""
+    with Mesh({"space": comm.size}) as mesh:
+        worst = trains_as_one(
+            mesh, lambda: UNet(nn.GroupNorm), volumes, F.cross_entropy, True, -3
+        )
+        assert worst < 1e-5, worst
+
+
+def check_cosmoflow(comm: Communicator) -> None:
+    """Convolutions, then dense layers on the gathered volume; another dimension."""
+
+    def draw(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = torch.randn(4, 2, 16, 16, 16, generator=generator)
+        return inputs, torch.randn(4, 4, generator=generator)
+
+    with mesh_of(comm) as mesh:
+        worst = trains_as_one(mesh, lambda: CosmoFlow(16), draw, F.mse_loss, False, -2)
+        assert worst < 1e-5, worst
+        print(f"cosmoflow differs by {worst:.1e}", file=sys.stderr)
+
+
+def check_pictures(comm: Communicator) -> None:
+    """Pictures whose height no number of ranks divides."""
+
+    def draw(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = torch.randn(4, 3, 37, 24, generator=generator)
+        return inputs, torch.randint(0, 5, (4,), generator=generator)
+
+    with mesh_of(comm) as mesh:
+        worst = trains_as_one(mesh, Pictures, draw, F.cross_entropy, False, -2)
+        assert worst < 1e-5, worst
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "conv1d": (lambda: nn.Conv1d(2, 3, 4, stride=3, padding=2), (2, 2, 31)),
+    "conv2d": (lambda: nn.Conv2d(2, 4, (5, 3), (2, 1), (0, 1), (2, 1), groups=2), (2, 2, 33, 6)),
+    "same": (lambda: nn.Conv2d(2, 3, 4, padding="same"), (2, 2, 13, 9)),
+    "valid": (lambda: nn.Conv3d(2, 3, 3), (1, 2, 17, 5, 4)),
+    "unbatched": (lambda: nn.Conv3d(2, 3, 3, padding=1), (2, 17, 5, 4)),
+    "up1": (lambda: nn.ConvTranspose1d(2, 3, 3, stride=2, padding=1, output_padding=1), (2, 2, 11)),
+    "up2": (lambda: nn.ConvTranspose2d(2, 3, 5, stride=3, padding=2), (2, 2, 9, 4)),
+    "sparse": (lambda: nn.ConvTranspose2d(2, 3, 2, stride=4, dilation=2), (2, 2, 9, 4)),
+    "up3": (lambda: nn.ConvTranspose3d(2, 3, 2, stride=2), (1, 2, 7, 3, 3)),
+    "max": (lambda: nn.MaxPool2d(3, 2, 1), (2, 2, 29, 7)),
+    "max1": (lambda: nn.MaxPool1d(3, 2, 1, dilation=2), (2, 2, 29)),
+    "average": (lambda: nn.AvgPool3d(3, 2, 1), (1, 2, 19, 7, 6)),
+    "average1": (lambda: nn.AvgPool1d(4), (1, 2, 32)),
+    "nearest": (lambda: nn.Upsample(scale_factor=3), (1, 2, 7, 4)),
+    "bilinear": (lambda: nn.Upsample(scale_factor=2, mode="bilinear"), (1, 2, 7, 4)),
+    "trilinear": (lambda: nn.Upsample(scale_factor=3, mode="trilinear"), (1, 2, 9, 4, 3)),
+    "group norm": (lambda: nn.GroupNorm(2, 4), (3, 4, 9, 5)),
+    "instance norm": (lambda: nn.InstanceNorm2d(4, affine=True), (3, 4, 9, 5)),
+    "batch norm": (lambda: nn.BatchNorm2d(4), (3, 4, 9, 5)),
+    "layer norm": (lambda: nn.LayerNorm(5), (3, 4, 9, 5)),
+    "linear": (lambda: nn.Linear(5, 3), (3, 4, 9, 5)),
+    "pool": (lambda: nn.AdaptiveAvgPool3d(1), (2, 3, 9, 5, 4)),
+    "flatten": (lambda: nn.Flatten(), (2, 3, 9, 5)),
+    "softmax": (lambda: nn.Softmax(dim=1), (2, 3, 9, 5)),
+}
+
+
+def check_layers(comm: Communicator) -> None:
+    """Outputs and all gradients of each layer are those of the whole tensor."""
+    with Mesh({"space": comm.size}) as mesh:
+        for number, (name, (make, shape)) in enumerate(LAYERS.items()):
+            dimension = -2 if name in ("layer norm", "linear") else 2 - len(shape)
+            dimension = -3 if name == "unbatched" else dimension
+            torch.manual_seed(number)
+            layer = make().double()
+            whole = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+            wanted = layer(whole)
+            weights = torch.randn(wanted.shape, dtype=torch.float64)
+            (wanted * weights).sum().backward()  # type: ignore[no-untyped-call]
+            gradients = [p.grad.clone() for p in layer.parameters() if p.grad is not None]
+            layer.zero_grad()
+            slab = mesh.slab(shape[dimension], dimension)
+            local = whole.detach().narrow(dimension, slab.own[0], slab.length).clone()
+            local.requires_grad_()
+            out = layer(mesh.split(local, slab))
+            if hasattr(out, "sharing"):
+                axis, (first, _) = out.sharing.slab.dimension, out.sharing.slab.own
+                assert torch.allclose(gather(out), wanted), name
+                weights = weights.narrow(axis, first, out.sharing.slab.length)
+                loss = (local_part(out) * weights).sum()
+            else:
+                assert torch.allclose(out, wanted), name
+                loss = (out * weights).sum() / comm.size  # All ranks compute it.
+            loss.backward()
+            assert local.grad is not None and whole.grad is not None
+            expected = whole.grad.narrow(dimension, slab.own[0], slab.length)
+            assert torch.allclose(local.grad, expected), name
+            for parameter, gradient in zip(layer.parameters(), gradients, strict=True):
+                assert parameter.grad is not None
+                total = parameter.grad.numpy().copy()
+                comm.wait([comm.iallreduce(total)], "gradients")
+                assert np.allclose(total, gradient.numpy()), name
+
+
+def check_functions(comm: Communicator) -> None:
+    """Losses, sums and indices are those of the whole tensor; the rest is refused."""
+    with Mesh({"space": comm.size}) as mesh:
+        torch.manual_seed(5)
+        whole = torch.randn(2, 3, 11, 4, dtype=torch.float64)
+        other = torch.rand(2, 3, 11, 4, dtype=torch.float64)
+        classes = torch.randint(0, 3, (2, 11, 4))
+        x, y, z = (cut(each, mesh, -2) for each in (whole, other, classes))
+        weight = torch.rand(3, dtype=torch.float64)
+        pairs = [
+            (F.mse_loss(x, y), F.mse_loss(whole, other)),
+            (F.l1_loss(x, y, reduction="sum"), F.l1_loss(whole, other, reduction="sum")),
+            (
+                F.binary_cross_entropy_with_logits(x, y),
+                F.binary_cross_entropy_with_logits(whole, other),
+            ),
+            (F.cross_entropy(x, z, weight), F.cross_entropy(whole, classes, weight)),
+            (F.cross_entropy(x, y.softmax(1)), F.cross_entropy(whole, other.softmax(1))),
+            (x.sum(), whole.sum()),
+            (x.mean((2, 3)), whole.mean((2, 3))),
+            (gather(x.mean(1)), whole.mean(1)),
+            (gather(x.sum(3)), whole.sum(3)),
+            (gather(x.sum(-1, keepdim=True)), whole.sum(-1, keepdim=True)),
+            (gather(x.argmax(1)), whole.argmax(1)),
+            (gather(x[:, 1:]), whole[:, 1:]),
+            (gather(z.unsqueeze(1)), classes.unsqueeze(1)),
+            (gather(z.unsqueeze(-1)), classes.unsqueeze(-1)),
+            (gather(2 * x + y / 3 - weight.view(1, 3, 1, 1)), 2 * whole + other / 3 - weight.view(1, 3, 1, 1)),
+            (gather(torch.where(x > 0, x, y)), torch.where(whole > 0, whole, other)),
+            (gather(torch.cat([x, y], 1)), torch.cat([whole, other], 1)),
+            (gather(F.pad(x, (1, 1))), F.pad(whole, (1, 1))),
+        ]
+        for number, (mine, wanted) in enumerate(pairs):
+            assert torch.allclose(mine, wanted), number
+        assert x.shape == (2, 3, x.sharing.slab.length, 4)
+        assert "tensor" in repr(x)
+        refused = [
+            lambda: x.view(2, -1),
+            lambda: x.permute(0, 2, 1, 3),
+            lambda: x @ y.transpose(1, 2),
+            lambda: x.softmax(2),
+            lambda: x[:, :, 1:],
+            lambda: x.T,
+            lambda: torch.cat([x, y], 2),
+            lambda: x + torch.ones(2, 3, 11 + 1, 4),
+            lambda: F.pad(x, (0, 0, 1, 0)),
+            lambda: F.interpolate(x, size=(22, 8)),
+            lambda: F.interpolate(x, scale_factor=1.5),
+            lambda: F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=True),
+            lambda: F.max_pool2d(x, 2, ceil_mode=True),
+            lambda: F.avg_pool2d(x, 3, padding=1, count_include_pad=False),
+            lambda: F.layer_norm(x, (11, 4)),
+            lambda: F.conv1d(x[0, 0], torch.ones(1, 11, 1)),
+            lambda: F.adaptive_avg_pool2d(x, 2),
+            lambda: torch.fft.fft(x),
+        ]
+        for number, wrong in enumerate(refused):
+            try:
+                wrong()
+            except UsageError as error:
+                assert "gather" in str(error) or "not supported" in str(error), error
+            else:
+                raise AssertionError(f"function {number} is not refused")
+        small = nn.Sequential(nn.MaxPool2d(4), nn.MaxPool2d((2, 1)))
+        try:
+            small(x)
+        except UsageError as error:
+            assert "fewer than" in str(error)
+        else:
+            assert comm.size == 1
+
+
+def read_bytes() -> int:
+    """Bytes that this process has read by system calls."""
+    for line in Path("/proc/self/io").read_text().splitlines():
+        if line.startswith("rchar:"):
+            return int(line.split()[1])
+    raise AssertionError("no rchar")
+
+
+def check_reading(comm: Communicator) -> None:
+    """Each rank reads its slab of its samples, once; ranks of a group get the same samples."""
+    folder = Path(os.environ["MESH_DATA"])
+    mesh = mesh_of(comm)
+    space = mesh.along("space")
+    whole = np.load(folder / "rows.npy", mmap_mode="r")
+    for name in ("rows.npy", "rows.h5::volume,label", "chunked.h5::volume,label", "rows.zarr", "files"):
+        data, slab = mesh.open(str(folder / name), tiers="ram:64MiB", seed=3)
+        assert (slab.extent, slab.dimension) == (64, -3), slab
+        loader = dlio.DataLoader(data, 2, True, mesh=mesh, num_workers=1)
+        seen = []
+        counts = []
+        for epoch in range(2):
+            loader.set_epoch(epoch)
+            before = read_bytes()
+            for batch in loader:
+                fields = {"data": batch} if torch.is_tensor(batch) else batch
+                volume = fields.get("volume", fields.get("data"))
+                numbers = loader.last_samples.tolist()
+                if name == "files":  # The number of the sample among this rank's.
+                    assert fields["volume_number"].tolist() if "volume_number" in fields else True
+                first, last = slab.own
+                expected = torch.from_numpy(whole[numbers][:, :, first:last].copy())
+                assert torch.equal(volume, expected), (name, numbers)
+                if epoch == 0:
+                    seen += numbers
+            counts.append(read_bytes() - before)
+        samples = [number for rank in space.allgather(seen) for number in rank]
+        assert samples == seen * space.size, (name, samples)
+        everyone = mesh.data_ranks().allgather(seen)
+        assert sorted(n for each in everyone for n in each) == list(range(len(whole)))
+        wanted = len(seen) * whole[0].nbytes * slab.length // slab.extent
+        # A tier holds all blocks of the node; other ranks along `data` read theirs.
+        print(f"{name}: {counts} of {wanted} bytes", file=sys.stderr)
+        total = sum(mesh.data_ranks().allgather(counts[0]))
+        wanted = whole.nbytes * slab.length // slab.extent
+        assert wanted <= total < 1.05 * wanted + (256 << 10), (name, total, wanted)
+        assert counts[1] < 64 << 10, (name, counts)
+        loader.close()
+        data.close()
+    mesh.close()
+
+
+def check_deadline(comm: Communicator) -> None:
+    """A rank that waits for another's halo gets an error after the deadline."""
+    mesh = Mesh({"space": comm.size})
+    slab = mesh.slab(8, -2)
+    x = mesh.split(torch.ones(1, 1, slab.length, 4), slab)
+    layer = nn.Conv2d(1, 1, 3, padding=1)
+    if comm.rank == 0:
+        try:
+            layer(x)
+        except CommTimeout as error:
+            assert "edges" in str(error)
+        else:
+            raise AssertionError("no deadline")
+    comm.barrier()
+
+
+CHECKS = {
+    name.removeprefix("check_"): check
+    for name, check in list(globals().items())
+    if name.startswith("check_")
+}
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for check in sys.argv[1:]:
+        CHECKS[check](world())
+        print(f"kept {check}", flush=True)
