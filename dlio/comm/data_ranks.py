@@ -4,6 +4,8 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, cast
 
+from typing_extensions import TypeIs
+
 from dlio.comm.environment import under_mpi, under_torch
 from dlio.comm.launchers import check_launch, torchrun_place
 from dlio.comm.protocol import Communicator
@@ -16,8 +18,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     Group = ProcessGroup | Intracomm
-    AnyMesh = DeviceMesh | RankMesh
-
 __all__ = ["RankMesh", "communicator", "group_of", "place"]
 
 _DATA_DIMENSIONS = ("dp", "data", "data_parallel", "batch", "replica", "dp_replicate", "dp_shard")
@@ -28,6 +28,10 @@ class RankMesh(Protocol):
 
     def data_ranks(self) -> Communicator:
         """Return the communicator of the ranks that share the data; owned by the mesh."""
+
+
+if TYPE_CHECKING:
+    AnyMesh = DeviceMesh | RankMesh
 
 
 def place(group: "Group | None" = None, mesh: "AnyMesh | None" = None) -> tuple[int, int]:
@@ -109,7 +113,7 @@ def group_of(mesh: "DeviceMesh") -> "ProcessGroup":
     return mesh.get_group(name)
 
 
-def _is_own(mesh: "AnyMesh | None") -> TypeGuard[RankMesh]:
+def _is_own(mesh: "AnyMesh | None") -> TypeIs[RankMesh]:
     return hasattr(mesh, "data_ranks")
 
 

@@ -54,7 +54,7 @@ def read_slab(
     dtype: np.dtype[Any],
     parts: Sequence[slice | int],
 ) -> npt.NDArray[Any] | None:
-    """Read a part of some rows alone; None if it is all of them, or lies in small pieces.
+    """Read a part of some rows alone; None if it is all of them, or many small pieces of each.
 
     Args:
         offset: of the array's first element, in bytes.
@@ -69,7 +69,7 @@ def read_slab(
     if not math.prod(counts) or counts[1:] == list(shape[1:]):
         return None
     axis = max(k for k, count in enumerate(counts) if count < shape[k] or k == 0)
-    if math.prod(counts[axis:]) * dtype.itemsize < _LEAST_RUN:
+    if axis > 1 and math.prod(counts[axis:]) * dtype.itemsize < _LEAST_RUN:
         return None
     steps = [slice(None, None, step) for _, _, step in bounds]
     inner = zip(parts[1:], steps[1:], strict=False)

@@ -3,8 +3,7 @@
 Each output is on the rank whose balanced part of the outputs it belongs to. A rank fetches the
 inputs that its outputs need and others have (the halo), fills in padding at the ends of the whole
 dimension alone, and runs torch's function without padding there. Backward returns the halo's
-gradients to their owners. Strides, dilation and extents that the ranks do not divide are no special
-cases.
+gradients to their owners. Any stride, dilation and extent will do.
 
 Source: spatial parallelism as in Dryden et al., arXiv 1903.06681 (DistConv of LBANN).
 """
@@ -28,7 +27,7 @@ Function = Callable[..., torch.Tensor]
 def convolve(
     sharing: Sharing,
     function: Function,
-    input: torch.Tensor,
+    x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     stride: Sizes = 1,
@@ -47,7 +46,7 @@ def convolve(
     else:
         pads = [(each, each) for each in _each(padding, dims)]
     window = Window(strides[axis], *pads[axis], reach[axis])
-    grown, slab = _grown(sharing, input, window, 0.0)
+    grown, slab = _grown(sharing, x, window, 0.0)
     pads[axis] = (0, 0)
     if any(before != after for before, after in pads):
         grown = functional.pad(grown, [n for pair in reversed(pads) for n in pair])
@@ -59,7 +58,7 @@ def convolve(
 def convolve_transposed(
     sharing: Sharing,
     function: Function,
-    input: torch.Tensor,
+    x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     stride: Sizes = 1,
@@ -85,7 +84,7 @@ def convolve_transposed(
         return low, max(low + 1, min(whole.extent, (last - 1 + before) // step + 1))
 
     wanted = [needs(rank) for rank in range(whole.ranks)]
-    grown = fetch(input, whole, wanted, sharing.space)
+    grown = fetch(x, whole, wanted, sharing.space)
     first, last = slab.own
     low, high = wanted[whole.rank]
     # Zeros beyond these inputs, so that the result covers all outputs of this rank.
@@ -100,7 +99,7 @@ def convolve_transposed(
 def max_pool(
     sharing: Sharing,
     function: Function,
-    input: torch.Tensor,
+    x: torch.Tensor,
     kernel_size: Sizes,
     stride: Sizes | None = None,
     padding: Sizes = 0,
@@ -117,7 +116,7 @@ def max_pool(
     strides = _each(stride, dims) if stride else list(kernel)
     window = Window(strides[axis], pads[axis], pads[axis], spread[axis] * (kernel[axis] - 1) + 1)
     _check_ceil(sharing, window, ceil_mode)
-    grown, slab = _grown(sharing, input, window, float("-inf"))
+    grown, slab = _grown(sharing, x, window, float("-inf"))
     pads[axis] = 0
     return Part(function(grown, kernel, strides, pads, spread, ceil_mode), slab)
 
@@ -125,7 +124,7 @@ def max_pool(
 def average_pool(
     sharing: Sharing,
     function: Function,
-    input: torch.Tensor,
+    x: torch.Tensor,
     kernel_size: Sizes,
     stride: Sizes | None = None,
     padding: Sizes = 0,
@@ -142,7 +141,7 @@ def average_pool(
         raise sharing.refuse("count_include_pad=False depends on the place in the whole dimension")
     window = Window(strides[axis], pads[axis], pads[axis], kernel[axis])
     _check_ceil(sharing, window, ceil_mode)
-    grown, slab = _grown(sharing, input, window, 0.0)
+    grown, slab = _grown(sharing, x, window, 0.0)
     pads[axis] = 0
     rest = () if dims == 1 else (divisor_override,)  # avg_pool1d has no such argument.
     pooled = function(grown, kernel, strides, pads, ceil_mode, count_include_pad, *rest)
@@ -152,7 +151,7 @@ def average_pool(
 def interpolate(
     sharing: Sharing,
     function: Function,
-    input: torch.Tensor,
+    x: torch.Tensor,
     size: Sizes | None = None,
     scale_factor: float | Sequence[float] | None = None,
     mode: str = "nearest",
@@ -161,10 +160,12 @@ def interpolate(
     antialias: bool = False,
 ) -> Part:
     """Up-sample as `torch.nn.functional.interpolate`, by whole factors; collective."""
-    dims = input.ndim - 2
+    dims = x.ndim - 2
     axis = _axis(sharing, dims, function)
     if size is not None or scale_factor is None:
-        raise sharing.refuse("interpolate(size=...) takes a whole tensor's size (give scale_factor)")
+        raise sharing.refuse(
+            "interpolate(size=...) takes a whole tensor's size (give scale_factor)"
+        )
     factors = scale_factor if isinstance(scale_factor, Sequence) else [scale_factor] * dims
     factor = int(factors[axis])
     if factor != factors[axis] or factor < 1:
@@ -187,7 +188,7 @@ def interpolate(
         return max(0, low), min(whole.extent, high)
 
     wanted = [needs(rank) for rank in range(whole.ranks)]
-    grown = fetch(input, whole, wanted, sharing.space)
+    grown = fetch(x, whole, wanted, sharing.space)
     out = function(
         grown,
         scale_factor=list(factors),
@@ -202,7 +203,7 @@ def interpolate(
 def pad(
     sharing: Sharing,
     function: Function,
-    input: torch.Tensor,
+    x: torch.Tensor,
     pad: Sequence[int],
     mode: str = "constant",
     value: float | None = None,
@@ -211,7 +212,7 @@ def pad(
     place = 2 * (-sharing.slab.dimension - 1)
     if any(pad[place : place + 2]):
         raise sharing.refuse("pad() adds elements at the ends of each rank's part")
-    return Part(function(input, list(pad), mode, value), sharing.slab)
+    return Part(function(x, list(pad), mode, value), sharing.slab)
 
 
 def _grown(

@@ -10,6 +10,8 @@ from torch import nn
 
 from dlio.comm import Communicator, world
 from dlio.comm.recovery import recovery_of
+from dlio.data.chunks import chunked_of
+from dlio.data.reader import Reader
 from dlio.errors import UsageError
 from dlio.loader.dataset import Dataset
 from dlio.loader.opened import open_dataset
@@ -139,8 +141,8 @@ class Mesh:
         samples get the same ones.
 
         Args:
-            path: arrays of which row i is sample i (HDF5, Zarr, NumPy); or a folder of files that
-                are one sample each, all of one shape.
+            path: arrays of which row i is sample i (HDF5, Zarr, NumPy); or files that are one
+                sample each (class folders, or with `samples="files"`), all of one shape.
             dimension: the one to cut, counted from the last one, which is -1; by default the
                 longest one of the largest field.
             fields: the fields to cut; by default all that have this dimension in this extent.
@@ -149,13 +151,8 @@ class Mesh:
         Raises UsageError for samples that cannot be cut so, SourceError as `dlio.open`.
         """
         with open_dataset(path, tiers="none", **_without_tiers(options)) as whole:
-            kinds = whole.reader.schema.kinds
-            shapes = {
-                name: tuple(size for size in kind.shape if size is not None)
-                for name, kind in kinds.items()
-                if kind.fixed and kind.shape
-            }
             are_files = bool(getattr(whole.reader, "files_are_samples", False))
+            shapes = _shapes_of_files(whole.reader) if are_files else _shapes(whole.reader)
         if not shapes:
             raise UsageError(
                 f"{path}: samples have no arrays of one shape for all, so that ranks cannot share "
@@ -191,8 +188,8 @@ class Mesh:
                 f"one sample each, and its extent of {slab.extent} is not a multiple: choose "
                 "another dimension=, or store the samples as rows of one array"
             )
-        sides: list[int | None] = [None] * -slab.dimension
-        sides[0] = slab.length
+        sides: list[int | None] = [None] * len(shape)
+        sides[slab.dimension] = slab.length
         stride = [slab.length] * len(sides)
         data = open_dataset(path, patch=sides, patch_stride=stride, **options)
         return data.chosen(np.arange(slab.rank, len(data), slab.ranks))
@@ -281,6 +278,23 @@ class Mesh:
 
 def _without_tiers(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name != "tiers"}
+
+
+def _shapes(reader: Reader) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the fields that are arrays of one shape in all samples."""
+    return {
+        name: tuple(size for size in kind.shape if size is not None)
+        for name, kind in reader.schema.kinds.items()
+        if kind.fixed and kind.shape
+    }
+
+
+def _shapes_of_files(reader: Reader) -> dict[str, tuple[int, ...]]:
+    """Return the same for files that are one sample each."""
+    shapes = {
+        name: {array.shape for array in arrays} for name, arrays in chunked_of([reader]).items()
+    }
+    return {name: own.pop() for name, own in shapes.items() if len(own) == 1}
 
 
 def _extent(shape: tuple[int, ...], dimension: int, name: str) -> int:

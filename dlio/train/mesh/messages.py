@@ -71,7 +71,8 @@ class Traffic:
             self.comm.wait(requests, "the edges of the other ranks' parts")
         except BaseException:
             # The messages' memory must outlive them.
-            if not all([request.cancel() for request in requests]):
+            ended = [request.cancel() for request in requests]
+            if not all(ended):
                 leave(requests, sent, received)
             raise
         return received
@@ -137,7 +138,7 @@ class _Fetch(torch.autograd.Function):
         return torch.cat(pieces, axis)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         slab: Slab = ctx.slab
         axis, (start, _) = slab.dimension, slab.own
@@ -179,7 +180,7 @@ class _SumOver(torch.autograd.Function):
         return traffic.total(values)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return ctx.traffic.total(gradient), None
 
@@ -195,9 +196,9 @@ def fetch(
 
     Raises CommTimeout if another rank does not answer in time.
     """
-    if slab.ranks == 1 and wanted[0] == slab.own:
+    if all(interval == slab.bounds(rank) for rank, interval in enumerate(wanted)):
         return local
-    out: torch.Tensor = _Fetch.apply(local, slab, wanted, traffic)
+    out: torch.Tensor = _Fetch.apply(local, slab, wanted, traffic)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -208,5 +209,5 @@ def sum_over(values: torch.Tensor, traffic: Traffic) -> torch.Tensor:
     """
     if traffic.comm.size == 1:
         return values
-    out: torch.Tensor = _SumOver.apply(values, traffic)
+    out: torch.Tensor = _SumOver.apply(values, traffic)  # type: ignore[no-untyped-call]
     return out

@@ -19,7 +19,7 @@ Function = Callable[..., torch.Tensor]
 def batch_norm(
     sharing: Sharing,
     function: Function,
-    input: torch.Tensor,
+    x: torch.Tensor,
     running_mean: torch.Tensor | None = None,
     running_var: torch.Tensor | None = None,
     weight: torch.Tensor | None = None,
@@ -32,17 +32,17 @@ def batch_norm(
 
     In training, mean and variance are those of all ranks of `sharing.norm`.
     """
-    if sharing.axis(input) == 1:
+    if sharing.axis(x) == 1:
         raise sharing.refuse("batch normalisation is by channel")
     if not training:
         rest = (running_mean, running_var, weight, bias, training, momentum, eps)
-        return Part(function(input, *rest), sharing.slab)
-    dims = [0, *range(2, input.ndim)]
-    count = input.numel() / input.shape[1] / sharing.slab.length * sharing.slab.extent
+        return Part(function(x, *rest), sharing.slab)
+    dims = [0, *range(2, x.ndim)]
+    count = x.numel() / x.shape[1] / sharing.slab.length * sharing.slab.extent
     if sharing.norm is not sharing.space:  # Ranks of other samples may have more or fewer of them.
-        here = torch.full((1,), input.numel() // input.shape[1], dtype=torch.float64)
+        here = torch.full((1,), x.numel() // x.shape[1], dtype=torch.float64)
         count = float(sharing.norm.total(here))
-    normal, mean, variance = _normalised(input, dims, count, eps, sharing.norm)
+    normal, mean, variance = _normalised(x, dims, count, eps, sharing.norm)
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
             unbiased = variance.flatten() * (count / max(1.0, count - 1.0))
@@ -53,27 +53,26 @@ def batch_norm(
 
 def group_norm(
     sharing: Sharing,
-    function: Function,
-    input: torch.Tensor,
+    _function: Function,
+    x: torch.Tensor,
     num_groups: int,
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     eps: float = 1e-5,
 ) -> Part:
     """Normalise as `torch.nn.functional.group_norm`, shape (n, channels, ...); collective."""
-    if sharing.axis(input) < 2:
+    if sharing.axis(x) < 2:
         raise sharing.refuse("group normalisation is by sample and groups of channels")
-    samples, channels = input.shape[:2]
-    grouped = input.reshape(samples, num_groups, -1)
+    grouped = x.reshape(x.shape[0], num_groups, -1)
     count = grouped.shape[2] * sharing.slab.extent / sharing.slab.length
     normal, _, _ = _normalised(grouped, [2], count, eps, sharing.space)
-    return Part(_scaled(normal.view_as(input), weight, bias), sharing.slab)
+    return Part(_scaled(normal.view_as(x), weight, bias), sharing.slab)
 
 
 def instance_norm(
     sharing: Sharing,
     function: Function,
-    input: torch.Tensor,
+    x: torch.Tensor,
     running_mean: torch.Tensor | None = None,
     running_var: torch.Tensor | None = None,
     weight: torch.Tensor | None = None,
@@ -85,16 +84,16 @@ def instance_norm(
     """Normalise as `torch.nn.functional.instance_norm`; collective."""
     if not use_input_stats:
         rest = (running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
-        return Part(function(input, *rest), sharing.slab)
+        return Part(function(x, *rest), sharing.slab)
     if running_mean is not None:
         raise sharing.refuse("instance normalisation with running statistics is not supported")
-    return group_norm(sharing, function, input, input.shape[1], weight, bias, eps)
+    return group_norm(sharing, function, x, x.shape[1], weight, bias, eps)
 
 
 def layer_norm(
     sharing: Sharing,
     function: Function,
-    input: torch.Tensor,
+    x: torch.Tensor,
     normalized_shape: Sequence[int],
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
@@ -103,11 +102,11 @@ def layer_norm(
     """Normalise over other dimensions than the shared one, as torch does."""
     if len(normalized_shape) >= -sharing.slab.dimension:
         raise sharing.refuse("layer normalisation over the shared dimension is not supported")
-    return Part(function(input, normalized_shape, weight, bias, eps), sharing.slab)
+    return Part(function(x, normalized_shape, weight, bias, eps), sharing.slab)
 
 
 def _normalised(
-    x: torch.Tensor, dims: Sequence[int], count: float, eps: float, traffic: Traffic
+    x: torch.Tensor, dims: list[int], count: float, eps: float, traffic: Traffic
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (x normalised, mean, variance), the statistics in float64; collective.
 

@@ -40,82 +40,80 @@ def whole(sharing: Sharing, local: torch.Tensor) -> torch.Tensor:
 def flatten(
     sharing: Sharing,
     function: Function,
-    input: torch.Tensor,
+    x: torch.Tensor,
     start_dim: int = 0,
     end_dim: int = -1,
 ) -> Any:
     """Flatten the whole tensor, as `torch.flatten`; collective."""
-    return function(whole(sharing, input), start_dim, end_dim)
+    return function(whole(sharing, x), start_dim, end_dim)
 
 
 def sum_of(
     sharing: Sharing,
-    function: Function,
-    input: torch.Tensor,
+    _function: Function,
+    x: torch.Tensor,
     dim: Dims = None,
     keepdim: bool = False,
     *,
     dtype: torch.dtype | None = None,
 ) -> Any:
     """Sum as `torch.sum`; collective if over the shared dimension."""
-    dims = _dims(dim, input)
-    total = input.sum(dims, keepdim, dtype=dtype)
-    if sharing.axis(input) in dims:
+    dims = _dims(dim, x)
+    total = x.sum(dims, keepdim, dtype=dtype)
+    if sharing.axis(x) in dims:
         return sum_over(total, sharing.space)
-    return Part(total, _slab_after(sharing, input, dims, keepdim))
+    return Part(total, _slab_after(sharing, x, dims, keepdim))
 
 
 def mean(
     sharing: Sharing,
-    function: Function,
-    input: torch.Tensor,
+    _function: Function,
+    x: torch.Tensor,
     dim: Dims = None,
     keepdim: bool = False,
     *,
     dtype: torch.dtype | None = None,
 ) -> Any:
     """Average as `torch.mean`; collective if over the shared dimension."""
-    dims = _dims(dim, input)
-    if sharing.axis(input) in dims:
-        total = sum_over(input.sum(dims, keepdim, dtype=dtype), sharing.space)
-        count = math.prod(input.shape[axis] for axis in dims)
+    dims = _dims(dim, x)
+    if sharing.axis(x) in dims:
+        total = sum_over(x.sum(dims, keepdim, dtype=dtype), sharing.space)
+        count = math.prod(x.shape[axis] for axis in dims)
         return total / (count // sharing.slab.length * sharing.slab.extent)
-    return Part(input.mean(dims, keepdim, dtype=dtype), _slab_after(sharing, input, dims, keepdim))
+    return Part(x.mean(dims, keepdim, dtype=dtype), _slab_after(sharing, x, dims, keepdim))
 
 
 def global_pool(
-    sharing: Sharing, function: Function, input: torch.Tensor, output_size: Dims
+    sharing: Sharing, function: Function, x: torch.Tensor, output_size: Dims
 ) -> torch.Tensor:
     """Average over all spatial dimensions, as `adaptive_avg_pool2d(x, 1)`; collective."""
     dims = int(function.__name__[-2])
     sizes = [output_size] * dims if isinstance(output_size, int) else list(output_size or ())
     if sizes != [1] * dims or dims + sharing.slab.dimension < 0:
         raise sharing.refuse(f"{function.__name__}(output_size={output_size}) needs the whole")
-    pooled: torch.Tensor = mean(
-        sharing, function, input, range(input.ndim - dims, input.ndim), keepdim=True
-    )
+    pooled: torch.Tensor = mean(sharing, function, x, range(x.ndim - dims, x.ndim), keepdim=True)
     return pooled
 
 
 def along_others(
     sharing: Sharing,
     function: Function,
-    input: torch.Tensor,
+    x: torch.Tensor,
     dim: int | None = None,
     *args: Any,
     keepdim: bool = False,
     **options: Any,
 ) -> Any:
     """Call a function that works along one other dimension than the shared one."""
-    dims = _dims(dim, input)
-    if sharing.axis(input) in dims or dim is None:
+    dims = _dims(dim, x)
+    if sharing.axis(x) in dims or dim is None:
         raise sharing.refuse(f"{function.__name__} along dimension {dim} is not supported")
     if keepdim:
         options["keepdim"] = True
-    out = function(input, dim, *args, **options)
+    out = function(x, dim, *args, **options)
     first = out[0] if isinstance(out, tuple) else out
-    removed = () if first.ndim == input.ndim else dims
-    slab = _slab_after(sharing, input, removed, False)
+    removed = () if first.ndim == x.ndim else dims
+    slab = _slab_after(sharing, x, removed, False)
     if isinstance(out, tuple):
         return tuple(Part(each, slab) for each in out)
     return Part(out, slab)
@@ -132,28 +130,28 @@ def concatenate(
     return Part(function(list(tensors), dim), sharing.slab)
 
 
-def unsqueeze(sharing: Sharing, function: Function, input: torch.Tensor, dim: int) -> Part:
+def unsqueeze(sharing: Sharing, function: Function, x: torch.Tensor, dim: int) -> Part:
     """Insert a dimension of one element, as `torch.unsqueeze`."""
-    place = dim if dim >= 0 else dim + input.ndim + 1
+    place = dim if dim >= 0 else dim + x.ndim + 1
     slab = sharing.slab
-    if place > sharing.axis(input):
+    if place > sharing.axis(x):
         slab = slab.moved(slab.dimension - 1)
-    return Part(function(input, dim), slab)
+    return Part(function(x, dim), slab)
 
 
-def index(sharing: Sharing, function: Function, input: torch.Tensor, key: Any) -> Part:
+def index(sharing: Sharing, function: Function, x: torch.Tensor, key: Any) -> Part:
     """Index leading dimensions before the shared one, by whole numbers and slices."""
     keys = key if isinstance(key, tuple) else (key,)
     plain = all(isinstance(each, int | slice) for each in keys)
-    if not plain or len(keys) > sharing.axis(input):
+    if not plain or len(keys) > sharing.axis(x):
         raise sharing.refuse(f"an index {key!r} may reach the shared dimension")
-    return Part(function(input, key), sharing.slab)
+    return Part(function(x, key), sharing.slab)
 
 
 def loss(
     sharing: Sharing,
     function: Function,
-    input: torch.Tensor,
+    x: torch.Tensor,
     target: torch.Tensor,
     *args: Any,
     reduction: str = "mean",
@@ -164,8 +162,8 @@ def loss(
         raise sharing.refuse(f"{function.__name__} takes its options by name here")
     if options.get("weight") is not None and "cross_entropy" not in function.__name__:
         raise sharing.refuse(f"{function.__name__} with weights is not supported")
-    sharing.slab.check_local(input.shape)
-    losses = function(input, target, reduction="none", **options)
+    sharing.slab.check_local(x.shape)
+    losses = function(x, target, reduction="none", **options)
     elements = losses.numel() / sharing.slab.length * sharing.slab.extent
     return _reduced(sharing, losses, reduction, sharing.slab, elements)
 
@@ -173,12 +171,11 @@ def loss(
 def cross_entropy(
     sharing: Sharing,
     function: Function,
-    input: torch.Tensor,
+    x: torch.Tensor,
     target: torch.Tensor,
     weight: torch.Tensor | None = None,
-    size_average: None = None,
+    *,
     ignore_index: int = -100,
-    reduce: None = None,
     reduction: str = "mean",
     **options: Any,
 ) -> Any:
@@ -187,15 +184,13 @@ def cross_entropy(
     Collective.
 
     Args:
-        input: shape (n, classes, ...).
-        target: shape (n, ...) or that of `input`.
+        x: shape (n, classes, ...).
+        target: shape (n, ...) or that of `x`.
     """
-    if sharing.axis(input) < 2:
+    if sharing.axis(x) < 2:
         raise sharing.refuse(f"{function.__name__} is over the classes, dimension 1")
     sharing.slab.check_local(target.shape)
-    losses = function(
-        input, target, weight, ignore_index=ignore_index, reduction="none", **options
-    )
+    losses = function(x, target, weight, ignore_index=ignore_index, reduction="none", **options)
     if target.is_floating_point():
         elements: float | torch.Tensor = losses.numel() / sharing.slab.length * sharing.slab.extent
     else:

@@ -16,8 +16,11 @@ GATHER_FIRST: Final = "gather it first, by `dlio.train.mesh.gather`"
 """The remedy for layers that work on whole tensors only."""
 
 Layer = Callable[..., Any]
-"""An operation on shared tensors: takes a `Sharing`, torch's function, and that one's arguments
-with this rank's parts as plain tensors. Returns a `Part`, or a plain value that ranks have alike."""
+"""An operation on shared tensors.
+
+Takes a `Sharing`, torch's function, and that one's arguments with this rank's parts as plain
+tensors. Returns a `Part`, or a plain value that ranks have alike.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,9 @@ class Window:
     def needs(self, outputs: Interval) -> Interval:
         """Return the inputs of a range of outputs; it may reach into the padding."""
         first, last = outputs
-        return first * self.stride - self.before, (last - 1) * self.stride - self.before + self.reach
+        return first * self.stride - self.before, (
+            last - 1
+        ) * self.stride - self.before + self.reach
 
 
 def longest_dimension(shape: Sequence[int]) -> int:

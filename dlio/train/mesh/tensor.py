@@ -28,8 +28,10 @@ _LAYERS: Final[Mapping[str, Layer]] = {
     "pad": layers.pad,
     **dict.fromkeys(("cross_entropy", "nll_loss"), reductions.cross_entropy),
     **dict.fromkeys(
-        ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
-        + ("binary_cross_entropy_with_logits", "soft_margin_loss"),
+        (
+            *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"),
+            *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
+        ),
         reductions.loss,
     ),
     "sum": reductions.sum_of,
@@ -45,33 +47,31 @@ _LAYERS: Final[Mapping[str, Layer]] = {
 }
 """Functions that know about the other ranks, by their names in torch."""
 
-_ELEMENTWISE: Final = frozenset(
-    """
-    abs absolute neg negative add sub subtract rsub mul multiply div divide true_divide pow square
-    sqrt rsqrt reciprocal exp expm1 log log1p log2 log10 sin cos tan tanh sigmoid logit erf sign
-    floor ceil round clamp clip clamp_min clamp_max maximum minimum lerp addcmul addcdiv
-    radd rmul rtruediv rdiv rpow iadd isub imul itruediv idiv truediv
-    relu relu6 leaky_relu rrelu elu selu celu gelu silu mish softplus softsign hardtanh hardswish
-    hardsigmoid tanhshrink softshrink hardshrink threshold logsigmoid prelu
-    dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout feature_dropout
-    where masked_fill nan_to_num isnan isfinite isinf
-    eq ne lt gt le ge greater less greater_equal less_equal not_equal
-    logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not
-    and or xor invert rand ror
-    to float double half bfloat16 int long bool byte type type_as cuda cpu contiguous clone detach
-    zeros_like ones_like empty_like full_like rand_like randn_like zero fill copy linear
-    """.split()
-)
+_ELEMENTWISE_NAMES: Final = """
+abs absolute neg negative add sub subtract rsub mul multiply div divide true_divide pow square
+sqrt rsqrt reciprocal exp expm1 log log1p log2 log10 sin cos tan tanh sigmoid logit erf sign
+floor ceil round clamp clip clamp_min clamp_max maximum minimum lerp addcmul addcdiv
+radd rmul rtruediv rdiv rpow iadd isub imul itruediv idiv truediv
+relu relu6 leaky_relu rrelu elu selu celu gelu silu mish softplus softsign hardtanh hardswish
+hardsigmoid tanhshrink softshrink hardshrink threshold logsigmoid prelu
+dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout feature_dropout
+where masked_fill nan_to_num isnan isfinite isinf
+eq ne lt gt le ge greater less greater_equal less_equal not_equal
+logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not
+and or xor invert rand ror
+to float double half bfloat16 int long bool byte type type_as cuda cpu contiguous clone detach
+zeros_like ones_like empty_like full_like rand_like randn_like zero fill copy linear
+"""
+_ELEMENTWISE: Final = frozenset(_ELEMENTWISE_NAMES.split())
 _ANY_PLAIN: Final = frozenset(("prelu", "linear"))
 """Element-wise functions whose other tensors are weights of any shape."""
-_OWN: Final = frozenset("requires_grad retain_grad register_hook hash backward".split())
+_OWN: Final = frozenset(("requires_grad", "retain_grad", "register_hook", "hash", "backward"))
 """Methods of the tensor object itself."""
-_FACTS: Final = frozenset(
-    """
-    size dim ndimension numel nelement stride storage_offset data_ptr is_floating_point is_complex
-    is_contiguous element_size get_device is_same_size repr format len numpy
-    """.split()
-)
+_FACT_NAMES: Final = """
+size dim ndimension numel nelement stride storage_offset data_ptr is_floating_point is_complex
+is_contiguous element_size get_device is_same_size repr format len numpy
+"""
+_FACTS: Final = frozenset(_FACT_NAMES.split())
 """Methods that describe this rank's part."""
 _NOT_PARTS: Final = frozenset(("T", "mT", "H", "mH", "real", "imag", "data"))
 """Attributes whose values would be other tensors."""
@@ -106,7 +106,9 @@ class SplitTensor(torch.Tensor):
                 return func(*args, **options)
             if name in _OWN:
                 return func(*args, **options)
-            sharing = _sharing_of((args, options))
+            sharing = _sharing_of((tuple(args), options))
+            if "input" in options:
+                args = (options.pop("input"), *args)
             plain, plain_options = _plain(tuple(args)), _plain(options)
             if name in _FACTS:
                 return func(*plain, **plain_options)
@@ -150,9 +152,8 @@ def gather(tensor: torch.Tensor) -> torch.Tensor:
 
 def _sharing_of(values: object) -> Sharing:
     """Return how the tensors among a function's arguments are shared: all alike."""
-    found = [tensor.sharing for tensor in _split_tensors(values)]
-    first = found[0]
-    for other in found[1:]:
+    first, *rest = [tensor.sharing for tensor in _split_tensors(values)]
+    for other in rest:
         if other.slab != first.slab:
             raise UsageError(
                 f"tensors that ranks share along dimension {first.slab.dimension} in parts of "

@@ -1,8 +1,8 @@
 """Layers whose weights the ranks of an axis share, by torch's DTensor.
 
 A pair of linear layers, the first cut by columns and the second by rows, needs one sum over ranks
-in the forward pass and one in the backward pass (Megatron-LM, arXiv 1909.08053). Attention is such a
-pair: the heads of query, key and value are columns.
+in the forward pass and one in the backward pass (Megatron-LM, arXiv 1909.08053). Attention is such
+a pair: the heads of query, key and value are columns.
 
 Gradients of weights in parts are of this rank's part. `average_gradients` averages them, and those
 of whole weights, over the axis `data`.
@@ -29,8 +29,8 @@ def tensor_parallel(
 ) -> nn.Module:
     """Cut linear layers into the parts of the ranks along `model`, in place. Collective.
 
-    The ranks' models are alike before, such as by one seed. Parameters become DTensors; `state_dict`
-    of `torch.distributed.checkpoint.state_dict` has them whole.
+    The ranks' models are alike before, such as by one seed. Parameters become DTensors, which
+    `full_tensor()` returns whole.
 
     Args:
         plan: by name of the layer, `*` for any part of it, such as `{"*.query": "column",

@@ -120,7 +120,8 @@ class Transformer(nn.Module):
     def __init__(self, inputs: int, width: int = 16, heads: int = 4, classes: int = 5) -> None:
         super().__init__()
         self.embed = nn.Linear(inputs, width)
-        self.layers = nn.ModuleList(Layer(width, heads) for _ in range(2))
+        self.blocks = [Layer(width, heads) for _ in range(2)]
+        self.layers = nn.ModuleList(self.blocks)
         self.head = nn.Linear(width, classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

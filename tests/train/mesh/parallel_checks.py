@@ -3,19 +3,20 @@
 import os
 import sys
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
+from torch.nn import functional
 
 import dlio
 from dlio.train.mesh import Mesh, average_gradients, tensor_parallel
 from tests.train.mesh.nets import Transformer
 
 STEPS = 20
-PLAN = {
+PLAN: dict[str, Literal["column", "row"]] = {
     "*.query": "column",
     "*.key": "column",
     "*.value": "column",
@@ -41,15 +42,15 @@ def difference(net: nn.Module, one: nn.Module) -> float:
 def step(
     net: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor
 ) -> None:
-    loss = F.cross_entropy(net(inputs), labels)
+    loss = functional.cross_entropy(net(inputs), labels)
     optimizer.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
 
 
-def nets() -> tuple[nn.Module, nn.Module]:
+def nets() -> tuple[Transformer, Transformer]:
     """Return two networks of the same weights, the same on all ranks."""
-    made = []
+    made: list[Transformer] = []
     for _ in range(2):
         torch.manual_seed(3)
         made.append(Transformer(8))
@@ -66,7 +67,7 @@ def check_parallel() -> None:
     with Mesh("data=2,model=2" if ranks == 4 else f"model={ranks}") as mesh:
         net, one = nets()
         tensor_parallel(net, PLAN, mesh)
-        query = net.layers[0].attention.query.weight
+        query = net.blocks[0].attention.query.weight
         assert isinstance(query, DTensor)
         assert query.to_local().shape[0] == 16 // mesh.size("model")
         mine, its = sgd(net), sgd(one)
@@ -95,7 +96,7 @@ def check_sharded() -> None:
     ):
         net, one = nets()
         axis = mesh.device_mesh()["data"]
-        for layer in net.layers:
+        for layer in net.blocks:
             fully_shard(layer, mesh=axis)
         fully_shard(net, mesh=axis)
         assert all(isinstance(p, DTensor) for p in net.parameters())

@@ -60,7 +60,7 @@ def test_ranks_need_what_their_outputs_use(
     outputs = window.outputs(extent)
     if outputs < ranks or extent < ranks:
         return
-    covered = []
+    covered: list[int] = []
     for rank in range(ranks):
         slab = Slab(extent, -1, rank, ranks).resized(outputs)
         first, last = slab.own

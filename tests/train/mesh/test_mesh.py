@@ -1,6 +1,5 @@
 """Meshes: the checks of `mesh_checks` and `parallel_checks` on real ranks."""
 
-import os
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
