@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 def check_layers(comm: Communicator) -> None:
     """Outputs and all gradients of each layer are those of the whole tensor."""
+    warnings.filterwarnings("ignore", "Using padding='same' with even kernel lengths")
     with Mesh({"space": comm.size}) as mesh:
         for number, (name, (make, shape)) in enumerate(LAYERS.items()):
             dimension = -2 if name in ("layer norm", "linear") else 2 - len(shape)

@@ -58,6 +58,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "volume", shape=volumes.shape, chunks=(1, 1, 16, 32, 64), dtype="f4", compressors=None
     )
     array[...] = volumes
+    (made / "files").mkdir()
+    for number, volume in enumerate(volumes):
+        np.save(made / "files" / f"{number}.npy", volume)
     return made
 
 
