@@ -72,6 +72,7 @@ class Mesh:
         self.rank, self.ranks = whole.rank, whole.size
         self.place = self.axes.place(whole.rank)
         """This rank's coordinate along each axis."""
+        self._whole = whole
         self._comms: dict[tuple[str, ...], Communicator] = {}
         for names in (*[(name,) for name in AXES], _REPLICAS):
             self._comms[names] = whole.split(self.axes.group(whole.rank, names))
@@ -88,6 +89,10 @@ class Mesh:
 
     def __repr__(self) -> str:
         return f"dlio.Mesh({str(self.axes)!r}, rank {self.rank} at {self.place})"
+
+    def barrier(self) -> None:
+        """Return once all ranks of the mesh have called it. Collective."""
+        self._whole.barrier()
 
     def size(self, axis: str) -> int:
         """Ranks along an axis; 1 if the mesh does not have it."""

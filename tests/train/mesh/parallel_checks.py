@@ -1,4 +1,4 @@
-"""Checks of layers that ranks share, and of FSDP2, on ranks of torch.distributed."""
+"""Checks of layers that ranks share, and of FSDP2: over gloo, and over MPI."""
 
 import os
 import sys
@@ -125,7 +125,10 @@ CHECKS: dict[str, Callable[[], None]] = {"parallel": check_parallel, "sharded": 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    else:
+        dlio.init_process_group()
     for check in sys.argv[1:]:
         CHECKS[check]()
         print(f"kept {check}", flush=True)

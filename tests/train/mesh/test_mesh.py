@@ -103,6 +103,17 @@ def test_fsdp2_trains_through_the_loader(torchrun: TorchRun, sequences: Path) ->
         assert said.splitlines() == ["kept sharded"]
 
 
+@pytest.mark.mpi
+@pytest.mark.parametrize(("ranks", "check"), [(4, "parallel"), (2, "sharded")])
+@pytest.mark.daily("2-sharded")
+def test_layers_in_parts_use_the_process_group_over_mpi(
+    mpirun: MpiRun, sequences: Path, ranks: int, check: str
+) -> None:
+    done = mpirun(ranks, str(PARALLEL), check)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines().count(f"kept {check}") == ranks
+
+
 def test_layers_of_torch_ranks_compute_what_one_process_does(torchrun: TorchRun) -> None:
     for said in torchrun(2, str(BODY), "layers"):
         assert said.splitlines() == ["kept layers"]
