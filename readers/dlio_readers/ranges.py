@@ -51,9 +51,9 @@ def read_slab(
     file: File,
     offset: int,
     shape: tuple[int, ...],
-    dtype: np.dtype[Any],
+    dtype: np.dtype[np.generic],
     parts: Sequence[slice | int],
-) -> npt.NDArray[Any] | None:
+) -> npt.NDArray[np.generic] | None:
     """Read a part of some rows alone; None if it is all of them, or many small pieces of each.
 
     Args:

@@ -138,7 +138,7 @@ class Mesh:
         *,
         dimension: int | None = None,
         fields: Sequence[str] | None = None,
-        **options: Any,
+        **options: object,
     ) -> tuple[Dataset, Slab]:
         """Open a data set of which this rank reads its slab of every sample alone.
 
@@ -155,7 +155,8 @@ class Mesh:
 
         Raises UsageError for samples that cannot be cut so, SourceError as `dlio.open`.
         """
-        with open_dataset(path, tiers="none", **_without_tiers(options)) as whole:
+        given: dict[str, Any] = options
+        with open_dataset(path, **{**given, "tiers": "none"}) as whole:
             are_files = bool(getattr(whole.reader, "files_are_samples", False))
             shapes = _shapes_of_files(whole.reader) if are_files else _shapes(whole.reader)
         if not shapes:
@@ -167,9 +168,9 @@ class Mesh:
         axis = longest_dimension(shapes[largest]) if dimension is None else dimension
         slab = self.slab(_extent(shapes[largest], axis, largest), axis)
         if slab.ranks == 1:
-            return open_dataset(path, **options), slab
+            return open_dataset(path, **given), slab
         if are_files:
-            return self._open_files(path, slab, shapes[largest], options), slab
+            return self._open_files(path, slab, shapes[largest], given), slab
         cut = fields
         if cut is None:
             fits = {name: len(s) >= -axis and s[axis] == slab.extent for name, s in shapes.items()}
@@ -181,7 +182,7 @@ class Mesh:
                 f"choose from {', '.join(shapes)}"
             )
         select = {name: slab.select(shapes[name]) for name in cut}
-        return open_dataset(path, select=select, **options), slab
+        return open_dataset(path, select=select, **given), slab
 
     def _open_files(
         self, path: Any, slab: Slab, shape: tuple[int, ...], options: Mapping[str, Any]
@@ -279,10 +280,6 @@ class Mesh:
         for comm in self._comms.values():
             comm.close()
         self._comms = {}
-
-
-def _without_tiers(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name != "tiers"}
 
 
 def _shapes(reader: Reader) -> dict[str, tuple[int, ...]]:

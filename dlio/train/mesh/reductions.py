@@ -5,7 +5,6 @@ Results over the shared dimension are those of the whole tensor, alike on all ra
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -27,7 +26,7 @@ __all__ = [
     "whole",
 ]
 
-Function = Callable[..., Any]
+Function = Callable[..., torch.Tensor]
 Dims = int | Sequence[int] | None
 
 
@@ -43,7 +42,7 @@ def flatten(
     x: torch.Tensor,
     start_dim: int = 0,
     end_dim: int = -1,
-) -> Any:
+) -> torch.Tensor:
     """Flatten the whole tensor, as `torch.flatten`; collective."""
     return function(whole(sharing, x), start_dim, end_dim)
 
@@ -56,7 +55,7 @@ def sum_of(
     keepdim: bool = False,
     *,
     dtype: torch.dtype | None = None,
-) -> Any:
+) -> torch.Tensor | Part:
     """Sum as `torch.sum`; collective if over the shared dimension."""
     dims = _dims(dim, x)
     total = x.sum(dims, keepdim, dtype=dtype)
@@ -73,13 +72,11 @@ def mean(
     keepdim: bool = False,
     *,
     dtype: torch.dtype | None = None,
-) -> Any:
+) -> torch.Tensor | Part:
     """Average as `torch.mean`; collective if over the shared dimension."""
     dims = _dims(dim, x)
     if sharing.axis(x) in dims:
-        total = sum_over(x.sum(dims, keepdim, dtype=dtype), sharing.space)
-        count = math.prod(x.shape[axis] for axis in dims)
-        return total / (count // sharing.slab.length * sharing.slab.extent)
+        return _global_mean(sharing, x, dims, keepdim, dtype)
     return Part(x.mean(dims, keepdim, dtype=dtype), _slab_after(sharing, x, dims, keepdim))
 
 
@@ -91,8 +88,7 @@ def global_pool(
     sizes = [output_size] * dims if isinstance(output_size, int) else list(output_size or ())
     if sizes != [1] * dims or dims + sharing.slab.dimension < 0:
         raise sharing.refuse(f"{function.__name__}(output_size={output_size}) needs the whole")
-    pooled: torch.Tensor = mean(sharing, function, x, range(x.ndim - dims, x.ndim), keepdim=True)
-    return pooled
+    return _global_mean(sharing, x, range(x.ndim - dims, x.ndim), True, None)
 
 
 def along_others(
@@ -100,23 +96,16 @@ def along_others(
     function: Function,
     x: torch.Tensor,
     dim: int | None = None,
-    *args: Any,
-    keepdim: bool = False,
-    **options: Any,
-) -> Any:
+    *args: object,
+    **options: object,
+) -> Part:
     """Call a function that works along one other dimension than the shared one."""
     dims = _dims(dim, x)
     if sharing.axis(x) in dims or dim is None:
         raise sharing.refuse(f"{function.__name__} along dimension {dim} is not supported")
-    if keepdim:
-        options["keepdim"] = True
     out = function(x, dim, *args, **options)
-    first = out[0] if isinstance(out, tuple) else out
-    removed = () if first.ndim == x.ndim else dims
-    slab = _slab_after(sharing, x, removed, False)
-    if isinstance(out, tuple):
-        return tuple(Part(each, slab) for each in out)
-    return Part(out, slab)
+    removed = () if out.ndim == x.ndim else dims
+    return Part(out, _slab_after(sharing, x, removed, False))
 
 
 def concatenate(
@@ -139,7 +128,7 @@ def unsqueeze(sharing: Sharing, function: Function, x: torch.Tensor, dim: int) -
     return Part(function(x, dim), slab)
 
 
-def index(sharing: Sharing, function: Function, x: torch.Tensor, key: Any) -> Part:
+def index(sharing: Sharing, function: Function, x: torch.Tensor, key: object) -> Part:
     """Index leading dimensions before the shared one, by whole numbers and slices."""
     keys = key if isinstance(key, tuple) else (key,)
     plain = all(isinstance(each, int | slice) for each in keys)
@@ -153,10 +142,10 @@ def loss(
     function: Function,
     x: torch.Tensor,
     target: torch.Tensor,
-    *args: Any,
+    *args: object,
     reduction: str = "mean",
-    **options: Any,
-) -> Any:
+    **options: object,
+) -> torch.Tensor | Part:
     """Compute an element-wise loss of torch, as of the whole tensors; collective."""
     if args:
         raise sharing.refuse(f"{function.__name__} takes its options by name here")
@@ -177,8 +166,8 @@ def cross_entropy(
     *,
     ignore_index: int = -100,
     reduction: str = "mean",
-    **options: Any,
-) -> Any:
+    **options: object,
+) -> torch.Tensor | Part:
     """Compute `cross_entropy` or `nll_loss` of classes or probabilities, as of the whole tensors.
 
     Collective.
@@ -207,11 +196,20 @@ def _reduced(
     reduction: str,
     slab: Slab,
     elements: float | torch.Tensor,
-) -> Any:
+) -> torch.Tensor | Part:
     if reduction == "none":
         return Part(losses, slab)
     total = sum_over(losses.sum(dtype=torch.float64).reshape(1), sharing.space)[0]
     return (total / elements if reduction == "mean" else total).to(losses.dtype)
+
+
+def _global_mean(
+    sharing: Sharing, x: torch.Tensor, dims: Sequence[int], keepdim: bool, dtype: torch.dtype | None
+) -> torch.Tensor:
+    """Average over dimensions of which one is the shared one; collective."""
+    total = sum_over(x.sum(list(dims), keepdim, dtype=dtype), sharing.space)
+    count = math.prod(x.shape[axis] for axis in dims)
+    return total / (count // sharing.slab.length * sharing.slab.extent)
 
 
 def _dims(dim: Dims, tensor: torch.Tensor) -> list[int]:

@@ -188,8 +188,6 @@ def _shared(result: Any, sharing: Sharing) -> Any:
     """Return a layer's result to the model: parts as tensors that ranks share."""
     if isinstance(result, Part):
         return join(result.tensor, sharing.over(result.slab))
-    if isinstance(result, tuple):
-        return tuple(_shared(each, sharing) for each in result)
     return result
 
 
