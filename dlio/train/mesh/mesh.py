@@ -212,7 +212,7 @@ class Mesh:
 
         Ranks that have the same weights average gradients: over `data`, where each has samples of
         its own, and over `space`, where the ranks' gradients are parts of one sum. Losses are means
-        over the rank's samples.
+        over the rank's samples, and ranks have equally many; if not, see `weigh`.
 
         Args:
             exchange: as in `dlio train --exchange`; one that averages gradients if ranks share
@@ -242,6 +242,21 @@ class Mesh:
             follow_steps=True,
             comm=self._comms[_REPLICAS],
         )
+
+    def weigh(self, loss: torch.Tensor, samples: int) -> torch.Tensor:
+        """Return a loss that counts in proportion to the samples of this rank. Collective.
+
+        For batches of different sizes along `data`, such as the last one of an epoch. In contrast
+        to `Distributed.weigh` it is right for batch normalisation over these ranks as well.
+
+        Args:
+            loss: a mean over the rank's samples.
+            samples: the number of them.
+        """
+        data = self._comms["data",]
+        total = np.array([samples], np.int64)
+        data.wait([data.iallreduce(total)], "the number of samples")
+        return loss * (samples * data.size / max(1, int(total[0])))
 
     def device_mesh(self, device: str = "cpu") -> "DeviceMesh":
         """Return torch's mesh of the same axes and ranks, for DTensor and FSDP2. Collective.

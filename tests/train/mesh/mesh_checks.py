@@ -60,13 +60,15 @@ def trains_as_one(
     data = mesh.along("data")
     worst = 0.0
     with mesh.distribute(net, optimizer):
-        for _ in range(STEPS):
+        for number in range(STEPS):
             inputs, targets = draw(generator)
+            if number % 5 == 4:  # Ranks along `data` have 2 samples and 1.
+                inputs, targets = inputs[:3], targets[:3]
             mine = targets.chunk(data.size)[data.rank]
             if split_target:
                 # Labels lack the channels: the dimension is the same, counted from the last.
                 mine = cut(targets, mesh, dimension)
-            loss = loss_of(net(cut(inputs, mesh, dimension)), mine)
+            loss = mesh.weigh(loss_of(net(cut(inputs, mesh, dimension)), mine), len(mine))
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
@@ -270,6 +272,10 @@ def check_functions(comm: Communicator) -> None:
         for wrong in refused:
             with pytest.raises(UsageError, match=r"mesh\.gather|not supported"):
                 wrong()
+        net = nn.Conv2d(3, 1, 1)
+        if comm.size > 1:
+            with pytest.raises(UsageError, match="averages weights"):
+                mesh.distribute(net, torch.optim.SGD(net.parameters()), "gossip")
         small = nn.Sequential(nn.MaxPool2d(4), nn.MaxPool2d((2, 1)))
         if comm.size > 1:
             with pytest.raises(UsageError, match="fewer than"):

@@ -3,8 +3,9 @@
 import os
 import sys
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import dlio
+from dlio.errors import UsageError
 from dlio.train.mesh import Mesh, average_gradients, tensor_parallel
 from tests.train.mesh.nets import Transformer
 
@@ -66,7 +68,17 @@ def check_parallel() -> None:
     ranks = dist.get_world_size()
     with Mesh("data=2,model=2" if ranks == 4 else f"model={ranks}") as mesh:
         net, one = nets()
+        wrong: list[tuple[dict[str, Any], str]] = [
+            ({"*.nothing": "row"}, "no linear layer is called"),
+            ({"*.out": "across"}, "choose column or row"),
+            ({"head": "column"}, "5 columns"),
+        ]
+        for plan, error in wrong:
+            with pytest.raises(UsageError, match=error):
+                tensor_parallel(net, plan, mesh)
         tensor_parallel(net, PLAN, mesh)
+        with pytest.raises(UsageError, match="average_gradients"):
+            mesh.distribute(net, sgd(net))
         query = net.blocks[0].attention.query.weight
         assert isinstance(query, DTensor)
         assert query.to_local().shape[0] == 16 // mesh.size("model")
