@@ -5,10 +5,13 @@ variance is that of differences from the mean, which takes a second sum over ran
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
+from torch.autograd.function import once_differentiable
 
-from dlio.train.mesh.messages import Traffic, sum_over
+from dlio.train.mesh.messages import Traffic
 from dlio.train.mesh.sharing import Part, Sharing
 
 __all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm"]
@@ -37,18 +40,19 @@ def batch_norm(
     if not training:
         rest = (running_mean, running_var, weight, bias, training, momentum, eps)
         return Part(function(x, *rest), sharing.slab)
-    dims = [0, *range(2, x.ndim)]
     count = x.numel() / x.shape[1] / sharing.slab.length * sharing.slab.extent
     if sharing.norm is not sharing.space:  # Ranks of other samples may have more or fewer of them.
         here = torch.full((1,), x.numel() // x.shape[1], dtype=torch.float64)
         count = float(sharing.norm.total(here))
-    normal, mean, variance = _normalised(x, dims, count, eps, sharing.norm)
+    over = _Over((0, *range(2, x.ndim)), count, eps, sharing.norm)
+    scale, shift = _by_channel(weight, x.ndim), _by_channel(bias, x.ndim)
+    out, mean, variance = _normalised(x, scale, shift, over)
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
             unbiased = variance.flatten() * (count / max(1.0, count - 1.0))
             running_mean.lerp_(mean.flatten().to(running_mean.dtype), momentum)
             running_var.lerp_(unbiased.to(running_var.dtype), momentum)
-    return Part(_scaled(normal, weight, bias), sharing.slab)
+    return Part(out, sharing.slab)
 
 
 def group_norm(
@@ -65,8 +69,13 @@ def group_norm(
         raise sharing.refuse("group normalisation is by sample and groups of channels")
     grouped = x.reshape(x.shape[0], num_groups, -1)
     count = grouped.shape[2] * sharing.slab.extent / sharing.slab.length
-    normal, _, _ = _normalised(grouped, [2], count, eps, sharing.space)
-    return Part(_scaled(normal.view_as(x), weight, bias), sharing.slab)
+    normal, _, _ = _normalised(grouped, None, None, _Over((2,), count, eps, sharing.space))
+    out = normal.view_as(x)
+    if (scale := _by_channel(weight, x.ndim)) is not None:
+        out = out * scale
+    if (shift := _by_channel(bias, x.ndim)) is not None:
+        out = out + shift
+    return Part(out, sharing.slab)
 
 
 def instance_norm(
@@ -105,27 +114,85 @@ def layer_norm(
     return Part(function(x, normalized_shape, weight, bias, eps), sharing.slab)
 
 
+class _Normalise(torch.autograd.Function):
+    """Normalise over some dimensions and all ranks, scale and shift; saves its input alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        over: "_Over",
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        mean = over.mean(x)
+        out = x - mean.to(x.dtype)
+        variance = over.mean(out.square())
+        scale = (variance + over.eps).rsqrt().to(x.dtype)
+        out.mul_(scale if weight is None else scale * weight)
+        if bias is not None:
+            out.add_(bias)
+        ctx.save_for_backward(x, weight, mean.to(x.dtype), scale)
+        ctx.over, ctx.has_bias = over, bias is not None
+        ctx.mark_non_differentiable(mean, variance)
+        return out, mean, variance
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, gradient: torch.Tensor, *_: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        x, weight, mean, scale = ctx.saved_tensors
+        over: _Over = ctx.over
+        normal = (x - mean).mul_(scale)
+        # Parameters' gradients are this rank's: the exchange sums them.
+        of_bias, of_weight = over.sums(gradient), over.sums(gradient * normal)
+        both = over.traffic.total(torch.stack([of_bias, of_weight])) / over.count
+        mean_bias, mean_weight = both.to(x.dtype)
+        of_x = (gradient - mean_bias).sub_(normal.mul_(mean_weight))
+        return (
+            of_x.mul_(scale if weight is None else scale * weight),
+            None if weight is None else of_weight.to(weight.dtype),
+            of_bias.to(x.dtype) if ctx.has_bias else None,
+            None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Over:
+    """The elements that are normalised together."""
+
+    dims: tuple[int, ...]
+    count: float
+    """Elements along `dims` on all ranks."""
+    eps: float
+    traffic: Traffic
+
+    def sums(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's sums in float64, with dimensions of one element."""
+        return x.sum(self.dims, keepdim=True, dtype=torch.float64)
+
+    def mean(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the mean over all ranks in float64. Collective."""
+        return self.traffic.total(self.sums(x)) / self.count
+
+
 def _normalised(
-    x: torch.Tensor, dims: list[int], count: float, eps: float, traffic: Traffic
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    over: _Over,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (x normalised, mean, variance), the statistics in float64; collective.
 
     Args:
-        dims: dimensions to normalise over.
-        count: elements along them on all ranks.
+        weight, bias: of shapes that broadcast to that of `x`, of one element along `over.dims`.
     """
-    wide = torch.float64
-    mean = sum_over(x.sum(dims, keepdim=True, dtype=wide), traffic) / count
-    away = x - mean.to(x.dtype)
-    squares = away.square().sum(dims, keepdim=True, dtype=wide)
-    variance = sum_over(squares, traffic) / count
-    return away * (variance + eps).rsqrt().to(x.dtype), mean.detach(), variance.detach()
+    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    result = cast("Any", _Normalise).apply(x, weight, bias, over)
+    return result
 
 
-def _scaled(
-    normal: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
-) -> torch.Tensor:
-    shape = [1, -1, *[1] * (normal.ndim - 2)]
-    if weight is not None:
-        normal = normal * weight.view(shape)
-    return normal if bias is None else normal + bias.view(shape)
+def _by_channel(parameter: torch.Tensor | None, ndim: int) -> torch.Tensor | None:
+    """Return a parameter in a shape that broadcasts to (n, channels, ...)."""
+    return None if parameter is None else parameter.view(1, -1, *[1] * (ndim - 2))
