@@ -100,6 +100,32 @@ def check_unet(comm: Communicator) -> None:
         print(f"unet differs by {worst:.1e}", file=sys.stderr)
 
 
+def saved_bytes(run: Callable[[], object]) -> int:
+    """Return the bytes that a forward pass keeps for its backward pass."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return sum(kept.values())
+
+
+def check_memory(comm: Communicator) -> None:
+    """A rank keeps its share of the activations, and its halos."""
+    with Mesh({"space": comm.size}) as mesh:
+        net = UNet()
+        inputs, labels = torch.randn(1, 1, 64, 32, 32), torch.zeros(1, 64, 32, 32).long()
+        whole = saved_bytes(lambda: functional.cross_entropy(net(inputs), labels))
+        x, y = cut(inputs, mesh, -3), cut(labels, mesh, -3)
+        mine = saved_bytes(lambda: functional.cross_entropy(net(x), y))
+        assert mine < 1.3 * whole / comm.size, (mine, whole)
+
+
 def check_groups(comm: Communicator) -> None:
     """A 3-D U-Net with group normalisation, all ranks along space."""
     with Mesh({"space": comm.size}) as mesh:

@@ -25,9 +25,9 @@ PARALLEL = Path(__file__).with_name("parallel_checks.py")
 @pytest.mark.parametrize(
     ("ranks", "checks"),
     [
-        (2, ("layers", "functions", "unet", "cosmoflow", "pictures")),
+        (2, ("layers", "functions", "memory", "unet", "cosmoflow", "pictures")),
         (3, ("layers", "groups", "pictures")),
-        (4, ("layers", "functions", "unet", "cosmoflow", "pictures")),
+        (4, ("layers", "functions", "memory", "unet", "cosmoflow", "pictures")),
         (4, ("groups",)),
     ],
 )
