@@ -365,6 +365,54 @@ def check_file(mesh: Mesh, path: str, whole: npt.NDArray[np.float32]) -> None:
             assert source[1] < 1024, (path, source)  # Numbers of patches.
 
 
+def check_fed(comm: Communicator) -> None:
+    """A U-Net fed by the loader, a slab to each rank, trains as one process on whole samples."""
+    path = str(Path(os.environ["MESH_DATA"], "segmented.h5"))
+    torch.manual_seed(2)
+    net, one = UNet(), UNet()
+    one.load_state_dict(net.state_dict())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
+    reference = torch.optim.SGD(one.parameters(), lr=0.02, momentum=0.9)
+    with mesh_of(comm) as mesh, dlio.open(path, tiers="none") as whole:
+        data, slab = mesh.open(path, tiers="ram:16MiB", seed=4)
+        batch_size = 2 // mesh.size("data")
+        steps = 0
+        with (
+            data,
+            dlio.DataLoader(data, batch_size, True, mesh=mesh, num_workers=1) as loader,
+            mesh.distribute(net, optimizer),
+        ):
+            assert len(loader) == 4
+            for epoch in range(STEPS // 4):
+                loader.set_epoch(epoch)
+                for batch in loader:
+                    everyone = mesh.along("data").allgather(loader.last_samples.tolist())
+                    samples = [whole[number] for rank in everyone for number in rank]
+                    volumes, classes = (
+                        torch.stack([torch.as_tensor(each[name]) for each in samples])
+                        for name in ("volume", "classes")
+                    )
+                    for model, opt, x, y in (
+                        (
+                            net,
+                            optimizer,
+                            mesh.split(batch["volume"], slab),
+                            mesh.split(batch["classes"], slab),
+                        ),
+                        (one, reference, volumes, classes),
+                    ):
+                        opt.zero_grad()
+                        loss = functional.cross_entropy(model(x), y)
+                        loss.backward()  # type: ignore[no-untyped-call]
+                        opt.step()
+                    steps += 1
+        assert steps == STEPS
+        wanted = one.state_dict()
+        for name, value in net.state_dict().items():
+            away = float((value.double() - wanted[name].double()).abs().max())
+            assert away < 1e-5, (name, away)
+
+
 def check_deadline(comm: Communicator) -> None:
     """A rank that waits for another's halo gets an error after the deadline."""
     mesh = Mesh({"space": comm.size})

@@ -50,6 +50,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     np.save(made / "rows.npy", volumes)
     with h5py.File(made / "rows.h5", "w") as file:
         file["volume"], file["label"] = volumes, labels
+    with h5py.File(made / "segmented.h5", "w") as file:
+        file["volume"] = volumes[:, :1, :16, :8, :8]
+        file["classes"] = (volumes[:, 0, :16, :8, :8] > 0.5).astype(np.int64)
     with h5py.File(made / "chunked.h5", "w") as file:
         file.create_dataset("volume", data=volumes, chunks=(1, 1, 16, 32, 64), compression=None)
         file["label"] = labels
@@ -66,10 +69,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_each_rank_reads_its_slab_once(mpirun: MpiRun, folder: Path, ranks: int) -> None:
-    done = mpirun(ranks, str(BODY), "reading", env={"MESH_DATA": str(folder)})
+def test_each_rank_reads_its_slab_once_and_trains_on_it(
+    mpirun: MpiRun, folder: Path, ranks: int
+) -> None:
+    done = mpirun(ranks, str(BODY), "reading", "fed", env={"MESH_DATA": str(folder)})
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines().count("kept reading") == ranks
+    assert done.stdout.splitlines().count("kept fed") == ranks
 
 
 @pytest.mark.mpi
