@@ -82,7 +82,9 @@ class Traffic:
         if self.comm.size == 1:
             return values
         _check_thread()
-        wide = torch.float64 if values.dtype == torch.float64 else torch.float32
+        # Counts are exact in float64; 16-bit floats are summed in 32 bits.
+        single = values.is_floating_point() and values.dtype != torch.float64
+        wide = torch.float32 if single else torch.float64
         host = values.detach().to("cpu", wide, copy=True).contiguous()
         self.comm.wait([self.comm.iallreduce(host.numpy())], "a sum over the ranks of a sample")
         return host.to(values.device, values.dtype)

@@ -255,6 +255,8 @@ def check_functions(comm: Communicator) -> None:
                 functional.cross_entropy(whole, other.softmax(1)),
             ),
             (x.sum(), whole.sum()),
+            ((x > 0).sum(), (whole > 0).sum()),
+            ((x.argmax(1) == z).float().mean(), (whole.argmax(1) == classes).float().mean()),
             (x.mean((2, 3)), whole.mean((2, 3))),
             (gather(x.mean(1)), whole.mean(1)),
             (gather(x.sum(3)), whole.sum(3)),
