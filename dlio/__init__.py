@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from dlio.loader.padding import PadTargets
     from dlio.loader.stateful import StatefulDataLoader
     from dlio.train.exchange.distribute import distribute
+    from dlio.train.mesh.mesh import Mesh
     from dlio.train.pruning.apoptosis import Apoptosis
     from dlio.train.pruning.pruned_file import load_pruned
     from dlio.train.skipping.skipper import SampleSkipper
@@ -46,6 +47,7 @@ __all__ = [
     "Dataset",
     "DecodeError",
     "DlioError",
+    "Mesh",
     "PadTargets",
     "PeerLost",
     "SampleSkipper",
@@ -66,6 +68,7 @@ _WHERE = {
     "Apoptosis": ("dlio.train.pruning.apoptosis", "Apoptosis"),
     "DataLoader": ("dlio.loader.dataloader", "DataLoader"),
     "Dataset": ("dlio.loader.dataset", "Dataset"),
+    "Mesh": ("dlio.train.mesh.mesh", "Mesh"),
     "PadTargets": ("dlio.loader.padding", "PadTargets"),
     "SampleSkipper": ("dlio.train.skipping.skipper", "SampleSkipper"),
     "StatefulDataLoader": ("dlio.loader.stateful", "StatefulDataLoader"),

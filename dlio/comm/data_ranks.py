@@ -2,7 +2,9 @@
 
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, cast
+
+from typing_extensions import TypeIs
 
 from dlio.comm.environment import under_mpi, under_torch
 from dlio.comm.launchers import check_launch, torchrun_place
@@ -16,29 +18,42 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     Group = ProcessGroup | Intracomm
-
-__all__ = ["communicator", "group_of", "place"]
+__all__ = ["RankMesh", "communicator", "group_of", "place"]
 
 _DATA_DIMENSIONS = ("dp", "data", "data_parallel", "batch", "replica", "dp_replicate", "dp_shard")
 
 
-def place(group: "Group | None" = None, mesh: "DeviceMesh | None" = None) -> tuple[int, int]:
+class RankMesh(Protocol):
+    """A mesh of dlio's own communicators: `dlio.Mesh`."""
+
+    def data_ranks(self) -> Communicator:
+        """Return the communicator of the ranks that share the data; owned by the mesh."""
+
+
+if TYPE_CHECKING:
+    AnyMesh = DeviceMesh | RankMesh
+
+
+def place(group: "Group | None" = None, mesh: "AnyMesh | None" = None) -> tuple[int, int]:
     """Return (rank, ranks) among those that share the data, without communication.
 
     Args:
         group: the data-parallel ranks: a process group of torch.distributed, or a communicator of
             mpi4py; all ranks for None. Ranks of one model-parallel group are in different groups
             and get the same samples.
-        mesh: a DeviceMesh of torch, whose data-parallel dimension is taken (`dp`, `data`,
-            `data_parallel`, `batch`, or its only one).
+        mesh: a `dlio.Mesh`; or a DeviceMesh of torch, whose data-parallel dimension is taken (`dp`,
+            `data`, `data_parallel`, `batch`, or its only one).
 
     Raises UsageError when neither can be used.
     """
     if group is not None and mesh is not None:
         raise UsageError("group= and mesh= both choose the ranks: give one of them")
+    if _is_own(mesh):
+        comm = mesh.data_ranks()
+        return comm.rank, comm.size
     if mesh is not None:
         if not hasattr(mesh, "get_group"):
-            raise UsageError(f"mesh={mesh!r}: give a DeviceMesh of torch")
+            raise UsageError(f"mesh={mesh!r}: give a dlio.Mesh, or a DeviceMesh of torch")
         group = group_of(mesh)
     if group is None:
         distributed = _distributed()
@@ -63,11 +78,13 @@ def place(group: "Group | None" = None, mesh: "DeviceMesh | None" = None) -> tup
     return rank, distributed.get_world_size(group)
 
 
-def communicator(group: "Group | None" = None, mesh: "DeviceMesh | None" = None) -> Communicator:
+def communicator(group: "Group | None" = None, mesh: "AnyMesh | None" = None) -> Communicator:
     """Make a communicator of the ranks that share the data; arguments as for `place`.
 
     Collective over them. Owned by the caller, who closes it.
     """
+    if _is_own(mesh):
+        return mesh.data_ranks().dup()
     if mesh is not None:
         group = group_of(mesh)
     if group is None:
@@ -94,6 +111,10 @@ def group_of(mesh: "DeviceMesh") -> "ProcessGroup":
             f"data-parallel one; call it {_DATA_DIMENSIONS[0]!r}, or give mesh['its name']"
         )
     return mesh.get_group(name)
+
+
+def _is_own(mesh: "AnyMesh | None") -> TypeIs[RankMesh]:
+    return hasattr(mesh, "data_ranks")
 
 
 def _is_mpi(group: "Group") -> TypeGuard["Intracomm"]:

@@ -50,9 +50,7 @@ from dlio.util.arguments import PathText, whole_number
 from dlio.util.cores import available_cores
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from dlio.comm.data_ranks import Group
+    from dlio.comm.data_ranks import AnyMesh, Group
 
 __all__ = ["DataLoader"]
 
@@ -102,8 +100,9 @@ class DataLoader(Regrouping, torch.utils.data.DataLoader[_T_co]):
         on_error: `stop` at a sample that cannot be read, or `skip` and count it; by default the
             data set's own choice, or `stop`.
         device: hand out batches on this device, copied ahead of their use.
-        mesh, group: the ranks that share the data, as a DeviceMesh with a data-parallel dimension
-            or a process group; ranks of one model-parallel group get the same samples.
+        mesh, group: the ranks that share the data, as a `dlio.Mesh`, a DeviceMesh with a
+            data-parallel dimension or a process group; ranks of one model-parallel group, and those
+            that share samples, get the same samples.
         shares: samples per step for each rank, for ranks of different speed; the same list on all
             ranks, with the sum `batch_size` x ranks. The last, smaller step is dealt in
             proportion. The attribute can be assigned between passes. Even for None.
@@ -145,7 +144,7 @@ class DataLoader(Regrouping, torch.utils.data.DataLoader[_T_co]):
         workers: WorkerKind | None = None,
         on_error: OnError | None = None,
         device: torch.device | str | int | None = None,
-        mesh: "DeviceMesh | None" = None,
+        mesh: "AnyMesh | None" = None,
         group: "Group | None" = None,
         shares: Sequence[int] | None = None,
         trace: PathText | None = None,

@@ -41,9 +41,7 @@ from dlio.util.arguments import (
 from dlio.util.cores import available_cores
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from dlio.comm.data_ranks import Group
+    from dlio.comm.data_ranks import AnyMesh, Group
 
 __all__ = ["SAME_NAMES", "LoaderOptions", "OnError", "WorkerKind", "check_arguments", "pinning"]
 
@@ -132,7 +130,7 @@ class LoaderOptions:
     workers: WorkerKind | None
     on_error: OnError | None
     device: torch.device | str | int | None
-    mesh: "DeviceMesh | None"
+    mesh: "AnyMesh | None"
     group: "Group | None"
     shares: Sequence[int] | None
     trace: PathText | None

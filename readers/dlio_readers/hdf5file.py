@@ -32,7 +32,7 @@ from dlio_readers.columns import (
     storable,
 )
 from dlio_readers.hdf5chunks import Chunks
-from dlio_readers.ranges import ranged_array
+from dlio_readers.ranges import ranged_array, read_slab
 from dlio_readers.rehearsal import note_opening
 from dlio_readers.slabs import Select, slab
 
@@ -270,22 +270,14 @@ class _Contiguous:
         if parts[0] is Ellipsis:
             parts = (slice(None),)
         first, last, _ = parts[0].indices(self.shape[0])
-        if len(parts) == 2 and isinstance(parts[1], slice) and self._row and first < last:
-            return self._rows_of_slab(first, last, parts[1])
+        if len(parts) > 1:
+            part = read_slab(self._file, self._offset, self.shape, self.dtype, parts)
+            if part is not None:
+                return part
         memory = new_memory((last - first) * self._row)
         self._file.read_into(self._offset + first * self._row, memory)
         rows = np.frombuffer(memory, self.dtype).reshape(last - first, *self.shape[1:])
         return rows[(slice(None), *parts[1:])] if len(parts) > 1 else rows
-
-    def _rows_of_slab(self, first: int, last: int, part: slice) -> npt.NDArray[Any]:
-        """Read only a part of each row's first dimension."""
-        start, stop, step = part.indices(self.shape[1])
-        line = self._row // self.shape[1]
-        out = np.empty((last - first, stop - start, *self.shape[2:]), self.dtype)
-        for k in range(last - first):
-            at = self._offset + (first + k) * self._row + start * line
-            self._file.read_into(at, memoryview(out[k].reshape(-1).view(np.uint8)))
-        return out[:, ::step]
 
 
 class _ValuesColumn:

@@ -15,7 +15,7 @@ from dlio.errors import CorruptBlock, SourceError
 from dlio.util.limits import check_claim
 from dlio.util.memory import new_memory
 from dlio_readers.columns import Arrays
-from dlio_readers.ranges import ranged_array
+from dlio_readers.ranges import ranged_array, read_slab
 
 __all__ = ["StoredArray", "chunked_array", "numpy_arrays"]
 
@@ -54,6 +54,10 @@ class StoredArray:
 
     def __getitem__(self, key: Any) -> npt.NDArray[Any]:
         parts = key if isinstance(key, tuple) else (key,)
+        if len(parts) > 1:
+            part = read_slab(self._file, self._start, self.shape, self._stored, parts)
+            if part is not None:
+                return part.astype(self.dtype, copy=False)
         first, last, _ = parts[0].indices(self.shape[0])
         memory = new_memory(max(0, last - first) * self._row)
         self._file.read_into(self._start + first * self._row, memory)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +11,10 @@ from dlio.data.chunks import Box, ChunkedArray, plain_chunks
 from dlio.data.source import File
 from dlio.util.memory import new_memory
 
-__all__ = ["ranged_array"]
+__all__ = ["ranged_array", "read_slab"]
+
+_LEAST_RUN: Final = 4096
+"""Consecutive bytes of a part that are worth a request: storage reads no less than a page."""
 
 
 def ranged_array(
@@ -42,6 +45,36 @@ def ranged_array(
 
     own = chunks[::-1] if fortran else chunks
     return ChunkedArray(where, tuple(shape), dtype.newbyteorder("="), own, read)
+
+
+def read_slab(
+    file: File,
+    offset: int,
+    shape: tuple[int, ...],
+    dtype: np.dtype[np.generic],
+    parts: Sequence[slice | int],
+) -> npt.NDArray[np.generic] | None:
+    """Read a part of some rows alone; None if it is all of them, or many small pieces of each.
+
+    Args:
+        offset: of the array's first element, in bytes.
+        dtype: of the elements, as they are stored.
+        parts: of the leading dimensions, rows first.
+    """
+    sides = [slice(None)] * len(shape)
+    sides[: len(parts)] = [p if isinstance(p, slice) else slice(p, p + 1) for p in parts]
+    bounds = [side.indices(size) for side, size in zip(sides, shape, strict=True)]
+    box = tuple(slice(first, max(first, last)) for first, last, _ in bounds)
+    counts = [side.stop - side.start for side in box]
+    if not math.prod(counts) or counts[1:] == list(shape[1:]):
+        return None
+    axis = max(k for k, count in enumerate(counts) if count < shape[k] or k == 0)
+    if axis > 1 and math.prod(counts[axis:]) * dtype.itemsize < _LEAST_RUN:
+        return None
+    steps = [slice(None, None, step) for _, _, step in bounds]
+    inner = zip(parts[1:], steps[1:], strict=False)
+    key = [0 if not isinstance(part, slice) else step for part, step in inner]
+    return _read(file, offset, shape, dtype, box)[(slice(None), *key)]
 
 
 def _read(

@@ -9,12 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import TorchRun
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 PROGRAMS = {
     "draw_pictures.py",
     "drop_in.py",
     "distributed.py",
+    "mesh_transformer.py",
+    "mesh_volumes.py",
     "single_process.py",
     "custom_transform.py",
     "stage.sh",
@@ -88,6 +92,29 @@ def test_the_unmodified_script_ends_with_the_same_weights(run: Run) -> None:
     expected = [float(each) for each in alone.strip(" []\n").split(",")]
     weights = [float(each) for each in ranks.strip().splitlines()[0].strip(" []").split(",")]
     assert weights == pytest.approx(expected, abs=0.002)
+
+
+@pytest.mark.mpi
+def test_ranks_share_volumes(run: Run) -> None:
+    launcher = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "2"]
+    script = str(EXAMPLES / "mesh_volumes.py")
+    said = run(*launcher, sys.executable, script, "volumes.h5", "space=2")
+    first = [line.split() for line in said.splitlines() if line.startswith("epoch 0")]
+    slabs = 8 * 16 * 32 * 32 * (4 + 8)  # Bytes of half of 8 volumes and their classes.
+    assert [int(words[-2]) for words in first] == [slabs, slabs]
+    assert first[0][5] == first[1][5]  # The loss is that of whole volumes.
+
+
+@pytest.mark.parametrize("arguments", [("model=2",), ("data=2", "fsdp")])
+def test_ranks_share_layers(
+    torchrun: TorchRun, arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = str(EXAMPLES / "mesh_transformer.py")
+    for said in torchrun(2, script, "rows.h5", *arguments):
+        losses = [float(line.split()[-1]) for line in said.splitlines()]
+        assert len(losses) == 8
+        assert losses[-1] < losses[0] / 4
 
 
 def test_a_custom_transform_is_applied(run: Run, pictures: Path) -> None:

@@ -247,13 +247,15 @@ def connect(
     pretend_nodes: int | None,
     are_alike: bool,
     follow_steps: bool,
+    comm: Communicator | None = None,
 ) -> Distributed:
     """Do as `distribute`. Collective.
 
     Args:
         are_alike: the ranks' models are alike, or soon will be: nobody gets rank 0's.
+        comm: the ranks; those of the job for None.
     """
-    spec, comm = parse_exchange(exchange), world()
+    spec, comm = parse_exchange(exchange), world() if comm is None else comm
     if not are_alike:
         broadcast_state(model, comm)
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
